@@ -1,0 +1,59 @@
+"""``sp_overlap.check``: compare every exchange of the first step with a plain one.
+
+The plain exchange gathers everything everywhere and picks; it shares no code with pack, unpack or the transport.
+Expensive, and meant to be.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def _gather(channel, what):
+    every = [None] * channel.size
+    if channel.size == 1:
+        return [what]
+    dist.all_gather_object(every, what, group=channel.group)
+    return every
+
+
+def plain_exchange(channel, layout, x: Tensor, name: str) -> Tensor:
+    """What the exchange of ``x`` must deliver to this rank.
+
+    Collective. Raises RuntimeError on all ranks if they are about to launch exchanges that don't fit together.
+    """
+    every = _gather(channel, (name, x.dtype, layout, x.detach().cpu()))
+    fits = all(
+        sender.source.split_sizes[to] == receiver.target.split_sizes[rank]
+        for rank, (_, _, sender, _) in enumerate(every)
+        for to, (_, _, receiver, _) in enumerate(every)
+    )
+    if not fits or len({(other, dtype) for other, dtype, _, _ in every}) > 1:
+        seen = "; ".join(
+            f"sp rank {rank}: {other} {dtype} {list(what.source.shape)} -> {list(what.target.shape)}"
+            for rank, (other, dtype, what, _) in enumerate(every)
+        )
+        raise RuntimeError(f"sp_overlap.check: the ranks launch exchanges that don't fit together ({seen})")
+    target = layout.target
+    out = torch.zeros(target.shape, dtype=x.dtype)
+    for (start, stop), (_, _, sender, tensor) in zip(target.parts, every):
+        begin, end = sender.source.parts[channel.rank]
+        out.narrow(target.dim, start, stop - start).add_(tensor.narrow(sender.source.dim, begin, end - begin))
+    return out.to(x.device)
+
+
+def compare(channel, got: Tensor, expected: Tensor, name: str) -> None:
+    """Raise RuntimeError on all ranks, naming the exchange, if one of them received anything else.
+
+    Bit for bit, but for sums of replicas in half precision, whose order of rounding is not fixed.
+    """
+    half = got.dtype in (torch.float16, torch.bfloat16)
+    rtol = torch.finfo(got.dtype).eps if half else 0.0
+    fine = torch.allclose(got, expected, rtol=rtol, atol=rtol, equal_nan=True)
+    worst = 0.0 if fine else (got - expected).abs().max().item()
+    faults = [(rank, error) for rank, (ok, error) in enumerate(_gather(channel, (fine, worst))) if not ok]
+    if faults:
+        seen = ", ".join(f"sp rank {rank} by {error:.3g}" for rank, error in faults)
+        raise RuntimeError(f"{name}: sp_overlap.check: the overlapped exchange differs from the plain one ({seen})")

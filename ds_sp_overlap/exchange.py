@@ -1,0 +1,240 @@
+"""An exchange in two differentiable halves, and everything that is in flight between them.
+
+    token = exchange.start(x)      launch; returns an empty tensor that autograd tracks
+    y     = exchange.finish(token) order the compute stream after it; the received tensor
+
+    Before:  x -> [all-to-all] -> y                         dx <- [all-to-all] <- dy
+    Now:     x -> start -> token -> finish -> y             dx <- start' <- token <- finish' <- dy
+                  launch            wait                          wait             launch
+
+In backward the roles swap: the backward of ``finish`` launches the exchange of the gradient, the backward of ``start``
+waits for it. Autograd runs nodes that are ready in the reverse order of their creation, so whatever is computed between
+``start`` and ``finish`` hides the exchange, and its backward hides the gradient's exchange. Correctness never depends on
+that order, only the overlap does.
+
+The token carries no data. What is in flight hangs on the `Exchange`, which belongs to one call of one layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import check, ops
+from .layout import Layout
+from .transport import C10d, OneRank, Transport
+
+
+class HostStream:
+    """Null object where there are no streams (CPU): program order is the only order."""
+
+    deferred_unpack = True  # waiting would block the host, so it is put off until ``finish``
+
+    def after_compute(self):
+        return contextlib.nullcontext()
+
+    def before_compute(self):
+        pass
+
+
+class SideStream:
+    """The stream that carries exchanges: pack, transfer and unpack of buffers that an exchange owns.
+
+    All of them are allocated by the compute stream and kept referenced until ``before_compute``, so their memory
+    returns to the compute stream in order; no ``record_stream``.
+    """
+
+    def __init__(self, backend: Any, stream: Any | None = None, deferred_unpack: bool = False):
+        self.backend = backend  # torch.cuda, or another accelerator's module of the same form
+        self.stream = stream if stream is not None else backend.Stream(priority=-1)
+        self.deferred_unpack = deferred_unpack
+
+    @contextlib.contextmanager
+    def after_compute(self):
+        """Run the body on the side stream, after what the compute stream holds now."""
+        self.stream.wait_stream(self.backend.current_stream())
+        with self.backend.stream(self.stream):
+            yield
+
+    def before_compute(self):
+        """Order the compute stream after the side stream."""
+        self.backend.current_stream().wait_stream(self.stream)
+
+
+class Channel:
+    """The sp group with the means to exchange over it: transport and side stream.
+
+    group       process group of the sp ranks; None for one rank
+    transport   mover of bytes
+    stream      a stream to use instead of one of our own (accelerators only)
+    """
+
+    def __init__(self, group: Any, transport: Transport | None = None, stream: Any | None = None):
+        self.group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError("sequence_process_group: this process is not a member of it; pass the group that it belongs to")
+        self.transport = transport or (OneRank() if self.size == 1 else C10d())
+        self._stream = stream
+        self._sides: dict[torch.device, HostStream | SideStream] = {}
+
+    def side(self, device: torch.device) -> HostStream | SideStream:
+        """The side stream for tensors on ``device``; made once."""
+        if device not in self._sides:
+            if device.type == "cpu":
+                self._sides[device] = HostStream()
+            else:
+                backend = torch.get_device_module(device)
+                blocking = self.size > 1 and dist.get_backend(self.group) == "gloo"
+                self._sides[device] = SideStream(backend, self._stream, deferred_unpack=blocking)
+        return self._sides[device]
+
+    def agree(self, where: str, describe: Callable[[], Any]) -> None:
+        """Compare ``describe()`` over the ranks; a ValueError it raises is raised on every rank.
+
+        Collective. Raises ValueError, on all ranks alike.
+        """
+        try:
+            mine = (True, describe())
+        except ValueError as error:
+            mine = (False, str(error))
+        if self.size == 1:
+            if not mine[0]:
+                raise ValueError(f"{where}: {mine[1]}")
+            return
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, mine, group=self.group)
+        faults = [f"sp rank {rank}: {what}" for rank, (fine, what) in enumerate(every) if not fine]
+        if faults:
+            raise ValueError(f"{where}: {'; '.join(faults)}")
+        if any(other != every[0] for other in every):
+            seen = "; ".join(f"sp rank {rank}: {what}" for rank, (_, what) in enumerate(every))
+            raise ValueError(f"{where}: the ranks of the sp group are about to exchange different things ({seen})")
+
+
+class _InFlight:
+    """One launched transfer; owns its buffers until it is collected."""
+
+    def __init__(self, channel: Channel, layout: Layout, x: Tensor, name: str, checked: bool):
+        source, target = layout.source, layout.target
+        if x.shape != source.shape:
+            raise ValueError(f"{name}: expected a tensor of shape {list(source.shape)}, got {list(x.shape)}")
+        self.name, self.layout, self.channel = name, layout, channel
+        self.side = channel.side(x.device)
+        self.expected = check.plain_exchange(channel, layout, x, name) if checked else None
+        x = x.contiguous() if source.is_wire_layout else x
+        self.source = x  # guard: read by the transfer, so kept alive until it is over
+        self.send = x.view(-1) if source.is_wire_layout else x.new_empty(sum(source.split_sizes))
+        self.recv = x.new_empty(sum(target.split_sizes))
+        self.out = self.recv.view(target.shape) if target.is_wire_layout else x.new_empty(target.shape)
+        with self.side.after_compute():
+            if not source.is_wire_layout:
+                starts, stops = zip(*source.parts)
+                ops.pack(x, source.dim, starts, stops, self.send)
+            self.handle = channel.transport.launch(
+                self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, name
+            )
+            if not self.side.deferred_unpack:
+                self._receive()
+
+    def _receive(self):
+        try:
+            self.handle.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self.name}: the exchange over the sp group (size {self.channel.size}) failed on sp rank "
+                f"{self.channel.rank}; look for the first error on the other ranks: {error}"
+            ) from error
+        target = self.layout.target
+        if not target.is_wire_layout:
+            starts, stops = zip(*target.parts)
+            ops.unpack(self.recv, target.dim, starts, stops, self.out)
+
+    def collect(self) -> Tensor:
+        """Wait, and hand over the received tensor."""
+        if self.side.deferred_unpack:
+            with self.side.after_compute():
+                self._receive()
+        self.side.before_compute()
+        self.handle = None
+        if self.expected is not None:
+            check.compare(self.channel, self.out, self.expected, self.name)
+        return self.out
+
+    def __del__(self):
+        # Abandoned (an exception between start and finish): the buffers must outlive the transfer all the same.
+        if getattr(self, "handle", None) is not None:
+            self.handle.wait()
+            self.side.before_compute()
+
+
+class Exchange:
+    """One exchange of one call: state of its forward transfer, and of the gradient's.
+
+    channel   the sp group
+    layout    what is given and what is received
+    name      of the layer and the exchange, for instance ``layers.7 q``; the gradient's is ``layers.7 dq``
+    checked   compare with a plain exchange (``sp_overlap.check``)
+    """
+
+    def __init__(self, channel: Channel, layout: Layout, where: str, what: str, checked: bool = False):
+        self.channel, self.layout, self.where, self.what, self.checked = channel, layout, where, what, checked
+        self.forward: _InFlight | None = None
+        self.gradient: _InFlight | None = None
+
+    def start(self, x: Tensor) -> Tensor:
+        """Launch the exchange of ``x`` and return at once.
+
+        x       shape of ``layout.source``; kept alive until finished
+        token   [0]   tracked by autograd; give it to ``finish``
+
+        Collective: every rank of the sp group starts the same exchanges in the same order.
+        Raises ValueError, before any communication, if ``x`` has another shape.
+        """
+        return _Start.apply(x, self)
+
+    def finish(self, token: Tensor) -> Tensor:
+        """Order the compute stream after the exchange and return what was received, in the shape of ``layout.target``."""
+        if self.forward is None:
+            raise RuntimeError(f"{self.where} {self.what}: finished without having been started, or finished twice")
+        return _Finish.apply(token, self)
+
+    def _launch(self, x: Tensor, layout: Layout, what: str) -> _InFlight:
+        return _InFlight(self.channel, layout, x, f"{self.where} {what}", self.checked)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, exchange):
+        ctx.exchange = exchange
+        exchange.forward = exchange._launch(x, exchange.layout, exchange.what)
+        return x.new_empty(0)  # on the tensor's device: both halves stay in one ready queue of the autograd engine
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _):
+        """Before: dx = all_to_all(dy). Now: that exchange is under way since `_Finish.backward`; wait for it."""
+        gradient, ctx.exchange.gradient = ctx.exchange.gradient, None
+        return gradient.collect(), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token, exchange):
+        ctx.exchange = exchange
+        in_flight, exchange.forward = exchange.forward, None
+        return in_flight.collect()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        """Before: nothing, finish moved no data. Now: launch the exchange of dy, the moment it is known."""
+        exchange = ctx.exchange
+        exchange.gradient = exchange._launch(dy, exchange.layout.inverse, "d" + exchange.what)
+        return dy.new_empty(0), None

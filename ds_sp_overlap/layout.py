@@ -1,0 +1,233 @@
+"""Geometry of the exchanges as frozen values; no tensors, no torch.distributed.
+
+Ulysses attention holds its tensors in two ways:
+
+    local    [s/P, b, h, d]   this rank's slice of the sequence, all heads
+    global   [s, b, h/P, d]   the whole sequence, this rank's heads
+
+(or ``[b, s/P, h, d]`` and ``[b, s, h/P, d]``, batch first). An exchange turns one into the other. Both ends of it have
+the same form, a tensor cut along one dimension with one part per peer: the local side is cut along heads, the global
+side along the sequence. That is all a `Side` says, and it covers every case there is: unequal parts are uneven heads
+or unequal local sequences, overlapping parts are KV heads that several ranks need, and the gradient's exchange is the
+same pair of sides with their roles swapped.
+
+Which heads go where (`Geometry`) is one rule: query heads are dealt out in contiguous, balanced ranges, the larger
+ones first, and a rank receives the KV heads that its query heads attend to. Replication of KV heads (fewer KV heads
+than ranks, or a KV group that two ranks share) falls out of that rule. For head counts that divide it is the split of
+DeepSpeed's ``DistributedAttention`` and ``UlyssesSPAttentionHF``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+Range = tuple[int, int]  # [start, stop)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One end of an exchange.
+
+    shape    shape of the tensor at this end
+    dim      the dimension it is cut along
+    parts    for each peer, the range along ``dim`` that is sent to it or received from it, in rank order
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    parts: tuple[Range, ...]
+
+    @property
+    def split_sizes(self) -> list[int]:
+        """Elements per peer, as ``all_to_all_single`` wants them."""
+        row = math.prod(self.shape) // max(self.shape[self.dim], 1)
+        return [(stop - start) * row for start, stop in self.parts]
+
+    @property
+    def tiles(self) -> bool:
+        """Whether the parts lie end to end and cover the dimension."""
+        edges = [0, *(stop for _, stop in self.parts)]
+        return edges[-1] == self.shape[self.dim] and all(part[0] == edge for part, edge in zip(self.parts, edges))
+
+    @property
+    def is_wire_layout(self) -> bool:
+        """Whether a contiguous tensor of this shape already is the buffer that travels, so that nothing is moved."""
+        return self.tiles and math.prod(self.shape[: self.dim]) == 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether some slice belongs to several peers; what they send back is summed."""
+        cuts = sorted(part for part in self.parts if part[0] < part[1])
+        return any(after[0] < before[1] for before, after in zip(cuts, cuts[1:]))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An exchange as this rank sees it: the tensor it gives and the tensor it gets."""
+
+    source: Side
+    target: Side
+
+    @property
+    def inverse(self) -> Layout:
+        """The exchange of the gradient."""
+        return Layout(self.target, self.source)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Who holds what in one call of an attention layer.
+
+    sp_size      ranks of the sp group, ``P``
+    sp_rank      this rank
+    seq_lens     local sequence length of every rank, in tokens
+    batch        ``b``
+    heads        query heads, ``h``
+    kv_heads     KV heads, ``h_kv``; divides ``heads``
+    groups       head groups, ``G``; at most the query heads of the rank that has fewest
+    batch_first  ``[b, s, h, d]`` instead of ``[s, b, h, d]``
+
+    Raises ValueError for counts that no exchange can satisfy.
+    """
+
+    sp_size: int
+    sp_rank: int
+    seq_lens: tuple[int, ...]
+    batch: int
+    heads: int
+    kv_heads: int
+    groups: int = 1
+    batch_first: bool = False
+
+    def __post_init__(self):
+        if not 0 <= self.sp_rank < self.sp_size:
+            raise ValueError(f"sp rank must be between 0 and {self.sp_size - 1} at sp size {self.sp_size}, got {self.sp_rank}")
+        if len(self.seq_lens) != self.sp_size:
+            raise ValueError(
+                f"sequence_lengths: {len(self.seq_lens)} lengths {self.seq_lens} for sp size {self.sp_size}; "
+                "give the local length of every rank of the sp group"
+            )
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"KV heads must divide the query heads, got {self.heads} query and {self.kv_heads} KV heads")
+        if self.heads < self.sp_size:
+            raise ValueError(
+                f"head scatter of query: {self.heads} heads leave a rank of sp size {self.sp_size} with no head to attend "
+                f"with; use sp size {self.heads} or less"
+            )
+        if not 1 <= self.groups <= self.max_groups:
+            raise ValueError(
+                f"sp_overlap.head_groups must be between 1 and {self.max_groups} for {self.heads} heads at sp size "
+                f"{self.sp_size}, got {self.groups}"
+            )
+
+    @property
+    def max_groups(self) -> int:
+        """Query heads of the rank that has fewest; a head can't be shared by two groups."""
+        return self.heads // self.sp_size
+
+    @property
+    def seq_dim(self) -> int:
+        return 1 if self.batch_first else 0
+
+    # Which heads. Ranges are in heads of the whole model.
+
+    def query_range(self, rank: int, group: int | None = None) -> Range:
+        """Query heads that ``rank`` attends with, in one group or in all of them."""
+        small, larger = divmod(self.heads, self.sp_size)
+        start = rank * small + min(rank, larger)
+        count = small + (rank < larger)
+        if group is None:
+            return start, start + count
+        return start + count * group // self.groups, start + count * (group + 1) // self.groups
+
+    def kv_range(self, rank: int, group: int) -> Range:
+        """KV heads that the query heads of ``group`` on ``rank`` attend to."""
+        start, stop = self.query_range(rank, group)
+        shared = self.heads // self.kv_heads
+        return start // shared, (stop - 1) // shared + 1
+
+    def sent_range(self, kind: str, rank: int, group: int) -> Range:
+        """Heads of q, k or v that travel to ``rank`` with ``group``; a KV head only with the first group that needs it."""
+        if kind == "q":
+            return self.query_range(rank, group)
+        start, stop = self.kv_range(rank, group)
+        return (max(start, self.kv_range(rank, group - 1)[1]) if group else start), stop
+
+    @lru_cache(maxsize=4096)
+    def heads_of(self, kind: str, group: int) -> tuple[Range, ...]:
+        """Heads of q, k or v that leave a rank with ``group``, each once, as ranges in ascending order."""
+        ranges: list[Range] = []
+        for start, stop in sorted(self.sent_range(kind, rank, group) for rank in range(self.sp_size)):
+            if start >= stop:
+                continue
+            if ranges and start <= ranges[-1][1]:
+                ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))
+            else:
+                ranges.append((start, stop))
+        return tuple(ranges)
+
+    def kinds_of(self, group: int) -> str:
+        """Which of q, k, v travel with ``group``; no KV head is new to a group that shares all of them."""
+        return "qkv" if self.heads_of("k", group) else "q"
+
+    # What an exchange does.
+
+    @lru_cache(maxsize=4096)
+    def exchange(self, kind: str, group: int, head_dim: int) -> Layout:
+        """Layout of the exchange of one group of q, k, v (head scatter) or o (sequence scatter).
+
+        The local tensor holds the heads of `heads_of`, the global one those of `sent_range` on this rank.
+        """
+        if kind == "o":
+            return self.exchange("q", group, head_dim).inverse
+        first = {}  # where each head lies in the local tensor
+        for start, stop in self.heads_of(kind, group):
+            first.update(zip(range(start, stop), range(len(first), len(first) + stop - start)))
+        parts = []
+        for rank in range(self.sp_size):
+            start, stop = self.sent_range(kind, rank, group)
+            at = first[start] if start < stop else 0
+            parts.append((at, at + max(stop - start, 0)))
+        start, stop = self.sent_range(kind, self.sp_rank, group)
+        ends = [sum(self.seq_lens[: rank + 1]) for rank in range(self.sp_size)]
+        local = Side(self._shape(self.seq_lens[self.sp_rank], len(first), head_dim), 2, tuple(parts))
+        whole = Side(
+            self._shape(ends[-1], max(stop - start, 0), head_dim),
+            self.seq_dim,
+            tuple((end - length, end) for end, length in zip(ends, self.seq_lens)),
+        )
+        return Layout(source=local, target=whole)
+
+    def _shape(self, seq: int, heads: int, head_dim: int) -> tuple[int, ...]:
+        return (self.batch, seq, heads, head_dim) if self.batch_first else (seq, self.batch, heads, head_dim)
+
+    # How this rank's attention finds its KV heads.
+
+    @lru_cache(maxsize=4096)
+    def kv_pieces(self, group: int) -> tuple[tuple[int, int, int], ...]:
+        """``(group, start, stop)`` of the received pieces whose heads, one after another, are those of `kv_range`.
+
+        The piece that travels with ``group`` itself is always named, even where this rank gets none of it: a rank that
+        left it out of its graph would not take part in the exchange of its gradient.
+        """
+        need_start, need_stop = self.kv_range(self.sp_rank, group)
+        pieces = []
+        for sent in range(group + 1):
+            start, stop = self.sent_range("k", self.sp_rank, sent)
+            low, high = max(start, need_start), min(stop, need_stop)
+            if low < high or (sent == group and "k" in self.kinds_of(group)):
+                pieces.append((sent, max(low - start, 0), max(high - start, 0) if low < high else max(low - start, 0)))
+        return tuple(pieces)
+
+    @lru_cache(maxsize=4096)
+    def kv_expansion(self, group: int) -> tuple[int, ...] | None:
+        """For each query head of the group, its KV head among `kv_range`; None where a regular GQA ratio says the same."""
+        start, stop = self.query_range(self.sp_rank, group)
+        first, last = self.kv_range(self.sp_rank, group)
+        shared = self.heads // self.kv_heads
+        index = tuple(head // shared - first for head in range(start, stop))
+        count, rest = divmod(stop - start, last - first)
+        regular = rest == 0 and index == tuple(head // count for head in range(stop - start))
+        return None if regular else index

@@ -1,0 +1,228 @@
+"""Linear layers taken apart: a projection that computes some of its rows, an output projection whose wgrad can wait.
+
+A layer is driven from outside through its module's own call, so that whatever hangs on that call (ZeRO-3 gathers a
+partitioned weight in it) happens as ever; see `call_through`. Weights are saved for backward as the parameters
+themselves and cut when they are needed: a saved view would keep a gathered ZeRO-3 weight alive until backward. Weight
+gradients reach the parameter through autograd, once, in the parameter's own shape.
+"""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .parts import Part, cut, cut_ranges, gradient_parts, put_ranges
+
+
+def can_take_apart(module: nn.Module) -> bool:
+    """Whether ``module`` is a plain linear layer that may be computed in parts.
+
+    Not if its forward was replaced (LoRA, quantised, tensor-parallel layers), nor if somebody hooked its call and would
+    see parts instead of the output; DeepSpeed's own hooks are fine.
+    """
+    if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
+        return False
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    return all((getattr(hook, "__module__", "") or "").startswith("deepspeed.") for hook in hooks)
+
+
+def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor):
+    """Run ``body(*inputs)`` as the forward of all ``modules`` at once, each called exactly once.
+
+    The first module is called, its forward calls the second, and the innermost forward is ``body``: inside it every
+    hook has run and every weight is whole. The inputs are what the hooks made of them.
+    """
+    if not modules:
+        return body(*inputs)
+    first, rest = modules[0], modules[1:]
+
+    def forward(*args: Tensor):
+        del first.forward
+        return call_through(rest, body, *args)
+
+    first.forward = forward  # an instance attribute, gone again before anything else runs
+    try:
+        return first(*inputs)
+    finally:
+        vars(first).pop("forward", None)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+class _LinearRows(torch.autograd.Function):
+    """Some rows of a projection.
+
+    x   [..., m]     w   [n, m]   the parameter     b   [n]
+    w_r [n_r, m]     the rows of w in ``rows``
+
+    forward   y  = x w_r^T + b_r
+    dgrad     dx = dy w_r
+    wgrad     dw_r = dy^T x,  db_r = sum dy      to the stand-ins of `gradient_parts`
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight_part, bias_part, weight, bias, rows):
+        ctx.rows = rows
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, cut_ranges(weight, 0, rows), None if bias is None else cut_ranges(bias, 0, rows))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = dy @ cut_ranges(weight, 0, ctx.rows)
+        if ctx.needs_input_grad[1]:
+            dw = _matrix(dy).t() @ _matrix(x)
+        if ctx.needs_input_grad[2]:
+            db = _matrix(dy).sum(0)
+        return dx, dw, db, None, None, None
+
+
+def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """What autocast would have done to the operands of a linear layer."""
+    device = next(t for t in tensors if t is not None).device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
+class RowParts:
+    """A projection, computed part by part; to be made inside `call_through`.
+
+    x        [..., m]    input
+    module   the linear layer
+    parts    the rows of each part
+    """
+
+    def __init__(self, x: Tensor, module: nn.Linear, parts: list[Part]):
+        self.x, self.weight, self.bias = _autocast(x, module.weight, module.bias)
+        self.parts = parts
+        self.weight_parts = gradient_parts(self.weight, parts)
+        self.bias_parts = gradient_parts(self.bias, parts)
+
+    def part(self, index: int) -> Tensor:
+        """Output of the rows of one part, ``[..., n_r]``."""
+        return _LinearRows.apply(
+            self.x, self.weight_parts[index], self.bias_parts[index], self.weight, self.bias, self.parts[index]
+        )
+
+
+class WholeRows:
+    """The same for a layer that can't be taken apart: called whole, when its first part is asked for, and then cut."""
+
+    def __init__(self, x: Tensor, module: nn.Module, parts: list[Part]):
+        self.x, self.module, self.parts = x, module, parts
+        self.outputs: tuple[Tensor, ...] | None = None
+
+    def part(self, index: int) -> Tensor:
+        if self.outputs is None:
+            self.outputs = cut(self.module(self.x), self.x.dim() - 1, self.parts)
+        return self.outputs[index]
+
+
+class _Wgrad(torch.autograd.Function):
+    """The wgrad of an output projection, as a node of its own.
+
+    Created before the inputs are finished, hence run after the exchanges of their gradients have been started.
+
+    backward   dw[:, c] = dy^T o_c for every part c,  db = sum dy      from what `_OutputPart.backward` left
+    """
+
+    @staticmethod
+    def forward(ctx, weight, bias, left):
+        ctx.shape, ctx.left = weight.shape, left
+        ctx.has_bias = bias is not None
+        return weight.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _):
+        parts = dict(ctx.left)
+        ctx.left.clear()
+        dw = db = None
+        if ctx.needs_input_grad[0]:
+            products = {columns: product() for columns, (product, _) in parts.items()}
+            if list(products) == [((0, ctx.shape[1]),)]:
+                (dw,) = products.values()
+            else:
+                dw = next(iter(products.values())).new_empty(ctx.shape)
+                for columns, product in products.items():
+                    put_ranges(dw, 1, columns, product, add=False)
+        if ctx.has_bias and ctx.needs_input_grad[1]:
+            _, dy = next(iter(parts.values()))
+            db = _matrix(dy).sum(0)
+        return dw, db, None
+
+
+class _OutputPart(torch.autograd.Function):
+    """One head group's share of an output projection, added to that of the groups before it.
+
+    o_c  [..., k_c]     this group's heads      w  [m, k]   the parameter, w_c = w[:, c] its columns for them
+    acc  [..., m]       the sum so far, updated in place; None for the first
+
+    forward   acc + o_c w_c^T  (+ b with the first)
+    dgrad     do_c = dy w_c,  d acc = dy
+    wgrad     left to `_Wgrad`: its operands are ``left`` there, in a dict of this call
+    """
+
+    @staticmethod
+    def forward(ctx, o, acc, token, weight, bias, columns, left, defer):
+        ctx.columns, ctx.left, ctx.defer = columns, left, defer
+        ctx.save_for_backward(o, weight)
+        operands = _matrix(o), cut_ranges(weight, 1, columns).t()
+        if acc is not None:
+            acc.view(-1, acc.shape[-1]).addmm_(*operands)
+            ctx.mark_dirty(acc)
+            return acc
+        acc = o.new_empty(*o.shape[:-1], weight.shape[0])  # no view, so that it may be updated in place
+        out = acc.view(-1, acc.shape[-1])
+        torch.mm(*operands, out=out) if bias is None else torch.addmm(bias, *operands, out=out)
+        return acc
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        o, weight = ctx.saved_tensors
+        do = dy @ cut_ranges(weight, 1, ctx.columns) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[2]:
+
+            def product():
+                return _matrix(dy).t() @ _matrix(o)
+
+            if not ctx.defer:
+                done = product()
+                product = lambda: done  # noqa: E731
+            # Under its columns: what a backward left that never reached `_Wgrad` is replaced, not added to.
+            ctx.left[ctx.columns] = product, dy
+        token = dy.new_empty(0) if ctx.needs_input_grad[2] else None
+        return do, dy if ctx.needs_input_grad[1] else None, token, None, None, None, None, None
+
+
+class OutputParts:
+    """An output projection summed over head groups; to be made inside `call_through`, before the groups are finished.
+
+    module   the linear layer, weight ``[m, k]``
+    defer    whether the wgrad waits for its node (``sp_overlap.wgrad``) or is computed with the dgrad
+    """
+
+    def __init__(self, module: nn.Linear, like: Tensor, defer: bool = True):
+        _, self.weight, self.bias = _autocast(like, module.weight, module.bias)
+        self.left: dict = {}
+        self.defer = defer
+        self.token = _Wgrad.apply(self.weight, self.bias, self.left)
+        self.sum: Tensor | None = None
+
+    def add(self, o: Tensor, columns: Part) -> None:
+        """Add the share of the heads in ``o`` ``[..., k_c]``, whose columns of the weight are ``columns``."""
+        (o,) = _autocast(o)
+        self.sum = _OutputPart.apply(o, self.sum, self.token, self.weight, self.bias, columns, self.left, self.defer)

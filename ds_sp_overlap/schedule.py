@@ -1,0 +1,110 @@
+"""The schedule of an attention layer: program order, and nothing else.
+
+Forward with two head groups, as it is written in `overlapped` (a wire carries one exchange at a time):
+
+    compute | Wq0 Wk0 Wv0 Wq1 Wk1 Wv1 | attention 0 | attention 1 | Wo0 | Wo1 |
+    wire    |     q0  k0  v0  q1  k1    v1            o0            o1
+
+Backward, which falls out of it (autograd runs nodes that are ready in the reverse order of their creation):
+
+    compute | Wo1 dgrad | Wo0 dgrad | Wo wgrad | attention 1 | attention 0 | Wv1 Wk1 Wq1 | Wv0 Wk0 Wq0 |
+    wire    |             do1         do0        .             dv1 dk1 dq1   dv0 dk0 dq0
+
+With one group (a rank with one query head has no choice) v, o and dv have only each other to hide behind:
+
+    compute | Wq Wk Wv |       | attention |      | Wo |      | Wo dgrad | Wo wgrad |     | attention | Wv | Wk | Wq |
+    wire    |    q  k    v                   o                             do                           dv   dk   dq
+
+The starts and finishes in the order that is drawn (``>`` start, ``<`` finish), which a test holds against a recording:
+
+    G = 1   forward    >q >k >v <q <k <v >o <o
+            backward   >do <do >dv >dk >dq <dv <dk <dq
+    G = 2   forward    >q0 >k0 >v0 >q1 >k1 >v1 <q0 <k0 <v0 >o0 <q1 <k1 <v1 >o1 <o0 <o1
+            backward   >do1 >do0 <do1 >dv1 >dk1 >dq1 <do0 >dv0 >dk0 >dq0 <dv1 <dk1 <dq1 <dv0 <dk0 <dq0
+"""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import torch
+from torch import Tensor
+
+from .exchange import Channel, Exchange
+from .layout import Geometry
+
+
+class Call:
+    """One call of one attention layer: its geometry and its exchanges.
+
+    channel    the sp group
+    geometry   who holds what
+    where      name of the layer, for errors and logs
+    checked    compare each exchange with a plain one
+    """
+
+    def __init__(self, channel: Channel, geometry: Geometry, where: str, checked: bool = False):
+        self.channel, self.geometry, self.where, self.checked = channel, geometry, where, checked
+        self.groups = range(geometry.groups)
+        self.parts = [(kind, group) for group in self.groups for kind in geometry.kinds_of(group)]
+        self._exchanges: dict[tuple[str, int], Exchange] = {}
+
+    def start(self, kind: str, group: int, x: Tensor) -> Tensor:
+        """Start the exchange of one group of q, k, v or o; returns its token."""
+        layout = self.geometry.exchange(kind, group, x.shape[-1])
+        what = kind if self.geometry.groups == 1 else f"{kind}{group}"
+        exchange = self._exchanges[kind, group] = Exchange(self.channel, layout, self.where, what, self.checked)
+        return exchange.start(x)
+
+    def finish(self, kind: str, group: int, token: Tensor) -> Tensor:
+        """Finish it; returns what was received."""
+        return self._exchanges.pop((kind, group)).finish(token)
+
+    def with_kv(self, group: int, received: dict[int, Tensor]) -> Tensor:
+        """The KV heads that a group attends to, put together from the pieces that arrived with it or before it."""
+        pieces = [received[sent].narrow(2, start, stop - start) for sent, start, stop in self.geometry.kv_pieces(group)]
+        heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
+        index = self.geometry.kv_expansion(group)
+        return heads if index is None else heads.index_select(2, torch.tensor(index, device=heads.device))
+
+
+Project = Callable[[str, int], Tensor]
+Merge = Callable[[int, Tensor], None]
+
+
+def overlapped(
+    call: Call,
+    inputs: Callable[[Callable[[Project], list[Tensor]]], list[Tensor]],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    output: Callable[[list[Tensor], Callable[[list[Tensor], Merge], None]], Tensor],
+    arrive: Callable[[str, Tensor], Tensor] = lambda kind, x: x,
+) -> Tensor:
+    """Run an attention layer in the order drawn above.
+
+    inputs   runs a program in a place where ``project(kind, group)`` gives q, k or v of a group, ``[s/P, b, h_g, d]``
+    arrive   what is done with q, k or v on arrival, ``[s, b, h_g/P, d]``; RoPE where the caller wants it after the exchange
+    attend   q, k, v -> o of a group, ``[s, b, h_g/P, d]`` each
+    output   runs a program in a place where ``merge(group, o)`` takes o of a group, ``[s/P, b, h_g, d]``; gives the result
+
+    Collective: every rank of the sp group calls it with the same layer at the same time.
+    """
+
+    def start_inputs(project: Project) -> list[Tensor]:
+        return [call.start(kind, group, project(kind, group)) for kind, group in call.parts]
+
+    tokens = dict(zip(call.parts, inputs(start_inputs)))
+
+    keys, values, started = {}, {}, []
+    for group in call.groups:
+        q = arrive("q", call.finish("q", group, tokens["q", group]))
+        if ("k", group) in tokens:
+            keys[group] = arrive("k", call.finish("k", group, tokens["k", group]))
+            values[group] = arrive("v", call.finish("v", group, tokens["v", group]))
+        o = attend(q, call.with_kv(group, keys), call.with_kv(group, values))
+        started.append(call.start("o", group, o))
+
+    def finish_output(tokens: list[Tensor], merge: Merge) -> None:
+        for group in call.groups:
+            merge(group, call.finish("o", group, tokens[group]))
+
+    return output(started, finish_output)

@@ -1,0 +1,96 @@
+"""Run a function on P gloo ranks and bring the results home.
+
+The workers are started once a P and kept: each holds a process group and runs what it is sent. A worker that fails or
+does not answer in time takes its pool with it, and the next test gets a new one.
+"""
+
+import atexit
+import os
+import queue
+import tempfile
+import traceback
+
+import torch
+import torch.multiprocessing
+
+_context = torch.multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "deepspeed", "ds_sp_overlap"])
+_pools: dict[int, "Pool"] = {}
+
+
+class RankError(AssertionError):
+    """What the ranks raised, rank by rank; ``kinds`` and ``messages`` in rank order, None for a rank that was fine."""
+
+    def __init__(self, failures):
+        self.kinds = [None if failure is None else failure[0] for failure in failures]
+        self.messages = [None if failure is None else failure[1] for failure in failures]
+        super().__init__("\n".join(f"--- rank {r}\n{f[2]}" for r, f in enumerate(failures) if f is not None))
+
+
+def _work(rank, size, store, tasks, results):
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size), OMP_NUM_THREADS="1",
+        DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", CROSS_RANK="0", CROSS_SIZE="1",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    import deepspeed
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
+    while (task := tasks.get()) is not None:
+        function, args = task
+        try:
+            torch.manual_seed(0)
+            results.put((rank, None, function(rank, *args)))
+        except BaseException as error:  # sent to the test, which decides
+            results.put((rank, (type(error).__name__, str(error), traceback.format_exc()), None))
+
+
+class Pool:
+    def __init__(self, size):
+        self.size = size
+        store = tempfile.mktemp(prefix="ds_sp_overlap_store_")
+        self.results = _context.Queue()
+        self.tasks = [_context.Queue() for _ in range(size)]
+        self.workers = [
+            _context.Process(target=_work, args=(rank, size, store, self.tasks[rank], self.results), daemon=True)
+            for rank in range(size)
+        ]
+        for worker in self.workers:
+            worker.start()
+
+    def run(self, function, args, timeout_s):
+        for tasks in self.tasks:
+            tasks.put((function, args))
+        failures, returned = [None] * self.size, [None] * self.size
+        for _ in range(self.size):
+            try:
+                rank, failure, value = self.results.get(timeout=timeout_s if not any(failures) else 20)
+            except queue.Empty:
+                self.close()
+                raise RankError([f or ("Timeout", "no answer", "no answer: a hang") for f in failures]) from None
+            failures[rank], returned[rank] = failure, value
+        if any(failures):
+            self.close()
+            raise RankError(failures)
+        return returned
+
+    def close(self):
+        for worker in self.workers:
+            worker.kill()
+            worker.join()
+        _pools.pop(self.size, None)
+
+
+def on_ranks(size, function, *args, timeout_s=180):
+    """``[function(rank, *args) for rank in range(size)]``, each on a rank of its own. ``function`` must be importable."""
+    pool = _pools.get(size)
+    if pool is None:
+        pool = _pools[size] = Pool(size)
+    return pool.run(function, args, timeout_s)
+
+
+@atexit.register
+def _close_all():
+    for pool in list(_pools.values()):
+        pool.close()

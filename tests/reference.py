@@ -1,0 +1,43 @@
+"""Attention and its layer on the whole sequence in one process: the oracle. torch only, nothing of the package."""
+
+import math
+
+import torch
+
+
+def attention(q, k, v, causal=True):
+    """q [b, s, h, d], k and v [b, s, h_kv, d] -> [b, s, h, d_v]; softmax written out."""
+    repeat = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+    if causal:
+        s = scores.shape[-1]
+        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+def sequence_first_attention(q, k, v, causal=True):
+    return attention(*(x.transpose(0, 1) for x in (q, k, v)), causal).transpose(0, 1)
+
+
+def rope_tables(positions, dims, dtype):
+    """cos and sin [s, dims], half-rotated convention."""
+    frequencies = 10000.0 ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+    angles = positions.double()[:, None] * frequencies
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rope(x, cos, sin):
+    """x [b, s, h, d] with cos, sin [s, dims]; the dims past them pass through."""
+    dims = cos.shape[-1]
+    turned, rest = x[..., :dims], x[..., dims:]
+    half = dims // 2
+    swapped = torch.cat((-turned[..., half:], turned[..., :half]), -1)
+    return torch.cat((turned * cos[None, :, None] + swapped * sin[None, :, None], rest), -1)
+
+
+def relative_error(got, expected):
+    """Largest difference, over the largest expected magnitude."""
+    return ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-300)).item()

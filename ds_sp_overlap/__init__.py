@@ -1,6 +1,14 @@
-"""Overlapped Ulysses sequence parallelism for DeepSpeed."""
+"""Overlapped Ulysses sequence parallelism for DeepSpeed.
+
+Importing this package makes ``deepspeed.initialize`` honour an ``sp_overlap`` section in its config.
+"""
 
 from .attention import DistributedAttention, SelfAttention
 from .config import SpOverlapConfig
-__all__ = ["DistributedAttention", "SelfAttention", "SpOverlapConfig"]
+from .integrations import Report, disable, enable
+from .integrations.deepspeed import install
+
+__all__ = ["DistributedAttention", "Report", "SelfAttention", "SpOverlapConfig", "disable", "enable"]
 __version__ = "0.1.0"
+
+install()

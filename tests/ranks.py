@@ -37,9 +37,11 @@ def _work(rank, size, store, tasks, results):
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
-    while (task := tasks.get()) is not None:
-        function, args = task
+    while True:
         try:
+            if (task := tasks.get()) is None:
+                return
+            function, args = task
             torch.manual_seed(0)
             results.put((rank, None, function(rank, *args)))
         except BaseException as error:  # sent to the test, which decides
@@ -65,7 +67,7 @@ class Pool:
         failures, returned = [None] * self.size, [None] * self.size
         for _ in range(self.size):
             try:
-                rank, failure, value = self.results.get(timeout=timeout_s if not any(failures) else 20)
+                rank, failure, value = self.results.get(timeout=timeout_s if not any(failures) else min(timeout_s, 20))
             except queue.Empty:
                 self.close()
                 raise RankError([f or ("Timeout", "no answer", "no answer: a hang") for f in failures]) from None
@@ -80,6 +82,15 @@ class Pool:
             worker.kill()
             worker.join()
         _pools.pop(self.size, None)
+
+
+def refusal(function, *args, **kwargs):
+    """``(kind, message)`` of what ``function`` raises, None if it raises nothing; keeps a rank, and its pool, alive."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
 
 
 def on_ranks(size, function, *args, timeout_s=180):

@@ -1,0 +1,140 @@
+"""Switch the overlap on and off in a model: find its attention layers, rebind their forward, undo it.
+
+Nothing here knows a framework; `transformers` and `deepspeed` beside this file each find the layers they know.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Callable
+from weakref import WeakKeyDictionary
+
+from tabulate import tabulate
+from torch import nn
+
+from ..config import SpOverlapConfig
+from ..exchange import Channel
+
+
+@dataclass
+class Layer:
+    """An attention layer that was found.
+
+    name     its name in the model
+    module   the layer
+    got      what is overlapped in it; empty if nothing
+    lacks    why not more; empty if there is no more
+    bind     rebinds the layer's forward and returns what undoes it; None where nothing can be done
+    """
+
+    name: str
+    module: nn.Module
+    got: str
+    lacks: str = ""
+    bind: Callable[[], Callable[[], None]] | None = None
+
+
+@dataclass
+class Report:
+    """What `enable` did: each attention layer and what it got."""
+
+    layers: list[Layer] = field(default_factory=list)
+    sp_size: int = 1
+    note: str = ""
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return f"sp_overlap: {self.note}"
+        rows = []
+        for (got, lacks), same in groupby(self.layers, key=lambda layer: (layer.got, layer.lacks)):
+            names = [layer.name for layer in same]
+            name = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} layers)"
+            rows.append((name, got or "nothing", lacks or "-"))
+        table = tabulate(rows, headers=("attention layer", "overlapped", "why not more"), tablefmt="simple")
+        return f"sp_overlap over sp size {self.sp_size}\n{table}"
+
+
+_undo: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+_said: set[str] = set()
+
+
+def say_once(message: str) -> None:
+    """Warn, the first time."""
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, stacklevel=3)
+
+
+def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, sequence_process_group: Any = None) -> Report:
+    """Overlap the attention layers of ``model``; no parameter, buffer or submodule is added or renamed.
+
+    config                   the ``sp_overlap`` section
+    sequence_process_group   the sp group; found where transformers or DeepSpeed keep theirs if None
+
+    Collective over the sp group. Raises ValueError, on all of its ranks and with the model unchanged, for a config that
+    the model can't satisfy, a model without attention layers, or layers on the meta device.
+    """
+    from . import deepspeed, transformers
+
+    config = SpOverlapConfig.parse(config or {})
+    if not config.enabled:
+        return Report(note="off (sp_overlap.enabled is false)")
+    group = sequence_process_group
+    if group is None:
+        group = transformers.find_group(model) or deepspeed.find_group(model)
+    if group is None:
+        raise ValueError(
+            "sp_overlap: no sequence-parallel group; pass sequence_process_group=, give deepspeed.initialize an mpu, or set "
+            "sequence_parallel_size and data_parallel_size in the DeepSpeed config"
+        )
+    channel = Channel(group)
+    if channel.size == 1:
+        say_once("sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, and nothing was changed")
+        return Report(note="nothing to do at sp size 1")
+    disable(model)
+    found: list[Layer] = []
+
+    def describe() -> str:
+        found.extend(deepspeed.find_layers(model, channel, config) + transformers.find_layers(model, channel, config))
+        if not found:
+            raise ValueError(
+                f"no attention layer found in {type(model).__name__}; supported are transformers models and "
+                "deepspeed.sequence.layer.DistributedAttention. For others use ds_sp_overlap.SelfAttention"
+            )
+        meta = [layer.name for layer in found if any(p.is_meta for p in layer.module.parameters())]
+        if meta:
+            raise ValueError(f"{meta[0]} is on the meta device ({len(meta)} of {len(found)} layers); load the weights first")
+        left = [layer for layer in found if layer.bind is None]
+        if left and config.on_unsupported == "error":
+            raise ValueError(f'{left[0].name}: {left[0].lacks}; sp_overlap.on_unsupported is "error"')
+        return f"{config!r}; {[(layer.name, layer.got) for layer in found]}"
+
+    channel.agree("sp_overlap", describe)
+    for layer in found:
+        if layer.bind is None:
+            say_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
+        else:
+            _undo[layer.module] = layer.bind()
+    return Report(found, channel.size)
+
+
+def disable(model: nn.Module) -> None:
+    """Give every layer of ``model`` its own forward back."""
+    for module in model.modules():
+        if (undo := _undo.pop(module, None)) is not None:
+            undo()
+
+
+def rebind(module: nn.Module, forward: Callable) -> Callable[[], None]:
+    """Put ``forward`` in place of the module's; returns what takes it away again."""
+    before = vars(module).get("forward")
+    module.forward = forward
+
+    def undo() -> None:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+    return undo

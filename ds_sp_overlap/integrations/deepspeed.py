@@ -1,0 +1,94 @@
+"""DeepSpeed: the ``sp_overlap`` section of its config, its sp group, and its ``DistributedAttention`` modules."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.utils import groups
+from packaging.version import Version
+from torch import nn
+
+from ..attention import ProjectedAttention, drop_in_forward
+from ..config import SpOverlapConfig
+from ..exchange import Channel
+from . import Layer, enable, rebind
+
+OLDEST = "0.19.7"
+
+
+def install() -> None:
+    """Make ``deepspeed.initialize`` honour the ``sp_overlap`` section. Without the section nothing changes.
+
+    Raises ImportError for a DeepSpeed whose own sequence parallelism has wrong gradients.
+    """
+    if Version(Version(deepspeed.__version__).base_version) < Version(OLDEST):
+        raise ImportError(
+            f"ds_sp_overlap needs DeepSpeed >= {OLDEST}, found {deepspeed.__version__}: before it the gradients of query and "
+            f"key under sequence-parallel overlap are wrong (DeepSpeed PR 5691 as merged); pip install 'deepspeed>={OLDEST}'"
+        )
+    if hasattr(deepspeed.initialize, "__sp_overlap__"):
+        return
+    original = deepspeed.initialize
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any):
+        section = _section(signature.bind(*args, **kwargs).arguments)
+        if section is None:
+            return original(*args, **kwargs)
+        config = SpOverlapConfig.parse(section)  # refused before DeepSpeed starts anything
+        result = original(*args, **kwargs)
+        engine = result[0]
+        report = enable(engine.module, config)
+        if engine.global_rank == 0:
+            print(report, flush=True)
+        return result
+
+    initialize.__sp_overlap__ = True
+    deepspeed.initialize = initialize
+
+
+def _section(given: dict[str, Any]) -> Any:
+    """The ``sp_overlap`` section, from wherever ``deepspeed.initialize`` takes its config; None if there is none."""
+    config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
+    if config is None:
+        return None
+    return (config if isinstance(config, dict) else load_ds_config(config)).get("sp_overlap")
+
+
+def find_group(model: nn.Module) -> Any:
+    """The sp group of ``DistributedAttention`` modules in the model, of DeepSpeed's mesh or of its mpu; None if none."""
+    for module in model.modules():
+        if isinstance(module, DistributedAttention):
+            return module.spg
+    try:
+        return groups._get_sequence_parallel_group()
+    except (KeyError, AssertionError):
+        return None
+
+
+def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig) -> list[Layer]:
+    """DeepSpeed's ``DistributedAttention`` modules, whoever calls them."""
+    return [
+        Layer(
+            name,
+            module,
+            got="q, k, v, o and dq, dk, dv, do with one another and with attention",
+            lacks="the projections belong to its caller",
+            bind=functools.partial(_bind, name, module, config),
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, DistributedAttention)
+    ]
+
+
+def _bind(name: str, module: DistributedAttention, config: SpOverlapConfig):
+    attend = ProjectedAttention(Channel(module.spg, stream=module.sp_stream), config, name)
+    return rebind(
+        module, lambda *args, **kwargs: drop_in_forward(attend, module.local_attn, module.num_kv_heads, *args, **kwargs)
+    )

@@ -1,0 +1,313 @@
+"""transformers: attention layers of the families we know, and the attention function of the others.
+
+Stock Ulysses (``UlyssesSPAttentionHF``) sits behind ``ALL_ATTENTION_FUNCTIONS``, after the projections, and gathers
+``position_ids`` in every layer. Here the layer itself is driven, and they are gathered once a step.
+
+Beyond stock: with sdpa, packed documents and sliding windows are honoured. transformers would express them as a mask
+of the local sequence, which stock drops; here attention runs document by document.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..attention import ProjectedAttention, SelfAttention
+from ..config import SpOverlapConfig
+from ..exchange import Channel
+from . import Layer, rebind, say_once
+
+# Families whose attention layer is driven whole: where each finds its sliding window.
+FAMILIES: dict[str, Callable[[nn.Module], int | None]] = {
+    "LlamaAttention": lambda layer: None,
+    "MistralAttention": lambda layer: layer.config.sliding_window,
+    "Qwen2Attention": lambda layer: layer.sliding_window,
+    "Qwen3Attention": lambda layer: layer.sliding_window,
+    "Phi3Attention": lambda layer: layer.config.sliding_window,
+}
+
+
+def _library():
+    """transformers' attention functions, if the process uses transformers at all."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return None if modeling is None else modeling.ALL_ATTENTION_FUNCTIONS
+
+
+def _stock(function: Any) -> nn.Module | None:
+    """The ``UlyssesSPAttentionHF`` behind an attention function that ``register_with_transformers`` put in place."""
+    cells = getattr(function, "__closure__", None) or ()
+    inside = [cell.cell_contents for cell in cells]
+    return next((x for x in inside if type(x).__name__ == "UlyssesSPAttentionHF"), None)
+
+
+def find_group(model: nn.Module) -> Any:
+    """The sp group that stock Ulysses was registered with for this model; None if it was not."""
+    functions, config = _library(), getattr(model, "config", None)
+    if functions is None or config is None:
+        return None
+    stock = _stock(functions.get(getattr(config, "_attn_implementation", None)))
+    return None if stock is None else stock.process_group
+
+
+# Positions.
+
+
+class _Step:
+    """What attention needs to know of the whole sequence in one step.
+
+    position_ids  [b or 1, s]   of all ranks
+    lengths       local sequence length of every rank
+    documents     for each row, its documents as [start, stop); None if every row is one document
+    """
+
+    def __init__(self, position_ids: Tensor, lengths: list[int]):
+        self.position_ids, self.lengths = position_ids, lengths
+        rows, seq = position_ids.shape
+        starts = (position_ids.diff(dim=1) != 1).nonzero().tolist()
+        self.documents: list[list[tuple[int, int]]] | None = None
+        if starts:
+            edges = [[0, *(at + 1 for r, at in starts if r == row), seq] for row in range(rows)]
+            self.documents = [list(zip(edge, edge[1:])) for edge in edges]
+            shards = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+            if all(edge == shards for edge in edges) and not position_ids[:, 0].any():
+                say_once(
+                    "sp_overlap: position_ids start anew on every rank, so each rank's tokens are taken for documents of their "
+                    "own; for one long sequence give position_ids of the whole sequence, cut like input_ids"
+                )
+        self.window_mask = functools.lru_cache(maxsize=8)(self._window_mask)
+
+    def _window_mask(self, length: int, window: int) -> Tensor:
+        at = torch.arange(length, device=self.position_ids.device)
+        behind = at[:, None] - at[None, :]
+        return ((behind >= 0) & (behind < window))[None, None]
+
+
+class _Positions:
+    """Gathers ``position_ids`` over the sp group, once for all layers that are given the same tensor."""
+
+    def __init__(self, channel: Channel):
+        self.channel = channel
+        self.of_tensor: weakref.ref | None = None
+        self.step: _Step | None = None
+
+    def gather(self, local: Tensor | None, where: str) -> _Step:
+        """The step that ``local`` [b or 1, s/P] belongs to. Collective, the first time for each tensor."""
+        if local is None:
+            raise ValueError(
+                f"{where}: sequence parallelism needs position_ids in every forward: those of the whole sequence, cut over the "
+                "ranks like input_ids"
+            )
+        if self.of_tensor is None or self.of_tensor() is not local:
+            self.step, self.of_tensor = self._gather(local, where), weakref.ref(local)
+        return self.step
+
+    def _gather(self, local: Tensor, where: str) -> _Step:
+        size, group = self.channel.size, self.channel.group
+        shape = torch.tensor(local.shape, device=local.device)
+        shapes = [torch.empty_like(shape) for _ in range(size)]
+        dist.all_gather(shapes, shape, group=group)
+        shapes = torch.stack(shapes).tolist()
+        if len({rows for rows, _ in shapes}) > 1:
+            raise ValueError(f"{where}: position_ids differ in batch over the sp ranks: shapes {shapes}")
+        lengths = [length for _, length in shapes]
+        padded = local.new_zeros(local.shape[0], max(lengths))
+        padded[:, : local.shape[1]] = local
+        parts = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(parts, padded, group=group)
+        return _Step(torch.cat([part[:, :length] for part, length in zip(parts, lengths)], dim=1), lengths)
+
+
+# Attention over the whole sequence with this rank's heads.
+
+
+def _core(module: nn.Module) -> tuple[str, Callable]:
+    """Name and function of the attention that the model was configured for, without sequence parallelism around it."""
+    name = module.config._attn_implementation
+    function = _library()[name]
+    if isinstance(function, _Dispatch):
+        function = function.before
+    stock = _stock(function)
+    return name, function if stock is None else stock.attn
+
+
+def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: _Step, **options: Any) -> Tensor:
+    """q, k, v [b, s, h/P, d] -> o [b, s, h/P, d], through transformers' own attention function."""
+    name, function = _core(module)
+    window = options.get("sliding_window")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    told = vars(module).get("num_key_value_groups")
+    module.num_key_value_groups = q.shape[1] // k.shape[1]  # of this rank, where ranks share KV heads
+    try:
+        if name != "sdpa":  # flash attention finds documents in position_ids, and has a window of its own
+            return function(module, q, k, v, None, position_ids=step.position_ids, **options)[0]
+
+        def segment(rows: slice, start: int, stop: int) -> Tensor:
+            length = stop - start
+            mask = step.window_mask(length, window) if window is not None and window < length else None
+            cut = (x[rows, :, start:stop] for x in (q, k, v))
+            return function(module, *cut, mask, **options)[0]
+
+        documents = step.documents or [[(0, q.shape[2])]]
+        if all(row == documents[0] for row in documents):
+            rows = [(slice(None), documents[0])]
+        else:
+            rows = [(slice(row, row + 1), edges) for row, edges in enumerate(documents)]
+        return torch.cat([torch.cat([segment(row, *edge) for edge in edges], dim=1) for row, edges in rows])
+    finally:
+        if told is not None:
+            module.num_key_value_groups = told
+        else:
+            del module.num_key_value_groups
+
+
+# Layers.
+
+
+def _refuse_cache(cache: Any, module: nn.Module, where: str) -> None:
+    if cache is not None and cache.get_seq_length(module.layer_idx) > 0:
+        raise RuntimeError(
+            f"{where}: generation with a KV cache does not work on a sequence that is split over ranks; call "
+            "ds_sp_overlap.disable(model) and generate without sequence parallelism"
+        )
+
+
+def _drive(name: str, module: nn.Module, positions: _Positions, channel: Channel, config: SpOverlapConfig):
+    """The block over a layer of a known family, and a forward for the layer that calls it."""
+    family = sys.modules[type(module).__module__]
+    fused = getattr(module, "qkv_proj", None)
+    projections = {"qkv_proj": fused} if fused is not None else {f"{kind}_proj": getattr(module, f"{kind}_proj") for kind in "qkv"}
+
+    def rope(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        return family.apply_rotary_pos_emb(x, x[:, :, :0], *tables, unsqueeze_dim=2)[0]
+
+    block = SelfAttention(
+        local_attention=lambda q, k, v, **options: _attend(module, q, k, v, **options),
+        num_heads=module.config.num_attention_heads,
+        num_kv_heads=module.config.num_key_value_heads,
+        head_dim=module.head_dim,
+        o_proj=module.o_proj,
+        **projections,
+        q_norm=getattr(module, "q_norm", None),
+        k_norm=getattr(module, "k_norm", None),
+        rope=rope,
+        sequence_process_group=channel.group,
+        config=config,
+        name=name,
+    )
+    original = module.forward
+
+    def forward(hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        if _off_in_eval(module):
+            return original(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        _refuse_cache(past_key_values, module, name)
+        step = positions.gather(kwargs.pop("position_ids", None), name)
+        kwargs["dropout"] = module.attention_dropout if module.training else 0.0
+        kwargs["scaling"] = module.scaling
+        kwargs["sliding_window"] = FAMILIES[type(module).__name__](module)
+        o = block(hidden_states, position_embeddings=position_embeddings, sequence_lengths=step.lengths, step=step, **kwargs)
+        return o, None
+
+    return block, forward
+
+
+def _off_in_eval(module: nn.Module) -> bool:
+    """Whether stock Ulysses was told to leave evaluation alone (``disable_in_eval``)."""
+    function = _library()[module.config._attn_implementation]
+    stock = _stock(function.before if isinstance(function, _Dispatch) else function)
+    return stock is not None and stock.disable_in_eval and not module.training
+
+
+class _Dispatch:
+    """An attention function that overlaps the modules it was given, and passes on all others."""
+
+    def __init__(self, before: Callable):
+        self.before = before
+        self.attend: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()
+
+    def __call__(self, module, query, key, value, attention_mask, **kwargs):
+        if module not in self.attend or _off_in_eval(module):
+            return self.before(module, query, key, value, attention_mask, **kwargs)
+        attend, positions, where = self.attend[module]
+        for argument in ("s_aux", "position_bias"):
+            if kwargs.get(argument) is not None:
+                raise ValueError(f"{where}: attention with {argument} (one value per head) can't be split over ranks here")
+        step = positions.gather(kwargs.pop("position_ids", None), where)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        local = functools.partial(_attend, module, step=step, **kwargs)
+        o = attend(local, q, k, v, batch_first=True, sequence_lengths=step.lengths)
+        return o, None
+
+
+def _bind_function(name: str, module: nn.Module, positions: _Positions, channel: Channel, config: SpOverlapConfig):
+    """Overlap the attention function of a layer of an unknown family; its projections stay its own."""
+    functions, implementation = _library(), module.config._attn_implementation
+    if not isinstance(functions[implementation], _Dispatch):
+        functions[implementation] = _Dispatch(functions[implementation])
+    dispatch = functions[implementation]
+    dispatch.attend[module] = ProjectedAttention(channel, config, name), positions, name
+
+    def undo() -> None:
+        del dispatch.attend[module]
+        if not dispatch.attend and functions[implementation] is dispatch:
+            functions[implementation] = dispatch.before
+
+    return undo
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Why a layer can't be overlapped at all; None if it can."""
+    name = module.config._attn_implementation
+    if not (name == "sdpa" or "flash" in name):
+        return f'attention "{name}" needs a mask of the whole sequence; use "sdpa" or a flash attention'
+    if getattr(module, "is_cross_attention", False) or not getattr(module, "is_causal", True):
+        return "not causal self-attention"
+    return None
+
+
+def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig) -> list[Layer]:
+    """The attention layers of a transformers model. Raises ValueError where ``head_groups`` is out of range."""
+    if _library() is None:
+        return []
+    positions, found = _Positions(channel), []
+    for name, module in model.named_modules():
+        inner = getattr(module, "config", None)
+        if not type(module).__name__.endswith("Attention") or not hasattr(inner, "_attn_implementation"):
+            continue
+        if (reason := _why_not(module)) is not None:
+            found.append(Layer(name, module, got="", lacks=reason))
+            continue
+        groups = config.groups_for(inner.num_attention_heads, channel.size)
+        few = "one query head a rank" if groups == 1 and config.head_groups == "auto" else ""
+        if _is_known(module):
+            block, forward = _drive(name, module, positions, channel, config)
+            got, lacks = _describe(module, block, groups)
+            bind = functools.partial(rebind, module, forward)
+        else:
+            got, lacks = f"attention function, G = {groups}", f"{type(module).__name__}: unknown family, projections stay its own"
+            bind = functools.partial(_bind_function, name, module, positions, channel, config)
+        found.append(Layer(name, module, got, "; ".join(filter(None, (lacks, few))), bind))
+    return found
+
+
+def _describe(module: nn.Module, block: SelfAttention, groups: int) -> tuple[str, str]:
+    """What a driven layer gets, and what it doesn't."""
+    apart = block.taken_apart()
+    linear = {name: child for name, child in module.named_children() if name.endswith("_proj")}
+    whole = [f"{name} ({type(child).__name__})" for name, child in linear.items() if child not in apart]
+    names = ", ".join(name for name, child in linear.items() if child in apart)
+    got = f"all eight exchanges, G = {groups}" + (f", {names} under them" if names else "")
+    return got, f"called whole: {', '.join(whole)}" if whole else ""
+
+
+def _is_known(module: nn.Module) -> bool:
+    return (
+        type(module).__name__ in FAMILIES
+        and type(module).__module__.startswith("transformers.models.")
+        and "forward" not in vars(module)
+    )

@@ -1,0 +1,24 @@
+# Two commands on a fresh machine, each makes .venv and installs what it needs:
+#   make convergence    the main job: loss curves with and without the overlap, and a verdict
+#   make test           the tests
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+DEEPSPEED ?= deepspeed==0.19.8
+ARGS ?=
+
+.PHONY: convergence test
+convergence: .venv/ready
+	.venv/bin/python benchmarks/convergence/run.py $(ARGS)
+
+test: .venv/ready
+	.venv/bin/python -m pytest $(ARGS)
+
+# torch first and no build isolation: a build environment of pip's own would fetch a torch of its own.
+.venv/ready: setup.py
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet --upgrade pip setuptools wheel
+	.venv/bin/pip install --quiet $(TORCH)
+	DS_BUILD_OPS=0 .venv/bin/pip install --quiet --no-build-isolation $(DEEPSPEED)
+	.venv/bin/pip install --quiet --no-build-isolation --editable ".[transformers,test]"
+	touch $@

@@ -1,0 +1,38 @@
+"""``python -m ds_sp_overlap doctor | run``."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m ds_sp_overlap", description="Overlapped Ulysses sequence parallelism.")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the deepspeed launcher puts it first
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="versions, devices, and a gradient self-check on several ranks")
+    doctor.add_argument("--ranks", type=int, default=2, help="ranks of the self-check (default 2)")
+    run = commands.add_parser(
+        "run",
+        help="run a training script whose DeepSpeed config has an sp_overlap section, without editing it",
+        description="Works under launchers too: deepspeed --module ds_sp_overlap run SCRIPT ..., torchrun -m ds_sp_overlap run ...",
+    )
+    run.add_argument("script", help="path of the script")
+    run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    given = parser.parse_args(argv)
+
+    if given.command == "doctor":
+        from .doctor import doctor as check
+
+        return check(given.ranks)
+    script = Path(given.script)
+    if not script.is_file():
+        parser.error(f"run: no script at {script}")
+    local_rank = [] if given.local_rank is None else [f"--local_rank={given.local_rank}"]
+    sys.argv = [str(script), *local_rank, *given.args]
+    sys.path[0] = str(script.resolve().parent)  # as python SCRIPT would
+    runpy.run_path(str(script), run_name="__main__")
+    return 0

@@ -137,20 +137,27 @@ class _InFlight:
             if not source.is_wire_layout:
                 starts, stops = zip(*source.parts)
                 ops.pack(x, source.dim, starts, stops, self.send)
-            self.handle = channel.transport.launch(
-                self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, name
-            )
+            with self._named():
+                self.handle = channel.transport.launch(
+                    self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, name
+                )
             if not self.side.deferred_unpack:
                 self._receive()
 
-    def _receive(self):
+    @contextlib.contextmanager
+    def _named(self):
+        """Say which exchange it was that failed."""
         try:
-            self.handle.wait()
+            yield
         except RuntimeError as error:
             raise RuntimeError(
                 f"{self.name}: the exchange over the sp group (size {self.channel.size}) failed on sp rank "
                 f"{self.channel.rank}; look for the first error on the other ranks: {error}"
             ) from error
+
+    def _receive(self):
+        with self._named():
+            self.handle.wait()
         target = self.layout.target
         if not target.is_wire_layout:
             starts, stops = zip(*target.parts)
@@ -168,9 +175,9 @@ class _InFlight:
         return self.out
 
     def __del__(self):
-        # Abandoned (an exception between start and finish): the buffers must outlive the transfer all the same.
-        if getattr(self, "handle", None) is not None:
-            self.handle.wait()
+        # Abandoned (an exception between start and finish). On the side stream the memory must not return to the compute
+        # stream before the transfer is over; where waiting blocks the host, c10d holds the buffers itself.
+        if getattr(self, "handle", None) is not None and not self.side.deferred_unpack:
             self.side.before_compute()
 
 

@@ -5,17 +5,21 @@ Nothing here knows a framework; `transformers` and `deepspeed` beside this file 
 
 from __future__ import annotations
 
+import types
 import warnings
+import weakref
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Callable
-from weakref import WeakKeyDictionary
 
 from tabulate import tabulate
 from torch import nn
 
 from ..config import SpOverlapConfig
 from ..exchange import Channel
+
+
+Undo = Callable[[nn.Module], None]  # is given the module rather than holding it, which would keep the model alive
 
 
 @dataclass
@@ -26,14 +30,14 @@ class Layer:
     module   the layer
     got      what is overlapped in it; empty if nothing
     lacks    why not more; empty if there is no more
-    bind     rebinds the layer's forward and returns what undoes it; None where nothing can be done
+    bind     rebinds the layer's forward and returns what undoes it, given the module; None where nothing can be done
     """
 
     name: str
     module: nn.Module
     got: str
     lacks: str = ""
-    bind: Callable[[], Callable[[], None]] | None = None
+    bind: Callable[[], Undo] | None = None
 
 
 @dataclass
@@ -56,7 +60,7 @@ class Report:
         return f"sp_overlap over sp size {self.sp_size}\n{table}"
 
 
-_undo: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+_undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()
 _said: set[str] = set()
 
 
@@ -124,17 +128,26 @@ def disable(model: nn.Module) -> None:
     """Give every layer of ``model`` its own forward back."""
     for module in model.modules():
         if (undo := _undo.pop(module, None)) is not None:
-            undo()
+            undo(module)
 
 
-def rebind(module: nn.Module, forward: Callable) -> Callable[[], None]:
-    """Put ``forward`` in place of the module's; returns what takes it away again."""
+def rebind(module: nn.Module, forward: Callable) -> Undo:
+    """Put ``forward`` in place of the module's; returns what takes it away again.
+
+    A copy of the module (an EMA, a frozen reference model) gets its class's forward: ``forward`` drives the original.
+    """
+    original = weakref.ref(module)
     before = vars(module).get("forward")
-    module.forward = forward
 
-    def undo() -> None:
+    def dispatch(self: nn.Module, *args: Any, **kwargs: Any):
+        if self is not original():
+            return type(self).forward(self, *args, **kwargs)
+        return forward(*args, **kwargs)
+
+    def undo(module: nn.Module) -> None:
         del module.forward
         if before is not None:
             module.forward = before
 
+    module.forward = types.MethodType(dispatch, module)
     return undo

@@ -93,7 +93,7 @@ class _Positions:
 
     def __init__(self, channel: Channel):
         self.channel = channel
-        self.of_tensor: weakref.ref | None = None
+        self.gathered: tuple[weakref.ref, int] | None = None  # from which tensor, at which version
         self.step: _Step | None = None
 
     def gather(self, local: Tensor | None, where: str) -> _Step:
@@ -103,8 +103,8 @@ class _Positions:
                 f"{where}: sequence parallelism needs position_ids in every forward: those of the whole sequence, cut over the "
                 "ranks like input_ids"
             )
-        if self.of_tensor is None or self.of_tensor() is not local:
-            self.step, self.of_tensor = self._gather(local, where), weakref.ref(local)
+        if self.gathered is None or self.gathered[0]() is not local or self.gathered[1] != local._version:
+            self.step, self.gathered = self._gather(local, where), (weakref.ref(local), local._version)
         return self.step
 
     def _gather(self, local: Tensor, where: str) -> _Step:
@@ -252,7 +252,7 @@ def _bind_function(name: str, module: nn.Module, positions: _Positions, channel:
     dispatch = functions[implementation]
     dispatch.attend[module] = ProjectedAttention(channel, config, name), positions, name
 
-    def undo() -> None:
+    def undo(module: nn.Module) -> None:
         del dispatch.attend[module]
         if not dispatch.attend and functions[implementation] is dispatch:
             functions[implementation] = dispatch.before

@@ -1,0 +1,125 @@
+"""The side stream's order, on a stand-in for an accelerator's stream interface that writes down what it is asked."""
+
+import contextlib
+
+import pytest
+import torch
+
+import ds_sp_overlap.exchange as exchange
+from ds_sp_overlap.exchange import Channel, Exchange, SideStream
+from ds_sp_overlap.layout import Geometry
+from ds_sp_overlap.transport import OneRank
+
+
+class Stream:
+    def __init__(self, backend, name):
+        self.backend, self.name = backend, name
+
+    def wait_stream(self, other):
+        self.backend.log.append(f"{self.name} waits for {other.name}")
+
+
+class Backend:
+    """The part of torch.cuda that a side stream uses."""
+
+    def __init__(self):
+        self.log = []
+        self.current = self.compute = Stream(self, "compute")
+
+    def Stream(self, priority):
+        return Stream(self, "side")
+
+    def current_stream(self):
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+class LoggingTransport(OneRank):
+    def __init__(self, backend):
+        self.backend = backend
+
+    def launch(self, *args):
+        self.backend.log.append(f"launch on {self.backend.current.name}")
+        return super().launch(*args)
+
+    def wait(self):
+        self.backend.log.append(f"wait on {self.backend.current.name}")
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    backend = Backend()
+    for name in ("pack", "unpack"):
+        original = getattr(exchange.ops, name)
+
+        def logged(*args, name=name, original=original):
+            backend.log.append(f"{name} on {backend.current.name}")
+            return original(*args)
+
+        monkeypatch.setattr(exchange.ops, name, logged)
+    return backend
+
+
+def q_exchange(backend, deferred_unpack):
+    """An exchange that packs and unpacks: two ranks' worth of heads on one rank can't, so batch first with b = 2."""
+    channel = Channel(None, LoggingTransport(backend))
+    channel._sides[torch.device("cpu")] = SideStream(backend, deferred_unpack=deferred_unpack)
+    layout = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, batch_first=True).exchange("q", 0, 8)
+    return Exchange(channel, layout, "layer", "q")
+
+
+LAUNCHED = ["side waits for compute", "pack on side", "launch on side"]
+RECEIVED = ["wait on side", "unpack on side"]
+
+
+def test_pack_transfer_and_unpack_run_on_the_side_stream_between_compute_and_compute(backend):
+    q = q_exchange(backend, deferred_unpack=False)
+    x = torch.randn(2, 3, 4, 8, requires_grad=True)
+    token = q.start(x)
+    assert backend.log == LAUNCHED + RECEIVED  # nothing of it makes the compute stream wait
+    backend.log.clear()
+    y = q.finish(token)
+    assert backend.log == ["compute waits for side"]
+    backend.log.clear()
+    y.backward(torch.ones_like(y))
+    assert backend.log == [*LAUNCHED, *RECEIVED, "compute waits for side"]
+    assert torch.equal(y, x)
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_where_waiting_blocks_the_host_it_is_put_off_until_finish(backend):
+    q = q_exchange(backend, deferred_unpack=True)
+    token = q.start(torch.randn(2, 3, 4, 8))
+    assert backend.log == LAUNCHED
+    backend.log.clear()
+    q.finish(token)
+    assert backend.log == ["side waits for compute", *RECEIVED, "compute waits for side"]
+
+
+def test_an_abandoned_exchange_orders_the_compute_stream_after_its_transfer(backend):
+    q = q_exchange(backend, deferred_unpack=False)
+    q.start(torch.randn(2, 3, 4, 8))
+    backend.log.clear()
+    del q
+    assert backend.log == ["compute waits for side"]
+
+
+def test_buffers_are_allocated_by_the_compute_stream(backend, monkeypatch):
+    """Guard: memory that an exchange gives back is reused in the order of the compute stream, without record_stream."""
+    allocated_on = []
+    original = torch.Tensor.new_empty
+
+    def new_empty(self, *args, **kwargs):
+        allocated_on.append(backend.current.name)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    q = q_exchange(backend, deferred_unpack=False)
+    q.finish(q.start(torch.randn(2, 3, 4, 8)))
+    assert len(allocated_on) >= 3  # send, recv, out
+    assert set(allocated_on) == {"compute"}

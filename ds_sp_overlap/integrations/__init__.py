@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Callable
 
+import torch
 from tabulate import tabulate
 from torch import nn
 
@@ -139,6 +140,7 @@ def rebind(module: nn.Module, forward: Callable) -> Undo:
     original = weakref.ref(module)
     before = vars(module).get("forward")
 
+    @torch.compiler.disable
     def dispatch(self: nn.Module, *args: Any, **kwargs: Any):
         if self is not original():
             return type(self).forward(self, *args, **kwargs)

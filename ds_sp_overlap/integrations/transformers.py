@@ -129,6 +129,8 @@ class _Positions:
 def _core(module: nn.Module) -> tuple[str, Callable]:
     """Name and function of the attention that the model was configured for, without sequence parallelism around it."""
     name = module.config._attn_implementation
+    if (reason := _why_not(module)) is not None:  # it was switched after `enable`
+        raise ValueError(f"sp_overlap: {type(module).__name__}: {reason}")
     function = _library()[name]
     if isinstance(function, _Dispatch):
         function = function.before
@@ -169,12 +171,16 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: _Step, 
 # Layers.
 
 
-def _refuse_cache(cache: Any, module: nn.Module, where: str) -> None:
-    if cache is not None and cache.get_seq_length(module.layer_idx) > 0:
+def _refuse_cache(cache: Any, module: nn.Module, seen: weakref.WeakSet, where: str) -> None:
+    """Refuse to decode. A cache that comes new and empty is transformers' default and harmless: it stays empty."""
+    if cache is None or torch.is_grad_enabled():
+        return
+    if cache in seen or cache.get_seq_length(module.layer_idx) > 0:
         raise RuntimeError(
             f"{where}: generation with a KV cache does not work on a sequence that is split over ranks; call "
             "ds_sp_overlap.disable(model) and generate without sequence parallelism"
         )
+    seen.add(cache)
 
 
 def _drive(name: str, module: nn.Module, positions: _Positions, channel: Channel, config: SpOverlapConfig):
@@ -201,11 +207,12 @@ def _drive(name: str, module: nn.Module, positions: _Positions, channel: Channel
         name=name,
     )
     original = module.forward
+    caches: weakref.WeakSet = weakref.WeakSet()
 
     def forward(hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
         if _off_in_eval(module):
             return original(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        _refuse_cache(past_key_values, module, name)
+        _refuse_cache(past_key_values, module, caches, name)
         step = positions.gather(kwargs.pop("position_ids", None), name)
         kwargs["dropout"] = module.attention_dropout if module.training else 0.0
         kwargs["scaling"] = module.scaling
@@ -230,6 +237,7 @@ class _Dispatch:
         self.before = before
         self.attend: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()
 
+    @torch.compiler.disable
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
         if module not in self.attend or _off_in_eval(module):
             return self.before(module, query, key, value, attention_mask, **kwargs)

@@ -29,11 +29,11 @@ class _Layer:
     def call(self, describe: Callable[[], tuple[Geometry, tuple]]) -> Call:
         """A call of this layer, of the geometry that ``describe`` gives.
 
-        On the layer's first call the ranks compare it first: a fault that one of them has, or a difference, is a
-        ValueError on all of them before anything is exchanged.
+        On the layer's first call (on every call with ``sp_overlap.check``) the ranks compare it first: a fault that one of
+        them has, or a difference, is a ValueError on all of them before anything is exchanged.
         """
         first = not self.agreed
-        if first:
+        if first or self.config.check:
             self.channel.agree(self.where, lambda: self._comparable(*describe()))
             self.agreed = True
         geometry, _ = describe()
@@ -46,17 +46,29 @@ class _Layer:
             f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types}"
         )
 
-    def geometry(self, local_seq: int, batch: int, heads: int, kv_heads: int, batch_first: bool, lengths, groups=None):
+    def geometry(self, x: Tensor, heads: int, kv_heads: int, batch_first: bool, lengths, extra: tuple) -> Geometry:
+        """Geometry of a call with ``x`` [s/P, b, ...], one head group where attention gets ``extra`` arguments per head."""
         channel = self.channel
+        batch, local_seq = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
         seq_lens = (local_seq,) * channel.size if lengths is None else tuple(int(length) for length in lengths)
-        if groups is None:
-            groups = self.config.groups_for(heads, channel.size)
+        groups = self.config.groups_for(heads, channel.size)
         geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, groups, batch_first)
+        if groups > 1 and _per_head(geometry, extra):
+            geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, 1, batch_first)
         if seq_lens[channel.rank] != local_seq:
             raise ValueError(
                 f"sequence_lengths: {seq_lens[channel.rank]} for sp rank {channel.rank}, whose local sequence has {local_seq} tokens"
             )
         return geometry
+
+
+def _per_head(geometry: Geometry, extra: tuple) -> bool:
+    """Whether some tensor may have one slice per head of a rank (a bias, slopes), which head groups would misuse.
+
+    Asked for every rank's count of heads, so that all ranks answer alike; where it is wrong it costs some overlap.
+    """
+    counts = {stop - start for start, stop in map(geometry.query_range, range(geometry.sp_size))}
+    return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)
 
 
 def _apart(o: Any, q: Tensor, where: str) -> Tensor:
@@ -100,28 +112,25 @@ class ProjectedAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *args: Any,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
         batch_first: bool,
         num_kv_heads: int | None = None,
         arrive: Callable[[str, Tensor], Tensor] = lambda kind, x: x,
         sequence_lengths: list[int] | None = None,
-        **kwargs: Any,
     ) -> Tensor:
         """Attend over the global sequence.
 
-        query       [s/P, b, h, d], or [b, s/P, h, d] if ``batch_first``
-        key, value  the same with h_kv heads
-        arrive      what to do with q, k, v after their exchange (RoPE)
-        returns     as ``query`` with the head dim of the attention's output; 3-D if ``local_attention`` returns 3-D
-
-        The remaining arguments go to ``local_attention``, once per head group.
+        query        [s/P, b, h, d], or [b, s/P, h, d] if ``batch_first``
+        key, value   the same with h_kv heads
+        args, kwargs more arguments for ``local_attention``, which is called once per head group
+        arrive       what to do with q, k, v after their exchange (RoPE)
+        returns      as ``query`` with the head dim of the attention's output; 3-D if ``local_attention`` returns 3-D
         """
-        layer = self.layer
-
-        def describe():
-            return self._describe(query, key, value, batch_first, num_kv_heads, sequence_lengths, args, kwargs)
-
-        call = layer.call(describe)
+        layer, kwargs = self.layer, kwargs or {}
+        extra = (*args, *kwargs.values())
+        call = layer.call(lambda: self._describe(query, key, value, batch_first, num_kv_heads, sequence_lengths, extra))
         geometry = call.geometry
         given = {"q": query, "k": key, "v": value}
         flat: list[bool] = []
@@ -147,7 +156,7 @@ class ProjectedAttention:
 
         return overlapped(call, inputs, attend, output, arrive)
 
-    def _describe(self, query, key, value, batch_first, num_kv_heads, lengths, args, kwargs):
+    def _describe(self, query, key, value, batch_first, num_kv_heads, lengths, extra):
         shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
         if not query.dim() == key.dim() == value.dim() == 4:
             raise ValueError(f"query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], got {shapes}")
@@ -158,17 +167,8 @@ class ProjectedAttention:
         heads, kv_heads = query.shape[2], key.shape[2]
         if num_kv_heads not in (None, kv_heads):
             raise ValueError(f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange ({shapes})")
-        batch, seq = query.shape[:2] if batch_first else (query.shape[1], query.shape[0])
-        geometry = self.layer.geometry(seq, batch, heads, kv_heads, batch_first, lengths)
-        if geometry.groups > 1 and self._per_head(geometry, args, kwargs):
-            geometry = self.layer.geometry(seq, batch, heads, kv_heads, batch_first, lengths, groups=1)
+        geometry = self.layer.geometry(query, heads, kv_heads, batch_first, lengths, extra)
         return geometry, (str(query.dtype), query.shape[3], value.shape[3])
-
-    def _per_head(self, geometry: Geometry, args: tuple, kwargs: dict) -> bool:
-        """Whether attention gets a tensor with one slice per head (a bias, say), which head groups would misuse."""
-        start, stop = geometry.query_range(geometry.sp_rank)
-        extra = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() >= 3]
-        return stop - start > 1 and any(x.shape[-3] == stop - start for x in extra)
 
 
 class DistributedAttention(nn.Module):
@@ -236,12 +236,26 @@ class DistributedAttention(nn.Module):
 
 
 def drop_in_forward(
-    attend: ProjectedAttention, local_attention, num_kv_heads, query, key, value, batch_dim_idx, rotary_pos_emb=None, *args, **kwargs
+    attend: ProjectedAttention,
+    local_attention: Callable[..., Tensor],
+    num_kv_heads: int | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch_dim_idx: int,
+    rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
+    *args: Any,
+    sequence_lengths: list[int] | None = None,
+    **kwargs: Any,
 ) -> Tensor:
     """``DistributedAttention.forward`` for a module of this class or of DeepSpeed's; its indices end here."""
-    if isinstance(batch_dim_idx, bool) or batch_dim_idx not in (0, 1):
+    if isinstance(batch_dim_idx, (bool, Tensor)) or batch_dim_idx not in (0, 1):
         got = f"a tensor of shape {list(batch_dim_idx.shape)}" if isinstance(batch_dim_idx, Tensor) else repr(batch_dim_idx)
-        raise ValueError(f"{attend.layer.where}: batch_dim_idx must be 0 (batch first) or 1 (sequence first), got {got}")
+
+        def refuse():
+            raise ValueError(f"batch_dim_idx must be 0 (batch first) or 1 (sequence first), got {got}")
+
+        attend.layer.call(refuse)
     batch_first = batch_dim_idx == 0
 
     def arrive(kind, x):
@@ -251,8 +265,9 @@ def drop_in_forward(
         return rotate(x, cos, sin)
 
     return attend(
-        local_attention, query, key, value, *args, batch_first=batch_first, num_kv_heads=num_kv_heads, arrive=arrive, **kwargs
-    )
+        local_attention, query, key, value, args, kwargs,
+        batch_first=batch_first, num_kv_heads=num_kv_heads, arrive=arrive, sequence_lengths=sequence_lengths,
+    )  # fmt: skip
 
 
 class SelfAttention:
@@ -338,7 +353,8 @@ class SelfAttention:
 
         The remaining arguments go to ``local_attention``, once per head group.
         """
-        call = self.layer.call(lambda: self._describe(hidden_states, sequence_lengths))
+        extra = (*args, *kwargs.values())
+        call = self.layer.call(lambda: self._describe(hidden_states, sequence_lengths, extra))
         apart = self.taken_apart()
 
         def inputs(program):
@@ -396,9 +412,8 @@ class SelfAttention:
 
         return project
 
-    def _describe(self, hidden: Tensor, lengths):
+    def _describe(self, hidden: Tensor, lengths, extra: tuple):
         if hidden.dim() != 3:
             raise ValueError(f"hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got {list(hidden.shape)}")
-        batch, seq = hidden.shape[:2] if self.batch_first else (hidden.shape[1], hidden.shape[0])
-        geometry = self.layer.geometry(seq, batch, self.heads, self.kv_heads, self.batch_first, lengths)
+        geometry = self.layer.geometry(hidden, self.heads, self.kv_heads, self.batch_first, lengths, extra)
         return geometry, (str(hidden.dtype), self.head_dim)

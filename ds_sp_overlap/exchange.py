@@ -96,24 +96,22 @@ class Channel:
         return self._sides[device]
 
     def agree(self, where: str, describe: Callable[[], Any]) -> None:
-        """Compare ``describe()`` over the ranks; a ValueError it raises is raised on every rank.
+        """Compare ``describe()`` over the ranks; what it raises on one of them is raised on every one.
 
         Collective. Raises ValueError, on all ranks alike.
         """
         try:
             mine = (True, describe())
-        except ValueError as error:
-            mine = (False, str(error))
-        if self.size == 1:
-            if not mine[0]:
-                raise ValueError(f"{where}: {mine[1]}")
-            return
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, mine, group=self.group)
+        except Exception as error:  # of any kind: the other ranks wait for this one
+            mine = (False, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+        every = [mine] * self.size
+        if self.size > 1:
+            dist.all_gather_object(every, mine, group=self.group)
+        alike = all(other == every[0] for other in every)
         faults = [f"sp rank {rank}: {what}" for rank, (fine, what) in enumerate(every) if not fine]
         if faults:
-            raise ValueError(f"{where}: {'; '.join(faults)}")
-        if any(other != every[0] for other in every):
+            raise ValueError(f"{where}: {mine[1] if alike else '; '.join(faults)}")
+        if not alike:
             seen = "; ".join(f"sp rank {rank}: {what}" for rank, (_, what) in enumerate(every))
             raise ValueError(f"{where}: the ranks of the sp group are about to exchange different things ({seen})")
 

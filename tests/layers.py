@@ -1,5 +1,6 @@
 """A self-attention layer built in each rank of a test, and the same layer on the whole sequence."""
 
+import math
 from dataclasses import dataclass, field
 
 import reference
@@ -37,7 +38,7 @@ def projections(shape, seed=1):
     if shape.fused:
         layer["qkv_proj"] = linear(shape.width, q + 2 * kv)
     else:
-        layer.update({"q_proj": linear(shape.width, q), "k_proj": linear(shape.width, kv), "v_proj": linear(shape.width, kv)})
+        layer.update({f"{kind}_proj": linear(shape.width, rows) for kind, rows in zip("qkv", (q, kv, kv))})
     return layer
 
 
@@ -95,35 +96,55 @@ def call_block(shape, attend, rank, x):
     return attend(x, position_embeddings=tables, sequence_lengths=lengths)
 
 
-def worst_error(shape, rank, layer, x, y, reference_parts):
-    """Largest relative error of output, input gradient and the summed weight gradients against the reference's."""
-    expected_y, expected_dx, expected_grads = reference_parts
-    errors = {
-        "output": reference.relative_error(y, my_slice(shape, rank, expected_y)),
-        "dx": reference.relative_error(x.grad, my_slice(shape, rank, expected_dx)),
-    }
-    for name, parameter in layer.named_parameters():
-        total = parameter.grad.clone()
-        torch.distributed.all_reduce(total)
-        errors[name] = reference.relative_error(total, expected_grads[name])
-    return errors
+def faults(tolerance, **pairs):
+    """A line for each ``name=(got, expected)`` that differs by more than the tolerance, relative."""
+    errors = {}
+    for name, (got, expected) in pairs.items():
+        if got is None or expected is None:
+            errors[name] = 0.0 if got is expected else math.inf
+        else:
+            errors[name] = reference.relative_error(got, expected)
+    return [f"{name} differs by {error:.3g}" for name, error in errors.items() if not error <= tolerance]
 
 
-def expected(shape):
-    """(output, dx, weight gradients) of the reference."""
-    layer = projections(shape)
+def backward(call, layer, x, dy):
+    """The plainest use of a layer: one forward, one backward."""
+    y = call(x)
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def block_faults(rank, shape, use=backward, transport=None, tolerance=1e-12, change=None):
+    """What the block computes on this rank that the reference on the whole sequence does not.
+
+    use      ``use(call, layer, x, dy)`` -> tensors along the sequence by name; run on the block and on the reference,
+             as are ``layer``'s weight gradients afterwards, which are summed over the ranks
+    change   ``change(layer)`` -> what is done to the projections first
+
+    fp64 gives 1e-15 to 1e-14 for these sizes; the smallest mistake in a head, a token or a factor gives more than 1e-3.
+    """
+    mine, whole = projections(shape), projections(shape)
+    for layer in (mine, whole) if change else ():
+        change(layer)
     x, dy = whole_inputs(shape)
-    x.requires_grad_()
-    y = reference_layer(shape, layer, x)
-    y.backward(dy)
-    return y.detach(), x.grad, {name: p.grad for name, p in layer.named_parameters()}
+    expected = use(lambda x: reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
+    attend = block(shape, mine, torch.distributed.group.WORLD, transport)
+    local_x, local_dy = (my_slice(shape, rank, t) for t in (x, dy))
+    got = use(lambda x: call_block(shape, attend, rank, x), mine, local_x.requires_grad_(), local_dy)
+    pairs = {name: (got[name].detach(), my_slice(shape, rank, expected[name].detach())) for name in expected}
+    for name, parameter in mine.named_parameters():
+        total = None if parameter.grad is None else parameter.grad.clone()
+        if total is not None:
+            torch.distributed.all_reduce(total)
+        pairs["d " + name] = total, whole.get_parameter(name).grad
+    return faults(tolerance, **pairs)
 
 
-def block_errors(rank, shape, transport=None):
-    """Run forward and backward of the block on this rank; relative error of everything it computes."""
-    layer = projections(shape)
-    x, dy = (my_slice(shape, rank, t) for t in whole_inputs(shape))
-    x.requires_grad_()
-    y = call_block(shape, block(shape, layer, torch.distributed.group.WORLD, transport), rank, x)
-    y.backward(dy)
-    return worst_error(shape, rank, layer, x, y.detach(), expected(shape))
+def faults_of_all(rank, shapes, transport=None):
+    """`block_faults` of many shapes, each with its shape; ``transport`` is a class."""
+    every = []
+    for shape in shapes:
+        mover = transport() if transport else None
+        found = block_faults(rank, shape, transport=mover) + (mover.faults if mover else [])
+        every += [f"{shape}: {fault}" for fault in found]
+    return every

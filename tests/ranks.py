@@ -5,9 +5,12 @@ does not answer in time takes its pool with it, and the next test gets a new one
 """
 
 import atexit
+import faulthandler
 import os
 import queue
+import signal
 import tempfile
+import time
 import traceback
 
 import torch
@@ -32,6 +35,8 @@ def _work(rank, size, store, tasks, results):
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size), OMP_NUM_THREADS="1",
         DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", CROSS_RANK="0", CROSS_SIZE="1",
     )  # fmt: skip
+    stacks = open(f"{store}.stacks{rank}", "w")  # kept for as long as the worker lives
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     torch.set_num_threads(1)
     import deepspeed
 
@@ -51,7 +56,8 @@ def _work(rank, size, store, tasks, results):
 class Pool:
     def __init__(self, size):
         self.size = size
-        store = tempfile.mktemp(prefix="ds_sp_overlap_store_")
+        self.folder = tempfile.TemporaryDirectory(prefix="ds_sp_overlap_")
+        store = self.store = f"{self.folder.name}/store"
         self.results = _context.Queue()
         self.tasks = [_context.Queue() for _ in range(size)]
         self.workers = [
@@ -69,18 +75,28 @@ class Pool:
             try:
                 rank, failure, value = self.results.get(timeout=timeout_s if not any(failures) else min(timeout_s, 20))
             except queue.Empty:
+                hangs = [("Timeout", "no answer", f"no answer: a hang in\n{stack}") for stack in self.stacks()]
                 self.close()
-                raise RankError([f or ("Timeout", "no answer", "no answer: a hang") for f in failures]) from None
+                raise RankError([failure or hang for failure, hang in zip(failures, hangs)]) from None
             failures[rank], returned[rank] = failure, value
         if any(failures):
             self.close()
             raise RankError(failures)
         return returned
 
+    def stacks(self):
+        """Where each worker is."""
+        for worker in self.workers:
+            if worker.is_alive():
+                os.kill(worker.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return [open(f"{self.store}.stacks{rank}").read() for rank in range(self.size)]
+
     def close(self):
         for worker in self.workers:
             worker.kill()
             worker.join()
+        self.folder.cleanup()
         _pools.pop(self.size, None)
 
 
@@ -94,7 +110,7 @@ def refusal(function, *args, **kwargs):
 
 
 def on_ranks(size, function, *args, timeout_s=180):
-    """``[function(rank, *args) for rank in range(size)]``, each on a rank of its own. ``function`` must be importable."""
+    """``[function(rank, *args) for rank in range(size)]``, each on its own rank. ``function`` must be importable."""
     pool = _pools.get(size)
     if pool is None:
         pool = _pools[size] = Pool(size)

@@ -1,0 +1,239 @@
+"""With any one guard taken out of the code, the check that watches it fails.
+
+The checks are those of the tests that name the guard, and find nothing while it is there.
+"""
+
+from typing import Callable, NamedTuple
+
+import pytest
+import test_hazards
+import test_layout
+import test_ops
+import test_order
+import test_refusals
+import test_usage
+from guards import Guard, removed
+from layers import Shape
+from ranks import on_ranks
+
+
+def input_then_backward(rank):
+    return test_usage.faults_of(rank, test_usage.grad_of_input_then_backward, test_usage.SHAPES[:1])
+
+
+def key_is_value(rank):
+    return test_usage.faults_of(rank, test_usage.layers.backward, test_usage.SHAPES[:1], test_usage.key_is_value)
+
+
+def hook_raises(rank):
+    return test_usage.fails_between_start_and_finish(rank, Shape(), "output hook")
+
+
+def forwards_inside(rank):
+    return test_usage.forwards_inside(rank, Shape())
+
+
+def hook_sees_all(rank):
+    found, seen = test_usage.hooked(rank, Shape(), "q")
+    return found + [f"hook saw {seen}"] * (seen != [[2, 12, 32], [2, 6, 32]])
+
+
+def order_of_two_groups(rank):
+    return test_order.order_differs(rank, 2)
+
+
+def wgrad_in_place(rank):
+    return test_order.wgrad_out_of_place(rank, 2)
+
+
+def fault_of_one_rank(rank):
+    case, changes, message = test_refusals.REFUSED["a fault of one rank only"]
+    refused = test_refusals.give_dropin(rank, case, changes)
+    return [] if refused == ("ValueError", message) else [str(refused)]
+
+
+def failure_names_the_exchange(rank):
+    refused = test_refusals.run_block(rank, Shape(), test_refusals.Failing("do0"))
+    return [] if refused and refused[1].startswith("layer do0: ") else [str(refused)]
+
+
+class Watched(NamedTuple):
+    guard: Guard
+    check: Callable[..., list[str]]
+    ranks: int = 2  # 0 for a check that needs none
+
+
+WATCHED = {
+    # Buffers and waiting.
+    "a half waits before it reads": Watched(
+        Guard("exchange:_InFlight._receive", "self.handle.wait()", "pass"), test_hazards.late_delivery
+    ),
+    "the send buffer is kept until the exchange is finished": Watched(
+        Guard(
+            "exchange:_InFlight.__init__",
+            "if not self.side.deferred_unpack:",
+            "self.send = None\n        if not self.side.deferred_unpack:",
+        ),
+        test_hazards.late_delivery,
+    ),
+    "the source is kept until the exchange is finished": Watched(
+        Guard("exchange:_InFlight.__init__", "self.source = x", "pass"), test_hazards.held_until_finished
+    ),
+    "what travels as it lies is contiguous": Watched(
+        Guard("exchange:_InFlight.__init__", "x = x.contiguous() if source.is_wire_layout else x", "pass"),
+        test_hazards.one_position_a_rank,
+    ),
+    "what was received is unpacked into other memory": Watched(
+        Guard(
+            "exchange:_InFlight.__init__",
+            "self.recv.view(target.shape) if target.is_wire_layout else x.new_empty(target.shape)",
+            "self.recv[: x.new_empty(target.shape).numel()].view(target.shape)",
+        ),
+        test_hazards.late_delivery,
+    ),
+    "memory of an abandoned exchange returns in order": Watched(
+        Guard("exchange:_InFlight.__del__", "self.side.before_compute()", "pass"), test_hazards.abandoned
+    ),
+    "the compute stream waits at finish": Watched(
+        Guard("exchange:_InFlight.collect", "self.side.before_compute()", "pass"), test_hazards.stream_order
+    ),
+    "the side stream waits at launch": Watched(
+        Guard("exchange:SideStream.after_compute", "self.stream.wait_stream(self.backend.current_stream())", "pass"),
+        test_hazards.stream_order,
+    ),
+    "a finished transfer is let go": Watched(
+        Guard(
+            "exchange:_Finish.forward",
+            "in_flight, exchange.forward = exchange.forward, None",
+            "in_flight = exchange.forward",
+        ),
+        test_hazards.nothing_stays_in_flight,
+    ),
+    "a gradient's finished transfer is let go": Watched(
+        Guard(
+            "exchange:_Start.backward",
+            "gradient, ctx.exchange.gradient = ctx.exchange.gradient, None",
+            "gradient = ctx.exchange.gradient",
+        ),
+        test_hazards.nothing_stays_in_flight,
+    ),
+    "overlapping parts are summed": Watched(
+        Guard("ops:_unpack", "part.add_(segment)", "part.copy_(segment)"), test_hazards.late_delivery_of_replicas
+    ),
+    "halves are summed in fp32": Watched(
+        Guard("ops:_unpack", "half = out.dtype in (torch.float16, torch.bfloat16)", "half = False"),
+        test_ops.halves_summed_in_fp32,
+        ranks=0,
+    ),
+    "parts are tiles only if they cover": Watched(
+        Guard("ops:_equal_tiles", "count * size != tensor.shape[dim] or any", "any"),
+        test_ops.tiles_that_do_not_cover,
+        ranks=0,
+    ),
+    # Gradients that meet.
+    "what an unfinished backward left is replaced": Watched(
+        Guard(
+            "linear:_OutputPart.backward",
+            "ctx.left[ctx.columns] = product, dy",
+            "ctx.left.setdefault(ctx.columns, (product, dy))",
+        ),
+        input_then_backward,
+    ),
+    "gradients of shared rows are summed": Watched(
+        Guard(
+            "parts:_join",
+            "put_ranges(whole, dim, part, piece, add=not once)",
+            "put_ranges(whole, dim, part, piece, add=False)",
+        ),
+        key_is_value,
+    ),
+    "rows without a gradient get zero": Watched(
+        Guard("parts:_join", "if once else given[0][1].new_zeros(shape)", "if once else given[0][1].new_ones(shape)"),
+        test_usage.attention_without_keys,
+    ),
+    "every rank reads each piece of KV heads": Watched(
+        Guard(
+            "layout:Geometry.kv_pieces", 'low < high or (sent == group and "k" in self.kinds_of(group))', "low < high"
+        ),
+        test_layout.pieces_are_read_where_a_rank_gets_none,
+        ranks=0,
+    ),
+    # Modules that were given.
+    "a forward is given back where a hook raises": Watched(
+        Guard("linear:call_through", 'vars(first).pop("forward", None)', "pass"), hook_raises
+    ),
+    "a forward is given back before anything else runs": Watched(
+        Guard("linear:call_through", "del first.forward", "pass"), forwards_inside
+    ),
+    "a hooked module is called whole": Watched(
+        Guard("linear:can_take_apart", '.startswith("deepspeed.")', '.startswith("")'), hook_sees_all
+    ),
+    # Order.
+    "exchanges start in the order drawn": Watched(
+        Guard("schedule:Call.__init__", "in geometry.kinds_of(group)]", "in geometry.kinds_of(group)[::-1]]"),
+        order_of_two_groups,
+    ),
+    "the wgrad's node is older than the finishes": Watched(
+        Guard(
+            "attention:SelfAttention.__call__",
+            "program(tokens, lambda group, o: total.add(o.flatten(2), columns(group, o.shape[-1])))",
+            "parts = []\n            "
+            "program(tokens, lambda group, o: parts.append((o.flatten(2), columns(group, o.shape[-1]))))\n"
+            "            total = OutputParts(self.o_proj, like=hidden_states, defer=self.layer.config.wgrad)\n"
+            "            for part in parts: total.add(*part)",
+        ),
+        wgrad_in_place,
+    ),
+    "the wgrad waits for its node": Watched(
+        Guard("linear:_OutputPart.backward", "if not ctx.defer:", "if True:"), wgrad_in_place
+    ),
+    # Agreement of the ranks.
+    "ranks compare what they are about to exchange": Watched(
+        Guard("exchange:Channel.agree", "if not alike:", "if False:"),
+        test_refusals.disagreement_goes_unnoticed,
+    ),
+    "a fault of one rank is everybody's": Watched(
+        Guard("exchange:Channel.agree", "if faults:", "if not mine[0]:"), fault_of_one_rank
+    ),
+    "check mode compares": Watched(
+        Guard("exchange:_InFlight.collect", "if self.expected is not None:", "if False:"),
+        test_refusals.corruption_goes_unnoticed,
+    ),
+    "a failure names its exchange": Watched(
+        Guard("exchange:_InFlight._named", "except RuntimeError as error:", "except LookupError as error:"),
+        failure_names_the_exchange,
+    ),
+}
+
+
+def found(rank, name):
+    """What a check finds; an exception is a finding."""
+    try:
+        return WATCHED[name].check(*[rank] * (WATCHED[name].ranks > 0))
+    except Exception as error:
+        return [repr(error)]
+
+
+def found_without(rank, name):
+    with removed(WATCHED[name].guard):
+        return found(rank, name)
+
+
+def on(name, function):
+    ranks = WATCHED[name].ranks
+    return on_ranks(ranks, function, name, timeout_s=60) if ranks else [function(0, name)]
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    assert on(name, found) == [[]] * max(1, WATCHED[name].ranks)
+    assert any(on(name, found_without)), "nobody noticed"
+    assert on(name, found) == [[]] * max(1, WATCHED[name].ranks), "the guard was not put back"
+
+
+def test_a_guard_that_the_code_no_longer_holds_is_reported():
+    with (
+        pytest.raises(LookupError, match="holds 0 times the guard"),
+        removed(Guard("ops:_unpack", "no such text", "pass")),
+    ):
+        pass

@@ -1,0 +1,546 @@
+"""Uses in which DeepSpeed's own overlap is wrong or raises, and others a layer must survive: on 2 ranks, fp64, 1e-12.
+
+Each use is written once and run on the overlapped layer and on the reference (`layers.block_faults`).
+"""
+
+import dropin
+import layers
+import pytest
+import torch
+from dropin import Case
+from layers import Shape
+from ranks import on_ranks, refusal
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ds_sp_overlap
+from ds_sp_overlap.linear import can_take_apart
+
+SHAPES = [
+    Shape(kv_heads=2),
+    Shape(kv_heads=2, config={"head_groups": 1}),
+    Shape(fused=True, bias=True, batch_first=False),
+]
+SEPARATE = [shape for shape in SHAPES if not shape.fused]
+
+
+def faults_of(rank, use, shapes, change=None):
+    return [f"{shape}: {fault}" for shape in shapes for fault in layers.block_faults(rank, shape, use, change=change)]
+
+
+def no_faults(function, *args, **kwargs):
+    for rank, found in enumerate(on_ranks(2, function, *args, **kwargs)):
+        assert found == [], f"rank {rank}"
+
+
+# One layer, used in other ways than once forward and once backward.
+
+
+def without_grad(call, layer, x, dy):
+    with torch.no_grad():
+        y = call(x)
+    with torch.inference_mode():
+        inferred = call(x).clone()
+    assert not y.requires_grad
+    return {"output": y, "inferred": torch.tensor(inferred.tolist(), dtype=y.dtype)}
+
+
+def evaluation(call, layer, x, dy):
+    layer.eval()
+    y = call(x)
+    with torch.no_grad():
+        again = call(x)
+    y.backward(dy)
+    return {"output": y, "again": again, "dx": x.grad}
+
+
+def reentrant(call, layer, x, dy):
+    return layers.backward(lambda x: checkpoint(call, x, use_reentrant=True), layer, x, dy)
+
+
+def non_reentrant(call, layer, x, dy):
+    return layers.backward(lambda x: checkpoint(call, x, use_reentrant=False), layer, x, dy)
+
+
+def twice_before_backward(call, layer, x, dy):
+    first, second = call(x), call(x * x)
+    (first * second * dy).sum().backward()
+    return {"first": first, "second": second, "dx": x.grad}
+
+
+def fed_with_its_own_output(call, layer, x, dy):
+    return layers.backward(lambda x: call(call(x)), layer, x, dy)
+
+
+def accumulation(call, layer, x, dy):
+    """Two steps of gradient accumulation."""
+    call(x).backward(dy)
+    y = call(2 * x)
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def second_backward(call, layer, x, dy):
+    y = call(x)
+    y.backward(dy, retain_graph=True)
+    y.backward(dy * dy)
+    return {"output": y, "dx": x.grad}
+
+
+def grad_of_input_then_backward(call, layer, x, dy):
+    """Guard: what `_OutputPart.backward` left for a `_Wgrad` that didn't run is replaced, not added to."""
+    y = call(x)
+    (only,) = torch.autograd.grad(y, x, dy * dy, retain_graph=True)
+    y.backward(dy)
+    return {"only": only, "dx": x.grad}
+
+
+def grad_of_one_weight_then_backward(call, layer, x, dy):
+    y = call(x)
+    for parameter in layer.parameters():
+        (grad,) = torch.autograd.grad(y, parameter, dy, retain_graph=True)
+        parameter.grad = 2 * grad
+    y.backward(dy * dy)
+    return {"output": y, "dx": x.grad}
+
+
+def backward_abandoned_halfway(call, layer, x, dy):
+    """A forward whose backward never comes."""
+    call(3 * x)
+    return layers.backward(call, layer, x, dy)
+
+
+USES = [
+    without_grad,
+    evaluation,
+    reentrant,
+    non_reentrant,
+    twice_before_backward,
+    fed_with_its_own_output,
+    accumulation,
+    second_backward,
+    grad_of_input_then_backward,
+    grad_of_one_weight_then_backward,
+    backward_abandoned_halfway,
+]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_right_in_every_use(use):
+    no_faults(faults_of, use, SHAPES)
+
+
+# Parameters that don't train, are shared or are dressed up.
+
+
+def frozen_query(layer):
+    layer["q_proj"].requires_grad_(False)
+
+
+def only_query_trains(layer):
+    layer.requires_grad_(False)
+    layer["q_proj"].requires_grad_(True)
+
+
+def only_input_trains(layer):
+    layer.requires_grad_(False)
+
+
+def frozen_output(layer):
+    layer["o_proj"].requires_grad_(False)
+
+
+def frozen_output_weight_under_a_bias(layer):
+    layer["o_proj"].bias = nn.Parameter(torch.ones_like(layer["o_proj"].weight[:, 0]))
+    layer["o_proj"].weight.requires_grad_(False)
+
+
+def key_is_value(layer):
+    layer["v_proj"] = layer["k_proj"]
+
+
+class Adapted(nn.Module):
+    """A LoRA-like wrapper."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        torch.manual_seed(7)
+        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
+        self.up = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Scaled(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def adapted_query_and_output(layer):
+    layer["q_proj"], layer["o_proj"] = Adapted(layer["q_proj"]), Adapted(layer["o_proj"])
+
+
+def all_adapted(layer):
+    for name in list(layer):
+        layer[name] = Adapted(layer[name])
+
+
+def subclasses(layer):
+    for name in ("k_proj", "o_proj"):
+        layer[name].__class__ = Scaled
+
+
+def weight_normed(layer):
+    torch.nn.utils.parametrizations.weight_norm(layer["v_proj"])
+
+
+CHANGES = [
+    frozen_query,
+    only_query_trains,
+    only_input_trains,
+    frozen_output,
+    frozen_output_weight_under_a_bias,
+    key_is_value,
+    adapted_query_and_output,
+    all_adapted,
+    subclasses,
+    weight_normed,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_right_for_projections_that_are(change):
+    no_faults(faults_of, layers.backward, SEPARATE, change)
+
+
+def test_a_replaced_forward_is_called_whole():
+    plain, hooked, patched = (nn.Linear(2, 2) for _ in range(3))
+    hooked.register_forward_hook(lambda *_: None)
+    patched.forward = plain.forward
+    backward_hooked = nn.Linear(2, 2)
+    backward_hooked.register_full_backward_hook(lambda *_: None)
+    scaled = Scaled(2, 2)
+    modules = (plain, hooked, patched, backward_hooked, scaled, Adapted(nn.Linear(2, 2)))
+    assert [can_take_apart(module) for module in modules] == [True] + [False] * 5
+
+
+def hooked(rank, shape, kind):
+    """Faults of a layer one of whose projections is hooked, and what the hook saw."""
+    seen = []
+
+    def hook(module, args, output):
+        seen.append(list(output.shape))
+
+    def change(layer):
+        layer[f"{kind}_proj"].register_forward_hook(hook)
+
+    found = layers.block_faults(rank, shape, change=change)
+    layer = layers.projections(shape)
+    change(layer)
+    apart = layers.block(shape, layer, torch.distributed.group.WORLD).taken_apart()
+    if {id(m) for m in apart} != {id(layer[name]) for name in layer if name != f"{kind}_proj"}:
+        found.append("taken apart although hooked, or not although not")
+    return found, seen
+
+
+@pytest.mark.parametrize("kind", "qo")
+def test_a_hook_on_a_projection_sees_its_whole_output(kind):
+    shape = Shape()
+    for found, seen in on_ranks(2, hooked, shape, kind):
+        assert found == []
+        assert seen == [[2, 12, 32], [2, 6, 32]]  # the reference's call, then the block's
+
+
+def reversed_values(q, k, v):
+    return v.flip(1)
+
+
+def attention_without_keys(rank):
+    """Gradients of a fused projection whose q and k rows nothing depends on: zero there, right elsewhere."""
+    shape = Shape(fused=True, bias=True)
+    x, dy = layers.whole_inputs(shape)
+    mine, whole = layers.projections(shape), layers.projections(shape)
+    values = whole["qkv_proj"](x).chunk(3, -1)[2]
+    whole["o_proj"](values.flip(1)).backward(dy)
+    attend = layers.block(shape, mine, torch.distributed.group.WORLD, local_attention=reversed_values)
+    layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, x)).backward(layers.my_slice(shape, rank, dy))
+    pairs = {}
+    for name, parameter in mine.named_parameters():
+        total = parameter.grad.clone()
+        torch.distributed.all_reduce(total)
+        pairs[name] = total, whole.get_parameter(name).grad
+    return layers.faults(1e-12, **pairs)
+
+
+def test_rows_that_nothing_depends_on_get_a_gradient_of_zero():
+    """Guard: `_join` starts from zero where a part got no gradient."""
+    no_faults(attention_without_keys)
+
+
+# Several layers.
+
+
+def two_models(rank):
+    """Different head counts, one process, calls interleaved in forward and backward."""
+    shapes = [Shape(heads=4, kv_heads=4), Shape(heads=6, kv_heads=3, batch_first=False, config={"head_groups": 3})]
+    pairs = {}
+    mine, whole = ([layers.projections(shape) for shape in shapes] for _ in range(2))
+    blocks = [layers.block(shape, layer, torch.distributed.group.WORLD) for shape, layer in zip(shapes, mine)]
+    inputs = [layers.whole_inputs(shape) for shape in shapes]
+    xs = [layers.my_slice(shape, rank, x).requires_grad_() for shape, (x, _) in zip(shapes, inputs)]
+    ys = [layers.call_block(shape, attend, rank, x) for shape, attend, x in zip(shapes, blocks, xs)]
+    sum((y * layers.my_slice(shape, rank, dy)).sum() for shape, y, (_, dy) in zip(shapes, ys, inputs)).backward()
+    for i, (shape, layer, reference_layer, (x, dy)) in enumerate(zip(shapes, mine, whole, inputs)):
+        expected = layers.backward(
+            lambda x: layers.reference_layer(shape, reference_layer, x), None, x.clone().requires_grad_(), dy
+        )  # noqa: B023
+        pairs[f"output {i}"] = ys[i].detach(), layers.my_slice(shape, rank, expected["output"].detach())
+        pairs[f"dx {i}"] = xs[i].grad, layers.my_slice(shape, rank, expected["dx"])
+        for name, parameter in layer.named_parameters():
+            total = parameter.grad.clone()
+            torch.distributed.all_reduce(total)
+            pairs[f"{name} {i}"] = total, reference_layer.get_parameter(name).grad
+    return layers.faults(1e-12, **pairs)
+
+
+def test_two_models_live_in_one_process():
+    no_faults(two_models)
+
+
+# The drop-in.
+
+
+def key_is_value_tensor(call, q, k, v, do):
+    o = call(q, k, k)
+    o.backward(do)
+    return {"output": o, "dq": q.grad, "dk": k.grad}
+
+
+def all_one_tensor(call, q, k, v, do):
+    o = call(q, q, q)
+    o.backward(do)
+    return {"output": o, "dq": q.grad}
+
+
+def query_in_an_auxiliary_loss(call, q, k, v, do):
+    projected = 2 * q
+    loss = (call(projected, k, v) * do).sum() + (projected**3).sum()
+    loss.backward()
+    return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def projections_first_then_both_calls(call, q, k, v, do):
+    """One module called twice, with both sets of projections done first."""
+    first, second = [t * 1.5 for t in (q, k, v)], [t * 0.5 for t in (q, k, v)]
+    ((call(*first) + call(*second) ** 2) * do).sum().backward()
+    return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def frozen_key(call, q, k, v, do):
+    o = call(q, k.detach(), v)
+    o.backward(do)
+    return {"output": o, "dq": q.grad, "dv": v.grad}
+
+
+def backward_again(call, q, k, v, do):
+    o = call(q, k, v)
+    o.backward(do, retain_graph=True)
+    o.backward(do)
+    return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def strided_inputs_and_cotangent(call, q, k, v, do):
+    """Guard: `_InFlight` makes contiguous what it sends as it is."""
+    strided = [t.transpose(0, 2).contiguous().transpose(0, 2) for t in (q, k, v)]
+    o = call(*strided)
+    o.backward(do.transpose(1, 3).contiguous().transpose(1, 3))
+    return {"output": o, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+DROPIN_USES = [
+    key_is_value_tensor,
+    all_one_tensor,
+    query_in_an_auxiliary_loss,
+    projections_first_then_both_calls,
+    frozen_key,
+    backward_again,
+    strided_inputs_and_cotangent,
+]
+
+
+def dropin_faults_of(rank, use, cases):
+    return [f"{case}: {fault}" for case in cases for fault in dropin.dropin_faults(rank, case, use)]
+
+
+@pytest.mark.parametrize("use", DROPIN_USES, ids=lambda use: use.__name__)
+def test_dropin_is_right_in_every_use(use):
+    cases = [
+        Case(batch=batch, batch_first=batch_first, rotary_dims=8, config={"head_groups": groups}, lengths=lengths)
+        for batch in (1, 2)
+        for batch_first in (True, False)
+        for groups in (1, 2)
+        for lengths in ((6, 6), (1, 1))
+    ]
+    no_faults(dropin_faults_of, use, cases)
+
+
+# bf16.
+
+
+def autocast_errors(rank, shape):
+    """Error of everything, overlapped and reference under autocast, each against the reference in fp32."""
+
+    def run(call, layer, x, dy, autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = call(x)
+        y.backward(dy.to(y.dtype))
+        return y, x.grad
+
+    x, dy = layers.whole_inputs(shape)
+    whole = []
+    for autocast in (False, True):
+        layer = layers.projections(shape)
+        y, dx = run(lambda x: layers.reference_layer(shape, layer, x), layer, x.clone().requires_grad_(), dy, autocast)  # noqa: B023
+        whole.append({"y": y.detach().float(), "dx": dx} | {n: p.grad for n, p in layer.named_parameters()})
+    layer = layers.projections(shape)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
+    y, dx = run(lambda x: layers.call_block(shape, attend, rank, x), layer, local_x.requires_grad_(), local_dy, True)
+    assert y.dtype == torch.bfloat16 and dx.dtype == torch.float32
+    got = {"y": y.detach().float(), "dx": dx}
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        got[name] = parameter.grad.clone()
+        torch.distributed.all_reduce(got[name])
+    errors = {}
+    for name in got:
+        exact, rounded = (layers.my_slice(shape, rank, t[name]) if name in ("y", "dx") else t[name] for t in whole)
+        errors[name] = (
+            layers.reference.relative_error(got[name], exact),
+            layers.reference.relative_error(rounded, exact),
+        )
+    return errors
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(dtype=torch.float32, bias=True), Shape(dtype=torch.float32, fused=True)], ids=["apart", "fused"]
+)
+def test_autocast_rounds_no_more_than_the_reference_does(shape):
+    """At most 3 times: partial sums over 2 groups and 2 ranks add roundings; a wrong factor is off by hundreds."""
+    for errors in on_ranks(2, autocast_errors, shape):
+        for name, (overlapped, noise) in errors.items():
+            assert 0 < noise < 0.05 and overlapped <= 3 * noise, (name, overlapped, noise)
+
+
+# What is left behind.
+
+
+def double_backward(rank, shape):
+    layer = layers.projections(shape)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    y = layers.call_block(shape, layers.block(shape, layer, torch.distributed.group.WORLD), rank, x.requires_grad_())
+    (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    return refusal(dx.sum().backward)
+
+
+def test_double_backward_is_refused():
+    """Guard: the halves are `once_differentiable`; without it the second derivative would be silently wrong."""
+    for refused in on_ranks(2, double_backward, Shape()):
+        assert refused is not None and "once_differentiable" in refused[1], refused
+
+
+def traces(rank, shape):
+    """What a forward and backward change in the modules that were given."""
+    layer = layers.projections(shape)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    seen = {name: sorted(vars(module)) for name, module in layer.named_modules()}
+    addresses = [p.data_ptr() for p in layer.parameters()]
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    layers.call_block(
+        shape, layers.block(shape, layer, torch.distributed.group.WORLD), rank, x.requires_grad_()
+    ).backward(dy)
+    found = []
+    after = layer.state_dict()
+    if list(after) != list(before) or not all(torch.equal(after[name], before[name]) for name in before):
+        found.append("the state changed")
+    if seen != {name: sorted(vars(module)) for name, module in layer.named_modules()}:
+        found.append("an attribute was left behind")
+    if addresses != [p.data_ptr() for p in layer.parameters()]:
+        found.append("a parameter was moved or replaced")
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["separate", "one group", "fused"])
+def test_the_modules_are_as_they_were(shape):
+    no_faults(traces, shape)
+
+
+def dropin_state(rank):
+    local = nn.ModuleDict({"inner": nn.Linear(2, 2)})
+    module = ds_sp_overlap.DistributedAttention(local, torch.distributed.group.WORLD)
+    return list(module.state_dict()), [name for name, _ in module.named_parameters()]
+
+
+def test_dropin_has_no_parameters_of_its_own():
+    for state, parameters in on_ranks(2, dropin_state):
+        assert state == parameters == ["local_attn.inner.weight", "local_attn.inner.bias"]
+
+
+class Deliberate(Exception):
+    pass
+
+
+def fails_between_start_and_finish(rank, shape, place):
+    """An exception in the middle of a call: nothing left on the modules, and the next call is right."""
+
+    def broken(*args):
+        raise Deliberate(place)
+
+    layer = layers.projections(shape)
+    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    if place == "attention":
+        attend.local_attention = broken
+    elif place == "rope":
+        attend.rope = broken
+    elif place == "hook":
+        broken.__module__ = "deepspeed.hook"  # one that doesn't keep a projection from being taken apart
+        layer["k_proj"].register_forward_pre_hook(broken)
+    elif place == "output hook":
+        broken.__module__ = "deepspeed.hook"
+        layer["o_proj"].register_forward_pre_hook(broken)
+    refused = refusal(layers.call_block, shape, attend, rank, x.requires_grad_())
+    found = [] if refused == ("Deliberate", place) else [f"raised {refused}"]
+    found += [f"{name} kept its forward" for name, module in layer.named_modules() if "forward" in vars(module)]
+    return found + layers.block_faults(rank, shape)
+
+
+@pytest.mark.parametrize("place", ["attention", "rope", "hook", "output hook"])
+def test_an_exception_halfway_leaves_modules_and_process_group_usable(place):
+    """Guard: `call_through` takes the forward away again where a hook raises before it is reached."""
+    no_faults(fails_between_start_and_finish, Shape(), place)
+
+
+def forwards_inside(rank, shape):
+    """Whether a projection has its own forward back while the layer's inside runs."""
+    layer = layers.projections(shape)
+    inside = []
+
+    def rope(x, tables):
+        inside.extend(name for name, module in layer.named_modules() if "forward" in vars(module))
+        return x
+
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    attend.rope = rope
+    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    layers.call_block(shape, attend, rank, x)
+    return inside
+
+
+def test_projections_have_their_own_forward_while_the_inside_runs():
+    """Guard: `call_through` deletes the attribute before anything else runs."""
+    no_faults(forwards_inside, Shape())

@@ -217,6 +217,20 @@ def test_a_vector_with_one_element_for_each_head_forces_one_group():
     no_faults(2, with_slopes, Case(heads=8, kv_heads=8))
 
 
+def block_with_slopes(rank, shape):
+    slopes, local, group = torch.arange(1, 9, dtype=torch.float64), Sloped(), torch.distributed.group.WORLD
+    inputs, _ = layers.whole_inputs(shape)
+    q, k, v = (layers.projections(shape)[f"{kind}_proj"](inputs).unflatten(-1, (-1, shape.head_dim)) for kind in "qkv")
+    expected = layers.projections(shape)["o_proj"](Sloped()(q, k, v, slopes).flatten(2))
+    attend = layers.block(shape, layers.projections(shape), group, local_attention=local)
+    got = attend(layers.my_slice(shape, rank, inputs), slopes.chunk(2)[rank])
+    return layers.faults(1e-12, output=(got, layers.my_slice(shape, rank, expected))) + ["groups"] * (local.calls != 1)
+
+
+def test_the_block_too_makes_one_group_of_heads_with_a_vector_for_each_head():
+    no_faults(2, block_with_slopes, Shape(heads=8, kv_heads=8, rope=False))
+
+
 def with_a_tensor_of_three_slices(rank, case):
     """A tensor whose slices happen to be as many as the heads of one rank; attention makes nothing of it."""
     sizes = []

@@ -78,8 +78,8 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
     config                   the ``sp_overlap`` section
     sequence_process_group   the sp group; found where transformers or DeepSpeed keep theirs if None
 
-    Collective over the sp group. Raises ValueError, on all of its ranks and with the model unchanged, for a config that
-    the model can't satisfy, a model without attention layers, or layers on the meta device.
+    Collective over the sp group. Raises ValueError, on all of its ranks and with no layer overlapped, for a config that the
+    model can't satisfy, a model without attention layers, or layers on the meta device.
     """
     from . import deepspeed, transformers
 
@@ -91,8 +91,8 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
         group = transformers.find_group(model) or deepspeed.find_group(model)
     if group is None:
         raise ValueError(
-            "sp_overlap: no sequence-parallel group; pass sequence_process_group=, give deepspeed.initialize an mpu, or set "
-            "sequence_parallel_size and data_parallel_size in the DeepSpeed config"
+            "sp_overlap: no sequence-parallel group; give deepspeed.initialize the mpu that "
+            "UlyssesSPAttentionHF.register_with_transformers returned, or pass sequence_process_group= to enable()"
         )
     channel = Channel(group)
     if channel.size == 1:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..attention import ProjectedAttention, SelfAttention
 from ..config import SpOverlapConfig
 from ..exchange import Channel
+from ..layout import Geometry
 from . import Layer, rebind, say_once
 
 # Families whose attention layer is driven whole: where each finds its sliding window.
@@ -51,7 +52,8 @@ def find_group(model: nn.Module) -> Any:
     functions, config = _library(), getattr(model, "config", None)
     if functions is None or config is None:
         return None
-    stock = _stock(functions.get(getattr(config, "_attn_implementation", None)))
+    function = functions.get(getattr(config, "_attn_implementation", None))
+    stock = _stock(function.before if isinstance(function, _Dispatch) else function)
     return None if stock is None else stock.process_group
 
 
@@ -103,8 +105,9 @@ class _Positions:
                 f"{where}: sequence parallelism needs position_ids in every forward: those of the whole sequence, cut over the "
                 "ranks like input_ids"
             )
-        if self.gathered is None or self.gathered[0]() is not local or self.gathered[1] != local._version:
-            self.step, self.gathered = self._gather(local, where), (weakref.ref(local), local._version)
+        version = None if local.is_inference() else local._version  # None: can't tell whether it was written anew
+        if self.gathered is None or self.gathered[0]() is not local or self.gathered[1] != version or version is None:
+            self.step, self.gathered = self._gather(local, where), (weakref.ref(local), version)
         return self.step
 
     def _gather(self, local: Tensor, where: str) -> _Step:
@@ -290,7 +293,10 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig) -> 
         if (reason := _why_not(module)) is not None:
             found.append(Layer(name, module, got="", lacks=reason))
             continue
-        groups = config.groups_for(inner.num_attention_heads, channel.size)
+        heads = inner.num_attention_heads
+        kv_heads = getattr(inner, "num_key_value_heads", None) or heads
+        groups = config.groups_for(heads, channel.size)
+        Geometry(channel.size, channel.rank, (0,) * channel.size, 0, heads, kv_heads, groups)  # refuses what can't work
         few = "one query head a rank" if groups == 1 and config.head_groups == "auto" else ""
         if _is_known(module):
             block, forward = _drive(name, module, positions, channel, config)

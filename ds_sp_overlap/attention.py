@@ -168,7 +168,8 @@ class ProjectedAttention:
         if num_kv_heads not in (None, kv_heads):
             raise ValueError(f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange ({shapes})")
         geometry = self.layer.geometry(query, heads, kv_heads, batch_first, lengths, extra)
-        return geometry, (str(query.dtype), query.shape[3], value.shape[3])
+        grads = [torch.is_grad_enabled() and x.requires_grad for x in (query, key, value)]
+        return geometry, (str(query.dtype), query.shape[3], value.shape[3], "gradients of q, k, v", grads)
 
 
 class DistributedAttention(nn.Module):
@@ -227,7 +228,8 @@ class DistributedAttention(nn.Module):
         sequence_lengths  local length of every rank, where they are not all the same
         returns           as ``query``; 3-D if the local attention returns 3-D
 
-        The remaining arguments go to ``local_attention`` (once per head group).
+        The remaining arguments go to ``local_attention`` (once per head group); tensors among them have the same shape on
+        every rank, but for a dimension of heads.
         """
         return drop_in_forward(
             self._attend, self.local_attn, self.num_kv_heads, query, key, value, batch_dim_idx, rotary_pos_emb, *args,
@@ -239,6 +241,7 @@ def drop_in_forward(
     attend: ProjectedAttention,
     local_attention: Callable[..., Tensor],
     num_kv_heads: int | None,
+    /,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -314,19 +317,22 @@ class SelfAttention:
         transport: Transport | None = None,
         name: str = "attention",
     ):
-        separate = (q_proj, k_proj, v_proj)
+        self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
+        self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
+        self.layer = _Layer(Channel(sequence_process_group, transport), SpOverlapConfig.parse(config or {}), name)
+        self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj, q_norm, k_norm)
+
+    def use(self, o_proj, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None) -> None:
+        """Drive these modules from now on: adapters come and go after the block was made."""
+        separate, name = (q_proj, k_proj, v_proj), self.layer.where
         if (qkv_proj is None) == (None in separate) or (qkv_proj is not None and separate != (None, None, None)):
             raise ValueError(f"{name}: give q_proj, k_proj and v_proj, or qkv_proj alone")
-        self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
         if qkv_proj is None:
             self._projections = {kind: (module, 0) for kind, module in zip("qkv", separate)}
         else:
             firsts = (0, self.heads, self.heads + self.kv_heads)
             self._projections = {kind: (qkv_proj, first) for kind, first in zip("qkv", firsts)}
-        self._norms = {"q": q_norm, "k": k_norm}
-        self.local_attention, self.o_proj, self.rope, self.batch_first = local_attention, o_proj, rope, batch_first
-        channel = Channel(sequence_process_group, transport)
-        self.layer = _Layer(channel, SpOverlapConfig.parse(config or {}), name)
+        self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
 
     def taken_apart(self) -> list[nn.Module]:
         """The projections that are computed part by part, as of now."""
@@ -416,4 +422,9 @@ class SelfAttention:
         if hidden.dim() != 3:
             raise ValueError(f"hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got {list(hidden.shape)}")
         geometry = self.layer.geometry(hidden, self.heads, self.kv_heads, self.batch_first, lengths, extra)
-        return geometry, (str(hidden.dtype), self.head_dim)
+        grads = [torch.is_grad_enabled() and (hidden.requires_grad or trained) for trained in self._trained()]
+        return geometry, (str(hidden.dtype), self.head_dim, "gradients of q, k, v", grads)
+
+    def _trained(self) -> list[bool]:
+        modules = (self._projections[kind][0] for kind in "qkv")
+        return [any(p.requires_grad for p in module.parameters()) for module in modules]

@@ -7,16 +7,7 @@ Expensive, and meant to be.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-
-def _gather(channel, what):
-    every = [None] * channel.size
-    if channel.size == 1:
-        return [what]
-    dist.all_gather_object(every, what, group=channel.group)
-    return every
 
 
 def plain_exchange(channel, layout, x: Tensor, name: str) -> Tensor:
@@ -24,7 +15,7 @@ def plain_exchange(channel, layout, x: Tensor, name: str) -> Tensor:
 
     Collective. Raises RuntimeError on all ranks if they are about to launch exchanges that don't fit together.
     """
-    every = _gather(channel, (name, x.dtype, layout, x.detach().cpu()))
+    every = channel.gather((name, x.dtype, layout, x.detach().cpu()))
     fits = all(
         sender.source.split_sizes[to] == receiver.target.split_sizes[rank]
         for rank, (_, _, sender, _) in enumerate(every)
@@ -53,7 +44,7 @@ def compare(channel, got: Tensor, expected: Tensor, name: str) -> None:
     rtol = torch.finfo(got.dtype).eps if half else 0.0
     fine = torch.allclose(got, expected, rtol=rtol, atol=rtol, equal_nan=True)
     worst = 0.0 if fine else (got - expected).abs().max().item()
-    faults = [(rank, error) for rank, (ok, error) in enumerate(_gather(channel, (fine, worst))) if not ok]
+    faults = [(rank, error) for rank, (ok, error) in enumerate(channel.gather((fine, worst))) if not ok]
     if faults:
         seen = ", ".join(f"sp rank {rank} by {error:.3g}" for rank, error in faults)
         raise RuntimeError(f"{name}: sp_overlap.check: the overlapped exchange differs from the plain one ({seen})")

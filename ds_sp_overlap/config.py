@@ -59,6 +59,8 @@ class SpOverlapConfig(BaseModel):
                 return f"sp_overlap.{key} is not available in this version; remove it"
             near = difflib.get_close_matches(key, cls.model_fields, n=1, cutoff=0.0)[0]
             return f"sp_overlap.{key}: unknown key; did you mean {near!r}? Valid keys: {', '.join(cls.model_fields)}"
+        if key not in _VALID:
+            return f"sp_overlap: {key!r} is no key; valid keys: {', '.join(cls.model_fields)}"
         if fault["input"] in _LATER.get(key, ()):
             return f"sp_overlap.{key}: {fault['input']!r} is not available in this version; use {_VALID[key]}"
         return f"sp_overlap.{key} must be {_VALID[key]}, got {fault['input']!r}"

@@ -38,7 +38,10 @@ class HostStream:
     def after_compute(self):
         return contextlib.nullcontext()
 
-    def before_compute(self):
+    def mark(self):
+        pass
+
+    def before_compute(self, mark):
         pass
 
 
@@ -49,21 +52,25 @@ class SideStream:
     returns to the compute stream in order; no ``record_stream``.
     """
 
-    def __init__(self, backend: Any, stream: Any | None = None, deferred_unpack: bool = False):
-        self.backend = backend  # torch.cuda, or another accelerator's module of the same form
-        self.stream = stream if stream is not None else backend.Stream(priority=-1)
+    def __init__(self, backend: Any, device: Any, stream: Any | None = None, deferred_unpack: bool = False):
+        self.backend, self.device = backend, device  # torch.cuda, or another accelerator's module of the same form
+        self.stream = stream if stream is not None else backend.Stream(device, priority=-1)
         self.deferred_unpack = deferred_unpack
 
     @contextlib.contextmanager
     def after_compute(self):
         """Run the body on the side stream, after what the compute stream holds now."""
-        self.stream.wait_stream(self.backend.current_stream())
+        self.stream.wait_stream(self.backend.current_stream(self.device))
         with self.backend.stream(self.stream):
             yield
 
-    def before_compute(self):
-        """Order the compute stream after the side stream."""
-        self.backend.current_stream().wait_stream(self.stream)
+    def mark(self) -> Any:
+        """What the side stream holds now; exchanges that are started later come after it."""
+        return self.stream.record_event()
+
+    def before_compute(self, mark: Any) -> None:
+        """Order the compute stream after ``mark``, and not after what was started since: that is to stay hidden."""
+        self.backend.current_stream(self.device).wait_event(mark)
 
 
 class Channel:
@@ -92,8 +99,15 @@ class Channel:
             else:
                 backend = torch.get_device_module(device)
                 blocking = self.size > 1 and dist.get_backend(self.group) == "gloo"
-                self._sides[device] = SideStream(backend, self._stream, deferred_unpack=blocking)
+                self._sides[device] = SideStream(backend, device, self._stream, deferred_unpack=blocking)
         return self._sides[device]
+
+    def gather(self, what: Any) -> list[Any]:
+        """``what`` of every rank, in rank order. Collective; pickles, so it is for the first step and for checks."""
+        every = [what] * self.size
+        if self.size > 1:
+            dist.all_gather_object(every, what, group=self.group)
+        return every
 
     def agree(self, where: str, describe: Callable[[], Any]) -> None:
         """Compare ``describe()`` over the ranks; what it raises on one of them is raised on every one.
@@ -104,9 +118,7 @@ class Channel:
             mine = (True, describe())
         except Exception as error:  # of any kind: the other ranks wait for this one
             mine = (False, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
-        every = [mine] * self.size
-        if self.size > 1:
-            dist.all_gather_object(every, mine, group=self.group)
+        every = self.gather(mine)
         alike = all(other == every[0] for other in every)
         faults = [f"sp rank {rank}: {what}" for rank, (fine, what) in enumerate(every) if not fine]
         if faults:
@@ -160,13 +172,14 @@ class _InFlight:
         if not target.is_wire_layout:
             starts, stops = zip(*target.parts)
             ops.unpack(self.recv, target.dim, starts, stops, self.out)
+        self.received = self.side.mark()
 
     def collect(self) -> Tensor:
         """Wait, and hand over the received tensor."""
         if self.side.deferred_unpack:
             with self.side.after_compute():
                 self._receive()
-        self.side.before_compute()
+        self.side.before_compute(self.received)
         self.handle = None
         if self.expected is not None:
             check.compare(self.channel, self.out, self.expected, self.name)
@@ -176,7 +189,7 @@ class _InFlight:
         # Abandoned (an exception between start and finish). On the side stream the memory must not return to the compute
         # stream before the transfer is over; where waiting blocks the host, c10d holds the buffers itself.
         if getattr(self, "handle", None) is not None and not self.side.deferred_unpack:
-            self.side.before_compute()
+            self.side.before_compute(self.side.mark())
 
 
 class Exchange:

@@ -26,6 +26,8 @@ def can_take_apart(module: nn.Module) -> bool:
     """
     if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
         return False
+    if type(module.weight) not in (nn.Parameter, Tensor):  # a quantised or distributed tensor
+        return False
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return all((getattr(hook, "__module__", "") or "").startswith("deepspeed.") for hook in hooks)

@@ -16,8 +16,18 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.sequence.layer import DistributedAttention
 from models import (
-    batches, cut, ds_config, forget_sequence_parallel, mean_loss, overlapped_layers, scaled_values, sequence_parallel,
-    sequence_parallel_model, step, tiny, train_run,
+    batches,
+    cut,
+    ds_config,
+    forget_sequence_parallel,
+    mean_loss,
+    overlapped_layers,
+    scaled_values,
+    sequence_parallel,
+    sequence_parallel_model,
+    step,
+    tiny,
+    train_run,
 )  # fmt: skip
 from ranks import on_ranks, refusal
 from reference import attention, relative_error

@@ -92,13 +92,13 @@ WATCHED = {
         test_hazards.late_delivery,
     ),
     "memory of an abandoned exchange returns in order": Watched(
-        Guard("exchange:_InFlight.__del__", "self.side.before_compute()", "pass"), test_hazards.abandoned
+        Guard("exchange:_InFlight.__del__", "self.side.before_compute(self.side.mark())", "pass"), test_hazards.abandoned
     ),
     "the compute stream waits at finish": Watched(
-        Guard("exchange:_InFlight.collect", "self.side.before_compute()", "pass"), test_hazards.stream_order
+        Guard("exchange:_InFlight.collect", "self.side.before_compute(self.received)", "pass"), test_hazards.stream_order
     ),
     "the side stream waits at launch": Watched(
-        Guard("exchange:SideStream.after_compute", "self.stream.wait_stream(self.backend.current_stream())", "pass"),
+        Guard("exchange:SideStream.after_compute", "self.stream.wait_stream(self.backend.current_stream(self.device))", "pass"),
         test_hazards.stream_order,
     ),
     "a finished transfer is let go": Watched(

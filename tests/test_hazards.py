@@ -136,7 +136,7 @@ class Streams:
         self.log: list[str] = []
         self.current = Stream("compute", self.log)
 
-    def current_stream(self):
+    def current_stream(self, device):
         return self.current
 
     @contextlib.contextmanager
@@ -145,7 +145,7 @@ class Streams:
         yield
         self.current = before
 
-    def Stream(self, priority):
+    def Stream(self, device, priority):
         return Stream("side", self.log)
 
 
@@ -156,11 +156,17 @@ class Stream:
     def wait_stream(self, other):
         self.log.append(f"{self.name} waits for {other.name}")
 
+    def record_event(self):
+        return self
+
+    def wait_event(self, event):
+        self.wait_stream(event)
+
 
 def block_with_streams(shape, streams, **arguments):
     layer = layers.projections(shape)
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, **arguments)
-    attend.layer.channel._sides[torch.device("cpu")] = SideStream(streams)
+    attend.layer.channel._sides[torch.device("cpu")] = SideStream(streams, torch.device("cpu"))
     return attend
 
 

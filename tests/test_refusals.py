@@ -13,6 +13,7 @@ from transports import Corrupting, Failing, Silent
 import ds_sp_overlap
 from ds_sp_overlap import SpOverlapConfig
 from ds_sp_overlap.exchange import Channel
+from ds_sp_overlap.layout import Geometry
 
 PATIENCE_S = 40  # far above what a refusal takes, far below the process group's own timeout
 
@@ -378,7 +379,8 @@ def test_auto_is_two_groups_where_every_rank_has_two_heads(heads, size, groups):
 
 def test_head_groups_out_of_range_is_refused_in_the_words_of_the_house():
     with pytest.raises(ValueError) as refused:
-        SpOverlapConfig(head_groups=5).groups_for(32, 8)
+        groups = SpOverlapConfig(head_groups=5).groups_for(32, 8)
+        Geometry(sp_size=8, sp_rank=0, seq_lens=(1,) * 8, batch=1, heads=32, kv_heads=8, groups=groups)
     assert str(refused.value) == "sp_overlap.head_groups must be between 1 and 4 for 32 heads at sp size 8, got 5"
 
 

@@ -8,15 +8,24 @@ import torch
 import ds_sp_overlap.exchange as exchange
 from ds_sp_overlap.exchange import Channel, Exchange, SideStream
 from ds_sp_overlap.layout import Geometry
+from ds_sp_overlap.schedule import Call, overlapped
 from ds_sp_overlap.transport import OneRank
 
 
 class Stream:
+    """Remembers what was queued on it, so that an event can say what it stands for."""
+
     def __init__(self, backend, name):
-        self.backend, self.name = backend, name
+        self.backend, self.name, self.queued = backend, name, []
 
     def wait_stream(self, other):
         self.backend.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        return list(self.queued)
+
+    def wait_event(self, event):
+        self.backend.log.append(f"{self.name} waits for {' '.join(event)}")
 
 
 class Backend:
@@ -26,10 +35,10 @@ class Backend:
         self.log = []
         self.current = self.compute = Stream(self, "compute")
 
-    def Stream(self, priority):
+    def Stream(self, device, priority):
         return Stream(self, "side")
 
-    def current_stream(self):
+    def current_stream(self, device):
         return self.current
 
     @contextlib.contextmanager
@@ -45,6 +54,7 @@ class LoggingTransport(OneRank):
 
     def launch(self, *args):
         self.backend.log.append(f"launch on {self.backend.current.name}")
+        self.backend.current.queued.append(args[-1].removeprefix("layer "))
         return super().launch(*args)
 
     def wait(self):
@@ -68,7 +78,7 @@ def backend(monkeypatch):
 def q_exchange(backend, deferred_unpack):
     """An exchange that packs and unpacks: two ranks' worth of heads on one rank can't, so batch first with b = 2."""
     channel = Channel(None, LoggingTransport(backend))
-    channel._sides[torch.device("cpu")] = SideStream(backend, deferred_unpack=deferred_unpack)
+    channel._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"), deferred_unpack=deferred_unpack)
     layout = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, batch_first=True).exchange("q", 0, 8)
     return Exchange(channel, layout, "layer", "q")
 
@@ -84,10 +94,10 @@ def test_pack_transfer_and_unpack_run_on_the_side_stream_between_compute_and_com
     assert backend.log == LAUNCHED + RECEIVED  # nothing of it makes the compute stream wait
     backend.log.clear()
     y = q.finish(token)
-    assert backend.log == ["compute waits for side"]
+    assert backend.log == ["compute waits for q"]
     backend.log.clear()
     y.backward(torch.ones_like(y))
-    assert backend.log == [*LAUNCHED, *RECEIVED, "compute waits for side"]
+    assert backend.log == [*LAUNCHED, *RECEIVED, "compute waits for q dq"]
     assert torch.equal(y, x)
     assert torch.equal(x.grad, torch.ones_like(x))
 
@@ -98,7 +108,7 @@ def test_where_waiting_blocks_the_host_it_is_put_off_until_finish(backend):
     assert backend.log == LAUNCHED
     backend.log.clear()
     q.finish(token)
-    assert backend.log == ["side waits for compute", *RECEIVED, "compute waits for side"]
+    assert backend.log == ["side waits for compute", *RECEIVED, "compute waits for q"]
 
 
 def test_an_abandoned_exchange_orders_the_compute_stream_after_its_transfer(backend):
@@ -106,7 +116,32 @@ def test_an_abandoned_exchange_orders_the_compute_stream_after_its_transfer(back
     q.start(torch.randn(2, 3, 4, 8))
     backend.log.clear()
     del q
-    assert backend.log == ["compute waits for side"]
+    assert backend.log == ["compute waits for q"]
+
+
+def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(backend):
+    """Guard: `SideStream.mark`; waiting for the whole side stream would leave nothing for head groups to hide."""
+    compute_waits = []
+    channel = Channel(None, LoggingTransport(backend))
+    channel._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
+    geometry = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, groups=2, batch_first=True)
+    call = Call(channel, geometry, "layer")
+
+    def attend(q, k, v):
+        compute_waits.extend(line for line in backend.log if line.startswith("compute"))
+        backend.log.clear()
+        return q + k + v
+
+    x = torch.randn(2, 3, 2, 8)
+    outputs = []
+    overlapped(
+        call,
+        lambda program: program(lambda kind, group: x),
+        attend,
+        lambda tokens, program: program(tokens, lambda group, o: outputs.append(o)),
+    )
+    before_attention = [f"compute waits for {'q0 k0 v0 q1 k1 v1'[: 3 * n - 1]}" for n in range(1, 7)]
+    assert compute_waits == before_attention
 
 
 def test_buffers_are_allocated_by_the_compute_stream(backend, monkeypatch):

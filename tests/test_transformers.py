@@ -12,8 +12,16 @@ import pytest
 import torch
 from accelerate_script import train_with_accelerate
 from models import (
-    BATCH, batches, cut, forget_sequence_parallel, overlapped_layers, scaled_values, sequence_parallel,
-    sequence_parallel_model, tiny, warned,
+    BATCH,
+    batches,
+    cut,
+    forget_sequence_parallel,
+    overlapped_layers,
+    scaled_values,
+    sequence_parallel,
+    sequence_parallel_model,
+    tiny,
+    warned,
 )  # fmt: skip
 from peft import LoraConfig, get_peft_model
 from ranks import on_ranks, refusal

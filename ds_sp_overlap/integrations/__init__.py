@@ -19,7 +19,6 @@ from torch import nn
 from ..config import SpOverlapConfig
 from ..exchange import Channel
 
-
 Undo = Callable[[nn.Module], None]  # is given the module rather than holding it, which would keep the model alive
 
 
@@ -83,7 +82,8 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
     """
     from . import deepspeed, transformers
 
-    config = SpOverlapConfig.parse(config or {})
+    config = SpOverlapConfig.parse({} if config is None else config)
+    disable(model)
     if not config.enabled:
         return Report(note="off (sp_overlap.enabled is false)")
     group = sequence_process_group
@@ -98,11 +98,10 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
     if channel.size == 1:
         say_once("sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, and nothing was changed")
         return Report(note="nothing to do at sp size 1")
-    disable(model)
     found: list[Layer] = []
 
     def describe() -> str:
-        found.extend(deepspeed.find_layers(model, channel, config) + transformers.find_layers(model, channel, config))
+        found.extend(deepspeed.find_layers(model, config) + transformers.find_layers(model, channel, config))
         if not found:
             raise ValueError(
                 f"no attention layer found in {type(model).__name__}; supported are transformers models and "
@@ -130,6 +129,12 @@ def disable(model: nn.Module) -> None:
     for module in model.modules():
         if (undo := _undo.pop(module, None)) is not None:
             undo(module)
+        elif _is_ours(module) or getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
+            del module.forward  # of a layer that was copied, or loaded from a pickle, while it was overlapped
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return getattr(vars(module).get("forward"), "__sp_overlap__", False)
 
 
 def rebind(module: nn.Module, forward: Callable) -> Undo:
@@ -137,19 +142,25 @@ def rebind(module: nn.Module, forward: Callable) -> Undo:
 
     A copy of the module (an EMA, a frozen reference model) gets its class's forward: ``forward`` drives the original.
     """
-    original = weakref.ref(module)
+    original, active = weakref.ref(module), [True]
     before = vars(module).get("forward")
 
     @torch.compiler.disable
     def dispatch(self: nn.Module, *args: Any, **kwargs: Any):
         if self is not original():
             return type(self).forward(self, *args, **kwargs)
+        if not active:
+            return before(*args, **kwargs) if before else type(self).forward(self, *args, **kwargs)
         return forward(*args, **kwargs)
 
     def undo(module: nn.Module) -> None:
-        del module.forward
-        if before is not None:
-            module.forward = before
+        active.clear()  # where somebody wrapped ours, theirs stays, and ours passes through
+        if _is_ours(module):
+            del module.forward
+            if before is not None:
+                module.forward = before
 
+    dispatch.__name__ = "forward"  # a pickle names a method: what is loaded from it has its class's forward
+    dispatch.__sp_overlap__ = True
     module.forward = types.MethodType(dispatch, module)
     return undo

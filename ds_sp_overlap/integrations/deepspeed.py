@@ -72,7 +72,7 @@ def find_group(model: nn.Module) -> Any:
         return None
 
 
-def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig) -> list[Layer]:
+def find_layers(model: nn.Module, config: SpOverlapConfig) -> list[Layer]:
     """DeepSpeed's ``DistributedAttention`` modules, whoever calls them."""
     return [
         Layer(

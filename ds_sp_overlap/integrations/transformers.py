@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..attention import ProjectedAttention, SelfAttention
+from ..attention import ProjectedAttention, SelfAttention, rotate
 from ..config import SpOverlapConfig
 from ..exchange import Channel
 from ..layout import Geometry
@@ -42,6 +42,7 @@ def _library():
 
 def _stock(function: Any) -> nn.Module | None:
     """The ``UlyssesSPAttentionHF`` behind an attention function that ``register_with_transformers`` put in place."""
+    function = function.before if isinstance(function, _Dispatch) else function
     cells = getattr(function, "__closure__", None) or ()
     inside = [cell.cell_contents for cell in cells]
     return next((x for x in inside if type(x).__name__ == "UlyssesSPAttentionHF"), None)
@@ -52,8 +53,7 @@ def find_group(model: nn.Module) -> Any:
     functions, config = _library(), getattr(model, "config", None)
     if functions is None or config is None:
         return None
-    function = functions.get(getattr(config, "_attn_implementation", None))
-    stock = _stock(function.before if isinstance(function, _Dispatch) else function)
+    stock = _stock(functions.get(getattr(config, "_attn_implementation", None)))
     return None if stock is None else stock.process_group
 
 
@@ -82,12 +82,15 @@ class _Step:
                     "sp_overlap: position_ids start anew on every rank, so each rank's tokens are taken for documents of their "
                     "own; for one long sequence give position_ids of the whole sequence, cut like input_ids"
                 )
-        self.window_mask = functools.lru_cache(maxsize=8)(self._window_mask)
+        self._masks: dict[tuple[int, int], Tensor] = {}
 
-    def _window_mask(self, length: int, window: int) -> Tensor:
-        at = torch.arange(length, device=self.position_ids.device)
-        behind = at[:, None] - at[None, :]
-        return ((behind >= 0) & (behind < window))[None, None]
+    def window_mask(self, length: int, window: int) -> Tensor:
+        """Causal mask [1, 1, length, length] of a sliding window, made once a step."""
+        if (length, window) not in self._masks:
+            at = torch.arange(length, device=self.position_ids.device)
+            behind = at[:, None] - at[None, :]
+            self._masks[length, window] = ((behind >= 0) & (behind < window))[None, None]
+        return self._masks[length, window]
 
 
 class _Positions:
@@ -135,10 +138,10 @@ def _core(module: nn.Module) -> tuple[str, Callable]:
     if (reason := _why_not(module)) is not None:  # it was switched after `enable`
         raise ValueError(f"sp_overlap: {type(module).__name__}: {reason}")
     function = _library()[name]
-    if isinstance(function, _Dispatch):
-        function = function.before
     stock = _stock(function)
-    return name, function if stock is None else stock.attn
+    if stock is not None:
+        return name, stock.attn
+    return name, function.before if isinstance(function, _Dispatch) else function
 
 
 def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: _Step, **options: Any) -> Tensor:
@@ -149,8 +152,15 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: _Step, 
     told = vars(module).get("num_key_value_groups")
     module.num_key_value_groups = q.shape[1] // k.shape[1]  # of this rank, where ranks share KV heads
     try:
-        if name != "sdpa":  # flash attention finds documents in position_ids, and has a window of its own
-            return function(module, q, k, v, None, position_ids=step.position_ids, **options)[0]
+        if name != "sdpa":  # flash attention finds documents in position_ids, of one row, and has a window of its own
+
+            def flash(rows: slice, position_ids: Tensor) -> Tensor:
+                return function(module, q[rows], k[rows], v[rows], None, position_ids=position_ids, **options)[0]
+
+            if step.documents is None or q.shape[0] == 1:
+                return flash(slice(None), step.position_ids)
+            every = step.position_ids.expand(q.shape[0], -1)
+            return torch.cat([flash(slice(row, row + 1), every[row : row + 1]) for row in range(q.shape[0])])
 
         def segment(rows: slice, start: int, stop: int) -> Tensor:
             length = stop - start
@@ -174,6 +184,13 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: _Step, 
 # Layers.
 
 
+def _take_position_ids(kwargs: dict[str, Any]) -> Tensor | None:
+    """position_ids, out of ``kwargs``, with what describes documents of this rank's slice alone."""
+    for of_slice in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+        kwargs.pop(of_slice, None)
+    return kwargs.pop("position_ids", None)
+
+
 def _refuse_cache(cache: Any, module: nn.Module, seen: weakref.WeakSet, where: str) -> None:
     """Refuse to decode. A cache that comes new and empty is transformers' default and harmless: it stays empty."""
     if cache is None or torch.is_grad_enabled():
@@ -188,22 +205,20 @@ def _refuse_cache(cache: Any, module: nn.Module, seen: weakref.WeakSet, where: s
 
 def _drive(name: str, module: nn.Module, positions: _Positions, channel: Channel, config: SpOverlapConfig):
     """The block over a layer of a known family, and a forward for the layer that calls it."""
-    family = sys.modules[type(module).__module__]
-    fused = getattr(module, "qkv_proj", None)
-    projections = {"qkv_proj": fused} if fused is not None else {f"{kind}_proj": getattr(module, f"{kind}_proj") for kind in "qkv"}
+    names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
+
+    def parts() -> dict[str, nn.Module]:
+        return {part: child for part in names if (child := getattr(module, part, None)) is not None}
 
     def rope(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        return family.apply_rotary_pos_emb(x, x[:, :, :0], *tables, unsqueeze_dim=2)[0]
+        return rotate(x, *(table.unsqueeze(2) for table in tables))
 
     block = SelfAttention(
         local_attention=lambda q, k, v, **options: _attend(module, q, k, v, **options),
         num_heads=module.config.num_attention_heads,
         num_kv_heads=module.config.num_key_value_heads,
         head_dim=module.head_dim,
-        o_proj=module.o_proj,
-        **projections,
-        q_norm=getattr(module, "q_norm", None),
-        k_norm=getattr(module, "k_norm", None),
+        **parts(),
         rope=rope,
         sequence_process_group=channel.group,
         config=config,
@@ -216,7 +231,8 @@ def _drive(name: str, module: nn.Module, positions: _Positions, channel: Channel
         if _off_in_eval(module):
             return original(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         _refuse_cache(past_key_values, module, caches, name)
-        step = positions.gather(kwargs.pop("position_ids", None), name)
+        block.use(**parts())
+        step = positions.gather(_take_position_ids(kwargs), name)
         kwargs["dropout"] = module.attention_dropout if module.training else 0.0
         kwargs["scaling"] = module.scaling
         kwargs["sliding_window"] = FAMILIES[type(module).__name__](module)
@@ -228,8 +244,7 @@ def _drive(name: str, module: nn.Module, positions: _Positions, channel: Channel
 
 def _off_in_eval(module: nn.Module) -> bool:
     """Whether stock Ulysses was told to leave evaluation alone (``disable_in_eval``)."""
-    function = _library()[module.config._attn_implementation]
-    stock = _stock(function.before if isinstance(function, _Dispatch) else function)
+    stock = _stock(_library().get(module.config._attn_implementation))
     return stock is not None and stock.disable_in_eval and not module.training
 
 
@@ -248,7 +263,7 @@ class _Dispatch:
         for argument in ("s_aux", "position_bias"):
             if kwargs.get(argument) is not None:
                 raise ValueError(f"{where}: attention with {argument} (one value per head) can't be split over ranks here")
-        step = positions.gather(kwargs.pop("position_ids", None), where)
+        step = positions.gather(_take_position_ids(kwargs), where)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         local = functools.partial(_attend, module, step=step, **kwargs)
         o = attend(local, q, k, v, batch_first=True, sequence_lengths=step.lengths)

@@ -8,6 +8,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
+from . import ops
 from .config import SpOverlapConfig
 from .exchange import Channel
 from .layout import Geometry
@@ -40,6 +41,7 @@ class _Layer:
         return Call(self.channel, geometry, self.where, checked=first and self.config.check)
 
     def _comparable(self, geometry: Geometry, types: tuple) -> str:
+        ops.implementation(self.channel.kernels)  # refused here, on every rank, where this one lacks them
         lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
         return (
             f"local sequence {lengths}, batch {geometry.batch}, {geometry.heads} query and {geometry.kv_heads} KV heads, "
@@ -205,8 +207,9 @@ class DistributedAttention(nn.Module):
             )
         self.local_attn, self.spg, self.num_kv_heads = local_attention, sequence_process_group, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
-        channel = Channel(sequence_process_group, transport, sp_stream)
-        self._attend = ProjectedAttention(channel, SpOverlapConfig.parse(config or {}), name)
+        parsed = SpOverlapConfig.parse(config or {})
+        channel = Channel(sequence_process_group, transport, sp_stream, parsed.kernels)
+        self._attend = ProjectedAttention(channel, parsed, name)
 
     def forward(
         self,
@@ -310,8 +313,8 @@ class SelfAttention:
             self._projections = {kind: (qkv_proj, first) for kind, first in zip("qkv", firsts)}
         self._norms = {"q": q_norm, "k": k_norm}
         self.local_attention, self.o_proj, self.rope, self.batch_first = local_attention, o_proj, rope, batch_first
-        channel = Channel(sequence_process_group, transport)
-        self.layer = _Layer(channel, SpOverlapConfig.parse(config or {}), name)
+        parsed = SpOverlapConfig.parse(config or {})
+        self.layer = _Layer(Channel(sequence_process_group, transport, kernels=parsed.kernels), parsed, name)
 
     def taken_apart(self) -> list[nn.Module]:
         """The projections that are computed part by part, as of now."""

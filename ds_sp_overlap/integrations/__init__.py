@@ -15,6 +15,7 @@ from typing import Any, Callable
 from tabulate import tabulate
 from torch import nn
 
+from .. import ops
 from ..config import SpOverlapConfig
 from ..exchange import Channel
 
@@ -93,7 +94,7 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
             "sp_overlap: no sequence-parallel group; pass sequence_process_group=, give deepspeed.initialize an mpu, or set "
             "sequence_parallel_size and data_parallel_size in the DeepSpeed config"
         )
-    channel = Channel(group)
+    channel = Channel(group, kernels=config.kernels)
     if channel.size == 1:
         say_once("sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, and nothing was changed")
         return Report(note="nothing to do at sp size 1")
@@ -101,6 +102,7 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
     found: list[Layer] = []
 
     def describe() -> str:
+        ops.implementation(config.kernels)
         found.extend(deepspeed.find_layers(model, channel, config) + transformers.find_layers(model, channel, config))
         if not found:
             raise ValueError(

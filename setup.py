@@ -33,7 +33,10 @@ class BuildKernels(build_ext):
         except builder.BuildError as error:
             if builder.wish():
                 raise SystemExit(f"ds_sp_overlap: DS_SP_OVERLAP_BUILD={builder.wish()}, but {error}") from None
-            print(f"ds_sp_overlap: installed WITHOUT compiled kernels, PyTorch's copies serve instead: {error}", file=sys.stderr)
+            print(
+                f"ds_sp_overlap: installed WITHOUT compiled kernels, PyTorch's copies serve instead: {error}",
+                file=sys.stderr,
+            )
 
     built: list = []
 

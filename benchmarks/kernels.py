@@ -128,7 +128,10 @@ class Row:
         shape, P = (self.tokens, self.h, self.d), self.P
         size = 2 * self.tokens * self.h * self.d * self.dtype.itemsize
         n = self.sets(size)
-        x, wire = [self.random(*shape) for _ in range(n)], [self.random(self.tokens * self.h * self.d) for _ in range(n)]
+        x, wire = (
+            [self.random(*shape) for _ in range(n)],
+            [self.random(self.tokens * self.h * self.d) for _ in range(n)],
+        )
         wide = self.d * self.dtype.itemsize % 16 == 0
 
         def cut(t):
@@ -167,7 +170,7 @@ class Row:
 
     def fused(self):
         """pack_qkv and unpack_qkv with half-rotated RoPE, KV heads replicated where a rank needs them."""
-        width, P = (self.h + 2 * self.kv) * self.d, self.P
+        width = (self.h + 2 * self.kv) * self.d
         sent = [self.h, *[sum(b - a for a, b in zip(self.kv_starts, self.kv_stops))] * 2]
         size = self.tokens * (width + sum(sent) * self.d) * self.dtype.itemsize
         n = self.sets(size)
@@ -179,7 +182,10 @@ class Row:
         angles = torch.rand(self.tokens, rot, device=self.device)
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         starts, stops = self.starts + self.kv_starts * 2, self.stops + self.kv_stops * 2
-        flat = [torch.empty(size // 2 // self.dtype.itemsize, device=self.device, dtype=self.dtype).normal_() for _ in range(2)]
+        flat = [
+            torch.empty(size // 2 // self.dtype.itemsize, device=self.device, dtype=self.dtype).normal_()
+            for _ in range(2)
+        ]
 
         def naive_pack(i):
             for j, (a, b) in enumerate(((self.starts, self.stops), *[(self.kv_starts, self.kv_stops)] * 2)):
@@ -292,7 +298,10 @@ def measure(args) -> tuple[list[dict], list[dict], list[str]]:
                     for name, each_ms in times.items():
                         line |= dict(zip((f"{name} ms min", f"{name} ms", f"{name} ms max"), spread(each_ms)))
                     gemms.append(line)
-                    print(f"{label}  projection d={d} P={P} h/P={each}: " + ", ".join(f"{n} {line[f'{n} ms']} ms" for n in times))
+                    print(
+                        f"{label}  projection d={d} P={P} h/P={each}: "
+                        + ", ".join(f"{n} {line[f'{n} ms']} ms" for n in times)
+                    )
     return moves, gemms, short
 
 
@@ -338,7 +347,9 @@ def main() -> int:
             "python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda,
             "kernels": kernels.library().built, "dtype": args.dtype, "repeat": args.repeat,
         }  # fmt: skip
-        Path(f"{args.out}.json").write_text(json.dumps({"environment": environment, "short of the aim": short}, indent=2) + "\n")
+        Path(f"{args.out}.json").write_text(
+            json.dumps({"environment": environment, "short of the aim": short}, indent=2) + "\n"
+        )
     print("\n".join(["", "short of the aim:", *short] if short else ["", "every row reaches the aim"]))
     return int(bool(short) and args.require)
 

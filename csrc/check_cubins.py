@@ -23,14 +23,20 @@ ARCHITECTURES = ("sm_80", "sm_90")
 def faults(log: str) -> tuple[int, list[str]]:
     """Kernels that ptxas reports on, and those that spill or keep a stack frame."""
     found = re.findall(
-        r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
+        r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+        log,
     )
-    return len(found), [f"{name}: stack {s}, spill stores {w}, loads {r} bytes" for name, s, w, r in found if s + w + r != "000"]
+    return len(found), [
+        f"{name}: stack {s}, spill stores {w}, loads {r} bytes" for name, s, w, r in found if s + w + r != "000"
+    ]
 
 
 def main() -> int:
     if build.nvcc() is None:
-        print("*** csrc/check_cubins.py: NO NVCC HERE, THE CUDA KERNELS WERE NOT COMPILED AND NOT CHECKED ***", file=sys.stderr)
+        print(
+            "*** csrc/check_cubins.py: NO NVCC HERE, THE CUDA KERNELS WERE NOT COMPILED AND NOT CHECKED ***",
+            file=sys.stderr,
+        )
         return int("--require" in sys.argv)
     bad = 0
     for source in sorted(here.glob("*.cu")):
@@ -44,7 +50,9 @@ def main() -> int:
                 return 1
             kernels, spills = faults(ran.stderr)
             most = max(map(int, re.findall(r"Used (\d+) registers", ran.stderr)), default=0)
-            print(f"{source.name} {architecture}: {kernels} kernels, at most {most} registers, {len(spills)} with spills")
+            print(
+                f"{source.name} {architecture}: {kernels} kernels, at most {most} registers, {len(spills)} with spills"
+            )
             print("\n".join(spills), end="\n" if spills else "")
             bad += len(spills) + (kernels == 0)  # no report at all would be blindness, not health
     return int(bad > 0)

@@ -21,11 +21,12 @@ void check(cudaError_t status, const char* what) {
 }
 
 template <class Unit, bool kPack, class Index, class Table>
-__global__ void __launch_bounds__(kThreads) move(
-    const __grid_constant__ Walk<Index> walk, const __grid_constant__ Table table, const Unit* from, Unit* to) {
+__global__ void __launch_bounds__(kThreads)
+    move(const __grid_constant__ Walk<Index> walk, const __grid_constant__ Table table, const Unit* from, Unit* to) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads * kInFlight;
   const int64_t total = walk.total;
-  for (int64_t base = static_cast<int64_t>(blockIdx.x) * kThreads * kInFlight + threadIdx.x; base < total; base += stride) {
+  for (int64_t base = static_cast<int64_t>(blockIdx.x) * kThreads * kInFlight + threadIdx.x; base < total;
+       base += stride) {
     Unit read[kInFlight];
     int64_t target[kInFlight];
 #pragma unroll
@@ -50,21 +51,21 @@ __global__ void __launch_bounds__(kThreads) move(
 }
 
 template <class T, int V, class Index, class Table>
-__global__ void __launch_bounds__(kThreads) sum(
-    const __grid_constant__ Walk<Index> walk, const __grid_constant__ Table table, const T* wire, T* out) {
+__global__ void __launch_bounds__(kThreads)
+    sum(const __grid_constant__ Walk<Index> walk, const __grid_constant__ Table table, const T* wire, T* out) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t unit = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; unit < static_cast<int64_t>(walk.total);
-       unit += stride) {
+  for (int64_t unit = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+       unit < static_cast<int64_t>(walk.total); unit += stride) {
     sum_unit<T, V>(walk, table, wire, out, static_cast<Index>(unit));
   }
 }
 
 template <class T, int V, bool kBackward, class Index, class Table>
-__global__ void __launch_bounds__(kThreads) rotate(
-    const __grid_constant__ Rotation<Index> rotation, const __grid_constant__ Table table) {
+__global__ void __launch_bounds__(kThreads)
+    rotate(const __grid_constant__ Rotation<Index> rotation, const __grid_constant__ Table table) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; item < static_cast<int64_t>(rotation.total);
-       item += stride) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+       item < static_cast<int64_t>(rotation.total); item += stride) {
     rotate_item<T, V, kBackward>(rotation, table, static_cast<Index>(item));
   }
 }
@@ -81,8 +82,12 @@ PointedTable<uint64_t> upload(const Descriptors<uint64_t>& descriptors, void* me
   const size_t segments = descriptors.segments.size() * sizeof(Segment<uint64_t>);
   const size_t sources = descriptors.sources.size() * sizeof(Source<uint64_t>);
   char* const at = static_cast<char*>(memory);
-  check(cudaMemcpyAsync(at, descriptors.segments.data(), segments, cudaMemcpyHostToDevice, stream), "copying its descriptors");
-  check(cudaMemcpyAsync(at + segments, descriptors.sources.data(), sources, cudaMemcpyHostToDevice, stream), "copying its descriptors");
+  check(
+      cudaMemcpyAsync(at, descriptors.segments.data(), segments, cudaMemcpyHostToDevice, stream),
+      "copying its descriptors");
+  check(
+      cudaMemcpyAsync(at + segments, descriptors.sources.data(), sources, cudaMemcpyHostToDevice, stream),
+      "copying its descriptors");
   return {reinterpret_cast<const Segment<uint64_t>*>(at), reinterpret_cast<const Source<uint64_t>*>(at + segments)};
 }
 
@@ -104,7 +109,8 @@ void launch_move(const Walk<Index>& walk, const Table& table, const void* from, 
 }
 
 template <class T, class Index, class Table>
-void launch_sum(const Walk<Index>& walk, const Table& table, bool vector, const void* wire, void* out, cudaStream_t stream) {
+void launch_sum(
+    const Walk<Index>& walk, const Table& table, bool vector, const void* wire, void* out, cudaStream_t stream) {
   const unsigned grid = blocks(walk.total, 1);
   const T* const from = static_cast<const T*>(wire);
   if constexpr (sizeof(Index) == 4) {  // beyond 32 bits, and with many parts, one element at a time: rare, and right
@@ -131,10 +137,14 @@ void launch_rotate(const Rotation<Index>& rotation, const Table& table, bool vec
 template <class Call>
 void with_type(Type type, Call call) {
   switch (type) {
-    case Type::half: return call(Half{});
-    case Type::bfloat16: return call(BFloat16{});
-    case Type::float32: return call(float{});
-    case Type::float64: return call(double{});
+    case Type::half:
+      return call(Half{});
+    case Type::bfloat16:
+      return call(BFloat16{});
+    case Type::float32:
+      return call(float{});
+    case Type::float64:
+      return call(double{});
   }
 }
 
@@ -142,27 +152,35 @@ void with_type(Type type, Call call) {
 
 template <class Index>
 void cuda_move(
-    const Walk<Index>& walk, const Descriptors<Index>& descriptors, void* memory, int unit_bytes, bool pack, const void* from,
-    void* to, void* stream_) {
+    const Walk<Index>& walk, const Descriptors<Index>& descriptors, void* memory, int unit_bytes, bool pack,
+    const void* from, void* to, void* stream_) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
   const auto table = table_for(descriptors, memory, stream);
   const auto with_unit = [&](auto unit) {
     using Unit = decltype(unit);
-    pack ? launch_move<Unit, true>(walk, table, from, to, stream) : launch_move<Unit, false>(walk, table, from, to, stream);
+    pack ? launch_move<Unit, true>(walk, table, from, to, stream)
+         : launch_move<Unit, false>(walk, table, from, to, stream);
   };
   switch (unit_bytes) {
-    case 16: with_unit(uint4{}); break;
-    case 8: with_unit(uint2{}); break;
-    case 4: with_unit(uint32_t{}); break;
-    default: with_unit(uint16_t{});
+    case 16:
+      with_unit(uint4{});
+      break;
+    case 8:
+      with_unit(uint2{});
+      break;
+    case 4:
+      with_unit(uint32_t{});
+      break;
+    default:
+      with_unit(uint16_t{});
   }
   check(cudaGetLastError(), "launching its kernel");
 }
 
 template <class Index>
 void cuda_sum(
-    const Walk<Index>& walk, const Descriptors<Index>& descriptors, void* memory, Type type, bool vector, const void* wire,
-    void* out, void* stream_) {
+    const Walk<Index>& walk, const Descriptors<Index>& descriptors, void* memory, Type type, bool vector,
+    const void* wire, void* out, void* stream_) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
   const auto table = table_for(descriptors, memory, stream);
   with_type(type, [&](auto zero) { launch_sum<decltype(zero)>(walk, table, vector, wire, out, stream); });
@@ -171,20 +189,21 @@ void cuda_sum(
 
 template <class Index>
 void cuda_rotate(
-    const Rotation<Index>& rotation, const Descriptors<Index>& descriptors, void* memory, Type type, bool vector, bool backward,
-    void* stream_) {
+    const Rotation<Index>& rotation, const Descriptors<Index>& descriptors, void* memory, Type type, bool vector,
+    bool backward, void* stream_) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
   const auto table = table_for(descriptors, memory, stream);
   with_type(type, [&](auto zero) {
     using T = decltype(zero);
-    backward ? launch_rotate<T, true>(rotation, table, vector, stream) : launch_rotate<T, false>(rotation, table, vector, stream);
+    backward ? launch_rotate<T, true>(rotation, table, vector, stream)
+             : launch_rotate<T, false>(rotation, table, vector, stream);
   });
   check(cudaGetLastError(), "launching its kernel");
 }
 
-#define FOR_INDEX(Index)                                                                                                       \
-  template void cuda_move(const Walk<Index>&, const Descriptors<Index>&, void*, int, bool, const void*, void*, void*);         \
-  template void cuda_sum(const Walk<Index>&, const Descriptors<Index>&, void*, Type, bool, const void*, void*, void*);         \
+#define FOR_INDEX(Index)                                                                                               \
+  template void cuda_move(const Walk<Index>&, const Descriptors<Index>&, void*, int, bool, const void*, void*, void*); \
+  template void cuda_sum(const Walk<Index>&, const Descriptors<Index>&, void*, Type, bool, const void*, void*, void*); \
   template void cuda_rotate(const Rotation<Index>&, const Descriptors<Index>&, void*, Type, bool, bool, void*);
 FOR_INDEX(uint32_t)
 FOR_INDEX(uint64_t)

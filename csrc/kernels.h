@@ -21,11 +21,16 @@ struct Descriptors {
 #if defined(DS_SP_OVERLAP_CUDA)
 // table: device memory for the descriptors, segments first; null where they travel as kernel arguments (32-bit indices).
 template <class Index>
-void cuda_move(const Walk<Index>&, const Descriptors<Index>&, void* table, int unit_bytes, bool pack, const void* from, void* to, void* stream);
+void cuda_move(
+    const Walk<Index>&, const Descriptors<Index>&, void* table, int unit_bytes, bool pack, const void* from, void* to,
+    void* stream);
 template <class Index>
-void cuda_sum(const Walk<Index>&, const Descriptors<Index>&, void* table, Type, bool vector, const void* wire, void* out, void* stream);
+void cuda_sum(
+    const Walk<Index>&, const Descriptors<Index>&, void* table, Type, bool vector, const void* wire, void* out,
+    void* stream);
 template <class Index>
-void cuda_rotate(const Rotation<Index>&, const Descriptors<Index>&, void* table, Type, bool vector, bool backward, void* stream);
+void cuda_rotate(
+    const Rotation<Index>&, const Descriptors<Index>&, void* table, Type, bool vector, bool backward, void* stream);
 #endif
 
 }  // namespace ds_sp_overlap

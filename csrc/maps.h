@@ -26,9 +26,9 @@ namespace ds_sp_overlap {
 using Half = c10::Half;
 using BFloat16 = c10::BFloat16;
 
-constexpr int kDims = 5;         // dimensions that can't be merged, on either side of the cut
-constexpr int kInline = 96;      // descriptors of each kind that travel as kernel arguments (4 KB in all)
-constexpr int kHeads = 3;        // q, k, v
+constexpr int kDims = 5;     // dimensions that can't be merged, on either side of the cut
+constexpr int kInline = 96;  // descriptors of each kind that travel as kernel arguments (4 KB in all)
+constexpr int kHeads = 3;    // q, k, v
 
 // Indices are 32 bits wide where the units can be counted so, and 64 beyond: a 64-bit division costs as much as the
 // access that it serves.
@@ -84,12 +84,12 @@ struct Strided {
 
 template <class Index>
 struct Segment {
-  Index first;          // count of its first unit
-  Divider<Index> row;   // units of one outer position
-  Index start;          // along the cut dimension
-  uint32_t source;      // its sources in their table
+  Index first;         // count of its first unit
+  Divider<Index> row;  // units of one outer position
+  Index start;         // along the cut dimension
+  uint32_t source;     // its sources in their table
   uint16_t sources;
-  uint16_t head;        // which of q, k, v
+  uint16_t head;  // which of q, k, v
 };
 
 // Where a segment lies in the wire: unit (outer, rest) of it is at base + outer * row + rest.
@@ -116,7 +116,8 @@ BOTH uint32_t segment_of(const Table& table, uint32_t segments, Index unit) {
   uint32_t low = 0, high = segments;  // the last segment that begins at or before the unit
   while (high - low > 1) {
     const uint32_t middle = (low + high) / 2;
-    if (table.segment[middle].first <= unit) low = middle; else high = middle;
+    if (table.segment[middle].first <= unit) low = middle;
+    else high = middle;
   }
   return low;
 }
@@ -124,9 +125,9 @@ BOTH uint32_t segment_of(const Table& table, uint32_t segments, Index unit) {
 // A tensor cut along one dimension, in units.
 template <class Index>
 struct Walk {
-  Index total;            // units of all segments
+  Index total;  // units of all segments
   uint32_t segments;
-  Divider<Index> equal;   // units of a segment where all have the same, else 0
+  Divider<Index> equal;  // units of a segment where all have the same, else 0
   Strided<Index, 1> outer, inner;
   Divider<Index> inner_size;
   int64_t cut_stride;
@@ -157,14 +158,22 @@ BOTH Place<Index> locate(const Walk<Index>& walk, const Table& table, Index unit
 
 template <class Index, class Table>
 BOTH int64_t wire_unit(const Table& table, uint32_t source, Index outer, Index rest) {
-  return static_cast<int64_t>(table.source[source].base) + static_cast<int64_t>(outer) * table.source[source].row + rest;
+  return static_cast<int64_t>(table.source[source].base) + static_cast<int64_t>(outer) * table.source[source].row +
+         rest;
 }
 
 // Arithmetic: in fp32 for half precision, rounded once.
 
-template <class T> struct Accumulator { using type = float; };
-template <> struct Accumulator<double> { using type = double; };
-template <class T> using Acc = typename Accumulator<T>::type;
+template <class T>
+struct Accumulator {
+  using type = float;
+};
+template <>
+struct Accumulator<double> {
+  using type = double;
+};
+template <class T>
+using Acc = typename Accumulator<T>::type;
 
 template <class T, int V>
 struct alignas(sizeof(T) * V) Vector {
@@ -174,14 +183,14 @@ struct alignas(sizeof(T) * V) Vector {
 template <class T, int V, class A>
 BOTH void load(const T* from, A (&to)[V]) {
   const Vector<T, V> read = *reinterpret_cast<const Vector<T, V>*>(from);
-UNROLL
+  UNROLL
   for (int i = 0; i < V; ++i) to[i] = static_cast<A>(read.value[i]);
 }
 
 template <class T, int V, class A>
 BOTH void store(const A (&from)[V], T* to) {
   Vector<T, V> written;
-UNROLL
+  UNROLL
   for (int i = 0; i < V; ++i) written.value[i] = static_cast<T>(from[i]);
   *reinterpret_cast<Vector<T, V>*>(to) = written;
 }
@@ -189,13 +198,14 @@ UNROLL
 // Sum of what all sources of a segment hold for one unit, in the order of the parts; zero where there is no source.
 template <class T, int V, class Index, class Table>
 BOTH void gather(
-    const T* wire, const Table& table, const Segment<Index>& segment, Index outer, Index rest, int64_t unit, Acc<T> (&sum)[V]) {
-UNROLL
+    const T* wire, const Table& table, const Segment<Index>& segment, Index outer, Index rest, int64_t unit,
+    Acc<T> (&sum)[V]) {
+  UNROLL
   for (int i = 0; i < V; ++i) sum[i] = 0;
   for (uint32_t s = 0; s < segment.sources; ++s) {
     Acc<T> piece[V];
     load<T, V>(wire + wire_unit(table, segment.source + s, outer, rest) * unit, piece);
-UNROLL
+    UNROLL
     for (int i = 0; i < V; ++i) sum[i] += piece[i];
   }
 }
@@ -217,13 +227,13 @@ BOTH void sum_unit(const Walk<Index>& walk, const Table& table, const T* wire, T
 
 template <class Index>
 struct Head {
-  void* tensor;             // [tokens..., heads, dim], x or the gradient's output
+  void* tensor;  // [tokens..., heads, dim], x or the gradient's output
   void* wire;
-  const void* bias;         // [heads, dim] or null
-  Strided<Index, 3> tokens; // offsets in tensor, cos, sin
+  const void* bias;          // [heads, dim] or null
+  Strided<Index, 3> tokens;  // offsets in tensor, cos, sin
   int64_t head_stride, inner_stride;
-  Divider<Index> items;     // of one head
-  uint32_t dim, turned;     // elements of a head; items that are rotated
+  Divider<Index> items;  // of one head
+  uint32_t dim, turned;  // elements of a head; items that are rotated
 };
 
 template <class Index>
@@ -234,7 +244,7 @@ struct Rotation {
   const void *cos, *sin;
   int64_t cos_stride, sin_stride;  // of the rotary dimension
   bool interleaved;
-  bool accumulator_tables;         // cos and sin are Acc<T>, not T
+  bool accumulator_tables;  // cos and sin are Acc<T>, not T
 };
 
 template <class T, int V>
@@ -297,11 +307,11 @@ BOTH void rotate_item(const Rotation<Index>& rotation, const Table& table, Index
       const T* bias = static_cast<const T*>(head.bias) + number * head.dim;
       Acc<T> add[V];
       load<T, V>(bias + first, add);
-UNROLL
+      UNROLL
       for (int i = 0; i < V; ++i) a[i] += add[i];
       if (both) {
         load<T, V>(bias + second, add);
-UNROLL
+        UNROLL
         for (int i = 0; i < V; ++i) b[i] += add[i];
       }
     }
@@ -313,13 +323,13 @@ UNROLL
     load_table<T, V>(rotation.cos, at[1] + second * rotation.cos_stride, rotation.accumulator_tables, cos1);
     load_table<T, V>(rotation.sin, at[2] + second * rotation.sin_stride, rotation.accumulator_tables, sin1);
     if (V > 1 && rotation.interleaved) {
-UNROLL
+      UNROLL
       for (int i = 0; i + 1 < V; i += 2) {
         turn<kBackward>(a[i], a[i + 1], cos0[i], sin0[i], cos0[i + 1], sin0[i + 1]);
         turn<kBackward>(b[i], b[i + 1], cos1[i], sin1[i], cos1[i + 1], sin1[i + 1]);
       }
     } else {
-UNROLL
+      UNROLL
       for (int i = 0; i < V; ++i) turn<kBackward>(a[i], b[i], cos0[i], sin0[i], cos1[i], sin1[i]);
     }
   }

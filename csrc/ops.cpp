@@ -16,15 +16,20 @@
 #include "kernels.h"
 
 // Weak: a torch without CUDA has no such symbol, and the library must load there too.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 // 32-bit indices serve up to so many units; tests lower it to reach the 64-bit ones with small tensors.
 static int64_t narrow_limit = INT32_MAX;
-extern "C" __attribute__((visibility("default"))) void ds_sp_overlap_narrow_limit(int64_t units) { narrow_limit = units; }
+extern "C" __attribute__((visibility("default"))) void ds_sp_overlap_narrow_limit(int64_t units) {
+  narrow_limit = units;
+}
 
 namespace ds_sp_overlap {
 
-void cuda_failed(const char* what, const char* why) { throw std::runtime_error(std::string("ds_sp_overlap: CUDA error ") + what + ": " + why); }
+void cuda_failed(const char* what, const char* why) {
+  throw std::runtime_error(std::string("ds_sp_overlap: CUDA error ") + what + ": " + why);
+}
 
 namespace {
 
@@ -53,7 +58,8 @@ Ints shape(const Tensor& x) { return {x.sizes().begin(), x.sizes().end()}; }
 
 std::string show_parts(const Ints& starts, const Ints& stops, size_t first, size_t count) {
   std::ostringstream text;
-  for (size_t i = first; i < first + count; ++i) text << (i > first ? ", (" : "[(") << starts[i] << ", " << stops[i] << ")";
+  for (size_t i = first; i < first + count; ++i)
+    text << (i > first ? ", (" : "[(") << starts[i] << ", " << stops[i] << ")";
   text << "]";
   return text.str();
 }
@@ -70,11 +76,16 @@ std::string show_device(const Tensor& x) {
 
 Type type_of(const char* op, const Tensor& x) {
   switch (x.scalar_type()) {
-    case ScalarType::Half: return Type::half;
-    case ScalarType::BFloat16: return Type::bfloat16;
-    case ScalarType::Float: return Type::float32;
-    case ScalarType::Double: return Type::float64;
-    default: require(false, op, "dtype must be float16, bfloat16, float32 or float64, got ", show_type(x));
+    case ScalarType::Half:
+      return Type::half;
+    case ScalarType::BFloat16:
+      return Type::bfloat16;
+    case ScalarType::Float:
+      return Type::float32;
+    case ScalarType::Double:
+      return Type::float64;
+    default:
+      require(false, op, "dtype must be float16, bfloat16, float32 or float64, got ", show_type(x));
   }
   return Type::half;
 }
@@ -84,7 +95,9 @@ bool same_device(const Tensor& a, const Tensor& b) {
 }
 
 void check_like(const char* op, const char* name, const Tensor& other, const char* first, const Tensor& x) {
-  require(other.scalar_type() == x.scalar_type(), op, name, " has dtype ", show_type(other), ", ", first, " has ", show_type(x));
+  require(
+      other.scalar_type() == x.scalar_type(), op, name, " has dtype ", show_type(other), ", ", first, " has ",
+      show_type(x));
   require(same_device(other, x), op, name, " is on ", show_device(other), ", ", first, " is on ", show_device(x));
 }
 
@@ -99,14 +112,14 @@ std::pair<uintptr_t, uintptr_t> extent(const Tensor& x) {
 void check_apart(const char* op, const char* a_name, const Tensor& a, const char* b_name, const Tensor& b) {
   const auto x = extent(a), y = extent(b);
   require(
-      x.first == x.second || y.first == y.second || x.second <= y.first || y.second <= x.first, op, a_name, " ", show(shape(a)),
-      " and ", b_name, " ", show(shape(b)), " share memory; give an output of its own");
+      x.first == x.second || y.first == y.second || x.second <= y.first || y.second <= x.first, op, a_name, " ",
+      show(shape(a)), " and ", b_name, " ", show(shape(b)), " share memory; give an output of its own");
 }
 
 // tensor and wire of one operator call, or of one of its tensors; number of elements in the wire.
 void check_parts(
-    const char* op, const Tensor& tensor, int64_t dim, const Ints& starts, const Ints& stops, size_t first, size_t count,
-    const Tensor& wire) {
+    const char* op, const Tensor& tensor, int64_t dim, const Ints& starts, const Ints& stops, size_t first,
+    size_t count, const Tensor& wire) {
   const int64_t size = tensor.size(dim);
   int64_t slices = 0;
   for (size_t i = first; i < first + count; ++i) {
@@ -118,8 +131,9 @@ void check_parts(
   int64_t row = 1;
   for (int64_t d = 0; d < tensor.dim(); ++d) row *= d == dim ? 1 : tensor.size(d);
   require(
-      wire.dim() == 1 && wire.numel() == slices * row, op, "parts ", show_parts(starts, stops, first, count), " along dim ", dim,
-      " of ", show(shape(tensor)), " hold ", slices * row, " elements, the wire buffer has shape ", show(shape(wire)));
+      wire.dim() == 1 && wire.numel() == slices * row, op, "parts ", show_parts(starts, stops, first, count),
+      " along dim ", dim, " of ", show(shape(tensor)), " hold ", slices * row, " elements, the wire buffer has shape ",
+      show(shape(wire)));
   require(wire.is_contiguous(), op, "the wire buffer must be contiguous, got stride ", wire.stride(0));
 }
 
@@ -155,8 +169,9 @@ struct Dims {
 
   template <class Index, int Tensors>
   Strided<Index, Tensors> in_units(const char* op, int64_t unit) const {
-    require(size.size() <= kDims, op, "the tensor has ", size.size(), " dimensions that strides don't let merge (at most ", kDims,
-            "); call contiguous() first");
+    require(
+        size.size() <= kDims, op, "the tensor has ", size.size(), " dimensions that strides don't let merge (at most ",
+        kDims, "); call contiguous() first");
     Strided<Index, Tensors> strided{};
     strided.count = std::max<int32_t>(1, static_cast<int32_t>(size.size()));
     strided.size[0] = divide_by<Index>(1);
@@ -225,10 +240,14 @@ void cpu_move(const Walk<Index>& walk, const PointedTable<Index>& table, bool pa
 template <class Call>
 void with_type(Type type, Call call) {
   switch (type) {
-    case Type::half: return call(Half{});
-    case Type::bfloat16: return call(BFloat16{});
-    case Type::float32: return call(float{});
-    case Type::float64: return call(double{});
+    case Type::half:
+      return call(Half{});
+    case Type::bfloat16:
+      return call(BFloat16{});
+    case Type::float32:
+      return call(float{});
+    case Type::float64:
+      return call(double{});
   }
 }
 
@@ -249,7 +268,8 @@ void cpu_rotate(const Rotation<Index>& rotation, const PointedTable<Index>& tabl
 
 #if defined(DS_SP_OVERLAP_CUDA)
 void* current_stream(const Tensor& x) {
-  if (aoti_torch_get_current_cuda_stream == nullptr) throw std::runtime_error("ds_sp_overlap: a CUDA tensor, but a torch without CUDA");
+  if (aoti_torch_get_current_cuda_stream == nullptr)
+    throw std::runtime_error("ds_sp_overlap: a CUDA tensor, but a torch without CUDA");
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
   return stream;
@@ -259,7 +279,8 @@ void* current_stream(const Tensor& x) {
 template <class Index>
 std::optional<Tensor> descriptor_memory(const Descriptors<Index>& descriptors, const Tensor& like) {
   if (sizeof(Index) == 4) return std::nullopt;
-  const int64_t bytes = descriptors.segments.size() * sizeof(Segment<Index>) + descriptors.sources.size() * sizeof(Source<Index>);
+  const int64_t bytes =
+      descriptors.segments.size() * sizeof(Segment<Index>) + descriptors.sources.size() * sizeof(Source<Index>);
   return torch::stable::new_empty(like, {(bytes + 7) / 8}, ScalarType::Long);
 }
 #endif
@@ -273,11 +294,13 @@ struct Relayout {
   std::vector<Slice> slices;
   Ints wire_first, length;  // of each part, in elements of the wire and slices of the tensor
   Dims outer, inner;
-  int64_t cut_stride, scale;  // scale: what a slice of the cut dimension counts once it is merged with what is inside it
-  int64_t unit;               // elements
+  int64_t cut_stride,
+      scale;     // scale: what a slice of the cut dimension counts once it is merged with what is inside it
+  int64_t unit;  // elements
 
   Relayout(
-      const char* op, bool pack, const Tensor& tensor, const Tensor& wire, int64_t dim, const Ints& starts, const Ints& stops)
+      const char* op, bool pack, const Tensor& tensor, const Tensor& wire, int64_t dim, const Ints& starts,
+      const Ints& stops)
       : op(op), pack(pack), tensor(tensor), wire(wire) {
     for (int64_t d = 0; d < dim; ++d) outer.add(tensor.size(d), {tensor.stride(d)});
     for (int64_t d = dim + 1; d < tensor.dim(); ++d) inner.add(tensor.size(d), {tensor.stride(d)});
@@ -307,7 +330,9 @@ struct Relayout {
   void choose_unit(const Ints& starts, const Ints& stops, int64_t size) {
     const int64_t bytes = tensor.element_size();
     int64_t common = reinterpret_cast<uintptr_t>(tensor.data_ptr()) | reinterpret_cast<uintptr_t>(wire.data_ptr()) | 16;
-    const auto demand = [&](int64_t elements) { common |= elements * bytes; };  // its lowest set bit is what divides all
+    const auto demand = [&](int64_t elements) {
+      common |= elements * bytes;
+    };  // its lowest set bit is what divides all
     for (const auto& stride : outer.stride) demand(stride[0]);
     if (cut_stride == 1 && inner.size.empty()) {
       for (size_t i = 0; i < starts.size(); ++i) {
@@ -327,11 +352,12 @@ struct Relayout {
 
   template <class Index>
   void run(Type type, bool sums) {
-    if (sums && unit * int64_t(tensor.element_size()) < 16) unit = 1;  // sums know vectors of 16 bytes and single elements
+    if (sums && unit * int64_t(tensor.element_size()) < 16)
+      unit = 1;  // sums know vectors of 16 bytes and single elements
     if (sums && sizeof(Index) == 8) unit = 1;
     const bool merged = inner.size.empty();
-    const int64_t cut = merged ? unit : 1;             // what a unit divides: the run,
-    Dims inside = inner;                               // or the innermost dimension
+    const int64_t cut = merged ? unit : 1;  // what a unit divides: the run,
+    Dims inside = inner;                    // or the innermost dimension
     int64_t inside_units = inner.numel();
     if (!merged) {
       inside.size.back() /= unit;
@@ -380,7 +406,10 @@ struct Relayout {
       const auto memory = descriptor_memory(descriptors, tensor);
       void* const table = memory ? memory->data_ptr() : nullptr;
       if (sums) cuda_sum<Index>(walk, descriptors, table, type, vector, from, to, current_stream(tensor));
-      else cuda_move<Index>(walk, descriptors, table, static_cast<int>(unit * tensor.element_size()), pack, from, to, current_stream(tensor));
+      else
+        cuda_move<Index>(
+            walk, descriptors, table, static_cast<int>(unit * tensor.element_size()), pack, from, to,
+            current_stream(tensor));
       return;
     }
 #endif
@@ -392,12 +421,18 @@ struct Relayout {
       });
       return;
     }
-    struct Sixteen { uint64_t low, high; };
+    struct Sixteen {
+      uint64_t low, high;
+    };
     switch (unit * tensor.element_size()) {
-      case 16: return cpu_move<Sixteen>(walk, table, pack, from, to);
-      case 8: return cpu_move<uint64_t>(walk, table, pack, from, to);
-      case 4: return cpu_move<uint32_t>(walk, table, pack, from, to);
-      default: return cpu_move<uint16_t>(walk, table, pack, from, to);
+      case 16:
+        return cpu_move<Sixteen>(walk, table, pack, from, to);
+      case 8:
+        return cpu_move<uint64_t>(walk, table, pack, from, to);
+      case 4:
+        return cpu_move<uint32_t>(walk, table, pack, from, to);
+      default:
+        return cpu_move<uint16_t>(walk, table, pack, from, to);
     }
   }
 
@@ -421,13 +456,14 @@ struct Relayout {
 
 int64_t checked_dim(const char* op, int64_t dim, const Tensor& tensor) {
   require(
-      -tensor.dim() <= dim && dim < tensor.dim(), op, "dim ", dim, " does not exist in a tensor of shape ", show(shape(tensor)));
+      -tensor.dim() <= dim && dim < tensor.dim(), op, "dim ", dim, " does not exist in a tensor of shape ",
+      show(shape(tensor)));
   return dim < 0 ? dim + tensor.dim() : dim;
 }
 
 void relayout(
-    const char* op, bool pack, const Tensor& tensor, const char* tensor_name, const Tensor& wire, const char* wire_name, int64_t dim,
-    const Ints& starts, const Ints& stops) {
+    const char* op, bool pack, const Tensor& tensor, const char* tensor_name, const Tensor& wire, const char* wire_name,
+    int64_t dim, const Ints& starts, const Ints& stops) {
   const Type type = type_of(op, tensor);
   check_like(op, wire_name, wire, tensor_name, tensor);
   check_ranges(op, starts, stops, 1);
@@ -464,11 +500,15 @@ struct Fused {
   Type check() const {
     const char* const name = backward ? "out" : "x";
     const char* const wire_name = backward ? "wire" : "out";
-    require(!tensors.empty() && tensors.size() <= kHeads, op, tensors.size(), " tensors; give 1 to ", kHeads, " (q, k, v)");
-    require(wires.size() == tensors.size(), op, tensors.size(), " tensors in ", name, " and ", wires.size(), " in ", wire_name);
+    require(
+        !tensors.empty() && tensors.size() <= kHeads, op, tensors.size(), " tensors; give 1 to ", kHeads, " (q, k, v)");
+    require(
+        wires.size() == tensors.size(), op, tensors.size(), " tensors in ", name, " and ", wires.size(), " in ",
+        wire_name);
     require(bias.empty() || bias.size() == tensors.size(), op, bias.size(), " biases for ", tensors.size(), " tensors");
     require(
-        0 <= rotated && rotated <= int64_t(tensors.size()), op, "rotated must be between 0 and ", tensors.size(), ", got ", rotated);
+        0 <= rotated && rotated <= int64_t(tensors.size()), op, "rotated must be between 0 and ", tensors.size(),
+        ", got ", rotated);
     check_ranges(op, starts, stops, tensors.size());
     const Type type = type_of(op, tensors[0]);
     const Ints first = shape(tensors[0]);
@@ -479,16 +519,16 @@ struct Fused {
       const Ints own = shape(x);
       require(own.size() >= 2, op, name, "[", j, "] must be [tokens..., heads, d], got ", show(own));
       require(
-          own.size() == first.size() && std::equal(own.begin(), own.end() - 2, first.begin()), op, name, "[", j, "] ", show(own),
-          " and ", name, "[0] ", show(first), " have other tokens");
+          own.size() == first.size() && std::equal(own.begin(), own.end() - 2, first.begin()), op, name, "[", j, "] ",
+          show(own), " and ", name, "[0] ", show(first), " have other tokens");
       check_parts(op, x, x.dim() - 2, starts, stops, j * ranks(), ranks(), wires[j]);
       for (size_t i = 0; i < tensors.size(); ++i) check_apart(op, name, x, wire_name, wires[i]);
       if (!bias.empty() && bias[j]) {
         const Tensor& b = *bias[j];
         check_like(op, "bias", b, name, tensors[0]);
         require(
-            b.numel() == x.size(x.dim() - 2) * x.size(x.dim() - 1), op, "bias[", j, "] ", show(shape(b)), " does not have one element a head and dim of ",
-            show(own));
+            b.numel() == x.size(x.dim() - 2) * x.size(x.dim() - 1), op, "bias[", j, "] ", show(shape(b)),
+            " does not have one element a head and dim of ", show(own));
         require(b.is_contiguous(), op, "bias[", j, "] must be contiguous");
         check_apart(op, "bias", b, wire_name, wires[j]);
       }
@@ -497,19 +537,28 @@ struct Fused {
     if (!cos) return type;
     for (const Tensor* table : {&*cos, &*sin}) {
       const char* const which = table == &*cos ? "cos" : "sin";
-      require(same_device(*table, tensors[0]), op, which, " is on ", show_device(*table), ", ", name, " is on ", show_device(tensors[0]));
       require(
-          table->scalar_type() == tensors[0].scalar_type() || (tensors[0].element_size() == 2 && table->scalar_type() == ScalarType::Float), op,
-          which, " has dtype ", show_type(*table), ", ", name, " has ", show_type(tensors[0]), "; give tables of that dtype, or float32 for half precision");
-      require(table->scalar_type() == cos->scalar_type(), op, "cos has dtype ", show_type(*cos), ", sin has ", show_type(*sin));
+          same_device(*table, tensors[0]), op, which, " is on ", show_device(*table), ", ", name, " is on ",
+          show_device(tensors[0]));
+      require(
+          table->scalar_type() == tensors[0].scalar_type() ||
+              (tensors[0].element_size() == 2 && table->scalar_type() == ScalarType::Float),
+          op, which, " has dtype ", show_type(*table), ", ", name, " has ", show_type(tensors[0]),
+          "; give tables of that dtype, or float32 for half precision");
+      require(
+          table->scalar_type() == cos->scalar_type(), op, "cos has dtype ", show_type(*cos), ", sin has ",
+          show_type(*sin));
       const Ints own = shape(*table);
       bool fits = !own.empty() && own.size() <= first.size() - 1 && own.back() == rot();
       for (size_t d = 0; fits && d + 1 < own.size(); ++d) {
         const int64_t tokens = first[first.size() - 2 - (own.size() - 1) + d];
         fits = own[d] == tokens || own[d] == 1;
       }
-      require(fits, op, which, " ", show(own), " does not broadcast to the tokens of ", show(first), " (expected [tokens..., rot])");
-      for (size_t j = 0; j < wires.size(); ++j) check_apart(op, which, *table, backward ? "out" : "out", backward ? tensors[j] : wires[j]);
+      require(
+          fits, op, which, " ", show(own), " does not broadcast to the tokens of ", show(first),
+          " (expected [tokens..., rot])");
+      for (size_t j = 0; j < wires.size(); ++j)
+        check_apart(op, which, *table, backward ? "out" : "out", backward ? tensors[j] : wires[j]);
     }
     require(rot() % 2 == 0, op, "the rotary dims must be even, got ", rot());
     for (int64_t j = 0; j < rotated; ++j) {
@@ -529,7 +578,9 @@ struct Fused {
     Dims dims;
     const int64_t token_dims = x.dim() - 2;
     for (int64_t d = 0; d < token_dims; ++d) {
-      dims.add(x.size(d), {x.stride(d), turned ? table_stride(*cos, d, token_dims) : 0, turned ? table_stride(*sin, d, token_dims) : 0});
+      dims.add(
+          x.size(d), {x.stride(d), turned ? table_stride(*cos, d, token_dims) : 0,
+                      turned ? table_stride(*sin, d, token_dims) : 0});
     }
     return dims;
   }
@@ -606,7 +657,8 @@ struct Fused {
         segment.head = static_cast<uint16_t>(j);
         for (size_t part : slice.parts) {
           descriptors.sources.push_back(
-              {static_cast<Index>(part_first[part - j * ranks()] + slice.start - starts[part]), static_cast<Index>(stops[part] - starts[part])});
+              {static_cast<Index>(part_first[part - j * ranks()] + slice.start - starts[part]),
+               static_cast<Index>(stops[part] - starts[part])});
         }
         descriptors.segments.push_back(segment);
         total += units * dims.numel();
@@ -619,7 +671,9 @@ struct Fused {
     if (tensors[0].is_cuda()) {
       torch::stable::accelerator::DeviceGuard guard(tensors[0].get_device_index());
       const auto memory = descriptor_memory(descriptors, tensors[0]);
-      cuda_rotate<Index>(rotation, descriptors, memory ? memory->data_ptr() : nullptr, type, vector, backward, current_stream(tensors[0]));
+      cuda_rotate<Index>(
+          rotation, descriptors, memory ? memory->data_ptr() : nullptr, type, vector, backward,
+          current_stream(tensors[0]));
       return;
     }
 #endif
@@ -654,15 +708,15 @@ struct Fused {
 };
 
 void pack_qkv(
-    std::vector<Tensor> x, std::vector<std::optional<Tensor>> bias, std::optional<Tensor> cos, std::optional<Tensor> sin,
-    bool interleaved, int64_t rotated, Ints starts, Ints stops, std::vector<Tensor> out) {
+    std::vector<Tensor> x, std::vector<std::optional<Tensor>> bias, std::optional<Tensor> cos,
+    std::optional<Tensor> sin, bool interleaved, int64_t rotated, Ints starts, Ints stops, std::vector<Tensor> out) {
   const Fused fused{"pack_qkv", false, x, out, bias, cos, sin, interleaved, rotated, starts, stops};
   fused.run(fused.check());
 }
 
 void unpack_qkv(
-    std::vector<Tensor> wire, std::optional<Tensor> cos, std::optional<Tensor> sin, bool interleaved, int64_t rotated, Ints starts,
-    Ints stops, std::vector<Tensor> out) {
+    std::vector<Tensor> wire, std::optional<Tensor> cos, std::optional<Tensor> sin, bool interleaved, int64_t rotated,
+    Ints starts, Ints stops, std::vector<Tensor> out) {
   const Fused fused{"unpack_qkv", true, out, wire, {}, cos, sin, interleaved, rotated, starts, stops};
   fused.run(fused.check());
 }
@@ -677,8 +731,10 @@ void unpack_qkv(
   m.impl("unpack_qkv", TORCH_BOX(&ds_sp_overlap::unpack_qkv));
 
 // The CPU kernels show that the maps are right; PyTorch's own copies are faster on a CPU and stay in charge there.
-STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap_compiled, CPU, m) { OPERATORS(m) }
+STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap_compiled, CPU, m){OPERATORS(m)}
 #if defined(DS_SP_OVERLAP_CUDA)
-STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap_compiled, CUDA, m) { OPERATORS(m) }
-STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap, CUDA, m) { OPERATORS(m) }
+STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap_compiled, CUDA, m){
+    OPERATORS(m)} STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap, CUDA, m) {
+  OPERATORS(m)
+}
 #endif

@@ -74,7 +74,14 @@ def check_parts(op: str, tensor: Tensor, dim: int, starts: list[int], stops: lis
 
 
 def check_relayout(
-    op: str, tensor: Tensor, tensor_name: str, wire: Tensor, wire_name: str, dim: int, starts: list[int], stops: list[int]
+    op: str,
+    tensor: Tensor,
+    tensor_name: str,
+    wire: Tensor,
+    wire_name: str,
+    dim: int,
+    starts: list[int],
+    stops: list[int],
 ) -> int:
     """Arguments of pack and unpack; returns ``dim`` counted from the front."""
     check_dtype(op, tensor)
@@ -115,7 +122,9 @@ def check_qkv(op, tensors, name, wires, wire_name, bias, cos, sin, rotated, star
         if bias and bias[j] is not None:
             check_like(op, "bias", bias[j], name, tensors[0])
             if bias[j].numel() != x.shape[-2] * x.shape[-1]:
-                refuse(op, f"bias[{j}] {list(bias[j].shape)} does not have one element a head and dim of {list(x.shape)}")
+                refuse(
+                    op, f"bias[{j}] {list(bias[j].shape)} does not have one element a head and dim of {list(x.shape)}"
+                )
             if not bias[j].is_contiguous():
                 refuse(op, f"bias[{j}] must be contiguous")
             check_apart(op, "bias", bias[j], wire_name, wire)
@@ -142,7 +151,10 @@ def _check_tables(op, tensors, name, wires, cos, sin, rotated) -> None:
         own = table.shape
         fits = 1 <= len(own) <= x.dim() - 1 and own[-1] == rot
         if not fits or any(n not in (1, tokens) for n, tokens in zip(reversed(own[:-1]), reversed(x.shape[:-2]))):
-            refuse(op, f"{which} {list(own)} does not broadcast to the tokens of {list(x.shape)} (expected [tokens..., rot])")
+            refuse(
+                op,
+                f"{which} {list(own)} does not broadcast to the tokens of {list(x.shape)} (expected [tokens..., rot])",
+            )
         for other in tensors if name == "out" else wires:
             check_apart(op, which, table, "out", other)
     if rot % 2:

@@ -51,7 +51,11 @@ def sources() -> Path:
 
 def nvcc() -> str | None:
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    for candidate in [*(f"{home}/bin/nvcc" for home in homes if home), shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]:
+    for candidate in [
+        *(f"{home}/bin/nvcc" for home in homes if home),
+        shutil.which("nvcc"),
+        "/usr/local/cuda/bin/nvcc",
+    ]:
         if candidate and os.access(candidate, os.X_OK):
             return candidate
     return None
@@ -74,7 +78,10 @@ def torch_root() -> Path:
 def _torch_version(root: Path) -> dict[str, str | None]:
     text = (root / "version.py").read_text()
     found = {name: re.search(rf"^{name}\b[^=]*= *'([^']+)'", text, re.M) for name in ("__version__", "cuda")}
-    return {"torch": found["__version__"] and found["__version__"].group(1), "torch_cuda": found["cuda"] and found["cuda"].group(1)}
+    return {
+        "torch": found["__version__"] and found["__version__"].group(1),
+        "torch_cuda": found["cuda"] and found["cuda"].group(1),
+    }
 
 
 def gencode(architectures: str) -> list[str]:
@@ -139,7 +146,9 @@ def build(folder: Path, kind: str = "") -> Path:
         _run([[*linker, "-shared", *objects, "-o", f"{scratch}/{NAME}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]])
         version = None
         if with_cuda:
-            version = re.search(r"release ([\d.]+)", subprocess.run([cuda, "--version"], capture_output=True, text=True).stdout)
+            version = re.search(
+                r"release ([\d.]+)", subprocess.run([cuda, "--version"], capture_output=True, text=True).stdout
+            )
         built = {
             **_torch_version(root), "abi": ABI, "cuda": version and version.group(1),
             "architectures": architectures if with_cuda else None,

@@ -46,7 +46,9 @@ class RelayoutBuilder(CUDAOpBuilder):
 
     def jit_load(self, verbose=True):
         """Raises build.BuildError where there is no compiler, or the build fails."""
-        key = f"{self.NAME}_torch{torch.__version__.split('+')[0]}_{build.wish() or ('cuda' if build.nvcc() else 'cpu')}"
+        key = (
+            f"{self.NAME}_torch{torch.__version__.split('+')[0]}_{build.wish() or ('cuda' if build.nvcc() else 'cpu')}"
+        )
         folder = Path(cpp_extension._get_build_directory(key, verbose))
         path = folder / build.NAME
         newest = max(source.stat().st_mtime for source in build.sources().iterdir())

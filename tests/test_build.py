@@ -1,5 +1,6 @@
 """Finding, loading, building and choosing the compiled operators."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -17,7 +18,9 @@ from ds_sp_overlap.exchange import Channel, Exchange
 from ds_sp_overlap.layout import Geometry
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
-needs_library = pytest.mark.skipif(not kernels.library().cuda, reason=f"no compiled CUDA kernels: {kernels.library().reason}")
+needs_library = pytest.mark.skipif(
+    not kernels.library().cuda, reason=f"no compiled CUDA kernels: {kernels.library().reason}"
+)
 
 
 def python(code, **environment):
@@ -56,7 +59,9 @@ def test_a_package_without_binaries_builds_them_at_first_use(tmp_path):
         "assert torch.equal(out, torch.cat((x[:, :4].flatten(), x[:, 4:].flatten())))\n"
         "print(before, now.path.parent.name, now.path.stat().st_mtime_ns, now.cuda)"
     )
-    environment = dict(DS_SP_OVERLAP_BUILD="cpu", TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"), PYTHONPATH=str(tmp_path))
+    environment = dict(
+        DS_SP_OVERLAP_BUILD="cpu", TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"), PYTHONPATH=str(tmp_path)
+    )
     first = python(code, **environment).splitlines()[-1]
     assert first.startswith("None ds_sp_overlap_kernels_torch") and first.endswith("False")
     assert python(code, **environment).splitlines()[-1] == first
@@ -81,7 +86,10 @@ def test_the_arch_list_is_torch_s():
         "-gencode=arch=compute_90,code=sm_90",
         "-gencode=arch=compute_90,code=compute_90",
     ]
-    assert build.gencode("9.0a 10.0") == ["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_100,code=sm_100"]
+    assert build.gencode("9.0a 10.0") == [
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_100,code=sm_100",
+    ]
     with pytest.raises(build.BuildError, match="'Hopper' is not of the form"):
         build.gencode("8.0;Hopper")
 
@@ -94,7 +102,10 @@ def test_a_failed_load_says_built_against_versus_found(tmp_path, abi, says):
     failed = kernels.load(tmp_path / "_kernels.so")
     assert failed.failed and failed.path is None and not failed.cuda
     assert says in failed.reason
-    assert "built against torch 2.99.1 with CUDA 12.9" in failed.reason and f"found torch {torch.__version__}" in failed.reason
+    assert (
+        "built against torch 2.99.1 with CUDA 12.9" in failed.reason
+        and f"found torch {torch.__version__}" in failed.reason
+    )
     (tmp_path / "_kernels.json").unlink()
     assert "no readable record" in kernels.load(tmp_path / "_kernels.so").reason
 
@@ -103,7 +114,9 @@ def test_a_fallback_is_announced_once_with_reason_and_remedy(monkeypatch):
     monkeypatch.setattr(kernels, "library", lambda: kernels.Library(reason="it is broken", failed=True))
     kernels.prepare.cache_clear()
     try:
-        with pytest.warns(UserWarning, match="run as PyTorch copies: it is broken; build them with `python -m ds_sp_overlap build"):
+        with pytest.warns(
+            UserWarning, match="run as PyTorch copies: it is broken; build them with `python -m ds_sp_overlap build"
+        ):
             ops.implementation("auto")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -113,7 +126,11 @@ def test_a_fallback_is_announced_once_with_reason_and_remedy(monkeypatch):
 
 
 def test_the_config_takes_each_kind_of_kernels_and_no_other():
-    assert [SpOverlapConfig.parse({"kernels": kind}).kernels for kind in ("auto", "cuda", "torch")] == ["auto", "cuda", "torch"]
+    assert [SpOverlapConfig.parse({"kernels": kind}).kernels for kind in ("auto", "cuda", "torch")] == [
+        "auto",
+        "cuda",
+        "torch",
+    ]
     with pytest.raises(ValueError, match='sp_overlap.kernels must be "auto", "cuda" or "torch", got \'triton\''):
         SpOverlapConfig.parse({"kernels": "triton"})
 
@@ -169,3 +186,16 @@ def test_a_rank_without_the_demanded_kernels_is_refused_on_every_rank():
     answers = ranks.on_ranks(2, refused_layer)
     assert [kind for kind, _ in answers] == ["ValueError"] * 2
     assert all('sp rank 1: sp_overlap.kernels: "cuda", but this one has none' in message for _, message in answers)
+
+
+def test_the_spill_check_sees_a_spill_and_a_report_that_is_missing():
+    """In the words of ptxas; without nvcc it is only the reading of them that can be tested."""
+    spec = importlib.util.spec_from_file_location("check_cubins", build.sources() / "check_cubins.py")
+    check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check)
+    line = "ptxas info    : Function properties for {}\n    {} bytes stack frame, {} bytes spill stores, {} bytes spill loads\n"
+    assert check.faults(line.format("a", 0, 0, 0)) == (1, [])
+    assert check.faults(line.format("a", 0, 0, 0) + line.format("b", 8, 12, 16))[1] == [
+        "b: stack 8, spill stores 12, loads 16 bytes"
+    ]
+    assert check.faults("") == (0, [])

@@ -52,7 +52,9 @@ def poisoned(*shape, dtype, device="cpu"):
 
 def same_bits(a, b):
     bits = BITS[a.element_size()]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+    return (
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+    )
 
 
 def strided(values, order, gap, offset):
@@ -82,7 +84,15 @@ def geometries(draw):
         edges = st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted).map(tuple)
         parts = draw(st.lists(edges, min_size=1, max_size=6))
     order = draw(st.one_of(st.just(list(range(len(shape)))), st.permutations(range(len(shape)))))
-    return shape, dim, parts, draw(st.sampled_from(DTYPES)), order, draw(st.sampled_from([0, 0, 1, 8])), draw(st.integers(0, 8))
+    return (
+        shape,
+        dim,
+        parts,
+        draw(st.sampled_from(DTYPES)),
+        order,
+        draw(st.sampled_from([0, 0, 1, 8])),
+        draw(st.integers(0, 8)),
+    )
 
 
 def wire_size(shape, dim, parts):
@@ -94,7 +104,10 @@ def check_pack(case, limit, device="cpu"):
     starts, stops = map(list, zip(*parts))
     x = strided(torch.randn(shape, dtype=torch.float64).to(device, dtype), order, gap, offset)
     size = wire_size(shape, dim, parts)
-    got, expected = poisoned(size + offset, dtype=dtype, device=device)[offset:], poisoned(size, dtype=dtype, device=device)
+    got, expected = (
+        poisoned(size + offset, dtype=dtype, device=device)[offset:],
+        poisoned(size, dtype=dtype, device=device),
+    )
     ops._pack(x, dim, starts, stops, expected)
     with indices(limit):
         compiled.pack(x, dim, starts, stops, got)
@@ -114,7 +127,9 @@ def check_unpack(case, limit, device="cpu"):
     assert not expected.isnan().any()
     assert same_bits(got + 0.0, expected + 0.0)  # a negative zero that is moved, not added to zero, stays one
     memory = got.untyped_storage().nbytes() // got.element_size()
-    assert int(got.new_empty(0).set_(got.untyped_storage(), 0, (memory,)).isnan().sum()) == memory - got.numel()  # nothing beside it
+    assert (
+        int(got.new_empty(0).set_(got.untyped_storage(), 0, (memory,)).isnan().sum()) == memory - got.numel()
+    )  # nothing beside it
 
 
 @needs_library
@@ -222,7 +237,24 @@ def attention_inputs(draw):
 class Case:
     """One call of pack_qkv and of unpack_qkv, with what exact arithmetic gives."""
 
-    def __init__(self, head_dim, rot, heads, parts, tokens, dtype, interleaved, rotated, tables, broadcast, float_tables, bias, fused, aligned, device="cpu"):
+    def __init__(
+        self,
+        head_dim,
+        rot,
+        heads,
+        parts,
+        tokens,
+        dtype,
+        interleaved,
+        rotated,
+        tables,
+        broadcast,
+        float_tables,
+        bias,
+        fused,
+        aligned,
+        device="cpu",
+    ):
         self.dtype, self.interleaved, self.rotated, self.heads, self.parts = dtype, interleaved, rotated, heads, parts
         self.head_dim, self.tokens, self.fused, self.device = head_dim, tokens, fused, device
         self.ranks = len(parts) // len(heads)
@@ -235,18 +267,26 @@ class Case:
             kind = torch.float32 if float_tables and dtype.itemsize == 2 else dtype
             shape = [tokens[0], 1, rot] if broadcast and len(tokens) == 2 else [*tokens, rot]
             self.cos, self.sin = (torch.randn(shape).to(device, kind) for _ in range(2))
-        self.bias = [torch.randn(n, head_dim).to(device, dtype) if j != 1 else None for j, n in enumerate(heads)] if bias else []
+        self.bias = (
+            [torch.randn(n, head_dim).to(device, dtype) if j != 1 else None for j, n in enumerate(heads)]
+            if bias
+            else []
+        )
 
     def outputs(self, aligned=True):
         """[tokens..., heads, d] each; views of one buffer if fused."""
         width = sum(self.heads) * self.head_dim
         skip = 0 if aligned else 1
         if self.fused:
-            memory = poisoned(math.prod(self.tokens) * width + skip, dtype=self.dtype, device=self.device)[skip:].view(*self.tokens, width)
+            memory = poisoned(math.prod(self.tokens) * width + skip, dtype=self.dtype, device=self.device)[skip:].view(
+                *self.tokens, width
+            )
             pieces = memory.split([n * self.head_dim for n in self.heads], -1)
         else:
             pieces = [
-                poisoned(math.prod(self.tokens) * n * self.head_dim + skip, dtype=self.dtype, device=self.device)[skip:].view(*self.tokens, -1)
+                poisoned(math.prod(self.tokens) * n * self.head_dim + skip, dtype=self.dtype, device=self.device)[
+                    skip:
+                ].view(*self.tokens, -1)
                 for n in self.heads
             ]
         return [piece.unflatten(-1, (-1, self.head_dim)) for piece in pieces]
@@ -303,7 +343,9 @@ class Case:
             # The transpose of the rotation, by autograd: nothing of its inverse is written here.
             x = torch.zeros_like(total, requires_grad=True)
             exact = torch.autograd.grad(self.exact(x, j), x, total)[0]
-            largest = 1.0 if self.cos is None or self.cos.numel() == 0 else float(self.cos.abs().max() + self.sin.abs().max())
+            largest = (
+                1.0 if self.cos is None or self.cos.numel() == 0 else float(self.cos.abs().max() + self.sin.abs().max())
+            )
             bound = magnitude.amax(-1, keepdim=True) * max(1.0, largest)
             error = (got.double().cpu() - exact).abs()
             assert (error <= allowed(exact, bound, self.dtype, self.ranks + 2)).all()
@@ -359,36 +401,76 @@ def test_forty_ranks_exceed_the_kernel_arguments_of_q_k_v():
 
 x4 = torch.zeros(4, 6, 8)
 REFUSED = {
-    "another dtype": (lambda op: op.pack(x4, 1, [0], [6], torch.zeros(192, dtype=torch.float64)), r"pack: out has dtype \w+, x has"),
+    "another dtype": (
+        lambda op: op.pack(x4, 1, [0], [6], torch.zeros(192, dtype=torch.float64)),
+        r"pack: out has dtype \w+, x has",
+    ),
     "integers": (lambda op: op.pack(x4.int(), 1, [0], [6], torch.zeros(192).int()), r"pack: dtype must be float16"),
     "no ranks": (lambda op: op.pack(x4, 1, [], [], torch.zeros(0)), "pack: no parts given; .* sp size of 0"),
     "no ranks to unpack": (lambda op: op.unpack(torch.zeros(0), 1, [], [], x4.clone()), "unpack: no parts given"),
     "more starts than stops": (lambda op: op.pack(x4, 1, [0, 1], [6], torch.zeros(192)), "pack: 2 starts and 1 stops"),
-    "no such dim": (lambda op: op.pack(x4, 3, [0], [6], torch.zeros(192)), r"pack: dim 3 does not exist in .* \[4, 6, 8\]"),
-    "a part outside": (lambda op: op.pack(x4, 1, [4], [7], torch.zeros(96)), r"pack: part \(4, 7\) does not lie in dim 1 of \[4, 6, 8\]"),
-    "a part backwards": (lambda op: op.unpack(torch.zeros(0), 1, [4], [3], x4.clone()), r"unpack: part \(4, 3\) does not lie"),
+    "no such dim": (
+        lambda op: op.pack(x4, 3, [0], [6], torch.zeros(192)),
+        r"pack: dim 3 does not exist in .* \[4, 6, 8\]",
+    ),
+    "a part outside": (
+        lambda op: op.pack(x4, 1, [4], [7], torch.zeros(96)),
+        r"pack: part \(4, 7\) does not lie in dim 1 of \[4, 6, 8\]",
+    ),
+    "a part backwards": (
+        lambda op: op.unpack(torch.zeros(0), 1, [4], [3], x4.clone()),
+        r"unpack: part \(4, 3\) does not lie",
+    ),
     "a wire too short": (
         lambda op: op.unpack(torch.zeros(191), 1, [0], [6], x4.clone()),
         r"unpack: parts \[\(0, 6\)\] along dim 1 of \[4, 6, 8\] hold 192 elements, the wire buffer has shape \[191\]",
     ),
-    "a wire of two dims": (lambda op: op.pack(x4, 1, [0], [6], torch.zeros(12, 16)), r"the wire buffer has shape \[12, 16\]"),
-    "a wire with gaps": (lambda op: op.pack(x4, 1, [0], [6], torch.zeros(384)[::2]), "wire buffer must be contiguous, got stride 2"),
-    "one memory": (lambda op: op.pack(x4, 1, [0], [6], x4.view(-1)), r"pack: x \[4, 6, 8\] and out \[192\] share memory"),
+    "a wire of two dims": (
+        lambda op: op.pack(x4, 1, [0], [6], torch.zeros(12, 16)),
+        r"the wire buffer has shape \[12, 16\]",
+    ),
+    "a wire with gaps": (
+        lambda op: op.pack(x4, 1, [0], [6], torch.zeros(384)[::2]),
+        "wire buffer must be contiguous, got stride 2",
+    ),
+    "one memory": (
+        lambda op: op.pack(x4, 1, [0], [6], x4.view(-1)),
+        r"pack: x \[4, 6, 8\] and out \[192\] share memory",
+    ),
     "overlapping memory": (
         lambda op: (lambda m: op.unpack(m[100:292], 1, [0], [6], m[:192].view(4, 6, 8)))(torch.zeros(292)),
         r"unpack: out \[4, 6, 8\] and wire \[192\] share memory",
     ),
-    "too many tensors": (lambda op: op.pack_qkv([x4] * 4, [], None, None, False, 0, [0] * 4, [1] * 4, [torch.zeros(32)] * 4), "4 tensors"),
-    "a tensor without a wire": (lambda op: op.pack_qkv([x4, x4], [], None, None, False, 0, [0, 0], [6, 6], [torch.zeros(192)]), "2 tensors in x and 1 in out"),
-    "three biases": (lambda op: op.pack_qkv([x4], [None] * 3, None, None, False, 0, [0], [6], [torch.zeros(192)]), "3 biases for 1 tensors"),
-    "a short bias": (lambda op: op.pack_qkv([x4], [torch.zeros(40)], None, None, False, 0, [0], [6], [torch.zeros(192)]), r"bias\[0\] \[40\] does not have"),
-    "cos alone": (lambda op: op.pack_qkv([x4], [], torch.zeros(4, 8), None, False, 1, [0], [6], [torch.zeros(192)]), "cos and sin belong together"),
+    "too many tensors": (
+        lambda op: op.pack_qkv([x4] * 4, [], None, None, False, 0, [0] * 4, [1] * 4, [torch.zeros(32)] * 4),
+        "4 tensors",
+    ),
+    "a tensor without a wire": (
+        lambda op: op.pack_qkv([x4, x4], [], None, None, False, 0, [0, 0], [6, 6], [torch.zeros(192)]),
+        "2 tensors in x and 1 in out",
+    ),
+    "three biases": (
+        lambda op: op.pack_qkv([x4], [None] * 3, None, None, False, 0, [0], [6], [torch.zeros(192)]),
+        "3 biases for 1 tensors",
+    ),
+    "a short bias": (
+        lambda op: op.pack_qkv([x4], [torch.zeros(40)], None, None, False, 0, [0], [6], [torch.zeros(192)]),
+        r"bias\[0\] \[40\] does not have",
+    ),
+    "cos alone": (
+        lambda op: op.pack_qkv([x4], [], torch.zeros(4, 8), None, False, 1, [0], [6], [torch.zeros(192)]),
+        "cos and sin belong together",
+    ),
     "too many rotary dims": (
-        lambda op: op.pack_qkv([x4], [], torch.zeros(4, 10), torch.zeros(4, 10), False, 1, [0], [6], [torch.zeros(192)]),
+        lambda op: op.pack_qkv(
+            [x4], [], torch.zeros(4, 10), torch.zeros(4, 10), False, 1, [0], [6], [torch.zeros(192)]
+        ),
         r"pack_qkv: 10 rotary dims do not fit head dim 8 of x\[0\]",
     ),
     "odd rotary dims": (
-        lambda op: op.unpack_qkv([torch.zeros(192)], torch.zeros(4, 7), torch.zeros(4, 7), False, 1, [0], [6], [x4.clone()]),
+        lambda op: op.unpack_qkv(
+            [torch.zeros(192)], torch.zeros(4, 7), torch.zeros(4, 7), False, 1, [0], [6], [x4.clone()]
+        ),
         "unpack_qkv: the rotary dims must be even, got 7",
     ),
     "tables of other tokens": (
@@ -400,14 +482,19 @@ REFUSED = {
         "cos has dtype .*, x has .*; give tables of that dtype",
     ),
     "other tokens": (
-        lambda op: op.pack_qkv([x4, x4[:3]], [], None, None, False, 0, [0, 0], [6, 6], [torch.zeros(192), torch.zeros(144)]),
+        lambda op: op.pack_qkv(
+            [x4, x4[:3]], [], None, None, False, 0, [0, 0], [6, 6], [torch.zeros(192), torch.zeros(144)]
+        ),
         r"x\[1\] \[3, 6, 8\] and x\[0\] \[4, 6, 8\] have other tokens",
     ),
     "head dims of the wire": (
         lambda op: op.unpack_qkv([torch.zeros(180)], None, None, False, 0, [0], [6], [x4.clone()]),
         r"unpack_qkv: parts \[\(0, 6\)\] along dim 1 of \[4, 6, 8\] hold 192 elements, the wire buffer has shape \[180\]",
     ),
-    "rotated": (lambda op: op.pack_qkv([x4], [], None, None, False, 2, [0], [6], [torch.zeros(192)]), "rotated must be between 0 and 1, got 2"),
+    "rotated": (
+        lambda op: op.pack_qkv([x4], [], None, None, False, 2, [0], [6], [torch.zeros(192)]),
+        "rotated must be between 0 and 1, got 2",
+    ),
 }
 
 

@@ -211,6 +211,14 @@ std::vector<Slice> cover(const Ints& starts, const Ints& stops, size_t first, si
   return slices;
 }
 
+// An invariant of ours, kept on the CPU too so that its tests see a breach: 32-bit descriptors fit the kernel arguments.
+template <class Index>
+void check_fits(const char* op, const Descriptors<Index>& descriptors) {
+  require(
+      sizeof(Index) == 8 || (descriptors.segments.size() <= kInline && descriptors.sources.size() <= kInline), op,
+      descriptors.segments.size(), " descriptors do not fit ", kInline, " kernel arguments; this is a bug");
+}
+
 // CPU: the same maps in a loop.
 
 template <class Body>
@@ -395,6 +403,7 @@ struct Relayout {
     walk.total = static_cast<Index>(total);
     walk.segments = static_cast<uint32_t>(descriptors.segments.size());
     walk.equal = divide_by<Index>(all_equal ? equal : 0);
+    check_fits(op, descriptors);
     if (total == 0) return;
 
     const void* const from = pack ? tensor.data_ptr() : wire.data_ptr();
@@ -440,11 +449,10 @@ struct Relayout {
     part_starts = &starts;
     size_t sources = 0;
     bool sums = false;
-    int64_t furthest = std::max(tensor.numel(), wire.numel());
+    const int64_t furthest = std::max(tensor.numel(), wire.numel());
     for (const Slice& slice : slices) {
       sources += slice.parts.size();
       sums |= slice.parts.size() > 1;
-      furthest = std::max(furthest, slice.stop * scale);
     }
     const bool narrow = furthest / unit <= narrow_limit && slices.size() <= kInline && sources <= kInline;
     narrow ? run<uint32_t>(type, sums) : run<uint64_t>(type, sums);
@@ -666,6 +674,7 @@ struct Fused {
     }
     rotation.total = static_cast<Index>(total);
     rotation.segments = static_cast<uint32_t>(descriptors.segments.size());
+    check_fits(op, descriptors);
     if (total == 0) return;
 #if defined(DS_SP_OVERLAP_CUDA)
     if (tensors[0].is_cuda()) {

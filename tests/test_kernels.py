@@ -175,17 +175,19 @@ def test_more_parts_than_travel_as_kernel_arguments(parts, overlapping):
 
 
 @needs_library
-def test_offsets_beyond_32_bits_reach_the_right_elements():
+@pytest.mark.parametrize("shift", [0, 1], ids=["16-byte units", "single elements"])
+def test_offsets_beyond_32_bits_reach_the_right_elements(shift):
     """4 GB of address space, of which a few pages are touched."""
     x = torch.empty(2**31 + 4096, dtype=torch.bfloat16)
-    first = x.numel() - 96
-    x[first:] = torch.arange(96, dtype=torch.bfloat16)
+    first = x.numel() - 104 + shift
+    x[first : first + 96] = torch.arange(96, dtype=torch.bfloat16)
     out = poisoned(64, dtype=torch.bfloat16)
     compiled.pack(x, 0, [first, first + 48], [first + 16, first + 96], out)
-    assert torch.equal(out, torch.cat((x[first : first + 16], x[first + 48 :])))
-    rows = x.as_strided((2, 4, 8), (2**31 + 4000, 8, 1))
+    assert torch.equal(out, torch.cat((x[first : first + 16], x[first + 48 : first + 96])))
+    x[2**31 + 3992 :] = torch.arange(104, dtype=torch.bfloat16)
+    rows = x.as_strided((2, 4, 8), (2**31 + 4000 + shift, 8, 1))
     compiled.pack(rows[1:], 1, [1, 3], [3, 4], out[:24])
-    assert torch.equal(out[:24], x[2**31 + 4008 : 2**31 + 4032])
+    assert torch.equal(out[:24], x[2**31 + 4008 + shift : 2**31 + 4032 + shift])
 
 
 # q, k, v: against the definition of rotary embedding in fp64, written out here.
@@ -584,6 +586,29 @@ def test_the_kernels_run_on_the_current_stream():
         compiled.unpack(out, 2, [0, 512], [512, 1024], back)
     stream.synchronize()
     assert torch.equal(out, torch.ones_like(out)) and torch.equal(back, x)
+
+
+@needs_cuda
+def test_descriptors_that_are_no_kernel_arguments_reach_the_device():
+    ranges = [(i % 5, i % 5 + 3) for i in range(200)]
+    case = (2, 7, 16), 1, ranges, torch.bfloat16, [0, 1, 2], 0, 0
+    check_pack(case, NARROW, "cuda")
+    check_unpack(case, NARROW, "cuda")
+
+
+@needs_cuda
+def test_more_elements_than_32_bits_count_on_the_device():
+    """Rows of odd length: single elements are the units, more than 2^31 of them; 17 GB of device memory."""
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GB of free device memory")
+    x = torch.empty(2, 2**30 + 7, dtype=torch.bfloat16, device="cuda").random_(-128, 128)
+    cut, end = 2**29 + 1, x.shape[1]
+    out = torch.full((x.numel(),), math.nan, dtype=x.dtype, device="cuda")
+    compiled.pack(x, 1, [0, cut], [cut, end], out)
+    assert torch.equal(out[: 2 * cut].view(2, -1), x[:, :cut]) and torch.equal(out[2 * cut :].view(2, -1), x[:, cut:])
+    back = torch.full_like(x, math.nan)
+    compiled.unpack(out, 1, [0, cut], [cut, end], back)
+    assert torch.equal(back, x)
 
 
 @needs_cuda

@@ -8,6 +8,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
+from . import ops
 from .config import SpOverlapConfig
 from .exchange import Channel
 from .layout import Geometry
@@ -40,6 +41,7 @@ class _Layer:
         return Call(self.channel, geometry, self.where, checked=first and self.config.check)
 
     def _comparable(self, geometry: Geometry, types: tuple) -> str:
+        ops.implementation(self.channel.kernels)  # refused here, on every rank, where this one lacks them
         lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
         return (
             f"local sequence {lengths}, batch {geometry.batch}, {geometry.heads} query and {geometry.kv_heads} KV heads, "
@@ -206,8 +208,9 @@ class DistributedAttention(nn.Module):
             )
         self.local_attn, self.spg, self.num_kv_heads = local_attention, sequence_process_group, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
-        channel = Channel(sequence_process_group, transport, sp_stream)
-        self._attend = ProjectedAttention(channel, SpOverlapConfig.parse(config or {}), name)
+        parsed = SpOverlapConfig.parse(config or {})
+        channel = Channel(sequence_process_group, transport, sp_stream, parsed.kernels)
+        self._attend = ProjectedAttention(channel, parsed, name)
 
     def forward(
         self,
@@ -319,7 +322,8 @@ class SelfAttention:
     ):
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
         self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
-        self.layer = _Layer(Channel(sequence_process_group, transport), SpOverlapConfig.parse(config or {}), name)
+        parsed = SpOverlapConfig.parse(config or {})
+        self.layer = _Layer(Channel(sequence_process_group, transport, kernels=parsed.kernels), parsed, name)
         self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj, q_norm, k_norm)
 
     def use(self, o_proj, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None) -> None:

@@ -1,4 +1,4 @@
-"""``python -m ds_sp_overlap doctor | run``."""
+"""``python -m ds_sp_overlap doctor | build | run``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="versions, devices, and a gradient self-check on several ranks")
     doctor.add_argument("--ranks", type=int, default=2, help="ranks of the self-check (default 2)")
+    build = commands.add_parser("build", help="compile the CUDA and CPU kernels into this installation")
+    build.add_argument("kind", nargs="?", choices=["cpu", "cuda"], help="default: CUDA kernels where nvcc is found")
     run = commands.add_parser(
         "run",
         help="run a training script whose DeepSpeed config has an sp_overlap section, without editing it",
@@ -28,6 +30,15 @@ def main(argv: list[str] | None = None) -> int:
         from .doctor import doctor as check
 
         return check(given.ranks)
+    if given.command == "build":
+        from . import build as builder
+
+        try:
+            print(builder.build(Path(builder.__file__).parent, given.kind or ""))
+        except builder.BuildError as error:
+            print(f"build: {error}", file=sys.stderr)
+            return 1
+        return 0
     script = Path(given.script)
     if not script.is_file():
         parser.error(f"run: no script at {script}")

@@ -15,7 +15,8 @@ class SpOverlapConfig(BaseModel):
     head_groups      G, or "auto": 2 where every rank has at least two query heads, else 1
     projections      compute q, k, v and the output projection part by part under the exchanges; False: call them whole
     wgrad            compute the output projection's wgrad under the exchange of do; False: together with its dgrad
-    kernels          which pack/unpack: "torch" is PyTorch's own copies; "auto" the best there is
+    kernels          which pack/unpack: "torch" is PyTorch's own copies, "cuda" the compiled ones and no others; "auto"
+                     PyTorch's, until a GPU has run the compiled ones
     transport        which mover of bytes: "c10d" is deepspeed.comm; "auto" the best there is
     on_unsupported   a layer that can't be overlapped: "warn" and leave it as it is, or "error"
     check            compare every exchange of each layer's first call with a plain one; slow
@@ -27,7 +28,7 @@ class SpOverlapConfig(BaseModel):
     head_groups: Literal["auto"] | int = "auto"
     projections: bool = True
     wgrad: bool = True
-    kernels: Literal["auto", "torch"] = "auto"
+    kernels: Literal["auto", "cuda", "torch"] = "auto"
     transport: Literal["auto", "c10d"] = "auto"
     on_unsupported: Literal["warn", "error"] = "warn"
     check: bool = False
@@ -66,11 +67,11 @@ class SpOverlapConfig(BaseModel):
         return f"sp_overlap.{key} must be {_VALID[key]}, got {fault['input']!r}"
 
 
-_LATER: dict[str, tuple] = {"kernels": ("cuda",), "transport": ("copy_engine",), "policy": (), "timeline": ()}
+_LATER: dict[str, tuple] = {"transport": ("copy_engine",), "policy": (), "timeline": ()}
 _VALID = {
     **dict.fromkeys(("enabled", "projections", "wgrad", "check"), "true or false"),
     "head_groups": 'a whole number of at least 1, or "auto"',
-    "kernels": '"auto" or "torch"',
+    "kernels": '"auto", "cuda" or "torch"',
     "transport": '"auto" or "c10d"',
     "on_unsupported": '"warn" or "error"',
 }

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from . import kernels
 from .attention import SelfAttention
 from .transport import C10d
 
@@ -37,7 +38,7 @@ def versions() -> str:
             rows.append((name, "not installed"))
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows.append(("devices", ", ".join(devices) or f"CPU, {os.cpu_count()} cores"))
-    rows.append(("pack/unpack", "PyTorch copies (no compiled kernels in this version)"))
+    rows.append(("pack/unpack", str(kernels.library())))
     return tabulate(rows, tablefmt="plain")
 
 

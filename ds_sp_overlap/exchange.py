@@ -79,10 +79,13 @@ class Channel:
     group       process group of the sp ranks; None for one rank
     transport   mover of bytes
     stream      a stream to use instead of one of our own (accelerators only)
+    kernels     which pack and unpack: ``sp_overlap.kernels``
     """
 
-    def __init__(self, group: Any, transport: Transport | None = None, stream: Any | None = None):
-        self.group = group
+    def __init__(
+        self, group: Any, transport: Transport | None = None, stream: Any | None = None, kernels: str = "auto"
+    ):
+        self.group, self.kernels = group, kernels
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:
@@ -146,7 +149,7 @@ class _InFlight:
         with self.side.after_compute():
             if not source.is_wire_layout:
                 starts, stops = zip(*source.parts)
-                ops.pack(x, source.dim, starts, stops, self.send)
+                ops.implementation(channel.kernels).pack(x, source.dim, starts, stops, self.send)
             with self._named():
                 self.handle = channel.transport.launch(
                     self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, name
@@ -171,7 +174,7 @@ class _InFlight:
         target = self.layout.target
         if not target.is_wire_layout:
             starts, stops = zip(*target.parts)
-            ops.unpack(self.recv, target.dim, starts, stops, self.out)
+            ops.implementation(self.channel.kernels).unpack(self.recv, target.dim, starts, stops, self.out)
         self.received = self.side.mark()
 
     def collect(self) -> Tensor:

@@ -64,11 +64,11 @@ class LoggingTransport(OneRank):
 @pytest.fixture
 def backend(monkeypatch):
     backend = Backend()
-    for name in ("pack", "unpack"):
+    for name in ("_pack", "_unpack"):
         original = getattr(exchange.ops, name)
 
         def logged(*args, name=name, original=original):
-            backend.log.append(f"{name} on {backend.current.name}")
+            backend.log.append(f"{name[1:]} on {backend.current.name}")
             return original(*args)
 
         monkeypatch.setattr(exchange.ops, name, logged)

@@ -16,6 +16,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+from .. import ops
 from ..config import SpOverlapConfig
 from ..exchange import Channel
 
@@ -94,13 +95,14 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
             "sp_overlap: no sequence-parallel group; give deepspeed.initialize the mpu that "
             "UlyssesSPAttentionHF.register_with_transformers returned, or pass sequence_process_group= to enable()"
         )
-    channel = Channel(group)
+    channel = Channel(group, kernels=config.kernels)
     if channel.size == 1:
         say_once("sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, and nothing was changed")
         return Report(note="nothing to do at sp size 1")
     found: list[Layer] = []
 
     def describe() -> str:
+        ops.implementation(config.kernels)  # refused here, on every rank, where this one lacks them
         found.extend(deepspeed.find_layers(model, config) + transformers.find_layers(model, channel, config))
         if not found:
             raise ValueError(

@@ -88,7 +88,7 @@ def find_layers(model: nn.Module, config: SpOverlapConfig) -> list[Layer]:
 
 
 def _bind(name: str, module: DistributedAttention, config: SpOverlapConfig):
-    attend = ProjectedAttention(Channel(module.spg, stream=module.sp_stream), config, name)
+    attend = ProjectedAttention(Channel(module.spg, stream=module.sp_stream, kernels=config.kernels), config, name)
     return rebind(
         module, lambda *args, **kwargs: drop_in_forward(attend, module.local_attn, module.num_kv_heads, *args, **kwargs)
     )

@@ -1,0 +1,358 @@
+"""Bandwidth of the relayout kernels, and whether a projection should write the send buffer itself.
+
+    python benchmarks/kernels.py --out benchmarks/results/kernels        CSV and JSON of this machine
+    python benchmarks/kernels.py --exercise                              every kernel once, small: for compute-sanitizer
+    python benchmarks/kernels.py --require                               fail below 93 % of a copy, or behind complex128
+
+Method. Parity first: a variant that gives other values is not timed. Bytes are those that must move, each input read once and
+each output written once. All variants of a row run in turn inside one loop, over several input sets whose bytes together
+exceed the caches fourfold, on random data; events around every call on CUDA, the clock on a CPU; median, least and most of
+the repetitions. The plain copy of as many bytes is timed twice in each loop: how far the two lie apart is the noise.
+
+    copy         out.copy_(x), contiguous, the same bytes
+    ours         the compiled operator
+    naive        view, permute, contiguous; for q, k, v: torch's rotation, then that
+    complex128   the same permute on 16-byte elements (moves only)
+
+CPU rows carry the label CPU. They show that the script works; the CPU kernels exist to test index maps, not to be fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.machinery
+import importlib.util
+import json
+import platform
+import statistics
+import sys
+import time
+import types
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+if importlib.util.find_spec("deepspeed") is None:
+    # The kernels need torch alone; the package's own __init__ would ask for DeepSpeed.
+    package = types.ModuleType("ds_sp_overlap")
+    package.__path__ = [str(ROOT / "ds_sp_overlap")]
+    package.__spec__ = importlib.machinery.ModuleSpec("ds_sp_overlap", None, is_package=True)
+    sys.modules["ds_sp_overlap"] = package
+from ds_sp_overlap import kernels, ops  # noqa: E402
+
+compiled = torch.ops.ds_sp_overlap_compiled
+THRESHOLD, THRESHOLD_BYTES = 0.93, 64 * 2**20
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 80, 128, 256])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32])
+    parser.add_argument("--heads-per-rank", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[16, 64, 256], help="of q; decides the tokens")
+    parser.add_argument("--model-dim", type=int, default=4096, help="m of the GEMM table")
+    parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--require", action="store_true")
+    parser.add_argument("--exercise", action="store_true")
+    return parser.parse_args()
+
+
+class Clock:
+    """Times calls; on CUDA with events, which are read at the end."""
+
+    def __init__(self, device: str):
+        self.cuda = torch.device(device).type == "cuda"
+
+    def time(self, variants: dict, sets: int, repeat: int) -> dict[str, list[float]]:
+        """Milliseconds of every repetition of every variant; ``variants[name](i)`` works on input set i."""
+        for name in variants:
+            for i in range(sets):
+                variants[name](i)
+        marks: dict[str, list] = {name: [] for name in variants}
+        if self.cuda:
+            torch.cuda.synchronize()
+        for step in range(repeat):
+            for name, variant in variants.items():
+                if self.cuda:
+                    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    before.record()
+                    variant(step % sets)
+                    after.record()
+                    marks[name].append((before, after))
+                else:
+                    start = time.perf_counter()
+                    variant(step % sets)
+                    marks[name].append((time.perf_counter() - start) * 1e3)
+        if not self.cuda:
+            return marks
+        torch.cuda.synchronize()
+        return {name: [before.elapsed_time(after) for before, after in pairs] for name, pairs in marks.items()}
+
+
+def cache_bytes(device: str) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size if torch.device(device).type == "cuda" else 8 * 2**20
+
+
+def balanced(heads: int, ranks: int) -> tuple[list[int], list[int]]:
+    return [heads * r // ranks for r in range(ranks)], [heads * (r + 1) // ranks for r in range(ranks)]
+
+
+class Row:
+    """One geometry: tensors for several input sets and the variants over them."""
+
+    def __init__(self, args, head_dim, ranks, heads_per_rank, megabytes):
+        self.dtype, self.device = getattr(torch, args.dtype), args.device
+        self.P, self.d, self.h = ranks, head_dim, ranks * heads_per_rank
+        self.kv = max(1, self.h // 4)
+        self.tokens = max(1, megabytes * 2**20 // (self.h * head_dim * self.dtype.itemsize))
+        self.starts, self.stops = balanced(self.h, ranks)
+        shared = self.h // self.kv
+        kv = [(start // shared, (stop - 1) // shared + 1) for start, stop in zip(self.starts, self.stops)]
+        self.kv_starts, self.kv_stops = map(list, zip(*kv))
+        self.columns = dict(head_dim=head_dim, P=ranks, heads_per_rank=heads_per_rank, tokens=self.tokens)
+
+    def random(self, *shape):
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def sets(self, size_bytes: int) -> int:
+        return max(1, min(8, -(-4 * cache_bytes(self.device) // size_bytes)))
+
+    def moves(self):
+        """(kernel, bytes, variants, parity) of pack q and unpack o; o arrives as dq does."""
+        shape, P = (self.tokens, self.h, self.d), self.P
+        size = 2 * self.tokens * self.h * self.d * self.dtype.itemsize
+        n = self.sets(size)
+        x, wire = (
+            [self.random(*shape) for _ in range(n)],
+            [self.random(self.tokens * self.h * self.d) for _ in range(n)],
+        )
+        wide = self.d * self.dtype.itemsize % 16 == 0
+
+        def cut(t):
+            return t.view(self.tokens, P, -1).transpose(0, 1)
+
+        def uncut(t):
+            return t.view(P, self.tokens, -1).transpose(0, 1)
+
+        def complex128(t):
+            return t.view(-1, self.d).view(torch.complex128)
+
+        pack = {
+            "copy": lambda i: wire[i].copy_(x[i].view(-1)),
+            "ours": lambda i: compiled.pack(x[i], 1, self.starts, self.stops, wire[i]),
+            "naive": lambda i: cut(x[i]).contiguous(),
+            "complex128": (lambda i: cut(complex128(x[i])).contiguous()) if wide else None,
+            "copy again": lambda i: wire[i].copy_(x[i].view(-1)),
+        }
+        expected = torch.empty_like(wire[0]).fill_(float("nan"))
+        ops._pack(x[0], 1, self.starts, self.stops, expected)
+        wire[0].fill_(float("nan"))
+        pack["ours"](0)
+        yield "pack q", size, pack, torch.equal(wire[0], expected)
+        unpack = {
+            "copy": lambda i: x[i].view(-1).copy_(wire[i]),
+            "ours": lambda i: compiled.unpack(wire[i], 1, self.starts, self.stops, x[i]),
+            "naive": lambda i: uncut(wire[i]).contiguous(),
+            "complex128": (lambda i: uncut(complex128(wire[i])).contiguous()) if wide else None,
+            "copy again": lambda i: x[i].view(-1).copy_(wire[i]),
+        }
+        expected = torch.empty_like(x[0])
+        ops._unpack(wire[0], 1, self.starts, self.stops, expected)
+        x[0].fill_(float("nan"))
+        unpack["ours"](0)
+        yield "unpack o", size, unpack, torch.equal(x[0], expected)
+
+    def fused(self):
+        """pack_qkv and unpack_qkv with half-rotated RoPE, KV heads replicated where a rank needs them."""
+        width = (self.h + 2 * self.kv) * self.d
+        sent = [self.h, *[sum(b - a for a, b in zip(self.kv_starts, self.kv_stops))] * 2]
+        size = self.tokens * (width + sum(sent) * self.d) * self.dtype.itemsize
+        n = self.sets(size)
+        heads = [self.h * self.d, self.kv * self.d, self.kv * self.d]
+        buffers = [self.random(self.tokens, width) for _ in range(n)]
+        x = [[t.unflatten(-1, (-1, self.d)) for t in b.split(heads, -1)] for b in buffers]
+        wires = [[self.random(self.tokens * count * self.d) for count in sent] for _ in range(n)]
+        rot = self.d - self.d % 32
+        angles = torch.rand(self.tokens, rot, device=self.device)
+        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        starts, stops = self.starts + self.kv_starts * 2, self.stops + self.kv_stops * 2
+        flat = [
+            torch.empty(size // 2 // self.dtype.itemsize, device=self.device, dtype=self.dtype).normal_()
+            for _ in range(2)
+        ]
+
+        def naive_pack(i):
+            for j, (a, b) in enumerate(((self.starts, self.stops), *[(self.kv_starts, self.kv_stops)] * 2)):
+                y = ops._turn(x[i][j], cos, sin, False, back=False) if j < 2 else x[i][j]
+                torch.cat([y[:, p:q].reshape(-1) for p, q in zip(a, b)])
+
+        def naive_unpack(i):
+            ops._unpack_qkv(wires[i], cos, sin, False, 2, starts, stops, x[i])
+
+        def parity(op, reference, args, outputs):
+            for out in outputs:
+                out.fill_(float("nan"))
+            reference(*args)
+            expected = [out.clone() for out in outputs]
+            for out in outputs:
+                out.fill_(float("nan"))
+            op(*args)
+            eps = torch.finfo(self.dtype).eps
+            return all(torch.allclose(a, b, rtol=2 * eps, atol=2 * eps) for a, b in zip(outputs, expected))
+
+        call = (x[0], [], cos, sin, False, 2, starts, stops, wires[0])
+        pack = {
+            "copy": lambda i: flat[0].copy_(flat[1]),
+            "ours": lambda i: compiled.pack_qkv(x[i], [], cos, sin, False, 2, starts, stops, wires[i]),
+            "naive": naive_pack,
+            "complex128": None,
+            "copy again": lambda i: flat[0].copy_(flat[1]),
+        }
+        yield "pack_qkv, RoPE", size, pack, parity(compiled.pack_qkv, ops._pack_qkv, call, wires[0])
+        call = (wires[0], cos, sin, False, 2, starts, stops, x[0])
+        unpack = {
+            **pack,
+            "ours": lambda i: compiled.unpack_qkv(wires[i], cos, sin, False, 2, starts, stops, x[i]),
+            "naive": naive_unpack,
+        }
+        yield "unpack_qkv, RoPE", size, unpack, parity(compiled.unpack_qkv, ops._unpack_qkv, call, x[0])
+
+    def gemm(self, m: int):
+        """A projection that writes the send buffer as one batched GEMM over destination ranks, against GEMM then pack."""
+        rows = self.h * self.d
+        size = (self.tokens * m + rows * m + self.tokens * rows) * self.dtype.itemsize
+        n = self.sets(size)
+        x, weight = [self.random(self.tokens, m) for _ in range(n)], self.random(rows, m) / m**0.5
+        y = self.random(self.tokens, rows)
+        send = [self.random(self.P, self.tokens, rows // self.P) for _ in range(2)]
+        parts = weight.view(self.P, -1, m).transpose(1, 2)
+
+        def batched(i):
+            torch.matmul(x[i], parts, out=send[0])
+
+        def gemm_and_pack(i):
+            torch.mm(x[i], weight.t(), out=y)
+            compiled.pack(y.view(self.tokens, self.h, self.d), 1, self.starts, self.stops, send[1].view(-1))
+
+        variants = {
+            "batched": batched,
+            "GEMM + pack": gemm_and_pack,
+            "GEMM alone": lambda i: torch.mm(x[i], weight.t(), out=y),
+            "GEMM + pack again": gemm_and_pack,
+        }
+        batched(0)
+        gemm_and_pack(0)
+        eps = torch.finfo(self.dtype).eps
+        return variants, n, torch.allclose(send[0], send[1], rtol=4 * eps, atol=4 * eps)
+
+
+def spread(times: list[float]) -> list[float]:
+    return [round(value, 5) for value in (min(times), statistics.median(times), max(times))]
+
+
+def measure(args) -> tuple[list[dict], list[dict], list[str]]:
+    """Rows of the two tables, and what falls short."""
+    clock, label = Clock(args.device), "CPU" if args.device == "cpu" else torch.cuda.get_device_name(args.device)
+    moves, gemms, short = [], [], []
+    for d in args.head_dim:
+        for P in args.ranks:
+            for each in args.heads_per_rank:
+                for megabytes in args.megabytes:
+                    row = Row(args, d, P, each, megabytes)
+                    for source in (row.moves, row.fused):
+                        for kernel, size, variants, right in source():
+                            where = f"{kernel} d={d} P={P} h/P={each} {megabytes} MB of q"
+                            if not right:
+                                short.append(f"{where}: gives other values than the reference")
+                                continue
+                            variants = {name: variant for name, variant in variants.items() if variant is not None}
+                            times = clock.time(variants, row.sets(size), args.repeat)
+                            line = {"machine": label, "kernel": kernel, **row.columns, "bytes": size}
+                            for name, each_ms in times.items():
+                                low, median, high = spread(each_ms)
+                                line |= {f"{name} ms min": low, f"{name} ms": median, f"{name} ms max": high}
+                                line[f"{name} GB/s"] = round(size / median / 1e6, 1)
+                            line["of copy"] = round(line["copy ms"] / line["ours ms"], 3)
+                            moves.append(line)
+                            print(
+                                f"{label}  {where}: " + ", ".join(f"{name} {line[f'{name} GB/s']} GB/s" for name in times)
+                                + f"; {line['of copy']:.0%} of copy",
+                                flush=True,
+                            )  # fmt: skip
+                            if size // 2 >= THRESHOLD_BYTES and line["of copy"] < THRESHOLD:
+                                short.append(f"{where}: {line['of copy']:.1%} of a copy, wanted {THRESHOLD:.0%}")
+                            if line.get("complex128 ms", float("inf")) < line["ours ms"]:
+                                short.append(f"{where}: {line['ours ms']} ms, complex128 {line['complex128 ms']} ms")
+                    variants, sets, right = row.gemm(args.model_dim)
+                    if not right:
+                        short.append(f"batched GEMM d={d} P={P} h/P={each}: gives other values than GEMM + pack")
+                        continue
+                    times = clock.time(variants, sets, args.repeat)
+                    line = {"machine": label, **row.columns, "m": args.model_dim}
+                    for name, each_ms in times.items():
+                        line |= dict(zip((f"{name} ms min", f"{name} ms", f"{name} ms max"), spread(each_ms)))
+                    gemms.append(line)
+                    print(
+                        f"{label}  projection d={d} P={P} h/P={each}: "
+                        + ", ".join(f"{n} {line[f'{n} ms']} ms" for n in times)
+                    )
+    return moves, gemms, short
+
+
+def exercise(args) -> int:
+    """Every kernel, every width of access, both index types of descriptors, once: something for compute-sanitizer to watch."""
+    wrong = 0
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        args.dtype = dtype
+        for d, P in ((64, 2), (80, 3), (65, 2), (128, 100)):  # 100 ranks: descriptors in device memory
+            row = Row(args, d, P, 1, 0)
+            row.tokens = 37
+            wrong += sum(not right for source in (row.moves, row.fused) for _, _, _, right in source())
+            out, x = row.random(3 * 37 * row.h * d), row.random(37, row.h, d)
+            compiled.unpack(out, 1, [0] * 3, [row.h] * 3, x)  # replicas
+    if args.device != "cpu":
+        torch.cuda.synchronize()
+    print(f"exercise on {args.device}: {wrong} results differ from the reference")
+    return int(wrong > 0)
+
+
+def main() -> int:
+    args = arguments()
+    if kernels.library().path is None:
+        sys.exit(f"benchmarks/kernels.py: no compiled kernels: {kernels.library().reason}; {kernels.REMEDY}")
+    if args.device != "cpu" and not kernels.library().cuda:
+        sys.exit(f"benchmarks/kernels.py: no CUDA kernels: {kernels.library().reason}; {kernels.REMEDY}")
+    torch.manual_seed(0)
+    if args.exercise:
+        return exercise(args)
+    moves, gemms, short = measure(args)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        for name, lines in (("moves", moves), ("gemm", gemms)):
+            columns = list(dict.fromkeys(key for line in lines for key in line))
+            with open(f"{args.out}-{name}.csv", "w", newline="") as file:
+                writer = csv.DictWriter(file, columns)
+                writer.writeheader()
+                writer.writerows(lines)
+        cuda = args.device != "cpu"
+        environment = {
+            "command": "python benchmarks/kernels.py " + " ".join(sys.argv[1:]),
+            "machine": torch.cuda.get_device_name(args.device) if cuda else f"CPU, {torch.get_num_threads()} threads, {platform.machine()}",
+            "python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda,
+            "kernels": kernels.library().built, "dtype": args.dtype, "repeat": args.repeat,
+        }  # fmt: skip
+        Path(f"{args.out}.json").write_text(
+            json.dumps({"environment": environment, "short of the aim": short}, indent=2) + "\n"
+        )
+    print("\n".join(["", "short of the aim:", *short] if short else ["", "every row reaches the aim"]))
+    return int(bool(short) and args.require)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

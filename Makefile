@@ -7,6 +7,9 @@ TORCH ?= torch==2.13.0
 DEEPSPEED ?= deepspeed==0.19.8
 ARGS ?=
 
+# Of this environment alone: DeepSpeed builds an op at first use, and a build that was killed leaves a lock behind.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
+
 .PHONY: convergence test
 convergence: .venv/ready
 	.venv/bin/python benchmarks/convergence/run.py $(ARGS)

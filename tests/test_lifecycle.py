@@ -110,6 +110,22 @@ def test_an_overlapped_model_dies_with_its_last_reference():
     assert on_ranks(2, thrown_away) == [True, True]
 
 
+def compiled(rank):
+    with models.sequence_parallel_model(2) as (model, _):
+        ds_sp_overlap.enable(model, {"head_groups": 2})
+        gradients = []
+        for run in (model, torch.compile(model, backend="eager")):
+            model.zero_grad()
+            loss_of(run, rank, 2).backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+        ds_sp_overlap.disable(model)
+        return all(torch.equal(*pair) for pair in zip(*gradients))
+
+
+def test_a_compiled_model_runs_its_attention_layers_as_they_are():
+    assert on_ranks(2, compiled) == [True, True]
+
+
 def switched_off(rank):
     with models.sequence_parallel_model(2) as (model, _):
         ds_sp_overlap.enable(model, {"head_groups": 2})

@@ -38,7 +38,7 @@ def versions() -> str:
             rows.append((name, "not installed"))
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows.append(("devices", ", ".join(devices) or f"CPU, {os.cpu_count()} cores"))
-    rows.append(("pack/unpack", str(kernels.library())))
+    rows.append(("compiled kernels", str(kernels.library())))
     return tabulate(rows, tablefmt="plain")
 
 

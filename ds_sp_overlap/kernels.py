@@ -38,7 +38,7 @@ class Library:
 
     def __str__(self) -> str:
         if self.path is None:
-            return f"PyTorch copies ({self.reason})"
+            return f"none ({self.reason})"
         kinds = f"CUDA {self.built['cuda']} for {self.built['architectures']}, and CPU" if self.cuda else "CPU only"
         return f"compiled ({kinds}; built against torch {self.built['torch']}, loads from {self.built['abi']} on)"
 

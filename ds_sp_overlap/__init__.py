@@ -3,10 +3,11 @@
 Importing this package makes ``deepspeed.initialize`` honour an ``sp_overlap`` section in its config.
 """
 
-from .attention import DistributedAttention, SelfAttention
+from .attention import DistributedAttention
 from .config import SpOverlapConfig
 from .integrations import Report, disable, enable
 from .integrations.deepspeed import install
+from .self_attention import SelfAttention
 
 __all__ = ["DistributedAttention", "Report", "SelfAttention", "SpOverlapConfig", "disable", "enable"]
 __version__ = "0.1.0"

@@ -175,7 +175,7 @@ WATCHED = {
     ),
     "the wgrad's node is older than the finishes": Watched(
         Guard(
-            "attention:SelfAttention.__call__",
+            "self_attention:SelfAttention.__call__",
             "program(tokens, lambda group, o: total.add(o.flatten(2), columns(group, o.shape[-1])))",
             "parts = []\n            "
             "program(tokens, lambda group, o: parts.append((o.flatten(2), columns(group, o.shape[-1]))))\n"

@@ -15,14 +15,15 @@ import weakref
 from typing import Any, Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..attention import ProjectedAttention, SelfAttention, rotate
+from ..attention import ProjectedAttention, rotate
 from ..config import SpOverlapConfig
 from ..exchange import Channel
 from ..layout import Geometry
-from . import Layer, rebind, say_once
+from ..self_attention import SelfAttention
+from . import Layer, rebind
+from .positions import Positions, Step
 
 # Families whose attention layer is driven whole: where each finds its sliding window.
 FAMILIES: dict[str, Callable[[nn.Module], int | None]] = {
@@ -57,78 +58,6 @@ def find_group(model: nn.Module) -> Any:
     return None if stock is None else stock.process_group
 
 
-# Positions.
-
-
-class _Step:
-    """What attention needs to know of the whole sequence in one step.
-
-    position_ids  [b or 1, s]   of all ranks
-    lengths       local sequence length of every rank
-    documents     for each row, its documents as [start, stop); None if every row is one document
-    """
-
-    def __init__(self, position_ids: Tensor, lengths: list[int]):
-        self.position_ids, self.lengths = position_ids, lengths
-        rows, seq = position_ids.shape
-        starts = (position_ids.diff(dim=1) != 1).nonzero().tolist()
-        self.documents: list[list[tuple[int, int]]] | None = None
-        if starts:
-            edges = [[0, *(at + 1 for r, at in starts if r == row), seq] for row in range(rows)]
-            self.documents = [list(zip(edge, edge[1:])) for edge in edges]
-            shards = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-            if all(edge == shards for edge in edges) and not position_ids[:, 0].any():
-                say_once(
-                    "sp_overlap: position_ids start anew on every rank, so each rank's tokens are taken for documents of their "
-                    "own; for one long sequence give position_ids of the whole sequence, cut like input_ids"
-                )
-        self._masks: dict[tuple[int, int], Tensor] = {}
-
-    def window_mask(self, length: int, window: int) -> Tensor:
-        """Causal mask [1, 1, length, length] of a sliding window, made once a step."""
-        if (length, window) not in self._masks:
-            at = torch.arange(length, device=self.position_ids.device)
-            behind = at[:, None] - at[None, :]
-            self._masks[length, window] = ((behind >= 0) & (behind < window))[None, None]
-        return self._masks[length, window]
-
-
-class _Positions:
-    """Gathers ``position_ids`` over the sp group, once for all layers that are given the same tensor."""
-
-    def __init__(self, channel: Channel):
-        self.channel = channel
-        self.gathered: tuple[weakref.ref, int] | None = None  # from which tensor, at which version
-        self.step: _Step | None = None
-
-    def gather(self, local: Tensor | None, where: str) -> _Step:
-        """The step that ``local`` [b or 1, s/P] belongs to. Collective, the first time for each tensor."""
-        if local is None:
-            raise ValueError(
-                f"{where}: sequence parallelism needs position_ids in every forward: those of the whole sequence, cut over the "
-                "ranks like input_ids"
-            )
-        version = None if local.is_inference() else local._version  # None: can't tell whether it was written anew
-        if self.gathered is None or self.gathered[0]() is not local or self.gathered[1] != version or version is None:
-            self.step, self.gathered = self._gather(local, where), (weakref.ref(local), version)
-        return self.step
-
-    def _gather(self, local: Tensor, where: str) -> _Step:
-        size, group = self.channel.size, self.channel.group
-        shape = torch.tensor(local.shape, device=local.device)
-        shapes = [torch.empty_like(shape) for _ in range(size)]
-        dist.all_gather(shapes, shape, group=group)
-        shapes = torch.stack(shapes).tolist()
-        if len({rows for rows, _ in shapes}) > 1:
-            raise ValueError(f"{where}: position_ids differ in batch over the sp ranks: shapes {shapes}")
-        lengths = [length for _, length in shapes]
-        padded = local.new_zeros(local.shape[0], max(lengths))
-        padded[:, : local.shape[1]] = local
-        parts = [torch.empty_like(padded) for _ in range(size)]
-        dist.all_gather(parts, padded, group=group)
-        return _Step(torch.cat([part[:, :length] for part, length in zip(parts, lengths)], dim=1), lengths)
-
-
 # Attention over the whole sequence with this rank's heads.
 
 
@@ -144,7 +73,7 @@ def _core(module: nn.Module) -> tuple[str, Callable]:
     return name, function.before if isinstance(function, _Dispatch) else function
 
 
-def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: _Step, **options: Any) -> Tensor:
+def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: Step, **options: Any) -> Tensor:
     """q, k, v [b, s, h/P, d] -> o [b, s, h/P, d], through transformers' own attention function."""
     name, function = _core(module)
     window = options.get("sliding_window")
@@ -203,7 +132,7 @@ def _refuse_cache(cache: Any, module: nn.Module, seen: weakref.WeakSet, where: s
     seen.add(cache)
 
 
-def _drive(name: str, module: nn.Module, positions: _Positions, channel: Channel, config: SpOverlapConfig):
+def _drive(name: str, module: nn.Module, positions: Positions, channel: Channel, config: SpOverlapConfig):
     """The block over a layer of a known family, and a forward for the layer that calls it."""
     names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
 
@@ -270,7 +199,7 @@ class _Dispatch:
         return o, None
 
 
-def _bind_function(name: str, module: nn.Module, positions: _Positions, channel: Channel, config: SpOverlapConfig):
+def _bind_function(name: str, module: nn.Module, positions: Positions, channel: Channel, config: SpOverlapConfig):
     """Overlap the attention function of a layer of an unknown family; its projections stay its own."""
     functions, implementation = _library(), module.config._attn_implementation
     if not isinstance(functions[implementation], _Dispatch):
@@ -300,7 +229,7 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig) -> 
     """The attention layers of a transformers model. Raises ValueError where ``head_groups`` is out of range."""
     if _library() is None:
         return []
-    positions, found = _Positions(channel), []
+    positions, found = Positions(channel), []
     for name, module in model.named_modules():
         inner = getattr(module, "config", None)
         if not type(module).__name__.endswith("Attention") or not hasattr(inner, "_attn_implementation"):

@@ -1,0 +1,84 @@
+"""What every attention layer shares: the sp group, the configuration, the agreement of the ranks, the form of o."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Callable
+
+from torch import Tensor
+
+from . import ops
+from .config import SpOverlapConfig
+from .exchange import Channel
+from .layout import Geometry
+from .schedule import Call
+
+_geometry = lru_cache(maxsize=4096)(Geometry)
+
+
+class Layer:
+    """What both kinds of attention layer share: the sp group, the configuration, and the agreement of the ranks."""
+
+    def __init__(self, channel: Channel, config: SpOverlapConfig, where: str):
+        self.channel, self.config, self.where = channel, config, where
+        self.agreed = False
+
+    def call(self, describe: Callable[[], tuple[Geometry, tuple]]) -> Call:
+        """A call of this layer, of the geometry that ``describe`` gives.
+
+        On the layer's first call (on every call with ``sp_overlap.check``) the ranks compare it first: a fault that one of
+        them has, or a difference, is a ValueError on all of them before anything is exchanged.
+        """
+        first = not self.agreed
+        if first or self.config.check:
+            self.channel.agree(self.where, lambda: self._comparable(*describe()))
+            self.agreed = True
+        geometry, _ = describe()
+        return Call(self.channel, geometry, self.where, checked=first and self.config.check)
+
+    def _comparable(self, geometry: Geometry, types: tuple) -> str:
+        ops.implementation(self.channel.kernels)  # refused here, on every rank, where this one lacks them
+        lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
+        return (
+            f"local sequence {lengths}, batch {geometry.batch}, {geometry.heads} query and {geometry.kv_heads} KV heads, "
+            f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types}"
+        )
+
+    def geometry(self, x: Tensor, heads: int, kv_heads: int, batch_first: bool, lengths, extra: tuple) -> Geometry:
+        """Geometry of a call with ``x`` [s/P, b, ...], one head group where attention gets ``extra`` arguments per head."""
+        channel = self.channel
+        batch, local_seq = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+        seq_lens = (local_seq,) * channel.size if lengths is None else tuple(int(length) for length in lengths)
+        groups = self.config.groups_for(heads, channel.size)
+        geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, groups, batch_first)
+        if groups > 1 and _per_head(geometry, extra):
+            geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, 1, batch_first)
+        if seq_lens[channel.rank] != local_seq:
+            raise ValueError(
+                f"sequence_lengths: {seq_lens[channel.rank]} for sp rank {channel.rank}, whose local sequence has {local_seq} tokens"
+            )
+        return geometry
+
+
+def _per_head(geometry: Geometry, extra: tuple) -> bool:
+    """Whether some tensor may have one slice per head of a rank (a bias, slopes), which head groups would misuse.
+
+    Asked for every rank's count of heads, so that all ranks answer alike; where it is wrong it costs some overlap.
+    """
+    counts = {stop - start for start, stop in map(geometry.query_range, range(geometry.sp_size))}
+    return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)
+
+
+def apart(o: Any, q: Tensor, where: str) -> Tensor:
+    """Local attention's output with its heads in a dimension of their own, ``[.., .., h_g/P, d]``."""
+    if not isinstance(o, Tensor):
+        raise ValueError(f"{where}: local attention must return one tensor, got {type(o).__name__}")
+    heads = q.shape[2]
+    if o.dim() == 3 and o.shape[-1] % heads == 0:
+        o = o.unflatten(-1, (heads, -1))
+    if o.dim() != 4 or o.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            f"{where}: local attention of query {list(q.shape)} must return that shape (another head dim is fine), or the "
+            f"same with heads and head dim flattened, got {list(o.shape)}"
+        )
+    return o

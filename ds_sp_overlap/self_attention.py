@@ -1,0 +1,174 @@
+"""A whole self-attention layer, whose projections work under the exchanges."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+
+from .config import SpOverlapConfig
+from .exchange import Channel
+from .layer import Layer, apart
+from .linear import OutputParts, RowParts, WholeRows, call_through, can_take_apart
+from .parts import Part, join
+from .schedule import Call, overlapped
+from .transport import Transport
+
+
+class SelfAttention:
+    """A whole self-attention layer under sequence parallelism, its projections working under the exchanges.
+
+    It owns nothing: it is no module and has no parameters, it drives those it is given. Keep it beside your modules, or
+    in the forward of one of them.
+
+    local_attention          q, k, v -> o over the whole sequence, [b, s, h/P, d] each ([s, b, h/P, d] if not ``batch_first``)
+    o_proj                   output projection, [h d_v] -> [m]
+    num_heads, head_dim      h, d
+    num_kv_heads             h_kv; h if None
+    q_proj, k_proj, v_proj   separate projections, or
+    qkv_proj                 a fused one, its rows in the order [all q | all k | all v]
+    q_norm, k_norm           per-head norm of q and k, applied over d
+    rope                     ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d]; applied before the exchange
+    sequence_process_group   the sp group; None for one rank
+    batch_first              hidden states are [b, s/P, m] (True) or [s/P, b, m]
+    config                   an ``sp_overlap`` section
+    name                     for errors and logs
+
+    A projection that can't be taken apart (LoRA, quantised, hooked by somebody) is called whole; its exchanges are
+    overlapped all the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        local_attention: Callable[..., Tensor],
+        o_proj: nn.Module,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        q_proj: nn.Module | None = None,
+        k_proj: nn.Module | None = None,
+        v_proj: nn.Module | None = None,
+        qkv_proj: nn.Module | None = None,
+        q_norm: Callable[[Tensor], Tensor] | None = None,
+        k_norm: Callable[[Tensor], Tensor] | None = None,
+        rope: Callable[[Tensor, Any], Tensor] | None = None,
+        sequence_process_group: Any = None,
+        batch_first: bool = True,
+        config: SpOverlapConfig | dict | None = None,
+        transport: Transport | None = None,
+        name: str = "attention",
+    ):
+        self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
+        self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
+        parsed = SpOverlapConfig.parse(config or {})
+        self.layer = Layer(Channel(sequence_process_group, transport, kernels=parsed.kernels), parsed, name)
+        self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj, q_norm, k_norm)
+
+    def use(self, o_proj, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None) -> None:
+        """Drive these modules from now on: adapters come and go after the block was made."""
+        separate, name = (q_proj, k_proj, v_proj), self.layer.where
+        if (qkv_proj is None) == (None in separate) or (qkv_proj is not None and separate != (None, None, None)):
+            raise ValueError(f"{name}: give q_proj, k_proj and v_proj, or qkv_proj alone")
+        if qkv_proj is None:
+            self._projections = {kind: (module, 0) for kind, module in zip("qkv", separate)}
+        else:
+            firsts = (0, self.heads, self.heads + self.kv_heads)
+            self._projections = {kind: (qkv_proj, first) for kind, first in zip("qkv", firsts)}
+        self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
+
+    def taken_apart(self) -> list[nn.Module]:
+        """The projections that are computed part by part, as of now."""
+        if not self.layer.config.projections:
+            return []
+        modules = dict.fromkeys([*(module for module, _ in self._projections.values()), self.o_proj])
+        return [module for module in modules if can_take_apart(module)]
+
+    @torch.compiler.disable
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        position_embeddings: Any = None,
+        sequence_lengths: list[int] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend over the global sequence.
+
+        hidden_states        [b, s/P, m], or [s/P, b, m] if not ``batch_first``
+        position_embeddings  for ``rope``, of this rank's positions
+        sequence_lengths     local length of every rank, where they are not all the same
+        returns              as ``hidden_states``
+
+        The remaining arguments go to ``local_attention``, once per head group.
+        """
+        extra = (*args, *kwargs.values())
+        call = self.layer.call(lambda: self._describe(hidden_states, sequence_lengths, extra))
+        opened = self.taken_apart()
+
+        def inputs(program):
+            inner = [module for module in opened if module is not self.o_proj]
+            return call_through(
+                inner, lambda x: tuple(program(self._projector(call, x, inner, position_embeddings))), hidden_states
+            )
+
+        def attend(q, k, v):
+            return apart(self.local_attention(q, k, v, *args, **kwargs), q, self.layer.where)
+
+        def columns(group, head_dim):
+            return tuple((start * head_dim, stop * head_dim) for start, stop in call.geometry.heads_of("q", group))
+
+        def output(tokens, program):
+            if self.o_proj not in opened:
+                outputs: list[Tensor] = []
+                program(tokens, lambda group, o: outputs.append(o))
+                o = join(outputs, 2, [call.geometry.heads_of("q", group) for group in call.groups])
+                return self.o_proj(o.flatten(2))
+
+            def body(*tokens):
+                total = OutputParts(self.o_proj, like=hidden_states, defer=self.layer.config.wgrad)
+                program(tokens, lambda group, o: total.add(o.flatten(2), columns(group, o.shape[-1])))
+                return total.sum
+
+            return call_through([self.o_proj], body, *tokens)
+
+        return overlapped(call, inputs, attend, output)
+
+    def _projector(self, call: Call, x: Tensor, opened: list[nn.Module], position_embeddings: Any):
+        """``project(kind, group)`` of `overlapped`: projection, norm and RoPE of one group's heads."""
+        rows: dict[nn.Module, list[Part]] = {}
+        place: dict[tuple[str, int], tuple[nn.Module, int]] = {}
+        for kind, group in call.parts:
+            module, first = self._projections[kind]
+            part = rows.setdefault(module, [])
+            place[kind, group] = module, len(part)
+            part.append(
+                tuple(
+                    ((first + start) * self.head_dim, (first + stop) * self.head_dim)
+                    for start, stop in call.geometry.heads_of(kind, group)
+                )
+            )
+        sources = {m: (RowParts if m in opened else WholeRows)(x, m, parts) for m, parts in rows.items()}
+
+        def project(kind: str, group: int) -> Tensor:
+            module, index = place[kind, group]
+            heads = sources[module].part(index).unflatten(-1, (-1, self.head_dim))
+            if kind == "v":
+                return heads
+            if self._norms[kind] is not None:
+                heads = self._norms[kind](heads)
+            return heads if self.rope is None else self.rope(heads, position_embeddings)
+
+        return project
+
+    def _describe(self, hidden: Tensor, lengths, extra: tuple):
+        if hidden.dim() != 3:
+            raise ValueError(f"hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got {list(hidden.shape)}")
+        geometry = self.layer.geometry(hidden, self.heads, self.kv_heads, self.batch_first, lengths, extra)
+        grads = [torch.is_grad_enabled() and (hidden.requires_grad or trained) for trained in self._trained()]
+        return geometry, (str(hidden.dtype), self.head_dim, "gradients of q, k, v", grads)
+
+    def _trained(self) -> list[bool]:
+        modules = (self._projections[kind][0] for kind in "qkv")
+        return [any(p.requires_grad for p in module.parameters()) for module in modules]

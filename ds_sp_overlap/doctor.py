@@ -21,7 +21,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from . import kernels
-from .attention import SelfAttention
+from .self_attention import SelfAttention
 from .transport import C10d
 
 BOUND = 1e-12  # relative; fp64 rounding of sums over a few thousand terms stays below 1e-13

@@ -11,17 +11,9 @@ from .config import SpOverlapConfig
 from .exchange import Channel
 from .layer import Layer, apart
 from .parts import cut, join
+from .rotary import rotate
 from .schedule import overlapped
 from .transport import Transport
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-rotated rotary embedding (https://arxiv.org/abs/2104.09864); dims of ``x`` past those of ``cos`` pass through."""
-    dims = cos.shape[-1]
-    rotary, rest = x[..., :dims], x[..., dims:]
-    low, high = rotary.chunk(2, dim=-1)
-    rotary = rotary * cos + torch.cat((-high, low), dim=-1) * sin
-    return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
 
 
 class ProjectedAttention:

@@ -31,7 +31,8 @@ def plain_exchange(channel, layout, x: Tensor, name: str) -> Tensor:
     out = torch.zeros(target.shape, dtype=x.dtype)
     for (start, stop), (_, _, sender, tensor) in zip(target.parts, every):
         begin, end = sender.source.parts[channel.rank]
-        out.narrow(target.dim, start, stop - start).add_(tensor.narrow(sender.source.dim, begin, end - begin))
+        place = out.narrow(target.dim, start, stop - start)
+        place.add_(tensor.narrow(sender.source.dim, begin, end - begin).reshape(place.shape))
     return out.to(x.device)
 
 

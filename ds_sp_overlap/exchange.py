@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import check, ops
-from .layout import Layout
+from .layout import Layout, Side
 from .transport import C10d, OneRank, Transport
 
 
@@ -131,6 +131,14 @@ class Channel:
             raise ValueError(f"{where}: the ranks of the sp group are about to exchange different things ({seen})")
 
 
+def _as_it_travels(x: Tensor, side: Side) -> Tensor | None:
+    """``x``, one end of an exchange, as the flat buffer that travels, if it lies in memory that way: each part together."""
+    if side.is_wire_layout:
+        return x.contiguous().view(-1)
+    front = x.movedim(side.dim, 0)
+    return front.view(-1) if side.is_cut_into_slices and front.is_contiguous() else None
+
+
 class _InFlight:
     """One launched transfer; owns its buffers until it is collected."""
 
@@ -141,13 +149,15 @@ class _InFlight:
         self.name, self.layout, self.channel = name, layout, channel
         self.side = channel.side(x.device)
         self.expected = check.plain_exchange(channel, layout, x, name) if checked else None
-        x = x.contiguous() if source.is_wire_layout else x
         self.source = x  # guard: read by the transfer, so kept alive until it is over
-        self.send = x.view(-1) if source.is_wire_layout else x.new_empty(sum(source.split_sizes))
+        self.send = _as_it_travels(x, source)
+        packs = self.send is None
+        if packs:
+            self.send = x.new_empty(sum(source.split_sizes))
         self.recv = x.new_empty(sum(target.split_sizes))
         self.out = self.recv.view(target.shape) if target.is_wire_layout else x.new_empty(target.shape)
         with self.side.after_compute():
-            if not source.is_wire_layout:
+            if packs:
                 starts, stops = zip(*source.parts)
                 ops.implementation(channel.kernels).pack(x, source.dim, starts, stops, self.send)
             with self._named():

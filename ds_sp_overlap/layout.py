@@ -57,6 +57,11 @@ class Side:
         return self.tiles and math.prod(self.shape[: self.dim]) == 1
 
     @property
+    def is_cut_into_slices(self) -> bool:
+        """Whether each part is one slice, as in a tensor that has a dimension for the ranks."""
+        return self.tiles and len(self.parts) == self.shape[self.dim]
+
+    @property
     def overlaps(self) -> bool:
         """Whether some slice belongs to several peers; what they send back is summed."""
         cuts = sorted(part for part in self.parts if part[0] < part[1])
@@ -168,6 +173,16 @@ class Geometry:
                 ranges.append((start, stop))
         return tuple(ranges)
 
+    def divides(self, kind: str) -> bool:
+        """Whether every rank is sent as many heads as every other, none of them twice, from places evenly spaced."""
+        for group in range(self.groups):
+            ranges = [self.sent_range(kind, rank, group) for rank in range(self.sp_size)]
+            counts = {max(stop - start, 0) for start, stop in ranges}
+            steps = {after[0] - before[0] for before, after in zip(ranges, ranges[1:])}
+            if len(counts) > 1 or len(steps) > 1 or any(step < max(counts) for step in steps):
+                return False
+        return True
+
     def kinds_of(self, group: int) -> str:
         """Which of q, k, v travel with ``group``; no KV head is new to a group that shares all of them."""
         return "qkv" if self.heads_of("k", group) else "q"
@@ -175,13 +190,16 @@ class Geometry:
     # What an exchange does.
 
     @lru_cache(maxsize=4096)
-    def exchange(self, kind: str, group: int, head_dim: int) -> Layout:
+    def exchange(self, kind: str, group: int, head_dim: int, by_rank: bool = False) -> Layout:
         """Layout of the exchange of one group of q, k, v (head scatter) or o (sequence scatter).
 
         The local tensor holds the heads of `heads_of`, the global one those of `sent_range` on this rank.
+
+        by_rank   the local tensor has a dimension for the ranks, ``[.., P, heads, d]``, so that its strides can say that
+                  each rank's heads lie together: then it is the buffer that travels (for kinds that `divides` affirms)
         """
         if kind == "o":
-            return self.exchange("q", group, head_dim).inverse
+            return self.exchange("q", group, head_dim, by_rank).inverse
         first = {}  # where each head lies in the local tensor
         for start, stop in self.heads_of(kind, group):
             first.update(zip(range(start, stop), range(len(first), len(first) + stop - start)))
@@ -198,6 +216,9 @@ class Geometry:
             self.seq_dim,
             tuple((end - length, end) for end, length in zip(ends, self.seq_lens)),
         )
+        if by_rank:
+            shape = (*local.shape[:2], self.sp_size, len(first) // self.sp_size, head_dim)
+            local = Side(shape, 2, tuple((rank, rank + 1) for rank in range(self.sp_size)))
         return Layout(source=local, target=whole)
 
     def _shape(self, seq: int, heads: int, head_dim: int) -> tuple[int, ...]:

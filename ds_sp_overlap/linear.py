@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .parts import Part, cut, cut_ranges, gradient_parts, put_ranges
+from .parts import Gradient, Part, batched, cut, cut_ranges, tokens
 
 
 def can_take_apart(module: nn.Module) -> bool:
@@ -58,35 +58,60 @@ def _matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def batched_pays(x: Tensor, rows: int) -> bool:
+    """Whether one batched GEMM that writes the send buffer takes no longer than one GEMM and a pack, for ``rows`` a rank.
+
+    What benchmarks/kernels.py found: on CPU in fp32 it does from 128 rows on. In half precision the dgrad of strided weights takes
+    two to three times as long there. Not measured on any GPU, so not done on one.
+    """
+    plain = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
+    return x.device.type == "cpu" and plain and rows >= 128
+
+
+def _by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x`` [..., k] times ``weights`` [P, k, n] -> [..., P, n], which lies in memory as it travels, ``[P, ..., n]``."""
+    ranks, k, n = weights.shape
+    out = x.new_empty(ranks, *x.shape[:-1], n)
+    operands = _matrix(x).expand(ranks, -1, k), weights
+    flat = out.view(ranks, -1, n)
+    torch.bmm(*operands, out=flat) if bias is None else torch.baddbmm(bias.unsqueeze(1), *operands, out=flat)
+    return out.movedim(0, -2)
+
+
 class _LinearRows(torch.autograd.Function):
     """Some rows of a projection.
 
     x   [..., m]     w   [n, m]   the parameter     b   [n]
-    w_r [n_r, m]     the rows of w in ``rows``
+    w_r [n_r, m]     the rows of w in part ``index``
+    ranks            0: y is [..., n_r]; else [..., ranks, n_r / ranks], the rows of each rank together in memory
 
     forward   y  = x w_r^T + b_r
     dgrad     dx = dy w_r
-    wgrad     dw_r = dy^T x,  db_r = sum dy      to the stand-ins of `gradient_parts`
+    wgrad     dw_r = dy^T x,  db_r = sum dy      left in the `Gradient` of each, and said so to its token
     """
 
     @staticmethod
-    def forward(ctx, x, weight_part, bias_part, weight, bias, rows):
-        ctx.rows = rows
+    def forward(ctx, x, weight_token, bias_token, weight, bias, index, gradients, ranks):
+        ctx.index, ctx.gradients = index, gradients
         ctx.save_for_backward(x, weight)
+        rows = gradients[0].parts[index]
+        if ranks:
+            return _by_rank(x, batched(weight, 0, rows, ranks), None if bias is None else batched(bias, 0, rows, ranks))
         return F.linear(x, cut_ranges(weight, 0, rows), None if bias is None else cut_ranges(bias, 0, rows))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = dy @ cut_ranges(weight, 0, ctx.rows)
-        if ctx.needs_input_grad[1]:
-            dw = _matrix(dy).t() @ _matrix(x)
-        if ctx.needs_input_grad[2]:
-            db = _matrix(dy).sum(0)
-        return dx, dw, db, None, None, None
+        dy = dy.flatten(x.dim() - 1)
+        token, (of_weight, of_bias) = dy.new_empty(0), ctx.gradients
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dx = dy @ cut_ranges(weight, 0, of_weight.parts[ctx.index]) if needs_dx else None
+        if needs_dw:
+            of_weight.leave(ctx.index, _matrix(dy).t() @ _matrix(x))
+        if needs_db:
+            of_bias.leave(ctx.index, _matrix(dy).sum(0))
+        return dx, token if needs_dw else None, token if needs_db else None, None, None, None, None, None
 
 
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -108,15 +133,14 @@ class RowParts:
 
     def __init__(self, x: Tensor, module: nn.Linear, parts: list[Part]):
         self.x, self.weight, self.bias = _autocast(x, module.weight, module.bias)
-        self.parts = parts
-        self.weight_parts = gradient_parts(self.weight, parts)
-        self.bias_parts = gradient_parts(self.bias, parts)
+        shapes = self.weight.shape, self.weight.shape[:1]
+        self.gradients = tuple(Gradient(shape, 0, parts) for shape in shapes)
+        self.tokens = [tokens(parameter, left) for parameter, left in zip((self.weight, self.bias), self.gradients)]
 
-    def part(self, index: int) -> Tensor:
-        """Output of the rows of one part, ``[..., n_r]``."""
-        return _LinearRows.apply(
-            self.x, self.weight_parts[index], self.bias_parts[index], self.weight, self.bias, self.parts[index]
-        )
+    def part(self, index: int, ranks: int = 0) -> Tensor:
+        """Output of the rows of one part, ``[..., n_r]``; ``[..., ranks, n_r / ranks]`` in the memory order of the wire."""
+        weight_token, bias_token = (of[index] for of in self.tokens)
+        return _LinearRows.apply(self.x, weight_token, bias_token, self.weight, self.bias, index, self.gradients, ranks)
 
 
 class WholeRows:
@@ -153,13 +177,10 @@ class _Wgrad(torch.autograd.Function):
         ctx.left.clear()
         dw = db = None
         if ctx.needs_input_grad[0]:
-            products = {columns: product() for columns, (product, _) in parts.items()}
-            if list(products) == [((0, ctx.shape[1]),)]:
-                (dw,) = products.values()
-            else:
-                dw = next(iter(products.values())).new_empty(ctx.shape)
-                for columns, product in products.items():
-                    put_ranges(dw, 1, columns, product, add=False)
+            gradient = Gradient(ctx.shape, 1, list(parts))
+            for index, (product, _) in enumerate(parts.values()):
+                gradient.leave(index, product())
+            dw = gradient.collect([True] * len(parts))
         if ctx.has_bias and ctx.needs_input_grad[1]:
             _, dy = next(iter(parts.values()))
             db = _matrix(dy).sum(0)
@@ -171,6 +192,8 @@ class _OutputPart(torch.autograd.Function):
 
     o_c  [..., k_c]     this group's heads      w  [m, k]   the parameter, w_c = w[:, c] its columns for them
     acc  [..., m]       the sum so far, updated in place; None for the first
+    ranks               0: do_c is [..., k_c]; else o_c and do_c are [..., ranks, k_c / ranks], the columns of each rank
+                        together in the memory of do_c
 
     forward   acc + o_c w_c^T  (+ b with the first)
     dgrad     do_c = dy w_c,  d acc = dy
@@ -178,8 +201,9 @@ class _OutputPart(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, o, acc, token, weight, bias, columns, left, defer):
-        ctx.columns, ctx.left, ctx.defer = columns, left, defer
+    def forward(ctx, o, acc, token, weight, bias, columns, left, defer, ranks):
+        ctx.columns, ctx.left, ctx.defer, ctx.ranks = columns, left, defer, ranks
+        o = o.flatten(-2) if ranks else o
         ctx.save_for_backward(o, weight)
         operands = _matrix(o), cut_ranges(weight, 1, columns).t()
         if acc is not None:
@@ -195,7 +219,11 @@ class _OutputPart(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         o, weight = ctx.saved_tensors
-        do = dy @ cut_ranges(weight, 1, ctx.columns) if ctx.needs_input_grad[0] else None
+        do = None
+        if ctx.needs_input_grad[0] and ctx.ranks:
+            do = _by_rank(dy, batched(weight, 1, ctx.columns, ctx.ranks))
+        elif ctx.needs_input_grad[0]:
+            do = dy @ cut_ranges(weight, 1, ctx.columns)
         if ctx.needs_input_grad[2]:
 
             def product():
@@ -207,7 +235,7 @@ class _OutputPart(torch.autograd.Function):
             # Under its columns: what a backward left that never reached `_Wgrad` is replaced, not added to.
             ctx.left[ctx.columns] = product, dy
         token = dy.new_empty(0) if ctx.needs_input_grad[2] else None
-        return do, dy if ctx.needs_input_grad[1] else None, token, None, None, None, None, None
+        return do, dy if ctx.needs_input_grad[1] else None, token, None, None, None, None, None, None
 
 
 class OutputParts:
@@ -215,16 +243,19 @@ class OutputParts:
 
     module   the linear layer, weight ``[m, k]``
     defer    whether the wgrad waits for its node (``sp_overlap.wgrad``) or is computed with the dgrad
+    ranks    0, or the ranks whose columns lie together in the memory of the inputs' gradients
     """
 
-    def __init__(self, module: nn.Linear, like: Tensor, defer: bool = True):
+    def __init__(self, module: nn.Linear, like: Tensor, defer: bool = True, ranks: int = 0):
         _, self.weight, self.bias = _autocast(like, module.weight, module.bias)
         self.left: dict = {}
-        self.defer = defer
+        self.defer, self.ranks = defer, ranks
         self.token = _Wgrad.apply(self.weight, self.bias, self.left)
         self.sum: Tensor | None = None
 
     def add(self, o: Tensor, columns: Part) -> None:
         """Add the share of the heads in ``o`` ``[..., k_c]``, whose columns of the weight are ``columns``."""
         (o,) = _autocast(o)
-        self.sum = _OutputPart.apply(o, self.sum, self.token, self.weight, self.bias, columns, self.left, self.defer)
+        self.sum = _OutputPart.apply(
+            o, self.sum, self.token, self.weight, self.bias, columns, self.left, self.defer, self.ranks
+        )

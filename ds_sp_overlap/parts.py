@@ -38,6 +38,8 @@ def _join(shape, dim: int, parts: list[Part], pieces) -> Tensor | None:
     given = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
     if not given:
         return None
+    if given[0][0] == ((0, shape[dim]),) and len(given) == 1:
+        return given[0][1]
     once = _disjoint_cover([part for part, _ in given], shape[dim])
     whole = given[0][1].new_empty(shape) if once else given[0][1].new_zeros(shape)
     for part, piece in given:
@@ -74,25 +76,59 @@ class _Join(torch.autograd.Function):
         return None, None, None, *(cut_ranges(grad, ctx.dim, part).contiguous() for part in ctx.parts)
 
 
-class _GradientParts(torch.autograd.Function):
-    """Stand-ins for parts of a parameter, whose gradients are put together into the parameter's.
+class Gradient:
+    """The gradient of a parameter while its parts arrive.
+
+    shape   of the parameter
+    dim     the dimension it is cut along
+    parts   written where they belong at once if they tile it, so that there is one buffer; else kept, and summed
+    """
+
+    def __init__(self, shape: torch.Size, dim: int, parts: list[Part]):
+        self.shape, self.dim, self.parts = shape, dim, parts
+        self.tile = len(parts) > 1 and _disjoint_cover(parts, shape[dim])
+        self.whole: Tensor | None = None
+        self.pieces: dict[int, Tensor] = {}
+
+    def leave(self, index: int, piece: Tensor) -> None:
+        """Take the gradient of one part; in place of one that an earlier backward left and nobody collected."""
+        if not self.tile:
+            self.pieces[index] = piece
+            return
+        if self.whole is None:
+            self.whole = piece.new_empty(self.shape)
+        put_ranges(self.whole, self.dim, self.parts[index], piece, add=False)
+
+    def collect(self, reached: list[bool]) -> Tensor | None:
+        """The gradient, zero in the parts that this backward has not reached."""
+        pieces, self.pieces = self.pieces, {}
+        whole, self.whole = self.whole, None
+        if not self.tile:
+            return _join(self.shape, self.dim, self.parts, [pieces[i] if there else None for i, there in enumerate(reached)])
+        for part, there in zip(self.parts, reached):
+            for start, stop in () if there else part:
+                whole.narrow(self.dim, start, stop - start).zero_()
+        return whole
+
+
+class _Tokens(torch.autograd.Function):
+    """A token for each part of a parameter: a part that has left its gradient says so through it.
 
     parameter  [n, ...]
-    part g     [n_g, ...]   no memory of its own; only its gradient counts
-    backward   d parameter = the gradients of the parts, in their places (summed where parts overlap)
+    token g    [0]
+    backward   d parameter = what is left in ``gradient``
     """
 
     @staticmethod
-    def forward(ctx, parameter, parts):
+    def forward(ctx, parameter, gradient):
         ctx.set_materialize_grads(False)
-        ctx.shape, ctx.parts = parameter.shape, parts
-        rows = [sum(stop - start for start, stop in part) for part in parts]
-        return tuple(parameter.new_empty(()).expand(n, *parameter.shape[1:]) for n in rows)
+        ctx.gradient = gradient
+        return tuple(parameter.new_empty(0) for _ in gradient.parts)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
-        return _join(ctx.shape, 0, ctx.parts, grads), None
+    def backward(ctx, *tokens):
+        return ctx.gradient.collect([token is not None for token in tokens]), None
 
 
 def cut(x: Tensor, dim: int, parts: list[Part]) -> tuple[Tensor, ...]:
@@ -109,8 +145,14 @@ def join(pieces: list[Tensor], dim: int, parts: list[Part]) -> Tensor:
     return _Join.apply(shape, dim, parts, *pieces)
 
 
-def gradient_parts(parameter: Tensor | None, parts: list[Part]) -> tuple[Tensor | None, ...]:
-    """What the parts of a parameter hand their gradients to; the parameter itself if there is one part."""
-    if parameter is None:
-        return (None,) * len(parts)
-    return (parameter,) if parts == [((0, parameter.shape[0]),)] else _GradientParts.apply(parameter, parts)
+def tokens(parameter: Tensor | None, gradient: Gradient) -> tuple[Tensor | None, ...]:
+    """A token for each part of the parameter, whose gradient is due once the parts have left theirs."""
+    return (None,) * len(gradient.parts) if parameter is None else _Tokens.apply(parameter, gradient)
+
+
+def batched(parameter: Tensor, dim: int, part: Part, count: int) -> Tensor:
+    """``count`` equal, evenly spaced slices of ``parameter`` along ``dim`` as one view, ``[count, .., slice]``, ``dim`` last."""
+    first, last = part[0][0], part[-1][1]
+    size = sum(stop - start for start, stop in part) // count
+    step = part[1][0] - first if len(part) > 1 else size
+    return parameter.narrow(dim, first, last - first).unfold(dim, size, step).movedim(dim, 0)

@@ -41,7 +41,10 @@ class Call:
     geometry   who holds what
     where      name of the layer, for errors and logs
     checked    compare each exchange with a plain one
+    by_rank    those of q, k, v and o whose local tensors have a dimension for the ranks (`Geometry.exchange`)
     """
+
+    by_rank: frozenset[str] = frozenset()
 
     def __init__(self, channel: Channel, geometry: Geometry, where: str, checked: bool = False):
         self.channel, self.geometry, self.where, self.checked = channel, geometry, where, checked
@@ -51,7 +54,7 @@ class Call:
 
     def start(self, kind: str, group: int, x: Tensor) -> Tensor:
         """Start the exchange of one group of q, k, v or o; returns its token."""
-        layout = self.geometry.exchange(kind, group, x.shape[-1])
+        layout = self.geometry.exchange(kind, group, x.shape[-1], kind in self.by_rank)
         what = kind if self.geometry.groups == 1 else f"{kind}{group}"
         exchange = self._exchanges[kind, group] = Exchange(self.channel, layout, self.where, what, self.checked)
         return exchange.start(x)

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from .config import SpOverlapConfig
 from .exchange import Channel
 from .layer import Layer, apart
-from .linear import OutputParts, RowParts, WholeRows, call_through, can_take_apart
+from .layout import Geometry
+from .linear import OutputParts, RowParts, WholeRows, batched_pays, call_through, can_take_apart
 from .parts import Part, join
+from .rotary import Rotary
 from .schedule import Call, overlapped
 from .transport import Transport
 
@@ -29,7 +31,8 @@ class SelfAttention:
     q_proj, k_proj, v_proj   separate projections, or
     qkv_proj                 a fused one, its rows in the order [all q | all k | all v]
     q_norm, k_norm           per-head norm of q and k, applied over d
-    rope                     ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d]; applied before the exchange
+    rope                     ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d], applied before the exchange; best a
+                             `Rotary`, which needs no memory order
     sequence_process_group   the sp group; None for one rank
     batch_first              hidden states are [b, s/P, m] (True) or [s/P, b, m]
     config                   an ``sp_overlap`` section
@@ -106,6 +109,7 @@ class SelfAttention:
         extra = (*args, *kwargs.values())
         call = self.layer.call(lambda: self._describe(hidden_states, sequence_lengths, extra))
         opened = self.taken_apart()
+        call.by_rank = self._by_rank(call.geometry, hidden_states, opened)
 
         def inputs(program):
             inner = [module for module in opened if module is not self.o_proj]
@@ -127,8 +131,9 @@ class SelfAttention:
                 return self.o_proj(o.flatten(2))
 
             def body(*tokens):
-                total = OutputParts(self.o_proj, like=hidden_states, defer=self.layer.config.wgrad)
-                program(tokens, lambda group, o: total.add(o.flatten(2), columns(group, o.shape[-1])))
+                ranks = call.geometry.sp_size if "o" in call.by_rank else 0
+                total = OutputParts(self.o_proj, hidden_states, self.layer.config.wgrad, ranks)
+                program(tokens, lambda group, o: total.add(o.flatten(-2), columns(group, o.shape[-1])))
                 return total.sum
 
             return call_through([self.o_proj], body, *tokens)
@@ -153,7 +158,12 @@ class SelfAttention:
 
         def project(kind: str, group: int) -> Tensor:
             module, index = place[kind, group]
-            heads = sources[module].part(index).unflatten(-1, (-1, self.head_dim))
+            if kind not in call.by_rank:
+                return shape(kind, sources[module].part(index).unflatten(-1, (-1, self.head_dim)))
+            heads = sources[module].part(index, call.geometry.sp_size).unflatten(-1, (-1, self.head_dim))
+            return shape(kind, heads.movedim(2, 0)).movedim(0, 2)  # in the order of memory, which stays as it is
+
+        def shape(kind: str, heads: Tensor) -> Tensor:
             if kind == "v":
                 return heads
             if self._norms[kind] is not None:
@@ -161,6 +171,19 @@ class SelfAttention:
             return heads if self.rope is None else self.rope(heads, position_embeddings)
 
         return project
+
+    def _by_rank(self, geometry: Geometry, x: Tensor, opened: list[nn.Module]) -> frozenset[str]:
+        """Those of q, k, v and o whose send buffers are written by the GEMM that makes them, so that nothing is packed."""
+        modules = {**{kind: module for kind, (module, _) in self._projections.items()}, "o": self.o_proj}
+        turned = self.rope is not None and not isinstance(self.rope, Rotary)  # a stranger's expects four dimensions
+
+        def pays(kind: str) -> bool:
+            sent = "q" if kind == "o" else kind
+            start, stop = geometry.sent_range(sent, geometry.sp_rank, 0)
+            rows = (stop - start) * self.head_dim
+            return modules[kind] in opened and geometry.divides(sent) and batched_pays(x, rows)
+
+        return frozenset(kind for kind in "qkvo" if not (turned and kind in "qk") and pays(kind))
 
     def _describe(self, hidden: Tensor, lengths, extra: tuple):
         if hidden.dim() != 3:

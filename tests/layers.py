@@ -19,6 +19,7 @@ class Shape:
     lengths: tuple = (6, 6)  # local sequence of each rank
     batch_first: bool = True
     rope: bool = True
+    rotary: bool = False  # rope as a `ds_sp_overlap.Rotary` instead of a function of ours
     bias: bool = False
     fused: bool = False
     dtype: torch.dtype = torch.float64
@@ -67,6 +68,9 @@ def block(shape, layer, group, transport=None, local_attention=None):
     """The overlapped block over the layer's own modules."""
     local = reference.attention if shape.batch_first else reference.sequence_first_attention
 
+    def heads_last(tables):
+        return tuple(table[:, None] if shape.batch_first else table[:, None, None] for table in tables)
+
     def rope(x, tables):
         x = x if shape.batch_first else x.transpose(0, 1)
         x = reference.rope(x, *tables)
@@ -75,7 +79,7 @@ def block(shape, layer, group, transport=None, local_attention=None):
     return ds_sp_overlap.SelfAttention(
         local_attention=local_attention or local,
         num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
-        rope=rope if shape.rope else None, sequence_process_group=group, batch_first=shape.batch_first,
+        rope=(ds_sp_overlap.Rotary(heads_last) if shape.rotary else rope) if shape.rope else None, sequence_process_group=group, batch_first=shape.batch_first,
         config=shape.config, transport=transport, name="layer", **layer,
     )  # fmt: skip
 

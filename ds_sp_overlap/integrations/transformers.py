@@ -17,10 +17,11 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
-from ..attention import ProjectedAttention, rotate
+from ..attention import ProjectedAttention
 from ..config import SpOverlapConfig
 from ..exchange import Channel
 from ..layout import Geometry
+from ..rotary import Rotary
 from ..self_attention import SelfAttention
 from . import Layer, rebind
 from .positions import Positions, Step
@@ -139,16 +140,13 @@ def _drive(name: str, module: nn.Module, positions: Positions, channel: Channel,
     def parts() -> dict[str, nn.Module]:
         return {part: child for part in names if (child := getattr(module, part, None)) is not None}
 
-    def rope(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        return rotate(x, *(table.unsqueeze(2) for table in tables))
-
     block = SelfAttention(
         local_attention=lambda q, k, v, **options: _attend(module, q, k, v, **options),
         num_heads=module.config.num_attention_heads,
         num_kv_heads=module.config.num_key_value_heads,
         head_dim=module.head_dim,
         **parts(),
-        rope=rope,
+        rope=Rotary(lambda tables: tuple(table.unsqueeze(2) for table in tables)),
         sequence_process_group=channel.group,
         config=config,
         name=name,

@@ -1,0 +1,33 @@
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-rotated rotary embedding of ``x`` [..., d]; dims past those of ``cos``, ``sin`` [..., d_rot] pass through."""
+    dims = cos.shape[-1]
+    rotary, rest = x[..., :dims], x[..., dims:]
+    low, high = rotary.chunk(2, dim=-1)
+    rotary = rotary * cos + torch.cat((-high, low), dim=-1) * sin
+    return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A layer's rotary embedding: `rotate`, by what its ``position_embeddings`` say.
+
+    tables   position embeddings -> (cos, sin), each broadcast to q and k from the right, ``[b or 1, s/P, 1, d_rot]`` for
+             batch first; the rank's own positions
+    """
+
+    tables: Callable[[Any], tuple[Tensor, Tensor]]
+
+    def __call__(self, x: Tensor, position_embeddings: Any) -> Tensor:
+        """Rotate q or k [..., d]."""
+        return rotate(x, *self.tables(position_embeddings))

@@ -1,0 +1,92 @@
+"""Projections whose GEMM writes the send buffer: the same layer, and nothing left to pack."""
+
+from unittest import mock
+
+import layers
+import pytest
+import torch
+from layers import Shape
+from ranks import on_ranks
+from test_equivalence import HEADS, groups_for, no_faults
+
+from ds_sp_overlap import ops, self_attention
+from ds_sp_overlap.layout import Geometry
+
+always = mock.patch.object(self_attention, "batched_pays", lambda x, rows: True)
+
+
+def faults_written_by_the_gemm(rank, shapes):
+    with always:
+        return layers.faults_of_all(rank, shapes)
+
+
+def shapes_for(size, heads, kv_heads, **options):
+    return [
+        Shape(
+            heads=heads, kv_heads=kv_heads, head_dim=4, batch=batch, lengths=(3,) * size, batch_first=batch_first,
+            rope=rope, rotary=rotary, config={"head_groups": groups, **options.get("config", {})},
+            **{name: value for name, value in options.items() if name != "config"},
+        )
+        for batch, batch_first in ((1, True), (3, True), (3, False))
+        for rope, rotary in ((False, False), (True, False), (True, True))
+        if rope or not options.get("bias")  # without RoPE the gradient of a key's bias is 0, and a relative error says nothing
+        for groups in groups_for(heads, size)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("heads,kv_heads", HEADS)
+def test_the_block_equals_the_reference(heads, kv_heads, size):
+    no_faults(size, faults_written_by_the_gemm, shapes_for(size, heads, kv_heads))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bias": True}, {"fused": True, "bias": True}, {"config": {"wgrad": False}}, {"config": {"check": True}}],
+    ids=str,
+)
+def test_the_block_equals_the_reference_with(options):
+    no_faults(2, faults_written_by_the_gemm, shapes_for(2, 8, 4, **options))
+
+
+def relayouts(rank, rotary, batch_first):
+    """Names of the exchanges that packed and that unpacked, in a forward and backward."""
+    seen = {"pack": 0, "unpack": 0}
+
+    def counting(which):
+        def count(name):
+            def move(*args):
+                seen[name] += 1
+                getattr(ops, f"_{name}")(*args)
+
+            return move
+
+        return ops.Relayout(**{name: count(name) for name in seen})
+
+    shape = Shape(heads=4, kv_heads=4, batch=1, batch_first=batch_first, rotary=rotary, rope=rotary, config={"head_groups": 2})
+    with always, mock.patch.object(ops, "implementation", counting):
+        found = layers.block_faults(rank, shape)
+    return found, seen
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("rotary", [True, False])
+def test_nothing_is_packed_and_o_dq_dk_dv_are_unpacked(rotary, batch_first):
+    """The table of DESIGN 3: of sixteen relayouts a layer with one batch element is left with four, for each head group."""
+    for found, seen in on_ranks(2, relayouts, rotary, batch_first):
+        assert found == [] and seen == {"pack": 0, "unpack": 2 * 4}
+
+
+@pytest.mark.parametrize("heads,kv_heads,size,groups,divide", [
+    (8, 8, 4, 2, "qkv"), (8, 4, 2, 2, "qkv"), (8, 2, 2, 4, "qkv"), (7, 7, 2, 1, ""), (8, 2, 4, 1, "q"), (6, 3, 2, 1, "q"), (4, 1, 2, 1, "q"),
+])  # fmt: skip
+def test_heads_divide_where_all_ranks_are_sent_as_many_and_none_twice(heads, kv_heads, size, groups, divide):
+    geometry = Geometry(size, 0, (3,) * size, 1, heads, kv_heads, groups)
+    assert "".join(kind for kind in "qkv" if geometry.divides(kind)) == divide
+
+
+@pytest.mark.parametrize(
+    "dtype,rows,pays", [(torch.float32, 128, True), (torch.float32, 127, False), (torch.bfloat16, 512, False)]
+)
+def test_the_benchmark_decides(dtype, rows, pays):
+    assert self_attention.batched_pays(torch.empty(1, dtype=dtype), rows) == pays

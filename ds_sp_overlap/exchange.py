@@ -131,6 +131,9 @@ class Channel:
             raise ValueError(f"{where}: the ranks of the sp group are about to exchange different things ({seen})")
 
 
+Tables = tuple[Tensor, Tensor]
+
+
 def _as_it_travels(x: Tensor, side: Side) -> Tensor | None:
     """``x``, one end of an exchange, as the flat buffer that travels, if it lies in memory that way: each part together."""
     if side.is_wire_layout:
@@ -140,26 +143,39 @@ def _as_it_travels(x: Tensor, side: Side) -> Tensor | None:
 
 
 class _InFlight:
-    """One launched transfer; owns its buffers until it is collected."""
+    """One launched transfer; owns its buffers until it is collected.
 
-    def __init__(self, channel: Channel, layout: Layout, x: Tensor, name: str, checked: bool):
+    turn, turn_back   (cos, sin) by which the source is rotated as it is packed, the target as it is unpacked (the other way)
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        layout: Layout,
+        x: Tensor,
+        name: str,
+        checked: bool,
+        turn: Tables | None = None,
+        turn_back: Tables | None = None,
+    ):
         source, target = layout.source, layout.target
         if x.shape != source.shape:
             raise ValueError(f"{name}: expected a tensor of shape {list(source.shape)}, got {list(x.shape)}")
         self.name, self.layout, self.channel = name, layout, channel
         self.side = channel.side(x.device)
-        self.expected = check.plain_exchange(channel, layout, x, name) if checked else None
+        self.turn, self.turn_back = turn, turn_back
+        self.expected = check.plain_exchange(channel, layout, x, name, turn, turn_back) if checked else None
         self.source = x  # guard: read by the transfer, so kept alive until it is over
-        self.send = _as_it_travels(x, source)
+        self.send = _as_it_travels(x, source) if turn is None else None
         packs = self.send is None
         if packs:
             self.send = x.new_empty(sum(source.split_sizes))
         self.recv = x.new_empty(sum(target.split_sizes))
-        self.out = self.recv.view(target.shape) if target.is_wire_layout else x.new_empty(target.shape)
+        self.unpacks = turn_back is not None or not target.is_wire_layout
+        self.out = x.new_empty(target.shape) if self.unpacks else self.recv.view(target.shape)
         with self.side.after_compute():
             if packs:
-                starts, stops = zip(*source.parts)
-                ops.implementation(channel.kernels).pack(x, source.dim, starts, stops, self.send)
+                self._pack()
             with self._named():
                 self.handle = channel.transport.launch(
                     self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, name
@@ -181,11 +197,25 @@ class _InFlight:
     def _receive(self):
         with self._named():
             self.handle.wait()
-        target = self.layout.target
-        if not target.is_wire_layout:
-            starts, stops = zip(*target.parts)
-            ops.implementation(self.channel.kernels).unpack(self.recv, target.dim, starts, stops, self.out)
+        if self.unpacks:
+            self._unpack()
         self.received = self.side.mark()
+
+    def _pack(self):
+        relayout, source = ops.implementation(self.channel.kernels), self.layout.source
+        starts, stops = zip(*source.parts)
+        if self.turn is None:
+            relayout.pack(self.source, source.dim, starts, stops, self.send)
+        else:
+            relayout.pack_qkv([self.source], [], *self.turn, False, 1, starts, stops, [self.send])
+
+    def _unpack(self):
+        relayout, target = ops.implementation(self.channel.kernels), self.layout.target
+        starts, stops = zip(*target.parts)
+        if self.turn_back is None:
+            relayout.unpack(self.recv, target.dim, starts, stops, self.out)
+        else:
+            relayout.unpack_qkv([self.recv], *self.turn_back, False, 1, starts, stops, [self.out])
 
     def collect(self) -> Tensor:
         """Wait, and hand over the received tensor."""
@@ -195,7 +225,7 @@ class _InFlight:
         self.side.before_compute(self.received)
         self.handle = None
         if self.expected is not None:
-            check.compare(self.channel, self.out, self.expected, self.name)
+            check.compare(self.channel, self.out, self.expected, self.name, turned=(self.turn or self.turn_back) is not None)
         return self.out
 
     def __del__(self):
@@ -212,10 +242,15 @@ class Exchange:
     layout    what is given and what is received
     name      of the layer and the exchange, for instance ``layers.7 q``; the gradient's is ``layers.7 dq``
     checked   compare with a plain exchange (``sp_overlap.check``)
+    turn      (cos, sin) [.., d_rot], broadcast to the local side's tokens: rotary embedding on the way out, and its
+              transpose on the gradient's way in, in the kernels that move the data
     """
 
-    def __init__(self, channel: Channel, layout: Layout, where: str, what: str, checked: bool = False):
-        self.channel, self.layout, self.where, self.what, self.checked = channel, layout, where, what, checked
+    def __init__(
+        self, channel: Channel, layout: Layout, where: str, what: str, checked: bool = False, turn: Tables | None = None
+    ):
+        self.channel, self.layout, self.where, self.what = channel, layout, where, what
+        self.checked, self.turn = checked, turn
         self.forward: _InFlight | None = None
         self.gradient: _InFlight | None = None
 
@@ -236,15 +271,20 @@ class Exchange:
             raise RuntimeError(f"{self.where} {self.what}: finished without having been started, or finished twice")
         return _Finish.apply(token, self)
 
-    def _launch(self, x: Tensor, layout: Layout, what: str) -> _InFlight:
-        return _InFlight(self.channel, layout, x, f"{self.where} {what}", self.checked)
+    def launch(self, x: Tensor) -> None:
+        name = f"{self.where} {self.what}"
+        self.forward = _InFlight(self.channel, self.layout, x, name, self.checked, turn=self.turn)
+
+    def launch_gradient(self, dy: Tensor) -> None:
+        name = f"{self.where} d{self.what}"
+        self.gradient = _InFlight(self.channel, self.layout.inverse, dy, name, self.checked, turn_back=self.turn)
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, exchange):
         ctx.exchange = exchange
-        exchange.forward = exchange._launch(x, exchange.layout, exchange.what)
+        exchange.launch(x)
         return x.new_empty(0)  # on the tensor's device: both halves stay in one ready queue of the autograd engine
 
     @staticmethod
@@ -266,6 +306,5 @@ class _Finish(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         """Before: nothing, finish moved no data. Now: launch the exchange of dy, the moment it is known."""
-        exchange = ctx.exchange
-        exchange.gradient = exchange._launch(dy, exchange.layout.inverse, "d" + exchange.what)
+        ctx.exchange.launch_gradient(dy)
         return dy.new_empty(0), None

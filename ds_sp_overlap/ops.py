@@ -142,6 +142,9 @@ class Relayout(NamedTuple):
 
     pack: Callable
     unpack: Callable
+    pack_qkv: Callable
+    unpack_qkv: Callable
+    folds: bool  # whether rotary embedding costs less in pack_qkv than in front of pack
 
 
 def implementation(which: str) -> Relayout:
@@ -152,10 +155,11 @@ def implementation(which: str) -> Relayout:
     Raises ValueError for "cuda" where there is no binary with CUDA kernels, with the reason and the command that mends it.
     """
     if which in ("auto", "torch"):
-        return Relayout(_pack, _unpack)
+        return Relayout(_pack, _unpack, _pack_qkv, _unpack_qkv, folds=False)
     if which != "cuda":
         refuse("implementation", f'kernels must be "auto", "cuda" or "torch", got {which!r}')
     library = kernels.demanded()
     if not library.cuda:
         raise ValueError(f'sp_overlap.kernels: "cuda", but {library.reason}; {kernels.REMEDY}')
-    return Relayout(torch.ops.ds_sp_overlap_compiled.pack, torch.ops.ds_sp_overlap_compiled.unpack)
+    compiled = torch.ops.ds_sp_overlap_compiled
+    return Relayout(compiled.pack, compiled.unpack, compiled.pack_qkv, compiled.unpack_qkv, folds=True)

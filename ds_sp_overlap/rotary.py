@@ -31,3 +31,10 @@ class Rotary:
     def __call__(self, x: Tensor, position_embeddings: Any) -> Tensor:
         """Rotate q or k [..., d]."""
         return rotate(x, *self.tables(position_embeddings))
+
+    def of_tokens(self, position_embeddings: Any) -> tuple[Tensor, Tensor] | None:
+        """The tables without the dimension of heads, as `ops.pack_qkv` takes them; None where it can't have them."""
+        cos, sin = self.tables(position_embeddings)
+        if cos.requires_grad or sin.requires_grad or cos.shape[-2] != 1:
+            return None
+        return cos.squeeze(-2), sin.squeeze(-2)

@@ -42,9 +42,11 @@ class Call:
     where      name of the layer, for errors and logs
     checked    compare each exchange with a plain one
     by_rank    those of q, k, v and o whose local tensors have a dimension for the ranks (`Geometry.exchange`)
+    turn       (cos, sin) for q and k to be rotated by on their way out (`Exchange`)
     """
 
     by_rank: frozenset[str] = frozenset()
+    turn: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, channel: Channel, geometry: Geometry, where: str, checked: bool = False):
         self.channel, self.geometry, self.where, self.checked = channel, geometry, where, checked
@@ -56,7 +58,8 @@ class Call:
         """Start the exchange of one group of q, k, v or o; returns its token."""
         layout = self.geometry.exchange(kind, group, x.shape[-1], kind in self.by_rank)
         what = kind if self.geometry.groups == 1 else f"{kind}{group}"
-        exchange = self._exchanges[kind, group] = Exchange(self.channel, layout, self.where, what, self.checked)
+        turn = self.turn if kind in "qk" else None
+        exchange = self._exchanges[kind, group] = Exchange(self.channel, layout, self.where, what, self.checked, turn)
         return exchange.start(x)
 
     def finish(self, kind: str, group: int, token: Tensor) -> Tensor:

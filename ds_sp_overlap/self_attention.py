@@ -7,10 +7,10 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
+from . import ops
 from .config import SpOverlapConfig
 from .exchange import Channel
 from .layer import Layer, apart
-from .layout import Geometry
 from .linear import OutputParts, RowParts, WholeRows, batched_pays, call_through, can_take_apart
 from .parts import Part, join
 from .rotary import Rotary
@@ -109,7 +109,9 @@ class SelfAttention:
         extra = (*args, *kwargs.values())
         call = self.layer.call(lambda: self._describe(hidden_states, sequence_lengths, extra))
         opened = self.taken_apart()
-        call.by_rank = self._by_rank(call.geometry, hidden_states, opened)
+        if isinstance(self.rope, Rotary) and ops.implementation(self.layer.channel.kernels).folds:
+            call.turn = self.rope.of_tokens(position_embeddings)
+        call.by_rank = self._by_rank(call, hidden_states, opened)
 
         def inputs(program):
             inner = [module for module in opened if module is not self.o_proj]
@@ -168,14 +170,16 @@ class SelfAttention:
                 return heads
             if self._norms[kind] is not None:
                 heads = self._norms[kind](heads)
-            return heads if self.rope is None else self.rope(heads, position_embeddings)
+            return heads if self.rope is None or call.turn is not None else self.rope(heads, position_embeddings)
 
         return project
 
-    def _by_rank(self, geometry: Geometry, x: Tensor, opened: list[nn.Module]) -> frozenset[str]:
+    def _by_rank(self, call: Call, x: Tensor, opened: list[nn.Module]) -> frozenset[str]:
         """Those of q, k, v and o whose send buffers are written by the GEMM that makes them, so that nothing is packed."""
         modules = {**{kind: module for kind, (module, _) in self._projections.items()}, "o": self.o_proj}
-        turned = self.rope is not None and not isinstance(self.rope, Rotary)  # a stranger's expects four dimensions
+        geometry = call.geometry
+        stranger = self.rope is not None and not isinstance(self.rope, Rotary)  # expects four dimensions
+        packed = stranger or call.turn is not None
 
         def pays(kind: str) -> bool:
             sent = "q" if kind == "o" else kind
@@ -183,7 +187,7 @@ class SelfAttention:
             rows = (stop - start) * self.head_dim
             return modules[kind] in opened and geometry.divides(sent) and batched_pays(x, rows)
 
-        return frozenset(kind for kind in "qkvo" if not (turned and kind in "qk") and pays(kind))
+        return frozenset(kind for kind in "qkvo" if not (packed and kind in "qk") and pays(kind))
 
     def _describe(self, hidden: Tensor, lengths, extra: tuple):
         if hidden.dim() != 3:

@@ -42,6 +42,8 @@ if importlib.util.find_spec("deepspeed") is None:
     package.__spec__ = importlib.machinery.ModuleSpec("ds_sp_overlap", None, is_package=True)
     sys.modules["ds_sp_overlap"] = package
 from ds_sp_overlap import kernels, ops  # noqa: E402
+from ds_sp_overlap.linear import _by_rank  # noqa: E402
+from ds_sp_overlap.parts import batched, cut_ranges  # noqa: E402
 
 compiled = torch.ops.ds_sp_overlap_compiled
 THRESHOLD, THRESHOLD_BYTES = 0.93, 64 * 2**20
@@ -183,8 +185,7 @@ class Row:
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         starts, stops = self.starts + self.kv_starts * 2, self.stops + self.kv_stops * 2
         flat = [
-            torch.empty(size // 2 // self.dtype.itemsize, device=self.device, dtype=self.dtype).normal_()
-            for _ in range(2)
+            torch.empty(size // 2 // self.dtype.itemsize, device=self.device, dtype=self.dtype).normal_() for _ in range(2)
         ]
 
         def naive_pack(i):
@@ -223,33 +224,49 @@ class Row:
         }
         yield "unpack_qkv, RoPE", size, unpack, parity(compiled.unpack_qkv, ops._unpack_qkv, call, x[0])
 
-    def gemm(self, m: int):
-        """A projection that writes the send buffer as one batched GEMM over destination ranks, against GEMM then pack."""
-        rows = self.h * self.d
-        size = (self.tokens * m + rows * m + self.tokens * rows) * self.dtype.itemsize
-        n = self.sets(size)
-        x, weight = [self.random(self.tokens, m) for _ in range(n)], self.random(rows, m) / m**0.5
-        y = self.random(self.tokens, rows)
-        send = [self.random(self.P, self.tokens, rows // self.P) for _ in range(2)]
-        parts = weight.view(self.P, -1, m).transpose(1, 2)
+    def gemms(self, m: int):
+        """(GEMM, variants, input sets, parity): one batched GEMM that writes the send buffer, against GEMM then pack.
 
-        def batched(i):
-            torch.matmul(x[i], parts, out=send[0])
+        q projected, and the dgrad of the output projection; of all heads and of one of two head groups, whose rows or columns
+        of the weight lie apart.
+        """
+        pack = compiled.pack if self.device != "cpu" else ops._pack  # what the package uses there
+        for groups in (1, 2) if self.h // self.P > 1 else (1,):
+            kept = [(start, start + (stop - start) // groups) for start, stop in zip(self.starts, self.stops)]
+            part = ((0, self.h * self.d),) if groups == 1 else tuple((a * self.d, b * self.d) for a, b in kept)
+            heads = sum(b - a for a, b in kept)
+            parts = balanced(heads, self.P)
+            rows = self.h * self.d
+            size = (self.tokens * m + rows * m + self.tokens * rows) * self.dtype.itemsize
+            n = self.sets(size)
+            x = [self.random(self.tokens, m) for _ in range(n)]
+            eps = torch.finfo(self.dtype).eps
+            for name, dim in (("projection", 0), ("output dgrad", 1)):
+                weight = self.random(*((rows, m) if dim == 0 else (m, rows))) / m**0.5
 
-        def gemm_and_pack(i):
-            torch.mm(x[i], weight.t(), out=y)
-            compiled.pack(y.view(self.tokens, self.h, self.d), 1, self.starts, self.stops, send[1].view(-1))
+                def plain(i, dim=dim, weight=weight, part=part):
+                    w = cut_ranges(weight, dim, part)
+                    return torch.nn.functional.linear(x[i], w) if dim == 0 else x[i] @ w
 
-        variants = {
-            "batched": batched,
-            "GEMM + pack": gemm_and_pack,
-            "GEMM alone": lambda i: torch.mm(x[i], weight.t(), out=y),
-            "GEMM + pack again": gemm_and_pack,
-        }
-        batched(0)
-        gemm_and_pack(0)
-        eps = torch.finfo(self.dtype).eps
-        return variants, n, torch.allclose(send[0], send[1], rtol=4 * eps, atol=4 * eps)
+                def batch(i, dim=dim, weight=weight, part=part):
+                    return _by_rank(x[i], batched(weight, dim, part, self.P))
+
+                def gemm_and_pack(i, plain=plain, heads=heads, parts=parts):
+                    y = plain(i).view(self.tokens, heads, self.d)
+                    send = y.new_empty(y.numel())
+                    pack(y, 1, *parts, send)
+                    return send
+
+                variants = {
+                    "batched": batch,
+                    "GEMM + pack": gemm_and_pack,
+                    "GEMM alone": plain,
+                    "GEMM + pack again": gemm_and_pack,
+                }
+                got, expected = batch(0).movedim(-2, 0).reshape(-1), gemm_and_pack(0)
+                # The same sum of m products in two orders of additions: elements are of order 1, their terms of 1/sqrt(m).
+                right = torch.allclose(got, expected, rtol=4 * eps, atol=4 * eps)
+                yield f"{name} G={groups}", variants, n, right, heads // self.P * self.d
 
 
 def spread(times: list[float]) -> list[float]:
@@ -289,19 +306,18 @@ def measure(args) -> tuple[list[dict], list[dict], list[str]]:
                                 short.append(f"{where}: {line['of copy']:.1%} of a copy, wanted {THRESHOLD:.0%}")
                             if line.get("complex128 ms", float("inf")) < line["ours ms"]:
                                 short.append(f"{where}: {line['ours ms']} ms, complex128 {line['complex128 ms']} ms")
-                    variants, sets, right = row.gemm(args.model_dim)
-                    if not right:
-                        short.append(f"batched GEMM d={d} P={P} h/P={each}: gives other values than GEMM + pack")
-                        continue
-                    times = clock.time(variants, sets, args.repeat)
-                    line = {"machine": label, **row.columns, "m": args.model_dim}
-                    for name, each_ms in times.items():
-                        line |= dict(zip((f"{name} ms min", f"{name} ms", f"{name} ms max"), spread(each_ms)))
-                    gemms.append(line)
-                    print(
-                        f"{label}  projection d={d} P={P} h/P={each}: "
-                        + ", ".join(f"{n} {line[f'{n} ms']} ms" for n in times)
-                    )
+                    for name, variants, sets, right, rows in row.gemms(args.model_dim):
+                        where = f"{name} d={d} P={P} h/P={each}"
+                        if not right:
+                            short.append(f"batched {where}: gives other values than GEMM + pack")
+                            continue
+                        times = clock.time(variants, sets, args.repeat)
+                        line = {"machine": label, "GEMM": name, "rows a rank": rows, **row.columns, "m": args.model_dim}
+                        for variant, each_ms in times.items():
+                            line |= dict(zip((f"{variant} ms min", f"{variant} ms", f"{variant} ms max"), spread(each_ms)))
+                        line["batched / GEMM + pack"] = round(line["batched ms"] / line["GEMM + pack ms"], 3)
+                        gemms.append(line)
+                        print(f"{label}  {where}: " + ", ".join(f"{n} {line[f'{n} ms']} ms" for n in times), flush=True)
     return moves, gemms, short
 
 

@@ -203,19 +203,17 @@ class _InFlight:
 
     def _pack(self):
         relayout, source = ops.implementation(self.channel.kernels), self.layout.source
-        starts, stops = zip(*source.parts)
         if self.turn is None:
-            relayout.pack(self.source, source.dim, starts, stops, self.send)
+            relayout.pack(self.source, source.dim, *source.edges, self.send)
         else:
-            relayout.pack_qkv([self.source], [], *self.turn, False, 1, starts, stops, [self.send])
+            relayout.pack_qkv([self.source], [], *self.turn, False, 1, *source.edges, [self.send])
 
     def _unpack(self):
         relayout, target = ops.implementation(self.channel.kernels), self.layout.target
-        starts, stops = zip(*target.parts)
         if self.turn_back is None:
-            relayout.unpack(self.recv, target.dim, starts, stops, self.out)
+            relayout.unpack(self.recv, target.dim, *target.edges, self.out)
         else:
-            relayout.unpack_qkv([self.recv], *self.turn_back, False, 1, starts, stops, [self.out])
+            relayout.unpack_qkv([self.recv], *self.turn_back, False, 1, *target.edges, [self.out])
 
     def collect(self) -> Tensor:
         """Wait, and hand over the received tensor."""

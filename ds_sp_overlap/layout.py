@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 Range = tuple[int, int]  # [start, stop)
 
@@ -39,29 +39,34 @@ class Side:
     dim: int
     parts: tuple[Range, ...]
 
-    @property
+    @cached_property
     def split_sizes(self) -> list[int]:
         """Elements per peer, as ``all_to_all_single`` wants them."""
         row = math.prod(self.shape) // max(self.shape[self.dim], 1)
         return [(stop - start) * row for start, stop in self.parts]
 
-    @property
+    @cached_property
+    def edges(self) -> tuple[list[int], list[int]]:
+        """Starts and stops of the parts."""
+        return [start for start, _ in self.parts], [stop for _, stop in self.parts]
+
+    @cached_property
     def tiles(self) -> bool:
         """Whether the parts lie end to end and cover the dimension."""
         edges = [0, *(stop for _, stop in self.parts)]
         return edges[-1] == self.shape[self.dim] and all(part[0] == edge for part, edge in zip(self.parts, edges))
 
-    @property
+    @cached_property
     def is_wire_layout(self) -> bool:
         """Whether a contiguous tensor of this shape already is the buffer that travels, so that nothing is moved."""
         return self.tiles and math.prod(self.shape[: self.dim]) == 1
 
-    @property
+    @cached_property
     def is_cut_into_slices(self) -> bool:
         """Whether each part is one slice, as in a tensor that has a dimension for the ranks."""
         return self.tiles and len(self.parts) == self.shape[self.dim]
 
-    @property
+    @cached_property
     def overlaps(self) -> bool:
         """Whether some slice belongs to several peers; what they send back is summed."""
         cuts = sorted(part for part in self.parts if part[0] < part[1])
@@ -75,7 +80,7 @@ class Layout:
     source: Side
     target: Side
 
-    @property
+    @cached_property
     def inverse(self) -> Layout:
         """The exchange of the gradient."""
         return Layout(self.target, self.source)
@@ -132,6 +137,11 @@ class Geometry:
         """Query heads of the rank that has fewest; a head can't be shared by two groups."""
         return self.heads // self.sp_size
 
+    @cached_property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """What travels to attention, in the order of its starts: q, k or v and its group."""
+        return tuple((kind, group) for group in range(self.groups) for kind in self.kinds_of(group))
+
     @property
     def seq_dim(self) -> int:
         return 1 if self.batch_first else 0
@@ -173,6 +183,7 @@ class Geometry:
                 ranges.append((start, stop))
         return tuple(ranges)
 
+    @lru_cache(maxsize=4096)
     def divides(self, kind: str) -> bool:
         """Whether every rank is sent as many heads as every other, none of them twice, from places evenly spaced."""
         for group in range(self.groups):
@@ -182,6 +193,12 @@ class Geometry:
             if len(counts) > 1 or len(steps) > 1 or any(step < max(counts) for step in steps):
                 return False
         return True
+
+    @lru_cache(maxsize=4096)
+    def elements_of(self, kind: str, group: int, first: int, head_dim: int) -> tuple[Range, ...]:
+        """Rows of a projection whose heads of this kind begin at head ``first``, for the heads of `heads_of`; for o, columns."""
+        heads = self.heads_of("q" if kind == "o" else kind, group)
+        return tuple(((first + start) * head_dim, (first + stop) * head_dim) for start, stop in heads)
 
     def kinds_of(self, group: int) -> str:
         """Which of q, k, v travel with ``group``; no KV head is new to a group that shares all of them."""

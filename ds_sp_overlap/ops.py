@@ -50,7 +50,11 @@ def _equal_tiles(tensor: Tensor, dim: int, starts: list[int], stops: list[int]) 
 
 
 def _pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
-    dim = check_relayout("pack", x, "x", out, "out", dim, starts, stops)
+    _copy_out(x, check_relayout("pack", x, "x", out, "out", dim, starts, stops), starts, stops, out)
+
+
+def _copy_out(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
+    """pack, of arguments that are known to fit: those of an exchange come from one `Layout`."""
     if (tiles := _equal_tiles(x, dim, starts, stops)) is not None:  # one copy kernel instead of one a part
         out.view(tiles.shape).copy_(tiles)
         return
@@ -59,7 +63,11 @@ def _pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor)
 
 
 def _unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
-    dim = check_relayout("unpack", out, "out", wire, "wire", dim, starts, stops)
+    _copy_in(wire, check_relayout("unpack", out, "out", wire, "wire", dim, starts, stops), starts, stops, out)
+
+
+def _copy_in(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
+    """unpack, of arguments that are known to fit."""
     if (tiles := _equal_tiles(out, dim, starts, stops)) is not None:
         tiles.copy_(wire.view(tiles.shape))
         return
@@ -147,6 +155,9 @@ class Relayout(NamedTuple):
     folds: bool  # whether rotary embedding costs less in pack_qkv than in front of pack
 
 
+_TORCH = Relayout(_copy_out, _copy_in, _pack_qkv, _unpack_qkv, folds=False)
+
+
 def implementation(which: str) -> Relayout:
     """What ``sp_overlap.kernels`` asks for: "torch", the reference; "cuda", compiled; "auto", the best that is known to be right.
 
@@ -155,7 +166,7 @@ def implementation(which: str) -> Relayout:
     Raises ValueError for "cuda" where there is no binary with CUDA kernels, with the reason and the command that mends it.
     """
     if which in ("auto", "torch"):
-        return Relayout(_pack, _unpack, _pack_qkv, _unpack_qkv, folds=False)
+        return _TORCH
     if which != "cuda":
         refuse("implementation", f'kernels must be "auto", "cuda" or "torch", got {which!r}')
     library = kernels.demanded()

@@ -51,7 +51,7 @@ class Call:
     def __init__(self, channel: Channel, geometry: Geometry, where: str, checked: bool = False):
         self.channel, self.geometry, self.where, self.checked = channel, geometry, where, checked
         self.groups = range(geometry.groups)
-        self.parts = [(kind, group) for group in self.groups for kind in geometry.kinds_of(group)]
+        self.parts = geometry.parts
         self._exchanges: dict[tuple[str, int], Exchange] = {}
 
     def start(self, kind: str, group: int, x: Tensor) -> Tensor:

@@ -122,9 +122,6 @@ class SelfAttention:
         def attend(q, k, v):
             return apart(self.local_attention(q, k, v, *args, **kwargs), q, self.layer.where)
 
-        def columns(group, head_dim):
-            return tuple((start * head_dim, stop * head_dim) for start, stop in call.geometry.heads_of("q", group))
-
         def output(tokens, program):
             if self.o_proj not in opened:
                 outputs: list[Tensor] = []
@@ -135,7 +132,9 @@ class SelfAttention:
             def body(*tokens):
                 ranks = call.geometry.sp_size if "o" in call.by_rank else 0
                 total = OutputParts(self.o_proj, hidden_states, self.layer.config.wgrad, ranks)
-                program(tokens, lambda group, o: total.add(o.flatten(-2), columns(group, o.shape[-1])))
+                program(
+                    tokens, lambda group, o: total.add(o.flatten(-2), call.geometry.elements_of("o", group, 0, o.shape[-1]))
+                )
                 return total.sum
 
             return call_through([self.o_proj], body, *tokens)
@@ -150,12 +149,7 @@ class SelfAttention:
             module, first = self._projections[kind]
             part = rows.setdefault(module, [])
             place[kind, group] = module, len(part)
-            part.append(
-                tuple(
-                    ((first + start) * self.head_dim, (first + stop) * self.head_dim)
-                    for start, stop in call.geometry.heads_of(kind, group)
-                )
-            )
+            part.append(call.geometry.elements_of(kind, group, first, self.head_dim))
         sources = {m: (RowParts if m in opened else WholeRows)(x, m, parts) for m, parts in rows.items()}
 
         def project(kind: str, group: int) -> Tensor:

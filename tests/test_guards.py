@@ -118,10 +118,10 @@ WATCHED = {
         test_hazards.nothing_stays_in_flight,
     ),
     "overlapping parts are summed": Watched(
-        Guard("ops:_unpack", "part.add_(segment)", "part.copy_(segment)"), test_hazards.late_delivery_of_replicas
+        Guard("ops:_copy_in", "part.add_(segment)", "part.copy_(segment)"), test_hazards.late_delivery_of_replicas
     ),
     "halves are summed in fp32": Watched(
-        Guard("ops:_unpack", "half = out.dtype in (torch.float16, torch.bfloat16)", "half = False"),
+        Guard("ops:_copy_in", "half = out.dtype in (torch.float16, torch.bfloat16)", "half = False"),
         test_ops.halves_summed_in_fp32,
         ranks=0,
     ),
@@ -170,7 +170,7 @@ WATCHED = {
     ),
     # Order.
     "exchanges start in the order drawn": Watched(
-        Guard("schedule:Call.__init__", "in geometry.kinds_of(group)]", "in geometry.kinds_of(group)[::-1]]"),
+        Guard("schedule:Call.__init__", "self.parts = geometry.parts", "self.parts = geometry.parts[::-1]"),
         order_of_two_groups,
     ),
     "the wgrad's node is older than the finishes": Watched(

@@ -1,0 +1,105 @@
+"""Host time of one attention layer, forward and backward, against DeepSpeed's: what Python and autograd cost.
+
+    python benchmarks/host.py
+
+Method. A process group that moves nothing (torch's "fake" backend) plays rank 0 of P; tensors are so small that arithmetic is
+nothing beside the calls. On a GPU the same calls run ahead of the device, so their cost shows only where a layer's kernels take
+less than it. Variants run in turn inside one loop; parity of shapes first (values are whatever the buffers held).
+
+    stock      projections, DeepSpeed's DistributedAttention, output projection
+    drop-in    the same with ds_sp_overlap.DistributedAttention
+    G = n      ds_sp_overlap.SelfAttention
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.sequence.layer import DistributedAttention
+from tabulate import tabulate
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ds_sp_overlap
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="P")
+    parser.add_argument("--heads-per-rank", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=2, help="local sequence")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--profile", action="store_true", help="show where the time of the last variant goes")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())
+    deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
+
+    heads, d = args.ranks * args.heads_per_rank, args.head_dim
+    layer = nn.ModuleDict({f"{kind}_proj": nn.Linear(heads * d, heads * d, bias=False) for kind in "qkvo"})
+    x = torch.randn(args.tokens, 1, heads * d, requires_grad=True)
+    dy = torch.randn(args.tokens, 1, heads * d)
+
+    class Local(nn.Module):
+        def forward(self, q, k, v):
+            return q + k + v
+
+    def around(attention):
+        def run():
+            q, k, v = (layer[f"{kind}_proj"](x).unflatten(-1, (-1, d)) for kind in "qkv")
+            return layer["o_proj"](attention(q, k, v, 1).flatten(2))
+
+        return run
+
+    def ours(groups):
+        block = ds_sp_overlap.SelfAttention(
+            local_attention=Local(), num_heads=heads, head_dim=d, sequence_process_group=dist.group.WORLD, batch_first=False,
+            config={"head_groups": groups}, **layer,
+        )  # fmt: skip
+        return lambda: block(x)
+
+    variants = {
+        "stock": around(DistributedAttention(Local(), dist.group.WORLD)),
+        "drop-in, G = 1": around(
+            ds_sp_overlap.DistributedAttention(Local(), dist.group.WORLD, config={"head_groups": 1})
+        ),
+        **{f"G = {groups}": ours(groups) for groups in args.groups},
+    }
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(args.steps + 20):
+        for name, run in variants.items():
+            start = time.process_time()
+            y = run()
+            y.backward(dy)
+            took = time.process_time() - start
+            assert y.shape == x.shape, name
+            if turn >= 20:
+                times[name].append(took * 1e6)
+    stock = statistics.median(times["stock"])
+    rows = [
+        (name, *(round(f(t)) for f in (min, statistics.median, max)), round(statistics.median(t) - stock))
+        for name, t in times.items()
+    ]
+    print(f"host time of a layer, forward and backward, microseconds; P = {args.ranks}, nothing moved")
+    print(tabulate(rows, headers=("", "min", "median", "max", "more than stock"), tablefmt="github"))
+    if args.profile:
+        import cProfile
+        import pstats
+
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(args.steps):
+            run().backward(dy)
+        profile.disable()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()

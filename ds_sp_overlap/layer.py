@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Callable
 
@@ -11,17 +12,45 @@ from . import ops
 from .config import SpOverlapConfig
 from .exchange import Channel
 from .layout import Geometry
+from .policy import OFF, Policy
 from .schedule import Call
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
+_regrouped = lru_cache(maxsize=4096)(lambda geometry, groups: replace(geometry, groups=groups))
 
 
 class Layer:
-    """What both kinds of attention layer share: the sp group, the configuration, and the agreement of the ranks."""
+    """What both kinds of attention layer share: the sp group, the configuration, and the agreement of the ranks.
 
-    def __init__(self, channel: Channel, config: SpOverlapConfig, where: str):
+    policy   shared with the other layers of the model; one of its own if None
+    """
+
+    def __init__(self, channel: Channel, config: SpOverlapConfig, where: str, policy: Policy | None = None):
         self.channel, self.config, self.where = channel, config, where
+        self.policy = policy or Policy.of(config, channel)
+        self.index = self.policy.join() if self.policy else 0
         self.agreed = False
+
+    def run(
+        self,
+        describe: Callable[[], tuple[Geometry, tuple]],
+        body: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        instead: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        """``body(call, *inputs)`` for a `call` of this layer, with the head groups that the policy chooses.
+
+        instead   ``instead(*inputs)`` gives the same without overlap, and runs where that is faster; None where there is no such
+        """
+        call = self.call(describe)
+        contest = self.policy and self.policy.contest(call.geometry, inputs[0], off=instead is not None)
+        if contest is None:
+            return body(call, *inputs)
+        candidate = contest.candidate(self.index)
+        if candidate == OFF:
+            return self.policy.run(contest, candidate, instead, inputs)
+        call = Call(self.channel, _regrouped(call.geometry, candidate), self.where, call.checked)
+        return self.policy.run(contest, candidate, lambda *inputs: body(call, *inputs), inputs)
 
     def call(self, describe: Callable[[], tuple[Geometry, tuple]]) -> Call:
         """A call of this layer, of the geometry that ``describe`` gives.

@@ -19,6 +19,7 @@ from torch import nn
 from .. import ops
 from ..config import SpOverlapConfig
 from ..exchange import Channel
+from ..policy import Policy
 
 Undo = Callable[[nn.Module], None]  # is given the module rather than holding it, which would keep the model alive
 
@@ -100,10 +101,11 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
         say_once("sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, and nothing was changed")
         return Report(note="nothing to do at sp size 1")
     found: list[Layer] = []
+    policy = Policy.of(config, channel)
 
     def describe() -> str:
         ops.implementation(config.kernels)  # refused here, on every rank, where this one lacks them
-        found.extend(deepspeed.find_layers(model, config) + transformers.find_layers(model, channel, config))
+        found.extend(deepspeed.find_layers(model, config, policy) + transformers.find_layers(model, channel, config, policy))
         if not found:
             raise ValueError(
                 f"no attention layer found in {type(model).__name__}; supported are transformers models and "
@@ -122,8 +124,17 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
         if layer.bind is None:
             say_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
-            _undo[layer.module] = layer.bind()
+            _undo[layer.module] = _and_close(layer.bind(), policy)
     return Report(found, channel.size)
+
+
+def _and_close(undo: Undo, policy: Policy | None) -> Undo:
+    def both(module: nn.Module) -> None:
+        undo(module)
+        if policy is not None:
+            policy.close()
+
+    return both
 
 
 def disable(model: nn.Module) -> None:

@@ -74,18 +74,20 @@ class SpOverlapConfig(_Section):
 
     @classmethod
     def _explain(cls, fault: dict) -> str:
-        *section, key = map(str, fault["loc"])
-        path = ".".join(["sp_overlap", *section, key])
+        first, *rest = map(str, fault["loc"])
+        nested = first in _SECTIONS and rest
+        key = rest[0] if nested else first
+        name = f"{first}.{key}" if nested else key
+        path = f"sp_overlap.{name}"
         if fault["type"] == "extra_forbidden":
-            if not section and key in _LATER:
+            if name in _LATER:
                 return f"{path} is not available in this version; remove it"
-            keys = (_SECTIONS[section[0]] if section else cls).model_fields
+            keys = (_SECTIONS[first] if nested else cls).model_fields
             near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
             return f"{path}: unknown key; did you mean {near!r}? Valid keys: {', '.join(keys)}"
-        name = ".".join([*section, key])
         if name not in _VALID:
             return f"sp_overlap: {key!r} is no key; valid keys: {', '.join(cls.model_fields)}"
-        if fault["input"] in _LATER.get(key, ()):
+        if fault["input"] in _LATER.get(name, ()):
             return f"{path}: {fault['input']!r} is not available in this version; use {_VALID[name]}"
         return f"{path} must be {_VALID[name]}, got {fault['input']!r}"
 

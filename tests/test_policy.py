@@ -260,9 +260,9 @@ def test_the_hook_goes_with_the_policy():
 # On several ranks.
 
 
-def trained_block(rank, size, costs, steps, config, kv_heads=8):
+def trained_block(rank, size, costs, steps, config):
     """What a block of its own ran in each step, by the exchanges it launched; and the lines that were said."""
-    shape = Shape(heads=8, kv_heads=kv_heads, config=config)
+    shape = Shape(heads=8, kv_heads=8, config=config)
     layer, mover, said = layers.projections(shape), Recording(), []
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
     if attend.layer.policy is not None:
@@ -279,10 +279,17 @@ def trained_block(rank, size, costs, steps, config, kv_heads=8):
     return groups, [candidate for _, candidate in ran], said
 
 
+DIFFERING = [{1: 3.0, 2: 2.0, 4: 1.8}, {1: 1.9, 2: 2.1, 4: 2.6}]
+
+
+def choices_differ(rank):
+    groups, _, _ = trained_block(rank, 2, [{1: 1.0, 2: 1.4, 4: 1.3}, {1: 1.45, 2: 1.0, 4: 1.3}], 18, {})
+    return [] if groups[-1] == 4 else [str(groups)]
+
+
 def test_what_the_slowest_rank_measured_decides_and_sp_rank_0_says_it():
-    """Each rank alone would choose otherwise: rank 0 G = 4, rank 1 G = 1."""
-    costs = [{1: 3.0, 2: 2.0, 4: 1.8}, {1: 1.9, 2: 2.1, 4: 2.6}]
-    (first, ran, said), (second, ran_too, silent) = on_ranks(2, trained_block, 2, costs, 20, {})
+    """Each rank alone would choose otherwise: rank 0 G = 4, rank 1 G = 1. Guard: the largest of the ranks' times."""
+    (first, ran, said), (second, ran_too, silent) = on_ranks(2, trained_block, 2, DIFFERING, 20, {})
     assert first == second == ran == ran_too, "the candidates ran as the exchanges say"
     assert first[0] == 2 and first[1:16] == [1, 2, 4] * 5 and first[16:] == [2] * 4
     assert silent == [] and len(said) == 1 and "G = 1 6 ms, G = 2 4.2 ms, G = 4 5.2 ms" in said[0]
@@ -340,9 +347,28 @@ def right(rank, name):
     return right_in_every_step(rank, USES[name], {})
 
 
+def another_optimizer_before_backward(rank):
+    """As of a discriminator beside a generator: its optimizer steps while the other's graph is in flight."""
+
+    def use(call, layer, x, dy):
+        y = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False)
+        optimizer_step()
+        y.backward(dy)
+        return {"output": y, "dx": x.grad}
+
+    try:
+        return right_in_every_step(rank, use, {})[0]
+    except torch.utils.checkpoint.CheckpointError as error:
+        return [str(error)]
+
+
+def test_a_candidate_stays_for_its_backward_though_another_optimizer_stepped():
+    """Guard: the count of steps doesn't move during backward."""
+    assert on_ranks(2, another_optimizer_before_backward) == [[], []]
+
+
 @pytest.mark.parametrize("name", USES)
 def test_results_are_right_in_every_step_whatever_is_tried(name):
-    """Guard, for the non-reentrant kind: the count of steps doesn't move during backward."""
     for faults, ran in on_ranks(2, right, name):
         assert faults == [] and ran == {1, 2, 4}
 

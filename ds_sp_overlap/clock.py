@@ -1,12 +1,15 @@
-"""When: the clock of a device, and the number of the optimizer step."""
+"""When: the clock of a device, the number of the optimizer step, and ranges for profilers."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from typing import Any
+from typing import Any, Callable
 
 import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
@@ -68,3 +71,42 @@ class Steps:
     def close(self) -> None:
         """Count no further."""
         self._hook.remove()
+
+
+def watched(
+    clock: Any, body: Callable[..., Tensor], inputs: tuple[Tensor, ...], forward: Callable, backward: Callable
+) -> Tensor:
+    """``body(*inputs)``; ``forward(begin, end)`` is told its marks, ``backward(begin, end)`` those of each backward.
+
+    A backward begins when the output's gradient arrives and ends when the last of the inputs' has.
+    """
+    follow = torch.is_grad_enabled()
+    expected = sum(x.requires_grad for x in inputs) if follow else 0
+    running: list = []  # of one backward: when it began, and how many gradients have not arrived
+
+    def began(_: Tensor) -> None:
+        running[:] = [clock.mark(), expected]
+
+    def arrived(_: Tensor) -> None:
+        if running:
+            running[1] -= 1
+            if running[1] == 0:
+                backward(running[0], clock.mark())
+                running.clear()
+
+    if expected:
+        inputs = tuple(x.view_as(x) if x.requires_grad else x for x in inputs)  # whose gradients are of this call alone
+        for x in inputs:
+            if x.requires_grad:
+                x.register_hook(arrived)
+    begin = clock.mark()
+    y = body(*inputs)
+    forward(begin, clock.mark())
+    if expected and y.requires_grad:
+        y.register_hook(began)
+    return y
+
+
+def named(name: str) -> Any:
+    """A range of this name for the profiler that is running, if any: torch.profiler, or NVTX through ``emit_nvtx``."""
+    return record_function(name) if torch.autograd._profiler_enabled() else contextlib.nullcontext()

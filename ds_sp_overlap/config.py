@@ -21,6 +21,17 @@ class PolicyConfig(_Section):
     warmup_steps: int = 16
 
 
+class TimelineConfig(_Section):
+    """What is recorded (`ds_sp_overlap.timeline`).
+
+    path    folder of the files
+    steps   first and last optimizer step, counted from 0; by default after those in which "auto" is found
+    """
+
+    path: str
+    steps: list[int] = [20, 22]
+
+
 class SpOverlapConfig(_Section):
     """The keys of ``sp_overlap``. Each switch works alone, so that each gain can be measured alone.
 
@@ -33,6 +44,7 @@ class SpOverlapConfig(_Section):
     transport        which mover of bytes: "c10d" is deepspeed.comm; "auto" the best there is
     on_unsupported   a layer that can't be overlapped: "warn" and leave it as it is, or "error"
     policy           how "auto" is found
+    timeline         where and when to record what each exchange costs; None: nowhere
     check            compare every exchange of each layer's first call with a plain one; slow
     """
 
@@ -44,6 +56,7 @@ class SpOverlapConfig(_Section):
     transport: Literal["auto", "c10d"] = "auto"
     on_unsupported: Literal["warn", "error"] = "warn"
     policy: PolicyConfig = PolicyConfig()
+    timeline: TimelineConfig | None = None
     check: bool = False
 
     def groups_for(self, heads: int, sp_size: int) -> int:
@@ -70,6 +83,9 @@ class SpOverlapConfig(_Section):
             raise ValueError(
                 f"sp_overlap.policy.warmup_steps must be {_VALID['policy.warmup_steps']}, got {config.policy.warmup_steps}"
             )
+        steps = config.timeline.steps if config.timeline else [0, 0]
+        if len(steps) != 2 or not 0 <= steps[0] <= steps[1]:
+            raise ValueError(f"sp_overlap.timeline.steps must be {_VALID['timeline.steps']}, got {steps}")
         return config
 
     @classmethod
@@ -80,8 +96,6 @@ class SpOverlapConfig(_Section):
         name = f"{first}.{key}" if nested else key
         path = f"sp_overlap.{name}"
         if fault["type"] == "extra_forbidden":
-            if name in _LATER:
-                return f"{path} is not available in this version; remove it"
             keys = (_SECTIONS[first] if nested else cls).model_fields
             near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
             return f"{path}: unknown key; did you mean {near!r}? Valid keys: {', '.join(keys)}"
@@ -89,18 +103,23 @@ class SpOverlapConfig(_Section):
             return f"sp_overlap: {key!r} is no key; valid keys: {', '.join(cls.model_fields)}"
         if fault["input"] in _LATER.get(name, ()):
             return f"{path}: {fault['input']!r} is not available in this version; use {_VALID[name]}"
+        if fault["type"] == "missing":
+            return f"{path} is missing; it must be {_VALID[name]}"
         return f"{path} must be {_VALID[name]}, got {fault['input']!r}"
 
 
 _LEAST_WARMUP = 8  # each of four candidates twice: once untimed, once timed
-_SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig}
-_LATER: dict[str, tuple] = {"transport": ("copy_engine",), "timeline": ()}
+_SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig, "timeline": TimelineConfig}
+_LATER: dict[str, tuple] = {"transport": ("copy_engine",)}
 _VALID = {
     **dict.fromkeys(("enabled", "projections", "wgrad", "check"), "true or false"),
     "head_groups": 'a whole number of at least 1, or "auto"',
     "kernels": '"auto", "cuda" or "torch"',
     "transport": '"auto" or "c10d"',
     "on_unsupported": '"warn" or "error"',
+    "timeline": 'a section such as {"path": "timeline", "steps": [20, 22]}',
+    "timeline.path": "the path of a folder",
+    "timeline.steps": "the first and the last step, such as [20, 22]",
     "policy": 'a section such as {"warmup_steps": 16}',
     "policy.warmup_steps": f"0 or a whole number of at least {_LEAST_WARMUP}",
 }

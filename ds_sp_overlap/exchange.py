@@ -26,7 +26,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import check, ops
+from .clock import named
 from .layout import Layout
+from .timeline import UNTRACKED, Timeline
 from .transport import C10d, OneRank, Transport
 
 
@@ -91,6 +93,7 @@ class Channel:
         if self.rank < 0:
             raise ValueError("sequence_process_group: this process is not a member of it; pass the group that it belongs to")
         self.transport = transport or (OneRank() if self.size == 1 else C10d())
+        self.timeline: Timeline | None = None
         self._stream = stream
         self._sides: dict[torch.device, HostStream | SideStream] = {}
 
@@ -104,6 +107,11 @@ class Channel:
                 blocking = self.size > 1 and dist.get_backend(self.group) == "gloo"
                 self._sides[device] = SideStream(backend, device, self._stream, deferred_unpack=blocking)
         return self._sides[device]
+
+    @property
+    def holds_first_rank(self) -> bool:
+        """Whether it is the sp group of the process that reports."""
+        return self.group is None or dist.get_process_group_ranks(self.group)[0] == 0
 
     def gather(self, what: Any) -> list[Any]:
         """``what`` of every rank, in rank order. Collective; pickles, so it is for the first step and for checks."""
@@ -146,16 +154,26 @@ class _InFlight:
         self.send = x.view(-1) if source.is_wire_layout else x.new_empty(sum(source.split_sizes))
         self.recv = x.new_empty(sum(target.split_sizes))
         self.out = self.recv.view(target.shape) if target.is_wire_layout else x.new_empty(target.shape)
-        with self.side.after_compute():
+        self.track = channel.timeline.exchange(name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
+        self.track.mark("issued")
+        with named(f"{name} start"), self.side.after_compute():
+            self.track.mark("started")
             if not source.is_wire_layout:
                 starts, stops = zip(*source.parts)
                 ops.implementation(channel.kernels).pack(x, source.dim, starts, stops, self.send)
+            self.track.mark("packed")
             with self._named():
                 self.handle = channel.transport.launch(
                     self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, name
                 )
+            self.track.follow(self.handle)
             if not self.side.deferred_unpack:
                 self._receive()
+        self.track.mark("launched")
+
+    def _sent_bytes(self) -> int:
+        sizes = self.layout.source.split_sizes
+        return (sum(sizes) - sizes[self.channel.rank]) * self.send.element_size()
 
     @contextlib.contextmanager
     def _named(self):
@@ -171,18 +189,23 @@ class _InFlight:
     def _receive(self):
         with self._named():
             self.handle.wait()
+        self.track.mark("unpacking")
         target = self.layout.target
         if not target.is_wire_layout:
             starts, stops = zip(*target.parts)
             ops.implementation(self.channel.kernels).unpack(self.recv, target.dim, starts, stops, self.out)
+        self.track.mark("done")
         self.received = self.side.mark()
 
     def collect(self) -> Tensor:
         """Wait, and hand over the received tensor."""
-        if self.side.deferred_unpack:
-            with self.side.after_compute():
-                self._receive()
-        self.side.before_compute(self.received)
+        self.track.mark("wait")
+        with named(f"{self.name} finish"):
+            if self.side.deferred_unpack:
+                with self.side.after_compute():
+                    self._receive()
+            self.side.before_compute(self.received)
+        self.track.mark("go")
         self.handle = None
         if self.expected is not None:
             check.compare(self.channel, self.out, self.expected, self.name)

@@ -14,6 +14,7 @@ from .exchange import Channel
 from .layout import Geometry
 from .policy import OFF, Policy
 from .schedule import Call
+from .timeline import Timeline
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
 _regrouped = lru_cache(maxsize=4096)(lambda geometry, groups: replace(geometry, groups=groups))
@@ -29,6 +30,7 @@ class Layer:
         self.channel, self.config, self.where = channel, config, where
         self.policy = policy or Policy.of(config, channel)
         self.index = self.policy.join() if self.policy else 0
+        channel.timeline = channel.timeline or Timeline.of(config, channel)
         self.agreed = False
 
     def run(
@@ -42,7 +44,14 @@ class Layer:
 
         instead   ``instead(*inputs)`` gives the same without overlap, and runs where that is faster; None where there is no such
         """
-        call = self.call(describe)
+        call, timeline = self.call(describe), self.channel.timeline
+        if timeline is not None:
+            timeline.look(self.channel)
+            if timeline.recording():
+                return timeline.layer(self.where, lambda *inputs: self._chosen(call, body, inputs, instead), inputs)
+        return self._chosen(call, body, inputs, instead)
+
+    def _chosen(self, call: Call, body: Callable, inputs: tuple[Tensor, ...], instead: Callable | None) -> Tensor:
         contest = self.policy and self.policy.contest(call.geometry, inputs[0], off=instead is not None)
         if contest is None:
             return body(call, *inputs)
@@ -67,6 +76,8 @@ class Layer:
 
     def _comparable(self, geometry: Geometry, types: tuple) -> str:
         ops.implementation(self.channel.kernels)  # refused here, on every rank, where this one lacks them
+        if self.channel.timeline is not None:
+            self.channel.timeline.check()
         lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
         return (
             f"local sequence {lengths}, batch {geometry.batch}, {geometry.heads} query and {geometry.kv_heads} KV heads, "

@@ -25,7 +25,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from .clock import Steps, clock_of
+from .clock import Steps, clock_of, watched
 from .config import SpOverlapConfig
 from .exchange import Channel
 
@@ -161,32 +161,10 @@ class Policy:
 
     def run(self, contest: Contest, candidate: Candidate, body: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
         """``body(*inputs)``, timed where that is due."""
-        expected = sum(x.requires_grad for x in inputs)
-        if not (contest.timed and torch.is_grad_enabled() and expected):
+        if not (contest.timed and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
             return body(*inputs)
-        clock, (forwards, backwards) = self.clock, contest.marks[candidate]
-        watched = [x.view_as(x) if x.requires_grad else x for x in inputs]  # whose gradients are of this call alone
-        running: list = []  # of one backward: when it began, and how many gradients have not arrived
-
-        def began(_):
-            running[:] = [clock.mark(), expected]
-
-        def arrived(_):
-            if not running:
-                return
-            running[1] -= 1
-            if running[1] == 0:
-                backwards.append((running[0], clock.mark()))
-                running.clear()
-
-        for x in watched:
-            if x.requires_grad:
-                x.register_hook(arrived)
-        begin = clock.mark()
-        y = body(*watched)
-        forwards.append((begin, clock.mark()))
-        y.register_hook(began)
-        return y
+        forwards, backwards = contest.marks[candidate]
+        return watched(self.clock, body, inputs, lambda *marks: forwards.append(marks), lambda *marks: backwards.append(marks))
 
     def close(self) -> None:
         """Count steps no further; what was chosen stays chosen."""

@@ -431,14 +431,14 @@ def test_models_have_policies_of_their_own_and_disable_drops_their_hooks():
 
 def tried(rank, what):
     """The candidates that a model's layers run while everything is tried."""
-    options, stock, positions, registered = {"heads": 4, "kv_heads": 2}, {}, None, True
+    options, positions = {"heads": 4, "kv_heads": 2}, None
     if what == "window":
         options = {"family": "mistral", "sliding_window": 8, **options}
     if what == "packed":
         positions = torch.arange(16).repeat(2).expand(models.BATCH, -1)
     if what == "unknown family":
         options = {"family": "gpt_neox", "heads": 4, "kv_heads": 4}
-    with models.sequence_parallel_model(2, **options, stock=stock) as (model, group):
+    with models.sequence_parallel_model(2, **options) as (model, group):
         if what == "not registered":
             models.forget_sequence_parallel()
             model.set_attn_implementation("sdpa")

@@ -322,7 +322,7 @@ CONFIG_REFUSED = [
         {"head_group": 2},
         "sp_overlap.head_group: unknown key; did you mean 'head_groups'? Valid keys: enabled, head_groups, "
         "projections, "
-        "wgrad, kernels, transport, on_unsupported, policy, check",
+        "wgrad, kernels, transport, on_unsupported, policy, timeline, check",
     ),
     ({"Wgrad": True}, "did you mean 'wgrad'?"),
     ({"head_groups": 0}, 'sp_overlap.head_groups must be "auto" or at least 1, got 0'),
@@ -351,7 +351,24 @@ CONFIG_REFUSED = [
         "sp_overlap.policy.warmup: unknown key; did you mean 'warmup_steps'? Valid keys: warmup_steps",
     ),
     ({"policy": 8}, 'sp_overlap.policy must be a section such as {"warmup_steps": 16}, got 8'),
-    ({"timeline": {"path": "x"}}, "sp_overlap.timeline is not available in this version; remove it"),
+    ({"timeline": {"steps": [1, 2]}}, "sp_overlap.timeline.path is missing; it must be the path of a folder"),
+    ({"timeline": {"path": 3}}, "sp_overlap.timeline.path must be the path of a folder, got 3"),
+    (
+        {"timeline": {"path": "x", "steps": [5, 3]}},
+        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [5, 3]",
+    ),
+    (
+        {"timeline": {"path": "x", "steps": [1]}},
+        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [1]",
+    ),
+    (
+        {"timeline": {"path": "x", "steps": [-1, 2]}},
+        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [-1, 2]",
+    ),
+    (
+        {"timeline": {"path": "x", "steps": ["a", 2]}},
+        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got 'a'",
+    ),
     (True, 'sp_overlap: expected a section such as {"enabled": true}, got True'),
     ([], 'sp_overlap: expected a section such as {"enabled": true}, got []'),
 ]

@@ -20,6 +20,7 @@ from .. import ops
 from ..config import SpOverlapConfig
 from ..exchange import Channel
 from ..policy import Policy
+from ..timeline import Timeline
 
 Undo = Callable[[nn.Module], None]  # is given the module rather than holding it, which would keep the model alive
 
@@ -101,10 +102,12 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
         say_once("sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, and nothing was changed")
         return Report(note="nothing to do at sp size 1")
     found: list[Layer] = []
-    policy = Policy.of(config, channel)
+    policy, timeline = Policy.of(config, channel), Timeline.of(config, channel)
 
     def describe() -> str:
         ops.implementation(config.kernels)  # refused here, on every rank, where this one lacks them
+        if timeline is not None:
+            timeline.check()
         found.extend(deepspeed.find_layers(model, config, policy) + transformers.find_layers(model, channel, config, policy))
         if not found:
             raise ValueError(
@@ -119,22 +122,30 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
             raise ValueError(f'{left[0].name}: {left[0].lacks}; sp_overlap.on_unsupported is "error"')
         return f"{config!r}; {[(layer.name, layer.got) for layer in found]}"
 
-    channel.agree("sp_overlap", describe)
+    try:
+        channel.agree("sp_overlap", describe)
+    except ValueError:
+        _close([policy, timeline])
+        raise
     for layer in found:
         if layer.bind is None:
             say_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
-            _undo[layer.module] = _and_close(layer.bind(), policy)
+            _undo[layer.module] = _and_close(layer.bind(), [policy, timeline])
     return Report(found, channel.size)
 
 
-def _and_close(undo: Undo, policy: Policy | None) -> Undo:
+def _and_close(undo: Undo, counting: list[Policy | Timeline | None]) -> Undo:
     def both(module: nn.Module) -> None:
         undo(module)
-        if policy is not None:
-            policy.close()
+        _close(counting)
 
     return both
+
+
+def _close(counting: list[Policy | Timeline | None]) -> None:
+    for what in filter(None, counting):
+        what.close()
 
 
 def disable(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from ..policy import Policy
 from . import Layer, enable, rebind
 
 OLDEST = "0.19.7"
+from_command_line: dict[str, Any] = {}  # keys of ``python -m ds_sp_overlap run``, which go before those of the section
 
 
 def install() -> None:
@@ -41,7 +42,11 @@ def install() -> None:
     def initialize(*args: Any, **kwargs: Any):
         section = _section(signature.bind(*args, **kwargs).arguments)
         if section is None:
+            if from_command_line:
+                raise ValueError(f"run --{', --'.join(from_command_line)}: the DeepSpeed config has no sp_overlap section; add one")
             return original(*args, **kwargs)
+        if isinstance(section, dict):
+            section = {**section, **from_command_line}
         config = SpOverlapConfig.parse(section)  # refused before DeepSpeed starts anything
         result = original(*args, **kwargs)
         engine = result[0]

@@ -108,7 +108,7 @@ class Contest:
         if not any(time < float("inf") for time in self.slowest_ms.values()):
             return f"sp_overlap: {self.what}: no call was timed, G = {self.chosen}"
         names = {candidate: candidate if candidate == OFF else f"G = {candidate}" for candidate in self.slowest_ms}
-        times = ", ".join(f"{names[candidate]} {ms:.3g} ms" for candidate, ms in self.slowest_ms.items())
+        times = ", ".join(f"{names[candidate]} {ms:.2f} ms" for candidate, ms in self.slowest_ms.items())
         kept = "off, stock is fastest here" if self.chosen == OFF else names[self.chosen]
         return f"sp_overlap: {self.what}: {times} a layer, forward and backward on the slowest rank; kept: {kept}"
 

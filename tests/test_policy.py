@@ -138,7 +138,7 @@ def test_the_fastest_is_kept_and_one_line_says_so(best):
     (line,) = model.said
     assert "8 query and 8 KV heads, batch 1, about 16 tokens over 2 ranks, float32: off" in line
     name = best if best == OFF else f"G = {best}"
-    assert f"{name} 3.8 ms" in line  # forward and backward
+    assert f"{name} 3.80 ms" in line  # forward and backward
     assert line.endswith("kept: " + ("off, stock is fastest here" if best == OFF else name))
 
 
@@ -292,7 +292,7 @@ def test_what_the_slowest_rank_measured_decides_and_sp_rank_0_says_it():
     (first, ran, said), (second, ran_too, silent) = on_ranks(2, trained_block, 2, DIFFERING, 20, {})
     assert first == second == ran == ran_too, "the candidates ran as the exchanges say"
     assert first[0] == 2 and first[1:16] == [1, 2, 4] * 5 and first[16:] == [2] * 4
-    assert silent == [] and len(said) == 1 and "G = 1 6 ms, G = 2 4.2 ms, G = 4 5.2 ms" in said[0]
+    assert silent == [] and len(said) == 1 and "G = 1 6.00 ms, G = 2 4.20 ms, G = 4 5.20 ms" in said[0]
 
 
 @pytest.mark.parametrize("config,groups", [({"head_groups": 1}, 1), ({"head_groups": 4}, 4), ({"policy": {"warmup_steps": 0}}, 2)])

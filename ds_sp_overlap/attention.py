@@ -150,7 +150,7 @@ class DistributedAttention(nn.Module):
         self.local_attn, self.spg, self.num_kv_heads = local_attention, sequence_process_group, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
         parsed = SpOverlapConfig.parse(config or {})
-        channel = Channel(sequence_process_group, transport, sp_stream, parsed.kernels)
+        channel = Channel(sequence_process_group, transport or parsed.transport, sp_stream, parsed.kernels)
         self._attend = ProjectedAttention(channel, parsed, name)
 
     def forward(

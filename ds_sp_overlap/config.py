@@ -41,7 +41,8 @@ class SpOverlapConfig(_Section):
     wgrad            compute the output projection's wgrad under the exchange of do; False: together with its dgrad
     kernels          which pack/unpack: "torch" is PyTorch's own copies, "cuda" the compiled ones and no others; "auto"
                      PyTorch's, until a GPU has run the compiled ones
-    transport        which mover of bytes: "c10d" is deepspeed.comm; "auto" the best there is
+    transport        which mover of bytes: "c10d" is deepspeed.comm over the sp group; "auto" the same over a communicator
+                     of our own where it is NCCL's; "copy_engine" the GPUs' copy engines, in one node
     on_unsupported   a layer that can't be overlapped: "warn" and leave it as it is, or "error"
     policy           how "auto" is found
     timeline         where and when to record what each exchange costs; None: nowhere
@@ -53,7 +54,7 @@ class SpOverlapConfig(_Section):
     projections: bool = True
     wgrad: bool = True
     kernels: Literal["auto", "cuda", "torch"] = "auto"
-    transport: Literal["auto", "c10d"] = "auto"
+    transport: Literal["auto", "c10d", "copy_engine"] = "auto"
     on_unsupported: Literal["warn", "error"] = "warn"
     policy: PolicyConfig = PolicyConfig()
     timeline: TimelineConfig | None = None
@@ -101,8 +102,6 @@ class SpOverlapConfig(_Section):
             return f"{path}: unknown key; did you mean {near!r}? Valid keys: {', '.join(keys)}"
         if name not in _VALID:
             return f"sp_overlap: {key!r} is no key; valid keys: {', '.join(cls.model_fields)}"
-        if fault["input"] in _LATER.get(name, ()):
-            return f"{path}: {fault['input']!r} is not available in this version; use {_VALID[name]}"
         if fault["type"] == "missing":
             return f"{path} is missing; it must be {_VALID[name]}"
         return f"{path} must be {_VALID[name]}, got {fault['input']!r}"
@@ -110,12 +109,11 @@ class SpOverlapConfig(_Section):
 
 _LEAST_WARMUP = 8  # each of four candidates twice: once untimed, once timed
 _SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig, "timeline": TimelineConfig}
-_LATER: dict[str, tuple] = {"transport": ("copy_engine",)}
 _VALID = {
     **dict.fromkeys(("enabled", "projections", "wgrad", "check"), "true or false"),
     "head_groups": 'a whole number of at least 1, or "auto"',
     "kernels": '"auto", "cuda" or "torch"',
-    "transport": '"auto" or "c10d"',
+    "transport": '"auto", "c10d" or "copy_engine"',
     "on_unsupported": '"warn" or "error"',
     "timeline": 'a section such as {"path": "timeline", "steps": [20, 22]}',
     "timeline.path": "the path of a folder",

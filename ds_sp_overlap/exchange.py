@@ -29,7 +29,7 @@ from . import check, ops
 from .clock import named
 from .layout import Layout
 from .timeline import UNTRACKED, Timeline
-from .transport import C10d, OneRank, Transport
+from .transport import Transport, by_name
 
 
 class HostStream:
@@ -79,20 +79,21 @@ class Channel:
     """The sp group with the means to exchange over it: transport and side stream.
 
     group       process group of the sp ranks; None for one rank
-    transport   mover of bytes
+    transport   mover of bytes, or what ``sp_overlap.transport`` calls it; "auto" if None
     stream      a stream to use instead of one of our own (accelerators only)
     kernels     which pack and unpack: ``sp_overlap.kernels``
     """
 
     def __init__(
-        self, group: Any, transport: Transport | None = None, stream: Any | None = None, kernels: str = "auto"
+        self, group: Any, transport: Transport | str | None = None, stream: Any | None = None, kernels: str = "auto"
     ):
         self.group, self.kernels = group, kernels
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:
             raise ValueError("sequence_process_group: this process is not a member of it; pass the group that it belongs to")
-        self.transport = transport or (OneRank() if self.size == 1 else C10d())
+        self._unprepared = transport is None or isinstance(transport, str)
+        self.transport = by_name(transport or "auto", self.size) if self._unprepared else transport
         self.timeline: Timeline | None = None
         self._stream = stream
         self._sides: dict[torch.device, HostStream | SideStream] = {}
@@ -112,6 +113,12 @@ class Channel:
     def holds_first_rank(self) -> bool:
         """Whether it is the sp group of the process that reports."""
         return self.group is None or dist.get_process_group_ranks(self.group)[0] == 0
+
+    def prepare(self) -> None:
+        """Make what the transport needs. Collective the first time, once the ranks have agreed; raises its ValueError."""
+        if self._unprepared:
+            self.transport.prepare(self)
+            self._unprepared = False
 
     def gather(self, what: Any) -> list[Any]:
         """``what`` of every rank, in rank order. Collective; pickles, so it is for the first step and for checks."""

@@ -70,6 +70,7 @@ class Layer:
         first = not self.agreed
         if first or self.config.check:
             self.channel.agree(self.where, lambda: self._comparable(*describe()))
+            self.channel.prepare()
             self.agreed = True
         geometry, _ = describe()
         return Call(self.channel, geometry, self.where, checked=first and self.config.check)
@@ -81,7 +82,8 @@ class Layer:
         lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
         return (
             f"local sequence {lengths}, batch {geometry.batch}, {geometry.heads} query and {geometry.kv_heads} KV heads, "
-            f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types}"
+            f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types}, "
+            f"transport {self.config.transport}"
         )
 
     def geometry(self, x: Tensor, heads: int, kv_heads: int, batch_first: bool, lengths, extra: tuple) -> Geometry:

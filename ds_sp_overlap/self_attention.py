@@ -66,7 +66,8 @@ class SelfAttention:
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
         self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
         parsed = SpOverlapConfig.parse(config or {})
-        self.layer = Layer(Channel(sequence_process_group, transport, kernels=parsed.kernels), parsed, name, policy)
+        channel = Channel(sequence_process_group, transport or parsed.transport, kernels=parsed.kernels)
+        self.layer = Layer(channel, parsed, name, policy)
         self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj, q_norm, k_norm)
 
     def use(self, o_proj, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None) -> None:

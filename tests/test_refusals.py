@@ -336,8 +336,8 @@ CONFIG_REFUSED = [
     ({"on_unsupported": "ignore"}, 'sp_overlap.on_unsupported must be "warn" or "error", got \'ignore\''),
     ({"kernels": "triton"}, 'sp_overlap.kernels must be "auto", "cuda" or "torch", got \'triton\''),
     (
-        {"transport": "copy_engine"},
-        'sp_overlap.transport: \'copy_engine\' is not available in this version; use "auto" or "c10d"',
+        {"transport": "copyengine"},
+        'sp_overlap.transport must be "auto", "c10d" or "copy_engine", got \'copyengine\'',
     ),
     ({"kernels": ["torch"]}, 'sp_overlap.kernels must be "auto", "cuda" or "torch", got [\'torch\']'),
     (

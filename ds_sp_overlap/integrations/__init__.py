@@ -97,7 +97,7 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
             "sp_overlap: no sequence-parallel group; give deepspeed.initialize the mpu that "
             "UlyssesSPAttentionHF.register_with_transformers returned, or pass sequence_process_group= to enable()"
         )
-    channel = Channel(group, kernels=config.kernels)
+    channel = Channel(group, config.transport, kernels=config.kernels)
     if channel.size == 1:
         say_once("sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, and nothing was changed")
         return Report(note="nothing to do at sp size 1")
@@ -124,6 +124,7 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
 
     try:
         channel.agree("sp_overlap", describe)
+        channel.prepare()
     except ValueError:
         _close([policy, timeline])
         raise

@@ -94,7 +94,7 @@ def find_layers(model: nn.Module, config: SpOverlapConfig, policy: Policy | None
 
 
 def _bind(name: str, module: DistributedAttention, config: SpOverlapConfig, policy: Policy | None):
-    channel = Channel(module.spg, stream=module.sp_stream, kernels=config.kernels)
+    channel = Channel(module.spg, config.transport, module.sp_stream, config.kernels)
     attend, original, dims = ProjectedAttention(channel, config, name, policy), module.forward, set()
 
     def forward(query, key, value, batch_dim_idx, rotary_pos_emb=None, *args, sequence_lengths=None, **kwargs):

@@ -11,8 +11,9 @@ from .config import SpOverlapConfig
 from .exchange import Channel
 from .layer import Layer, apart
 from .parts import cut, join
+from .policy import Policy
 from .rotary import rotate
-from .schedule import overlapped
+from .schedule import Call, overlapped
 from .transport import Transport
 
 
@@ -23,8 +24,8 @@ class ProjectedAttention:
     dv with the backward of the caller's projections.
     """
 
-    def __init__(self, channel: Channel, config: SpOverlapConfig, where: str):
-        self.layer = Layer(channel, config, where)
+    def __init__(self, channel: Channel, config: SpOverlapConfig, where: str, policy: Policy | None = None):
+        self.layer = Layer(channel, config, where, policy)
 
     @torch.compiler.disable
     def __call__(
@@ -40,6 +41,7 @@ class ProjectedAttention:
         num_kv_heads: int | None = None,
         arrive: Callable[[str, Tensor], Tensor] = lambda kind, x: x,
         sequence_lengths: list[int] | None = None,
+        instead: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Attend over the global sequence.
 
@@ -47,12 +49,24 @@ class ProjectedAttention:
         key, value   the same with h_kv heads
         args, kwargs more arguments for ``local_attention``, which is called once per head group
         arrive       what to do with q, k, v after their exchange (RoPE)
+        instead      gives the same without overlap, for the policy; None where nothing does
         returns      as ``query`` with the head dim of the attention's output; 3-D if ``local_attention`` returns 3-D
         """
-        layer, kwargs = self.layer, kwargs or {}
+        kwargs = kwargs or {}
         extra = (*args, *kwargs.values())
-        call = layer.call(lambda: self._describe(query, key, value, batch_first, num_kv_heads, sequence_lengths, extra))
-        geometry = call.geometry
+
+        def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return local_attention(q, k, v, *args, **kwargs)
+
+        return self.layer.run(
+            lambda: self._describe(query, key, value, batch_first, num_kv_heads, sequence_lengths, extra),
+            lambda call, *qkv: self._overlapped(call, *qkv, local, arrive),
+            (query, key, value),
+            instead,
+        )
+
+    def _overlapped(self, call: Call, query: Tensor, key: Tensor, value: Tensor, local, arrive) -> Tensor:
+        layer, geometry = self.layer, call.geometry
         given = {"q": query, "k": key, "v": value}
         flat: list[bool] = []
 
@@ -65,7 +79,7 @@ class ProjectedAttention:
             return program(lambda kind, group: parts[kind, group])
 
         def attend(q, k, v):
-            o = local_attention(q, k, v, *args, **kwargs)
+            o = local(q, k, v)
             flat.append(isinstance(o, Tensor) and o.dim() == 3)
             return apart(o, q, layer.where)
 
@@ -128,7 +142,7 @@ class DistributedAttention(nn.Module):
         self.local_attn, self.spg, self.num_kv_heads = local_attention, sequence_process_group, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
         parsed = SpOverlapConfig.parse(config or {})
-        channel = Channel(sequence_process_group, transport, sp_stream, parsed.kernels)
+        channel = Channel(sequence_process_group, transport or parsed.transport, sp_stream, parsed.kernels)
         self._attend = ProjectedAttention(channel, parsed, name)
 
     def forward(
@@ -171,6 +185,7 @@ def drop_in_forward(
     rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
     *args: Any,
     sequence_lengths: list[int] | None = None,
+    instead: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """``DistributedAttention.forward`` for a module of this class or of DeepSpeed's; its indices end here."""
@@ -191,5 +206,5 @@ def drop_in_forward(
 
     return attend(
         local_attention, query, key, value, args, kwargs,
-        batch_first=batch_first, num_kv_heads=num_kv_heads, arrive=arrive, sequence_lengths=sequence_lengths,
+        batch_first=batch_first, num_kv_heads=num_kv_heads, arrive=arrive, sequence_lengths=sequence_lengths, instead=instead,
     )  # fmt: skip

@@ -22,6 +22,8 @@ def main(argv: list[str] | None = None) -> int:
         help="run a training script whose DeepSpeed config has an sp_overlap section, without editing it",
         description="Works under launchers too: deepspeed --module ds_sp_overlap run SCRIPT ..., torchrun -m ds_sp_overlap run ...",
     )
+    run.add_argument("--timeline", metavar="FOLDER", help="record what each exchange costs and write it there")
+    run.add_argument("--timeline-steps", nargs=2, type=int, metavar=("A", "B"), help="the steps to record (default 20 22)")
     run.add_argument("script", help="path of the script")
     run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     given = parser.parse_args(argv)
@@ -39,9 +41,16 @@ def main(argv: list[str] | None = None) -> int:
             print(f"build: {error}", file=sys.stderr)
             return 1
         return 0
+    if given.timeline_steps and not given.timeline:
+        parser.error("run: --timeline-steps needs --timeline FOLDER")
     script = Path(given.script)
     if not script.is_file():
         parser.error(f"run: no script at {script}")
+    if given.timeline:
+        from .integrations import deepspeed
+
+        steps = {"steps": given.timeline_steps} if given.timeline_steps else {}
+        deepspeed.from_command_line["timeline"] = {"path": given.timeline, **steps}
     local_rank = [] if given.local_rank is None else [f"--local_rank={given.local_rank}"]
     sys.argv = [str(script), *local_rank, *given.args]
     sys.path[0] = str(script.resolve().parent)  # as python SCRIPT would

@@ -8,33 +8,63 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 
-class SpOverlapConfig(BaseModel):
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class PolicyConfig(_Section):
+    """How ``"head_groups": "auto"`` is found.
+
+    warmup_steps   optimizer steps in which candidates are tried, per shape; 0: none, take the default
+    """
+
+    warmup_steps: int = 16
+
+
+class TimelineConfig(_Section):
+    """What is recorded (`ds_sp_overlap.timeline`).
+
+    path    folder of the files
+    steps   first and last optimizer step, counted from 0; by default after those in which "auto" is found
+    """
+
+    path: str
+    steps: list[int] = [20, 22]
+
+
+class SpOverlapConfig(_Section):
     """The keys of ``sp_overlap``. Each switch works alone, so that each gain can be measured alone.
 
     enabled          False: as if the section were not there
-    head_groups      G, or "auto": 2 where every rank has at least two query heads, else 1
+    head_groups      G; "auto": the fastest in the first steps, by `policy`
     projections      compute q, k, v and the output projection part by part under the exchanges; False: call them whole
     wgrad            compute the output projection's wgrad under the exchange of do; False: together with its dgrad
     kernels          which pack/unpack: "torch" is PyTorch's own copies, "cuda" the compiled ones and no others; "auto"
                      PyTorch's, until a GPU has run the compiled ones
-    transport        which mover of bytes: "c10d" is deepspeed.comm; "auto" the best there is
+    transport        which mover of bytes: "c10d" is deepspeed.comm over the sp group; "auto" the same over a communicator
+                     of our own where it is NCCL's; "copy_engine" the GPUs' copy engines, in one node
     on_unsupported   a layer that can't be overlapped: "warn" and leave it as it is, or "error"
+    policy           how "auto" is found
+    timeline         where and when to record what each exchange costs; None: nowhere
     check            compare every exchange of each layer's first call with a plain one; slow
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     enabled: bool = True
     head_groups: Literal["auto"] | int = "auto"
     projections: bool = True
     wgrad: bool = True
     kernels: Literal["auto", "cuda", "torch"] = "auto"
-    transport: Literal["auto", "c10d"] = "auto"
+    transport: Literal["auto", "c10d", "copy_engine"] = "auto"
     on_unsupported: Literal["warn", "error"] = "warn"
+    policy: PolicyConfig = PolicyConfig()
+    timeline: TimelineConfig | None = None
     check: bool = False
 
     def groups_for(self, heads: int, sp_size: int) -> int:
-        """G for a layer of ``heads`` query heads; whether that many are possible is for `Geometry` to say."""
+        """G for a layer of ``heads`` query heads; whether that many are possible is for `Geometry` to say.
+
+        "auto" begins with 2, or 1 where a rank has one query head, and stays with it where nothing is timed.
+        """
         return max(1, min(2, heads // sp_size)) if self.head_groups == "auto" else self.head_groups
 
     @classmethod
@@ -50,28 +80,44 @@ class SpOverlapConfig(BaseModel):
             raise ValueError("; ".join(dict.fromkeys(map(cls._explain, error.errors())))) from None
         if config.head_groups != "auto" and config.head_groups < 1:
             raise ValueError(f'sp_overlap.head_groups must be "auto" or at least 1, got {config.head_groups}')
+        if not (config.policy.warmup_steps == 0 or config.policy.warmup_steps >= _LEAST_WARMUP):
+            raise ValueError(
+                f"sp_overlap.policy.warmup_steps must be {_VALID['policy.warmup_steps']}, got {config.policy.warmup_steps}"
+            )
+        steps = config.timeline.steps if config.timeline else [0, 0]
+        if len(steps) != 2 or not 0 <= steps[0] <= steps[1]:
+            raise ValueError(f"sp_overlap.timeline.steps must be {_VALID['timeline.steps']}, got {steps}")
         return config
 
     @classmethod
     def _explain(cls, fault: dict) -> str:
-        key = str(fault["loc"][0])
+        first, *rest = map(str, fault["loc"])
+        nested = first in _SECTIONS and rest
+        key = rest[0] if nested else first
+        name = f"{first}.{key}" if nested else key
+        path = f"sp_overlap.{name}"
         if fault["type"] == "extra_forbidden":
-            if key in _LATER:
-                return f"sp_overlap.{key} is not available in this version; remove it"
-            near = difflib.get_close_matches(key, cls.model_fields, n=1, cutoff=0.0)[0]
-            return f"sp_overlap.{key}: unknown key; did you mean {near!r}? Valid keys: {', '.join(cls.model_fields)}"
-        if key not in _VALID:
+            keys = (_SECTIONS[first] if nested else cls).model_fields
+            near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
+            return f"{path}: unknown key; did you mean {near!r}? Valid keys: {', '.join(keys)}"
+        if name not in _VALID:
             return f"sp_overlap: {key!r} is no key; valid keys: {', '.join(cls.model_fields)}"
-        if fault["input"] in _LATER.get(key, ()):
-            return f"sp_overlap.{key}: {fault['input']!r} is not available in this version; use {_VALID[key]}"
-        return f"sp_overlap.{key} must be {_VALID[key]}, got {fault['input']!r}"
+        if fault["type"] == "missing":
+            return f"{path} is missing; it must be {_VALID[name]}"
+        return f"{path} must be {_VALID[name]}, got {fault['input']!r}"
 
 
-_LATER: dict[str, tuple] = {"transport": ("copy_engine",), "policy": (), "timeline": ()}
+_LEAST_WARMUP = 8  # each of four candidates twice: once untimed, once timed
+_SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig, "timeline": TimelineConfig}
 _VALID = {
     **dict.fromkeys(("enabled", "projections", "wgrad", "check"), "true or false"),
     "head_groups": 'a whole number of at least 1, or "auto"',
     "kernels": '"auto", "cuda" or "torch"',
-    "transport": '"auto" or "c10d"',
+    "transport": '"auto", "c10d" or "copy_engine"',
     "on_unsupported": '"warn" or "error"',
+    "timeline": 'a section such as {"path": "timeline", "steps": [20, 22]}',
+    "timeline.path": "the path of a folder",
+    "timeline.steps": "the first and the last step, such as [20, 22]",
+    "policy": 'a section such as {"warmup_steps": 16}',
+    "policy.warmup_steps": f"0 or a whole number of at least {_LEAST_WARMUP}",
 }

@@ -26,8 +26,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import check, ops
+from .clock import named
 from .layout import Layout, Side
-from .transport import C10d, OneRank, Transport
+from .timeline import UNTRACKED, Timeline
+from .transport import Transport, by_name
 
 
 class HostStream:
@@ -77,20 +79,22 @@ class Channel:
     """The sp group with the means to exchange over it: transport and side stream.
 
     group       process group of the sp ranks; None for one rank
-    transport   mover of bytes
+    transport   mover of bytes, or what ``sp_overlap.transport`` calls it; "auto" if None
     stream      a stream to use instead of one of our own (accelerators only)
     kernels     which pack and unpack: ``sp_overlap.kernels``
     """
 
     def __init__(
-        self, group: Any, transport: Transport | None = None, stream: Any | None = None, kernels: str = "auto"
+        self, group: Any, transport: Transport | str | None = None, stream: Any | None = None, kernels: str = "auto"
     ):
         self.group, self.kernels = group, kernels
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:
             raise ValueError("sequence_process_group: this process is not a member of it; pass the group that it belongs to")
-        self.transport = transport or (OneRank() if self.size == 1 else C10d())
+        self._unprepared = transport is None or isinstance(transport, str)
+        self.transport = by_name(transport or "auto", self.size) if self._unprepared else transport
+        self.timeline: Timeline | None = None
         self._stream = stream
         self._sides: dict[torch.device, HostStream | SideStream] = {}
 
@@ -104,6 +108,17 @@ class Channel:
                 blocking = self.size > 1 and dist.get_backend(self.group) == "gloo"
                 self._sides[device] = SideStream(backend, device, self._stream, deferred_unpack=blocking)
         return self._sides[device]
+
+    @property
+    def holds_first_rank(self) -> bool:
+        """Whether it is the sp group of the process that reports."""
+        return self.group is None or dist.get_process_group_ranks(self.group)[0] == 0
+
+    def prepare(self) -> None:
+        """Make what the transport needs. Collective the first time, once the ranks have agreed; raises its ValueError."""
+        if self._unprepared:
+            self.transport.prepare(self)
+            self._unprepared = False
 
     def gather(self, what: Any) -> list[Any]:
         """``what`` of every rank, in rank order. Collective; pickles, so it is for the first step and for checks."""
@@ -173,15 +188,25 @@ class _InFlight:
         self.recv = x.new_empty(sum(target.split_sizes))
         self.unpacks = turn_back is not None or not target.is_wire_layout
         self.out = x.new_empty(target.shape) if self.unpacks else self.recv.view(target.shape)
-        with self.side.after_compute():
+        self.track = channel.timeline.exchange(name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
+        self.track.mark("issued")
+        with named(f"{name} start"), self.side.after_compute():
+            self.track.mark("started")
             if packs:
                 self._pack()
+            self.track.mark("packed")
             with self._named():
                 self.handle = channel.transport.launch(
                     self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, name
                 )
+            self.track.follow(self.handle)
             if not self.side.deferred_unpack:
                 self._receive()
+        self.track.mark("launched")
+
+    def _sent_bytes(self) -> int:
+        sizes = self.layout.source.split_sizes
+        return (sum(sizes) - sizes[self.channel.rank]) * self.send.element_size()
 
     @contextlib.contextmanager
     def _named(self):
@@ -197,8 +222,10 @@ class _InFlight:
     def _receive(self):
         with self._named():
             self.handle.wait()
+        self.track.mark("unpacking")
         if self.unpacks:
             self._unpack()
+        self.track.mark("done")
         self.received = self.side.mark()
 
     def _pack(self):
@@ -217,10 +244,13 @@ class _InFlight:
 
     def collect(self) -> Tensor:
         """Wait, and hand over the received tensor."""
-        if self.side.deferred_unpack:
-            with self.side.after_compute():
-                self._receive()
-        self.side.before_compute(self.received)
+        self.track.mark("wait")
+        with named(f"{self.name} finish"):
+            if self.side.deferred_unpack:
+                with self.side.after_compute():
+                    self._receive()
+            self.side.before_compute(self.received)
+        self.track.mark("go")
         self.handle = None
         if self.expected is not None:
             check.compare(self.channel, self.out, self.expected, self.name, turned=(self.turn or self.turn_back) is not None)

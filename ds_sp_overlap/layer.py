@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Callable
 
@@ -11,17 +12,54 @@ from . import ops
 from .config import SpOverlapConfig
 from .exchange import Channel
 from .layout import Geometry
+from .policy import OFF, Policy
 from .schedule import Call
+from .timeline import Timeline
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
+_regrouped = lru_cache(maxsize=4096)(lambda geometry, groups: replace(geometry, groups=groups))
 
 
 class Layer:
-    """What both kinds of attention layer share: the sp group, the configuration, and the agreement of the ranks."""
+    """What both kinds of attention layer share: the sp group, the configuration, and the agreement of the ranks.
 
-    def __init__(self, channel: Channel, config: SpOverlapConfig, where: str):
+    policy   shared with the other layers of the model; one of its own if None
+    """
+
+    def __init__(self, channel: Channel, config: SpOverlapConfig, where: str, policy: Policy | None = None):
         self.channel, self.config, self.where = channel, config, where
+        self.policy = policy or Policy.of(config, channel)
+        self.index = self.policy.join() if self.policy else 0
+        channel.timeline = channel.timeline or Timeline.of(config, channel)
         self.agreed = False
+
+    def run(
+        self,
+        describe: Callable[[], tuple[Geometry, tuple]],
+        body: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        instead: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        """``body(call, *inputs)`` for a `call` of this layer, with the head groups that the policy chooses.
+
+        instead   ``instead(*inputs)`` gives the same without overlap, and runs where that is faster; None where there is no such
+        """
+        call, timeline = self.call(describe), self.channel.timeline
+        if timeline is not None:
+            timeline.look(self.channel)
+            if timeline.recording():
+                return timeline.layer(self.where, lambda *inputs: self._chosen(call, body, inputs, instead), inputs)
+        return self._chosen(call, body, inputs, instead)
+
+    def _chosen(self, call: Call, body: Callable, inputs: tuple[Tensor, ...], instead: Callable | None) -> Tensor:
+        contest = self.policy and self.policy.contest(call.geometry, inputs[0], off=instead is not None)
+        if contest is None:
+            return body(call, *inputs)
+        candidate = contest.candidate(self.index)
+        if candidate == OFF:
+            return self.policy.run(contest, candidate, instead, inputs)
+        call = Call(self.channel, _regrouped(call.geometry, candidate), self.where, call.checked)
+        return self.policy.run(contest, candidate, lambda *inputs: body(call, *inputs), inputs)
 
     def call(self, describe: Callable[[], tuple[Geometry, tuple]]) -> Call:
         """A call of this layer, of the geometry that ``describe`` gives.
@@ -32,16 +70,20 @@ class Layer:
         first = not self.agreed
         if first or self.config.check:
             self.channel.agree(self.where, lambda: self._comparable(*describe()))
+            self.channel.prepare()
             self.agreed = True
         geometry, _ = describe()
         return Call(self.channel, geometry, self.where, checked=first and self.config.check)
 
     def _comparable(self, geometry: Geometry, types: tuple) -> str:
         ops.implementation(self.channel.kernels)  # refused here, on every rank, where this one lacks them
+        if self.channel.timeline is not None:
+            self.channel.timeline.check()
         lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
         return (
             f"local sequence {lengths}, batch {geometry.batch}, {geometry.heads} query and {geometry.kv_heads} KV heads, "
-            f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types}"
+            f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types}, "
+            f"transport {self.config.transport}"
         )
 
     def geometry(self, x: Tensor, heads: int, kv_heads: int, batch_first: bool, lengths, extra: tuple) -> Geometry:

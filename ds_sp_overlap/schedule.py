@@ -25,11 +25,12 @@ The starts and finishes in the order that is drawn (``>`` start, ``<`` finish), 
 
 from __future__ import annotations
 
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
 
+from .clock import named
 from .exchange import Channel, Exchange
 from .layout import Geometry
 
@@ -66,6 +67,10 @@ class Call:
         """Finish it; returns what was received."""
         return self._exchanges.pop((kind, group)).finish(token)
 
+    def named(self, what: str, group: int) -> Any:
+        """A range of a profiler, named as in the drawing above."""
+        return named(f"{self.where} {what}{group if self.geometry.groups > 1 else ''}")
+
     def with_kv(self, group: int, received: dict[int, Tensor]) -> Tensor:
         """The KV heads that a group attends to, put together from the pieces that arrived with it or before it."""
         pieces = [received[sent].narrow(2, start, stop - start) for sent, start, stop in self.geometry.kv_pieces(group)]
@@ -96,7 +101,12 @@ def overlapped(
     """
 
     def start_inputs(project: Project) -> list[Tensor]:
-        return [call.start(kind, group, project(kind, group)) for kind, group in call.parts]
+        tokens = []
+        for kind, group in call.parts:
+            with call.named(f"W{kind}", group):
+                x = project(kind, group)
+            tokens.append(call.start(kind, group, x))
+        return tokens
 
     tokens = dict(zip(call.parts, inputs(start_inputs)))
 
@@ -106,11 +116,14 @@ def overlapped(
         if ("k", group) in tokens:
             keys[group] = arrive("k", call.finish("k", group, tokens["k", group]))
             values[group] = arrive("v", call.finish("v", group, tokens["v", group]))
-        o = attend(q, call.with_kv(group, keys), call.with_kv(group, values))
+        with call.named("attention ", group):
+            o = attend(q, call.with_kv(group, keys), call.with_kv(group, values))
         started.append(call.start("o", group, o))
 
     def finish_output(tokens: list[Tensor], merge: Merge) -> None:
         for group in call.groups:
-            merge(group, call.finish("o", group, tokens[group]))
+            o = call.finish("o", group, tokens[group])
+            with call.named("Wo", group):
+                merge(group, o)
 
     return output(started, finish_output)

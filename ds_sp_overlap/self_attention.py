@@ -13,6 +13,7 @@ from .exchange import Channel
 from .layer import Layer, apart
 from .linear import OutputParts, RowParts, WholeRows, batched_pays, call_through, can_take_apart
 from .parts import Part, join
+from .policy import Policy
 from .rotary import Rotary
 from .schedule import Call, overlapped
 from .transport import Transport
@@ -37,6 +38,7 @@ class SelfAttention:
     batch_first              hidden states are [b, s/P, m] (True) or [s/P, b, m]
     config                   an ``sp_overlap`` section
     name                     for errors and logs
+    policy                   shared with other layers, for "head_groups": "auto"; one of its own if None
 
     A projection that can't be taken apart (LoRA, quantised, hooked by somebody) is called whole; its exchanges are
     overlapped all the same.
@@ -62,11 +64,13 @@ class SelfAttention:
         config: SpOverlapConfig | dict | None = None,
         transport: Transport | None = None,
         name: str = "attention",
+        policy: Policy | None = None,
     ):
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
         self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
         parsed = SpOverlapConfig.parse(config or {})
-        self.layer = Layer(Channel(sequence_process_group, transport, kernels=parsed.kernels), parsed, name)
+        channel = Channel(sequence_process_group, transport or parsed.transport, kernels=parsed.kernels)
+        self.layer = Layer(channel, parsed, name, policy)
         self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj, q_norm, k_norm)
 
     def use(self, o_proj, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None) -> None:
@@ -95,6 +99,7 @@ class SelfAttention:
         *args: Any,
         position_embeddings: Any = None,
         sequence_lengths: list[int] | None = None,
+        instead: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Attend over the global sequence.
@@ -102,12 +107,20 @@ class SelfAttention:
         hidden_states        [b, s/P, m], or [s/P, b, m] if not ``batch_first``
         position_embeddings  for ``rope``, of this rank's positions
         sequence_lengths     local length of every rank, where they are not all the same
+        instead              gives the same for ``hidden_states`` without overlap, for the policy; None where nothing does
         returns              as ``hidden_states``
 
         The remaining arguments go to ``local_attention``, once per head group.
         """
         extra = (*args, *kwargs.values())
-        call = self.layer.call(lambda: self._describe(hidden_states, sequence_lengths, extra))
+        return self.layer.run(
+            lambda: self._describe(hidden_states, sequence_lengths, extra),
+            lambda call, x: self._overlapped(call, x, position_embeddings, args, kwargs),
+            (hidden_states,),
+            instead,
+        )
+
+    def _overlapped(self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict) -> Tensor:
         opened = self.taken_apart()
         if isinstance(self.rope, Rotary) and ops.implementation(self.layer.channel.kernels).folds:
             call.turn = self.rope.of_tokens(position_embeddings)

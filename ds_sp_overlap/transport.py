@@ -1,15 +1,23 @@
 """How the bytes of an exchange move between ranks.
 
-A transport launches one all-to-all of flat buffers and returns a handle; tests put their own in its place.
+A transport launches one all-to-all of flat buffers and returns a handle; tests put their own in its place. What
+``sp_overlap.transport`` can ask for:
+
+    auto          `C10d` over a communicator of our own where the sp group is NCCL's, else over the sp group
+    c10d          `C10d` over the sp group as it was given
+    copy_engine   `copy_engines.CopyEngine`: no SM moves a byte
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import warnings
+from typing import Any, Protocol
 
 import deepspeed.comm
-import torch.distributed
+import torch.distributed as dist
 from torch import Tensor
+
+MAX_CTAS = 16  # SMs that a communicator of our own may take; NCCL's send and receive takes up to 32. Not yet measured
 
 
 class Handle(Protocol):
@@ -29,19 +37,45 @@ class Transport(Protocol):
         """
 
 
+class Named(Transport, Protocol):
+    """A transport that ``sp_overlap.transport`` names."""
+
+    def prepare(self, channel: Any) -> None:
+        """Make what it needs on the sp group of ``channel``. Collective, once, after the ranks have agreed.
+
+        Raises ValueError, on all ranks alike, where it can't work.
+        """
+
+
 class C10d:
-    """``all_to_all_single`` of ``deepspeed.comm`` (of torch.distributed where DeepSpeed has not been initialised)."""
+    """``all_to_all_single`` of ``deepspeed.comm`` (of torch.distributed where DeepSpeed has not been initialised).
+
+    own   over a communicator of our own: high priority, at most `MAX_CTAS` blocks, and no queue behind what others do
+          in the sp group
+    """
+
+    def __init__(self, own: bool = False):
+        self.own = own
+        self.group: Any = None  # None: the sp group
+
+    def prepare(self, channel: Any) -> None:
+        if self.own and channel.group is not None and dist.get_backend(channel.group) == "nccl":
+            self.group = communicator(channel.group, max_ctas=MAX_CTAS)
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        group = self.group if self.group is not None else group
         if deepspeed.comm.is_initialized():
             return deepspeed.comm.all_to_all_single(
                 recv, send, recv_sizes, send_sizes, group=group, async_op=True, log_name=name
             )
-        return torch.distributed.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=True)
+        return dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=True)
 
 
 class OneRank:
     """The transport of an sp group of one: what is sent is what is received."""
+
+    def prepare(self, channel):
+        pass
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         recv.copy_(send)
@@ -49,3 +83,45 @@ class OneRank:
 
     def wait(self):
         pass
+
+
+def by_name(name: str, size: int) -> Named:
+    """The transport that ``sp_overlap.transport`` names, for an sp group of ``size`` ranks."""
+    if size == 1:
+        return OneRank()
+    if name == "copy_engine":
+        from .copy_engines import CopyEngine
+
+        return CopyEngine()
+    return C10d(own=name == "auto")
+
+
+_communicators: dict[tuple, tuple[Any, Any]] = {}  # by group name and settings: the group it was made for, and it
+
+
+def communicator(group: Any, **settings: int) -> Any:
+    """An NCCL communicator of our own over the ranks of ``group``, at high priority; one for all layers that ask alike.
+
+    settings   of NCCL's configuration, for instance ``max_ctas`` or ``cta_policy``
+
+    Collective over the group alone: its members need nobody else to make it. Where torch can't make one, ``group``.
+    """
+    key = (group.group_name, *sorted(settings.items()))
+    made_for, made = _communicators.get(key, (None, None))
+    if made_for is group:
+        return made
+    ranks, made = dist.get_process_group_ranks(group), group
+    if ranks != sorted(ranks):  # the new group would number them in ascending order
+        warnings.warn(f"sp_overlap: the sp group's ranks {ranks} are not ascending; it is used as it is", stacklevel=2)
+    else:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        for setting, value in settings.items():
+            setattr(options.config, setting, value)
+        try:
+            made = dist.new_group(
+                ranks, backend="nccl", pg_options=options, use_local_synchronization=True, group_desc="sp_overlap"
+            )
+        except NotImplementedError as error:
+            warnings.warn(f"sp_overlap: no communicator of our own ({error}); the sp group is used as it is", stacklevel=2)
+    _communicators[key] = group, made
+    return made

@@ -10,6 +10,7 @@ import test_hazards
 import test_layout
 import test_ops
 import test_order
+import test_policy
 import test_refusals
 import test_usage
 from guards import Guard, removed
@@ -175,7 +176,7 @@ WATCHED = {
     ),
     "the wgrad's node is older than the finishes": Watched(
         Guard(
-            "self_attention:SelfAttention.__call__",
+            "self_attention:SelfAttention._overlapped",
             "program(tokens, lambda group, o: total.add(o.flatten(2), columns(group, o.shape[-1])))",
             "parts = []\n            "
             "program(tokens, lambda group, o: parts.append((o.flatten(2), columns(group, o.shape[-1]))))\n"
@@ -186,6 +187,15 @@ WATCHED = {
     ),
     "the wgrad waits for its node": Watched(
         Guard("linear:_OutputPart.backward", "if not ctx.defer:", "if True:"), wgrad_in_place
+    ),
+    # The policy.
+    "a candidate stays for its backward": Watched(
+        Guard("clock:Steps.now", "self._stepped and torch._C._current_graph_task_id() == -1", "self._stepped"),
+        test_policy.another_optimizer_before_backward,
+    ),
+    "the slowest rank counts": Watched(
+        Guard("policy:Contest._drop_the_hopeless", "max(times)", "min(times)"),
+        test_policy.choices_differ,
     ),
     # Agreement of the ranks.
     "ranks compare what they are about to exchange": Watched(

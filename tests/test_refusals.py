@@ -322,7 +322,7 @@ CONFIG_REFUSED = [
         {"head_group": 2},
         "sp_overlap.head_group: unknown key; did you mean 'head_groups'? Valid keys: enabled, head_groups, "
         "projections, "
-        "wgrad, kernels, transport, on_unsupported, check",
+        "wgrad, kernels, transport, on_unsupported, policy, timeline, check",
     ),
     ({"Wgrad": True}, "did you mean 'wgrad'?"),
     ({"head_groups": 0}, 'sp_overlap.head_groups must be "auto" or at least 1, got 0'),
@@ -336,12 +336,39 @@ CONFIG_REFUSED = [
     ({"on_unsupported": "ignore"}, 'sp_overlap.on_unsupported must be "warn" or "error", got \'ignore\''),
     ({"kernels": "triton"}, 'sp_overlap.kernels must be "auto", "cuda" or "torch", got \'triton\''),
     (
-        {"transport": "copy_engine"},
-        'sp_overlap.transport: \'copy_engine\' is not available in this version; use "auto" or "c10d"',
+        {"transport": "copyengine"},
+        'sp_overlap.transport must be "auto", "c10d" or "copy_engine", got \'copyengine\'',
     ),
     ({"kernels": ["torch"]}, 'sp_overlap.kernels must be "auto", "cuda" or "torch", got [\'torch\']'),
-    ({"policy": {"warmup_steps": 3}}, "sp_overlap.policy is not available in this version; remove it"),
-    ({"timeline": {"path": "x"}}, "sp_overlap.timeline is not available in this version; remove it"),
+    (
+        {"policy": {"warmup_steps": 3}},
+        "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got 3",
+    ),
+    ({"policy": {"warmup_steps": -1}}, "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got -1"),
+    ({"policy": {"warmup_steps": "8"}}, "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got '8'"),
+    (
+        {"policy": {"warmup": 8}},
+        "sp_overlap.policy.warmup: unknown key; did you mean 'warmup_steps'? Valid keys: warmup_steps",
+    ),
+    ({"policy": 8}, 'sp_overlap.policy must be a section such as {"warmup_steps": 16}, got 8'),
+    ({"timeline": {"steps": [1, 2]}}, "sp_overlap.timeline.path is missing; it must be the path of a folder"),
+    ({"timeline": {"path": 3}}, "sp_overlap.timeline.path must be the path of a folder, got 3"),
+    (
+        {"timeline": {"path": "x", "steps": [5, 3]}},
+        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [5, 3]",
+    ),
+    (
+        {"timeline": {"path": "x", "steps": [1]}},
+        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [1]",
+    ),
+    (
+        {"timeline": {"path": "x", "steps": [-1, 2]}},
+        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [-1, 2]",
+    ),
+    (
+        {"timeline": {"path": "x", "steps": ["a", 2]}},
+        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got 'a'",
+    ),
     (True, 'sp_overlap: expected a section such as {"enabled": true}, got True'),
     ([], 'sp_overlap: expected a section such as {"enabled": true}, got []'),
 ]

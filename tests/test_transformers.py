@@ -390,7 +390,7 @@ def test_lora_on_any_projection_equals_stock_and_the_report_says_which_are_calle
         assert errors.pop("stock") < FP64
         assert all(off < FP64 for pair in errors.values() for off in pair), errors
         ((got, lacks),) = said
-        assert got.startswith("all eight exchanges, G = 2")
+        assert got.startswith("all eight exchanges, G by timing in the first 16 steps")
         assert lacks == "called whole: " + ", ".join(f"{name} (Linear)" for name in targets)
         for name in SOME[-1]:
             assert (name in got) == (name not in targets)
@@ -439,7 +439,7 @@ def test_an_unknown_family_is_overlapped_at_the_attention_function_only_and_says
             assert errors.pop("stock") < limit, family
             assert set(errors) == {1, 2}
             assert all(whole < limit and stock < FP64 for whole, stock in errors.values()), (family, errors)
-            assert "attention function, G = 2" in report
+            assert "attention function, G by timing in the first 16 steps" in report
             assert f"{family}attention: unknown family, projections stay its own" in report.lower()
 
 

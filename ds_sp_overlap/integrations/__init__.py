@@ -19,6 +19,8 @@ from torch import nn
 from .. import ops
 from ..config import SpOverlapConfig
 from ..exchange import Channel
+from ..policy import Policy
+from ..timeline import Timeline
 
 Undo = Callable[[nn.Module], None]  # is given the module rather than holding it, which would keep the model alive
 
@@ -95,15 +97,18 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
             "sp_overlap: no sequence-parallel group; give deepspeed.initialize the mpu that "
             "UlyssesSPAttentionHF.register_with_transformers returned, or pass sequence_process_group= to enable()"
         )
-    channel = Channel(group, kernels=config.kernels)
+    channel = Channel(group, config.transport, kernels=config.kernels)
     if channel.size == 1:
         say_once("sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, and nothing was changed")
         return Report(note="nothing to do at sp size 1")
     found: list[Layer] = []
+    policy, timeline = Policy.of(config, channel), Timeline.of(config, channel)
 
     def describe() -> str:
         ops.implementation(config.kernels)  # refused here, on every rank, where this one lacks them
-        found.extend(deepspeed.find_layers(model, config) + transformers.find_layers(model, channel, config))
+        if timeline is not None:
+            timeline.check()
+        found.extend(deepspeed.find_layers(model, config, policy) + transformers.find_layers(model, channel, config, policy))
         if not found:
             raise ValueError(
                 f"no attention layer found in {type(model).__name__}; supported are transformers models and "
@@ -117,13 +122,31 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
             raise ValueError(f'{left[0].name}: {left[0].lacks}; sp_overlap.on_unsupported is "error"')
         return f"{config!r}; {[(layer.name, layer.got) for layer in found]}"
 
-    channel.agree("sp_overlap", describe)
+    try:
+        channel.agree("sp_overlap", describe)
+        channel.prepare()
+    except ValueError:
+        _close([policy, timeline])
+        raise
     for layer in found:
         if layer.bind is None:
             say_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
-            _undo[layer.module] = layer.bind()
+            _undo[layer.module] = _and_close(layer.bind(), [policy, timeline])
     return Report(found, channel.size)
+
+
+def _and_close(undo: Undo, counting: list[Policy | Timeline | None]) -> Undo:
+    def both(module: nn.Module) -> None:
+        undo(module)
+        _close(counting)
+
+    return both
+
+
+def _close(counting: list[Policy | Timeline | None]) -> None:
+    for what in filter(None, counting):
+        what.close()
 
 
 def disable(model: nn.Module) -> None:

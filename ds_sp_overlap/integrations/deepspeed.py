@@ -16,9 +16,11 @@ from torch import nn
 from ..attention import ProjectedAttention, drop_in_forward
 from ..config import SpOverlapConfig
 from ..exchange import Channel
+from ..policy import Policy
 from . import Layer, enable, rebind
 
 OLDEST = "0.19.7"
+from_command_line: dict[str, Any] = {}  # keys of ``python -m ds_sp_overlap run``, which go before those of the section
 
 
 def install() -> None:
@@ -40,7 +42,11 @@ def install() -> None:
     def initialize(*args: Any, **kwargs: Any):
         section = _section(signature.bind(*args, **kwargs).arguments)
         if section is None:
+            if from_command_line:
+                raise ValueError(f"run --{', --'.join(from_command_line)}: the DeepSpeed config has no sp_overlap section; add one")
             return original(*args, **kwargs)
+        if isinstance(section, dict):
+            section = {**section, **from_command_line}
         config = SpOverlapConfig.parse(section)  # refused before DeepSpeed starts anything
         result = original(*args, **kwargs)
         engine = result[0]
@@ -72,7 +78,7 @@ def find_group(model: nn.Module) -> Any:
         return None
 
 
-def find_layers(model: nn.Module, config: SpOverlapConfig) -> list[Layer]:
+def find_layers(model: nn.Module, config: SpOverlapConfig, policy: Policy | None = None) -> list[Layer]:
     """DeepSpeed's ``DistributedAttention`` modules, whoever calls them."""
     return [
         Layer(
@@ -80,15 +86,36 @@ def find_layers(model: nn.Module, config: SpOverlapConfig) -> list[Layer]:
             module,
             got="q, k, v, o and dq, dk, dv, do with one another and with attention",
             lacks="the projections belong to its caller",
-            bind=functools.partial(_bind, name, module, config),
+            bind=functools.partial(_bind, name, module, config, policy),
         )
         for name, module in model.named_modules()
         if isinstance(module, DistributedAttention)
     ]
 
 
-def _bind(name: str, module: DistributedAttention, config: SpOverlapConfig):
-    attend = ProjectedAttention(Channel(module.spg, stream=module.sp_stream, kernels=config.kernels), config, name)
-    return rebind(
-        module, lambda *args, **kwargs: drop_in_forward(attend, module.local_attn, module.num_kv_heads, *args, **kwargs)
-    )
+def _bind(name: str, module: DistributedAttention, config: SpOverlapConfig, policy: Policy | None):
+    channel = Channel(module.spg, config.transport, module.sp_stream, config.kernels)
+    attend, original, dims = ProjectedAttention(channel, config, name, policy), module.forward, set()
+
+    def forward(query, key, value, batch_dim_idx, rotary_pos_emb=None, *args, sequence_lengths=None, **kwargs):
+        def instead(q, k, v):
+            return original(q, k, v, batch_dim_idx, rotary_pos_emb, *args, **kwargs)
+
+        # What DeepSpeed's class does right; the first call has shown the form of the local attention's output.
+        alike = (
+            dims == {4}
+            and query.dim() == key.dim() == 4
+            and isinstance(batch_dim_idx, int)
+            and sequence_lengths is None
+            and module.sp_stream is None
+            and not (query.shape[2] % channel.size or key.shape[2] % channel.size)
+            and (rotary_pos_emb is None or not batch_dim_idx)
+        )
+        y = drop_in_forward(
+            attend, module.local_attn, module.num_kv_heads, query, key, value, batch_dim_idx, rotary_pos_emb, *args,
+            sequence_lengths=sequence_lengths, instead=instead if alike else None, **kwargs,
+        )  # fmt: skip
+        dims.add(y.dim())
+        return y
+
+    return rebind(module, forward)

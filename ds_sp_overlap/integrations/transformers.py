@@ -15,12 +15,14 @@ import weakref
 from typing import Any, Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..attention import ProjectedAttention
 from ..config import SpOverlapConfig
 from ..exchange import Channel
 from ..layout import Geometry
+from ..policy import Policy
 from ..rotary import Rotary
 from ..self_attention import SelfAttention
 from . import Layer, rebind
@@ -133,7 +135,19 @@ def _refuse_cache(cache: Any, module: nn.Module, seen: weakref.WeakSet, where: s
     seen.add(cache)
 
 
-def _drive(name: str, module: nn.Module, positions: Positions, channel: Channel, config: SpOverlapConfig):
+def _stock_does_the_same(module: nn.Module, x: Tensor, step: Step, window: int | None, channel: Channel) -> bool:
+    """Whether stock Ulysses is registered for a call with ``x`` [b, s/P, ..] and would compute what we do."""
+    stock = _stock(_library().get(module.config._attn_implementation))
+    if stock is None or dist.get_process_group_ranks(stock.process_group) != dist.get_process_group_ranks(channel.group):
+        return False
+    fits = x.shape[0] == stock.batch_size and (stock.seq_length_is_variable or x.shape[1] == stock.local_seq_length)
+    drops_window = _core(module)[0] == "sdpa" and window is not None and window < sum(step.lengths)
+    return fits and len(set(step.lengths)) == 1 and step.documents is None and not drops_window
+
+
+def _drive(
+    name: str, module: nn.Module, positions: Positions, channel: Channel, config: SpOverlapConfig, policy: Policy | None
+):
     """The block over a layer of a known family, and a forward for the layer that calls it."""
     names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
 
@@ -150,6 +164,7 @@ def _drive(name: str, module: nn.Module, positions: Positions, channel: Channel,
         sequence_process_group=channel.group,
         config=config,
         name=name,
+        policy=policy,
     )
     original = module.forward
     caches: weakref.WeakSet = weakref.WeakSet()
@@ -159,11 +174,20 @@ def _drive(name: str, module: nn.Module, positions: Positions, channel: Channel,
             return original(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         _refuse_cache(past_key_values, module, caches, name)
         block.use(**parts())
+        given = dict(kwargs)
         step = positions.gather(_take_position_ids(kwargs), name)
         kwargs["dropout"] = module.attention_dropout if module.training else 0.0
         kwargs["scaling"] = module.scaling
-        kwargs["sliding_window"] = FAMILIES[type(module).__name__](module)
-        o = block(hidden_states, position_embeddings=position_embeddings, sequence_lengths=step.lengths, step=step, **kwargs)
+        kwargs["sliding_window"] = window = FAMILIES[type(module).__name__](module)
+
+        def stock(x):
+            return original(x, position_embeddings, attention_mask, None, **given)[0]
+
+        instead = stock if policy and _stock_does_the_same(module, hidden_states, step, window, channel) else None
+        o = block(
+            hidden_states, position_embeddings=position_embeddings, sequence_lengths=step.lengths, instead=instead,
+            step=step, **kwargs,
+        )  # fmt: skip
         return o, None
 
     return block, forward
@@ -190,20 +214,33 @@ class _Dispatch:
         for argument in ("s_aux", "position_bias"):
             if kwargs.get(argument) is not None:
                 raise ValueError(f"{where}: attention with {argument} (one value per head) can't be split over ranks here")
+        given = dict(kwargs)
         step = positions.gather(_take_position_ids(kwargs), where)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         local = functools.partial(_attend, module, step=step, **kwargs)
-        o = attend(local, q, k, v, batch_first=True, sequence_lengths=step.lengths)
+
+        def stock(*qkv):
+            o = self.before(module, *(x.transpose(1, 2) for x in qkv), attention_mask, **given)[0]
+            return o.unflatten(-1, (q.shape[2], -1)) if o.dim() == 3 else o
+
+        channel, window = attend.layer.channel, kwargs.get("sliding_window")
+        alike = attend.layer.policy and _stock_does_the_same(module, q, step, window, channel)
+        ulysses = _stock(self)
+        alike = alike and (q.shape[2], k.shape[2]) == (ulysses.attn_head_count, ulysses.global_kv_head_count)
+        instead = stock if alike else None
+        o = attend(local, q, k, v, batch_first=True, sequence_lengths=step.lengths, instead=instead)
         return o, None
 
 
-def _bind_function(name: str, module: nn.Module, positions: Positions, channel: Channel, config: SpOverlapConfig):
+def _bind_function(
+    name: str, module: nn.Module, positions: Positions, channel: Channel, config: SpOverlapConfig, policy: Policy | None
+):
     """Overlap the attention function of a layer of an unknown family; its projections stay its own."""
     functions, implementation = _library(), module.config._attn_implementation
     if not isinstance(functions[implementation], _Dispatch):
         functions[implementation] = _Dispatch(functions[implementation])
     dispatch = functions[implementation]
-    dispatch.attend[module] = ProjectedAttention(channel, config, name), positions, name
+    dispatch.attend[module] = ProjectedAttention(channel, config, name, policy), positions, name
 
     def undo(module: nn.Module) -> None:
         del dispatch.attend[module]
@@ -223,7 +260,7 @@ def _why_not(module: nn.Module) -> str | None:
     return None
 
 
-def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig) -> list[Layer]:
+def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None) -> list[Layer]:
     """The attention layers of a transformers model. Raises ValueError where ``head_groups`` is out of range."""
     if _library() is None:
         return []
@@ -239,25 +276,26 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig) -> 
         kv_heads = getattr(inner, "num_key_value_heads", None) or heads
         groups = config.groups_for(heads, channel.size)
         Geometry(channel.size, channel.rank, (0,) * channel.size, 0, heads, kv_heads, groups)  # refuses what can't work
+        chosen = f"G = {groups}" if policy is None else f"G by timing in the first {config.policy.warmup_steps} steps"
         few = "one query head a rank" if groups == 1 and config.head_groups == "auto" else ""
         if _is_known(module):
-            block, forward = _drive(name, module, positions, channel, config)
-            got, lacks = _describe(module, block, groups)
+            block, forward = _drive(name, module, positions, channel, config, policy)
+            got, lacks = _describe(module, block, chosen)
             bind = functools.partial(rebind, module, forward)
         else:
-            got, lacks = f"attention function, G = {groups}", f"{type(module).__name__}: unknown family, projections stay its own"
-            bind = functools.partial(_bind_function, name, module, positions, channel, config)
+            got, lacks = f"attention function, {chosen}", f"{type(module).__name__}: unknown family, projections stay its own"
+            bind = functools.partial(_bind_function, name, module, positions, channel, config, policy)
         found.append(Layer(name, module, got, "; ".join(filter(None, (lacks, few))), bind))
     return found
 
 
-def _describe(module: nn.Module, block: SelfAttention, groups: int) -> tuple[str, str]:
+def _describe(module: nn.Module, block: SelfAttention, chosen: str) -> tuple[str, str]:
     """What a driven layer gets, and what it doesn't."""
     apart = block.taken_apart()
     linear = {name: child for name, child in module.named_children() if name.endswith("_proj")}
     whole = [f"{name} ({type(child).__name__})" for name, child in linear.items() if child not in apart]
     names = ", ".join(name for name, child in linear.items() if child in apart)
-    got = f"all eight exchanges, G = {groups}" + (f", {names} under them" if names else "")
+    got = f"all eight exchanges, {chosen}" + (f", {names} under them" if names else "")
     return got, f"called whole: {', '.join(whole)}" if whole else ""
 
 

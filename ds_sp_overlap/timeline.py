@@ -1,0 +1,238 @@
+"""What each exchange cost in some steps of training: what was exposed, what was hidden, relayout and bytes.
+
+Where an exchange is marked; ``C`` on the compute stream, ``S`` on the side stream, all of them on the host's clock on CPU:
+
+    compute | .. issued C, launched C | Wk Wv ..                        wait C | stands still | go C  attention
+    side    |        started S | pack | packed S  ..transfer..  arrived S | unpack | done S
+
+    exchange   pack + transfer + unpack
+    exposed    what the compute row stood still for it: go - wait; on CPU, where the host packs and unpacks, that as well
+    hidden     exchange - exposed
+
+Nothing waits for a device before the last of the steps is over. Then the rows of all ranks are gathered, and sp rank 0
+writes them (`picture`). What ran on the compute row follows from program order, see `computing`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+from typing import Any, Callable, NamedTuple
+
+from torch import Tensor
+
+from . import picture
+from .clock import Steps, clock_of, watched
+from .config import SpOverlapConfig
+
+
+class Row(NamedTuple):
+    """A bar on one of the two rows of a rank, in ms since the rank's first mark.
+
+    kind   "compute", "wait", "pack", "transfer" or "unpack"; "forward" and "backward" of a whole layer
+    what   for instance ``dv0`` or ``attention 0``
+    """
+
+    step: int
+    layer: str
+    what: str
+    kind: str
+    begin: float
+    end: float
+    bytes: int = 0
+
+
+class Track:
+    """The marks of one exchange, ``layers.7 dv0``; ``bytes`` go to other ranks."""
+
+    def __init__(self, clock: Any, step: int, name: str, bytes: int):
+        self.clock, self.step, self.bytes, self.at = clock, step, bytes, {}
+        self.layer, self.what = name.rsplit(" ", 1)
+
+    def mark(self, event: str) -> None:
+        self.at[event] = self.clock.mark()
+
+    def follow(self, handle: Any) -> None:
+        """Mark the arrival on the host's clock; on a device it is marked behind the handle's wait."""
+        if hasattr(self.clock, "backend") or not hasattr(handle, "get_future"):
+            return
+        handle.get_future().then(lambda _: self.mark("arrived"))
+
+
+class Untracked:
+    """Null object: no marks."""
+
+    def mark(self, event: str) -> None:
+        pass
+
+    follow = mark
+
+
+UNTRACKED = Untracked()
+_open: dict[str, Timeline] = {}  # not yet written, by path: the layers of a process write one
+
+
+@atexit.register
+def _write_what_there_is() -> None:
+    for timeline in list(_open.values()):
+        timeline.close()
+
+
+class Timeline:
+    """Records the exchanges of some steps, then writes them into a folder and stops.
+
+    folder   of the files
+    steps    first and last, counted in optimizer steps from 0
+    writes   whether this rank writes
+    """
+
+    def __init__(self, folder: str, steps: tuple[int, int], writes: bool):
+        self.folder, (self.first, self.last), self.writes = folder, steps, writes
+        self.steps: Steps | None = Steps()  # None when it is over
+        self.clock: Any = None
+        self.tracks: list[Track] = []
+        self.layers: list[tuple[int, str, str, Any, Any]] = []
+
+    @classmethod
+    def of(cls, config: SpOverlapConfig, channel: Any) -> Timeline | None:
+        """The timeline that a config asks for; None on ranks of other sp groups than the first."""
+        section = config.timeline
+        if section is None or not channel.holds_first_rank:
+            return None
+        if section.path not in _open:
+            _open[section.path] = cls(section.path, tuple(section.steps), channel.rank == 0)
+        return _open[section.path]
+
+    def check(self) -> None:
+        """Raises ValueError where the files can't be written."""
+        if not self.writes or self.steps is None:
+            return
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            with open(os.path.join(self.folder, "exchanges.csv"), "a"):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"sp_overlap.timeline.path: can't write into {self.folder!r} ({error.strerror}); give a folder that can be made"
+            ) from None
+
+    def recording(self) -> bool:
+        return self.steps is not None and self.first <= self.steps.now() <= self.last
+
+    # While it records.
+
+    def exchange(self, name: str, bytes: int, x: Tensor) -> Track | Untracked:
+        """Follow an exchange of ``x``."""
+        if not self.recording():
+            return UNTRACKED
+        self.clock = self.clock or clock_of(x.device)
+        track = Track(self.clock, self.steps.now(), name, bytes)
+        self.tracks.append(track)
+        return track
+
+    def layer(self, where: str, body: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+        """``body(*inputs)`` of the layer ``where``."""
+        self.clock = self.clock or clock_of(inputs[0].device)
+        step = self.steps.now()
+        return watched(
+            self.clock,
+            body,
+            inputs,
+            lambda *marks: self.layers.append((step, where, "forward", *marks)),
+            lambda *marks: self.layers.append((step, where, "backward", *marks)),
+        )
+
+    # Afterwards.
+
+    def look(self, channel: Any) -> None:
+        """Write if the last step is over. Collective then; every rank looks at the same places."""
+        if self.steps is not None and self.steps.now() > self.last:
+            every = channel.gather(self.rows())
+            self._finish()
+            if self.writes:
+                picture.write(self.folder, every)
+
+    def close(self) -> None:
+        """Write what there is of this rank, and stop."""
+        if self.steps is not None:
+            rows = self.rows()
+            self._finish()
+            if self.writes and rows:
+                picture.write(self.folder, [rows])
+
+    def _finish(self) -> None:
+        self.steps.close()
+        self.steps, self.tracks, self.layers = None, [], []
+        _open.pop(self.folder, None)
+
+    def rows(self) -> list[Row]:
+        """What was recorded, as bars."""
+        complete = [track for track in self.tracks if {"done", "go"} <= track.at.keys()]
+        marks = [mark for *_, begin, end in self.layers for mark in (begin, end)]
+        marks += [track.at["issued"] for track in complete]
+        if not marks:
+            return []
+        base = marks[0]
+        for mark in marks:  # on any of them, the first may not be the earliest
+            base = mark if self.clock.between_ms(base, mark) < 0 else base
+
+        def ms(mark: Any) -> float:
+            return self.clock.between_ms(base, mark)
+
+        rows = [Row(step, layer, layer, kind, ms(begin), ms(end)) for step, layer, kind, begin, end in self.layers]
+        for track in complete:
+            at = {event: ms(mark) for event, mark in track.at.items()}
+            arrived = min(at.get("arrived", at["unpacking"]), at["unpacking"])
+
+            def bar(kind: str, begin: float, end: float, bytes: int = 0) -> None:
+                rows.append(Row(track.step, track.layer, track.what, kind, begin, max(begin, end), bytes))  # noqa: B023
+
+            bar("issue", at["issued"], at["launched"])
+            bar("pack", at["started"], at["packed"])
+            bar("transfer", at["packed"], arrived, track.bytes)
+            bar("unpack", at["unpacking"], at["done"])
+            bar("wait", at["wait"], at["go"])
+        return rows + [row for step in sorted({row.step for row in rows}) for row in computing(rows, step)]
+
+
+def computing(rows: list[Row], step: int) -> list[Row]:
+    """What the compute row did between its stops: starts and finishes of exchanges, begin and end of layers.
+
+    An exchange is started by what produced it, so that before ``>q0`` there was Wq0, before ``>o0`` attention 0. What
+    follows a finish and comes before another one uses what was finished.
+    """
+    stops: list[tuple[float, float, str, Row]] = []
+    for row in rows:
+        if row.step == step and row.kind in ("issue", "wait"):
+            stops.append((row.begin, row.end, ">" if row.kind == "issue" else "<", row))
+        elif row.step == step and row.kind in ("forward", "backward"):
+            stops += [(row.begin, row.begin, "[", row), (row.end, row.end, "]", row)]
+    stops.sort(key=lambda stop: stop[:2])
+    found = []
+    for (_, begin, before, first), (end, _, after, second) in zip(stops, stops[1:]):
+        name = "" if before == "]" else _produces(second.what) if after == ">" else _uses(first.what, before, first.kind)
+        if name and end > begin:
+            found.append(Row(step, first.layer, name, "compute", begin, end))
+    return found
+
+
+def _parts(what: str) -> tuple[str, str]:
+    return re.fullmatch(r"(d?[qkvo])(\d*)", what).groups()
+
+
+def _produces(what: str) -> str:
+    kind, group = _parts(what)
+    spaced = f" {group}" if group else ""
+    if kind == "do":
+        return f"Wo{group} dgrad"
+    return f"attention{spaced}" + " backward" * (kind[0] == "d") if kind in ("o", "dq", "dk", "dv") else f"W{kind}{group}"
+
+
+def _uses(what: str, edge: str, kind: str) -> str:
+    if edge == "[" or kind in ("forward", "backward"):
+        return ""
+    kind, group = _parts(what)
+    if edge == ">":
+        return "Wo wgrad" if kind == "do" else ""
+    return {"o": f"Wo{group}", "dq": f"Wq{group} backward", "dk": f"Wk{group} backward", "dv": f"Wv{group} backward"}.get(kind, "")

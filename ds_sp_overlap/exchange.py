@@ -195,10 +195,12 @@ class _InFlight:
             if packs:
                 self._pack()
             self.track.mark("packed")
-            with self._named():
+            try:
                 self.handle = channel.transport.launch(
                     self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, name
                 )
+            except RuntimeError as error:
+                raise self._failed(error) from error
             self.track.follow(self.handle)
             if not self.side.deferred_unpack:
                 self._receive()
@@ -208,20 +210,17 @@ class _InFlight:
         sizes = self.layout.source.split_sizes
         return (sum(sizes) - sizes[self.channel.rank]) * self.send.element_size()
 
-    @contextlib.contextmanager
-    def _named(self):
-        """Say which exchange it was that failed."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{self.name}: the exchange over the sp group (size {self.channel.size}) failed on sp rank "
-                f"{self.channel.rank}; look for the first error on the other ranks: {error}"
-            ) from error
+    def _failed(self, error: RuntimeError) -> RuntimeError:
+        return RuntimeError(
+            f"{self.name}: the exchange over the sp group (size {self.channel.size}) failed on sp rank {self.channel.rank}; "
+            f"look for the first error on the other ranks: {error}"
+        )
 
     def _receive(self):
-        with self._named():
+        try:
             self.handle.wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
         self.track.mark("unpacking")
         if self.unpacks:
             self._unpack()

@@ -104,14 +104,12 @@ class _LinearRows(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dy = dy.flatten(x.dim() - 1)
-        token, (of_weight, of_bias) = dy.new_empty(0), ctx.gradients
+        of_weight, of_bias = ctx.gradients
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dx = dy @ cut_ranges(weight, 0, of_weight.parts[ctx.index]) if needs_dx else None
-        if needs_dw:
-            of_weight.leave(ctx.index, _matrix(dy).t() @ _matrix(x))
-        if needs_db:
-            of_bias.leave(ctx.index, _matrix(dy).sum(0))
-        return dx, token if needs_dw else None, token if needs_db else None, None, None, None, None, None
+        dw = of_weight.leave(ctx.index, _matrix(dy).t() @ _matrix(x)) if needs_dw else None
+        db = of_bias.leave(ctx.index, _matrix(dy).sum(0)) if needs_db else None
+        return dx, dw, db, None, None, None, None, None
 
 
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -179,8 +177,8 @@ class _Wgrad(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             gradient = Gradient(ctx.shape, 1, list(parts))
             for index, (product, _) in enumerate(parts.values()):
-                gradient.leave(index, product())
-            dw = gradient.collect([True] * len(parts))
+                dw = gradient.leave(index, product())
+            dw = dw if gradient.is_one else gradient.collect([True] * len(parts))
         if ctx.has_bias and ctx.needs_input_grad[1]:
             _, dy = next(iter(parts.values()))
             db = _matrix(dy).sum(0)

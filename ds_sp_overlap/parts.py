@@ -13,14 +13,33 @@ from .layout import Range
 
 Part = tuple[Range, ...]
 
+
+def _slices(x: Tensor, dim: int, ranges: Part) -> Tensor | None:
+    """Equal, evenly spaced slices of ``x`` as one view, ``[.., count, slice, ..]`` in place of ``dim``; None if they are not."""
+    first, last = ranges[0][0], ranges[-1][1]
+    size = ranges[0][1] - first
+    step = ranges[1][0] - first
+    if any(r != (first + i * step, first + i * step + size) for i, r in enumerate(ranges)):
+        return None
+    return x.narrow(dim, first, last - first).unfold(dim, size, step).movedim(-1, dim + 1)
+
+
 def cut_ranges(parameter: Tensor, dim: int, ranges: Part) -> Tensor:
     """The slices of ``parameter`` along ``dim``, one after another; a view if there is one."""
-    pieces = [parameter.narrow(dim, start, stop - start) for start, stop in ranges]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    if len(ranges) == 1:
+        return parameter.narrow(dim, ranges[0][0], ranges[0][1] - ranges[0][0])
+    slices = _slices(parameter, dim, ranges)  # one copy instead of one a slice
+    if slices is not None:
+        return slices.flatten(dim, dim + 1)
+    return torch.cat([parameter.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
 def put_ranges(whole: Tensor, dim: int, ranges: Part, piece: Tensor, add: bool) -> None:
     """Write (or add) ``piece`` back to the slices of ``whole`` that `cut_ranges` took it from."""
+    slices = _slices(whole, dim, ranges) if len(ranges) > 1 and not add else None
+    if slices is not None:
+        slices.copy_(piece.unflatten(dim, (len(ranges), -1)))
+        return
     at = 0
     for start, stop in ranges:
         target, source = whole.narrow(dim, start, stop - start), piece.narrow(dim, at, stop - start)
@@ -90,14 +109,25 @@ class Gradient:
         self.whole: Tensor | None = None
         self.pieces: dict[int, Tensor] = {}
 
-    def leave(self, index: int, piece: Tensor) -> None:
-        """Take the gradient of one part; in place of one that an earlier backward left and nobody collected."""
+    @property
+    def is_one(self) -> bool:
+        """Whether there is one part, the parameter itself."""
+        return self.parts == [((0, self.shape[self.dim]),)]
+
+    def leave(self, index: int, piece: Tensor) -> Tensor:
+        """Take the gradient of one part, in place of one that an earlier backward left and nobody collected.
+
+        Returns what the part's token gets.
+        """
+        if self.is_one:
+            return piece
         if not self.tile:
             self.pieces[index] = piece
-            return
-        if self.whole is None:
-            self.whole = piece.new_empty(self.shape)
-        put_ranges(self.whole, self.dim, self.parts[index], piece, add=False)
+        else:
+            if self.whole is None:
+                self.whole = piece.new_empty(self.shape)
+            put_ranges(self.whole, self.dim, self.parts[index], piece, add=False)
+        return piece.new_empty(0)
 
     def collect(self, reached: list[bool]) -> Tensor | None:
         """The gradient, zero in the parts that this backward has not reached."""
@@ -146,8 +176,10 @@ def join(pieces: list[Tensor], dim: int, parts: list[Part]) -> Tensor:
 
 
 def tokens(parameter: Tensor | None, gradient: Gradient) -> tuple[Tensor | None, ...]:
-    """A token for each part of the parameter, whose gradient is due once the parts have left theirs."""
-    return (None,) * len(gradient.parts) if parameter is None else _Tokens.apply(parameter, gradient)
+    """A token for each part of the parameter, whose gradient is due once the parts have left theirs; itself if it is the part."""
+    if parameter is None:
+        return (None,) * len(gradient.parts)
+    return (parameter,) if gradient.is_one else _Tokens.apply(parameter, gradient)
 
 
 def batched(parameter: Tensor, dim: int, part: Part, count: int) -> Tensor:

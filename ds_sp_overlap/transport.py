@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import deepspeed.comm
 import torch.distributed as dist
+from deepspeed.comm.comm import comms_logger
 from torch import Tensor
 
 MAX_CTAS = 16  # SMs that a communicator of our own may take; NCCL's send and receive takes up to 32. Not yet measured
@@ -48,7 +49,7 @@ class Named(Transport, Protocol):
 
 
 class C10d:
-    """``all_to_all_single`` of ``deepspeed.comm`` (of torch.distributed where DeepSpeed has not been initialised).
+    """``all_to_all_single`` of torch.distributed; through ``deepspeed.comm`` while DeepSpeed's comms logger wants to see it.
 
     own   over a communicator of our own: high priority, at most `MAX_CTAS` blocks, and no queue behind what others do
           in the sp group
@@ -64,7 +65,7 @@ class C10d:
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         group = self.group if self.group is not None else group
-        if deepspeed.comm.is_initialized():
+        if comms_logger.enabled:
             return deepspeed.comm.all_to_all_single(
                 recv, send, recv_sizes, send_sizes, group=group, async_op=True, log_name=name
             )

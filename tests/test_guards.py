@@ -210,7 +210,7 @@ WATCHED = {
         test_refusals.corruption_goes_unnoticed,
     ),
     "a failure names its exchange": Watched(
-        Guard("exchange:_InFlight._named", "except RuntimeError as error:", "except LookupError as error:"),
+        Guard("exchange:_InFlight.__init__", "except RuntimeError as error:", "except LookupError as error:"),
         failure_names_the_exchange,
     ),
 }

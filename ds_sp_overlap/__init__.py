@@ -7,9 +7,11 @@ from .attention import DistributedAttention
 from .config import SpOverlapConfig
 from .integrations import Report, disable, enable
 from .integrations.deepspeed import install
+from .integrations.megatron import bridge
 from .self_attention import SelfAttention
 
 __all__ = ["DistributedAttention", "Report", "SelfAttention", "SpOverlapConfig", "disable", "enable"]
 __version__ = "0.1.0"
 
 install()
+bridge()

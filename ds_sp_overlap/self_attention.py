@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .config import SpOverlapConfig
 from .exchange import Channel
 from .layer import Layer, apart
-from .linear import OutputParts, RowParts, WholeRows, call_through, can_take_apart
+from .linear import PLAIN, Forwards, OutputParts, RowParts, WholeRows, call_through, can_take_apart
 from .parts import Part, join
 from .schedule import Call, overlapped
 from .transport import Transport
@@ -34,6 +34,7 @@ class SelfAttention:
     batch_first              hidden states are [b, s/P, m] (True) or [s/P, b, m]
     config                   an ``sp_overlap`` section
     name                     for errors and logs
+    plain                    forwards of linear layers that may be taken apart, see `linear.can_take_apart`
 
     A projection that can't be taken apart (LoRA, quantised, hooked by somebody) is called whole; its exchanges are
     overlapped all the same.
@@ -59,9 +60,10 @@ class SelfAttention:
         config: SpOverlapConfig | dict | None = None,
         transport: Transport | None = None,
         name: str = "attention",
+        plain: Forwards = PLAIN,
     ):
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
-        self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
+        self.local_attention, self.rope, self.batch_first, self.plain = local_attention, rope, batch_first, plain
         parsed = SpOverlapConfig.parse(config or {})
         self.layer = Layer(Channel(sequence_process_group, transport, kernels=parsed.kernels), parsed, name)
         self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj, q_norm, k_norm)
@@ -83,7 +85,7 @@ class SelfAttention:
         if not self.layer.config.projections:
             return []
         modules = dict.fromkeys([*(module for module, _ in self._projections.values()), self.o_proj])
-        return [module for module in modules if can_take_apart(module)]
+        return [module for module in modules if can_take_apart(module, self.plain)]
 
     @torch.compiler.disable
     def __call__(
@@ -99,7 +101,7 @@ class SelfAttention:
         hidden_states        [b, s/P, m], or [s/P, b, m] if not ``batch_first``
         position_embeddings  for ``rope``, of this rank's positions
         sequence_lengths     local length of every rank, where they are not all the same
-        returns              as ``hidden_states``
+        returns              as ``hidden_states``, in what ``o_proj`` returns: some linear layers return a bias beside it
 
         The remaining arguments go to ``local_attention``, once per head group.
         """
@@ -129,7 +131,7 @@ class SelfAttention:
             def body(*tokens):
                 total = OutputParts(self.o_proj, like=hidden_states, defer=self.layer.config.wgrad)
                 program(tokens, lambda group, o: total.add(o.flatten(2), columns(group, o.shape[-1])))
-                return total.sum
+                return total.output
 
             return call_through([self.o_proj], body, *tokens)
 

@@ -1,6 +1,6 @@
 """Switch the overlap on and off in a model: find its attention layers, rebind their forward, undo it.
 
-Nothing here knows a framework; `transformers` and `deepspeed` beside this file each find the layers they know.
+Nothing here knows a framework; the files beside this one each find the layers they know.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Layer:
     got      what is overlapped in it; empty if nothing
     lacks    why not more; empty if there is no more
     bind     rebinds the layer's forward and returns what undoes it, given the module; None where nothing can be done
+    inside   modules in it that are no layers of their own
     """
 
     name: str
@@ -39,6 +40,7 @@ class Layer:
     got: str
     lacks: str = ""
     bind: Callable[[], Undo] | None = None
+    inside: tuple[nn.Module, ...] = ()
 
 
 @dataclass
@@ -81,7 +83,7 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
     Collective over the sp group. Raises ValueError, on all of its ranks and with no layer overlapped, for a config that the
     model can't satisfy, a model without attention layers, or layers on the meta device.
     """
-    from . import deepspeed, transformers
+    from . import deepspeed, megatron, transformers
 
     config = SpOverlapConfig.parse({} if config is None else config)
     disable(model)
@@ -103,10 +105,12 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
 
     def describe() -> str:
         ops.implementation(config.kernels)  # refused here, on every rank, where this one lacks them
-        found.extend(deepspeed.find_layers(model, config) + transformers.find_layers(model, channel, config))
+        found.extend(megatron.find_layers(model, channel, config) + transformers.find_layers(model, channel, config))
+        inside = {module for layer in found for module in layer.inside}
+        found.extend(layer for layer in deepspeed.find_layers(model, config) if layer.module not in inside)
         if not found:
             raise ValueError(
-                f"no attention layer found in {type(model).__name__}; supported are transformers models and "
+                f"no attention layer found in {type(model).__name__}; supported are transformers models, Megatron-DeepSpeed and "
                 "deepspeed.sequence.layer.DistributedAttention. For others use ds_sp_overlap.SelfAttention"
             )
         meta = [layer.name for layer in found if any(p.is_meta for p in layer.module.parameters())]

@@ -55,10 +55,12 @@ def install() -> None:
 
 def _section(given: dict[str, Any]) -> Any:
     """The ``sp_overlap`` section, from wherever ``deepspeed.initialize`` takes its config; None if there is none."""
-    config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
-    if config is None:
-        return None
-    return (config if isinstance(config, dict) else load_ds_config(config)).get("sp_overlap")
+    from . import megatron
+
+    args = given.get("args")
+    config = given.get("config") or given.get("config_params") or getattr(args, "deepspeed_config", None)
+    config = {} if config is None else config if isinstance(config, dict) else load_ds_config(config)
+    return config.get("sp_overlap", megatron.section(args))
 
 
 def find_group(model: nn.Module) -> Any:
@@ -80,14 +82,15 @@ def find_layers(model: nn.Module, config: SpOverlapConfig) -> list[Layer]:
             module,
             got="q, k, v, o and dq, dk, dv, do with one another and with attention",
             lacks="the projections belong to its caller",
-            bind=functools.partial(_bind, name, module, config),
+            bind=functools.partial(bind_drop_in, name, module, config),
         )
         for name, module in model.named_modules()
         if isinstance(module, DistributedAttention)
     ]
 
 
-def _bind(name: str, module: DistributedAttention, config: SpOverlapConfig):
+def bind_drop_in(name: str, module: DistributedAttention, config: SpOverlapConfig):
+    """Rebind DeepSpeed's class to the drop-in; returns what undoes it."""
     attend = ProjectedAttention(Channel(module.spg, stream=module.sp_stream, kernels=config.kernels), config, name)
     return rebind(
         module, lambda *args, **kwargs: drop_in_forward(attend, module.local_attn, module.num_kv_heads, *args, **kwargs)

@@ -1,0 +1,131 @@
+"""Run Megatron-DeepSpeed's own pretrain_gpt.py, unedited, on CPU with gloo; its checkout is in MEGATRON_DEEPSPEED.
+
+What the machine lacks is in `megatron_on_cpu`, which the ranks find on PYTHONPATH.
+"""
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).parent
+VOCABULARY, SEQ = 128, 64
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 1 --init-method-std 0.2 "
+    "--attention-dropout 0 --hidden-dropout 0 --no-bias-gelu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion "
+    "--no-gradient-accumulation-fusion --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --weight-decay 0 --clip-grad 0 "
+    "--optimizer adam --eval-interval 1000 --eval-iters 0 --log-interval 1 --num-workers 0 --data-impl mmap --split 90,10,0 "
+    "--distributed-backend gloo --no-pipeline-parallel --deepspeed --no-query-key-layer-scaling"
+).split()
+
+
+def write_data(folder):
+    """A tokenized corpus in the format of ``--data-path``: random tokens with some structure to learn."""
+    prefix = folder / "corpus"
+    draw = np.random.default_rng(3)
+    documents = [np.cumsum(draw.integers(1, 4, 300)) % (VOCABULARY - 1) for _ in range(40)]
+    sizes = [len(document) for document in documents]
+    np.concatenate(documents).astype(np.uint16).tofile(f"{prefix}.bin")
+    with open(f"{prefix}.idx", "wb") as index:
+        index.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(sizes), len(sizes) + 1))
+        index.write(np.array(sizes, np.int32).tobytes())
+        index.write((np.cumsum([0, *sizes[:-1]]) * 2).astype(np.int64).tobytes())
+        index.write(np.arange(len(sizes) + 1).astype(np.int64).tobytes())
+    return prefix
+
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def environment(checkout, record=None, steps=0, flash="flash", compress=False):
+    given = {
+        "MEGATRON_ON_CPU": flash, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE / "megatron_on_cpu"), str(HERE.parent), str(checkout), *sys.path]),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        **({"MEGATRON_RECORD": str(record), "MEGATRON_RECORD_STEPS": str(steps)} if record else {}),
+        **({"MEGATRON_COMPRESS": "1"} if compress else {}),
+    }  # fmt: skip
+    return {**os.environ, **given}
+
+
+def launch(ranks, launcher, arguments, env, folder, timeout_s=300):
+    """Run a command on several ranks; its output. ``launcher`` is "torchrun" or "deepspeed"."""
+    port = str(_free_port())
+    if launcher == "torchrun":
+        head = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
+    else:
+        head = [sys.executable, "-m", "deepspeed.launcher.runner", f"--num_gpus={ranks}", f"--master_port={port}"]
+    done = subprocess.run(
+        [*head, *arguments], env={**env, "LOCAL_SIZE": str(ranks)}, cwd=folder, timeout=timeout_s,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def train(
+    checkout, folder, section=None, ranks=2, sp=2, steps=50, stage=0, accumulation=1, flash="--use-flash-attn-v2",
+    more=(), script=None, launcher="torchrun", plugin=True, dtype="fp32", ds=None, must_fail=False,
+):  # fmt: skip
+    """Train with pretrain_gpt.py; what `recorder` saw, and its output.
+
+    section   of the DeepSpeed config; None for a stock run
+    plugin    run through ``-m ds_sp_overlap run``; False: the script by itself, with no plugin in sight
+    script    another script than the checkout's pretrain_gpt.py
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    data, record, micro = write_data(folder), folder / "record.pt", 2
+    replicas = ranks // sp
+    config = {
+        "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation, "steps_per_print": 1000,
+        "train_batch_size": micro * accumulation * replicas, "zero_optimization": {"stage": stage},
+        **({} if dtype == "fp32" else {dtype: {"enabled": True}}), **(ds or {}),
+    }  # fmt: skip
+    if section is not None:
+        config["sp_overlap"] = section
+    (folder / "ds.json").write_text(json.dumps(config))
+    arguments = [
+        *MODEL, *([flash] if flash else []), "--ds-sequence-parallel-size", str(sp), "--zero-stage", str(stage),
+        "--train-iters", str(steps), "--micro-batch-size", str(micro), "--data-path", str(data),
+        "--global-batch-size", str(micro * accumulation * replicas), "--deepspeed_config", str(folder / "ds.json"),
+        *([] if dtype == "fp32" else [f"--{dtype}"]), *more,
+    ]  # fmt: skip
+    script = str(script or Path(checkout) / "pretrain_gpt.py")
+    module = ["--module" if launcher == "deepspeed" else "-m", "ds_sp_overlap", "run"] if plugin else []
+    builder = "builder" if flash == "--use-flash-attn-builder" else "flash"
+    env = environment(checkout, record, steps, builder, compress=not plugin)
+    code, output = launch(ranks, launcher, [*module, script, *arguments], env, folder)
+    (folder / "log").write_text(output)
+    if must_fail:
+        assert code != 0, f"trained, which it must not\n{output[-3000:]}"
+        return output
+    assert code == 0, f"exit status {code}\n{output[-6000:]}"
+    return types.SimpleNamespace(**torch.load(record, weights_only=False), output=output)
+
+
+def apart(one, other):
+    """Largest relative differences of loss, gradient norm and parameters of two runs."""
+    assert len(one.losses) == len(other.losses)
+
+    def far(a, b):
+        return max(abs(x - y) / abs(y) for x, y in zip(a, b))
+
+    assert one.parameters.keys() == other.parameters.keys()
+    return {
+        "loss": far(one.losses, other.losses),
+        "norm": far(one.norms, other.norms),
+        "parameters": max(
+            ((one.parameters[name] - x).abs().max() / x.abs().max()).item() for name, x in other.parameters.items()
+        ),
+    }

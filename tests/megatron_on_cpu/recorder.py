@@ -11,16 +11,16 @@ import torch
 
 class Run:
     def __init__(self):
-        self.losses, self.norms, self.parameters = [], [], {}
-        self.exchanges, self.sent_bytes = Counter(), Counter()  # by "async" and "sync", "forward" and "backward"
+        self.losses, self.norms, self.parameters, self.gradients = [], [], {}, {}  # gradients of the first step
+        self.exchanges, self.sent_bytes = Counter(), Counter()  # "async" and "sync"
         self.micro = []
 
 
-def _squares(parameter):
+def _gradient(parameter):
     from deepspeed.utils import safe_get_full_grad
 
     grad = safe_get_full_grad(parameter)
-    return 0.0 if grad is None else grad.double().square().sum().item()
+    return None if grad is None else grad.double()
 
 
 def install():
@@ -40,7 +40,9 @@ def install():
     def recording_step(self, *args, **kwargs):
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
-            run.norms.append(sum(map(_squares, self.module.parameters())) ** 0.5)
+            gradients = {name: g for name, p in self.module.named_parameters() if (g := _gradient(p)) is not None}
+            run.norms.append(sum(g.square().sum().item() for g in gradients.values()) ** 0.5)
+            run.gradients = run.gradients or {name: g.clone() for name, g in gradients.items()}
         result = step(self, *args, **kwargs)
         if boundary:
             run.losses.append(sum(run.micro) / len(run.micro))

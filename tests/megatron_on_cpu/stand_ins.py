@@ -98,6 +98,17 @@ def _attention(transformer):
     )
 
 
+def _wrong(schedule):
+    """The planted error: v of every layer off by one part in 10^5."""
+    finish = schedule.Call.finish
+
+    def wrong(self, kind, group, token):
+        received = finish(self, kind, group, token)
+        return received * 1.00001 if kind == "v" else received
+
+    schedule.Call.finish = wrong
+
+
 def _packages(_):
     """Packages that are absent here. Once transformers is imported: it would take them for the real ones."""
     module("torchvision", get_image_backend=lambda: "PIL")
@@ -126,6 +137,8 @@ def install():
     torch.distributed.all_gather_into_tensor = all_gather_into_tensor
     after_import("megatron.tokenizer", _packages)
     after_import("megatron.model.transformer", _attention)
+    if "MEGATRON_WRONG" in os.environ:
+        after_import("ds_sp_overlap.schedule", _wrong)
     if "MEGATRON_COMPRESS" in os.environ:  # for stock runs; the plugin's launcher brings its own
         import deepspeed.compression
 

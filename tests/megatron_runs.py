@@ -48,13 +48,14 @@ def _free_port():
         return s.getsockname()[1]
 
 
-def environment(checkout, record=None, steps=0, flash="flash", compress=False, wrong=False):
+def environment(checkout, record=None, steps=0, flash="flash", compress=False, wrong=False, reference=False):
     given = {
         "MEGATRON_ON_CPU": flash, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TRANSFORMERS_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(HERE / "megatron_on_cpu"), str(HERE.parent), str(checkout), *sys.path]),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         **({"MEGATRON_RECORD": str(record), "MEGATRON_RECORD_STEPS": str(steps)} if record else {}),
         **({"MEGATRON_COMPRESS": "1"} if compress else {}), **({"MEGATRON_WRONG": "1"} if wrong else {}),
+        **({"MEGATRON_REFERENCE": "1"} if reference else {}),
     }  # fmt: skip
     return {**os.environ, **given}
 
@@ -75,14 +76,15 @@ def launch(ranks, launcher, arguments, env, folder, timeout_s=300):
 
 def train(
     checkout, folder, section=None, ranks=2, sp=2, steps=50, stage=0, accumulation=1, flash="--use-flash-attn-v2",
-    more=(), script=None, launcher="torchrun", plugin=True, dtype="fp32", ds=None, wrong=False, must_fail=False,
+    more=(), script=None, launcher="torchrun", plugin=True, dtype="fp32", ds=None, wrong=False, reference=False, must_fail=False,
 ):  # fmt: skip
     """Train with pretrain_gpt.py; what `recorder` saw, and its output.
 
     section   of the DeepSpeed config; None for a stock run
-    plugin    run through ``-m ds_sp_overlap run``; False: the script by itself, with no plugin in sight
+    plugin    run through ``-m ds_sp_overlap run``; "import": a script that imports it; False: with no plugin in sight
     script    another script than the checkout's pretrain_gpt.py
     wrong     with an error planted in v
+    reference with attention of our own in the layers, for grouped queries on the whole sequence, which HEAD has not
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,9 +105,9 @@ def train(
         *([] if dtype == "fp32" else [f"--{dtype}"]), *more,
     ]  # fmt: skip
     script = str(script or Path(checkout) / "pretrain_gpt.py")
-    module = ["--module" if launcher == "deepspeed" else "-m", "ds_sp_overlap", "run"] if plugin else []
+    module = ["--module" if launcher == "deepspeed" else "-m", "ds_sp_overlap", "run"] if plugin is True else []
     builder = "builder" if flash == "--use-flash-attn-builder" else "flash"
-    env = environment(checkout, record, steps, builder, compress=not plugin, wrong=wrong)
+    env = environment(checkout, record, steps, builder, compress=plugin is False, wrong=wrong, reference=reference)
     code, output = launch(ranks, launcher, [*module, script, *arguments], env, folder)
     (folder / "log").write_text(output)
     if must_fail:

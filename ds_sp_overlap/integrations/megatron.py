@@ -17,6 +17,7 @@ import importlib.abc
 import importlib.machinery
 import inspect
 import sys
+import traceback
 from typing import Any
 
 import deepspeed
@@ -73,6 +74,25 @@ def bridge() -> None:
     """Let Megatron-DeepSpeed be imported beside a DeepSpeed that has dropped what it imports."""
     if not any(isinstance(finder, _Compression) for finder in sys.meta_path):
         sys.meta_path.append(_Compression())
+
+
+HINTS = {  # what fails at HEAD before, or without, a layer of ours: a piece of the message or of the failing line
+    "num_attention_heads % parallel_state.get_sequence_parallel_world_size()": "the query heads must divide by "
+    "--ds-sequence-parallel-size; take another size",
+    "self.projection_size == self.kv_projection_size": "Megatron-DeepSpeed has no grouped queries here; they work where the "
+    'overlap is on: an "sp_overlap" section in the DeepSpeed config, and --ds-sequence-parallel-size above 1',
+    "batch_dim_idx": "Megatron-DeepSpeed passes attention_mask where DeepSpeed takes batch_dim_idx; core attention works where "
+    'the overlap is on: an "sp_overlap" section in the DeepSpeed config; or take --use-flash-attn-v2',
+    "Invalid Grid": "pipeline modules know no sequence parallelism; add --no-pipeline-parallel",
+    "Invalid activation recompute method": "--checkpoint-activations needs --deepspeed-activation-checkpointing beside it",
+}
+
+
+def explain(error: BaseException) -> str | None:
+    """What to do about an error that Megatron-DeepSpeed is known to raise under sequence parallelism; None for others."""
+    frames = traceback.extract_tb(error.__traceback__)
+    seen = str(error) + (frames[-1].line or "" if frames else "")
+    return next((hint for piece, hint in HINTS.items() if piece in seen), None)
 
 
 def section(args: Any) -> dict | None:

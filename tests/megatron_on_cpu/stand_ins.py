@@ -8,26 +8,29 @@ import os
 import sys
 import textwrap
 import types
+from collections import defaultdict
 
 import torch
 
 
-class _After(importlib.abc.MetaPathFinder):
-    """Run ``change(module)`` once ``name`` has been imported."""
+class _Changes(importlib.abc.MetaPathFinder):
+    """Changes to modules, each made once its module has been imported."""
 
-    def __init__(self, name, change):
-        self.name, self.change = name, change
+    def __init__(self):
+        self.of = defaultdict(list)
 
     def find_spec(self, name, path, target=None):
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == self.name else None
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in self.of else None
         if spec is not None:
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), self.change(module))
+
+            def changed(module):
+                execute(module)
+                for change in self.of[name]:
+                    change(module)
+
+            spec.loader.exec_module = changed
         return spec
-
-
-def after_import(name, change):
-    sys.meta_path.insert(0, _After(name, change))
 
 
 def module(name, **attributes):
@@ -98,6 +101,18 @@ def _attention(transformer):
     )
 
 
+def _reference(transformer):
+    """Attention on the whole sequence, grouped queries too, from the rows [all q | all k | all v] of the projection."""
+
+    def forward(self, hidden_states, attention_mask, encoder_output=None, inference_params=None, rotary_pos_emb=None):
+        mixed, _ = self.query_key_value(hidden_states)
+        heads, kv_heads, d = self.num_attention_heads, self.num_key_value_heads, self.hidden_size_per_attention_head
+        q, k, v = (x.unflatten(-1, (-1, d)).transpose(0, 1) for x in mixed.split((heads * d, kv_heads * d, kv_heads * d), -1))
+        return self.dense(sdpa(q, k, v, 0.0, None, True).transpose(0, 1).flatten(2))
+
+    transformer.ParallelAttention.forward = forward
+
+
 def _wrong(schedule):
     """The planted error: v of every layer off by one part in 10^5."""
     finish = schedule.Call.finish
@@ -135,10 +150,14 @@ def install():
         return gather(output_tensor.view(-1), input_tensor.reshape(-1), *args, **kwargs)  # gloo compares shapes
 
     torch.distributed.all_gather_into_tensor = all_gather_into_tensor
-    after_import("megatron.tokenizer", _packages)
-    after_import("megatron.model.transformer", _attention)
+    changes = _Changes()
+    sys.meta_path.insert(0, changes)
+    changes.of["megatron.tokenizer"].append(_packages)
+    changes.of["megatron.model.transformer"].append(_attention)
+    if "MEGATRON_REFERENCE" in os.environ:
+        changes.of["megatron.model.transformer"].append(_reference)
     if "MEGATRON_WRONG" in os.environ:
-        after_import("ds_sp_overlap.schedule", _wrong)
+        changes.of["ds_sp_overlap.schedule"].append(_wrong)
     if "MEGATRON_COMPRESS" in os.environ:  # for stock runs; the plugin's launcher brings its own
         import deepspeed.compression
 

@@ -23,7 +23,7 @@ MODEL = (
     "--attention-dropout 0 --hidden-dropout 0 --no-bias-gelu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion "
     "--no-gradient-accumulation-fusion --lr 3e-4 --min-lr 3e-4 --lr-decay-style constant --weight-decay 0 --clip-grad 0 "
     "--optimizer adam --eval-interval 1000 --eval-iters 0 --log-interval 1 --num-workers 0 --data-impl mmap --split 90,10,0 "
-    "--distributed-backend gloo --no-pipeline-parallel --deepspeed --no-query-key-layer-scaling"
+    "--distributed-backend gloo --deepspeed --no-query-key-layer-scaling"
 ).split()
 
 
@@ -60,23 +60,28 @@ def environment(checkout, record=None, steps=0, flash="flash", compress=False, w
     return {**os.environ, **given}
 
 
-def launch(ranks, launcher, arguments, env, folder, timeout_s=300):
+def launch(ranks, launcher, arguments, env, folder, timeout_s=900):
     """Run a command on several ranks; its output. ``launcher`` is "torchrun" or "deepspeed"."""
     port = str(_free_port())
     if launcher == "torchrun":
         head = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
     else:
         head = [sys.executable, "-m", "deepspeed.launcher.runner", f"--num_gpus={ranks}", f"--master_port={port}"]
-    done = subprocess.run(
-        [*head, *arguments], env={**env, "LOCAL_SIZE": str(ranks)}, cwd=folder, timeout=timeout_s,
+    with subprocess.Popen(
+        [*head, *arguments], env={**env, "LOCAL_SIZE": str(ranks)}, cwd=folder,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    return done.returncode, done.stdout
+    ) as running:  # fmt: skip
+        try:
+            output, _ = running.communicate(timeout=timeout_s)
+        except BaseException:
+            running.terminate()  # a launcher that is told to stop takes its ranks with it
+            raise
+    return running.returncode, output
 
 
 def train(
     checkout, folder, section=None, ranks=2, sp=2, steps=50, stage=0, accumulation=1, flash="--use-flash-attn-v2",
-    more=(), script=None, launcher="torchrun", plugin=True, dtype="fp32", ds=None, wrong=False, reference=False, must_fail=False,
+    more=(), script=None, launcher="torchrun", plugin=True, dtype="fp32", ds=None, wrong=False, reference=False, pipeline=False, must_fail=False,
 ):  # fmt: skip
     """Train with pretrain_gpt.py; what `recorder` saw, and its output.
 
@@ -102,7 +107,7 @@ def train(
         *MODEL, *([flash] if flash else []), "--ds-sequence-parallel-size", str(sp), "--zero-stage", str(stage),
         "--train-iters", str(steps), "--micro-batch-size", str(micro), "--data-path", str(data),
         "--global-batch-size", str(micro * accumulation * replicas), "--deepspeed_config", str(folder / "ds.json"),
-        *([] if dtype == "fp32" else [f"--{dtype}"]), *more,
+        *([] if dtype == "fp32" else [f"--{dtype}"]), *([] if pipeline else ["--no-pipeline-parallel"]), *more,
     ]  # fmt: skip
     script = str(script or Path(checkout) / "pretrain_gpt.py")
     module = ["--module" if launcher == "deepspeed" else "-m", "ds_sp_overlap", "run"] if plugin is True else []

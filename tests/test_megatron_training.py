@@ -157,3 +157,40 @@ def test_with(stock, overlapped, options):
     expected, got = stock(steps=10, **options), overlapped(steps=10, **options)
     assert excess(got, expected, ROPE[0] in options.get("more", ())) == {}
     assert set(got.exchanges) == {"async"}
+
+
+# Where HEAD fails: against another attention of its own that does the same, or refused with advice.
+
+
+@pytest.mark.parametrize("more", [(), ROPE], ids=["learned", "rope"])
+@pytest.mark.parametrize("flash", [None, "--use-flash-attn-triton"], ids=["core", "triton"])
+def test_attentions_that_fail_at_head(stock, overlapped, flash, more):
+    got = overlapped(steps=10, flash=flash, more=more)
+    assert excess(got, stock(steps=10, more=more), bool(more)) == {}
+    assert exchanges(got, steps=10, groups=2)
+
+
+def test_core_attention_with_grouped_queries(run):
+    more = ("--num-key-value-heads", "2")
+    whole = run(plugin=False, ranks=1, sp=1, steps=10, more=more, reference=True)
+    assert excess(run(section={}, steps=10, flash=None, more=more), whole) == {}
+
+
+REFUSED = {
+    "core attention without the section": ({"flash": None}, 'an "sp_overlap" section in the DeepSpeed config'),
+    "grouped queries without the section": (
+        {"more": ("--num-key-value-heads", "2")}, 'an "sp_overlap" section in the DeepSpeed config'
+    ),
+    "heads that do not divide": (
+        {"section": {}, "more": ("--num-attention-heads", "1", "--kv-channels", "64")}, "the query heads must divide"
+    ),
+    "checkpointing alone": ({"section": {}, "more": ("--checkpoint-activations",)}, "--deepspeed-activation-checkpointing beside"),
+    "pipeline modules": ({"section": {}, "pipeline": True}, "add --no-pipeline-parallel"),
+    "head groups": ({"section": {"head_groups": 5}}, "head_groups must be between 1 and 4 for 8 heads at sp size 2, got 5"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options, message", REFUSED.values(), ids=REFUSED)
+def test_refused_with_advice(tmp_path, options, message):
+    output = megatron_runs.train(CHECKOUT, tmp_path, steps=2, must_fail=True, **options)
+    assert message in output

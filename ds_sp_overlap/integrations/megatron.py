@@ -83,6 +83,8 @@ HINTS = {  # what fails at HEAD before, or without, a layer of ours: a piece of 
     'overlap is on: an "sp_overlap" section in the DeepSpeed config, and --ds-sequence-parallel-size above 1',
     "batch_dim_idx": "Megatron-DeepSpeed passes attention_mask where DeepSpeed takes batch_dim_idx; core attention works where "
     'the overlap is on: an "sp_overlap" section in the DeepSpeed config; or take --use-flash-attn-v2',
+    "num_local_head, head_dim = input.shape": "DeepSpeed's class wants the heads of attention's output in a dimension of their own; "
+    'Triton\'s attention works where the overlap is on: an "sp_overlap" section in the DeepSpeed config',
     "Invalid Grid": "pipeline modules know no sequence parallelism; add --no-pipeline-parallel",
     "Invalid activation recompute method": "--checkpoint-activations needs --deepspeed-activation-checkpointing beside it",
 }
@@ -224,7 +226,9 @@ def _plain(linears: list[nn.Module]) -> Forwards:
 
 def _is_attention(module: nn.Module) -> bool:
     children = dict(module.named_children())
-    return isinstance(children.get("dist_attn"), DistributedAttention) and "dense" in children and hasattr(module, "layer_number")
+    return (
+        isinstance(children.get("dist_attn"), DistributedAttention) and "dense" in children and hasattr(module, "layer_number")
+    )
 
 
 def _why_not(module: nn.Module) -> tuple[str, bool]:

@@ -130,7 +130,11 @@ def _packages(_):
     module("torchvision.transforms")
     module("torchvision.datasets", VisionDataset=object)
     module("flash_attn")
-    module("flash_attn.flash_attn_interface", flash_attn_varlen_func=flash_attn_varlen_func, flash_attn_unpadded_func=flash_attn_unpadded_func)
+    module(
+        "flash_attn.flash_attn_interface",
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_unpadded_func=flash_attn_unpadded_func,
+    )
     module("flash_attn.flash_attn_triton", flash_attn_func=lambda q, k, v, bias, causal: sdpa(q, k, v, 0.0, None, causal))
 
 

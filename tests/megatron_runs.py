@@ -48,31 +48,29 @@ def _free_port():
         return s.getsockname()[1]
 
 
-def environment(checkout, record=None, steps=0, flash="flash", compress=False, wrong=False, reference=False):
-    given = {
-        "MEGATRON_ON_CPU": flash, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TRANSFORMERS_OFFLINE": "1",
+def _environment(checkout, record, steps, stand_ins):
+    """``stand_ins``: what `megatron_on_cpu.stand_ins` brings besides what every run needs."""
+    return {
+        **os.environ,
+        "MEGATRON_ON_CPU": ",".join(["flash", *stand_ins]),
+        "MEGATRON_RECORD": str(record),
+        "MEGATRON_RECORD_STEPS": str(steps),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(HERE / "megatron_on_cpu"), str(HERE.parent), str(checkout), *sys.path]),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        **({"MEGATRON_RECORD": str(record), "MEGATRON_RECORD_STEPS": str(steps)} if record else {}),
-        **({"MEGATRON_COMPRESS": "1"} if compress else {}), **({"MEGATRON_WRONG": "1"} if wrong else {}),
-        **({"MEGATRON_REFERENCE": "1"} if reference else {}),
-    }  # fmt: skip
-    return {**os.environ, **given}
+    }
 
 
-def launch(ranks, launcher, arguments, env, folder, timeout_s=900):
-    """Run a command on several ranks; its output. ``launcher`` is "torchrun" or "deepspeed"."""
-    port = str(_free_port())
-    if launcher == "torchrun":
-        head = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
-    else:
-        head = [sys.executable, "-m", "deepspeed.launcher.runner", f"--num_gpus={ranks}", f"--master_port={port}"]
+def _launch(ranks, module, arguments, env, folder):
+    """Run ``module`` on several ranks; exit status and output."""
+    ranks_of = {"torch.distributed.run": "--nproc_per_node", "deepspeed.launcher.runner": "--num_gpus"}
     with subprocess.Popen(
-        [*head, *arguments], env={**env, "LOCAL_SIZE": str(ranks)}, cwd=folder,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [sys.executable, "-m", module, f"{ranks_of[module]}={ranks}", f"--master_port={_free_port()}", *arguments],
+        env={**env, "LOCAL_SIZE": str(ranks)}, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as running:  # fmt: skip
         try:
-            output, _ = running.communicate(timeout=timeout_s)
+            output, _ = running.communicate(timeout=900)
         except BaseException:
             running.terminate()  # a launcher that is told to stop takes its ranks with it
             raise
@@ -80,41 +78,44 @@ def launch(ranks, launcher, arguments, env, folder, timeout_s=900):
 
 
 def train(
-    checkout, folder, section=None, ranks=2, sp=2, steps=50, stage=0, accumulation=1, flash="--use-flash-attn-v2",
-    more=(), script=None, launcher="torchrun", plugin=True, dtype="fp32", ds=None, wrong=False, reference=False, pipeline=False, must_fail=False,
+    checkout, folder, section=None, way="run", ranks=2, sp=2, steps=50, stage=0, accumulation=1, dtype="fp32",
+    flash="--use-flash-attn-v2", pipeline=False, more=(), planted=(), must_fail=False,
 ):  # fmt: skip
-    """Train with pretrain_gpt.py; what `recorder` saw, and its output.
+    """Train with pretrain_gpt.py; what `recorder` saw, and the output.
 
-    section   of the DeepSpeed config; None for a stock run
-    plugin    run through ``-m ds_sp_overlap run``; "import": a script that imports it; False: with no plugin in sight
-    script    another script than the checkout's pretrain_gpt.py
-    wrong     with an error planted in v
-    reference with attention of our own in the layers, for grouped queries on the whole sequence, which HEAD has not
+    section   of the DeepSpeed config; None for none
+    way       "run": torchrun -m ds_sp_overlap run; "deepspeed": its launcher, --module ds_sp_overlap run; "import": a copy
+              of the script with one line more; "stock": the script by itself, no plugin in sight
+    more      arguments
+    planted   "wrong": an error in v; "reference": attention of our own, with grouped queries, which HEAD has not at sp size 1
+    must_fail the output of a run that fails
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     data, record, micro = write_data(folder), folder / "record.pt", 2
-    replicas = ranks // sp
+    batch = micro * accumulation * (ranks // sp)
     config = {
-        "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation, "steps_per_print": 1000,
-        "train_batch_size": micro * accumulation * replicas, "zero_optimization": {"stage": stage},
-        **({} if dtype == "fp32" else {dtype: {"enabled": True}}), **(ds or {}),
+        "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation, "train_batch_size": batch,
+        "zero_optimization": {"stage": stage}, **({} if dtype == "fp32" else {dtype: {"enabled": True}}),
+        **({} if section is None else {"sp_overlap": section}),
     }  # fmt: skip
-    if section is not None:
-        config["sp_overlap"] = section
     (folder / "ds.json").write_text(json.dumps(config))
     arguments = [
-        *MODEL, *([flash] if flash else []), "--ds-sequence-parallel-size", str(sp), "--zero-stage", str(stage),
-        "--train-iters", str(steps), "--micro-batch-size", str(micro), "--data-path", str(data),
-        "--global-batch-size", str(micro * accumulation * replicas), "--deepspeed_config", str(folder / "ds.json"),
-        *([] if dtype == "fp32" else [f"--{dtype}"]), *([] if pipeline else ["--no-pipeline-parallel"]), *more,
+        *MODEL, *([flash] if flash else []), *([] if pipeline else ["--no-pipeline-parallel"]),
+        *([] if dtype == "fp32" else [f"--{dtype}"]), "--ds-sequence-parallel-size", str(sp), "--zero-stage", str(stage),
+        "--train-iters", str(steps), "--micro-batch-size", str(micro), "--global-batch-size", str(batch),
+        "--data-path", str(data), "--deepspeed_config", str(folder / "ds.json"), *more,
     ]  # fmt: skip
-    script = str(script or Path(checkout) / "pretrain_gpt.py")
-    module = ["--module" if launcher == "deepspeed" else "-m", "ds_sp_overlap", "run"] if plugin is True else []
-    builder = "builder" if flash == "--use-flash-attn-builder" else "flash"
-    env = environment(checkout, record, steps, builder, compress=plugin is False, wrong=wrong, reference=reference)
-    code, output = launch(ranks, launcher, [*module, script, *arguments], env, folder)
-    (folder / "log").write_text(output)
+    script = Path(checkout) / "pretrain_gpt.py"
+    if way == "import":
+        copy = folder / script.name
+        copy.write_text("import ds_sp_overlap\n" + script.read_text())
+        script = copy
+    head = {"run": ["-m", "ds_sp_overlap", "run"], "deepspeed": ["--module", "ds_sp_overlap", "run"]}.get(way, [])
+    stand_ins = [*planted, *(["compress"] if way == "stock" else []), *(["builder"] if flash and "builder" in flash else [])]
+    launcher = "deepspeed.launcher.runner" if way == "deepspeed" else "torch.distributed.run"
+    env = _environment(checkout, record, steps, stand_ins)
+    code, output = _launch(ranks, launcher, [*head, str(script), *arguments], env, folder)
     if must_fail:
         assert code != 0, f"trained, which it must not\n{output[-3000:]}"
         return output

@@ -86,6 +86,8 @@ HINTS = {  # what fails at HEAD before, or without, a layer of ours: a piece of 
     "num_local_head, head_dim = input.shape": "DeepSpeed's class wants the heads of attention's output in a dimension of their own; "
     'Triton\'s attention works where the overlap is on: an "sp_overlap" section in the DeepSpeed config',
     "Invalid Grid": "pipeline modules know no sequence parallelism; add --no-pipeline-parallel",
+    "save_for_backward can only save variables": "RoPE is recomputed only with --checkpoint-activations "
+    "--deepspeed-activation-checkpointing, in place of --recompute-granularity full",
     "Invalid activation recompute method": "--checkpoint-activations needs --deepspeed-activation-checkpointing beside it",
 }
 

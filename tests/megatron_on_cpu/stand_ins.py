@@ -12,6 +12,8 @@ from collections import defaultdict
 
 import torch
 
+WANTED = os.environ["MEGATRON_ON_CPU"].split(",")
+
 
 class _Changes(importlib.abc.MetaPathFinder):
     """Changes to modules, each made once its module has been imported."""
@@ -81,7 +83,7 @@ class FlashAttentionBuilder:
     """The accelerator's own flash attention, [b, h, s, d]; None where MEGATRON_ON_CPU does not ask for it."""
 
     def __new__(cls):
-        if os.environ["MEGATRON_ON_CPU"] != "builder":
+        if "builder" not in WANTED and os.environ["MEGATRON_ON_CPU"] != "builder":
             raise TypeError("no flash attention op here")
         return super().__new__(cls)
 
@@ -158,11 +160,11 @@ def install():
     sys.meta_path.insert(0, changes)
     changes.of["megatron.tokenizer"].append(_packages)
     changes.of["megatron.model.transformer"].append(_attention)
-    if "MEGATRON_REFERENCE" in os.environ:
+    if "reference" in WANTED or "MEGATRON_REFERENCE" in os.environ:
         changes.of["megatron.model.transformer"].append(_reference)
-    if "MEGATRON_WRONG" in os.environ:
+    if "wrong" in WANTED or "MEGATRON_WRONG" in os.environ:
         changes.of["ds_sp_overlap.schedule"].append(_wrong)
-    if "MEGATRON_COMPRESS" in os.environ:  # for stock runs; the plugin's launcher brings its own
+    if "compress" in WANTED or "MEGATRON_COMPRESS" in os.environ:  # for stock runs; the plugin's launcher brings its own
         import deepspeed.compression
 
         module("deepspeed.compression.compress", init_compression=None, redundancy_clean=None)

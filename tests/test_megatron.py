@@ -371,3 +371,48 @@ def test_impossible_head_groups_are_refused():
     with pytest.raises(RankError) as error:
         on_ranks(2, impossible)
     assert all("head_groups must be between 1 and 2 for 4 heads at sp size 2, got 3" in m for m in error.value.messages)
+
+
+def width_after_a_call(rank):
+    shape = Shape("core", config={"head_groups": 2})
+    model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
+    x, _, mask, tables = megatron_layers.inputs(shape)
+    core = model.self_attention.dist_attn.local_attn
+    before = core.hidden_size_per_partition
+    ds_sp_overlap.enable(model, shape.config)
+    model(x.chunk(2)[rank], mask, tables)
+    return before, core.hidden_size_per_partition
+
+
+def test_core_attention_is_left_as_it_was():
+    assert on_ranks(2, width_after_a_call) == [(16, 16)] * 2
+
+
+# What `run` says of errors that are HEAD's own.
+
+
+def raised(function):
+    with pytest.raises(Exception) as error:
+        function()
+    return error.value
+
+
+def mask_for_an_index(batch_dim_idx=torch.ones(2)):
+    if batch_dim_idx == 0:
+        pass
+
+
+def test_known_errors_are_explained():
+    assert "core attention works where the overlap is on" in megatron.explain(raised(mask_for_an_index))
+    assert "--no-pipeline-parallel" in megatron.explain(AssertionError("Invalid Grid"))
+    assert megatron.explain(raised(lambda: 1 / 0)) is None
+
+
+def test_run_adds_the_advice_to_the_error(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise AssertionError('Invalid Grid')")
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_sp_overlap", "run", str(script)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and "AssertionError: Invalid Grid" in done.stderr
+    assert "ds_sp_overlap run: pipeline modules know no sequence parallelism; add --no-pipeline-parallel" in done.stderr

@@ -12,7 +12,7 @@ from collections import defaultdict
 
 import torch
 
-WANTED = os.environ["MEGATRON_ON_CPU"].split(",")
+WANTED = os.environ["MEGATRON_ON_CPU"].split(",")  # builder, compress, reference, wrong
 
 
 class _Changes(importlib.abc.MetaPathFinder):
@@ -80,10 +80,10 @@ def flash_attn_unpadded_func(q, k, v, *args, **kwargs):
 
 
 class FlashAttentionBuilder:
-    """The accelerator's own flash attention, [b, h, s, d]; None where MEGATRON_ON_CPU does not ask for it."""
+    """The accelerator's own flash attention, [b, h, s, d]."""
 
     def __new__(cls):
-        if "builder" not in WANTED and os.environ["MEGATRON_ON_CPU"] != "builder":
+        if "builder" not in WANTED:
             raise TypeError("no flash attention op here")
         return super().__new__(cls)
 
@@ -160,11 +160,11 @@ def install():
     sys.meta_path.insert(0, changes)
     changes.of["megatron.tokenizer"].append(_packages)
     changes.of["megatron.model.transformer"].append(_attention)
-    if "reference" in WANTED or "MEGATRON_REFERENCE" in os.environ:
+    if "reference" in WANTED:
         changes.of["megatron.model.transformer"].append(_reference)
-    if "wrong" in WANTED or "MEGATRON_WRONG" in os.environ:
+    if "wrong" in WANTED:
         changes.of["ds_sp_overlap.schedule"].append(_wrong)
-    if "compress" in WANTED or "MEGATRON_COMPRESS" in os.environ:  # for stock runs; the plugin's launcher brings its own
+    if "compress" in WANTED:  # for stock runs; the plugin's launcher brings its own
         import deepspeed.compression
 
         module("deepspeed.compression.compress", init_compression=None, redundancy_clean=None)

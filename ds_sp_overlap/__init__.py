@@ -7,6 +7,7 @@ from .attention import DistributedAttention
 from .config import SpOverlapConfig
 from .integrations import Report, disable, enable
 from .integrations.deepspeed import install
+from .integrations.megatron import bridge
 from .rotary import Rotary
 from .self_attention import SelfAttention
 
@@ -14,3 +15,4 @@ __all__ = ["DistributedAttention", "Report", "Rotary", "SelfAttention", "SpOverl
 __version__ = "0.1.0"
 
 install()
+bridge()

@@ -54,5 +54,12 @@ def main(argv: list[str] | None = None) -> int:
     local_rank = [] if given.local_rank is None else [f"--local_rank={given.local_rank}"]
     sys.argv = [str(script), *local_rank, *given.args]
     sys.path[0] = str(script.resolve().parent)  # as python SCRIPT would
-    runpy.run_path(str(script), run_name="__main__")
+    from .integrations.megatron import explain
+
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Exception as error:
+        if hint := explain(error):
+            print(f"ds_sp_overlap run: {hint}", file=sys.stderr, flush=True)
+        raise
     return 0

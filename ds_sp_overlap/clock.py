@@ -102,8 +102,9 @@ def watched(
     begin = clock.mark()
     y = body(*inputs)
     forward(begin, clock.mark())
-    if expected and y.requires_grad:
-        y.register_hook(began)
+    output = y[0] if isinstance(y, tuple) else y  # some layers return a bias beside it
+    if expected and output.requires_grad:
+        output.register_hook(began)
     return y
 
 

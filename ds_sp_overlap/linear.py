@@ -18,19 +18,30 @@ from torch.autograd.function import once_differentiable
 from .parts import Gradient, Part, batched, cut, cut_ranges, tokens
 
 
-def can_take_apart(module: nn.Module) -> bool:
+Forwards = tuple[Callable[..., object], ...]
+PLAIN: Forwards = (nn.Linear.forward,)
+
+
+def can_take_apart(module: nn.Module, plain: Forwards = PLAIN) -> bool:
     """Whether ``module`` is a plain linear layer that may be computed in parts.
+
+    plain   forwards that are known to compute ``x w^T + b`` and nothing else, possibly leaving b to their caller (below)
 
     Not if its forward was replaced (LoRA, quantised, tensor-parallel layers), nor if somebody hooked its call and would
     see parts instead of the output; DeepSpeed's own hooks are fine.
     """
-    if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
+    if type(module).forward not in plain or "forward" in vars(module):
         return False
     if type(module.weight) not in (nn.Parameter, Tensor):  # a quantised or distributed tensor
         return False
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return all((getattr(hook, "__module__", "") or "").startswith("deepspeed.") for hook in hooks)
+
+
+def leaves_bias(module: nn.Module) -> bool | None:
+    """Whether the bias is left to the caller, for a linear layer that returns ``(output, bias to add)``; None for others."""
+    return getattr(module, "skip_bias_add", None)
 
 
 def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor):
@@ -130,7 +141,7 @@ class RowParts:
     """
 
     def __init__(self, x: Tensor, module: nn.Linear, parts: list[Part]):
-        self.x, self.weight, self.bias = _autocast(x, module.weight, module.bias)
+        self.x, self.weight, self.bias = _autocast(x, module.weight, None if leaves_bias(module) else module.bias)
         shapes = self.weight.shape, self.weight.shape[:1]
         self.gradients = tuple(Gradient(shape, 0, parts) for shape in shapes)
         self.tokens = [tokens(parameter, left) for parameter, left in zip((self.weight, self.bias), self.gradients)]
@@ -150,7 +161,8 @@ class WholeRows:
 
     def part(self, index: int) -> Tensor:
         if self.outputs is None:
-            self.outputs = cut(self.module(self.x), self.x.dim() - 1, self.parts)
+            y = self.module(self.x)
+            self.outputs = cut(y if leaves_bias(self.module) is None else y[0], self.x.dim() - 1, self.parts)
         return self.outputs[index]
 
 
@@ -245,7 +257,8 @@ class OutputParts:
     """
 
     def __init__(self, module: nn.Linear, like: Tensor, defer: bool = True, ranks: int = 0):
-        _, self.weight, self.bias = _autocast(like, module.weight, module.bias)
+        self.module = module
+        _, self.weight, self.bias = _autocast(like, module.weight, None if leaves_bias(module) else module.bias)
         self.left: dict = {}
         self.defer, self.ranks = defer, ranks
         self.token = _Wgrad.apply(self.weight, self.bias, self.left)
@@ -257,3 +270,9 @@ class OutputParts:
         self.sum = _OutputPart.apply(
             o, self.sum, self.token, self.weight, self.bias, columns, self.left, self.defer, self.ranks
         )
+
+    @property
+    def output(self) -> Tensor | tuple[Tensor, Tensor | None]:
+        """What the module returns."""
+        leaves = leaves_bias(self.module)
+        return self.sum if leaves is None else (self.sum, self.module.bias if leaves else None)

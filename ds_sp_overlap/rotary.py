@@ -23,18 +23,22 @@ class Rotary:
     """A layer's rotary embedding: `rotate`, by what its ``position_embeddings`` say.
 
     tables   position embeddings -> (cos, sin), each broadcast to q and k from the right, ``[b or 1, s/P, 1, d_rot]`` for
-             batch first; the rank's own positions
+             batch first; the rank's own positions. None where there is nothing to rotate by
     """
 
-    tables: Callable[[Any], tuple[Tensor, Tensor]]
+    tables: Callable[[Any], tuple[Tensor, Tensor] | None]
 
     def __call__(self, x: Tensor, position_embeddings: Any) -> Tensor:
         """Rotate q or k [..., d]."""
-        return rotate(x, *self.tables(position_embeddings))
+        tables = self.tables(position_embeddings)
+        return x if tables is None else rotate(x, *tables)
 
     def of_tokens(self, position_embeddings: Any) -> tuple[Tensor, Tensor] | None:
         """The tables without the dimension of heads, as `ops.pack_qkv` takes them; None where it can't have them."""
-        cos, sin = self.tables(position_embeddings)
+        tables = self.tables(position_embeddings)
+        if tables is None:
+            return None
+        cos, sin = tables
         if cos.requires_grad or sin.requires_grad or cos.shape[-2] != 1:
             return None
         return cos.squeeze(-2), sin.squeeze(-2)

@@ -11,7 +11,7 @@ from . import ops
 from .config import SpOverlapConfig
 from .exchange import Channel
 from .layer import Layer, apart
-from .linear import OutputParts, RowParts, WholeRows, batched_pays, call_through, can_take_apart
+from .linear import PLAIN, Forwards, OutputParts, RowParts, WholeRows, batched_pays, call_through, can_take_apart
 from .parts import Part, join
 from .policy import Policy
 from .rotary import Rotary
@@ -39,6 +39,7 @@ class SelfAttention:
     config                   an ``sp_overlap`` section
     name                     for errors and logs
     policy                   shared with other layers, for "head_groups": "auto"; one of its own if None
+    plain                    forwards of linear layers that may be taken apart, see `linear.can_take_apart`
 
     A projection that can't be taken apart (LoRA, quantised, hooked by somebody) is called whole; its exchanges are
     overlapped all the same.
@@ -65,9 +66,10 @@ class SelfAttention:
         transport: Transport | None = None,
         name: str = "attention",
         policy: Policy | None = None,
+        plain: Forwards = PLAIN,
     ):
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
-        self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
+        self.local_attention, self.rope, self.batch_first, self.plain = local_attention, rope, batch_first, plain
         parsed = SpOverlapConfig.parse(config or {})
         channel = Channel(sequence_process_group, transport or parsed.transport, kernels=parsed.kernels)
         self.layer = Layer(channel, parsed, name, policy)
@@ -90,7 +92,7 @@ class SelfAttention:
         if not self.layer.config.projections:
             return []
         modules = dict.fromkeys([*(module for module, _ in self._projections.values()), self.o_proj])
-        return [module for module in modules if can_take_apart(module)]
+        return [module for module in modules if can_take_apart(module, self.plain)]
 
     @torch.compiler.disable
     def __call__(
@@ -108,7 +110,7 @@ class SelfAttention:
         position_embeddings  for ``rope``, of this rank's positions
         sequence_lengths     local length of every rank, where they are not all the same
         instead              gives the same for ``hidden_states`` without overlap, for the policy; None where nothing does
-        returns              as ``hidden_states``
+        returns              as ``hidden_states``, in what ``o_proj`` returns: some linear layers return a bias beside it
 
         The remaining arguments go to ``local_attention``, once per head group.
         """
@@ -148,7 +150,7 @@ class SelfAttention:
                 program(
                     tokens, lambda group, o: total.add(o.flatten(-2), call.geometry.elements_of("o", group, 0, o.shape[-1]))
                 )
-                return total.sum
+                return total.output
 
             return call_through([self.o_proj], body, *tokens)
 

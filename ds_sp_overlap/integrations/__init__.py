@@ -1,6 +1,6 @@
 """Switch the overlap on and off in a model: find its attention layers, rebind their forward, undo it.
 
-Nothing here knows a framework; `transformers` and `deepspeed` beside this file each find the layers they know.
+Nothing here knows a framework; the files beside this one each find the layers they know.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .. import ops
 from ..config import SpOverlapConfig
 from ..exchange import Channel
 from ..policy import Policy
+from ..self_attention import SelfAttention
 from ..timeline import Timeline
 
 Undo = Callable[[nn.Module], None]  # is given the module rather than holding it, which would keep the model alive
@@ -34,6 +35,7 @@ class Layer:
     got      what is overlapped in it; empty if nothing
     lacks    why not more; empty if there is no more
     bind     rebinds the layer's forward and returns what undoes it, given the module; None where nothing can be done
+    inside   modules in it that are no layers of their own
     """
 
     name: str
@@ -41,6 +43,7 @@ class Layer:
     got: str
     lacks: str = ""
     bind: Callable[[], Undo] | None = None
+    inside: tuple[nn.Module, ...] = ()
 
 
 @dataclass
@@ -63,6 +66,20 @@ class Report:
         return f"sp_overlap over sp size {self.sp_size}\n{table}"
 
 
+def groups_in_words(groups: int, policy: Policy | None) -> str:
+    return f"G = {groups}" if policy is None else f"G by timing in the first {policy.warmup_steps} steps"
+
+
+def driven(block: SelfAttention, linear: dict[str, nn.Module], groups: int, policy: Policy | None) -> tuple[str, str]:
+    """What a layer that is driven whole gets, and what it doesn't; ``linear`` are its projections by name."""
+    apart = block.taken_apart()
+    whole = [f"{name} ({type(child).__name__})" for name, child in linear.items() if child not in apart]
+    names = ", ".join(name for name, child in linear.items() if child in apart)
+    got = f"all eight exchanges, {groups_in_words(groups, policy)}" + (f", {names} under them" if names else "")
+    few = "one query head a rank" if groups == 1 and block.layer.config.head_groups == "auto" else ""
+    return got, "; ".join(filter(None, (f"called whole: {', '.join(whole)}" if whole else "", few)))
+
+
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()
 _said: set[str] = set()
 
@@ -83,7 +100,7 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
     Collective over the sp group. Raises ValueError, on all of its ranks and with no layer overlapped, for a config that the
     model can't satisfy, a model without attention layers, or layers on the meta device.
     """
-    from . import deepspeed, transformers
+    from . import deepspeed, megatron, transformers
 
     config = SpOverlapConfig.parse({} if config is None else config)
     disable(model)
@@ -108,10 +125,13 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
         ops.implementation(config.kernels)  # refused here, on every rank, where this one lacks them
         if timeline is not None:
             timeline.check()
-        found.extend(deepspeed.find_layers(model, config, policy) + transformers.find_layers(model, channel, config, policy))
+        found.extend(megatron.find_layers(model, channel, config, policy))
+        found.extend(transformers.find_layers(model, channel, config, policy))
+        inside = {module for layer in found for module in layer.inside}
+        found.extend(layer for layer in deepspeed.find_layers(model, config, policy) if layer.module not in inside)
         if not found:
             raise ValueError(
-                f"no attention layer found in {type(model).__name__}; supported are transformers models and "
+                f"no attention layer found in {type(model).__name__}; supported are transformers models, Megatron-DeepSpeed and "
                 "deepspeed.sequence.layer.DistributedAttention. For others use ds_sp_overlap.SelfAttention"
             )
         meta = [layer.name for layer in found if any(p.is_meta for p in layer.module.parameters())]

@@ -61,10 +61,12 @@ def install() -> None:
 
 def _section(given: dict[str, Any]) -> Any:
     """The ``sp_overlap`` section, from wherever ``deepspeed.initialize`` takes its config; None if there is none."""
-    config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
-    if config is None:
-        return None
-    return (config if isinstance(config, dict) else load_ds_config(config)).get("sp_overlap")
+    from . import megatron
+
+    args = given.get("args")
+    config = given.get("config") or given.get("config_params") or getattr(args, "deepspeed_config", None)
+    config = {} if config is None else config if isinstance(config, dict) else load_ds_config(config)
+    return config.get("sp_overlap", megatron.section(args))
 
 
 def find_group(model: nn.Module) -> Any:
@@ -86,14 +88,15 @@ def find_layers(model: nn.Module, config: SpOverlapConfig, policy: Policy | None
             module,
             got="q, k, v, o and dq, dk, dv, do with one another and with attention",
             lacks="the projections belong to its caller",
-            bind=functools.partial(_bind, name, module, config, policy),
+            bind=functools.partial(bind_drop_in, name, module, config, policy),
         )
         for name, module in model.named_modules()
         if isinstance(module, DistributedAttention)
     ]
 
 
-def _bind(name: str, module: DistributedAttention, config: SpOverlapConfig, policy: Policy | None):
+def bind_drop_in(name: str, module: DistributedAttention, config: SpOverlapConfig, policy: Policy | None):
+    """Rebind DeepSpeed's class to the drop-in; returns what undoes it."""
     channel = Channel(module.spg, config.transport, module.sp_stream, config.kernels)
     attend, original, dims = ProjectedAttention(channel, config, name, policy), module.forward, set()
 

@@ -25,7 +25,7 @@ from ..layout import Geometry
 from ..policy import Policy
 from ..rotary import Rotary
 from ..self_attention import SelfAttention
-from . import Layer, rebind
+from . import Layer, driven, groups_in_words, rebind
 from .positions import Positions, Step
 
 # Families whose attention layer is driven whole: where each finds its sliding window.
@@ -276,27 +276,18 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
         kv_heads = getattr(inner, "num_key_value_heads", None) or heads
         groups = config.groups_for(heads, channel.size)
         Geometry(channel.size, channel.rank, (0,) * channel.size, 0, heads, kv_heads, groups)  # refuses what can't work
-        chosen = f"G = {groups}" if policy is None else f"G by timing in the first {config.policy.warmup_steps} steps"
-        few = "one query head a rank" if groups == 1 and config.head_groups == "auto" else ""
         if _is_known(module):
             block, forward = _drive(name, module, positions, channel, config, policy)
-            got, lacks = _describe(module, block, chosen)
+            linear = {name: child for name, child in module.named_children() if name.endswith("_proj")}
+            got, lacks = driven(block, linear, groups, policy)
             bind = functools.partial(rebind, module, forward)
         else:
-            got, lacks = f"attention function, {chosen}", f"{type(module).__name__}: unknown family, projections stay its own"
+            got = f"attention function, {groups_in_words(groups, policy)}"
+            lacks = f"{type(module).__name__}: unknown family, projections stay its own"
+            lacks += "; one query head a rank" if groups == 1 and config.head_groups == "auto" else ""
             bind = functools.partial(_bind_function, name, module, positions, channel, config, policy)
-        found.append(Layer(name, module, got, "; ".join(filter(None, (lacks, few))), bind))
+        found.append(Layer(name, module, got, lacks, bind))
     return found
-
-
-def _describe(module: nn.Module, block: SelfAttention, chosen: str) -> tuple[str, str]:
-    """What a driven layer gets, and what it doesn't."""
-    apart = block.taken_apart()
-    linear = {name: child for name, child in module.named_children() if name.endswith("_proj")}
-    whole = [f"{name} ({type(child).__name__})" for name, child in linear.items() if child not in apart]
-    names = ", ".join(name for name, child in linear.items() if child in apart)
-    got = f"all eight exchanges, {chosen}" + (f", {names} under them" if names else "")
-    return got, f"called whole: {', '.join(whole)}" if whole else ""
 
 
 def _is_known(module: nn.Module) -> bool:

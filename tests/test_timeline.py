@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 import types
 
 import layers
@@ -122,6 +123,25 @@ def test_every_exchange_is_there_with_the_bytes_that_went_to_others(groups, tmp_
             assert (calls, sent) == (1, whole / 2 / groups)
             assert 0 <= exposed_ms <= exchange_ms and 0 < relayout_ms <= exchange_ms
             assert exposed_ms + hidden_ms == pytest.approx(exchange_ms)
+
+
+def arrivals(rank, folder):
+    """Marks of the arrival that the transfers themselves made; of how many exchanges."""
+    shape = Shape(config={"head_groups": 1, "timeline": {"path": folder, "steps": [0, 0]}})
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
+    lines = attend.layer.channel.timeline
+    until = time.monotonic() + 5  # the thread that completes a transfer may tell us after it told the waiting one
+    while not all("arrived" in track.at for track in lines.tracks) and time.monotonic() < until:
+        time.sleep(0.01)
+    found = [track.what for track in lines.tracks if "arrived" in track.at]
+    lines._finish()
+    return found
+
+
+def test_on_cpu_a_transfer_marks_its_own_arrival(tmp_path):
+    assert on_ranks(2, arrivals, str(tmp_path)) == [["q", "k", "v", "o", "do", "dv", "dk", "dq"]] * 2
 
 
 def trained(rank, section, steps):

@@ -163,7 +163,7 @@ class _InFlight:
         self.out = self.recv.view(target.shape) if target.is_wire_layout else x.new_empty(target.shape)
         self.track = channel.timeline.exchange(name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
         self.track.mark("issued")
-        with named(f"{name} start"), self.side.after_compute():
+        with named(name, "start"), self.side.after_compute():
             self.track.mark("started")
             if not source.is_wire_layout:
                 starts, stops = zip(*source.parts)
@@ -207,7 +207,7 @@ class _InFlight:
     def collect(self) -> Tensor:
         """Wait, and hand over the received tensor."""
         self.track.mark("wait")
-        with named(f"{self.name} finish"):
+        with named(self.name, "finish"):
             if self.side.deferred_unpack:
                 with self.side.after_compute():
                     self._receive()

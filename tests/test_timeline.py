@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import types
+from xml.etree import ElementTree
 
 import layers
 import models
@@ -185,6 +186,8 @@ def test_files_are_written_once_the_last_step_is_over_with_the_rows_of_every_ran
         row = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == thread)
         assert all(end <= begin + 1e-6 for (_, end), (begin, _) in zip(row, row[1:])), "bars of a row overlap"
     page = (folder / "timeline.html").read_text()
+    for drawing in re.findall(r"<svg.*?</svg>", page):
+        assert len(ElementTree.fromstring(drawing).findall("rect")) > 16, "well-formed, a bar for each exchange and more"
     assert page.count("<svg") == 3 and "per layer" in page and "step 2" in page
     assert not re.search(r"https?://|<script|<link|src=|@import", page), "one file, no network"
     assert (folder / "timeline.png").read_bytes()[1:4] == b"PNG"

@@ -108,6 +108,9 @@ def watched(
     return y
 
 
-def named(name: str) -> Any:
+_nothing = contextlib.nullcontext()
+
+
+def named(*words: str) -> Any:
     """A range of this name for the profiler that is running, if any: torch.profiler, or NVTX through ``emit_nvtx``."""
-    return record_function(name) if torch.autograd._profiler_enabled() else contextlib.nullcontext()
+    return record_function(" ".join(words)) if torch.autograd._profiler_enabled() else _nothing

@@ -190,7 +190,7 @@ class _InFlight:
         self.out = x.new_empty(target.shape) if self.unpacks else self.recv.view(target.shape)
         self.track = channel.timeline.exchange(name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
         self.track.mark("issued")
-        with named(f"{name} start"), self.side.after_compute():
+        with named(name, "start"), self.side.after_compute():
             self.track.mark("started")
             if packs:
                 self._pack()
@@ -244,7 +244,7 @@ class _InFlight:
     def collect(self) -> Tensor:
         """Wait, and hand over the received tensor."""
         self.track.mark("wait")
-        with named(f"{self.name} finish"):
+        with named(self.name, "finish"):
             if self.side.deferred_unpack:
                 with self.side.after_compute():
                     self._receive()

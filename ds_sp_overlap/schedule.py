@@ -69,7 +69,7 @@ class Call:
 
     def named(self, what: str, group: int) -> Any:
         """A range of a profiler, named as in the drawing above."""
-        return named(f"{self.where} {what}{group if self.geometry.groups > 1 else ''}")
+        return named(self.where, what + str(group) if self.geometry.groups > 1 else what.rstrip())
 
     def with_kv(self, group: int, received: dict[int, Tensor]) -> Tensor:
         """The KV heads that a group attends to, put together from the pieces that arrived with it or before it."""

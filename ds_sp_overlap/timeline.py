@@ -118,7 +118,7 @@ class Timeline:
             ) from None
 
     def recording(self) -> bool:
-        return self.steps is not None and self.first <= self.steps.now() <= self.last
+        return self.steps is not None and self.first <= self.steps.now()  # past the last step, `look` has ended it
 
     # While it records.
 

@@ -9,6 +9,7 @@ import ds_sp_overlap.exchange as exchange
 from ds_sp_overlap.exchange import Channel, Exchange, SideStream
 from ds_sp_overlap.layout import Geometry
 from ds_sp_overlap.schedule import Call, overlapped
+from ds_sp_overlap.timeline import Timeline
 from ds_sp_overlap.transport import OneRank
 
 
@@ -158,3 +159,29 @@ def test_buffers_are_allocated_by_the_compute_stream(backend, monkeypatch):
     q.finish(q.start(torch.randn(2, 3, 4, 8)))
     assert len(allocated_on) >= 3  # send, recv, out
     assert set(allocated_on) == {"compute"}
+
+
+class StreamClock:
+    """Writes down on which stream each mark was made."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def mark(self):
+        return self.backend.current.name
+
+
+def test_on_an_accelerator_marks_are_made_on_the_stream_they_speak_of_and_nothing_more_is_waited_for(backend):
+    """On a stand-in for the stream interface; ``arrived`` is not followed on the host there."""
+    lines = Timeline("nowhere", (0, 0), writes=False)
+    lines.clock = StreamClock(backend)
+    q = q_exchange(backend, deferred_unpack=False)
+    q.channel.timeline = lines
+    x = torch.randn(2, 3, 4, 8, requires_grad=True)
+    q.finish(q.start(x)).sum().backward()
+    assert backend.log == [*LAUNCHED, *RECEIVED, "compute waits for q"] + [*LAUNCHED, *RECEIVED, "compute waits for q dq"]
+    side, compute = ("started", "packed", "unpacking", "done"), ("issued", "launched", "wait", "go")
+    expected = {**dict.fromkeys(side, "side"), **dict.fromkeys(compute, "compute")}
+    assert [(track.what, track.at) for track in lines.tracks] == [("q", expected), ("dq", expected)]
+    lines.tracks.clear()
+    lines.close()

@@ -5,7 +5,9 @@ import json
 import re
 import subprocess
 import sys
+import time
 import types
+from xml.etree import ElementTree
 
 import layers
 import models
@@ -124,6 +126,25 @@ def test_every_exchange_is_there_with_the_bytes_that_went_to_others(groups, tmp_
             assert exposed_ms + hidden_ms == pytest.approx(exchange_ms)
 
 
+def arrivals(rank, folder):
+    """Marks of the arrival that the transfers themselves made; of how many exchanges."""
+    shape = Shape(config={"head_groups": 1, "timeline": {"path": folder, "steps": [0, 0]}})
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
+    lines = attend.layer.channel.timeline
+    until = time.monotonic() + 5  # the thread that completes a transfer may tell us after it told the waiting one
+    while not all("arrived" in track.at for track in lines.tracks) and time.monotonic() < until:
+        time.sleep(0.01)
+    found = [track.what for track in lines.tracks if "arrived" in track.at]
+    lines._finish()
+    return found
+
+
+def test_on_cpu_a_transfer_marks_its_own_arrival(tmp_path):
+    assert on_ranks(2, arrivals, str(tmp_path)) == [["q", "k", "v", "o", "do", "dv", "dk", "dq"]] * 2
+
+
 def trained(rank, section, steps):
     """Train a model; the marks that were made in each step, and the hooks that are left."""
     made, mark = [], Track.mark
@@ -165,6 +186,8 @@ def test_files_are_written_once_the_last_step_is_over_with_the_rows_of_every_ran
         row = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == thread)
         assert all(end <= begin + 1e-6 for (_, end), (begin, _) in zip(row, row[1:])), "bars of a row overlap"
     page = (folder / "timeline.html").read_text()
+    for drawing in re.findall(r"<svg.*?</svg>", page):
+        assert len(ElementTree.fromstring(drawing).findall("rect")) > 16, "well-formed, a bar for each exchange and more"
     assert page.count("<svg") == 3 and "per layer" in page and "step 2" in page
     assert not re.search(r"https?://|<script|<link|src=|@import", page), "one file, no network"
     assert (folder / "timeline.png").read_bytes()[1:4] == b"PNG"

@@ -204,6 +204,19 @@ def adapted(attention):
     attention.dense.__class__ = LoRA
 
 
+def patched(attention):
+    """A forward that somebody put into the class."""
+
+    class RowParallelLinear(megatron_layers.RowParallelLinear):
+        pass
+
+    def forward(self, input_):
+        return self.compute(input_)
+
+    RowParallelLinear.forward, RowParallelLinear.__qualname__ = forward, "RowParallelLinear"
+    attention.dense.__class__ = RowParallelLinear
+
+
 @pytest.mark.parametrize(
     "changes, reason, bound",
     [
@@ -213,6 +226,7 @@ def adapted(attention):
         (somebody_elses_projection, "its projections are not Megatron's", ["self_attention.dist_attn"]),
         (another_version, "its forward is not the known one (packed_sequences)", ["self_attention.dist_attn"]),
         (adapted, "called whole: dense (LoRA)", ["self_attention"]),
+        (patched, "called whole: dense (RowParallelLinear)", ["self_attention"]),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )

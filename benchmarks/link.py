@@ -11,6 +11,9 @@ stops the run. All variants run in turn inside one loop, each step after a barri
     compute        the fastest of DeepSpeed's class and ours with each number of groups, over a wire that costs nothing
     exchange       the eight exchanges alone, all under way at once
     limit          max(compute, exchange); exposed ms is step - compute
+    phase limit    the same for forward and backward apart, and added up: a forward exchange can't hide behind the backward. Half
+                   of the exchange but only a third of the arithmetic is forward, so that near exchange = compute no schedule
+                   of one layer comes closer to the limit than a sixth
     side by side   compute and exchange of unrelated data at once: what is above the limit here is the processor time that gloo
                    and the kernel take from a rank's core, and no schedule can win it back
 
@@ -30,9 +33,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from wire import PAYLOAD, Wire, join  # noqa: E402
-
-REFERENCE = ("compute", "exchange", "side by side")
-
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -101,6 +101,7 @@ def work(args: argparse.Namespace) -> None:
     variants = {
         "compute: DeepSpeed": stock_alone,
         **{f"compute: G = {g}": lambda run=run: layer.step(run) for g, run in silent.items()},
+        "forward": lambda: layer.forward(silent[args.groups[0]]),
     }
     peak, cpu = {}, [0.0, 0]
     if not args.only_compute:
@@ -142,6 +143,8 @@ def rows_of(target: float, mbit: float, result: dict) -> list[dict]:
     times = {"compute": times[alone], **times}
     median = {name: statistics.median(values) for name, values in times.items()}
     limit = max(median["compute"], median["exchange"])
+    half = median["exchange"] / 2
+    phases = max(median["forward"], half) + max(median["compute"] - median["forward"], half)
     rows = []
     for name, values in times.items():
         whole = name in result["peak_bytes"]
@@ -156,6 +159,7 @@ def rows_of(target: float, mbit: float, result: dict) -> list[dict]:
                 "exposed ms": round(median[name] - median["compute"], 1) if whole else "",
                 "exposed share": f"{1 - median['compute'] / median[name]:.1%}" if whole else "",
                 "step / limit": round(median[name] / limit, 3) if whole or name == "side by side" else "",
+                "step / phase limit": round(median[name] / phases, 3) if whole or name == "side by side" else "",
                 "DeepSpeed / step": round(median["DeepSpeed"] / median[name], 2) if whole else "",
                 "peak MiB": round(result["peak_bytes"][name] / 2**20, 1) if whole else "",
             }
@@ -175,6 +179,8 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
         points = sorted((row["exchange / compute"], row["step / limit"]) for row in rows if row["variant"] == name)
         style = {"side by side": "k:", "DeepSpeed": "s-", "five of eight": "^-"}.get(name, "--" if "off" in name else "o-")
         axes.plot(*zip(*points), style, label=name)
+    phases = {row["exchange / compute"]: row["step / limit"] / row["step / phase limit"] for row in rows if row["exposed ms"] != ""}
+    axes.plot(*zip(*sorted(phases.items())), "k--", linewidth=0.8, label="phase limit")
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_xlabel("exchange / compute")
     axes.set_ylabel("step / max(compute, exchange)")
@@ -197,7 +203,7 @@ def main() -> None:
     with Wire(args.ranks) as wire:
         wire.limit(10_000)
         alone = wire.run([*words, "--only-compute", "--steps", "5"])
-        compute_ms = min(map(statistics.median, alone["times_ms"].values()))
+        compute_ms = min(statistics.median(v) for name, v in alone["times_ms"].items() if name.startswith("compute: "))
         bits = alone["wire_bytes"] * 8 / PAYLOAD
         for ratio in args.ratios:
             mbit = bits / (ratio * compute_ms * 1e3)

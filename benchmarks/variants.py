@@ -121,6 +121,10 @@ class Layer:
         y.backward(self.dy)
         return [y.detach(), x.grad, *(p.grad for p in self.projections.parameters())]
 
+    def forward(self, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """The forward alone, with what the backward would need."""
+        return run(self.x.detach().requires_grad_())
+
     def stock(self) -> Callable[[Tensor], Tensor]:
         attend = deepspeed.sequence.layer.DistributedAttention(self.local, self.group)
 

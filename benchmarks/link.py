@@ -14,8 +14,8 @@ stops the run. All variants run in turn inside one loop, each step after a barri
     phase limit    the same for forward and backward apart, and added up: a forward exchange can't hide behind the backward. Half
                    of the exchange but only a third of the arithmetic is forward, so that near exchange = compute no schedule
                    of one layer comes closer to the limit than a sixth
-    side by side   compute and exchange of unrelated data at once: what is above the limit here is the processor time that gloo
-                   and the kernel take from a rank's core, and no schedule can win it back
+    side by side   compute and exchange of unrelated data at once: what is above the limit here is the processor time that
+                   moving bytes takes from a rank's core, and no schedule can win it back
 
 The figures are of a rate-limited link. They compare schedules, and say nothing about any fabric. More ranks than cores share
 cores: such figures show that the schedule works there, and support no claim about time.
@@ -66,23 +66,45 @@ def configs(args: argparse.Namespace) -> dict[str, dict]:
 # One rank.
 
 
-def measure(variants: dict, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Wall ms of the slowest rank, step by step."""
+def measure(variants: dict, args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Wall ms of the slowest rank, step by step; and the median processor ms a step that threads but the calling one take."""
     import torch
     import torch.distributed as dist
 
+    def others_s() -> float:
+        return time.process_time() - time.thread_time()
+
     times: dict[str, list[float]] = {name: [] for name in variants}
+    others: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(args.warmup + args.steps):
         for name, run in variants.items():
             dist.barrier()
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), others_s()
             run()
             took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+            others[name].append((others_s() - before) * 1e3)
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
             if turn >= args.warmup:
                 times[name].append(took.item() * 1e3)
     dist.barrier()
-    return times
+    return times, {name: statistics.median(values) for name, values in others.items()}
+
+
+def predict(shape, args: argparse.Namespace) -> dict[str, float]:
+    """Step ms of each program by `ds_sp_overlap.plan`, at rates that its own measurement finds on this link. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    from ds_sp_overlap import measure, plan
+
+    layer = plan.Layer(
+        shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.seq, args.ranks, shape.batch, shape.dtype.itemsize
+    )
+    rates = measure.rates(layer, dist.group.WORLD, torch.device("cpu"))
+    costs = {groups: plan.Costs(layer, rates, groups) for groups in args.groups}
+    programs = {"DeepSpeed": plan.none(plan.Costs(layer, rates, 1)), "five of eight": plan.five(plan.Costs(layer, rates, 1))}
+    programs |= {f"G = {groups}": plan.eight(cost) for groups, cost in costs.items()}
+    return {name: plan.run(program).step_ms for name, program in programs.items()}
 
 
 def work(args: argparse.Namespace) -> None:
@@ -103,7 +125,7 @@ def work(args: argparse.Namespace) -> None:
         **{f"compute: G = {g}": lambda run=run: layer.step(run) for g, run in silent.items()},
         "forward": lambda: layer.forward(silent[args.groups[0]]),
     }
-    peak, cpu = {}, [0.0, 0]
+    peak, predicted = {}, {}
     if not args.only_compute:
         runs = {"DeepSpeed": stock, "five of eight": layer.five_of_eight()}
         runs |= {name: layer.ours(**config) for name, config in configs(args).items()}
@@ -111,26 +133,23 @@ def work(args: argparse.Namespace) -> None:
         for name, run in runs.items():
             check_parity(name, layer.step(run), expected)
         del expected
-        peak = {name: layer.peak_bytes(run) for name, run in runs.items()}
+        with free_wire():  # memory that other threads give back would not be seen
+            peak = {"DeepSpeed": layer.peak_bytes(stock), "five of eight": layer.peak_bytes(layer.five_of_eight(Silent()))}
+            peak |= {name: layer.peak_bytes(layer.ours(Silent(), **config)) for name, config in configs(args).items()}
+        predicted = predict(shape, args)
         launch = layer.exchanges()
-
-        def exchange():
-            begin = time.process_time()
-            launch()()
-            cpu[0] += time.process_time() - begin
-            cpu[1] += 1
 
         def side_by_side():
             wait = launch()
             layer.step(silent[args.groups[0]])
             wait()
 
-        variants |= {"exchange": exchange, "side by side": side_by_side}
+        variants |= {"exchange": lambda: launch()(), "side by side": side_by_side}
         variants |= {name: lambda run=run: layer.step(run) for name, run in runs.items()}
-    times = measure(variants, args)
+    times, others = measure(variants, args)
     if args.rank == 0:
-        result = {"times_ms": times, "wire_bytes": shape.wire_bytes(args.ranks), "peak_bytes": peak}
-        print(json.dumps(result | {"exchange_cpu_ms": 1e3 * cpu[0] / max(cpu[1], 1)}), flush=True)
+        result = {"times_ms": times, "wire_bytes": shape.wire_bytes(args.ranks), "peak_bytes": peak, "thread_ms": others, "plan_ms": predicted}
+        print(json.dumps(result), flush=True)
     dist.destroy_process_group()
 
 
@@ -161,6 +180,9 @@ def rows_of(target: float, mbit: float, result: dict) -> list[dict]:
                 "step / limit": round(median[name] / limit, 3) if whole or name == "side by side" else "",
                 "step / phase limit": round(median[name] / phases, 3) if whole or name == "side by side" else "",
                 "DeepSpeed / step": round(median["DeepSpeed"] / median[name], 2) if whole else "",
+                "plan ms": round(result["plan_ms"][name], 1) if name in result["plan_ms"] else "",
+                "plan error": f"{result['plan_ms'][name] / median[name] - 1:+.1%}" if name in result["plan_ms"] else "",
+                "thread CPU ms": round(result["thread_ms"][name], 1) if name in result["thread_ms"] else "",
                 "peak MiB": round(result["peak_bytes"][name] / 2**20, 1) if whole else "",
             }
         )
@@ -212,8 +234,7 @@ def main() -> None:
             rows += rows_of(ratio, mbit, result)
             notes.append(
                 f"{mbit:.0f} Mbit/s: {result['wire_bytes'] / 1e6:.1f} MB leave a rank in a step, {bits / mbit / 1e3:.0f} ms at "
-                f"that rate with its headers, {statistics.median(result['times_ms']['exchange']):.0f} ms measured, of which "
-                f"rank 0 spends {result['exchange_cpu_ms']:.0f} ms of processor time in gloo"
+                f"that rate with its headers, {statistics.median(result['times_ms']['exchange']):.0f} ms measured"
             )
     record.write(args.out, rows, kind, notes)
     if args.out:

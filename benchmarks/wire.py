@@ -9,13 +9,20 @@ Needs root (network namespaces, tc). Each rank has a core of its own where there
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
+import queue
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT = 29577
@@ -50,9 +57,12 @@ class Wire:
                 self._ip(f"-n {space} link set eth0 up")
                 # Else TCP starts slowly after each compute phase, and exchanges would be slower than the link.
                 self._ip(f"netns exec {space} sysctl -qw net.ipv4.tcp_slow_start_after_idle=0")
+                # BBR, a frequent default, takes the pauses between exchanges for a slow link, and paces with tiny segments.
+                self._ip(f"netns exec {space} sysctl -qw net.ipv4.tcp_congestion_control=reno")
         except BaseException:
             self.__exit__()
             raise
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
         return self
 
     def __exit__(self, *_) -> None:
@@ -87,57 +97,100 @@ class Wire:
             words_of_rank = [sys.executable, *words, "--rank", str(rank), "--ranks", str(self.ranks)]
             out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             workers.append(subprocess.Popen([*pinned, *words_of_rank], env=env, stdout=out))
-        out, _ = workers[0].communicate()
-        if any([worker.wait() for worker in workers]):
-            sys.exit(f"{sys.argv[0]}: a rank failed, see above")
+        try:
+            out, _ = workers[0].communicate()
+            if any([worker.wait() for worker in workers]):
+                sys.exit(f"{sys.argv[0]}: a rank failed, see above")
+        finally:
+            for worker in workers:
+                worker.kill()
         return json.loads(out.splitlines()[-1])
 
 
-class _Works:
+class Streams:
+    """All-to-alls over one TCP connection for each direction of each pair of ranks, under threads that do nothing else.
+
+    In place of gloo's, for every variant alike, because of what gloo's does on a link like this: it posts a send before the
+    permission to receive, which then queues behind megabytes of data, so that in a random third of exchanges one direction
+    waits for the other; and with many exchanges under way its thread wakes for every segment and takes the core from the
+    arithmetic, which no network card does. All ranks launch the same exchanges, so bytes need neither headers nor permission.
+    """
+
+    CHUNK = 256 * 1024  # a receiving thread sleeps until so much has come
+
+    def __init__(self, rank: int, ranks: int):
+        self.rank, self.ranks = rank, ranks
+        self.peers = [peer % ranks for peer in range(rank + 1, rank + ranks)]
+        listener = socket.create_server((Wire.host(rank), PORT + 1), backlog=ranks)
+        dist.barrier()  # everybody listens
+        self.sends = {peer: queue.SimpleQueue() for peer in self.peers}
+        self.receives = {peer: queue.SimpleQueue() for peer in self.peers}
+        for peer in self.peers:
+            out = socket.create_connection((Wire.host(peer), PORT + 1))
+            out.sendall(bytes([rank]))
+            threading.Thread(target=self._send, args=(out, self.sends[peer]), daemon=True).start()
+        for _ in self.peers:
+            come, _ = listener.accept()
+            peer = come.recv(1)[0]
+            threading.Thread(target=self._receive, args=(come, self.receives[peer]), daemon=True).start()
+
+    @staticmethod
+    def _send(out: socket.socket, jobs: queue.SimpleQueue) -> None:
+        while True:
+            view, done = jobs.get()
+            out.sendall(view)
+            done.set()
+
+    def _receive(self, come: socket.socket, jobs: queue.SimpleQueue) -> None:
+        while True:
+            view, done = jobs.get()
+            while len(view):
+                come.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(len(view), self.CHUNK))
+                count = come.recv_into(view)
+                if not count:
+                    return
+                view = view[count:]
+            done.set()
+
+    def all_to_all_single(
+        self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+    ):
+        """In the form of ``torch.distributed.all_to_all_single``, over all ranks."""
+        work = _Work()
+        ends = ((output, output_split_sizes, self.receives), (input, input_split_sizes, self.sends))
+        (of, _), (to, _) = parts = [
+            (x.split(sizes or [x.shape[0] // self.ranks] * self.ranks), jobs) for x, sizes, jobs in ends
+        ]
+        for tensors, jobs in parts:
+            for peer in self.peers:
+                view = memoryview(tensors[peer].detach().reshape(-1).view(torch.uint8).numpy())
+                jobs[peer].put((view, work.more()))
+        of[self.rank].copy_(to[self.rank])
+        if async_op:
+            return work
+        work.wait()
+
+
+class _Work:
     """Sends and receives of one exchange."""
 
-    def __init__(self, works: list):
-        self.works = works
+    def __init__(self):
+        self.events: list[threading.Event] = []
+
+    def more(self) -> threading.Event:
+        self.events.append(threading.Event())
+        return self.events[-1]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
-_exchanges = itertools.count()
-
-
-def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
-    """``torch.distributed.all_to_all_single`` over gloo, with every receive posted before the first send.
-
-    gloo's own posts the send first. Its permission to send ("receive ready") then queues behind two megabytes of data on the
-    same connection whenever one rank comes a moment late, so that one direction of the link waits for the other: measured here,
-    a random third of exchanges takes exactly twice as long. All variants of all benchmarks exchange through this one.
-    """
-    import torch.distributed as dist
-
-    group = group or dist.group.WORLD
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    sizes = lambda splits, x: splits or [x.shape[0] // size] * size  # noqa: E731
-    to, of = input.split(sizes(input_split_sizes, input)), output.split(sizes(output_split_sizes, output))
-    tag = next(_exchanges)  # the same on every rank: all of them launch the same exchanges
-    peers = [peer % size for peer in range(rank + 1, rank + size)]
-    works = [dist.irecv(of[p], group=group, group_src=p, tag=tag) for p in reversed(peers) if of[p].numel()]
-    works += [dist.isend(to[p], group=group, group_dst=p, tag=tag) for p in peers if to[p].numel()]
-    of[rank].copy_(to[rank])
-    if async_op:
-        return _Works(works)
-    _Works(works).wait()
+        for event in self.events:
+            event.wait()
 
 
 def join(rank: int, ranks: int) -> None:
-    """Become ``rank`` of the process group of a `Wire`: gloo over the link, DeepSpeed's communication on top."""
-    import deepspeed
-    import torch
-    import torch.distributed as dist
-
+    """Become ``rank`` of the process group of a `Wire`: gloo over the link, but for exchanges; DeepSpeed's communication on top."""
     torch.set_num_threads(1)
-    dist.all_to_all_single = all_to_all_single
     dist.init_process_group("gloo", init_method=f"tcp://{Wire.host(0)}:{PORT}", rank=rank, world_size=ranks)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # there is nothing to share, and it takes a build
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
+    sys.setswitchinterval(1e-4)  # the threads hold Python's lock for moments only, and ask for no more
+    dist.all_to_all_single = Streams(rank, ranks).all_to_all_single

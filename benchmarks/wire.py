@@ -116,8 +116,6 @@ class Streams:
     arithmetic, which no network card does. All ranks launch the same exchanges, so bytes need neither headers nor permission.
     """
 
-    CHUNK = 256 * 1024  # a receiving thread sleeps until so much has come
-
     def __init__(self, rank: int, ranks: int):
         self.rank, self.ranks = rank, ranks
         self.peers = [peer % ranks for peer in range(rank + 1, rank + ranks)]
@@ -141,12 +139,12 @@ class Streams:
             out.sendall(view)
             done.set()
 
-    def _receive(self, come: socket.socket, jobs: queue.SimpleQueue) -> None:
+    @staticmethod
+    def _receive(come: socket.socket, jobs: queue.SimpleQueue) -> None:
         while True:
             view, done = jobs.get()
             while len(view):
-                come.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(len(view), self.CHUNK))
-                count = come.recv_into(view)
+                count = come.recv_into(view, len(view), socket.MSG_WAITALL)
                 if not count:
                     return
                 view = view[count:]

@@ -57,7 +57,7 @@ def rates(layer: Layer, group: Any, device: torch.device) -> Rates:
     do = torch.randn_like(q)
 
     def attend():
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
         torch.autograd.grad(o, (q, k, v), do)
 
     flops = 3.5 * 2 * seq**2 * layer.batch * heads * layer.head_dim

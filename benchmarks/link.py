@@ -1,264 +1,244 @@
-"""Time one attention layer over a real slow link: two ranks in network namespaces, joined by a rate-limited veth pair.
+"""Time one attention layer over a real slow link, from a wire that is nearly free to one that takes twice the arithmetic.
 
-    sudo python benchmarks/link.py --rates 200 800
+    sudo python benchmarks/link.py --out benchmarks/results/link
 
-Method. Each rank has one core and one thread. A step is the forward and backward of one layer (projections, exchanges,
-causal attention, output projection). All variants run in turn inside one run, each step after a barrier, and a step
-takes as long as its slower rank. Before anything is timed every variant must give DeepSpeed's output and gradients.
+Method. The ranks sit in network namespaces behind token buckets (`wire.py`); each has one core, shared with gloo and the
+kernel's network stack, and one thread. A step is forward and backward of one layer: projections, exchanges, causal attention,
+output projection (`variants.py`). First the layer's arithmetic is timed, then the rate is set so that the eight exchanges
+take the wanted multiple of it. Parity before timing: a variant that gives other outputs or gradients than DeepSpeed's class
+stops the run. All variants run in turn inside one loop, each step after a barrier; a step takes as long as its slowest rank.
 
-    compute only    the layer of G = 1 over a transport that moves nothing
-    exchange only   the eight exchanges, one after another, on buffers that are packed already
-    DeepSpeed       deepspeed.sequence.layer.DistributedAttention between whole projections
-    G = n           ds_sp_overlap.SelfAttention with n head groups
+    compute        the fastest of DeepSpeed's class and ours with each number of groups, over a wire that costs nothing
+    exchange       the eight exchanges alone, all under way at once
+    limit          max(compute, exchange); exposed ms is step - compute
+    phase limit    the same for forward and backward apart, and added up: a forward exchange can't hide behind the backward. Half
+                   of the exchange but only a third of the arithmetic is forward, so that near exchange = compute no schedule
+                   of one layer comes closer to the limit than a sixth
+    side by side   compute and exchange of unrelated data at once: what is above the limit here is the processor time that
+                   moving bytes takes from a rank's core, and no schedule can win it back
 
-exposed = step - compute only; limit = max(compute only, exchange only). Rate-limited figures: the wire is emulated by a
-token bucket, so they compare variants and say nothing about any fabric.
+The figures are of a rate-limited link. They compare schedules, and say nothing about any fabric. More ranks than cores share
+cores: such figures show that the schedule works there, and support no claim about time.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import csv
 import json
 import os
-import platform
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-HOSTS = ("10.77.0.1", "10.77.0.2")
-SPACES = ("dssp0", "dssp1")
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from wire import PAYLOAD, Wire, join  # noqa: E402
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=int, nargs="+", default=[200, 800], help="link rates, Mbit/s each way")
-    parser.add_argument("--seq", type=int, default=1024, help="global sequence, tokens")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.1, 0.25, 0.5, 1.0, 2.0], help="exchange / compute")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seq", type=int, default=2048, help="global sequence, tokens")
     parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=None)
+    parser.add_argument("--kv-heads", type=int)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="write a CSV here, beside a JSON of the environment")
+    parser.add_argument("--no-switches", action="store_true", help="leave out the variants with one switch turned off")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write OUT.csv, OUT.json and OUT.png")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--only-compute", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-# The link.
-
-
-@contextlib.contextmanager
-def link():
-    """Two namespaces, ``veth0`` in each; removed again whatever happens."""
-    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        sys.exit("benchmarks/link.py: network namespaces need root and the commands ip and tc (package iproute2)")
-
-    def run(*words):
-        subprocess.run(words, check=True)
-
-    try:
-        for space in SPACES:
-            run("ip", "netns", "add", space)
-        run("ip", "link", "add", "veth0", "netns", SPACES[0], "type", "veth", "peer", "name", "veth0", "netns", SPACES[1])
-        for space, host in zip(SPACES, HOSTS):
-            run("ip", "-n", space, "addr", "add", f"{host}/24", "dev", "veth0")
-            run("ip", "-n", space, "link", "set", "lo", "up")
-            run("ip", "-n", space, "link", "set", "veth0", "up")
-            # Else TCP starts slowly after each compute phase, and exchanges would be slower than the link.
-            run("ip", "netns", "exec", space, "sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0")
-        yield
-    finally:
-        for space in SPACES:
-            subprocess.run(["ip", "netns", "del", space], check=False)
-
-
-def limit(rate: int) -> None:
-    for space in SPACES:
-        words = f"tc -n {space} qdisc replace dev veth0 root tbf rate {rate}mbit burst 128kb latency 400ms"
-        subprocess.run(words.split(), check=True)
-
-
-def launch(args: argparse.Namespace) -> dict:
-    """Run both ranks on the link as it is now; rank 0's result."""
-    workers = []
-    for rank, space in enumerate(SPACES):
-        words = ["ip", "netns", "exec", space, "taskset", "-c", str(rank), sys.executable, *sys.argv, "--rank", str(rank)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "veth0", "DS_ACCELERATOR": "cpu"}
-        workers.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL))
-    out, _ = workers[0].communicate()
-    if any(worker.wait() for worker in workers):
-        sys.exit("benchmarks/link.py: a rank failed, see above")
-    return json.loads(out.splitlines()[-1])
+def configs(args: argparse.Namespace) -> dict[str, dict]:
+    """Ours: the ``sp_overlap`` section of each variant."""
+    best = max(g for g in args.groups if g <= 2)
+    every = {f"G = {g}": {"head_groups": g} for g in args.groups}
+    if not args.no_switches:
+        every[f"G = {best}, projections off"] = {"head_groups": best, "projections": False}
+        every[f"G = {best}, wgrad off"] = {"head_groups": best, "wgrad": False}
+    return every
 
 
 # One rank.
 
 
-class Nothing:
-    """A transport that moves nothing: the cost of computing alone."""
-
-    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
-        recv.zero_()
-        return self
-
-    def wait(self):
-        pass
-
-
-def work(args: argparse.Namespace) -> None:
+def measure(variants: dict, args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Wall ms of the slowest rank, step by step; and the median processor ms a step that threads but the calling one take."""
     import torch
     import torch.distributed as dist
-    import torch.nn.functional as F
-    from deepspeed.sequence.layer import DistributedAttention
-    from torch import nn
 
-    import ds_sp_overlap
+    def others_s() -> float:
+        return time.process_time() - time.thread_time()
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{HOSTS[0]}:29577", rank=args.rank, world_size=2)
-    import deepspeed
-
-    deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
-    group, size = dist.group.WORLD, 2
-    heads, d = args.heads, args.head_dim
-    kv_heads = args.kv_heads or heads
-    width, local_seq = heads * d, args.seq // size
-    torch.manual_seed(0)
-    layer = nn.ModuleDict(
-        {
-            f"{kind}_proj": nn.Linear(width, (kv_heads if kind in "kv" else heads) * d, bias=False)
-            for kind in "qkvo"
-        }
-    )
-    torch.manual_seed(1 + args.rank)
-    x, dy = torch.randn(local_seq, args.batch, width), torch.randn(local_seq, args.batch, width)
-
-    def local(q, k, v):
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads != heads).permute(2, 0, 1, 3)
-
-    class Local(nn.Module):
-        def forward(self, q, k, v):
-            return local(q, k, v)
-
-    stock = DistributedAttention(Local(), group)
-
-    def deepspeed_layer(x):
-        q, k, v = (layer[f"{kind}_proj"](x).unflatten(-1, (-1, d)) for kind in "qkv")
-        return layer["o_proj"](stock(q, k, v, 1).flatten(2))
-
-    def ours(groups, transport=None):
-        return ds_sp_overlap.SelfAttention(
-            local_attention=local, num_heads=heads, num_kv_heads=kv_heads, head_dim=d, sequence_process_group=group,
-            batch_first=False, config={"head_groups": groups}, transport=transport, name="layer", **layer,
-        )  # fmt: skip
-
-    def step(run):
-        for parameter in layer.parameters():
-            parameter.grad = None
-        source = x.clone().requires_grad_()
-        y = run(source)
-        y.backward(dy)
-        return y.detach(), source.grad, *(p.grad for p in layer.parameters())
-
-    elements = local_seq * args.batch * d
-    sizes = [heads, kv_heads, kv_heads, heads] * 2
-    buffers = [(torch.randn(elements * n), torch.empty(elements * n)) for n in sizes]
-
-    def exchanges():
-        for send, recv in buffers:
-            dist.all_to_all_single(recv, send)
-
-    layers = {f"G = {g}": ours(g) for g in args.groups}
-    expected = step(deepspeed_layer)
-    for name, run in layers.items():
-        for got, want in zip(step(run), expected):
-            # fp32: partial sums and another order of the same additions, a few units in the last place of the largest
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * want.abs().max().item(), msg=lambda m: f"{name}: {m}")
-
-    compute_only = ours(1, Nothing())
-    variants = {
-        "compute only": lambda: step(compute_only),
-        "exchange only": exchanges,
-        "DeepSpeed": lambda: step(deepspeed_layer),
-        **{name: lambda run=run: step(run) for name, run in layers.items()},
-    }
     times: dict[str, list[float]] = {name: [] for name in variants}
+    others: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(args.warmup + args.steps):
         for name, run in variants.items():
             dist.barrier()
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), others_s()
             run()
             took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+            others[name].append((others_s() - before) * 1e3)
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
             if turn >= args.warmup:
                 times[name].append(took.item() * 1e3)
     dist.barrier()
+    return times, {name: statistics.median(values) for name, values in others.items()}
+
+
+def predict(shape, args: argparse.Namespace) -> dict[str, float]:
+    """Step ms of each program by `ds_sp_overlap.plan`, at rates that its own measurement finds on this link. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    from ds_sp_overlap import measure, plan
+
+    layer = plan.Layer(
+        shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.seq, args.ranks, shape.batch, shape.dtype.itemsize
+    )
+    rates = measure.rates(layer, dist.group.WORLD, torch.device("cpu"))
+    costs = {groups: plan.Costs(layer, rates, groups) for groups in args.groups}
+    programs = {"DeepSpeed": plan.none(plan.Costs(layer, rates, 1)), "five of eight": plan.five(plan.Costs(layer, rates, 1))}
+    programs |= {f"G = {groups}": plan.eight(cost) for groups, cost in costs.items()}
+    return {name: plan.run(program).step_ms for name, program in programs.items()}
+
+
+def work(args: argparse.Namespace) -> None:
+    import torch.distributed as dist
+    from variants import Layer, Shape, Silent, check_parity, free_wire
+
+    join(args.rank, args.ranks)
+    shape = Shape(args.seq, args.heads, args.head_dim, args.kv_heads or args.heads, args.batch)
+    layer = Layer(shape, args.rank, args.ranks, dist.group.WORLD)
+    stock, silent = layer.stock(), {g: layer.ours(Silent(), head_groups=g) for g in args.groups}
+
+    def stock_alone():
+        with free_wire():
+            layer.step(stock)
+
+    variants = {
+        "compute: DeepSpeed": stock_alone,
+        **{f"compute: G = {g}": lambda run=run: layer.step(run) for g, run in silent.items()},
+        "forward": lambda: layer.forward(silent[args.groups[0]]),
+    }
+    peak, predicted = {}, {}
+    if not args.only_compute:
+        runs = {"DeepSpeed": stock, "five of eight": layer.five_of_eight()}
+        runs |= {name: layer.ours(**config) for name, config in configs(args).items()}
+        expected = layer.step(stock)
+        for name, run in runs.items():
+            check_parity(name, layer.step(run), expected)
+        del expected
+        with free_wire():  # memory that other threads give back would not be seen
+            peak = {"DeepSpeed": layer.peak_bytes(stock), "five of eight": layer.peak_bytes(layer.five_of_eight(Silent()))}
+            peak |= {name: layer.peak_bytes(layer.ours(Silent(), **config)) for name, config in configs(args).items()}
+        predicted = predict(shape, args)
+        launch = layer.exchanges()
+
+        def side_by_side():
+            wait = launch()
+            layer.step(silent[args.groups[0]])
+            wait()
+
+        variants |= {"exchange": lambda: launch()(), "side by side": side_by_side}
+        variants |= {name: lambda run=run: layer.step(run) for name, run in runs.items()}
+    times, others = measure(variants, args)
     if args.rank == 0:
-        print(json.dumps({"times_ms": times, "torch": torch.__version__, "deepspeed": deepspeed.__version__}), flush=True)
+        result = {"times_ms": times, "wire_bytes": shape.wire_bytes(args.ranks), "peak_bytes": peak, "thread_ms": others, "plan_ms": predicted}
+        print(json.dumps(result), flush=True)
     dist.destroy_process_group()
 
 
-# The table.
+# All ranks.
 
 
-def rows_of(rate: int, times: dict[str, list[float]]) -> list[dict]:
+def rows_of(target: float, mbit: float, result: dict) -> list[dict]:
+    times = result["times_ms"]
+    alone = min((name for name in times if name.startswith("compute: ")), key=lambda name: statistics.median(times[name]))
+    times = {"compute": times[alone], **times}
     median = {name: statistics.median(values) for name, values in times.items()}
-    bound = max(median["compute only"], median["exchange only"])
+    limit = max(median["compute"], median["exchange"])
+    half = median["exchange"] / 2
+    phases = max(median["forward"], half) + max(median["compute"] - median["forward"], half)
     rows = []
     for name, values in times.items():
-        whole = name not in ("compute only", "exchange only")
+        whole = name in result["peak_bytes"]
         rows.append(
             {
-                "rate Mbit/s": rate,
-                "variant": name,
+                "exchange / compute": round(median["exchange"] / median["compute"], 2),
+                "Mbit/s": round(mbit),
+                "variant": f"{name} ({alone.removeprefix('compute: ')})" if name == "compute" else name,
                 "min ms": round(min(values), 1),
                 "median ms": round(median[name], 1),
                 "max ms": round(max(values), 1),
-                "exposed ms": round(median[name] - median["compute only"], 1) if whole else "",
-                "exposed share": f"{1 - median['compute only'] / median[name]:.1%}" if whole else "",
-                "step / limit": round(median[name] / bound, 3) if whole else "",
+                "exposed ms": round(median[name] - median["compute"], 1) if whole else "",
+                "exposed share": f"{1 - median['compute'] / median[name]:.1%}" if whole else "",
+                "step / limit": round(median[name] / limit, 3) if whole or name == "side by side" else "",
+                "step / phase limit": round(median[name] / phases, 3) if whole or name == "side by side" else "",
                 "DeepSpeed / step": round(median["DeepSpeed"] / median[name], 2) if whole else "",
+                "plan ms": round(result["plan_ms"][name], 1) if name in result["plan_ms"] else "",
+                "plan error": f"{result['plan_ms'][name] / median[name] - 1:+.1%}" if name in result["plan_ms"] else "",
+                "thread CPU ms": round(result["thread_ms"][name], 1) if name in result["thread_ms"] else "",
+                "peak MiB": round(result["peak_bytes"][name] / 2**20, 1) if whole else "",
             }
         )
     return rows
+
+
+def plot(rows: list[dict], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    names = dict.fromkeys(row["variant"] for row in rows if row["step / limit"] != "")
+    for name in names:
+        points = sorted((row["exchange / compute"], row["step / limit"]) for row in rows if row["variant"] == name)
+        style = {"side by side": "k:", "DeepSpeed": "s-", "five of eight": "^-"}.get(name, "--" if "off" in name else "o-")
+        axes.plot(*zip(*points), style, label=name)
+    phases = {row["exchange / compute"]: row["step / limit"] / row["step / phase limit"] for row in rows if row["exposed ms"] != ""}
+    axes.plot(*zip(*sorted(phases.items())), "k--", linewidth=0.8, label="phase limit")
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_xlabel("exchange / compute")
+    axes.set_ylabel("step / max(compute, exchange)")
+    axes.set_title(title, fontsize=10)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     args = arguments()
     if args.rank is not None:
         return work(args)
-    from tabulate import tabulate
+    import record
 
-    rows, result = [], {}
-    with link():
-        for rate in args.rates:
-            limit(rate)
-            result = launch(args)
-            rows += rows_of(rate, result["times_ms"])
-    print("rate-limited link (veth + tbf), 2 ranks, fp32")
-    print(tabulate(rows, headers="keys", tablefmt="github"))
+    words, rows, notes = sys.argv, [], []
+    cores = len(os.sched_getaffinity(0))
+    shared = f", {args.ranks} ranks on {cores} cores: no claim about time" if args.ranks > cores else ""
+    kind = f"rate-limited link (veth and token bucket), {args.ranks} ranks, fp32{shared}"
+    with Wire(args.ranks) as wire:
+        wire.limit(10_000)
+        alone = wire.run([*words, "--only-compute", "--steps", "5"])
+        compute_ms = min(statistics.median(v) for name, v in alone["times_ms"].items() if name.startswith("compute: "))
+        bits = alone["wire_bytes"] * 8 / PAYLOAD
+        for ratio in args.ratios:
+            mbit = bits / (ratio * compute_ms * 1e3)
+            wire.limit(mbit)
+            result = wire.run(words)
+            rows += rows_of(ratio, mbit, result)
+            notes.append(
+                f"{mbit:.0f} Mbit/s: {result['wire_bytes'] / 1e6:.1f} MB leave a rank in a step, {bits / mbit / 1e3:.0f} ms at "
+                f"that rate with its headers, {statistics.median(result['times_ms']['exchange']):.0f} ms measured"
+            )
+    record.write(args.out, rows, kind, notes)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-        environment = {
-            "command": "python benchmarks/link.py " + " ".join(sys.argv[1:]),
-            "kind": "rate-limited link (veth + tbf), two processes of one core each",
-            "torch": result["torch"],
-            "deepspeed": result["deepspeed"],
-            "python": platform.python_version(),
-            "cpu": next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), "unknown"),
-        }
-        args.out.with_suffix(".json").write_text(json.dumps(environment, indent=2) + "\n")
+        plot(rows, args.out.with_suffix(".png"), f"One attention layer, forward and backward; {kind}")
 
 
 if __name__ == "__main__":

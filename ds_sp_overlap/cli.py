@@ -1,4 +1,4 @@
-"""``python -m ds_sp_overlap doctor | build | run``."""
+"""``python -m ds_sp_overlap doctor | build | plan | run``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import runpy
 import sys
 from pathlib import Path
+
+from . import plan_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,6 +19,8 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--ranks", type=int, default=2, help="ranks of the self-check (default 2)")
     build = commands.add_parser("build", help="compile the CUDA and CPU kernels into this installation")
     build.add_argument("kind", nargs="?", choices=["cpu", "cuda"], help="default: CUDA kernels where nvcc is found")
+    planner = commands.add_parser("plan", help="what overlap would be worth for a model on a machine, and which head groups")
+    plan_command.add_arguments(planner)
     run = commands.add_parser(
         "run",
         help="run a training script whose DeepSpeed config has an sp_overlap section, without editing it",
@@ -43,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if given.timeline_steps and not given.timeline:
         parser.error("run: --timeline-steps needs --timeline FOLDER")
+    if given.command == "plan":
+        return plan_command.command(given, planner)
     script = Path(given.script)
     if not script.is_file():
         parser.error(f"run: no script at {script}")

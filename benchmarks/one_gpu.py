@@ -1,0 +1,335 @@
+"""EMULATED network on one GPU: one process plays rank 0 of P, with the true shapes of its kernels.
+
+    python benchmarks/one_gpu.py --out benchmarks/results/one_gpu        on an NVIDIA GPU
+    python benchmarks/one_gpu.py --rehearse                              the same steps on a CPU, small: proves the script alone
+
+Nothing leaves the device; an exchange takes the time that its bytes would take at the bandwidth given. Every figure is emulated.
+
+    E0   only waits, on the side stream: no memory traffic, next to no compute unit
+    E1   the bytes that would leave go to pinned host memory and back, at the rate of the bus, whatever the bandwidth asked for
+    E2   a kernel of --blocks resident blocks copies them at the bandwidth asked for (needs nvcc)
+
+Variants as in `variants.py`, and stock ALST (UlyssesSPAttentionHF). Received data are not those of another rank, so there is
+no parity to check here; link.py and the tests do that for the same code.
+
+    compute       the fastest variant over a wire that costs nothing; exposed = step - compute; limit = max(compute, exchange)
+    contention    time added to the kernels of the compute stream by the exchange beside them;  idle = step - all their time
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import deepspeed.runtime.sequence_parallel.ulysses_sp as alst  # noqa: E402
+import deepspeed.sequence.layer as stock_layer  # noqa: E402
+import record  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from variants import Layer, Shape, Silent  # noqa: E402
+
+from ds_sp_overlap.exchange import Channel, SideStream  # noqa: E402
+
+MODELS = {"7b": (32, 32, 128), "70b": (64, 8, 128), "rehearsal": (8, 4, 16)}  # query heads, KV heads, head dim
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["7b", "70b"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768], help="per GPU")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 32])
+    parser.add_argument("--bandwidth", type=float, nargs="+", default=[45, 340], help="GB/s that a GPU sends")
+    parser.add_argument("--transports", nargs="+", choices=["E0", "E1", "E2"], default=["E0", "E1", "E2"])
+    parser.add_argument("--blocks", type=int, default=16, help="of E2")
+    parser.add_argument("--longest", type=int, default=262144, help="skip global sequences beyond this many tokens")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.rehearse:
+        args.models, args.tokens, args.ranks, args.bandwidth, args.steps = ["rehearsal"], [32], [4], [0.02], 2
+        args.transports = ["E0", "E1"]
+    elif not torch.cuda.is_available():
+        parser.error("no CUDA device; --rehearse runs the same steps on a CPU")
+    return args
+
+
+# Transports.
+
+
+class _Handle:
+    def __init__(self, wait=lambda: None):
+        self.wait = wait
+
+
+def remote_bytes(recv, recv_sizes) -> int:
+    return (recv.numel() - recv_sizes[0]) * recv.element_size()
+
+
+class Waiting:
+    """E0. On CUDA a kernel that spins for the time, calibrated; on CPU a wire that is free again at some time."""
+
+    def __init__(self, bandwidth: float, device: torch.device):
+        self.rate, self.cuda, self.free_at = bandwidth * 1e9, device.type == "cuda", 0.0
+        if self.cuda:
+            cycles = 100_000_000
+            torch.cuda._sleep(cycles)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            torch.cuda._sleep(cycles)
+            end.record()
+            torch.cuda.synchronize()
+            self.cycles_per_s = 1e3 * cycles / begin.elapsed_time(end)
+
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        seconds = remote_bytes(recv, recv_sizes) / self.rate
+        if self.cuda:
+            torch.cuda._sleep(int(seconds * self.cycles_per_s))
+            return _Handle()
+        recv.zero_()
+        done = self.free_at = max(self.free_at, time.perf_counter()) + seconds
+        return _Handle(lambda: time.sleep(max(0.0, done - time.perf_counter())))
+
+
+class Pinned:
+    """E1."""
+
+    def __init__(self, bandwidth: float, device: torch.device):
+        self.cuda, self.host = device.type == "cuda", {}
+
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        recv[: recv_sizes[0]].copy_(send[: recv_sizes[0]] if send_sizes[0] == recv_sizes[0] else recv[: recv_sizes[0]])
+        away, come = send[send_sizes[0] :], recv[recv_sizes[0] :]
+        count = max(away.numel(), come.numel())
+        key = count, send.dtype
+        if key not in self.host:  # exchanges of one size take turns on the side stream
+            self.host[key] = torch.zeros(count, dtype=send.dtype, pin_memory=self.cuda)
+        self.host[key][: away.numel()].copy_(away, non_blocking=True)
+        come.copy_(self.host[key][: come.numel()], non_blocking=True)
+        return _Handle()
+
+
+class Throttled:
+    """E2."""
+
+    def __init__(self, bandwidth: float, device: torch.device, blocks: int):
+        self.rate, self.blocks = bandwidth * 1e9, blocks
+        if shutil.which("nvcc") is None:
+            sys.exit("benchmarks/one_gpu.py: E2 compiles a kernel and needs nvcc; leave it out with --transports E0 E1")
+        self.folder = tempfile.TemporaryDirectory()
+        library = Path(self.folder.name, "throttled.so")
+        source = Path(__file__).with_name("throttled.cu")
+        compiler = ["nvcc", "-O3", "-shared", "-Xcompiler", "-fPIC", "-arch=native", str(source), "-o", str(library)]
+        subprocess.run(compiler, check=True)
+        self.copy = ctypes.CDLL(str(library)).throttled
+
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        count = remote_bytes(recv, recv_sizes)
+        stream = torch.cuda.current_stream().cuda_stream
+        source = send if send.numel() * send.element_size() >= count else recv  # a KV head may be received more often than sent
+        failed = self.copy(
+            ctypes.c_void_p(recv.data_ptr()), ctypes.c_void_p(source.data_ptr()), ctypes.c_uint64(count),
+            ctypes.c_uint64(int(1e9 * count / self.rate)), self.blocks, ctypes.c_void_p(stream),
+        )  # fmt: skip
+        if failed:
+            raise RuntimeError(f"{name}: the throttled copy of {count} bytes failed with CUDA error {failed}")
+        return _Handle()
+
+
+# Rank 0 of P, alone.
+
+
+class Emulated(Channel):
+    """Rank 0 of an sp group that is not there: what one rank says, all say."""
+
+    def __init__(self, size: int, transport):
+        super().__init__(None, transport)
+        self.size = size
+
+    def side(self, device):
+        if device.type != "cpu" and device not in self._sides:
+            self._sides[device] = SideStream(torch.get_device_module(device), device)
+        return super().side(device)
+
+    def gather(self, what):
+        return [what] * self.size
+
+
+class _Group:
+    group_name = "emulated"
+
+
+@contextlib.contextmanager
+def communication(size: int, transport):
+    """DeepSpeed's modules exchange over ``transport``, on the stream that computes, as they do over NCCL."""
+
+    class Communication:
+        get_world_size = staticmethod(lambda group=None: size)
+        get_rank = staticmethod(lambda group=None: 0)
+
+        @staticmethod
+        def all_to_all_single(output, input, *args, group=None, async_op=False):
+            sizes = [output.numel() // size] * size
+            transport.launch(input.reshape(-1), output.view(-1), sizes, sizes, group, "stock").wait()
+
+        @staticmethod
+        def all_gather(parts, x, group=None):
+            for part in parts:
+                part.copy_(x)
+
+    with mock.patch.object(stock_layer, "dist", Communication), mock.patch.object(alst, "dist", Communication):
+        yield
+
+
+def alst_layer(layer: Layer, size: int):
+    shape = layer.shape
+
+    def attend(module, q, k, v, mask, **kwargs):
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return o.transpose(1, 2), None
+
+    ulysses = alst.UlyssesSPAttentionHF(
+        attend, shape.batch, shape.heads, shape.head_dim, shape.kv_heads, 1, _Group(),
+        local_seq_length=shape.seq // size, global_seq_length=shape.seq,
+    )  # fmt: skip
+    ids = torch.arange(shape.seq // size, device=shape.device).expand(shape.batch, -1)
+
+    def run(x):
+        q, k, v = (
+            layer.projections[f"{kind}_proj"](x).unflatten(-1, (-1, shape.head_dim)).permute(1, 2, 0, 3) for kind in "qkv"
+        )
+        o, _ = ulysses(ulysses, q, k, v, None, position_ids=ids)
+        return layer.projections["o_proj"](o.transpose(0, 1))
+
+    return run
+
+
+# Measuring.
+
+
+def synchronise(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(variants: dict, device: torch.device, args: argparse.Namespace) -> dict[str, float]:
+    """Median ms of each, all in turn inside one loop."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(args.warmup + args.steps):
+        for name, run in variants.items():
+            begin = synchronise(device)
+            run()
+            times[name].append(1e3 * (synchronise(device) - begin))
+    return {name: statistics.median(values[args.warmup :]) for name, values in times.items()}
+
+
+def kernel_ms(run) -> float:
+    """Time in kernels but for those that stand for the network."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    network = ("spin_kernel", "throttled_copy", "Memcpy DtoH", "Memcpy HtoD")
+    events = profile.profiler.kineto_results.events()
+    on_device = [e for e in events if e.device_type() == torch.profiler.DeviceType.CUDA]
+    return sum(e.duration_ns() for e in on_device if not any(word in e.name() for word in network)) / 1e6
+
+
+def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth: float, device: torch.device) -> list[dict]:
+    heads, kv_heads, head_dim = MODELS[model]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = Shape(tokens * size, heads, head_dim, kv_heads, 1, dtype, device.type)
+    layer = Layer(shape, 0, size)
+    groups = [g for g in (1, 2, 4) if g <= heads // size]
+
+    def variants(transport):
+        """Each as a step over the transport."""
+        channel = layer.channel = Emulated(size, transport)
+        stock = {"ALST": alst_layer(layer, size)}
+        if kv_heads % size == 0:  # fewer KV heads than ranks are refused by DeepSpeed's class
+            stock["DeepSpeed"] = layer.stock()
+        ours = {"five of eight": layer.five_of_eight(), **{f"G = {g}": layer.ours(head_groups=g) for g in groups}}
+        assert channel.group is None
+        return {name: lambda run=run: layer.step(run) for name, run in {**stock, **ours}.items()}
+
+    makers = {"E0": Waiting, "E1": Pinned, "E2": lambda *a: Throttled(*a, args.blocks)}
+    transports = {name: makers[name](bandwidth, device) for name in args.transports}
+    rows = []
+    for label, transport in transports.items():
+        with communication(size, Silent()):
+            alone = variants(Silent())
+            compute = timed(alone, device, args)
+            busy = {name: kernel_ms(run) for name, run in alone.items()} if device.type == "cuda" else {}
+        with communication(size, transport):
+            beside = variants(transport)
+
+            def exchange():
+                handles = []
+                for count in shape.exchange_elements(size):
+                    part = [count // size] * size
+                    send, recv = (torch.empty(count, dtype=dtype, device=device) for _ in range(2))
+                    handles.append(transport.launch(send, recv, part, part, None, "exchange"))
+                for handle in handles:
+                    handle.wait()
+
+            took = timed({"exchange": exchange, **beside}, device, args)
+            exchange_ms, compute_ms = took.pop("exchange"), min(compute.values())
+            for name, run in beside.items():
+                if device.type == "cuda":
+                    for parameter in layer.projections.parameters():
+                        parameter.grad = None
+                    torch.cuda.reset_peak_memory_stats()
+                    held = torch.cuda.memory_allocated()
+                    run()
+                    peak = torch.cuda.max_memory_allocated() - held
+                    kernels = kernel_ms(run)
+                rows.append(
+                    {
+                        "emulated": f"{label}, {bandwidth:g} GB/s",
+                        "model": model,
+                        "tokens per GPU": tokens,
+                        "P": size,
+                        "variant": name,
+                        "step ms": round(took[name], 3),
+                        "compute ms": round(compute_ms, 3),
+                        "exchange ms": round(exchange_ms, 3),
+                        "exposed ms": round(took[name] - compute_ms, 3),
+                        "exposed share": f"{1 - compute_ms / took[name]:.1%}",
+                        "step / limit": round(took[name] / max(compute_ms, exchange_ms), 3),
+                        "contention ms": round(kernels - busy[name], 3) if busy else "",
+                        "idle ms": round(took[name] - kernels, 3) if busy else "",
+                        "peak MiB": round(peak / 2**20, 1) if busy else "",
+                    }
+                )
+    return rows
+
+
+def main() -> None:
+    args = arguments()
+    device = torch.device("cpu" if args.rehearse else "cuda")
+    rows = []
+    for model in args.models:
+        for tokens in args.tokens:
+            for size in args.ranks:
+                if tokens * size > args.longest or size > MODELS[model][0]:
+                    continue
+                for bandwidth in args.bandwidth:
+                    rows += case(args, model, tokens, size, bandwidth, device)
+    kind = "EMULATED network, one process as rank 0 of P"
+    record.write(args.out, rows, kind + (", REHEARSED ON A CPU: no claim about time" if args.rehearse else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What every benchmark leaves behind: a table, a CSV, and a JSON of the environment with the command that reproduces it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from tabulate import tabulate
+
+
+def environment(kind: str) -> dict:
+    """Where and how something was measured. ``kind`` says of what sort the figures are; kinds never share a table."""
+    with open("/proc/cpuinfo") as file:
+        models = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+    return {
+        "command": "python " + " ".join(sys.argv),
+        "kind": kind,
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "python": platform.python_version(),
+        "cpu": f"{len(models)} x {models[0]}" if models else platform.processor(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def write(out: Path | None, rows: list[dict], kind: str, notes: list[str] = (), **more) -> None:
+    """Print ``rows`` as a table; with ``out``, write ``out``.csv, and ``out``.json with the environment and ``more``."""
+    print(kind)
+    print(tabulate(rows, headers="keys", tablefmt="github"))
+    for note in notes:
+        print(note)
+    if out is None:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    out.with_suffix(".json").write_text(json.dumps({**environment(kind), **more, "notes": list(notes)}, indent=2) + "\n")

@@ -1,0 +1,216 @@
+"""One attention layer, and every way to run it that the benchmarks compare.
+
+    stock                 deepspeed.sequence.layer.DistributedAttention between whole projections
+    five of eight         the schedule below: what DeepSpeed's PR 5691 with Megatron-DeepSpeed's PR 415 overlaps, and no more
+    ours                  ds_sp_overlap.SelfAttention with a config of its own
+    compute only          any of them over a wire that costs nothing
+    exchange only         the eight exchanges alone, all under way at once, waited for in the order of their start
+    side by side          ours over a wire that costs nothing while the eight exchanges of unrelated data are under way: what a
+                          schedule without any dependency would take on this machine
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Callable
+from unittest import mock
+
+import deepspeed.sequence.layer
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ds_sp_overlap
+from ds_sp_overlap import self_attention
+
+
+def five_of_eight(call, inputs, attend, output, arrive=lambda kind, x: x):
+    """A schedule in the form of `ds_sp_overlap.schedule.overlapped` that leaves v, o and dv exposed; one head group.
+
+    forward    Wq >q Wk >k Wv <q <k | >v <v | attention | >o <o | Wo
+    backward   Wo dgrad >do | Wo wgrad | <do attention | >dv <dv | >dk >dq | Wv <dk Wk <dq Wq
+    """
+
+    def start_inputs(project):
+        tokens = [call.start(kind, 0, project(kind, 0)) for kind in "qk"]
+        return [*tokens, project("v", 0)]
+
+    q, k, v = inputs(start_inputs)
+    q, k = (arrive(kind, call.finish(kind, 0, token)) for kind, token in (("q", q), ("k", k)))
+    v = arrive("v", call.finish("v", 0, call.start("v", 0, v)))
+    token = call.start("o", 0, attend(q, k, v))
+    return output([token], lambda tokens, merge: merge(0, call.finish("o", 0, tokens[0])))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """seq: global sequence, tokens; the rest as in the package."""
+
+    seq: int
+    heads: int
+    head_dim: int
+    kv_heads: int
+    batch: int = 1
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    def exchange_elements(self, size: int) -> list[int]:
+        """Elements that a rank gives to each of the eight exchanges, its own share among them."""
+        per_head = self.seq // size * self.batch * self.head_dim
+        kv_heads = max(self.kv_heads, size)  # a KV head travels once per rank that needs it
+        return [per_head * n for n in (self.heads, kv_heads, kv_heads, self.heads)] * 2
+
+    def wire_bytes(self, size: int) -> int:
+        """Bytes that leave a rank in forward and backward."""
+        return sum(self.exchange_elements(size)) * (size - 1) // size * self.dtype.itemsize
+
+
+class Silent:
+    """A transport that moves nothing."""
+
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        recv.zero_()
+        return self
+
+    def wait(self):
+        pass
+
+
+class Attention(nn.Module):
+    """Causal attention of q, k, v [s, b, h, d]; a module, because DeepSpeed's class asks for one."""
+
+    def forward(self, q, k, v):
+        gqa = q.shape[2] != k.shape[2]
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa).permute(2, 0, 1, 3)
+
+
+class Layer:
+    """The layer of one rank, sequence first: projections, hidden states, and a cotangent of the output.
+
+    group     the sp group; None where one process plays a rank of a group that there is not
+    channel   the channel of that play
+    """
+
+    def __init__(self, shape: Shape, rank: int, size: int, group=None, channel=None):
+        self.shape, self.size, self.group, self.channel = shape, size, group, channel
+        self.local = Attention()
+        torch.manual_seed(0)
+        rows = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
+        options = dict(bias=False, dtype=shape.dtype, device=shape.device)
+        self.projections = nn.ModuleDict(
+            {f"{kind}_proj": nn.Linear(shape.width, n * shape.head_dim, **options) for kind, n in rows.items()}
+        )
+        self.projections["o_proj"] = nn.Linear(shape.width, shape.width, **options)
+        torch.manual_seed(1 + rank)
+        sizes = (shape.seq // size, shape.batch, shape.width)
+        self.x, self.dy = (torch.randn(sizes, dtype=shape.dtype, device=shape.device) for _ in range(2))
+
+    def step(self, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """One forward and backward; output and all gradients."""
+        for parameter in self.projections.parameters():
+            parameter.grad = None
+        x = self.x.detach().requires_grad_()
+        y = run(x)
+        y.backward(self.dy)
+        return [y.detach(), x.grad, *(p.grad for p in self.projections.parameters())]
+
+    def forward(self, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """The forward alone, with what the backward would need."""
+        return run(self.x.detach().requires_grad_())
+
+    def stock(self) -> Callable[[Tensor], Tensor]:
+        attend = deepspeed.sequence.layer.DistributedAttention(self.local, self.group)
+
+        def run(x):
+            q, k, v = (self.projections[f"{kind}_proj"](x).unflatten(-1, (-1, self.shape.head_dim)) for kind in "qkv")
+            return self.projections["o_proj"](attend(q, k, v, 1).flatten(2))
+
+        return run
+
+    def ours(self, transport=None, **config) -> ds_sp_overlap.SelfAttention:
+        shape = self.shape
+        block = ds_sp_overlap.SelfAttention(
+            local_attention=self.local, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+            sequence_process_group=self.group, batch_first=False, config=config, transport=transport, name="layer",
+            **self.projections,
+        )  # fmt: skip
+        if self.channel is not None:
+            block.layer.channel = self.channel
+        return block
+
+    def five_of_eight(self, transport=None) -> Callable[[Tensor], Tensor]:
+        block = self.ours(transport, head_groups=1)
+
+        def run(x):
+            with mock.patch.object(self_attention, "overlapped", five_of_eight):
+                return block(x)
+
+        return run
+
+    def peak_bytes(self, run: Callable[[Tensor], Tensor]) -> int:
+        """Most bytes that a step holds at once, over inputs and weights: activations, buffers, gradients."""
+        self.step(run)
+        for parameter in self.projections.parameters():
+            parameter.grad = None
+        return peak_bytes(lambda: self.step(run))
+
+    def exchanges(self) -> Callable[[], Callable[[], None]]:
+        """What launches the eight exchanges, of data that nothing depends on, and returns what waits for them."""
+        options = dict(dtype=self.shape.dtype, device=self.shape.device)
+        buffers = [
+            (torch.randn(n, **options), torch.empty(n, **options)) for n in self.shape.exchange_elements(self.size)
+        ]
+
+        def launch():
+            works = [dist.all_to_all_single(recv, send, group=self.group, async_op=True) for send, recv in buffers]
+
+            def wait():
+                for work in works:
+                    work.wait()
+
+            return wait
+
+        return launch
+
+
+@contextlib.contextmanager
+def free_wire():
+    """DeepSpeed's class over a wire that costs nothing."""
+
+    def all_to_all_single(output, *args, **kwargs):
+        output.zero_()
+
+    with mock.patch.object(deepspeed.sequence.layer.dist, "all_to_all_single", all_to_all_single):
+        yield
+
+
+def check_parity(name: str, got: list[Tensor], expected: list[Tensor], tolerance: float = 1e-5) -> None:
+    """Refuse to time what computes something else.
+
+    fp32: partial sums and another order of the same additions, a few units in the last place of the largest.
+    """
+    for mine, theirs in zip(got, expected):
+        bound = tolerance * theirs.abs().max().item()
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=bound, msg=lambda m: f"{name}: {m}")
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Most bytes that ``run`` held at once of PyTorch's CPU allocator, over what was held before it.
+
+    Allocations of the calling thread, which is also the thread of a CPU backward, as the profiler reports them.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

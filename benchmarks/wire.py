@@ -1,0 +1,194 @@
+"""A real slow link between processes of one machine: network namespaces on a bridge, each behind a token bucket.
+
+    with Wire(2) as wire:
+        wire.limit(200)                      # Mbit/s, each rank, each way
+        result = wire.run(["link.py", ...])  # the script once a rank, with --rank and --ranks, and the result of rank 0
+
+Needs root (network namespaces, tc). Each rank has a core of its own where there are enough.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+PORT = 29577
+PAYLOAD = 1448 / 1514  # of an Ethernet frame of 1500 bytes that TCP with time stamps fills
+
+
+class Wire:
+    """``ranks`` namespaces, ``eth0`` in each, joined by a bridge in one more; removed again whatever happens."""
+
+    def __init__(self, ranks: int):
+        if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+            sys.exit(f"{sys.argv[0]}: network namespaces need root and the commands ip and tc (package iproute2)")
+        self.ranks = ranks
+        self.spaces = [f"dssp{os.getpid()}-{rank}" for rank in range(ranks)]
+        self.bridge = f"dssp{os.getpid()}-bridge"
+
+    @staticmethod
+    def _ip(words: str) -> None:
+        subprocess.run(["ip", *words.split()], check=True)
+
+    def __enter__(self) -> Wire:
+        try:
+            self._ip(f"netns add {self.bridge}")
+            self._ip(f"-n {self.bridge} link add bridge0 type bridge")
+            self._ip(f"-n {self.bridge} link set bridge0 up")
+            for rank, space in enumerate(self.spaces):
+                self._ip(f"netns add {space}")
+                self._ip(f"link add eth0 netns {space} type veth peer name port{rank} netns {self.bridge}")
+                self._ip(f"-n {self.bridge} link set port{rank} master bridge0 up")
+                self._ip(f"-n {space} addr add {self.host(rank)}/24 dev eth0")
+                self._ip(f"-n {space} link set lo up")
+                self._ip(f"-n {space} link set eth0 up")
+                # Else TCP starts slowly after each compute phase, and exchanges would be slower than the link.
+                self._ip(f"netns exec {space} sysctl -qw net.ipv4.tcp_slow_start_after_idle=0")
+                # BBR, a frequent default, takes the pauses between exchanges for a slow link, and paces with tiny segments.
+                self._ip(f"netns exec {space} sysctl -qw net.ipv4.tcp_congestion_control=reno")
+        except BaseException:
+            self.__exit__()
+            raise
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+        return self
+
+    def __exit__(self, *_) -> None:
+        for space in (*self.spaces, self.bridge):
+            subprocess.run(["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL)
+
+    @staticmethod
+    def host(rank: int) -> str:
+        return f"10.77.0.{rank + 1}"
+
+    def limit(self, mbit: float) -> None:
+        """What each rank may send from now on, Mbit/s of Ethernet frames."""
+        for space in self.spaces:
+            self._ip(
+                f"netns exec {space} tc qdisc replace dev eth0 root tbf rate {round(mbit * 1000)}kbit burst 128kb latency 400ms"
+            )
+
+    def run(self, words: list[str]) -> dict:
+        """Run a script on every rank of the link as it is now; what rank 0 printed as its last line, a JSON."""
+        cores = sorted(os.sched_getaffinity(0))
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        workers = []
+        for rank, space in enumerate(self.spaces):
+            pinned = f"ip netns exec {space} taskset -c {cores[rank % len(cores)]}".split()
+            words_of_rank = [sys.executable, *words, "--rank", str(rank), "--ranks", str(self.ranks)]
+            out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            workers.append(subprocess.Popen([*pinned, *words_of_rank], env=env, stdout=out))
+        try:
+            out, _ = workers[0].communicate()
+            if any([worker.wait() for worker in workers]):
+                sys.exit(f"{sys.argv[0]}: a rank failed, see above")
+        finally:
+            for worker in workers:
+                worker.kill()
+        return json.loads(out.splitlines()[-1])
+
+
+class Streams:
+    """All-to-alls over one TCP connection for each direction of each pair of ranks, under threads that do nothing else.
+
+    In place of gloo's, for every variant alike, because of what gloo's does on a link like this: it posts a send before the
+    permission to receive, which then queues behind megabytes of data, so that in a random third of exchanges one direction
+    waits for the other; and with many exchanges under way its thread wakes for every segment and takes the core from the
+    arithmetic, which no network card does. All ranks launch the same exchanges, so bytes need neither headers nor permission.
+    """
+
+    def __init__(self, rank: int, ranks: int):
+        self.rank, self.ranks = rank, ranks
+        self.peers = [peer % ranks for peer in range(rank + 1, rank + ranks)]
+        listener = socket.create_server((Wire.host(rank), PORT + 1), backlog=ranks)
+        dist.barrier()  # everybody listens
+        self.sends = {peer: queue.SimpleQueue() for peer in self.peers}
+        self.receives = {peer: queue.SimpleQueue() for peer in self.peers}
+        for peer in self.peers:
+            out = socket.create_connection((Wire.host(peer), PORT + 1))
+            out.sendall(bytes([rank]))
+            threading.Thread(target=self._send, args=(out, self.sends[peer]), daemon=True).start()
+        for _ in self.peers:
+            come, _ = listener.accept()
+            peer = come.recv(1)[0]
+            threading.Thread(target=self._receive, args=(come, self.receives[peer]), daemon=True).start()
+
+    @staticmethod
+    def _send(out: socket.socket, jobs: queue.SimpleQueue) -> None:
+        while True:
+            view, done = jobs.get()
+            out.sendall(view)
+            done.set()
+
+    @staticmethod
+    def _receive(come: socket.socket, jobs: queue.SimpleQueue) -> None:
+        while True:
+            view, done = jobs.get()
+            while len(view):
+                count = come.recv_into(view, len(view), socket.MSG_WAITALL)
+                if not count:
+                    return
+                view = view[count:]
+            done.set()
+
+    def all_to_all_single(
+        self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+    ):
+        """In the form of ``torch.distributed.all_to_all_single``, over all ranks."""
+        work = _Work()
+        ends = ((output, output_split_sizes, self.receives), (input, input_split_sizes, self.sends))
+        (of, _), (to, _) = parts = [
+            (x.split(sizes or [x.shape[0] // self.ranks] * self.ranks), jobs) for x, sizes, jobs in ends
+        ]
+        for tensors, jobs in parts:
+            for peer in self.peers:
+                view = memoryview(tensors[peer].detach().reshape(-1).view(torch.uint8).numpy())
+                jobs[peer].put((view, work.more()))
+        of[self.rank].copy_(to[self.rank])
+        if async_op:
+            return work
+        work.wait()
+
+
+class _Work:
+    """Sends and receives of one exchange."""
+
+    def __init__(self):
+        self.events: list[threading.Event] = []
+
+    def more(self) -> threading.Event:
+        self.events.append(threading.Event())
+        return self.events[-1]
+
+    def wait(self) -> None:
+        for event in self.events:
+            event.wait()
+
+
+def join(rank: int, ranks: int) -> None:
+    """Become ``rank`` of the process group of a `Wire`: gloo over the link, but for exchanges; DeepSpeed's communication on top."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://{Wire.host(0)}:{PORT}", rank=rank, world_size=ranks)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # there is nothing to share, and it takes a build
+    deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
+    sys.setswitchinterval(1e-4)  # the threads hold Python's lock for moments only, and ask for no more
+    dist.all_to_all_single = Streams(rank, ranks).all_to_all_single

@@ -1,0 +1,72 @@
+"""The benchmarks' own parts: the five-of-eight schedule, and scripts that must run where there is no GPU and no root."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_plan import order
+from transports import Recording
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from variants import Layer, Shape, check_parity  # noqa: E402
+
+from ds_sp_overlap import plan  # noqa: E402
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def script(*words):
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *map(str, words)], env=env, capture_output=True, text=True, timeout=200)
+
+
+def five_of_eight(rank, size):
+    """The order in which it starts and waits, forward and backward; it must give what DeepSpeed's class gives."""
+    layer = Layer(Shape(8 * size, 4, 8, 4, dtype=torch.float64), rank, size, torch.distributed.group.WORLD)
+    mover = Recording()
+    got = layer.step(layer.five_of_eight(mover))
+    check_parity("five of eight", got, layer.step(layer.stock()), 1e-12)
+    return mover.log
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_five_of_eight_is_right_and_is_the_program_that_plan_plays(size):
+    shape = plan.Layer(width=16, heads=8, kv_heads=8, head_dim=2, seq=8, sp_size=2)
+    expected = [name.rstrip("0") for name in order(plan.five(plan.Costs(shape, plan.Rates(1, 1, 1), 1)))]
+    assert on_ranks(size, five_of_eight, size) == [expected] * size
+
+
+def test_one_gpu_rehearses_on_a_cpu_and_labels_what_it_writes(tmp_path):
+    ran = script(BENCHMARKS / "one_gpu.py", "--rehearse", "--out", tmp_path / "emulated")
+    assert ran.returncode == 0, ran.stderr
+    assert "EMULATED network" in ran.stdout and "REHEARSED ON A CPU: no claim about time" in ran.stdout
+    table = (tmp_path / "emulated.csv").read_text()
+    assert table.startswith("emulated,") and all(name in table for name in ("ALST", "DeepSpeed", "five of eight", "G = 2"))
+    assert "EMULATED" in (tmp_path / "emulated.json").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would run")
+def test_one_gpu_refuses_to_run_without_a_gpu():
+    ran = script(BENCHMARKS / "one_gpu.py")
+    assert ran.returncode == 2 and "no CUDA device; --rehearse runs the same steps on a CPU" in ran.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_the_throttled_copy_compiles_without_spilling(architecture, tmp_path):
+    words = ["nvcc", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", BENCHMARKS / "throttled.cu", "-o", tmp_path / "cubin"]
+    ran = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in ran.stderr
+
+
+def test_link_says_that_it_needs_root():
+    words = "import os, runpy, sys; os.geteuid = lambda: 1000; del sys.argv[0]; sys.path.insert(0, os.path.dirname(sys.argv[0]))"
+    words += "; runpy.run_path(sys.argv[0], run_name='__main__')"
+    ran = script("-c", words, BENCHMARKS / "link.py")
+    assert ran.returncode == 1 and "network namespaces need root and the commands ip and tc" in ran.stderr

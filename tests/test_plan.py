@@ -1,0 +1,177 @@
+"""`plan`: programs played by hand, what must hold for any layer, and what the command refuses."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_order import drawn
+
+from ds_sp_overlap.cli import main
+from ds_sp_overlap.plan import Costs, Layer, Rates, Step, eight, five, none, plan, run
+
+# Every projection of a group of one head takes 1 ms, attention of a head 4 ms, the exchange of a head 2 ms.
+UNIT = Layer(width=4, heads=4, kv_heads=4, head_dim=1, seq=4, sp_size=2, element_bytes=4)
+UNIT_RATES = Rates(matmul=2 * 2 * 4 * 2 / 1e-3, attention=2 * 4**2 / 4e-3, wire=2 * 4 / 2e-3, latency_ms=0.0)
+
+
+def order(program):
+    return [{"start": ">", "wait": "<"}[step.kind] + step.name for step in program if step.kind != "compute"]
+
+
+def test_costs_are_those_counted_by_hand():
+    costs = Costs(UNIT, UNIT_RATES, 2)
+    assert costs.projection("q", 0) == costs.projection("o", 1) == 1.0
+    assert costs.attention(0) == 4.0
+    # One head of two tokens goes to the other rank, one stays: 8 of the 16 bytes that are held at each end travel.
+    assert costs.start("dv", 1) == Step("start", "dv1", 2.0, 32)
+
+
+def test_without_overlap_everything_adds_up():
+    result = run(none(Costs(UNIT, UNIT_RATES, 1)))
+    # Two heads a rank: 4 projections of 2 ms, three times; attention 8 ms, and 2.5 times that; 8 exchanges of 4 ms.
+    assert (result.step_ms, result.compute_ms, result.wire_ms) == (24 + 28 + 32, 52, 32)
+    assert result.exposed == pytest.approx(32 / 84)
+    assert result.buffer_bytes == 2 * 32
+
+
+def test_five_of_eight_is_played_as_by_hand():
+    # Forward: Wq 2, q 2-6, k 6-10 under Wk, Wv (to 6), waits to 10, v to 14, attention to 22, o to 26, Wo to 28. Backward: Wo dgrad to 30,
+    # do to 34 under the wgrad, attention to 54, dv to 58; dk to 62 under Wv', Wk' to 66, dq to 66, Wq' to 70.
+    assert run(five(Costs(UNIT, UNIT_RATES, 1))).step_ms == 70
+
+
+def test_two_groups_are_played_as_by_hand():
+    # Forward: Wq0 1, the wire carries q0 k0 v0 q1 k1 v1 from 1 to 13; attention 0 from 7 to 11, o0 13-15; attention 1 from 13 to 17, o1 to 19;
+    # Wo0 to 18, Wo1 from 19 to 20. Backward: Wo1 dgrad 21, do1 to 23, Wo0 dgrad 22, do0 to 25, wgrads to 24, attention 1 to 34, attention 0 to
+    # 44; dv1 dk1 dq1 34-40, dv0 dk0 dq0 44-50; W1' from 44 to 50, then Wv0' Wk0' Wq0' to 56.
+    result = run(eight(Costs(UNIT, UNIT_RATES, 2)))
+    assert (result.step_ms, result.compute_ms, result.wire_ms) == (56, 52, 32)
+    # All of q0 ... v1 are under way at once before the first is waited for.
+    assert result.buffer_bytes == 6 * 32
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_program_is_the_one_that_the_schedule_draws(groups):
+    layer = Layer(width=16, heads=8, kv_heads=8, head_dim=2, seq=8, sp_size=2)
+    forward, backward = drawn(groups)
+    expected = [name if groups > 1 else name + "0" for name in forward + backward]
+    assert order(eight(Costs(layer, UNIT_RATES, groups))) == expected
+
+
+def test_a_kv_head_that_groups_share_travels_once():
+    layer = Layer(width=8, heads=8, kv_heads=2, head_dim=1, seq=4, sp_size=2)
+    starts = [step.name for step in eight(Costs(layer, UNIT_RATES, 4)) if step.kind == "start"]
+    assert [name for name in starts if name.startswith(("k", "v"))] == ["k0", "v0"]
+    assert [name for name in starts if name.startswith(("dk", "dv"))] == ["dv0", "dk0"]
+
+
+@st.composite
+def layers(draw):
+    sp_size = draw(st.sampled_from([2, 3, 4, 8]))
+    kv_heads = draw(st.integers(1, 8))
+    heads = kv_heads * draw(st.integers(-(-sp_size // kv_heads), 6 + sp_size))
+    intermediate = draw(st.sampled_from([0, 300]))
+    return Layer(64, heads, kv_heads, draw(st.integers(1, 8)), sp_size * draw(st.integers(1, 64)), sp_size, intermediate=intermediate)
+
+
+exponents = st.floats(6, 12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(layer=layers(), matmul=exponents, attention=exponents, wire=exponents, latency=st.sampled_from([0.0, 0.1]))
+def test_for_any_layer(layer, matmul, attention, wire, latency):
+    rates = Rates(10**matmul, 10**attention, 10**wire, latency)
+    found = plan(layer, rates)
+    base = found.results["none"]
+    close = 1 + 1e-9
+    for name, result in found.results.items():
+        # Nothing is faster than either row, and nothing slower than one after the other.
+        assert max(result.compute_ms, result.wire_ms) <= close * result.step_ms
+        assert result.step_ms <= close * (result.compute_ms + result.wire_ms)
+        # More groups compute more only where ranks share KV heads, which may then be projected with several groups.
+        more = result.compute_ms > close * base.compute_ms
+        assert not more or layer.kv_heads % layer.sp_size
+        assert base.compute_ms <= close * result.compute_ms
+    assert found.results["eight of eight, G = 1"].step_ms <= close * found.results["five of eight"].step_ms <= close**2 * base.step_ms
+    # A faster wire never makes a step longer.
+    faster = plan(layer, Rates(10**matmul, 10**attention, 2 * 10**wire, latency))
+    for name, result in faster.results.items():
+        assert result.step_ms <= close * found.results[name].step_ms
+    assert found.best in (1, 2, 4) and found.best <= found.max_groups
+
+
+SEVEN_B = "plan --hidden 4096 --heads 32 --intermediate 11008 --seq 16384 --sp 8 --tflops 600 --attention-tflops 500"
+
+
+def test_the_command_prints_the_table_and_advice(capsys):
+    assert main(f"{SEVEN_B} --bandwidth 45".split()) == 0
+    out = capsys.readouterr().out
+    assert "a model's arithmetic, not a measurement" in out
+    assert re.search(r"none +\d+\.\d+ +\d+\.\d+ +3[01]\.\d%", out)  # DESIGN's sources have 30.9 % at rates of their own
+    assert "worth it: G = 2" in out
+
+
+@pytest.mark.parametrize(
+    "more,words",
+    [
+        ("--bandwidth 100000", "don't bother: it would save 1."),
+        ("--bandwidth 45 --heads 8 --head-dim 512", "a rank has one query head"),
+        ("--bandwidth 1e-7", "of what its exchanges take"),
+    ],
+)
+def test_the_command_says_when_not_to_bother_and_why(capsys, more, words):
+    assert main(f"{SEVEN_B} {more}".split()) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_a_transformers_config_gives_the_shape(capsys, tmp_path):
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(hidden_size=96, num_attention_heads=12, num_key_value_heads=4, head_dim=16, intermediate_size=128)
+    config.save_pretrained(tmp_path)
+    assert main(f"plan --model {tmp_path} --seq 64 --sp 2 --bandwidth 1 --tflops 1 --heads 8".split()) == 0
+    assert "layer with its MLP" in (out := capsys.readouterr().out)
+    assert "8 query and 4 KV heads of 16, model dim 96, 64 tokens" in out
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        ("--bandwidth 45 --sp 0", r"--sp: must be a whole number of at least 1, got '0'"),
+        ("--bandwidth -1", r"--bandwidth: must be a number above 0, got '-1'"),
+        ("--bandwidth x", r"--bandwidth: must be a number above 0, got 'x'"),
+        ("--bandwidth nan", r"--bandwidth: must be a number above 0, got 'nan'"),
+        ("", r"--bandwidth missing; give them, or --measure"),
+        ("--bandwidth 45 --sp 5", r"16384 tokens do not divide by sp size 5; take a multiple of it"),
+        ("--bandwidth 45 --sp 64", r"32 heads leave a rank of sp size 64 with no head .* use sp size 32 or less"),
+        ("--bandwidth 45 --kv-heads 5", r"KV heads must divide the query heads, got 32 query and 5 KV heads"),
+        ("--bandwidth 45 --heads 33", r"--hidden 4096 does not divide by --heads 33; give --head-dim"),
+        ("--bandwidth 45 --model /nowhere/at/all", r"--model /nowhere/at/all: no transformers config there"),
+    ],
+)
+def test_the_command_refuses(capsys, words, message):
+    with pytest.raises(SystemExit) as refused:
+        main(f"{SEVEN_B} {words}".split())
+    assert refused.value.code == 2
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+
+
+def test_the_command_refuses_a_layer_without_a_shape(capsys):
+    with pytest.raises(SystemExit):
+        main("plan --seq 64 --sp 2 --bandwidth 1 --tflops 1".split())
+    assert "--hidden and --heads missing; give them, or --model" in capsys.readouterr().err
+
+
+def test_it_measures_what_is_not_given(capsys):
+    words = "plan --hidden 32 --heads 4 --seq 64 --sp 2 --dtype-bytes 4 --measure --bandwidth 3".split()
+    assert main(words) == 0
+    rates = re.search(r"rates: (\S+) TFLOP/s in matrix products, (\S+) in attention, 3 GB/s on the wire, (\S+) us", capsys.readouterr().out)
+    assert all(float(rate) > 0 for rate in rates.groups())
+
+
+def test_measuring_refuses_another_number_of_ranks_than_the_launcher_started(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit):
+        main("plan --hidden 32 --heads 4 --seq 64 --sp 2 --measure".split())
+    assert "--sp is 2, but the launcher started 4 ranks; make them the same" in capsys.readouterr().err

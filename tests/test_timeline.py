@@ -252,6 +252,8 @@ def test_nothing_is_computed_between_layers():
         ("layers.0", "Wq", 0, 3),
         ("layers.1", "Wq", 10, 13),
     ]
+    rows.append(Row(0, "layers.1", "do", "issue", 30, 30))  # of a layer whose input needs no gradient: its backward has no begin
+    assert [row.end for row in computing(rows, 0)] == [3, 13]
 
 
 def without_matplotlib(folder, monkeypatch):

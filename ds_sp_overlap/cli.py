@@ -45,10 +45,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"build: {error}", file=sys.stderr)
             return 1
         return 0
-    if given.timeline_steps and not given.timeline:
-        parser.error("run: --timeline-steps needs --timeline FOLDER")
     if given.command == "plan":
         return plan_command.command(given, planner)
+    if given.timeline_steps and not given.timeline:
+        parser.error("run: --timeline-steps needs --timeline FOLDER")
     script = Path(given.script)
     if not script.is_file():
         parser.error(f"run: no script at {script}")

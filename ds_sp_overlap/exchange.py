@@ -187,7 +187,9 @@ class _InFlight:
             self.send = x.new_empty(sum(source.split_sizes))
         self.recv = x.new_empty(sum(target.split_sizes))
         self.unpacks = turn_back is not None or not target.is_wire_layout
-        self.out = x.new_empty(target.shape) if self.unpacks else self.recv.view(target.shape)
+        # Where unpacking is put off, so is its memory; else it must come from the compute stream, here.
+        later = self.unpacks and self.side.deferred_unpack
+        self.out = None if later else x.new_empty(target.shape) if self.unpacks else self.recv.view(target.shape)
         self.track = channel.timeline.exchange(name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
         self.track.mark("issued")
         with named(name, "start"), self.side.after_compute():
@@ -246,6 +248,7 @@ class _InFlight:
         self.track.mark("wait")
         with named(self.name, "finish"):
             if self.side.deferred_unpack:
+                self.out = self.recv.new_empty(self.layout.target.shape) if self.out is None else self.out
                 with self.side.after_compute():
                     self._receive()
             self.side.before_compute(self.received)

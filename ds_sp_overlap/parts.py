@@ -96,17 +96,18 @@ class _Join(torch.autograd.Function):
 
 
 class Gradient:
-    """The gradient of a parameter while its parts arrive.
+    """The gradient of a parameter while its parts arrive; they are put together when all have.
+
+    Not written into one buffer as they come: that would be there in full while the exchanges of the other parts' gradients are
+    under way, where a step's memory peaks.
 
     shape   of the parameter
     dim     the dimension it is cut along
-    parts   written where they belong at once if they tile it, so that there is one buffer; else kept, and summed
+    parts   their gradients are summed where they overlap
     """
 
     def __init__(self, shape: torch.Size, dim: int, parts: list[Part]):
         self.shape, self.dim, self.parts = shape, dim, parts
-        self.tile = len(parts) > 1 and _disjoint_cover(parts, shape[dim])
-        self.whole: Tensor | None = None
         self.pieces: dict[int, Tensor] = {}
 
     @property
@@ -121,24 +122,13 @@ class Gradient:
         """
         if self.is_one:
             return piece
-        if not self.tile:
-            self.pieces[index] = piece
-        else:
-            if self.whole is None:
-                self.whole = piece.new_empty(self.shape)
-            put_ranges(self.whole, self.dim, self.parts[index], piece, add=False)
+        self.pieces[index] = piece
         return piece.new_empty(0)
 
     def collect(self, reached: list[bool]) -> Tensor | None:
         """The gradient, zero in the parts that this backward has not reached."""
         pieces, self.pieces = self.pieces, {}
-        whole, self.whole = self.whole, None
-        if not self.tile:
-            return _join(self.shape, self.dim, self.parts, [pieces[i] if there else None for i, there in enumerate(reached)])
-        for part, there in zip(self.parts, reached):
-            for start, stop in () if there else part:
-                whole.narrow(self.dim, start, stop - start).zero_()
-        return whole
+        return _join(self.shape, self.dim, self.parts, [pieces[i] if there else None for i, there in enumerate(reached)])
 
 
 class _Tokens(torch.autograd.Function):

@@ -65,14 +65,16 @@ class LoggingTransport(OneRank):
 @pytest.fixture
 def backend(monkeypatch):
     backend = Backend()
-    for name in ("_pack", "_unpack"):
-        original = getattr(exchange.ops, name)
+    plain = exchange.ops.implementation("torch")
 
-        def logged(*args, name=name, original=original):
-            backend.log.append(f"{name[1:]} on {backend.current.name}")
-            return original(*args)
+    def logged(name):
+        def move(*args):
+            backend.log.append(f"{name} on {backend.current.name}")
+            return getattr(plain, name)(*args)
 
-        monkeypatch.setattr(exchange.ops, name, logged)
+        return move
+
+    monkeypatch.setattr(exchange.ops, "_TORCH", plain._replace(pack=logged("pack"), unpack=logged("unpack")))
     return backend
 
 

@@ -277,7 +277,7 @@ def attention_without_keys(rank):
 
 
 def test_rows_that_nothing_depends_on_get_a_gradient_of_zero():
-    """Guard: `Gradient.collect` writes zero where a part got no gradient."""
+    """Guard: `_join` starts from zero where a part got no gradient."""
     no_faults(attention_without_keys)
 
 

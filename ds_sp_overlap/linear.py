@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .parts import Gradient, Part, batched, cut, cut_ranges, tokens
+from .parts import Gradient, Part, batched, cut, cut_ranges, put_ranges, tokens
 
 
 Forwards = tuple[Callable[..., object], ...]
@@ -183,17 +183,22 @@ class _Wgrad(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, _):
-        parts = dict(ctx.left)
+        left = list(ctx.left.items())[::-1]
         ctx.left.clear()
         dw = db = None
-        if ctx.needs_input_grad[0]:
-            gradient = Gradient(ctx.shape, 1, list(parts))
-            for index, (product, _) in enumerate(parts.values()):
-                dw = gradient.leave(index, product())
-            dw = dw if gradient.is_one else gradient.collect([True] * len(parts))
         if ctx.has_bias and ctx.needs_input_grad[1]:
-            _, dy = next(iter(parts.values()))
+            _, (_, dy) = left[0]
             db = _matrix(dy).sum(0)
+        while ctx.needs_input_grad[0] and left:
+            columns, (product, _) = left.pop()
+            piece = product()
+            del product  # and with it the part's input, before there is more to hold
+            if columns == ((0, ctx.shape[1]),):
+                dw = piece
+                continue
+            dw = piece.new_empty(ctx.shape) if dw is None else dw
+            put_ranges(dw, 1, columns, piece, add=False)
+            del piece
         return dw, db, None
 
 

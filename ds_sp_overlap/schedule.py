@@ -73,7 +73,10 @@ class Call:
 
     def with_kv(self, group: int, received: dict[int, Tensor]) -> Tensor:
         """The KV heads that a group attends to, put together from the pieces that arrived with it or before it."""
-        pieces = [received[sent].narrow(2, start, stop - start) for sent, start, stop in self.geometry.kv_pieces(group)]
+        pieces = [
+            received[sent] if stop - start == received[sent].shape[2] else received[sent].narrow(2, start, stop - start)
+            for sent, start, stop in self.geometry.kv_pieces(group)
+        ]
         heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
         index = self.geometry.kv_expansion(group)
         return heads if index is None else heads.index_select(2, torch.tensor(index, device=heads.device))

@@ -16,7 +16,7 @@ from torch import nn
 from ..attention import ProjectedAttention, drop_in_forward
 from ..config import SpOverlapConfig
 from ..exchange import Channel
-from . import Layer, enable, rebind
+from . import Layer, enable, megatron_bridge, rebind
 
 OLDEST = "0.19.7"
 
@@ -55,12 +55,10 @@ def install() -> None:
 
 def _section(given: dict[str, Any]) -> Any:
     """The ``sp_overlap`` section, from wherever ``deepspeed.initialize`` takes its config; None if there is none."""
-    from . import megatron
-
     args = given.get("args")
     config = given.get("config") or given.get("config_params") or getattr(args, "deepspeed_config", None)
     config = {} if config is None else config if isinstance(config, dict) else load_ds_config(config)
-    return config.get("sp_overlap", megatron.section(args))
+    return config.get("sp_overlap", megatron_bridge.section(args))
 
 
 def find_group(model: nn.Module) -> Any:

@@ -7,7 +7,7 @@ from .attention import DistributedAttention
 from .config import SpOverlapConfig
 from .integrations import Report, disable, enable
 from .integrations.deepspeed import install
-from .integrations.megatron import bridge
+from .integrations.megatron_bridge import bridge
 from .rotary import Rotary
 from .self_attention import SelfAttention
 

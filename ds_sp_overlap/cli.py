@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     local_rank = [] if given.local_rank is None else [f"--local_rank={given.local_rank}"]
     sys.argv = [str(script), *local_rank, *given.args]
     sys.path[0] = str(script.resolve().parent)  # as python SCRIPT would
-    from .integrations.megatron import explain
+    from .integrations.megatron_bridge import explain
 
     try:
         runpy.run_path(str(script), run_name="__main__")

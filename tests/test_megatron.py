@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
 from ds_sp_overlap.integrations import deepspeed as integration
-from ds_sp_overlap.integrations import megatron
+from ds_sp_overlap.integrations import megatron_bridge
 from ds_sp_overlap.transport import C10d
 
 ATTENTIONS = ("flash", "flash v1", "triton", "core")
@@ -371,10 +371,10 @@ def test_what_head_imports_is_there_for_megatron_alone():
 
 
 def test_a_deepspeed_that_has_it_keeps_it():
-    finders = [finder for finder in sys.meta_path if isinstance(finder, megatron._Compression)]
+    finders = [finder for finder in sys.meta_path if isinstance(finder, megatron_bridge._Compression)]
     assert len(finders) == 1 and sys.meta_path.index(importlib.machinery.PathFinder) < sys.meta_path.index(finders[0])
-    megatron.bridge()
-    assert sum(isinstance(finder, megatron._Compression) for finder in sys.meta_path) == 1
+    megatron_bridge.bridge()
+    assert sum(isinstance(finder, megatron_bridge._Compression) for finder in sys.meta_path) == 1
 
 
 def impossible(rank):
@@ -417,9 +417,9 @@ def mask_for_an_index(batch_dim_idx=torch.ones(2)):
 
 
 def test_known_errors_are_explained():
-    assert "core attention works where the overlap is on" in megatron.explain(raised(mask_for_an_index))
-    assert "--no-pipeline-parallel" in megatron.explain(AssertionError("Invalid Grid"))
-    assert megatron.explain(raised(lambda: 1 / 0)) is None
+    assert "core attention works where the overlap is on" in megatron_bridge.explain(raised(mask_for_an_index))
+    assert "--no-pipeline-parallel" in megatron_bridge.explain(AssertionError("Invalid Grid"))
+    assert megatron_bridge.explain(raised(lambda: 1 / 0)) is None
 
 
 def test_run_adds_the_advice_to_the_error(tmp_path):

@@ -17,7 +17,7 @@ from ..attention import ProjectedAttention, drop_in_forward
 from ..config import SpOverlapConfig
 from ..exchange import Channel
 from ..policy import Policy
-from . import Layer, enable, rebind
+from . import Layer, enable, megatron_bridge, rebind
 
 OLDEST = "0.19.7"
 from_command_line: dict[str, Any] = {}  # keys of ``python -m ds_sp_overlap run``, which go before those of the section
@@ -61,12 +61,10 @@ def install() -> None:
 
 def _section(given: dict[str, Any]) -> Any:
     """The ``sp_overlap`` section, from wherever ``deepspeed.initialize`` takes its config; None if there is none."""
-    from . import megatron
-
     args = given.get("args")
     config = given.get("config") or given.get("config_params") or getattr(args, "deepspeed_config", None)
     config = {} if config is None else config if isinstance(config, dict) else load_ds_config(config)
-    return config.get("sp_overlap", megatron.section(args))
+    return config.get("sp_overlap", megatron_bridge.section(args))
 
 
 def find_group(model: nn.Module) -> Any:

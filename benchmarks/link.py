@@ -125,10 +125,11 @@ def work(args: argparse.Namespace) -> None:
         **{f"compute: G = {g}": lambda run=run: layer.step(run) for g, run in silent.items()},
         "forward": lambda: layer.forward(silent[args.groups[0]]),
     }
-    peak, predicted = {}, {}
+    peak, predicted, kept = {}, {}, None
     if not args.only_compute:
         runs = {"DeepSpeed": stock, "five of eight": layer.five_of_eight()}
         runs |= {name: layer.ours(**config) for name, config in configs(args).items()}
+        runs["G = auto"], kept = layer.auto()
         expected = layer.step(stock)
         for name, run in runs.items():
             check_parity(name, layer.step(run), expected)
@@ -136,6 +137,7 @@ def work(args: argparse.Namespace) -> None:
         with free_wire():  # memory that other threads give back would not be seen
             peak = {"DeepSpeed": layer.peak_bytes(stock), "five of eight": layer.peak_bytes(layer.five_of_eight(Silent()))}
             peak |= {name: layer.peak_bytes(layer.ours(Silent(), **config)) for name, config in configs(args).items()}
+        peak["G = auto"] = peak["DeepSpeed" if kept == "off" else f"G = {kept}"]
         predicted = predict(shape, args)
         launch = layer.exchanges()
 
@@ -148,7 +150,7 @@ def work(args: argparse.Namespace) -> None:
         variants |= {name: lambda run=run: layer.step(run) for name, run in runs.items()}
     times, others = measure(variants, args)
     if args.rank == 0:
-        result = {"times_ms": times, "wire_bytes": shape.wire_bytes(args.ranks), "peak_bytes": peak, "thread_ms": others, "plan_ms": predicted}
+        result = {"times_ms": times, "wire_bytes": shape.wire_bytes(args.ranks), "peak_bytes": peak, "thread_ms": others, "plan_ms": predicted, "kept": kept}
         print(json.dumps(result), flush=True)
     dist.destroy_process_group()
 
@@ -234,7 +236,7 @@ def main() -> None:
             rows += rows_of(ratio, mbit, result)
             notes.append(
                 f"{mbit:.0f} Mbit/s: {result['wire_bytes'] / 1e6:.1f} MB leave a rank in a step, {bits / mbit / 1e3:.0f} ms at "
-                f"that rate with its headers, {statistics.median(result['times_ms']['exchange']):.0f} ms measured"
+                f"that rate with its headers, {statistics.median(result['times_ms']['exchange']):.0f} ms measured; G = auto keeps {result['kept']}"
             )
     record.write(args.out, rows, kind, notes)
     if args.out:

@@ -154,6 +154,20 @@ class Layer:
 
         return run
 
+    def auto(self) -> tuple[Callable[[Tensor], Tensor], int | str]:
+        """Ours with ``"head_groups": "auto"`` after its steps of trying, stock among the candidates; and what it keeps."""
+        block, stock = self.ours(head_groups="auto"), self.stock()
+        still = torch.optim.SGD(self.projections.parameters(), lr=0.0)  # steps are counted by optimizers' steps
+        contests = block.layer.policy.contests
+
+        def run(x):
+            return block(x, instead=stock)
+
+        while not contests or any(contest.chosen is None for contest in contests.values()):
+            self.step(run)
+            still.step()
+        return run, next(iter(contests.values())).chosen
+
     def peak_bytes(self, run: Callable[[Tensor], Tensor]) -> int:
         """Most bytes that a step holds at once, over inputs and weights: activations, buffers, gradients."""
         self.step(run)

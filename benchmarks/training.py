@@ -1,0 +1,165 @@
+"""Time whole training steps of a transformers model under DeepSpeed over a real slow link: stock ALST, and the same overlapped.
+
+    sudo python benchmarks/training.py --out benchmarks/results/training
+
+Method. As in `link.py`: ranks in network namespaces behind token buckets, a core each. One engine (ZeRO 1, AdamW, a LLaMA of a few
+layers) trains on random tokens throughout; ``enable`` and ``disable`` turn the overlap on and off between steps. After every
+switch one step is not timed, the next one is. Variants take turns in one loop; a step (forward, backward, optimizer) takes as
+long as its slowest rank. Before anything is timed, every variant must give stock's loss on the same tokens.
+
+    exposed   what is taken off a step when nothing is moved by the exchanges of the sp group: step - stock with a free wire
+
+The figures are of a rate-limited link. They compare schedules, and say nothing about any fabric.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from wire import Wire, join  # noqa: E402
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=float, nargs="+", default=[100, 200, 400], help="Mbit/s")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seq", type=int, default=2048, help="global sequence, tokens")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=16)
+    parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write OUT.csv and OUT.json")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def work(args: argparse.Namespace) -> None:
+    os.environ["LOCAL_RANK"] = str(args.rank)  # DeepSpeed asks for what its launcher would set
+    join(args.rank, args.ranks)
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import ds_sp_overlap
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, hidden_size=args.hidden, intermediate_size=args.hidden * 8 // 3, num_hidden_layers=args.layers,
+            num_attention_heads=args.heads, num_key_value_heads=args.kv_heads, max_position_embeddings=args.seq,
+            attn_implementation="sdpa",
+        )
+    )  # fmt: skip
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", args.ranks, 1)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        mpu=mpu,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+            "zero_optimization": {"stage": 1},
+            "steps_per_print": 10**9,
+            "zero_force_ds_cpu_optimizer": False,
+        },
+    )
+    tokens = torch.randint(256, (1, args.seq))
+    labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
+    whole = tokens, labels, torch.arange(args.seq)[None]
+    ids, labels, positions = (x.chunk(args.ranks, dim=1)[args.rank].contiguous() for x in whole)
+
+    def loss():
+        logits = engine(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (args.seq - 1)
+
+    def step():
+        engine.backward(loss())
+        engine.step()
+
+    sections = {"stock ALST": None, **{f"G = {g}": {"head_groups": g, "on_unsupported": "error"} for g in args.groups}}
+
+    def switch(section):
+        ds_sp_overlap.disable(engine.module)
+        if section is not None:
+            ds_sp_overlap.enable(engine.module, section)
+
+    expected = None
+    for name, section in sections.items():
+        switch(section)
+        with torch.no_grad():
+            found = loss().item()
+        expected = found if expected is None else expected
+        if abs(found - expected) > 1e-5 * abs(expected):  # fp32: another order of a few thousand additions
+            raise RuntimeError(f"{name} gives a loss of {found}, stock one of {expected}")
+
+    exchange, moved = dist.all_to_all_single, [True]
+
+    def maybe(output, *arguments, **options):
+        if moved[0]:
+            return exchange(output, *arguments, **options)
+        output.zero_()
+
+    dist.all_to_all_single = maybe
+    times: dict[str, list[float]] = {"stock, free wire": [], **{name: [] for name in sections}}
+    for _ in range(args.steps):
+        for name in times:
+            switch(sections.get(name))
+            moved[0] = name in sections
+            step()
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            times[name].append(took.item() * 1e3)
+    dist.barrier()
+    if args.rank == 0:
+        print(json.dumps(times), flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    args = arguments()
+    if args.rank is not None:
+        return work(args)
+    import record
+
+    rows, words = [], list(sys.argv)
+    with Wire(args.ranks) as wire:
+        for rate in args.rates:
+            wire.limit(rate)
+            times = wire.run(words)
+            median = {name: statistics.median(values) for name, values in times.items()}
+            for name, values in times.items():
+                alone = name == "stock, free wire"
+                rows.append(
+                    {
+                        "Mbit/s": rate,
+                        "variant": name,
+                        "min ms": round(min(values)),
+                        "median ms": round(median[name]),
+                        "max ms": round(max(values)),
+                        "exposed ms": "" if alone else round(median[name] - median["stock, free wire"]),
+                        "stock / step": "" if alone else round(median["stock ALST"] / median[name], 2),
+                    }
+                )
+    kind = (
+        f"rate-limited link (veth and token bucket), {args.ranks} ranks, whole training steps: LLaMA of {args.layers} layers, hidden "
+        f"{args.hidden}, {args.heads} query and {args.kv_heads} KV heads, {args.seq} tokens, fp32, ZeRO 1"
+    )
+    record.write(args.out, rows, kind)
+
+
+if __name__ == "__main__":
+    main()

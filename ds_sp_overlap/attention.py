@@ -92,19 +92,25 @@ class ProjectedAttention:
         return overlapped(call, inputs, attend, output, arrive)
 
     def _describe(self, query, key, value, batch_first, num_kv_heads, lengths, extra):
-        shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+        def shapes():
+            return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+
         if not query.dim() == key.dim() == value.dim() == 4:
-            raise ValueError(f"query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], got {shapes}")
+            raise ValueError(f"query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], got {shapes()}")
         if not query.dtype == key.dtype == value.dtype:
             raise ValueError(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; give all three one dtype")
         if query.shape[:2] != key.shape[:2] or key.shape[:3] != value.shape[:3] or query.shape[3] != key.shape[3]:
-            raise ValueError(f"query, key and value don't belong together: {shapes}")
+            raise ValueError(f"query, key and value don't belong together: {shapes()}")
         heads, kv_heads = query.shape[2], key.shape[2]
         if num_kv_heads not in (None, kv_heads):
-            raise ValueError(f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange ({shapes})")
+            raise ValueError(f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange ({shapes()})")
         geometry = self.layer.geometry(query, heads, kv_heads, batch_first, lengths, extra)
-        grads = [torch.is_grad_enabled() and x.requires_grad for x in (query, key, value)]
-        return geometry, (str(query.dtype), query.shape[3], value.shape[3], "gradients of q, k, v", grads)
+
+        def types():
+            grads = [torch.is_grad_enabled() and x.requires_grad for x in (query, key, value)]
+            return str(query.dtype), query.shape[3], value.shape[3], "gradients of q, k, v", grads
+
+        return geometry, types
 
 
 class DistributedAttention(nn.Module):

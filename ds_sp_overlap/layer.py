@@ -35,7 +35,7 @@ class Layer:
 
     def run(
         self,
-        describe: Callable[[], tuple[Geometry, tuple]],
+        describe: Callable[[], tuple[Geometry, Callable[[], tuple]]],
         body: Callable[..., Tensor],
         inputs: tuple[Tensor, ...],
         instead: Callable[..., Tensor] | None = None,
@@ -61,7 +61,7 @@ class Layer:
         call = Call(self.channel, _regrouped(call.geometry, candidate), self.where, call.checked)
         return self.policy.run(contest, candidate, lambda *inputs: body(call, *inputs), inputs)
 
-    def call(self, describe: Callable[[], tuple[Geometry, tuple]]) -> Call:
+    def call(self, describe: Callable[[], tuple[Geometry, Callable[[], tuple]]]) -> Call:
         """A call of this layer, of the geometry that ``describe`` gives.
 
         On the layer's first call (on every call with ``sp_overlap.check``) the ranks compare it first: a fault that one of
@@ -75,14 +75,14 @@ class Layer:
         geometry, _ = describe()
         return Call(self.channel, geometry, self.where, checked=first and self.config.check)
 
-    def _comparable(self, geometry: Geometry, types: tuple) -> str:
+    def _comparable(self, geometry: Geometry, types: Callable[[], tuple]) -> str:
         ops.implementation(self.channel.kernels)  # refused here, on every rank, where this one lacks them
         if self.channel.timeline is not None:
             self.channel.timeline.check()
         lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
         return (
             f"local sequence {lengths}, batch {geometry.batch}, {geometry.heads} query and {geometry.kv_heads} KV heads, "
-            f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types}, "
+            f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
             f"transport {self.config.transport}"
         )
 

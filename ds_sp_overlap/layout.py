@@ -132,6 +132,13 @@ class Geometry:
                 f"{self.sp_size}, got {self.groups}"
             )
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.sp_size, self.sp_rank, self.seq_lens, self.batch, self.heads, self.kv_heads, self.groups))
+
+    def __hash__(self) -> int:  # asked for many times a call
+        return self._hash
+
     @property
     def max_groups(self) -> int:
         """Query heads of the rank that has fewest; a head can't be shared by two groups."""

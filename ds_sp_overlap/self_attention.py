@@ -147,9 +147,11 @@ class SelfAttention:
             def body(*tokens):
                 ranks = call.geometry.sp_size if "o" in call.by_rank else 0
                 total = OutputParts(self.o_proj, hidden_states, self.layer.config.wgrad, ranks)
-                program(
-                    tokens, lambda group, o: total.add(o.flatten(-2), call.geometry.elements_of("o", group, 0, o.shape[-1]))
-                )
+
+                def merge(group, o):
+                    total.add(o.flatten(-2), call.geometry.elements_of("o", group, 0, o.shape[-1]))
+
+                program(tokens, merge)
                 return total.output
 
             return call_through([self.o_proj], body, *tokens)
@@ -202,8 +204,12 @@ class SelfAttention:
         if hidden.dim() != 3:
             raise ValueError(f"hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got {list(hidden.shape)}")
         geometry = self.layer.geometry(hidden, self.heads, self.kv_heads, self.batch_first, lengths, extra)
-        grads = [torch.is_grad_enabled() and (hidden.requires_grad or trained) for trained in self._trained()]
-        return geometry, (str(hidden.dtype), self.head_dim, "gradients of q, k, v", grads)
+
+        def types():
+            grads = [torch.is_grad_enabled() and (hidden.requires_grad or trained) for trained in self._trained()]
+            return str(hidden.dtype), self.head_dim, "gradients of q, k, v", grads
+
+        return geometry, types
 
     def _trained(self) -> list[bool]:
         modules = (self._projections[kind][0] for kind in "qkv")

@@ -86,9 +86,9 @@ WATCHED = {
     ),
     "what was received is unpacked into other memory": Watched(
         Guard(
-            "exchange:_InFlight.__init__",
-            "self.recv.view(target.shape) if target.is_wire_layout else x.new_empty(target.shape)",
-            "self.recv[: x.new_empty(target.shape).numel()].view(target.shape)",
+            "exchange:_InFlight.collect",
+            "self.recv.new_empty(self.layout.target.shape)",
+            "self.recv[: self.recv.new_empty(self.layout.target.shape).numel()].view(self.layout.target.shape)",
         ),
         test_hazards.late_delivery,
     ),
@@ -177,11 +177,11 @@ WATCHED = {
     "the wgrad's node is older than the finishes": Watched(
         Guard(
             "self_attention:SelfAttention._overlapped",
-            "program(tokens, lambda group, o: total.add(o.flatten(2), columns(group, o.shape[-1])))",
+            "program(tokens, merge)",
             "parts = []\n            "
-            "program(tokens, lambda group, o: parts.append((o.flatten(2), columns(group, o.shape[-1]))))\n"
-            "            total = OutputParts(self.o_proj, like=hidden_states, defer=self.layer.config.wgrad)\n"
-            "            for part in parts: total.add(*part)",
+            "program(tokens, lambda *part: parts.append(part))\n"
+            "            total = OutputParts(self.o_proj, hidden_states, self.layer.config.wgrad, ranks)\n"
+            "            for part in parts: merge(*part)",
         ),
         wgrad_in_place,
     ),
@@ -210,7 +210,7 @@ WATCHED = {
         test_refusals.corruption_goes_unnoticed,
     ),
     "a failure names its exchange": Watched(
-        Guard("exchange:_InFlight.__init__", "except RuntimeError as error:", "except LookupError as error:"),
+        Guard("exchange:_InFlight._receive", "except RuntimeError as error:", "except LookupError as error:"),
         failure_names_the_exchange,
     ),
 }

@@ -45,7 +45,7 @@ def clock_of(device: torch.device) -> HostClock | DeviceClock:
 
 
 class Steps:
-    """Counts optimizer steps, alike on every rank that looks at the count at the same places.
+    """Counts optimizer steps, alike on every rank that looks at the count at the same places and steps its optimizers alike.
 
     The count moves at the first look after an optimizer has stepped, and never during backward: there a checkpointed
     layer is computed again and must find what its first computation found. However often optimizers step in between

@@ -69,14 +69,15 @@ def _matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def batched_pays(x: Tensor, rows: int) -> bool:
+def batched_pays(x: Tensor, rows: int, dgrad: bool = False) -> bool:
     """Whether one batched GEMM that writes the send buffer takes no longer than one GEMM and a pack, for ``rows`` a rank.
 
-    What benchmarks/kernels.py found: on CPU in fp32 it does from 128 rows on. In half precision the dgrad of strided weights takes
-    two to three times as long there. Not measured on any GPU, so not done on one.
+    What benchmarks/kernels.py found (benchmarks/results/kernels-cpu-gemm.csv): on CPU in fp32 a projection does from 256 rows on,
+    with fewer it takes up to 10 % longer, and so does the output projection's dgrad with any. Not measured on any GPU, so not
+    done on one.
     """
     plain = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
-    return x.device.type == "cpu" and plain and rows >= 128
+    return x.device.type == "cpu" and plain and rows >= 256 and not dgrad
 
 
 def _by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -187,8 +188,7 @@ class _Wgrad(torch.autograd.Function):
         ctx.left.clear()
         dw = db = None
         if ctx.has_bias and ctx.needs_input_grad[1]:
-            _, (_, dy) = left[0]
-            db = _matrix(dy).sum(0)
+            db = _matrix(left[0][1][1]).sum(0)
         while ctx.needs_input_grad[0] and left:
             columns, (product, _) = left.pop()
             piece = product()

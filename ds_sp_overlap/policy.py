@@ -9,7 +9,7 @@ whatever else happens to the machine happens to all of them. With C = 4 candidat
     layer 1  | default | G=1 G=2 G=4 off   | G=1 G=2 G=4 off G=1 ...                       | the fastest
              |         | untimed: warms up | timed; after each round the hopeless go       |
 
-A candidate never changes between a forward and its backward: checkpointing would compute another graph than it saved,
+A candidate never changes between a forward and its backward, as long as no optimizer of the process steps between them: checkpointing would compute another graph than it saved,
 and gradient accumulation keeps several in flight. Nothing is tried before the first optimizer step, so that a program
 without one runs with the default.
 
@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any, Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .clock import Steps, clock_of, watched
@@ -133,9 +134,15 @@ class Policy:
 
     @classmethod
     def of(cls, config: SpOverlapConfig, channel: Channel) -> Policy | None:
-        """The policy that a config asks for; None where nothing is to be chosen."""
+        """The policy that a config asks for; None where nothing is to be chosen, and beside data parallelism.
+
+        Candidates deliver the gradients of a layer in different orders. ZeRO reduces them over all data-parallel replicas in
+        the order in which they come (and gathers weights in the order of their use), so that replicas must run the same
+        candidate; sp groups that choose each for itself would sum gradients of different parameters without a word.
+        """
         timed = config.head_groups == "auto" and config.policy.warmup_steps > 0 and channel.size > 1
-        return cls(channel, config.policy.warmup_steps) if timed else None
+        alone = not dist.is_initialized() or dist.get_world_size() == channel.size
+        return cls(channel, config.policy.warmup_steps) if timed and alone else None
 
     def join(self) -> int:
         """A number for one more layer."""

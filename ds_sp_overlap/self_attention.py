@@ -196,7 +196,7 @@ class SelfAttention:
             sent = "q" if kind == "o" else kind
             start, stop = geometry.sent_range(sent, geometry.sp_rank, 0)
             rows = (stop - start) * self.head_dim
-            return modules[kind] in opened and geometry.divides(sent) and batched_pays(x, rows)
+            return modules[kind] in opened and geometry.divides(sent) and batched_pays(x, rows, dgrad=kind == "o")
 
         return frozenset(kind for kind in "qkvo" if not (packed and kind in "qk") and pays(kind))
 

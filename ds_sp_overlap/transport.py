@@ -105,14 +105,19 @@ def communicator(group: Any, **settings: int) -> Any:
 
     settings   of NCCL's configuration, for instance ``max_ctas`` or ``cta_policy``
 
-    Collective over the group alone: its members need nobody else to make it. Where torch can't make one, ``group``.
+    Collective over the group alone: its members need nobody else to make it. Where torch can't make one, ``group``; so too
+    where the members have made different numbers of groups, from which torch derives the name that they meet under.
     """
     key = (group.group_name, *sorted(settings.items()))
     made_for, made = _communicators.get(key, (None, None))
     if made_for is group:
         return made
     ranks, made = dist.get_process_group_ranks(group), group
-    if ranks != sorted(ranks):  # the new group would number them in ascending order
+    counts = [0] * len(ranks)
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    if len(set(counts)) > 1:
+        warnings.warn(f"sp_overlap: the ranks of the sp group have made {counts} process groups; it is used as it is", stacklevel=2)
+    elif ranks != sorted(ranks):  # the new group would number them in ascending order
         warnings.warn(f"sp_overlap: the sp group's ranks {ranks} are not ascending; it is used as it is", stacklevel=2)
     else:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -502,3 +502,20 @@ def test_deepspeeds_own_module_runs_as_it_is_where_it_does_the_same(batch_first,
     for ran, off in on_ranks(2, drop_in_tried, Case(batch_first=batch_first), sequence_lengths):
         assert ran == ({1, 2} if sequence_lengths else {OFF, 1, 2})
         assert off < 1e-12
+
+
+def policy_of_a_replica(rank):
+    """The policy of one of two sp groups, and that of the only one."""
+    pairs = [torch.distributed.new_group(pair) for pair in ([0, 1], [2, 3])]
+    config = ds_sp_overlap.SpOverlapConfig()
+    try:
+        return [Policy.of(config, Channel(group)) is None for group in (pairs[rank // 2], torch.distributed.group.WORLD)]
+    finally:
+        for group in pairs:
+            if rank in torch.distributed.get_process_group_ranks(group):
+                torch.distributed.destroy_process_group(group)
+
+
+def test_nothing_is_tried_beside_data_parallelism():
+    """Guard: replicas that run different candidates give ZeRO their gradients in different orders, which it sums all the same."""
+    assert on_ranks(4, policy_of_a_replica) == [[True, False]] * 4

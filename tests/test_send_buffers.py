@@ -14,7 +14,7 @@ from test_equivalence import HEADS, groups_for, no_faults
 from ds_sp_overlap import kernels, ops, self_attention
 from ds_sp_overlap.layout import Geometry
 
-always = mock.patch.object(self_attention, "batched_pays", lambda x, rows: True)
+always = mock.patch.object(self_attention, "batched_pays", lambda x, rows, dgrad: True)
 
 
 def faults_written_by_the_gemm(rank, shapes):
@@ -154,7 +154,13 @@ def test_heads_divide_where_all_ranks_are_sent_as_many_and_none_twice(heads, kv_
 
 
 @pytest.mark.parametrize(
-    "dtype,rows,pays", [(torch.float32, 128, True), (torch.float32, 127, False), (torch.bfloat16, 512, False)]
+    "dtype,rows,dgrad,pays",
+    [
+        (torch.float32, 256, False, True),
+        (torch.float32, 255, False, False),
+        (torch.float32, 512, True, False),
+        (torch.bfloat16, 512, False, False),
+    ],
 )
-def test_the_benchmark_decides(dtype, rows, pays):
-    assert self_attention.batched_pays(torch.empty(1, dtype=dtype), rows) == pays
+def test_the_benchmark_decides(dtype, rows, dgrad, pays):
+    assert self_attention.batched_pays(torch.empty(1, dtype=dtype), rows, dgrad) == pays

@@ -144,6 +144,21 @@ def test_auto_makes_one_nccl_communicator_for_all_layers_with_its_members_alone(
     assert on_ranks(2, communicators, "auto") == [(expected, [False, False], [])] * 2
 
 
+def communicators_of_unequal_ranks(rank):
+    mine = dist.new_group([0], use_local_synchronization=True) if rank == 0 else None
+    try:
+        return communicators(rank, "auto")
+    finally:
+        if mine is not None:
+            dist.destroy_process_group(mine)
+
+
+def test_no_communicator_is_made_where_the_ranks_would_wait_for_it_under_different_names():
+    """torch names a group that only its members make by how many groups this process has."""
+    for made, given, warned in on_ranks(2, communicators_of_unequal_ranks):
+        assert made == [] and len(warned) == 1 and "have made" in warned[0]
+
+
 def test_c10d_uses_the_group_as_it_was_given():
     assert on_ranks(2, communicators, "c10d") == [([], [True, True], [])] * 2
 

@@ -1,6 +1,6 @@
 """Time whole training steps of a transformers model under DeepSpeed over a real slow link: stock ALST, and the same overlapped.
 
-    sudo python benchmarks/training.py --out benchmarks/results/training
+    sudo python benchmarks/training_steps.py --out benchmarks/results/training_steps
 
 Method. As in `link.py`: ranks in network namespaces behind token buckets, a core each. One engine (ZeRO 1, AdamW, a LLaMA of a few
 layers) trains on random tokens throughout; ``enable`` and ``disable`` turn the overlap on and off between steps. After every

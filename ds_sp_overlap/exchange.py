@@ -196,6 +196,8 @@ class _InFlight:
             self.track.mark("started")
             if packs:
                 self._pack()
+                if isinstance(self.side, HostStream):
+                    self.source = None  # was read
             self.track.mark("packed")
             try:
                 self.handle = channel.transport.launch(

@@ -100,6 +100,10 @@ def by_name(name: str, size: int) -> Named:
 _communicators: dict[tuple, tuple[Any, Any]] = {}  # by group name and settings: the group it was made for, and it
 
 
+def _groups_made() -> int:
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def communicator(group: Any, **settings: int) -> Any:
     """An NCCL communicator of our own over the ranks of ``group``, at high priority; one for all layers that ask alike.
 
@@ -114,7 +118,7 @@ def communicator(group: Any, **settings: int) -> Any:
         return made
     ranks, made = dist.get_process_group_ranks(group), group
     counts = [0] * len(ranks)
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    dist.all_gather_object(counts, _groups_made(), group=group)
     if len(set(counts)) > 1:
         warnings.warn(f"sp_overlap: the ranks of the sp group have made {counts} process groups; it is used as it is", stacklevel=2)
     elif ranks != sorted(ranks):  # the new group would number them in ascending order

@@ -6,6 +6,7 @@ Each test names the guard it watches; `test_guards` takes the guards out, one by
 import contextlib
 import gc
 import weakref
+from unittest import mock
 
 import dropin
 import layers
@@ -221,12 +222,17 @@ def test_memory_of_an_abandoned_exchange_returns_in_order():
 
 
 def held_until_finished(rank):
-    """The source of an exchange lives until it is finished, whether it was packed or not; nothing does afterwards."""
+    """The source of an exchange lives until it is finished, whether it was packed or not; nothing does afterwards.
+
+    Packed on a stream, that is: what the host has packed, it has read.
+    """
     found = []
     for batch_first, kind in ((True, "q"), (False, "o")):
         geometry = Geometry(2, rank, (3, 3), 1, 4, 4, 1, batch_first)
-        exchange = Exchange(Channel(torch.distributed.group.WORLD), geometry.exchange(kind, 0, 8), "layer", kind)
-        with torch.no_grad():
+        channel = Channel(torch.distributed.group.WORLD)
+        channel.side(torch.device("cpu"))
+        exchange = Exchange(channel, geometry.exchange(kind, 0, 8), "layer", kind)
+        with torch.no_grad(), mock.patch("ds_sp_overlap.exchange.HostStream", SideStream):  # it is none of the host's now
             x = torch.randn(exchange.layout.source.shape)
             source = weakref.ref(x)
             token = exchange.start(x)

@@ -33,7 +33,8 @@ class Options:
 class Nccl:
     """Stands in for what of NCCL and symmetric memory is called; notes it down."""
 
-    def __init__(self, cta_policy=True, version=(2, 28, 9), new_group_error=None):
+    def __init__(self, cta_policy=True, version=(2, 28, 9), new_group_error=None, groups_made=lambda: 1):
+        self.groups_made = groups_made
         self.made, self.rendezvous, self.exchanges, self.error = [], [], [], new_group_error
         self.version = version
         self.group_class = type("ProcessGroupNCCL", (), {"Options": Options, **({"NCCL_CTA_POLICY_ZERO": 2} if cta_policy else {})})
@@ -58,6 +59,7 @@ class Nccl:
                 mock.patch.object(dist, "get_backend", lambda group=None: "nccl"),
                 mock.patch.object(dist, "ProcessGroupNCCL", self.group_class, create=True),
                 mock.patch.object(dist, "new_group", self.new_group),
+                mock.patch.object(transport, "_groups_made", self.groups_made),
                 mock.patch.object(dist, "all_to_all_single", all_to_all_single),
                 mock.patch.object(torch.cuda.nccl, "version", lambda: self.version),
                 mock.patch.object(symmetric, "set_backend", lambda name: self.rendezvous.append(name)),
@@ -118,9 +120,9 @@ def test_one_rank_needs_no_transport_and_several_use_c10d(name, size, expected):
     assert getattr(by_name(name, size), "own", None) == (None if size == 1 else name == "auto")
 
 
-def communicators(rank, name, reversed_ranks=False, error=None):
+def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lambda: 1):
     """What is made for two layers of one sp group, and over which groups their exchanges go."""
-    nccl = Nccl(new_group_error=error)
+    nccl = Nccl(new_group_error=error, groups_made=groups_made)
     channels = [Channel(dist.group.WORLD, name) for _ in range(2)]
     with nccl(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -145,12 +147,7 @@ def test_auto_makes_one_nccl_communicator_for_all_layers_with_its_members_alone(
 
 
 def communicators_of_unequal_ranks(rank):
-    mine = dist.new_group([0], use_local_synchronization=True) if rank == 0 else None
-    try:
-        return communicators(rank, "auto")
-    finally:
-        if mine is not None:
-            dist.destroy_process_group(mine)
+    return communicators(rank, "auto", groups_made=lambda: 1 + rank)
 
 
 def test_no_communicator_is_made_where_the_ranks_would_wait_for_it_under_different_names():

@@ -38,7 +38,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from variants import Layer, Shape, Silent  # noqa: E402
 
-from ds_sp_overlap.exchange import Channel, SideStream  # noqa: E402
+from ds_sp_overlap.channel import Channel, SideStream  # noqa: E402
 
 MODELS = {"7b": (32, 32, 128), "70b": (64, 8, 128), "rehearsal": (8, 4, 16)}  # query heads, KV heads, head dim
 

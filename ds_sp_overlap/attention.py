@@ -7,8 +7,8 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
+from .channel import Channel
 from .config import SpOverlapConfig
-from .exchange import Channel
 from .layer import Layer, apart
 from .parts import cut, join
 from .policy import Policy

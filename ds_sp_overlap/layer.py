@@ -9,8 +9,8 @@ from typing import Any, Callable
 from torch import Tensor
 
 from . import ops
+from .channel import Channel
 from .config import SpOverlapConfig
-from .exchange import Channel
 from .layout import Geometry
 from .policy import OFF, Policy
 from .schedule import Call

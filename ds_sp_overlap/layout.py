@@ -66,12 +66,6 @@ class Side:
         """Whether each part is one slice, as in a tensor that has a dimension for the ranks."""
         return self.tiles and len(self.parts) == self.shape[self.dim]
 
-    @cached_property
-    def overlaps(self) -> bool:
-        """Whether some slice belongs to several peers; what they send back is summed."""
-        cuts = sorted(part for part in self.parts if part[0] < part[1])
-        return any(after[0] < before[1] for before, after in zip(cuts, cuts[1:]))
-
 
 @dataclass(frozen=True)
 class Layout:

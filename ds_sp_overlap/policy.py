@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .channel import Channel
 from .clock import Steps, clock_of, watched
 from .config import SpOverlapConfig
-from .exchange import Channel
 
 OFF = "off"
 Candidate = int | str  # G, or OFF

@@ -30,8 +30,9 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
+from .channel import Channel
 from .clock import named
-from .exchange import Channel, Exchange
+from .exchange import Exchange
 from .layout import Geometry
 
 

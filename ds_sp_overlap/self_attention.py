@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
+from .channel import Channel
 from .config import SpOverlapConfig
-from .exchange import Channel
 from .layer import Layer, apart
 from .linear import PLAIN, Forwards, OutputParts, RowParts, WholeRows, batched_pays, call_through, can_take_apart
 from .parts import Part, join

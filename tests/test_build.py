@@ -13,7 +13,8 @@ import ranks
 import torch
 
 from ds_sp_overlap import SpOverlapConfig, build, kernels, ops
-from ds_sp_overlap.exchange import Channel, Exchange
+from ds_sp_overlap.channel import Channel
+from ds_sp_overlap.exchange import Exchange
 from ds_sp_overlap.layout import Geometry
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")

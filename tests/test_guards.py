@@ -99,7 +99,7 @@ WATCHED = {
         Guard("exchange:_InFlight.collect", "self.side.before_compute(self.received)", "pass"), test_hazards.stream_order
     ),
     "the side stream waits at launch": Watched(
-        Guard("exchange:SideStream.after_compute", "self.stream.wait_stream(self.backend.current_stream(self.device))", "pass"),
+        Guard("channel:SideStream.after_compute", "self.stream.wait_stream(self.backend.current_stream(self.device))", "pass"),
         test_hazards.stream_order,
     ),
     "a finished transfer is let go": Watched(
@@ -199,11 +199,11 @@ WATCHED = {
     ),
     # Agreement of the ranks.
     "ranks compare what they are about to exchange": Watched(
-        Guard("exchange:Channel.agree", "if not alike:", "if False:"),
+        Guard("channel:Channel.agree", "if not alike:", "if False:"),
         test_refusals.disagreement_goes_unnoticed,
     ),
     "a fault of one rank is everybody's": Watched(
-        Guard("exchange:Channel.agree", "if faults:", "if not mine[0]:"), fault_of_one_rank
+        Guard("channel:Channel.agree", "if faults:", "if not mine[0]:"), fault_of_one_rank
     ),
     "check mode compares": Watched(
         Guard("exchange:_InFlight.collect", "if self.expected is not None:", "if False:"),

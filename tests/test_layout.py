@@ -7,7 +7,7 @@ from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sp_overlap.layout import Geometry, Layout, Side
+from ds_sp_overlap.layout import Geometry, Layout
 
 settings.register_profile("layout", deadline=None, max_examples=150, derandomize=True)
 settings.load_profile("layout")
@@ -133,11 +133,10 @@ def test_the_global_side_is_tiled_and_the_local_side_is_covered(ranks):
         for kind, group in exchanges(rank):
             layout = rank.exchange(kind, group, 3)
             local, whole = (layout.target, layout.source) if kind == "o" else (layout.source, layout.target)
-            assert whole.tiles and not whole.overlaps
+            assert whole.tiles
             assert set(members(local.parts)) == set(range(local.shape[local.dim]))
             if kind in "qo":
-                assert local.tiles and not local.overlaps
-            assert local.overlaps == (len(members(local.parts)) > local.shape[local.dim])
+                assert local.tiles
 
 
 @given(geometries())
@@ -237,13 +236,8 @@ def test_a_kv_head_shared_by_two_groups_travels_with_the_first():
 
 def test_mqa_sends_the_one_kv_head_to_every_rank():
     layout = Geometry(4, 1, (2,) * 4, 1, heads=4, kv_heads=1).exchange("k", 0, 8)
-    assert layout.source.parts == ((0, 1),) * 4 and layout.source.overlaps
+    assert layout.source.parts == ((0, 1),) * 4
     assert layout.target.shape == (8, 1, 1, 8)
-
-
-def test_overlaps_sees_a_shared_slice_and_ignores_empty_parts():
-    assert Side((4, 1, 3, 2), 2, ((0, 2), (1, 3))).overlaps
-    assert not Side((4, 1, 3, 2), 2, ((0, 2), (1, 1), (2, 3))).overlaps
 
 
 def test_geometry_is_a_value():

@@ -19,7 +19,7 @@ from transports import Recording
 
 import ds_sp_overlap
 from ds_sp_overlap import policy as policies
-from ds_sp_overlap.exchange import Channel
+from ds_sp_overlap.channel import Channel
 from ds_sp_overlap.layout import Geometry
 from ds_sp_overlap.policy import OFF, Policy, candidates_for
 

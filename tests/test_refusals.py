@@ -12,7 +12,7 @@ from transports import Corrupting, Failing, Silent
 
 import ds_sp_overlap
 from ds_sp_overlap import SpOverlapConfig
-from ds_sp_overlap.exchange import Channel
+from ds_sp_overlap.channel import Channel
 from ds_sp_overlap.layout import Geometry
 
 PATIENCE_S = 40  # far above what a refusal takes, far below the process group's own timeout

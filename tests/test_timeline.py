@@ -18,7 +18,7 @@ from ranks import on_ranks, refusal
 
 import ds_sp_overlap
 from ds_sp_overlap import exchange, picture, schedule, timeline
-from ds_sp_overlap.exchange import Channel
+from ds_sp_overlap.channel import Channel
 from ds_sp_overlap.timeline import UNTRACKED, Row, Timeline, Track, computing
 
 

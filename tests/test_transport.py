@@ -21,7 +21,7 @@ from ranks import on_ranks, refusal
 
 import ds_sp_overlap
 from ds_sp_overlap import copy_engines, transport
-from ds_sp_overlap.exchange import Channel
+from ds_sp_overlap.channel import Channel
 from ds_sp_overlap.transport import C10d, OneRank, by_name
 
 

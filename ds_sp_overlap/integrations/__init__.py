@@ -17,8 +17,8 @@ from tabulate import tabulate
 from torch import nn
 
 from .. import ops
+from ..channel import Channel
 from ..config import SpOverlapConfig
-from ..exchange import Channel
 from ..policy import Policy
 from ..self_attention import SelfAttention
 from ..timeline import Timeline

@@ -14,8 +14,8 @@ from packaging.version import Version
 from torch import nn
 
 from ..attention import ProjectedAttention, drop_in_forward
+from ..channel import Channel
 from ..config import SpOverlapConfig
-from ..exchange import Channel
 from ..policy import Policy
 from . import Layer, enable, megatron_bridge, rebind
 

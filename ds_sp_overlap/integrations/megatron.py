@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..channel import Channel
 from ..config import SpOverlapConfig
-from ..exchange import Channel
 from ..layout import Geometry
 from ..linear import Forwards
 from ..policy import Policy

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..exchange import Channel
+from ..channel import Channel
 from . import say_once
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..attention import ProjectedAttention
+from ..channel import Channel
 from ..config import SpOverlapConfig
-from ..exchange import Channel
 from ..layout import Geometry
 from ..policy import Policy
 from ..rotary import Rotary

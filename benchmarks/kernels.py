@@ -42,7 +42,7 @@ if importlib.util.find_spec("deepspeed") is None:
     package.__spec__ = importlib.machinery.ModuleSpec("ds_sp_overlap", None, is_package=True)
     sys.modules["ds_sp_overlap"] = package
 from ds_sp_overlap import kernels, ops  # noqa: E402
-from ds_sp_overlap.linear import _by_rank  # noqa: E402
+from ds_sp_overlap.linear import by_rank  # noqa: E402
 from ds_sp_overlap.parts import batched, cut_ranges  # noqa: E402
 
 compiled = torch.ops.ds_sp_overlap_compiled
@@ -249,7 +249,7 @@ class Row:
                     return torch.nn.functional.linear(x[i], w) if dim == 0 else x[i] @ w
 
                 def batch(i, dim=dim, weight=weight, part=part):
-                    return _by_rank(x[i], batched(weight, dim, part, self.P))
+                    return by_rank(x[i], batched(weight, dim, part, self.P))
 
                 def gemm_and_pack(i, plain=plain, heads=heads, parts=parts):
                     y = plain(i).view(self.tokens, heads, self.d)

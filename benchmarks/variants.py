@@ -26,7 +26,7 @@ import ds_sp_overlap
 from ds_sp_overlap import self_attention
 
 
-def five_of_eight(call, inputs, attend, output, arrive=lambda kind, x: x):
+def five_of_eight(call, inputs, attend, output, arrive=None):
     """A schedule in the form of `ds_sp_overlap.schedule.overlapped` that leaves v, o and dv exposed; one head group.
 
     forward    Wq >q Wk >k Wv <q <k | >v <v | attention | >o <o | Wo
@@ -34,14 +34,16 @@ def five_of_eight(call, inputs, attend, output, arrive=lambda kind, x: x):
     """
 
     def start_inputs(project):
-        tokens = [call.start(kind, 0, project(kind, 0)) for kind in "qk"]
+        tokens = []
+        for kind in "qk":
+            tokens.append(call.start(kind, 0, project(kind, 0)))
         return [*tokens, project("v", 0)]
 
     q, k, v = inputs(start_inputs)
-    q, k = (arrive(kind, call.finish(kind, 0, token)) for kind, token in (("q", q), ("k", k)))
-    v = arrive("v", call.finish("v", 0, call.start("v", 0, v)))
+    (q,), (k,) = (call.finish(kind, 0, [token]) for kind, token in (("q", q), ("k", k)))
+    (v,) = call.finish("v", 0, [call.start("v", 0, v)])
     token = call.start("o", 0, attend(q, k, v))
-    return output([token], lambda tokens, merge: merge(0, call.finish("o", 0, tokens[0])))
+    return output([token], lambda tokens, merge: merge(0, call.finish("o", 0, tokens)[0]))
 
 
 @dataclass(frozen=True)
@@ -134,19 +136,19 @@ class Layer:
 
         return run
 
-    def ours(self, transport=None, **config) -> ds_sp_overlap.SelfAttention:
+    def ours(self, transport=None, q_norm=None, **config) -> ds_sp_overlap.SelfAttention:
         shape = self.shape
         block = ds_sp_overlap.SelfAttention(
             local_attention=self.local, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
             sequence_process_group=self.group, batch_first=False, config=config, transport=transport, name="layer",
-            **self.projections,
+            q_norm=q_norm, **self.projections,
         )  # fmt: skip
         if self.channel is not None:
             block.layer.channel = self.channel
         return block
 
     def five_of_eight(self, transport=None) -> Callable[[Tensor], Tensor]:
-        block = self.ours(transport, head_groups=1)
+        block = self.ours(transport, q_norm=lambda q: q, head_groups=1)  # with a norm, each projection is a node of its own
 
         def run(x):
             with mock.patch.object(self_attention, "overlapped", five_of_eight):

@@ -39,7 +39,7 @@ class ProjectedAttention:
         *,
         batch_first: bool,
         num_kv_heads: int | None = None,
-        arrive: Callable[[str, Tensor], Tensor] = lambda kind, x: x,
+        arrive: Callable[[str, Tensor], Tensor] | None = None,
         sequence_lengths: list[int] | None = None,
         instead: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
@@ -205,12 +205,13 @@ def drop_in_forward(
     batch_first = batch_dim_idx == 0
 
     def arrive(kind, x):
-        if kind == "v" or rotary_pos_emb is None:
+        if kind == "v":
             return x
         cos, sin = (table.transpose(0, 1) if batch_first else table for table in rotary_pos_emb)
         return rotate(x, cos, sin)
 
     return attend(
         local_attention, query, key, value, args, kwargs,
-        batch_first=batch_first, num_kv_heads=num_kv_heads, arrive=arrive, sequence_lengths=sequence_lengths, instead=instead,
+        batch_first=batch_first, num_kv_heads=num_kv_heads, arrive=None if rotary_pos_emb is None else arrive,
+        sequence_lengths=sequence_lengths, instead=instead,
     )  # fmt: skip

@@ -34,8 +34,10 @@ def _as_it_travels(x: Tensor, side: Side) -> Tensor | None:
     """``x``, one end of an exchange, as the flat buffer that travels, if it lies in memory that way: each part together."""
     if side.is_wire_layout:
         return x.contiguous().view(-1)
+    if not side.is_cut_into_slices:
+        return None
     front = x.movedim(side.dim, 0)
-    return front.view(-1) if side.is_cut_into_slices and front.is_contiguous() else None
+    return front.view(-1) if front.is_contiguous() else None
 
 
 class _InFlight:
@@ -65,8 +67,8 @@ class _InFlight:
         self.send = _as_it_travels(x, source) if turn is None else None
         packs = self.send is None
         if packs:
-            self.send = x.new_empty(sum(source.split_sizes))
-        self.recv = x.new_empty(sum(target.split_sizes))
+            self.send = x.new_empty(source.elements)
+        self.recv = x.new_empty(target.elements)
         self.unpacks = turn_back is not None or not target.is_wire_layout
         # Where unpacking is put off, so is its memory; else it must come from the compute stream, here.
         later = self.unpacks and self.side.deferred_unpack
@@ -176,48 +178,79 @@ class Exchange:
         Collective: every rank of the sp group starts the same exchanges in the same order.
         Raises ValueError, before any communication, if ``x`` has another shape.
         """
+        if not torch.is_grad_enabled():
+            self.launch(x)
+            return _token(x)
         return _Start.apply(x, self)
 
     def finish(self, token: Tensor) -> Tensor:
         """Order the compute stream after the exchange and return what was received, in the shape of ``layout.target``."""
-        if self.forward is None:
-            raise RuntimeError(f"{self.where} {self.what}: finished without having been started, or finished twice")
-        return _Finish.apply(token, self)
+        (y,) = finish_together([self], [token])
+        return y
 
     def launch(self, x: Tensor) -> None:
+        """The first half of the forward, for a node that does more than that."""
         name = f"{self.where} {self.what}"
         self.forward = _InFlight(self.channel, self.layout, x, name, self.checked, turn=self.turn)
 
+    def collect(self) -> Tensor:
+        """The second half."""
+        if self.forward is None:
+            raise RuntimeError(f"{self.where} {self.what}: finished without having been started, or finished twice")
+        in_flight, self.forward = self.forward, None
+        return in_flight.collect()
+
     def launch_gradient(self, dy: Tensor) -> None:
+        """The first half of the backward."""
         name = f"{self.where} d{self.what}"
         self.gradient = _InFlight(self.channel, self.layout.inverse, dy, name, self.checked, turn_back=self.turn)
+
+    def collect_gradient(self) -> Tensor:
+        """The second half."""
+        in_flight, self.gradient = self.gradient, None
+        return in_flight.collect()
+
+
+def finish_together(exchanges: list[Exchange], tokens: list[Tensor]) -> tuple[Tensor, ...]:
+    """`Exchange.finish` of several, in one node: their gradients are started when all are known, the last one first."""
+    if not torch.is_grad_enabled():
+        return tuple(exchange.collect() for exchange in exchanges)
+    return _Finish.apply(exchanges, *tokens)
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, exchange):
         ctx.exchange = exchange
+        ctx.set_materialize_grads(False)
         exchange.launch(x)
-        return x.new_empty(0)  # on the tensor's device: both halves stay in one ready queue of the autograd engine
+        return _token(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _):
+    def backward(ctx, token):
         """Before: dx = all_to_all(dy). Now: that exchange is under way since `_Finish.backward`; wait for it."""
-        gradient, ctx.exchange.gradient = ctx.exchange.gradient, None
-        return gradient.collect(), None
+        return None if token is None else ctx.exchange.collect_gradient(), None
+
+
+def _token(x: Tensor) -> Tensor:
+    return x.new_empty(0)  # on the tensor's device: both halves stay in one ready queue of the autograd engine
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, token, exchange):
-        ctx.exchange = exchange
-        in_flight, exchange.forward = exchange.forward, None
-        return in_flight.collect()
+    def forward(ctx, exchanges, *tokens):
+        ctx.exchanges = exchanges
+        ctx.set_materialize_grads(False)
+        received = tuple(exchange.collect() for exchange in exchanges)
+        ctx.mark_non_differentiable(*(y for y, needed in zip(received, ctx.needs_input_grad[1:]) if not needed))
+        return received
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        """Before: nothing, finish moved no data. Now: launch the exchange of dy, the moment it is known."""
-        ctx.exchange.launch_gradient(dy)
-        return dy.new_empty(0), None
+    def backward(ctx, *gradients):
+        """Before: nothing, finish moved no data. Now: launch the exchange of each dy, the moment that they are known."""
+        for exchange, dy in reversed(list(zip(ctx.exchanges, gradients))):
+            if dy is not None:
+                exchange.launch_gradient(dy)
+        return None, *(None if dy is None else _token(dy) for dy in gradients)

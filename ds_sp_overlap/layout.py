@@ -46,9 +46,14 @@ class Side:
         return [(stop - start) * row for start, stop in self.parts]
 
     @cached_property
-    def edges(self) -> tuple[list[int], list[int]]:
+    def elements(self) -> int:
+        """Elements of all parts."""
+        return sum(self.split_sizes)
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Starts and stops of the parts."""
-        return [start for start, _ in self.parts], [stop for _, stop in self.parts]
+        return tuple(zip(*self.parts))
 
     @cached_property
     def tiles(self) -> bool:

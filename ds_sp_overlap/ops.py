@@ -16,7 +16,8 @@ csrc/, which `kernels` loads:
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple
+import functools
+from typing import Callable, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -41,12 +42,18 @@ def _parts(tensor: Tensor, wire: Tensor, dim: int, starts: list[int], stops: lis
     return [(part, segment.view(part.shape)) for part, segment in zip(parts, wire.split([p.numel() for p in parts]))]
 
 
-def _equal_tiles(tensor: Tensor, dim: int, starts: list[int], stops: list[int]) -> Tensor | None:
-    """View of ``tensor`` with the parts in front, if they are equal and cover the dimension in order."""
+@functools.lru_cache(maxsize=4096)
+def _are_equal_tiles(extent: int, starts: Sequence[int], stops: Sequence[int]) -> bool:
     count, size = len(starts), stops[0] - starts[0]
-    if count * size != tensor.shape[dim] or any(part != (i * size, i * size + size) for i, part in enumerate(zip(starts, stops))):
+    return count * size == extent and all(part == (i * size, i * size + size) for i, part in enumerate(zip(starts, stops)))
+
+
+def _equal_tiles(tensor: Tensor, dim: int, starts: Sequence[int], stops: Sequence[int]) -> Tensor | None:
+    """View of ``tensor`` with the parts in front, if they are equal and cover the dimension in order."""
+    shape, count = tensor.shape, len(starts)
+    if not _are_equal_tiles(shape[dim], tuple(starts), tuple(stops)):
         return None
-    return tensor.unflatten(dim, (count, size)).movedim(dim, 0)
+    return tensor.view(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]).movedim(dim, 0)
 
 
 def _pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:

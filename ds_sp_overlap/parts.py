@@ -27,6 +27,8 @@ def _slices(x: Tensor, dim: int, ranges: Part) -> Tensor | None:
 def cut_ranges(parameter: Tensor, dim: int, ranges: Part) -> Tensor:
     """The slices of ``parameter`` along ``dim``, one after another; a view if there is one."""
     if len(ranges) == 1:
+        if ranges[0] == (0, parameter.shape[dim]):
+            return parameter
         return parameter.narrow(dim, ranges[0][0], ranges[0][1] - ranges[0][0])
     slices = _slices(parameter, dim, ranges)  # one copy instead of one a slice
     if slices is not None:
@@ -52,16 +54,16 @@ def _disjoint_cover(parts: list[Part], size: int) -> bool:
     return [r[0] for r in ranges] + [size] == [0] + [r[1] for r in ranges]
 
 
-def _join(shape, dim: int, parts: list[Part], pieces) -> Tensor | None:
-    """A tensor with each piece in its place; summed where parts overlap, zero where there is none."""
-    given = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
-    if not given:
+def join_pieces(shape, dim: int, pieces: list[tuple[Part, Tensor]]) -> Tensor | None:
+    """A tensor with each piece in its place; summed where their parts overlap, zero where there is none; None for no piece."""
+    if not pieces:
         return None
-    if given[0][0] == ((0, shape[dim]),) and len(given) == 1:
-        return given[0][1]
-    once = _disjoint_cover([part for part, _ in given], shape[dim])
-    whole = given[0][1].new_empty(shape) if once else given[0][1].new_zeros(shape)
-    for part, piece in given:
+    if len(pieces) == 1 and pieces[0][0] == ((0, shape[dim]),):
+        return pieces[0][1]
+    once = _disjoint_cover([part for part, _ in pieces], shape[dim])
+    like = pieces[0][1]
+    whole = like.new_empty(shape) if once else like.new_zeros(shape)
+    for part, piece in pieces:
         put_ranges(whole, dim, part, piece, add=not once)
     return whole
 
@@ -78,7 +80,8 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        return _join(ctx.shape, ctx.dim, ctx.parts, grads), None, None
+        given = [(part, grad) for part, grad in zip(ctx.parts, grads) if grad is not None]
+        return join_pieces(ctx.shape, ctx.dim, given), None, None
 
 
 class _Join(torch.autograd.Function):
@@ -87,7 +90,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shape, dim, parts, *pieces):
         ctx.dim, ctx.parts = dim, parts
-        return _join(shape, dim, parts, pieces)
+        return join_pieces(shape, dim, list(zip(parts, pieces)))
 
     @staticmethod
     @once_differentiable
@@ -128,7 +131,8 @@ class Gradient:
     def collect(self, reached: list[bool]) -> Tensor | None:
         """The gradient, zero in the parts that this backward has not reached."""
         pieces, self.pieces = self.pieces, {}
-        return _join(self.shape, self.dim, self.parts, [pieces[i] if there else None for i, there in enumerate(reached)])
+        given = [(part, pieces[i]) for i, part in enumerate(self.parts) if reached[i]]
+        return join_pieces(self.shape, self.dim, given)
 
 
 class _Tokens(torch.autograd.Function):

@@ -18,6 +18,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
 
 
+def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The transpose of `rotate`, which is its backward."""
+    dims = cos.shape[-1]
+    rotary, rest = dy[..., :dims], dy[..., dims:]
+    low, high = (rotary * sin).chunk(2, dim=-1)
+    rotary = rotary * cos + torch.cat((high, -low), dim=-1)
+    return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
+
+
 @dataclass(frozen=True)
 class Rotary:
     """A layer's rotary embedding: `rotate`, by what its ``position_embeddings`` say.

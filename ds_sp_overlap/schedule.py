@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .channel import Channel
 from .clock import named
-from .exchange import Exchange
+from .exchange import Exchange, finish_together
 from .layout import Geometry
 
 
@@ -64,9 +64,13 @@ class Call:
         exchange = self._exchanges[kind, group] = Exchange(self.channel, layout, self.where, what, self.checked, turn)
         return exchange.start(x)
 
-    def finish(self, kind: str, group: int, token: Tensor) -> Tensor:
-        """Finish it; returns what was received."""
-        return self._exchanges.pop((kind, group)).finish(token)
+    def exchange(self, kind: str, group: int) -> Exchange:
+        """The exchange that was started."""
+        return self._exchanges[kind, group]
+
+    def finish(self, kinds: str, group: int, tokens: list[Tensor]) -> tuple[Tensor, ...]:
+        """Finish exchanges of a group; returns what was received."""
+        return finish_together([self._exchanges[kind, group] for kind in kinds], tokens)
 
     def named(self, what: str, group: int) -> Any:
         """A range of a profiler, named as in the drawing above."""
@@ -92,7 +96,7 @@ def overlapped(
     inputs: Callable[[Callable[[Project], list[Tensor]]], list[Tensor]],
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     output: Callable[[list[Tensor], Callable[[list[Tensor], Merge], None]], Tensor],
-    arrive: Callable[[str, Tensor], Tensor] = lambda kind, x: x,
+    arrive: Callable[[str, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Run an attention layer in the order drawn above.
 
@@ -116,17 +120,21 @@ def overlapped(
 
     keys, values, started = {}, {}, []
     for group in call.groups:
-        q = arrive("q", call.finish("q", group, tokens["q", group]))
-        if ("k", group) in tokens:
-            keys[group] = arrive("k", call.finish("k", group, tokens["k", group]))
-            values[group] = arrive("v", call.finish("v", group, tokens["v", group]))
+        received = {}
+        for kinds in (call.geometry.kinds_of(group),) if arrive is None else call.geometry.kinds_of(group):
+            received.update(zip(kinds, call.finish(kinds, group, [tokens[kind, group] for kind in kinds])))
+            if arrive is not None:  # under the exchanges that are still on their way
+                received[kinds] = arrive(kinds, received[kinds])
+        q = received.pop("q")
+        if received:
+            keys[group], values[group] = received["k"], received["v"]
         with call.named("attention ", group):
             o = attend(q, call.with_kv(group, keys), call.with_kv(group, values))
         started.append(call.start("o", group, o))
 
     def finish_output(tokens: list[Tensor], merge: Merge) -> None:
         for group in call.groups:
-            o = call.finish("o", group, tokens[group])
+            (o,) = call.finish("o", group, [tokens[group]])
             with call.named("Wo", group):
                 merge(group, o)
 

@@ -11,7 +11,8 @@ from . import ops
 from .channel import Channel
 from .config import SpOverlapConfig
 from .layer import Layer, apart
-from .linear import PLAIN, Forwards, OutputParts, RowParts, WholeRows, batched_pays, call_through, can_take_apart
+from .linear import PLAIN, Forwards, RowParts, WholeRows, batched_pays, call_through, can_take_apart
+from .nodes import Rows, finish_output, start_inputs
 from .parts import Part, join
 from .policy import Policy
 from .rotary import Rotary
@@ -86,13 +87,13 @@ class SelfAttention:
             firsts = (0, self.heads, self.heads + self.kv_heads)
             self._projections = {kind: (qkv_proj, first) for kind, first in zip("qkv", firsts)}
         self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
+        self._modules = list(dict.fromkeys([*(module for module, _ in self._projections.values()), o_proj]))
 
     def taken_apart(self) -> list[nn.Module]:
         """The projections that are computed part by part, as of now."""
         if not self.layer.config.projections:
             return []
-        modules = dict.fromkeys([*(module for module, _ in self._projections.values()), self.o_proj])
-        return [module for module in modules if can_take_apart(module, self.plain)]
+        return [module for module in self._modules if can_take_apart(module, self.plain)]
 
     @torch.compiler.disable
     def __call__(
@@ -130,51 +131,60 @@ class SelfAttention:
 
         def inputs(program):
             inner = [module for module in opened if module is not self.o_proj]
-            return call_through(
-                inner, lambda x: tuple(program(self._projector(call, x, inner, position_embeddings))), hidden_states
-            )
+            rows, tables = self._rows(call), self._tables(call, position_embeddings)
+
+            def body(x):
+                if tables is not None and {part.module for part in rows.values()}.issubset(inner):
+                    return start_inputs(call, x, rows, self.head_dim, tables, program)
+                return tuple(program(self._projector(call, x, rows, inner, position_embeddings)))
+
+            return call_through(inner, body, hidden_states)
 
         def attend(q, k, v):
             return apart(self.local_attention(q, k, v, *args, **kwargs), q, self.layer.where)
 
         def output(tokens, program):
-            if self.o_proj not in opened:
-                outputs: list[Tensor] = []
-                program(tokens, lambda group, o: outputs.append(o))
-                o = join(outputs, 2, [call.geometry.heads_of("q", group) for group in call.groups])
-                return self.o_proj(o.flatten(2))
-
-            def body(*tokens):
-                ranks = call.geometry.sp_size if "o" in call.by_rank else 0
-                total = OutputParts(self.o_proj, hidden_states, self.layer.config.wgrad, ranks)
-
-                def merge(group, o):
-                    total.add(o.flatten(-2), call.geometry.elements_of("o", group, 0, o.shape[-1]))
-
-                program(tokens, merge)
-                return total.output
-
-            return call_through([self.o_proj], body, *tokens)
+            if self.o_proj in opened:
+                defer = self.layer.config.wgrad
+                return call_through(
+                    [self.o_proj], lambda *tokens: finish_output(call, self.o_proj, defer, tokens, program), *tokens
+                )
+            outputs: list[Tensor] = []
+            program(tokens, lambda group, o: outputs.append(o))
+            o = join(outputs, 2, [call.geometry.heads_of("q", group) for group in call.groups])
+            return self.o_proj(o.flatten(2))
 
         return overlapped(call, inputs, attend, output)
 
-    def _projector(self, call: Call, x: Tensor, opened: list[nn.Module], position_embeddings: Any):
-        """``project(kind, group)`` of `overlapped`: projection, norm and RoPE of one group's heads."""
-        rows: dict[nn.Module, list[Part]] = {}
-        place: dict[tuple[str, int], tuple[nn.Module, int]] = {}
+    def _rows(self, call: Call) -> dict[tuple[str, int], Rows]:
+        """Where each part of q, k and v comes from."""
+        rows = {}
         for kind, group in call.parts:
             module, first = self._projections[kind]
-            part = rows.setdefault(module, [])
-            place[kind, group] = module, len(part)
-            part.append(call.geometry.elements_of(kind, group, first, self.head_dim))
-        sources = {m: (RowParts if m in opened else WholeRows)(x, m, parts) for m, parts in rows.items()}
+            ranks = call.geometry.sp_size if kind in call.by_rank else 0
+            rows[kind, group] = Rows(module, call.geometry.elements_of(kind, group, first, self.head_dim), ranks)
+        return rows
+
+    def _tables(self, call: Call, position_embeddings: Any) -> tuple[Tensor, ...] | None:
+        """What q and k are rotated by between projection and exchange, empty for nothing; None where more is done to them."""
+        if any(norm is not None for norm in self._norms.values()) or not (self.rope is None or isinstance(self.rope, Rotary)):
+            return None
+        tables = None if self.rope is None or call.turn is not None else self.rope.tables(position_embeddings)
+        return () if tables is None else None if any(table.requires_grad for table in tables) else tables
+
+    def _projector(self, call: Call, x: Tensor, rows: dict, opened: list[nn.Module], position_embeddings: Any):
+        """``project(kind, group)`` of `overlapped`: projection, norm and RoPE of one group's heads."""
+        parts: dict[nn.Module, list[Part]] = {}
+        place = {}
+        for what, part in rows.items():
+            place[what] = len(parts.setdefault(part.module, []))
+            parts[part.module].append(part.rows)
+        sources = {m: (RowParts if m in opened else WholeRows)(x, m, parts) for m, parts in parts.items()}
 
         def project(kind: str, group: int) -> Tensor:
-            module, index = place[kind, group]
-            if kind not in call.by_rank:
-                return shape(kind, sources[module].part(index).unflatten(-1, (-1, self.head_dim)))
-            heads = sources[module].part(index, call.geometry.sp_size).unflatten(-1, (-1, self.head_dim))
-            return shape(kind, heads.movedim(2, 0)).movedim(0, 2)  # in the order of memory, which stays as it is
+            module, _, ranks = rows[kind, group]
+            heads = sources[module].part(place[kind, group], ranks).unflatten(-1, (-1, self.head_dim))
+            return shape(kind, heads.movedim(2, 0)).movedim(0, 2) if ranks else shape(kind, heads)  # in the order of memory
 
         def shape(kind: str, heads: Tensor) -> Tensor:
             if kind == "v":
@@ -187,8 +197,10 @@ class SelfAttention:
 
     def _by_rank(self, call: Call, x: Tensor, opened: list[nn.Module]) -> frozenset[str]:
         """Those of q, k, v and o whose send buffers are written by the GEMM that makes them, so that nothing is packed."""
-        modules = {**{kind: module for kind, (module, _) in self._projections.items()}, "o": self.o_proj}
         geometry = call.geometry
+        if not batched_pays(x, geometry.heads // geometry.sp_size * self.head_dim):  # no part has more rows a rank
+            return frozenset()
+        modules = {**{kind: module for kind, (module, _) in self._projections.items()}, "o": self.o_proj}
         stranger = self.rope is not None and not isinstance(self.rope, Rotary)  # expects four dimensions
         packed = stranger or call.turn is not None
 

@@ -19,7 +19,7 @@ class Shape:
     lengths: tuple = (6, 6)  # local sequence of each rank
     batch_first: bool = True
     rope: bool = True
-    rotary: bool = False  # rope as a `ds_sp_overlap.Rotary` instead of a function of ours
+    rotary: bool = True  # rope as a `ds_sp_overlap.Rotary`, which lets the projections be one node, or as a function
     bias: bool = False
     fused: bool = False
     dtype: torch.dtype = torch.float64

@@ -36,11 +36,12 @@ def test_block_equals_the_reference_for_all_layouts_batches_and_groups(heads, kv
             lengths=(3,) * size,
             batch_first=batch_first,
             rope=rope,
+            rotary=rotary,
             config={"head_groups": groups},
         )
         for batch in (1, 3)
         for batch_first in (True, False)
-        for rope in (True, False)
+        for rope, rotary in ((True, True), (True, False), (False, False))
         for groups in groups_for(heads, size)
     ]
     no_faults(size, layers.faults_of_all, shapes)
@@ -58,12 +59,14 @@ def test_block_equals_the_reference_for_all_projections_and_switches(switch, siz
             batch_first=batch_first,
             bias=bias,
             fused=fused,
+            rotary=rotary,
             config={"head_groups": groups, **switch},
         )
         for heads, kv_heads in ((8, 2), (9, 3))
         for batch_first in (True, False)
         for bias in (True, False)
         for fused in (True, False)
+        for rotary in (True, False)
         for groups in groups_for(heads, size)
     ]
     no_faults(size, layers.faults_of_all, shapes)
@@ -79,9 +82,11 @@ def test_block_equals_the_reference_for_unequal_local_sequences(lengths):
             batch=batch,
             lengths=lengths,
             batch_first=batch_first,
+            rotary=rotary,
             config={"head_groups": groups},
         )
         for kv_heads in (8, 2)
+        for rotary in (True, False)
         for batch in (1, 3)
         for batch_first in (True, False)
         for groups in (1, 2)

@@ -19,7 +19,7 @@ from ranks import on_ranks
 
 
 def input_then_backward(rank):
-    return test_usage.faults_of(rank, test_usage.grad_of_input_then_backward, test_usage.SHAPES[:1])
+    return test_usage.faults_of(rank, test_usage.grad_of_input_then_backward, test_usage.SHAPES[3:])
 
 
 def key_is_value(rank):
@@ -104,17 +104,17 @@ WATCHED = {
     ),
     "a finished transfer is let go": Watched(
         Guard(
-            "exchange:_Finish.forward",
-            "in_flight, exchange.forward = exchange.forward, None",
-            "in_flight = exchange.forward",
+            "exchange:Exchange.collect",
+            "in_flight, self.forward = self.forward, None",
+            "in_flight = self.forward",
         ),
         test_hazards.nothing_stays_in_flight,
     ),
     "a gradient's finished transfer is let go": Watched(
         Guard(
-            "exchange:_Start.backward",
-            "gradient, ctx.exchange.gradient = ctx.exchange.gradient, None",
-            "gradient = ctx.exchange.gradient",
+            "exchange:Exchange.collect_gradient",
+            "in_flight, self.gradient = self.gradient, None",
+            "in_flight = self.gradient",
         ),
         test_hazards.nothing_stays_in_flight,
     ),
@@ -127,29 +127,28 @@ WATCHED = {
         ranks=0,
     ),
     "parts are tiles only if they cover": Watched(
-        Guard("ops:_equal_tiles", "count * size != tensor.shape[dim] or any", "any"),
+        Guard("ops:_are_equal_tiles", "count * size == extent and all", "all"),
         test_ops.tiles_that_do_not_cover,
         ranks=0,
     ),
     # Gradients that meet.
     "what an unfinished backward left is replaced": Watched(
-        Guard(
-            "linear:_OutputPart.backward",
-            "ctx.left[ctx.columns] = product, dy",
-            "ctx.left.setdefault(ctx.columns, (product, dy))",
-        ),
+        Guard("parts:Gradient.leave", "self.pieces[index] = piece", "self.pieces.setdefault(index, piece)"),
         input_then_backward,
+    ),
+    "what this backward has not reached is not collected": Watched(
+        Guard("parts:Gradient.collect", "if reached[i]", "if i in pieces"), test_usage.stale_parts
     ),
     "gradients of shared rows are summed": Watched(
         Guard(
-            "parts:_join",
+            "parts:join_pieces",
             "put_ranges(whole, dim, part, piece, add=not once)",
             "put_ranges(whole, dim, part, piece, add=False)",
         ),
         key_is_value,
     ),
     "rows without a gradient get zero": Watched(
-        Guard("parts:_join", "if once else given[0][1].new_zeros(shape)", "if once else given[0][1].new_ones(shape)"),
+        Guard("parts:join_pieces", "if once else like.new_zeros(shape)", "if once else like.new_ones(shape)"),
         test_usage.attention_without_keys,
     ),
     "every rank reads each piece of KV heads": Watched(
@@ -164,7 +163,7 @@ WATCHED = {
         Guard("linear:call_through", 'vars(first).pop("forward", None)', "pass"), hook_raises
     ),
     "a forward is given back before anything else runs": Watched(
-        Guard("linear:call_through", "del first.forward", "pass"), forwards_inside
+        Guard("linear:call_through", 'del vars(first)["forward"]', "pass"), forwards_inside
     ),
     "a hooked module is called whole": Watched(
         Guard("linear:can_take_apart", '.startswith("deepspeed.")', '.startswith("")'), hook_sees_all
@@ -174,19 +173,15 @@ WATCHED = {
         Guard("schedule:Call.__init__", "self.parts = geometry.parts", "self.parts = geometry.parts[::-1]"),
         order_of_two_groups,
     ),
-    "the wgrad's node is older than the finishes": Watched(
-        Guard(
-            "self_attention:SelfAttention._overlapped",
-            "program(tokens, merge)",
-            "parts = []\n            "
-            "program(tokens, lambda *part: parts.append(part))\n"
-            "            total = OutputParts(self.o_proj, hidden_states, self.layer.config.wgrad, ranks)\n"
-            "            for part in parts: merge(*part)",
-        ),
-        wgrad_in_place,
+    "gradients start in the order drawn": Watched(
+        Guard("exchange:_Finish.backward", "reversed(list(zip(ctx.exchanges, gradients)))", "zip(ctx.exchanges, gradients)"),
+        order_of_two_groups,
     ),
-    "the wgrad waits for its node": Watched(
-        Guard("linear:_OutputPart.backward", "if not ctx.defer:", "if True:"), wgrad_in_place
+    "the wgrad waits for the starts": Watched(
+        Guard("nodes:finish_output", "program, defer, weight", "program, False, weight"), wgrad_in_place
+    ),
+    "a part that needs no gradient is not exchanged": Watched(
+        Guard("nodes:_StartInputs.forward", "if not of_x:", "if False:"), test_usage.exchanges_of_frozen_parts
     ),
     # The policy.
     "a candidate stays for its backward": Watched(

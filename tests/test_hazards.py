@@ -29,6 +29,7 @@ SHAPES = [
         batch_first=batch_first,
         fused=fused,
         bias=fused,
+        rotary=batch_first,
         lengths=lengths,
         config={"head_groups": groups},
     )

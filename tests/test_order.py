@@ -99,7 +99,7 @@ def test_a_kv_head_shared_by_two_groups_travels_with_the_first_in_both_direction
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("groups,between", [(1, (">do", "<do")), (2, (">do0", "<do1"))])
 def test_wgrad_of_the_output_projection_runs_under_the_exchange_of_do(groups, between, size):
-    """Guard: `OutputParts`, and with it the node of the wgrad, is made before the groups are finished."""
+    """Guard: `_FinishOutput.backward` computes it after it has started the gradients of all groups."""
     for _, log in on(size, HEADS, {"head_groups": groups}, True):
         at = [i for i, what in enumerate(log) if what == "dWo"]
         assert len(at) == groups

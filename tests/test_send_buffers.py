@@ -14,7 +14,7 @@ from test_equivalence import HEADS, groups_for, no_faults
 from ds_sp_overlap import kernels, ops, self_attention
 from ds_sp_overlap.layout import Geometry
 
-always = mock.patch.object(self_attention, "batched_pays", lambda x, rows, dgrad: True)
+always = mock.patch.object(self_attention, "batched_pays", lambda x, rows, dgrad=False: True)
 
 
 def faults_written_by_the_gemm(rank, shapes):

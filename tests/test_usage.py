@@ -12,6 +12,7 @@ from layers import Shape
 from ranks import on_ranks, refusal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transports import Recording
 
 import ds_sp_overlap
 from ds_sp_overlap.linear import can_take_apart
@@ -20,6 +21,7 @@ SHAPES = [
     Shape(kv_heads=2),
     Shape(kv_heads=2, config={"head_groups": 1}),
     Shape(fused=True, bias=True, batch_first=False),
+    Shape(bias=True, rotary=False),
 ]
 SEPARATE = [shape for shape in SHAPES if not shape.fused]
 
@@ -88,7 +90,7 @@ def second_backward(call, layer, x, dy):
 
 
 def grad_of_input_then_backward(call, layer, x, dy):
-    """Guard: what `_OutputPart.backward` left for a `_Wgrad` that didn't run is replaced, not added to."""
+    """What a backward that didn't reach the weights left behind doesn't reach them with the next."""
     y = call(x)
     (only,) = torch.autograd.grad(y, x, dy * dy, retain_graph=True)
     y.backward(dy)
@@ -259,9 +261,9 @@ def reversed_values(q, k, v):
     return v.flip(1)
 
 
-def attention_without_keys(rank):
+def attention_without_keys(rank, rotary=True):
     """Gradients of a fused projection whose q and k rows nothing depends on: zero there, right elsewhere."""
-    shape = Shape(fused=True, bias=True)
+    shape = Shape(fused=True, bias=True, rotary=rotary)
     x, dy = layers.whole_inputs(shape)
     mine, whole = layers.projections(shape), layers.projections(shape)
     values = whole["qkv_proj"](x).chunk(3, -1)[2]
@@ -276,9 +278,65 @@ def attention_without_keys(rank):
     return layers.faults(1e-12, **pairs)
 
 
-def test_rows_that_nothing_depends_on_get_a_gradient_of_zero():
-    """Guard: `_join` starts from zero where a part got no gradient."""
-    no_faults(attention_without_keys)
+@pytest.mark.parametrize("rotary", [True, False])
+def test_rows_that_nothing_depends_on_get_a_gradient_of_zero(rotary):
+    """Guard: `join_pieces` starts from zero where a part got no gradient."""
+    no_faults(attention_without_keys, rotary)
+
+
+class Once(torch.autograd.Function):
+    """Has a gradient the first time only."""
+
+    @staticmethod
+    def forward(ctx, x, backwards):
+        ctx.backwards = backwards
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.backwards.append(dy)
+        return dy if len(ctx.backwards) == 1 else None, None
+
+
+def stale_parts(rank, rotary=False):
+    """The second backward doesn't reach q and k, whose parts the first one computed for nobody."""
+    shape, backwards = Shape(fused=True, rotary=rotary, config={"head_groups": 1}), []
+    layer = layers.projections(shape)
+
+    def attention(q, k, v):
+        return v.flip(1) + Once.apply(q + k, backwards)
+
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=attention)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    y = layers.call_block(shape, attend, rank, x.requires_grad_())
+    torch.autograd.grad(y, x, dy, retain_graph=True)
+    y.backward(dy)
+    q, k, v = (rows.abs().max().item() for rows in layer["qkv_proj"].weight.grad.chunk(3))
+    return [] if q == k == 0 < v else [f"gradients of q, k, v up to {q}, {k}, {v}"]
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_parts_that_this_backward_does_not_reach_get_a_gradient_of_zero(rotary):
+    """Guard: `Gradient.collect` takes what this backward left."""
+    no_faults(stale_parts, rotary)
+
+
+def exchanges_of_frozen_parts(rank):
+    """Exchanges in backward where the query alone trains and nobody asks for the input's gradient."""
+    shape, mover = Shape(config={"head_groups": 2}), Recording()
+    layer = layers.projections(shape)
+    only_query_trains(layer)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    y = layers.call_block(shape, attend, rank, x)
+    mover.log.clear()
+    y.backward(dy)
+    started = [what for what in mover.log if what.startswith(">")]
+    return [] if started == [">do1", ">do0", ">dq1", ">dq0"] else [str(started)]
+
+
+def test_gradients_that_nobody_needs_are_not_exchanged():
+    no_faults(exchanges_of_frozen_parts)
 
 
 # Several layers.
@@ -474,7 +532,7 @@ def traces(rank, shape):
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["separate", "one group", "fused"])
+@pytest.mark.parametrize("shape", SHAPES, ids=["separate", "one group", "fused", "node by node"])
 def test_the_modules_are_as_they_were(shape):
     no_faults(traces, shape)
 

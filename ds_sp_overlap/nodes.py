@@ -1,0 +1,204 @@
+"""The two ends of a layer, each one node of autograd: projections with the starts of q, k, v; finishes of o with their projection.
+
+Their forward runs the schedule's program as it is, without a graph; their backward is its mirror image, written out:
+
+    _StartInputs    forward    Wq >q Wk >k Wv >v               backward    <dv Wv <dk Wk <dq Wq
+    _FinishOutput   forward    <o Wo                           backward    Wo dgrad >do | Wo wgrad
+
+One node instead of many: each costs the host time in every step, dx is summed in place, and a parameter's gradient is
+delivered once, in the same order for every number of head groups. A layer that has more between projection and exchange
+than a `Rotary` is built of the nodes in `linear` and `exchange`.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .linear import autocast, by_rank, leaves_bias, matrix, projected_rows
+from .parts import Part, batched, cut_ranges, join_pieces, put_ranges
+from .rotary import rotate, rotate_back
+from .schedule import Call, Merge, Project
+
+
+class Rows(NamedTuple):
+    """Where a part of q, k or v comes from: rows of a linear layer; those of each of ``ranks`` together in memory, if not 0."""
+
+    module: nn.Linear
+    rows: Part
+    ranks: int = 0
+
+
+class _StartInputs(torch.autograd.Function):
+    """Tokens of q, k and v of all groups, whose rows are ``parts``.
+
+    x [.., m]     parameters   w [n, m] and b [n] of each linear layer, the weight for a part at its place in ``places``
+
+    forward    x_r = x w_r^T + b_r, rotated and started, for every part r
+    backward   dx_r finished and rotated back, last part first;  dx += dx_r w_r,  dw_r = dx_r^T x,  db_r = sum dx_r
+    """
+
+    @staticmethod
+    def forward(ctx, call: Call, parts, places, head_dim, tables, program, x, *parameters):
+        ctx.call, ctx.parts, ctx.places, ctx.tables = call, parts, places, tables
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *parameters)
+
+        def project(kind: str, group: int) -> Tensor:
+            (_, rows, ranks), at = parts[kind, group], places[kind, group]
+            y = projected_rows(x, parameters[at], parameters[at + 1], rows, ranks)
+            heads = y.view(*y.shape[:-1], y.shape[-1] // head_dim, head_dim)
+            if kind == "v" or not tables:
+                return heads
+            if ranks:  # rotated in the order of memory, which stays as it is
+                return rotate(heads.movedim(2, 0), *tables).movedim(0, 2)
+            return rotate(heads, *tables)
+
+        tokens = program(project)
+        of_x, *of_parameters = ctx.needs_input_grad[6:]
+        if not of_x:
+            still = [token for token, at in zip(tokens, places.values()) if not any(of_parameters[at : at + 2])]
+            ctx.mark_non_differentiable(*still)
+        return tuple(tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *tokens):
+        call, (x, *parameters) = ctx.call, ctx.saved_tensors
+        of_x, *of_parameters = ctx.needs_input_grad[6:]
+        pieces: list[list[tuple[Part, Tensor]]] = [[] for _ in parameters]
+        dx = None
+        for token, (what, (_, rows, _)) in reversed(list(zip(tokens, ctx.parts.items()))):
+            if token is None:
+                continue
+            at = ctx.places[what]
+            dy = call.exchange(*what).collect_gradient().flatten(2, -2)
+            if ctx.tables and what[0] != "v":
+                dy = rotate_back(dy, *ctx.tables).to(x.dtype)
+            dy = dy.flatten(2)
+            if of_x:
+                weight = cut_ranges(parameters[at], 0, rows)
+                if dx is None:
+                    dx = dy @ weight
+                elif len(call.groups) == 1:
+                    dx += dy @ weight  # rounds as the layer that it replaces does
+                else:
+                    matrix(dx).addmm_(matrix(dy), weight)
+            if of_parameters[at]:
+                pieces[at].append((rows, matrix(dy).t() @ matrix(x)))
+            if of_parameters[at + 1]:
+                pieces[at + 1].append((rows, matrix(dy).sum(0)))
+            del dy  # before the next one is unpacked
+        gradients = []
+        for parameter, left in zip(parameters, pieces):
+            gradients.append(join_pieces(parameter.shape, 0, left) if left else None)
+            left.clear()
+        return None, None, None, None, None, None, dx, *gradients
+
+
+def start_inputs(
+    call: Call,
+    x: Tensor,
+    parts: dict[tuple[str, int], Rows],
+    head_dim: int,
+    tables: tuple[Tensor, ...],
+    program: Callable[[Project], list[Tensor]],
+) -> tuple[Tensor, ...]:
+    """Run ``program`` with projections of ``x`` [.., m], part by part; to be called inside `linear.call_through`.
+
+    parts    of q, k and v, by kind and group, in the order of their starts
+    tables   (cos, sin) [.., 1, d_rot] by which q and k are rotated before they start, without a gradient; or empty
+    """
+    modules = list(dict.fromkeys(part.module for part in parts.values()))
+    places = {what: 2 * modules.index(part.module) for what, part in parts.items()}
+    parameters = autocast(x, *(p for m in modules for p in (m.weight, None if leaves_bias(m) else m.bias)))
+    return _StartInputs.apply(call, parts, places, head_dim, tables, program, *parameters)
+
+
+class _FinishOutput(torch.autograd.Function):
+    """The output projection of o of all groups.
+
+    w [m, k], w_g = w[:, c_g] its columns for a group     b [m]
+
+    forward    y = b + sum of o_g w_g^T, each finished in its turn
+    backward   do_g = dy w_g started, last group first;  then, under their exchanges, dw[:, c_g] = dy^T o_g,  db = sum dy
+    """
+
+    @staticmethod
+    def forward(ctx, call: Call, program: Callable[[list[Tensor], Merge], None], defer: bool, weight, bias, *tokens):
+        outputs: list[Tensor] = []
+        sums: list[Tensor] = []
+        ctx.call, ctx.defer, ctx.columns = call, defer, []
+
+        def merge(group: int, o: Tensor) -> None:
+            columns = call.geometry.elements_of("o", group, 0, o.shape[-1])
+            (o,) = autocast(o.flatten(2))
+            ctx.columns.append(columns)
+            outputs.append(o)
+            operands = matrix(o), cut_ranges(weight, 1, columns).t()
+            if sums:
+                matrix(sums[0]).addmm_(*operands)
+            else:
+                y = torch.mm(*operands) if bias is None else torch.addmm(bias, *operands)
+                sums.append(y.view(*o.shape[:-1], weight.shape[0]))
+
+        program(list(tokens), merge)
+        ctx.save_for_backward(weight, *outputs)
+        return sums[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        call, (weight, *outputs) = ctx.call, ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: `outputs` has them, and lets go of each after its use
+        of_weight, of_bias, *of_tokens = ctx.needs_input_grad[3:]
+        dw = None
+
+        def wgrad(group: int) -> None:
+            nonlocal dw
+            if not of_weight:
+                return
+            piece = matrix(dy).t() @ matrix(outputs[group])
+            outputs[group] = None
+            if len(outputs) == 1:
+                dw = piece
+                return
+            dw = weight.new_empty(weight.shape) if dw is None else dw
+            put_ranges(dw, 1, ctx.columns[group], piece, add=False)
+
+        def dgrad(group: int, head_dim: int) -> Tensor:
+            columns = ctx.columns[group]
+            if "o" in call.by_rank:
+                do = by_rank(dy, batched(weight, 1, columns, call.geometry.sp_size))
+            else:
+                do = dy @ cut_ranges(weight, 1, columns)
+            return do.unflatten(-1, (-1, head_dim))
+
+        for group in reversed(call.groups):
+            if not ctx.defer:
+                wgrad(group)
+            if of_tokens[group]:
+                exchange = call.exchange("o", group)
+                exchange.launch_gradient(dgrad(group, exchange.layout.target.shape[-1]))  # which keeps no more than it sends
+        if ctx.defer:
+            for group in call.groups:
+                wgrad(group)
+        db = matrix(dy).sum(0) if of_bias else None
+        tokens = (dy.new_empty(0) if needed else None for needed in of_tokens)
+        return None, None, None, dw, db, *tokens
+
+
+def finish_output(
+    call: Call, module: nn.Linear, defer: bool, tokens: tuple[Tensor, ...], program: Callable[[list[Tensor], Merge], None]
+) -> Tensor | tuple[Tensor, Tensor | None]:
+    """What ``module`` returns for o of all groups, which ``program`` finishes; to be called inside `linear.call_through`.
+
+    defer   whether the wgrad waits until the gradients of all groups have been started (``sp_overlap.wgrad``)
+    """
+    leaves = leaves_bias(module)
+    weight, bias = autocast(module.weight, None if leaves else module.bias)
+    y = _FinishOutput.apply(call, program, defer, weight, bias, *tokens)
+    return y if leaves is None else (y, module.bias if leaves else None)

@@ -90,6 +90,10 @@ class Wire:
             "GLOO_SOCKET_IFNAME": "eth0",
             "DS_ACCELERATOR": "cpu",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            # What is freed is kept, as a device's allocator does. Else glibc gives some of it back to the kernel, and thousands of
+            # pages are faulted in again each step, by those variants that come after an unlucky one.
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         }
         workers = []
         for rank, space in enumerate(self.spaces):

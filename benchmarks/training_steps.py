@@ -5,7 +5,7 @@
 Method. As in `link.py`: ranks in network namespaces behind token buckets, a core each. One engine (ZeRO 1, AdamW, a LLaMA of a few
 layers) trains on random tokens throughout; ``enable`` and ``disable`` turn the overlap on and off between steps. After every
 switch one step is not timed, the next one is. Variants take turns in one loop; a step (forward, backward, optimizer) takes as
-long as its slowest rank. Before anything is timed, every variant must give stock's loss on the same tokens.
+long as its slowest rank. Before anything is timed, every variant must give stock's loss on the same tokens and weights.
 
     exposed   what is taken off a step when nothing is moved by the exchanges of the sp group: step - stock with a free wire
 
@@ -94,14 +94,15 @@ def work(args: argparse.Namespace) -> None:
         if section is not None:
             ds_sp_overlap.enable(engine.module, section)
 
-    expected = None
+    losses: dict[str, float] = {}
     for name, section in sections.items():
         switch(section)
         with torch.no_grad():
-            found = loss().item()
-        expected = found if expected is None else expected
-        if abs(found - expected) > 1e-5 * abs(expected):  # fp32: another order of a few thousand additions
-            raise RuntimeError(f"{name} gives a loss of {found}, stock one of {expected}")
+            share = loss()
+        dist.all_reduce(share)
+        losses[name], expected = share.item(), losses.get("stock ALST", share.item())
+        if not abs(losses[name] - expected) <= 1e-5 * abs(expected):  # fp32: another order of a few thousand additions
+            raise RuntimeError(f"{name} gives a loss of {losses[name]}, stock one of {expected}")
 
     exchange, moved = dist.all_to_all_single, [True]
 
@@ -125,7 +126,7 @@ def work(args: argparse.Namespace) -> None:
             times[name].append(took.item() * 1e3)
     dist.barrier()
     if args.rank == 0:
-        print(json.dumps(times), flush=True)
+        print(json.dumps({"times_ms": times, "losses": losses}), flush=True)
     dist.destroy_process_group()
 
 
@@ -139,7 +140,8 @@ def main() -> None:
     with Wire(args.ranks) as wire:
         for rate in args.rates:
             wire.limit(rate)
-            times = wire.run(words)
+            result = wire.run(words)
+            times, losses = result["times_ms"], result["losses"]
             median = {name: statistics.median(values) for name, values in times.items()}
             for name, values in times.items():
                 alone = name == "stock, free wire"
@@ -152,11 +154,12 @@ def main() -> None:
                         "max ms": round(max(values)),
                         "exposed ms": "" if alone else round(median[name] - median["stock, free wire"]),
                         "stock / step": "" if alone else round(median["stock ALST"] / median[name], 2),
+                        "loss - stock": "" if alone else f"{losses[name] - losses['stock ALST']:+.1e} of {losses['stock ALST']:.4f}",
                     }
                 )
     kind = (
-        f"rate-limited link (veth and token bucket), {args.ranks} ranks, whole training steps: LLaMA of {args.layers} layers, hidden "
-        f"{args.hidden}, {args.heads} query and {args.kv_heads} KV heads, {args.seq} tokens, fp32, ZeRO 1"
+        f"{wire.kind}, whole training steps: LLaMA of {args.layers} layers, hidden {args.hidden}, {args.heads} query and "
+        f"{args.kv_heads} KV heads, {args.seq} tokens, fp32, ZeRO 1"
     )
     record.write(args.out, rows, kind)
 

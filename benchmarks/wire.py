@@ -69,6 +69,13 @@ class Wire:
         for space in (*self.spaces, self.bridge):
             subprocess.run(["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL)
 
+    @property
+    def kind(self) -> str:
+        """Of what sort the figures are, for their table."""
+        cores = len(os.sched_getaffinity(0))
+        shared = f" on {cores} cores: no claim about time" if self.ranks > cores else ""
+        return f"rate-limited link (veth and token bucket), {self.ranks} ranks{shared}"
+
     @staticmethod
     def host(rank: int) -> str:
         return f"10.77.0.{rank + 1}"

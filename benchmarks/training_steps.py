@@ -5,7 +5,8 @@
 Method. As in `link.py`: ranks in network namespaces behind token buckets, a core each. One engine (ZeRO 1, AdamW, a LLaMA of a few
 layers) trains on random tokens throughout; ``enable`` and ``disable`` turn the overlap on and off between steps. After every
 switch one step is not timed, the next one is. Variants take turns in one loop; a step (forward, backward, optimizer) takes as
-long as its slowest rank. Before anything is timed, every variant must give stock's loss on the same tokens and weights.
+long as its slowest rank. Before anything is timed, every variant must give
+stock's loss, and stock's gradient of the embedding (its norm), on the same tokens and weights.
 
     exposed   what is taken off a step when nothing is moved by the exchanges of the sp group: step - stock with a free wire
 
@@ -79,8 +80,8 @@ def work(args: argparse.Namespace) -> None:
     whole = tokens, labels, torch.arange(args.seq)[None]
     ids, labels, positions = (x.chunk(args.ranks, dim=1)[args.rank].contiguous() for x in whole)
 
-    def loss():
-        logits = engine(input_ids=ids, position_ids=positions, use_cache=False).logits
+    def loss(model=engine):
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (args.seq - 1)
 
     def step():
@@ -95,14 +96,16 @@ def work(args: argparse.Namespace) -> None:
             ds_sp_overlap.enable(engine.module, section)
 
     losses: dict[str, float] = {}
+    expected = None
     for name, section in sections.items():
         switch(section)
-        with torch.no_grad():
-            share = loss()
-        dist.all_reduce(share)
-        losses[name], expected = share.item(), losses.get("stock ALST", share.item())
-        if not abs(losses[name] - expected) <= 1e-5 * abs(expected):  # fp32: another order of a few thousand additions
-            raise RuntimeError(f"{name} gives a loss of {losses[name]}, stock one of {expected}")
+        share = loss(engine.module)  # past the engine, which would take it for a step
+        (slope,) = torch.autograd.grad(share, engine.module.get_input_embeddings().weight)
+        found = torch.stack([share.detach(), slope.square().sum()])
+        dist.all_reduce(found)
+        losses[name], expected = found[0].item(), found if expected is None else expected
+        # fp32: another order of a few thousand additions
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0, msg=lambda m, name=name: f"{name}, loss and gradient: {m}")
 
     exchange, moved = dist.all_to_all_single, [True]
 

@@ -97,8 +97,8 @@ class Wire:
             "GLOO_SOCKET_IFNAME": "eth0",
             "DS_ACCELERATOR": "cpu",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-            # What is freed is kept, as a device's allocator does. Else glibc gives some of it back to the kernel, and thousands of
-            # pages are faulted in again each step, by those variants that come after an unlucky one.
+            # What is freed is kept, as a device's allocator does. Else glibc gives some of it back to the kernel, and some
+            # variants fault in thousands of pages each step (up to 2 % of it), others none.
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         }

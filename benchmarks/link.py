@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -33,6 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from wire import PAYLOAD, Wire, join  # noqa: E402
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -221,10 +221,8 @@ def main() -> None:
     import record
 
     words, rows, notes = sys.argv, [], []
-    cores = len(os.sched_getaffinity(0))
-    shared = f", {args.ranks} ranks on {cores} cores: no claim about time" if args.ranks > cores else ""
-    kind = f"rate-limited link (veth and token bucket), {args.ranks} ranks, fp32{shared}"
     with Wire(args.ranks) as wire:
+        kind = f"{wire.kind}, fp32"
         wire.limit(10_000)
         alone = wire.run([*words, "--only-compute", "--steps", "5"])
         compute_ms = min(statistics.median(v) for name, v in alone["times_ms"].items() if name.startswith("compute: "))

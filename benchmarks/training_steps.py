@@ -5,7 +5,8 @@
 Method. As in `link.py`: ranks in network namespaces behind token buckets, a core each. One engine (ZeRO 1, AdamW, a LLaMA of a few
 layers) trains on random tokens throughout; ``enable`` and ``disable`` turn the overlap on and off between steps. After every
 switch one step is not timed, the next one is. Variants take turns in one loop; a step (forward, backward, optimizer) takes as
-long as its slowest rank. Before anything is timed, every variant must give stock's loss on the same tokens.
+long as its slowest rank. Before anything is timed, every variant must give
+stock's loss, and stock's gradient of the embedding (its norm), on the same tokens and weights.
 
     exposed   what is taken off a step when nothing is moved by the exchanges of the sp group: step - stock with a free wire
 
@@ -79,8 +80,8 @@ def work(args: argparse.Namespace) -> None:
     whole = tokens, labels, torch.arange(args.seq)[None]
     ids, labels, positions = (x.chunk(args.ranks, dim=1)[args.rank].contiguous() for x in whole)
 
-    def loss():
-        logits = engine(input_ids=ids, position_ids=positions, use_cache=False).logits
+    def loss(model=engine):
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (args.seq - 1)
 
     def step():
@@ -94,14 +95,17 @@ def work(args: argparse.Namespace) -> None:
         if section is not None:
             ds_sp_overlap.enable(engine.module, section)
 
+    losses: dict[str, float] = {}
     expected = None
     for name, section in sections.items():
         switch(section)
-        with torch.no_grad():
-            found = loss().item()
-        expected = found if expected is None else expected
-        if abs(found - expected) > 1e-5 * abs(expected):  # fp32: another order of a few thousand additions
-            raise RuntimeError(f"{name} gives a loss of {found}, stock one of {expected}")
+        share = loss(engine.module)  # past the engine, which would take it for a step
+        (slope,) = torch.autograd.grad(share, engine.module.get_input_embeddings().weight)
+        found = torch.stack([share.detach(), slope.square().sum()])
+        dist.all_reduce(found)
+        losses[name], expected = found[0].item(), found if expected is None else expected
+        # fp32: another order of a few thousand additions
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0, msg=lambda m, name=name: f"{name}: {m}")
 
     exchange, moved = dist.all_to_all_single, [True]
 
@@ -125,7 +129,7 @@ def work(args: argparse.Namespace) -> None:
             times[name].append(took.item() * 1e3)
     dist.barrier()
     if args.rank == 0:
-        print(json.dumps(times), flush=True)
+        print(json.dumps({"times_ms": times, "losses": losses}), flush=True)
     dist.destroy_process_group()
 
 
@@ -139,7 +143,9 @@ def main() -> None:
     with Wire(args.ranks) as wire:
         for rate in args.rates:
             wire.limit(rate)
-            times = wire.run(words)
+            result = wire.run(words)
+            times, losses = result["times_ms"], result["losses"]
+            stock = losses["stock ALST"]
             median = {name: statistics.median(values) for name, values in times.items()}
             for name, values in times.items():
                 alone = name == "stock, free wire"
@@ -152,11 +158,12 @@ def main() -> None:
                         "max ms": round(max(values)),
                         "exposed ms": "" if alone else round(median[name] - median["stock, free wire"]),
                         "stock / step": "" if alone else round(median["stock ALST"] / median[name], 2),
+                        "loss - stock": "" if alone else f"{losses[name] - stock:+.1e} of {stock:.4f}",
                     }
                 )
     kind = (
-        f"rate-limited link (veth and token bucket), {args.ranks} ranks, whole training steps: LLaMA of {args.layers} layers, hidden "
-        f"{args.hidden}, {args.heads} query and {args.kv_heads} KV heads, {args.seq} tokens, fp32, ZeRO 1"
+        f"{wire.kind}, whole training steps: LLaMA of {args.layers} layers, hidden {args.hidden}, {args.heads} query and "
+        f"{args.kv_heads} KV heads, {args.seq} tokens, fp32, ZeRO 1"
     )
     record.write(args.out, rows, kind)
 

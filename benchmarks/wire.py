@@ -69,6 +69,13 @@ class Wire:
         for space in (*self.spaces, self.bridge):
             subprocess.run(["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL)
 
+    @property
+    def kind(self) -> str:
+        """Of what sort the figures are, for their table."""
+        cores = len(os.sched_getaffinity(0))
+        shared = f" on {cores} cores: no claim about time" if self.ranks > cores else ""
+        return f"rate-limited link (veth and token bucket), {self.ranks} ranks{shared}"
+
     @staticmethod
     def host(rank: int) -> str:
         return f"10.77.0.{rank + 1}"
@@ -90,6 +97,10 @@ class Wire:
             "GLOO_SOCKET_IFNAME": "eth0",
             "DS_ACCELERATOR": "cpu",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            # What is freed is kept, as a device's allocator does. Else glibc gives some of it back to the kernel, and some
+            # variants fault in thousands of pages each step (up to 2 % of it), others none.
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         }
         workers = []
         for rank, space in enumerate(self.spaces):

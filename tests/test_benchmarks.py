@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transports import Recording
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from variants import Layer, Shape, check_parity  # noqa: E402
+from wire import Wire  # noqa: E402
 
 from ds_sp_overlap import plan  # noqa: E402
 
@@ -39,6 +41,12 @@ def test_five_of_eight_is_right_and_is_the_program_that_plan_plays(size):
     shape = plan.Layer(width=16, heads=8, kv_heads=8, head_dim=2, seq=8, sp_size=2)
     expected = [name.rstrip("0") for name in order(plan.five(plan.Costs(shape, plan.Rates(1, 1, 1), 1)))]
     assert on_ranks(size, five_of_eight, size) == [expected] * size
+
+
+@pytest.mark.parametrize("cores, says", [(4, "4 ranks"), (2, "4 ranks on 2 cores: no claim about time")])
+def test_figures_of_a_link_say_whether_its_ranks_share_cores(monkeypatch, cores, says):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert Wire.kind.fget(SimpleNamespace(ranks=4)) == f"rate-limited link (veth and token bucket), {says}"
 
 
 def test_one_gpu_rehearses_on_a_cpu_and_labels_what_it_writes(tmp_path):

@@ -17,7 +17,7 @@ Timed are forward, and backward from the arrival of the output's gradient to tha
 a graph, per token. What the slowest rank measured counts, since the others wait for it.
 
 Ranks that reduce gradients together run the same candidate for the same layer in the same step and keep the same:
-candidates deliver the gradients of a layer in different orders, and ZeRO reduces them (and gathers weights) in the order
+candidates may deliver the gradients of a layer in different orders, and ZeRO reduces them (and gathers weights) in the order
 in which they come, so that replicas that differed would sum gradients of different parameters without a word. Hence what
 is tried follows from the count of steps and from what all ranks have told one another, not from the batch of one of them:
 

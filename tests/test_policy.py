@@ -398,7 +398,7 @@ def test_results_are_right_in_every_step_whatever_is_tried(name):
 # Models.
 
 
-def trained(rank, stage, costs, checkpointing, accumulation=2):
+def trained(rank, stage, costs, checkpointing, accumulation=2, **more):
     """How far training with ``auto`` is from stock, and what ran in each step."""
 
     def prepare(model):
@@ -407,7 +407,7 @@ def trained(rank, stage, costs, checkpointing, accumulation=2):
             model.enable_input_require_grads()
         return model
 
-    options = dict(steps=18, accumulation=accumulation, stage=stage, initializer_range=0.2, heads=8, kv_heads=8, layers=2)
+    options = dict(steps=18, accumulation=accumulation, stage=stage, initializer_range=0.2, heads=8, kv_heads=8, layers=2, **more)
     stock = models.train_run(rank, 2, None, prepare=prepare, **options)
     with scripted(costs) as ran:
         ours = models.train_run(rank, 2, {"on_unsupported": "error"}, prepare=prepare, **options)
@@ -664,12 +664,12 @@ def test_a_layer_that_one_replica_meets_later_keeps_the_replicas_together():
 def trained_beside_replicas(rank, stage, checkpointing):
     """How far training with ``auto`` is from stock, on replicas with lengths and times of their own; and what ran."""
     costs = [{1: 1.0, 2: 1.3, 4: 1.45}, {1: 1.45, 2: 1.3, 4: 1.0}][rank // 2]
-    return trained(rank, stage, costs, checkpointing, accumulation=2 if stage == 2 else 1)
+    return trained(rank, stage, costs, checkpointing, accumulation=2 if stage == 2 else 1, family="qwen3")
 
 
 @pytest.mark.parametrize("stage,checkpointing", [(1, None), (2, True), (3, False)])
 def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stage, checkpointing):
-    """Wrong by half where replicas choose apart: ZeRO sums gradients of different parameters, or hangs."""
+    """Qwen3, whose norms get their gradients in another order with G = 1 than with more."""
     every = on_ranks(4, trained_beside_replicas, stage, checkpointing)
     for off, ran, _ in every:
         assert off["losses"] <= 1e-5 and off["norms"] <= 1e-4 and off["gradients"] <= 1e-4, off  # 18 steps in fp32

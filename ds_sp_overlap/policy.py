@@ -22,7 +22,7 @@ in which they come, so that replicas that differed would sum gradients of differ
 is tried follows from the count of steps and from what all ranks have told one another, not from the batch of one of them:
 
     layer calls                   run what was agreed, note what was met and how long it took
-    optimizer steps               every rank tells all others (`Policy._tell`); all are there, whatever they evaluate between steps
+    optimizer steps               every rank tells all others (`Policy._tell`); all are there, whatever they evaluate in between
     first layer call after that   contests that some rank has met begin, turn, lose the hopeless, end (`Policy._look`)
 """
 
@@ -81,7 +81,7 @@ class Contest:
         """Of a layer on this rank, for each candidate that is left; inf for one that was not timed.
 
         Medians of the times per token, for as many tokens as calls here have on average: no candidate gains by short batches
-        on its turns, and the rank with the long ones is the slow one. A forward that is computed again counts as often as it was.
+        on its turns, and the rank with the long ones is the slow one. A forward computed again counts as often as it was.
         """
         clock = self.policy.clock
         tokens = [mark[2] for forwards, _ in self.marks.values() for mark in forwards]
@@ -164,7 +164,7 @@ class Policy:
 
     @classmethod
     def of(cls, config: SpOverlapConfig, channel: Channel, gradient_group: Any = None) -> Policy | None:
-        """The policy that a config asks for; None where nothing is to be chosen, or where the world holds ranks that choose apart.
+        """The policy that a config asks for; None where nothing is to be chosen, or ranks of the world choose apart.
 
         gradient_group   the ranks that reduce gradients together, as far as it is known
         """

@@ -45,20 +45,23 @@ def clock_of(device: torch.device) -> HostClock | DeviceClock:
 
 
 class Steps:
-    """Counts optimizer steps, alike on every rank that looks at the count at the same places and steps its optimizers alike.
+    """Counts optimizer steps, alike on every rank that looks at the count between steps and steps its optimizers alike.
 
     The count moves at the first look after an optimizer has stepped, and never during backward: there a checkpointed
     layer is computed again and must find what its first computation found. However often optimizers step in between
     (ZeRO-3 steps once a sub-group), it moves by one.
+
+    at_end   called when an optimizer steps for the first time since the count moved
     """
 
-    def __init__(self):
-        self._count, self._stepped = 0, False
+    def __init__(self, at_end: Callable[[], None] = lambda: None):
+        self._count, self._stepped, self._at_end = 0, False, at_end
         me = weakref.ref(self)
 
         def note(*_: Any) -> None:
-            if (steps := me()) is not None:
+            if (steps := me()) is not None and not steps._stepped:
                 steps._stepped = True
+                steps._at_end()
 
         self._hook = register_optimizer_step_post_hook(note)
         weakref.finalize(self, self._hook.remove)

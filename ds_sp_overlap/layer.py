@@ -55,11 +55,11 @@ class Layer:
         contest = self.policy and self.policy.contest(call.geometry, inputs[0], off=instead is not None)
         if contest is None:
             return body(call, *inputs)
-        candidate = contest.candidate(self.index)
+        candidate, tokens = contest.candidate(self.index), call.geometry.batch * sum(call.geometry.seq_lens)
         if candidate == OFF:
-            return self.policy.run(contest, candidate, instead, inputs)
+            return self.policy.run(contest, candidate, tokens, instead, inputs)
         call = Call(self.channel, _regrouped(call.geometry, candidate), self.where, call.checked)
-        return self.policy.run(contest, candidate, lambda *inputs: body(call, *inputs), inputs)
+        return self.policy.run(contest, candidate, tokens, lambda *inputs: body(call, *inputs), inputs)
 
     def call(self, describe: Callable[[], tuple[Geometry, Callable[[], tuple]]]) -> Call:
         """A call of this layer, of the geometry that ``describe`` gives.

@@ -211,7 +211,11 @@ def train_run(
     rank, size, section, family="llama", steps=5, accumulation=1, stage=0, dtype=torch.float32, prepare=None,
     optimizer="SGD", more_config=None, **model_options,
 ):  # fmt: skip
-    """Train for a few steps; ``section`` None trains stock. SGD, because AdamW's first steps amplify rounding."""
+    """Train for a few steps; ``section`` None trains stock. SGD, because AdamW's first steps amplify rounding.
+
+    More ranks than ``size`` are replicas, each with batches of a length of its own.
+    """
+    replica, rank = divmod(rank, size)
     model = tiny(family, **model_options)
     if prepare is not None:
         model = prepare(model)
@@ -229,7 +233,8 @@ def train_run(
     try:
         engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
         group = mpu.get_sequence_parallel_group()
-        for tokens in batches(steps * accumulation).unflatten(0, (steps, accumulation)):
+        tokens = batches(steps * accumulation, seq=SEQ * (1 + replica), seed=5 + replica)
+        for tokens in tokens.unflatten(0, (steps, accumulation)):
             run.losses.append(step(engine, tokens, rank, size, group, note_gradients))
             norm = engine.get_global_grad_norm()  # None where no ZeRO optimizer computes it (stage 0 in fp32)
             run.norms += [] if norm is None else [float(norm)]

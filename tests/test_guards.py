@@ -189,8 +189,21 @@ WATCHED = {
         test_policy.another_optimizer_before_backward,
     ),
     "the slowest rank counts": Watched(
-        Guard("policy:Contest._drop_the_hopeless", "max(times)", "min(times)"),
+        Guard("policy:Contest._drop_the_hopeless", "(candidate, max(times))", "(candidate, min(times))"),
         test_policy.choices_differ,
+    ),
+    "replicas choose together": Watched(
+        Guard("policy:Policy._tell", "self.channel.gather(mine)", "[mine]"), test_policy.replicas_differ, 4
+    ),
+    "replicas tell no shapes apart by lengths": Watched(
+        Guard("policy:Policy.contest", "() if self.replicas else (geometry.batch", "(geometry.batch"),
+        test_policy.replicas_differ,
+        4,
+    ),
+    "replicas never run stock": Watched(
+        Guard("policy:Policy.contest", "off and not self.replicas", "off"),
+        test_policy.replicas_differ_where_one_could_run_stock,
+        4,
     ),
     # Agreement of the ranks.
     "ranks compare what they are about to exchange": Watched(

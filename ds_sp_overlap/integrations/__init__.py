@@ -91,11 +91,18 @@ def say_once(message: str) -> None:
         warnings.warn(message, stacklevel=3)
 
 
-def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, sequence_process_group: Any = None) -> Report:
+def enable(
+    model: nn.Module,
+    config: SpOverlapConfig | dict | None = None,
+    sequence_process_group: Any = None,
+    *,
+    gradient_process_group: Any = None,
+) -> Report:
     """Overlap the attention layers of ``model``; no parameter, buffer or submodule is added or renamed.
 
     config                   the ``sp_overlap`` section
     sequence_process_group   the sp group; found where transformers or DeepSpeed keep theirs if None
+    gradient_process_group   the ranks that reduce gradients together, which choose G together; needed beside data parallelism
 
     Collective over the sp group. Raises ValueError, on all of its ranks and with no layer overlapped, for a config that the
     model can't satisfy, a model without attention layers, or layers on the meta device.
@@ -119,7 +126,7 @@ def enable(model: nn.Module, config: SpOverlapConfig | dict | None = None, seque
         say_once("sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, and nothing was changed")
         return Report(note="nothing to do at sp size 1")
     found: list[Layer] = []
-    policy, timeline = Policy.of(config, channel), Timeline.of(config, channel)
+    policy, timeline = Policy.of(config, channel, gradient_process_group), Timeline.of(config, channel)
 
     def describe() -> str:
         ops.implementation(config.kernels)  # refused here, on every rank, where this one lacks them

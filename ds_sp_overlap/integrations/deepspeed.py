@@ -50,7 +50,7 @@ def install() -> None:
         config = SpOverlapConfig.parse(section)  # refused before DeepSpeed starts anything
         result = original(*args, **kwargs)
         engine = result[0]
-        report = enable(engine.module, config)
+        report = enable(engine.module, config, gradient_process_group=engine.seq_data_parallel_group)
         if engine.global_rank == 0:
             print(report, flush=True)
         return result

@@ -113,18 +113,11 @@ class Gradient:
         self.shape, self.dim, self.parts = shape, dim, parts
         self.pieces: dict[int, Tensor] = {}
 
-    @property
-    def is_one(self) -> bool:
-        """Whether there is one part, the parameter itself."""
-        return self.parts == [((0, self.shape[self.dim]),)]
-
     def leave(self, index: int, piece: Tensor) -> Tensor:
         """Take the gradient of one part, in place of one that an earlier backward left and nobody collected.
 
         Returns what the part's token gets.
         """
-        if self.is_one:
-            return piece
         self.pieces[index] = piece
         return piece.new_empty(0)
 
@@ -170,10 +163,11 @@ def join(pieces: list[Tensor], dim: int, parts: list[Part]) -> Tensor:
 
 
 def tokens(parameter: Tensor | None, gradient: Gradient) -> tuple[Tensor | None, ...]:
-    """A token for each part of the parameter, whose gradient is due once the parts have left theirs; itself if it is the part."""
-    if parameter is None:
-        return (None,) * len(gradient.parts)
-    return (parameter,) if gradient.is_one else _Tokens.apply(parameter, gradient)
+    """A token for each part of the parameter, whose gradient is due once the parts have left theirs.
+
+    For one part as well: the order in which parameters get their gradients is the same for every number of head groups.
+    """
+    return (None,) * len(gradient.parts) if parameter is None else _Tokens.apply(parameter, gradient)
 
 
 def batched(parameter: Tensor, dim: int, part: Part, count: int) -> Tensor:

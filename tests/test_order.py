@@ -3,10 +3,12 @@
 import re
 
 import layers
+import models
 import pytest
 import reference
 import torch
 from layers import Shape
+from peft import LoraConfig, get_peft_model
 from ranks import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transports import Recording
@@ -155,6 +157,31 @@ def test_the_order_is_the_same_for_fused_and_whole_projections(groups):
         assert seen["fused"] == drawn(groups)
         assert seen["whole"][0] == drawn(groups)[0]
         assert sorted(seen["whole"][1]) == sorted(drawn(groups)[1])
+
+
+def order_of_gradients(rank, family, adapted):
+    """Names of a model's parameters in the order in which autograd delivers their gradients, for G = 1, 2, 4."""
+    orders = []
+    for groups in (1, 2, 4):
+        with models.sequence_parallel_model(2, family=family, heads=8, kv_heads=8 if family == "gpt_neox" else 4) as (model, group):
+            if adapted:
+                lora = LoraConfig(target_modules=["q_proj", "o_proj"], r=2, init_lora_weights=False)
+                model = get_peft_model(model, lora)
+            ds_sp_overlap.enable(model, {"head_groups": groups, "on_unsupported": "error"}, group)
+            order = []
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))  # noqa: B023
+            models.mean_loss(model, models.cut(models.batches(1)[0], rank, 2), group).backward()
+            orders.append(order)
+    return orders
+
+
+@pytest.mark.parametrize("family,adapted", [*((f, False) for f in ("llama", "qwen2", "qwen3", "phi3", "gpt_neox")), ("qwen3", True)])
+def test_parameters_get_their_gradients_in_one_order_for_every_number_of_groups(family, adapted):
+    """ZeRO reduces gradients in the order in which they come, over replicas that may differ in G (see `policy`)."""
+    for one, two, four in on_ranks(2, order_of_gradients, family, adapted):
+        assert len(one) >= 8 and one == two == four
 
 
 def test_the_rows_of_the_drawing_name_the_exchanges_in_the_order_of_their_starts():

@@ -131,7 +131,7 @@ def weights_read(rank, born_partitioned, head_groups):
         reads.append((phase[0], parameter.ds_status.name, parameter.numel() == parameter.ds_numel))
         return cut_ranges(parameter, dim, ranges)
 
-    ds_sp_overlap.linear.cut_ranges = reading
+    ds_sp_overlap.linear.cut_ranges = ds_sp_overlap.nodes.cut_ranges = reading
     try:
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=born_partitioned):
             model = tiny(pad_token_id=None)  # transformers would zero the padding row of a weight that isn't there
@@ -157,7 +157,7 @@ def weights_read(rank, born_partitioned, head_groups):
         engine.destroy()
         return reads[:before], after, control
     finally:
-        ds_sp_overlap.linear.cut_ranges = cut_ranges
+        ds_sp_overlap.linear.cut_ranges = ds_sp_overlap.nodes.cut_ranges = cut_ranges
         forget_sequence_parallel()
 
 

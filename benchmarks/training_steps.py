@@ -10,12 +10,16 @@ stock's loss, and stock's gradient of the embedding (its norm), on the same toke
 
     exposed   what is taken off a step when nothing is moved by the exchanges of the sp group: step - stock with a free wire
 
+Afterwards "head_groups": "auto" has its steps of trying; a note says what it keeps.
+
 The figures are of a rate-limited link. They compare schedules, and say nothing about any fabric.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import statistics
@@ -31,11 +35,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 200, 400], help="Mbit/s")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seq", type=int, default=2048, help="global sequence, tokens")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=16)
+    parser.add_argument("--seq", type=int, default=4096, help="global sequence, tokens")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write OUT.csv and OUT.json")
@@ -54,6 +58,7 @@ def work(args: argparse.Namespace) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import ds_sp_overlap
+    from ds_sp_overlap.config import SpOverlapConfig
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -127,9 +132,14 @@ def work(args: argparse.Namespace) -> None:
             took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
             times[name].append(took.item() * 1e3)
+    switch({})
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for _ in range(SpOverlapConfig().policy.warmup_steps + 2):
+            step()
     dist.barrier()
     if args.rank == 0:
-        print(json.dumps({"times_ms": times, "losses": losses}), flush=True)
+        print(json.dumps({"times_ms": times, "losses": losses, "auto": said.getvalue().strip()}), flush=True)
     dist.destroy_process_group()
 
 
@@ -139,13 +149,14 @@ def main() -> None:
         return work(args)
     import record
 
-    rows, words = [], list(sys.argv)
+    rows, notes, words = [], [], list(sys.argv)
     with Wire(args.ranks) as wire:
         for rate in args.rates:
             wire.limit(rate)
             result = wire.run(words)
             times, losses = result["times_ms"], result["losses"]
             stock = losses["stock ALST"]
+            notes.append(f"{rate:g} Mbit/s, auto: {result['auto']}")
             median = {name: statistics.median(values) for name, values in times.items()}
             for name, values in times.items():
                 alone = name == "stock, free wire"
@@ -165,7 +176,7 @@ def main() -> None:
         f"{wire.kind}, whole training steps: LLaMA of {args.layers} layers, hidden {args.hidden}, {args.heads} query and "
         f"{args.kv_heads} KV heads, {args.seq} tokens, fp32, ZeRO 1"
     )
-    record.write(args.out, rows, kind)
+    record.write(args.out, rows, kind, notes)
 
 
 if __name__ == "__main__":

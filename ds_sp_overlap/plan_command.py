@@ -61,15 +61,13 @@ def _layer(args: argparse.Namespace) -> Layer:
     shape = {"hidden": args.hidden, "heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
     shape["intermediate"] = args.intermediate
     if args.model is not None:
-        from transformers import AutoConfig
+        from .integrations.transformers import layer_shape
 
         try:
-            config = AutoConfig.from_pretrained(args.model).get_text_config()
+            known = layer_shape(args.model)
         except (OSError, ValueError) as error:
             raise ValueError(f"--model {args.model}: no transformers config there: {str(error).splitlines()[0]}") from None
-        names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-        for key, name in zip(shape, names):
-            shape[key] = shape[key] or getattr(config, name, None)
+        shape = {key: given or known[key] for key, given in shape.items()}
     missing = [f"--{key}" for key in ("hidden", "heads") if not shape[key]]
     if missing:
         raise ValueError(f"{' and '.join(missing)} missing; give them, or --model")

@@ -296,3 +296,21 @@ def _is_known(module: nn.Module) -> bool:
         and type(module).__module__.startswith("transformers.models.")
         and "forward" not in vars(module)
     )
+
+
+def layer_shape(model: str) -> dict[str, int | None]:
+    """Sizes of a layer by the config that ``model`` names (a name, a folder or a file); None for those it doesn't give.
+
+    Raises OSError or ValueError where there is no config.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    names = {
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "intermediate": "intermediate_size",
+    }
+    return {key: getattr(config, name, None) for key, name in names.items()}

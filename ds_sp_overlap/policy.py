@@ -160,6 +160,7 @@ class Policy:
         self.over = False  # beside replicas: nothing is asked any more
         self.clock: Any = None
         self._layers, self._step = 0, 0
+        self._trained = -1  # the last step with a call that recorded a graph
         self._told: list[dict[tuple, tuple[str, list[float]]]] = []  # by every rank, when the optimizer last stepped
 
     @classmethod
@@ -182,6 +183,8 @@ class Policy:
     def contest(self, geometry: Geometry, x: Tensor, off: bool) -> Contest | None:
         """The contest for a call with ``x``; None where there is one candidate only, or none to be tried any more."""
         self._look()
+        if torch.is_grad_enabled():
+            self._trained = self._step
         # G = 1 where two groups were possible: the call has arguments per head
         candidates = candidates_for(geometry.max_groups if geometry.groups > 1 else 1, off and not self.replicas)
         if len(candidates) == 1:
@@ -200,13 +203,16 @@ class Policy:
         return self.contests[key]
 
     def _tell(self) -> None:
-        """Tell all ranks what was met and measured. Collective: every rank calls layers and then steps its optimizers."""
+        """Tell all ranks what was met and measured. Collective: every rank calls layers and then steps its optimizers.
+
+        Not for a step of another model's optimizer: this one may be dead, and not be collected on every rank yet.
+        """
         mine = {
             key: (contest.what, contest.milliseconds())
             for key, contest in self.contests.items()
             if contest.chosen is None and (self.replicas or contest.met == self._step)
         }
-        if mine or self.replicas:  # an sp group meets the same
+        if self._trained == self._step if self.replicas else mine:  # an sp group meets the same
             self._told = self.channel.gather(mine)
 
     def _look(self) -> None:
@@ -218,7 +224,7 @@ class Policy:
         for key, what in asked.items():
             contest = self.contests.setdefault(key, Contest(self, what, *key[-2:]))
             contest.next_turn([report[key][1] for report in told if key in report])
-        if self.replicas and step > self.warmup_steps and all(self.contests[key].chosen is not None for key in asked):
+        if self.replicas and told and step > self.warmup_steps and all(self.contests[key].chosen is not None for key in asked):
             self.over = True
             self.close()
 

@@ -552,6 +552,22 @@ def test_replicas_choose_only_where_all_that_reduce_gradients_together_are_known
     assert on_ranks(4, policies_of_a_replica) == [[None, None, True, False]] * 4
 
 
+def test_the_optimizer_of_another_model_makes_no_rank_wait_for_a_policy_that_others_have_collected():
+    """Guard: nothing is told unless a layer was trained since. A dead policy's hook lives until its process collects garbage."""
+    policy, told = Policy(Channel(None), 16, replicas=True), []
+    policy.channel.gather = lambda mine: told.append(mine) or [mine]
+    x = torch.ones(2, 2, 2)
+    optimizer_step()
+    assert told == []
+    for _ in range(3):
+        policy.contest(GEOMETRY, x, False)
+        optimizer_step()
+        with torch.no_grad():  # an evaluation of one replica
+            policy.contest(GEOMETRY, x, False)
+        optimizer_step()
+    assert len(told) == 3 and not policy.over
+
+
 STEPS = 24
 
 

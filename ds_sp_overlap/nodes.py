@@ -43,9 +43,9 @@ class _StartInputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, parts, places, head_dim, tables, program, x, *parameters):
-        ctx.call, ctx.parts, ctx.places, ctx.tables = call, parts, places, tables
+        ctx.call, ctx.parts, ctx.places = call, parts, places
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *parameters)
+        ctx.save_for_backward(x, *parameters, *tables)
 
         def project(kind: str, group: int) -> Tensor:
             (_, rows, ranks), at = parts[kind, group], places[kind, group]
@@ -67,8 +67,9 @@ class _StartInputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *tokens):
-        call, (x, *parameters) = ctx.call, ctx.saved_tensors
+        call, (x, *saved) = ctx.call, ctx.saved_tensors
         of_x, *of_parameters = ctx.needs_input_grad[6:]
+        parameters, tables = saved[: len(of_parameters)], saved[len(of_parameters) :]
         pieces: list[list[tuple[Part, Tensor]]] = [[] for _ in parameters]
         dx = None
         for token, (what, (_, rows, _)) in reversed(list(zip(tokens, ctx.parts.items()))):
@@ -76,14 +77,14 @@ class _StartInputs(torch.autograd.Function):
                 continue
             at = ctx.places[what]
             dy = call.exchange(*what).collect_gradient().flatten(2, -2)
-            if ctx.tables and what[0] != "v":
-                dy = rotate_back(dy, *ctx.tables).to(x.dtype)
+            if tables and what[0] != "v":
+                dy = rotate_back(dy, *tables).to(x.dtype)
             dy = dy.flatten(2)
             if of_x:
                 weight = cut_ranges(parameters[at], 0, rows)
                 if dx is None:
                     dx = dy @ weight
-                elif len(call.groups) == 1:
+                elif len(call.groups) == 1 or dx.dtype != dy.dtype:
                     dx += dy @ weight  # rounds as the layer that it replaces does
                 else:
                     matrix(dx).addmm_(matrix(dy), weight)
@@ -142,8 +143,9 @@ class _FinishOutput(torch.autograd.Function):
             if sums:
                 matrix(sums[0]).addmm_(*operands)
             else:
-                y = torch.mm(*operands) if bias is None else torch.addmm(bias, *operands)
-                sums.append(y.view(*o.shape[:-1], weight.shape[0]))
+                y = o.new_empty(*o.shape[:-1], weight.shape[0])  # no view, so that the caller may update it in place
+                torch.mm(*operands, out=matrix(y)) if bias is None else torch.addmm(bias, *operands, out=matrix(y))
+                sums.append(y)
 
         program(list(tokens), merge)
         ctx.save_for_backward(weight, *outputs)

@@ -65,7 +65,7 @@ class C10d:
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         group = self.group if self.group is not None else group
-        if len({*send_sizes}) == len({*recv_sizes}) == 1:  # on one rank if on all: heads and local sequences are all equal
+        if send_sizes[0] and len({*send_sizes, *recv_sizes}) == 1:  # on one rank if on all: heads and local sequences are all equal
             send_sizes = recv_sizes = None  # which costs the host half as much
         if comms_logger.enabled:
             return deepspeed.comm.all_to_all_single(

@@ -69,7 +69,7 @@ class Side:
     @cached_property
     def is_cut_into_slices(self) -> bool:
         """Whether each part is one slice, as in a tensor that has a dimension for the ranks."""
-        return self.tiles and len(self.parts) == self.shape[self.dim]
+        return self.tiles and all(stop - start == 1 for start, stop in self.parts)
 
 
 @dataclass(frozen=True)

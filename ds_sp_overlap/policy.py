@@ -156,7 +156,7 @@ class Policy:
     ):
         self.channel, self.warmup_steps, self.replicas, self.say = channel, warmup_steps, replicas, say
         self.contests: dict[tuple, Contest] = {}
-        self.steps = Steps(self._tell)
+        self.steps = Steps(self._tell) if replicas else Steps()
         self.over = False  # beside replicas: nothing is asked any more
         self.clock: Any = None
         self._layers, self._step = 0, 0
@@ -219,6 +219,8 @@ class Policy:
         """Act on what was told, at the first call after it."""
         if (step := self.steps.now()) == self._step:
             return
+        if not self.replicas:  # whose ranks are all here, whatever optimizers one of them has of its own
+            self._tell()
         self._step, told, self._told = step, self._told, []
         asked = {key: what for report in told for key, (what, _) in report.items()}
         for key, what in asked.items():

@@ -207,6 +207,11 @@ class Exchange:
 
     def collect_gradient(self) -> Tensor:
         """The second half."""
+        if self.gradient is None:
+            raise RuntimeError(
+                f"{self.where} d{self.what}: finished without having been started; gradients of a layer's inputs and of its "
+                "weights come of one backward, ask for them together"
+            )
         in_flight, self.gradient = self.gradient, None
         return in_flight.collect()
 

@@ -76,7 +76,7 @@ class _StartInputs(torch.autograd.Function):
             if token is None:
                 continue
             at = ctx.places[what]
-            dy = call.exchange(*what).collect_gradient().flatten(2, -2)
+            dy = call.exchanges[what].collect_gradient().flatten(2, -2)
             if tables and what[0] != "v":
                 dy = rotate_back(dy, *tables).to(x.dtype)
             dy = dy.flatten(2)
@@ -131,25 +131,25 @@ class _FinishOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, program: Callable[[list[Tensor], Merge], None], defer: bool, weight, bias, *tokens):
         outputs: list[Tensor] = []
-        sums: list[Tensor] = []
+        y = None
         ctx.call, ctx.defer, ctx.columns = call, defer, []
 
         def merge(group: int, o: Tensor) -> None:
+            nonlocal y
             columns = call.geometry.elements_of("o", group, 0, o.shape[-1])
             (o,) = autocast(o.flatten(2))
             ctx.columns.append(columns)
             outputs.append(o)
             operands = matrix(o), cut_ranges(weight, 1, columns).t()
-            if sums:
-                matrix(sums[0]).addmm_(*operands)
-            else:
-                y = o.new_empty(*o.shape[:-1], weight.shape[0])  # no view, so that the caller may update it in place
-                torch.mm(*operands, out=matrix(y)) if bias is None else torch.addmm(bias, *operands, out=matrix(y))
-                sums.append(y)
+            if y is not None:
+                matrix(y).addmm_(*operands)
+                return
+            y = o.new_empty(*o.shape[:-1], weight.shape[0])  # no view, so that the caller may update it in place
+            torch.mm(*operands, out=matrix(y)) if bias is None else torch.addmm(bias, *operands, out=matrix(y))
 
         program(list(tokens), merge)
         ctx.save_for_backward(weight, *outputs)
-        return sums[0]
+        return y
 
     @staticmethod
     @once_differentiable
@@ -183,7 +183,7 @@ class _FinishOutput(torch.autograd.Function):
             if not ctx.defer:
                 wgrad(group)
             if of_tokens[group]:
-                exchange = call.exchange("o", group)
+                exchange = call.exchanges["o", group]
                 exchange.launch_gradient(dgrad(group, exchange.layout.target.shape[-1]))  # which keeps no more than it sends
         if ctx.defer:
             for group in call.groups:

@@ -54,23 +54,19 @@ class Call:
         self.channel, self.geometry, self.where, self.checked = channel, geometry, where, checked
         self.groups = range(geometry.groups)
         self.parts = geometry.parts
-        self._exchanges: dict[tuple[str, int], Exchange] = {}
+        self.exchanges: dict[tuple[str, int], Exchange] = {}  # that were started, by kind and group
 
     def start(self, kind: str, group: int, x: Tensor) -> Tensor:
         """Start the exchange of one group of q, k, v or o; returns its token."""
         layout = self.geometry.exchange(kind, group, x.shape[-1], kind in self.by_rank)
         what = kind if self.geometry.groups == 1 else f"{kind}{group}"
         turn = self.turn if kind in "qk" else None
-        exchange = self._exchanges[kind, group] = Exchange(self.channel, layout, self.where, what, self.checked, turn)
+        exchange = self.exchanges[kind, group] = Exchange(self.channel, layout, self.where, what, self.checked, turn)
         return exchange.start(x)
-
-    def exchange(self, kind: str, group: int) -> Exchange:
-        """The exchange that was started."""
-        return self._exchanges[kind, group]
 
     def finish(self, kinds: str, group: int, tokens: list[Tensor]) -> tuple[Tensor, ...]:
         """Finish exchanges of a group; returns what was received."""
-        return finish_together([self._exchanges[kind, group] for kind in kinds], tokens)
+        return finish_together([self.exchanges[kind, group] for kind in kinds], tokens)
 
     def named(self, what: str, group: int) -> Any:
         """A range of a profiler, named as in the drawing above."""

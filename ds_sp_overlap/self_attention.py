@@ -86,6 +86,14 @@ class SelfAttention:
         else:
             firsts = (0, self.heads, self.heads + self.kv_heads)
             self._projections = {kind: (qkv_proj, first) for kind, first in zip("qkv", firsts)}
+        rows = {"q_proj": self.heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads, "qkv_proj": self.heads + 2 * self.kv_heads}
+        sizes = {**{what: ("out_features", n) for what, n in rows.items()}, "o_proj": ("in_features", self.heads)}
+        for module, (what, (side, heads)) in zip((q_proj, k_proj, v_proj, qkv_proj, o_proj), sizes.items()):
+            if type(module) is nn.Linear and getattr(module, side) != heads * self.head_dim:
+                raise ValueError(
+                    f"{name}: {what}.{side} is {getattr(module, side)}, but {self.heads} query and {self.kv_heads} KV heads of "
+                    f"{self.head_dim} make it {heads * self.head_dim}"
+                )
         self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
         self._modules = list(dict.fromkeys([*(module for module, _ in self._projections.values()), o_proj]))
 

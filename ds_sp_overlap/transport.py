@@ -65,13 +65,18 @@ class C10d:
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         group = self.group if self.group is not None else group
-        if send_sizes[0] and len({*send_sizes, *recv_sizes}) == 1:  # on one rank if on all: heads and local sequences are all equal
+        if all_equal(send_sizes, recv_sizes):
             send_sizes = recv_sizes = None  # which costs the host half as much
         if comms_logger.enabled:
             return deepspeed.comm.all_to_all_single(
                 recv, send, recv_sizes, send_sizes, group=group, async_op=True, log_name=name
             )
         return dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=True)
+
+
+def all_equal(send_sizes: list[int], recv_sizes: list[int]) -> bool:
+    """Whether all ranks send one another equally much; of an exchange of a `Geometry` every rank says the same."""
+    return send_sizes[0] > 0 and len({*send_sizes, *recv_sizes}) == 1
 
 
 class OneRank:

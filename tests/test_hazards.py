@@ -188,6 +188,13 @@ def test_memory_of_an_abandoned_exchange_returns_in_order():
     no_faults(2, abandoned)
 
 
+def test_a_gradient_that_was_not_started_is_named():
+    """As where gradients of a layer's inputs are asked for in one backward and those of its weights in another."""
+    exchange = Exchange(Channel(None), Geometry(1, 0, (3,), 1, 4, 4).exchange("q", 0, 8), "layers.7", "q")
+    with pytest.raises(RuntimeError, match="layers.7 dq: finished without having been started"):
+        exchange.collect_gradient()
+
+
 def held_until_finished(rank):
     """The source of an exchange lives until it is finished, whether it was packed or not; nothing does afterwards.
 

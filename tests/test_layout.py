@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap.layout import Geometry, Layout
+from ds_sp_overlap.transport import all_equal
 
 settings.register_profile("layout", deadline=None, max_examples=150, derandomize=True)
 settings.load_profile("layout")
@@ -238,6 +239,15 @@ def test_mqa_sends_the_one_kv_head_to_every_rank():
     layout = Geometry(4, 1, (2,) * 4, 1, heads=4, kv_heads=1).exchange("k", 0, 8)
     assert layout.source.parts == ((0, 1),) * 4
     assert layout.target.shape == (8, 1, 1, 8)
+
+
+@given(geometries())
+def test_every_rank_says_the_same_of_an_exchange_of_equal_parts(ranks):
+    """Else some would call one collective and some another."""
+    for one in exchanges(ranks[0]):
+        layouts = [rank.exchange(*one, 3) for rank in ranks]
+        for way in (layouts, [layout.inverse for layout in layouts]):
+            assert len({all_equal(layout.source.split_sizes, layout.target.split_sizes) for layout in way}) == 1
 
 
 def test_geometry_is_a_value():

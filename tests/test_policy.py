@@ -263,6 +263,31 @@ def test_a_step_counts_once_however_often_optimizers_step_and_never_during_backw
     assert seen == [1] and model.policy.steps.now() == 2 and ended == [1, 1]
 
 
+def an_optimizer_of_one_rank(rank):
+    """Groups that are run where one rank steps an optimizer of its own between forward and backward, as of a probe."""
+    shape = Shape(heads=8, kv_heads=8)
+    layer, mover = layers.projections(shape), Recording()
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
+    attend.layer.policy.say = lambda line: None
+    sgd, groups = torch.optim.SGD(layer.parameters(), lr=0.0), []
+    with scripted({1: 1.0, 2: 1.0, 4: 1.0}):
+        for _ in range(6):
+            mover.log.clear()
+            x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+            y = layers.call_block(shape, attend, rank, x.requires_grad_())
+            if rank == 0:
+                optimizer_step()
+            y.backward(dy)
+            sgd.step()
+            groups.append(sum(what.startswith(">o") for what in mover.log))
+    return groups
+
+
+def test_an_optimizer_of_one_rank_makes_nobody_wait():
+    """Guard: in one sp group times are compared at a layer's call, where all ranks are."""
+    assert on_ranks(2, an_optimizer_of_one_rank) == [[2, 1, 2, 4, 1, 2]] * 2
+
+
 def hooks():
     return len(optimizer._global_optimizer_post_hooks)
 

@@ -1,5 +1,7 @@
 """Bad input is an error on every rank, before anything is exchanged; a fault under way names its exchange."""
 
+import re
+
 import dropin
 import layers
 import pytest
@@ -257,6 +259,20 @@ def flattened(x):
 def test_block_refuses_hidden_states_that_are_not_three_dimensional():
     message = "layer: hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got [12, 32]"
     assert refused_on_both(give_block, Shape(rope=False), {"x": flattened}) == [("ValueError", message)] * 2
+
+
+@pytest.mark.parametrize(
+    "name,rows,columns,message",
+    [
+        ("q_proj", 64, 32, "layer: q_proj.out_features is 64, but 4 query and 4 KV heads of 8 make it 32"),
+        ("o_proj", 32, 64, "layer: o_proj.in_features is 64, but 4 query and 4 KV heads of 8 make it 32"),
+    ],
+)
+def test_projections_of_another_size_are_refused(name, rows, columns, message):
+    projections = layers.projections(Shape())
+    projections[name] = torch.nn.Linear(columns, rows)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layers.block(Shape(), projections, None)
 
 
 def returns_a_pair(q, k, v):

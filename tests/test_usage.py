@@ -106,6 +106,14 @@ def grad_of_one_weight_then_backward(call, layer, x, dy):
     return {"output": y, "dx": x.grad}
 
 
+def updated_in_place(call, layer, x, dy):
+    """As a residual, or a dropout, may be."""
+    y = call(x)
+    y += 2
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
 def backward_abandoned_halfway(call, layer, x, dy):
     """A forward whose backward never comes."""
     call(3 * x)
@@ -123,6 +131,7 @@ USES = [
     second_backward,
     grad_of_input_then_backward,
     grad_of_one_weight_then_backward,
+    updated_in_place,
     backward_abandoned_halfway,
 ]
 
@@ -337,6 +346,62 @@ def exchanges_of_frozen_parts(rank):
 
 def test_gradients_that_nobody_needs_are_not_exchanged():
     no_faults(exchanges_of_frozen_parts)
+
+
+def tables_changed_before_backward(rank):
+    shape = Shape()
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    cos, sin = (torch.ones(6, 8, dtype=x.dtype) for _ in range(2))
+    y = attend(x.requires_grad_(), position_embeddings=(cos, sin))
+    cos.mul_(0.5)
+    return refusal(y.backward, dy)
+
+
+def test_rotary_tables_that_were_changed_before_backward_are_noticed():
+    """Guard: they are saved where autograd watches over them."""
+    for kind, message in on_ranks(2, tables_changed_before_backward):
+        assert kind == "RuntimeError" and "modified by an inplace operation" in message
+
+
+def backward_under_autocast(rank):
+    """Relative distance of dx from that of a backward without autocast."""
+    shape, dx = Shape(dtype=torch.float32, config={"head_groups": 2}), []
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    for enabled in (False, True):
+        x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+        y = layers.call_block(shape, attend, rank, x.requires_grad_())
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y.backward(dy)
+        dx.append(x.grad)
+    return layers.reference.relative_error(dx[1], dx[0])
+
+
+def test_backward_may_run_under_autocast_though_forward_did_not():
+    for error in on_ranks(2, backward_under_autocast):
+        assert 0 < error < 0.05  # bf16 has 8 bits
+
+
+def of_another_memory_order(rank, lengths):
+    """Faults where attention's output lies sequence first in memory, and there are as many tokens as ranks."""
+    shape = Shape(lengths=lengths, batch=2)
+    x, dy = layers.whole_inputs(shape)
+    whole, mine = layers.projections(shape), layers.projections(shape)
+    expected = layers.backward(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
+
+    def attention(q, k, v):
+        return layers.reference.attention(q, k, v).transpose(0, 1).contiguous().transpose(0, 1)
+
+    attend = layers.block(shape, mine, torch.distributed.group.WORLD, local_attention=attention)
+    local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
+    got = layers.backward(lambda x: layers.call_block(shape, attend, rank, x), mine, local_x.requires_grad_(), local_dy)
+    return layers.faults(1e-12, **{n: (got[n].detach(), layers.my_slice(shape, rank, expected[n].detach())) for n in expected})
+
+
+@pytest.mark.parametrize("lengths", [(2, 0), (1, 1)], ids=str)
+def test_a_dimension_as_long_as_there_are_ranks_is_cut_where_the_lengths_say(lengths):
+    """Guard: a part is one slice only if it has one element."""
+    no_faults(of_another_memory_order, lengths)
 
 
 # Several layers.

@@ -1,6 +1,6 @@
 """Host time of one attention layer, forward and backward, against DeepSpeed's: what Python and autograd cost.
 
-    python benchmarks/host.py
+    python benchmarks/host.py --out benchmarks/results/host
 
 Method. A process group that moves nothing (torch's "fake" backend) plays rank 0 of P; tensors are so small that arithmetic is
 nothing beside the calls. On a GPU the same calls run ahead of the device, so their cost shows only where a layer's kernels take
@@ -16,12 +16,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
 
 import deepspeed
+import record
 import torch
 import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention
-from tabulate import tabulate
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2, help="local sequence")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--out", type=Path, help="write OUT.csv and OUT.json")
     parser.add_argument("--profile", action="store_true", help="show where the time of the last variant goes")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -83,12 +85,13 @@ def main() -> None:
             if turn >= 20:
                 times[name].append(took * 1e6)
     stock = statistics.median(times["stock"])
-    rows = [
-        (name, *(round(f(t)) for f in (min, statistics.median, max)), round(statistics.median(t) - stock))
-        for name, t in times.items()
-    ]
-    print(f"host time of a layer, forward and backward, microseconds; P = {args.ranks}, nothing moved")
-    print(tabulate(rows, headers=("", "min", "median", "max", "more than stock"), tablefmt="github"))
+    rows = []
+    for name, t in times.items():
+        median = statistics.median(t)
+        row = {"variant": name, "min": min(t), "median": median, "max": max(t), "more than stock": median - stock}
+        rows.append({key: value if key == "variant" else round(value) for key, value in row.items()})
+    kind = f"processor time of the host for a layer, forward and backward, microseconds; P = {args.ranks}, nothing moved"
+    record.write(args.out, rows, kind)
     if args.profile:
         import cProfile
         import pstats

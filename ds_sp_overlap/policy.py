@@ -16,14 +16,16 @@ tried before the first optimizer step, so that a program without one runs with t
 Timed are forward, and backward from the arrival of the output's gradient to that of the inputs', in calls that record
 a graph, per token. What the slowest rank measured counts, since the others wait for it.
 
-Ranks that reduce gradients together run the same candidate for the same layer in the same step and keep the same:
-candidates may deliver the gradients of a layer in different orders, and ZeRO reduces them (and gathers weights) in the order
-in which they come, so that replicas that differed would sum gradients of different parameters without a word. Hence what
-is tried follows from the count of steps and from what all ranks have told one another, not from the batch of one of them:
+Ranks that reduce gradients together run the same candidate for the same layer in the same step and keep the same: ZeRO
+gathers weights and reduces gradients in the order in which they come, so that replicas whose orders differed would sum
+gradients of different parameters without a word. (Every G delivers them in one order, which a test holds; nothing else hangs
+on it.) Hence what is tried follows from the count of steps and from what all ranks have told one another, not from the batch
+of one of them:
 
     layer calls                   run what was agreed, note what was met and how long it took
-    optimizer steps               every rank tells all others (`Policy._tell`); all are there, whatever they evaluate in between
-    first layer call after that   contests that some rank has met begin, turn, lose the hopeless, end (`Policy._look`)
+    optimizer steps               replicas tell one another (`Policy._tell`); all are there, whatever they evaluate in between
+    first layer call after that   contests that some rank has met begin, turn, lose the hopeless, end (`Policy._look`); the
+                                  ranks of one sp group, which are all here, tell one another now
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """The benchmarks' own parts: the five-of-eight schedule, and scripts that must run where there is no GPU and no root."""
 
+import csv
+import json
 import os
 import shutil
 import subprocess
@@ -78,3 +80,13 @@ def test_link_says_that_it_needs_root():
     words += "; runpy.run_path(sys.argv[0], run_name='__main__')"
     ran = script("-c", words, BENCHMARKS / "link.py")
     assert ran.returncode == 1 and "network namespaces need root and the commands ip and tc" in ran.stderr
+
+
+def test_host_times_every_variant_and_writes_it(tmp_path):
+    ran = script(BENCHMARKS / "host.py", "--steps", 2, "--groups", 1, 2, "--out", tmp_path / "host")
+    assert ran.returncode == 0, ran.stderr
+    with (tmp_path / "host.csv").open() as file:
+        rows = {row["variant"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["stock", "drop-in, G = 1", "G = 1", "G = 2"]
+    assert all(0 < int(row["min"]) <= int(row["median"]) <= int(row["max"]) for row in rows.values())
+    assert "nothing moved" in json.loads((tmp_path / "host.json").read_text())["kind"]

@@ -33,11 +33,11 @@ from wire import Wire, join  # noqa: E402
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=float, nargs="+", default=[100, 200, 400], help="Mbit/s")
+    parser.add_argument("--rates", type=float, nargs="+", default=[200, 400], help="Mbit/s")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seq", type=int, default=4096, help="global sequence, tokens")
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])

@@ -75,6 +75,20 @@ class SelfAttention:
         channel = Channel(sequence_process_group, transport or parsed.transport, kernels=parsed.kernels)
         self.layer = Layer(channel, parsed, name, policy)
         self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj, q_norm, k_norm)
+        sizes = {
+            "q_proj.out_features": (q_proj, self.heads),
+            "k_proj.out_features": (k_proj, self.kv_heads),
+            "v_proj.out_features": (v_proj, self.kv_heads),
+            "qkv_proj.out_features": (qkv_proj, self.heads + 2 * self.kv_heads),
+            "o_proj.in_features": (o_proj, self.heads),
+        }
+        for what, (module, heads) in sizes.items():
+            expected = heads * head_dim
+            found = getattr(module, what.split(".")[1]) if type(module) is nn.Linear else expected
+            if found != expected:
+                raise ValueError(
+                    f"{name}: {what} is {found}, but {self.heads} query and {self.kv_heads} KV heads of {head_dim} make it {expected}"
+                )
 
     def use(self, o_proj, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None) -> None:
         """Drive these modules from now on: adapters come and go after the block was made."""
@@ -86,14 +100,6 @@ class SelfAttention:
         else:
             firsts = (0, self.heads, self.heads + self.kv_heads)
             self._projections = {kind: (qkv_proj, first) for kind, first in zip("qkv", firsts)}
-        rows = {"q_proj": self.heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads, "qkv_proj": self.heads + 2 * self.kv_heads}
-        sizes = {**{what: ("out_features", n) for what, n in rows.items()}, "o_proj": ("in_features", self.heads)}
-        for module, (what, (side, heads)) in zip((q_proj, k_proj, v_proj, qkv_proj, o_proj), sizes.items()):
-            if type(module) is nn.Linear and getattr(module, side) != heads * self.head_dim:
-                raise ValueError(
-                    f"{name}: {what}.{side} is {getattr(module, side)}, but {self.heads} query and {self.kv_heads} KV heads of "
-                    f"{self.head_dim} make it {heads * self.head_dim}"
-                )
         self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
         self._modules = list(dict.fromkeys([*(module for module, _ in self._projections.values()), o_proj]))
 

@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write OUT.csv and OUT.json")
+    parser.add_argument("--out", type=Path, help="write OUT.csv, OUT.json and OUT.png")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -143,6 +143,27 @@ def work(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def plot(rows: list[dict], path: Path, title: str) -> None:
+    """Bars of medians, a panel a rate."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rates = sorted({row["Mbit/s"] for row in rows})
+    figure, panels = plt.subplots(1, len(rates), figsize=(4.5 * len(rates), 3.5), squeeze=False)
+    for axes, rate in zip(panels[0], rates):
+        of_rate = [row for row in rows if row["Mbit/s"] == rate][::-1]
+        medians = [row["median ms"] for row in of_rate]
+        ends = [[row["median ms"] - row["min ms"] for row in of_rate], [row["max ms"] - row["median ms"] for row in of_rate]]
+        axes.barh([row["variant"] for row in of_rate], medians, xerr=ends, color="tab:blue", ecolor="grey")
+        axes.set_title(f"{rate:g} Mbit/s", fontsize=10)
+        axes.set_xlabel("step, ms: median, least and most")
+    figure.suptitle(title, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     args = arguments()
     if args.rank is not None:
@@ -177,6 +198,8 @@ def main() -> None:
         f"{args.kv_heads} KV heads, {args.seq} tokens, fp32, ZeRO 1"
     )
     record.write(args.out, rows, kind, notes)
+    if args.out is not None:
+        plot(rows, args.out.with_suffix(".png"), kind)
 
 
 if __name__ == "__main__":

@@ -34,11 +34,8 @@ def can_take_apart(module: nn.Module, plain: Forwards = PLAIN) -> bool:
         return False
     if type(module.weight) not in (nn.Parameter, Tensor):  # a quantised or distributed tensor
         return False
-    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
-        return True
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-    return all((getattr(hook, "__module__", "") or "").startswith("deepspeed.") for hook in hooks)
+    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return all((getattr(hook, "__module__", "") or "").startswith("deepspeed.") for hooks in kinds for hook in hooks.values())
 
 
 def leaves_bias(module: nn.Module) -> bool | None:
@@ -155,7 +152,7 @@ class RowParts:
     def __init__(self, x: Tensor, module: nn.Linear, parts: list[Part]):
         self.x, self.weight, self.bias = autocast(x, module.weight, None if leaves_bias(module) else module.bias)
         shapes = self.weight.shape, self.weight.shape[:1]
-        self.gradients = tuple(Gradient(shape, 0, parts) for shape in shapes)
+        self.gradients = tuple(Gradient(shape, parts) for shape in shapes)
         self.tokens = [tokens(parameter, left) for parameter, left in zip((self.weight, self.bias), self.gradients)]
 
     def part(self, index: int, ranks: int = 0) -> Tensor:

@@ -105,12 +105,11 @@ class Gradient:
     under way, where a step's memory peaks.
 
     shape   of the parameter
-    dim     the dimension it is cut along
-    parts   their gradients are summed where they overlap
+    parts   ranges of its rows; their gradients are summed where they overlap
     """
 
-    def __init__(self, shape: torch.Size, dim: int, parts: list[Part]):
-        self.shape, self.dim, self.parts = shape, dim, parts
+    def __init__(self, shape: torch.Size, parts: list[Part]):
+        self.shape, self.parts = shape, parts
         self.pieces: dict[int, Tensor] = {}
 
     def leave(self, index: int, piece: Tensor) -> Tensor:
@@ -125,7 +124,7 @@ class Gradient:
         """The gradient, zero in the parts that this backward has not reached."""
         pieces, self.pieces = self.pieces, {}
         given = [(part, pieces[i]) for i, part in enumerate(self.parts) if reached[i]]
-        return join_pieces(self.shape, self.dim, given)
+        return join_pieces(self.shape, 0, given)
 
 
 class _Tokens(torch.autograd.Function):

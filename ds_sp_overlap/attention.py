@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .channel import Channel
@@ -12,7 +13,7 @@ from .config import SpOverlapConfig
 from .layer import Layer, apart
 from .parts import cut, join
 from .policy import Policy
-from .rotary import rotate
+from .rotary import check_tables, rotate
 from .schedule import Call, overlapped
 from .transport import Transport
 
@@ -117,7 +118,7 @@ class DistributedAttention(nn.Module):
     """Drop-in for ``deepspeed.sequence.layer.DistributedAttention``, overlapped and right in every case it is not.
 
     local_attention          attention over the whole sequence with this rank's heads
-    sequence_process_group   the sp group
+    sequence_process_group   the sp group; None for all ranks, as in DeepSpeed's
     scatter_idx, gather_idx  DeepSpeed's; head scatter (2) and sequence gather (0 or 1) only
     sp_stream                a stream to carry the exchanges; one is made if None
     num_kv_heads             KV heads before the exchange; read from the key if None
@@ -148,7 +149,7 @@ class DistributedAttention(nn.Module):
         self.local_attn, self.spg, self.num_kv_heads = local_attention, sequence_process_group, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
         parsed = SpOverlapConfig.parse(config or {})
-        channel = Channel(sequence_process_group, transport or parsed.transport, sp_stream, parsed.kernels)
+        channel = Channel(sequence_process_group or dist.group.WORLD, transport or parsed.transport, sp_stream, parsed.kernels)
         self._attend = ProjectedAttention(channel, parsed, name)
 
     def forward(
@@ -166,7 +167,7 @@ class DistributedAttention(nn.Module):
 
         query             [s/P, b, h, d] for ``batch_dim_idx`` 1, [b, s/P, h, d] for 0
         key, value        the same with h_kv heads
-        rotary_pos_emb    (cos, sin), each [s, 1, 1, d_rot]; applied to q and k after the exchange
+        rotary_pos_emb    (cos, sin), each [s, 1, 1, d_rot], d_rot <= d; applied to q and k after the exchange
         sequence_lengths  local length of every rank, where they are not all the same
         returns           as ``query``; 3-D if the local attention returns 3-D
 
@@ -197,12 +198,13 @@ def drop_in_forward(
     """``DistributedAttention.forward`` for a module of this class or of DeepSpeed's; its indices end here."""
     if isinstance(batch_dim_idx, (bool, Tensor)) or batch_dim_idx not in (0, 1):
         got = f"a tensor of shape {list(batch_dim_idx.shape)}" if isinstance(batch_dim_idx, Tensor) else repr(batch_dim_idx)
-
-        def refuse():
-            raise ValueError(f"batch_dim_idx must be 0 (batch first) or 1 (sequence first), got {got}")
-
-        attend.layer.call(refuse)
+        attend.layer.refuse(ValueError(f"batch_dim_idx must be 0 (batch first) or 1 (sequence first), got {got}"))
     batch_first = batch_dim_idx == 0
+    if rotary_pos_emb is not None:
+        try:
+            check_tables(rotary_pos_emb, query.shape[-1], partial=True)
+        except ValueError as error:
+            attend.layer.refuse(error)
 
     def arrive(kind, x):
         if kind == "v":

@@ -95,9 +95,14 @@ class Channel:
         return self._sides[device]
 
     @property
+    def ranks(self) -> list[int]:
+        """The ranks of the world that are in the group."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    @property
     def holds_first_rank(self) -> bool:
         """Whether it is the sp group of the process that reports."""
-        return self.group is None or dist.get_process_group_ranks(self.group)[0] == 0
+        return self.ranks[0] == 0
 
     def prepare(self) -> None:
         """Make what the transport needs. Collective the first time, once the ranks have agreed; raises its ValueError."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Callable
 
+import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
@@ -75,7 +76,21 @@ class Layer:
         geometry, _ = describe()
         return Call(self.channel, geometry, self.where, checked=first and self.config.check)
 
+    def refuse(self, error: ValueError) -> None:
+        """Raise ``error``, on the layer's first call on every rank."""
+
+        def describe():
+            raise error
+
+        self.call(describe)
+
     def _comparable(self, geometry: Geometry, types: Callable[[], tuple]) -> str:
+        world = dist.get_world_size() if self.channel.group is None and dist.is_initialized() else 1
+        if world > 1:
+            raise ValueError(
+                f"no sp group in a world of {world} ranks; pass sequence_process_group= once torch.distributed is initialised "
+                "(torch.distributed.group.WORLD for all of them, a group of this rank alone for no sequence parallelism)"
+            )
         ops.implementation(self.channel.kernels)  # refused here, on every rank, where this one lacks them
         if self.channel.timeline is not None:
             self.channel.timeline.check()

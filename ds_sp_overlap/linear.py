@@ -20,6 +20,9 @@ from .parts import Gradient, Part, batched, cut, cut_ranges, tokens
 
 Forwards = tuple[Callable[..., object], ...]
 PLAIN: Forwards = (nn.Linear.forward,)
+_EVERYWHERE = tuple(  # hooks of all modules
+    getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)
 
 
 def can_take_apart(module: nn.Module, plain: Forwards = PLAIN) -> bool:
@@ -27,14 +30,14 @@ def can_take_apart(module: nn.Module, plain: Forwards = PLAIN) -> bool:
 
     plain   forwards that are known to compute ``x w^T + b`` and nothing else, possibly leaving b to their caller (below)
 
-    Not if its forward was replaced (LoRA, quantised, tensor-parallel layers), nor if somebody hooked its call and would
-    see parts instead of the output; DeepSpeed's own hooks are fine.
+    Not if its forward was replaced (LoRA, quantised, tensor-parallel layers), nor if somebody hooked its call, or every
+    module's, and would see parts instead of the output; DeepSpeed's own hooks are fine.
     """
     if type(module).forward not in plain or "forward" in vars(module):
         return False
     if type(module.weight) not in (nn.Parameter, Tensor):  # a quantised or distributed tensor
         return False
-    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, *_EVERYWHERE
     return all((getattr(hook, "__module__", "") or "").startswith("deepspeed.") for hooks in kinds for hook in hooks.values())
 
 

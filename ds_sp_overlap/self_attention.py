@@ -35,7 +35,7 @@ class SelfAttention:
     q_norm, k_norm           per-head norm of q and k, applied over d
     rope                     ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d], applied before the exchange; best a
                              `Rotary`, which needs no memory order
-    sequence_process_group   the sp group; None for one rank
+    sequence_process_group   the sp group; None where the world is one rank
     batch_first              hidden states are [b, s/P, m] (True) or [s/P, b, m]
     config                   an ``sp_overlap`` section
     name                     for errors and logs
@@ -122,7 +122,7 @@ class SelfAttention:
         """Attend over the global sequence.
 
         hidden_states        [b, s/P, m], or [s/P, b, m] if not ``batch_first``
-        position_embeddings  for ``rope``, of this rank's positions
+        position_embeddings  for ``rope``, of this rank's positions; a `Rotary` needs them
         sequence_lengths     local length of every rank, where they are not all the same
         instead              gives the same for ``hidden_states`` without overlap, for the policy; None where nothing does
         returns              as ``hidden_states``, in what ``o_proj`` returns: some linear layers return a bias beside it
@@ -131,7 +131,7 @@ class SelfAttention:
         """
         extra = (*args, *kwargs.values())
         return self.layer.run(
-            lambda: self._describe(hidden_states, sequence_lengths, extra),
+            lambda: self._describe(hidden_states, position_embeddings, sequence_lengths, extra),
             lambda call, x: self._overlapped(call, x, position_embeddings, args, kwargs),
             (hidden_states,),
             instead,
@@ -140,7 +140,7 @@ class SelfAttention:
     def _overlapped(self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict) -> Tensor:
         opened = self.taken_apart()
         if isinstance(self.rope, Rotary) and ops.implementation(self.layer.channel.kernels).folds:
-            call.turn = self.rope.of_tokens(position_embeddings)
+            call.turn = self.rope.of_tokens(position_embeddings, self.head_dim)
         call.by_rank = self._by_rank(call, hidden_states, opened)
 
         def inputs(program):
@@ -183,7 +183,7 @@ class SelfAttention:
         """What q and k are rotated by between projection and exchange, empty for nothing; None where more is done to them."""
         if any(norm is not None for norm in self._norms.values()) or not (self.rope is None or isinstance(self.rope, Rotary)):
             return None
-        tables = None if self.rope is None or call.turn is not None else self.rope.tables(position_embeddings)
+        tables = None if self.rope is None or call.turn is not None else self.rope.turn(position_embeddings, self.head_dim)
         return () if tables is None else None if any(table.requires_grad for table in tables) else tables
 
     def _projector(self, call: Call, x: Tensor, rows: dict, opened: list[nn.Module], position_embeddings: Any):
@@ -226,12 +226,14 @@ class SelfAttention:
 
         return frozenset(kind for kind in "qkvo" if not (packed and kind in "qk") and pays(kind))
 
-    def _describe(self, hidden: Tensor, lengths, extra: tuple):
+    def _describe(self, hidden: Tensor, position_embeddings: Any, lengths, extra: tuple):
         if hidden.dim() != 3:
             raise ValueError(f"hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got {list(hidden.shape)}")
         geometry = self.layer.geometry(hidden, self.heads, self.kv_heads, self.batch_first, lengths, extra)
 
         def types():
+            if isinstance(self.rope, Rotary):
+                self.rope.turn(position_embeddings, self.head_dim)  # refused on every rank
             grads = [torch.is_grad_enabled() and (hidden.requires_grad or trained) for trained in self._trained()]
             return str(hidden.dtype), self.head_dim, "gradients of q, k, v", grads
 

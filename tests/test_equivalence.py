@@ -291,6 +291,66 @@ def test_dropin_equals_deepspeeds_own_class(size):
     no_faults(size, against_upstream, cases)
 
 
+def over_the_world(rank, case):
+    """Without a group, as DeepSpeed's class and as the drop-in."""
+    inputs, seen = dropin.whole_inputs(case), []
+    for cls in (Upstream, ds_sp_overlap.DistributedAttention):
+        q, k, v = (dropin.my_slice(case, rank, t).requires_grad_() for t in inputs[:3])
+        o = cls(dropin.local_attention(case), None, gather_idx=1)(q, k, v, 0)
+        o.backward(dropin.my_slice(case, rank, inputs[3]))
+        seen.append((o.detach(), q.grad, k.grad, v.grad))
+    return layers.faults(1e-12, **{name: (got, want) for name, want, got in zip(("o", "dq", "dk", "dv"), *seen)})
+
+
+def test_no_group_is_all_ranks_as_in_deepspeeds_own_class():
+    no_faults(2, over_the_world, Case())
+
+
+def enabled_without_a_group_of_their_own(rank, case):
+    """Modules made without a group, over the group that `enable` is given: the two halves of four ranks."""
+    halves = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    inputs = dropin.whole_inputs(case)
+    model = torch.nn.Sequential(Upstream(dropin.local_attention(case), None, gather_idx=1))
+    report = ds_sp_overlap.enable(model, case.config, halves[rank // 2])
+    q, k, v = (dropin.my_slice(case, rank % 2, t).requires_grad_() for t in inputs[:3])
+    o = model[0](q, k, v, 0)
+    o.backward(dropin.my_slice(case, rank % 2, inputs[3]))
+    ds_sp_overlap.disable(model)
+    whole = [t.requires_grad_() for t in inputs[:3]]
+    expected = reference.attention(*whole)
+    expected.backward(inputs[3])
+    pairs = {n: (t.grad, dropin.my_slice(case, rank % 2, w.grad)) for n, t, w in zip(("dq", "dk", "dv"), (q, k, v), whole)}
+    found = layers.faults(1e-12, o=(o.detach(), dropin.my_slice(case, rank % 2, expected.detach())), **pairs)
+    return found + [f"sp size {report.sp_size}"] * (report.sp_size != 2)
+
+
+def test_modules_without_a_group_take_the_one_that_enable_is_given():
+    no_faults(4, enabled_without_a_group_of_their_own, Case())
+
+
+def partly_rotated(rank, shape):
+    """Tables of half the width, asked for, for projections as one node and node by node."""
+    x, dy = layers.whole_inputs(shape)
+    tables = reference.rope_tables(torch.arange(sum(shape.lengths)), shape.head_dim // 2, shape.dtype)
+    whole, mine = layers.projections(shape), layers.projections(shape)
+    x = x.requires_grad_()
+    q, k, v = (whole[f"{kind}_proj"](x).unflatten(-1, (-1, shape.head_dim)) for kind in "qkv")
+    y = whole["o_proj"](reference.attention(reference.rope(q, *tables), reference.rope(k, *tables), v).flatten(2))
+    y.backward(dy)
+    attend = layers.block(shape, mine, torch.distributed.group.WORLD)
+    attend.rope = ds_sp_overlap.Rotary(attend.rope.tables, partial=True)
+    local_x = layers.my_slice(shape, rank, x.detach()).requires_grad_()
+    got = attend(local_x, position_embeddings=[t.chunk(2)[rank] for t in tables])
+    got.backward(layers.my_slice(shape, rank, dy))
+    return layers.faults(
+        1e-12, y=(got.detach(), layers.my_slice(shape, rank, y.detach())), dx=(local_x.grad, layers.my_slice(shape, rank, x.grad))
+    )
+
+
+def test_partial_rotary_embedding_that_is_asked_for():
+    no_faults(2, partly_rotated, Shape(kv_heads=2))
+
+
 def constructor_like_upstream(rank):
     """Constructed and read as DeepSpeed's class is."""
     group = torch.distributed.group.WORLD

@@ -4,13 +4,15 @@ import re
 
 import dropin
 import layers
+import models
 import pytest
 import torch
+from deepspeed.sequence.layer import DistributedAttention as Upstream
 from dropin import Case
 from layers import Shape
 from ranks import RankError, on_ranks, refusal
 from torch import nn
-from transports import Corrupting, Failing, Silent
+from transports import Corrupting, Failing, Recording, Silent
 
 import ds_sp_overlap
 from ds_sp_overlap import SpOverlapConfig
@@ -328,6 +330,114 @@ def test_a_process_group_of_others_is_refused():
     member, outsider = on_ranks(2, not_a_member)
     assert member is True
     assert outsider[0] == "ValueError" and "this process is not a member of it" in outsider[1]
+
+
+# The sp group.
+
+
+def without_a_group(rank, kind):
+    shape, mover = Shape(rope=False), Counting()
+    if kind == "block":
+        attend = layers.block(shape, layers.projections(shape), None, mover)
+        got = refusal(attend, layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]))
+    else:
+        model = nn.Sequential(Upstream(nn.Identity(), None)) if kind == "DeepSpeed's class" else models.tiny()
+        got = refusal(ds_sp_overlap.enable, model, {})
+    return got if mover.launched == 0 else None
+
+
+@pytest.mark.parametrize("kind", ["block", "DeepSpeed's class", "transformers"])
+def test_a_missing_group_is_refused_where_the_world_is_larger_than_one(kind):
+    for refused in refused_on_both(without_a_group, kind):
+        assert refused[0] == "ValueError" and "torch.distributed.group.WORLD for all" in refused[1]
+        assert refused[1].startswith("layer: no sp group in a world of 2 ranks; " if kind == "block" else "sp_overlap: no ")
+
+
+def built_before_there_was_a_world(rank):
+    """As in a script that makes its model first."""
+    world, torch.distributed.distributed_c10d._world.default_pg = torch.distributed.group.WORLD, None
+    try:
+        module = ds_sp_overlap.DistributedAttention(dropin.local_attention(Case()), None, transport=Counting())
+    finally:
+        torch.distributed.distributed_c10d._world.default_pg = world
+    q, k, v = (dropin.my_slice(Case(), rank, t) for t in dropin.whole_inputs(Case())[:3])
+    return refusal(module, q, k, v, 0)
+
+
+def test_a_drop_in_that_was_made_without_a_group_before_there_was_a_world_is_refused():
+    for refused in refused_on_both(built_before_there_was_a_world):
+        assert refused[0] == "ValueError" and "attention: no sp group in a world of 2 ranks" in refused[1]
+
+
+def other_groups(rank):
+    """A module made with this rank's own group, in a model that is to be overlapped over both ranks."""
+    alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
+    return refusal(ds_sp_overlap.enable, nn.Sequential(Upstream(nn.Identity(), alone)), {}, torch.distributed.group.WORLD)
+
+
+def test_a_module_of_another_group_than_the_one_given_is_refused():
+    for refused in refused_on_both(other_groups):
+        assert refused[0] == "ValueError"
+        assert "sp rank 1: 0 was made with an sp group of ranks [1], and enable() is to use ranks [0, 1]" in refused[1]
+
+
+# Rotary tables.
+
+
+def give_rotary(rank, kind, given):
+    """Refusal of a first call whose rotary tables are wrong, in the block or in the drop-in."""
+    shape, case, mover = Shape(rotary=True), Case(), Counting()
+    tables = None if given is None else tuple(torch.ones(6, width, dtype=torch.float64) for width in given)
+    if kind == "drop-in":
+        inputs = [dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]]
+        got = refusal(dropin.module(case, mover), *inputs, 0, [t[:, None, None] for t in tables])
+    else:
+        attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, mover)
+        attend.rope = ds_sp_overlap.Rotary(attend.rope.tables, partial=kind == "partial")
+        attend._norms = {"q": nn.Identity() if kind == "normed" else None, "k": None}
+        x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
+        got = refusal(attend, x, position_embeddings=tables)
+    return got if mover.launched == 0 else None
+
+
+WIDE = "rotary tables are {0} (cos) and {1} (sin) wide for heads of 8"
+
+
+@pytest.mark.parametrize(
+    "kind,given,message",
+    [
+        ("block", None, "layer: position_embeddings are missing, and without them RoPE would be left out"),
+        ("normed", None, "layer: position_embeddings are missing, and without them RoPE would be left out"),
+        ("partial", None, "layer: position_embeddings are missing, and without them RoPE would be left out"),
+        ("block", (4, 4), "layer: " + WIDE.format(4, 4)),
+        ("normed", (4, 4), "layer: " + WIDE.format(4, 4)),
+        ("block", (16, 16), "layer: " + WIDE.format(16, 16)),
+        ("partial", (16, 16), "layer: " + WIDE.format(16, 16)),
+        ("partial", (3, 3), "layer: " + WIDE.format(3, 3)),
+        ("block", (8, 1), "layer: " + WIDE.format(8, 1)),
+        ("drop-in", (3, 3), "attention: " + WIDE.format(3, 3)),
+        ("drop-in", (16, 16), "attention: " + WIDE.format(16, 16)),
+    ],
+    ids=str,
+)
+def test_rotary_tables_that_would_not_rotate_the_heads_are_refused(kind, given, message):
+    for refused in refused_on_both(give_rotary, kind, given):
+        assert refused[0] == "ValueError" and refused[1].startswith(message), refused
+
+
+def missing_later(rank):
+    """The tables of a second call are missing: nothing is exchanged either."""
+    shape, mover = Shape(), Recording()
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, mover)
+    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
+    layers.call_block(shape, attend, rank, x)
+    mover.log.clear()
+    return refusal(attend, x), refusal(attend, x, position_embeddings=(torch.ones(6, 4).double(),) * 2), mover.log
+
+
+def test_rotary_tables_that_are_missing_in_a_later_call_are_refused_too():
+    for missing, narrow, log in on_ranks(2, missing_later):
+        assert "position_embeddings are missing" in missing[1] and "are 4 (cos)" in narrow[1] and log == []
 
 
 # The configuration.

@@ -266,6 +266,63 @@ def test_a_hook_on_a_projection_sees_its_whole_output(kind):
         assert seen == [[2, 12, 32], [2, 6, 32]]  # the reference's call, then the block's
 
 
+EVERY_MODULE = {
+    "forward": nn.modules.module.register_module_forward_hook,
+    "forward pre": nn.modules.module.register_module_forward_pre_hook,
+    "backward": nn.modules.module.register_module_full_backward_hook,
+    "backward pre": nn.modules.module.register_module_full_backward_pre_hook,
+}
+
+
+def hooked_everywhere(rank, kind):
+    """Faults of a layer while every module is hooked, what the hook saw of it, and what it saw of the reference."""
+    shape, seen = Shape(kv_heads=2, config={"head_groups": 2}), {}
+
+    def hook(module, *args):
+        shapes = [list(t.shape) for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+        seen.setdefault(module, []).append(shapes)
+
+    def use(call, layer, x, dy):
+        handle = EVERY_MODULE[kind](hook)
+        try:
+            result = layers.backward(call, layer, x, dy)
+        finally:
+            handle.remove()
+        of_layer = [seen.pop(module, None) for module in layer.values()]
+        every.append(of_layer)
+        return result
+
+    every = []
+    found = layers.block_faults(rank, shape, use)
+    whole, mine = (str(shapes).replace("12, ", "6, ") for shapes in every)
+    return found + [f"{kind} hooks of all modules saw {mine} instead of {whole}"] * (mine != whole)
+
+
+@pytest.mark.parametrize("kind", EVERY_MODULE)
+def test_hooks_of_all_modules_see_whole_projections(kind):
+    no_faults(hooked_everywhere, kind)
+
+
+def hooked_between_calls(rank):
+    """A hook of all modules that comes after the first call and goes again."""
+    shape, seen = Shape(), []
+    layer = layers.projections(shape)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    counts = []
+    for hooked in (False, True, False):
+        handle = EVERY_MODULE["forward"](lambda module, args, output: seen.append(list(output.shape))) if hooked else None
+        layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]))
+        counts.append(len(attend.taken_apart()))
+        if hooked:
+            handle.remove()
+    return counts, seen
+
+
+def test_hooks_of_all_modules_count_in_the_call_they_are_there_for():
+    for counts, seen in on_ranks(2, hooked_between_calls):
+        assert counts == [4, 0, 4] and seen == [[2, 6, 32]] * 4
+
+
 def reversed_values(q, k, v):
     return v.flip(1)
 

@@ -119,7 +119,8 @@ def enable(
     if group is None:
         raise ValueError(
             "sp_overlap: no sequence-parallel group; give deepspeed.initialize the mpu that "
-            "UlyssesSPAttentionHF.register_with_transformers returned, or pass sequence_process_group= to enable()"
+            "UlyssesSPAttentionHF.register_with_transformers returned, or pass sequence_process_group= to enable() "
+            "(torch.distributed.group.WORLD for all ranks)"
         )
     channel = Channel(group, config.transport, kernels=config.kernels)
     if channel.size == 1:
@@ -135,7 +136,7 @@ def enable(
         found.extend(megatron.find_layers(model, channel, config, policy))
         found.extend(transformers.find_layers(model, channel, config, policy))
         inside = {module for layer in found for module in layer.inside}
-        found.extend(layer for layer in deepspeed.find_layers(model, config, policy) if layer.module not in inside)
+        found.extend(layer for layer in deepspeed.find_layers(model, channel, config, policy) if layer.module not in inside)
         if not found:
             raise ValueError(
                 f"no attention layer found in {type(model).__name__}; supported are transformers models, Megatron-DeepSpeed and "

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import deepspeed
+import torch.distributed as dist
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
@@ -70,7 +71,7 @@ def _section(given: dict[str, Any]) -> Any:
 def find_group(model: nn.Module) -> Any:
     """The sp group of ``DistributedAttention`` modules in the model, of DeepSpeed's mesh or of its mpu; None if none."""
     for module in model.modules():
-        if isinstance(module, DistributedAttention):
+        if isinstance(module, DistributedAttention) and module.spg is not None:
             return module.spg
     try:
         return groups._get_sequence_parallel_group()
@@ -78,25 +79,28 @@ def find_group(model: nn.Module) -> Any:
         return None
 
 
-def find_layers(model: nn.Module, config: SpOverlapConfig, policy: Policy | None = None) -> list[Layer]:
-    """DeepSpeed's ``DistributedAttention`` modules, whoever calls them."""
-    return [
-        Layer(
-            name,
-            module,
-            got="q, k, v, o and dq, dk, dv, do with one another and with attention",
-            lacks="the projections belong to its caller",
-            bind=functools.partial(bind_drop_in, name, module, config, policy),
-        )
-        for name, module in model.named_modules()
-        if isinstance(module, DistributedAttention)
-    ]
+def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None) -> list[Layer]:
+    """DeepSpeed's ``DistributedAttention`` modules, whoever calls them. Raises ValueError where one has another sp group."""
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, DistributedAttention):
+            continue
+        own = channel.ranks if module.spg is None else dist.get_process_group_ranks(module.spg)
+        if own != channel.ranks:
+            raise ValueError(
+                f"{name} was made with an sp group of ranks {own}, and enable() is to use ranks {channel.ranks}; give both one group"
+            )
+        got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
+        bind = functools.partial(bind_drop_in, name, module, channel, config, policy)
+        found.append(Layer(name, module, got, "the projections belong to its caller", bind))
+    return found
 
 
-def bind_drop_in(name: str, module: DistributedAttention, config: SpOverlapConfig, policy: Policy | None):
+def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, config: SpOverlapConfig, policy: Policy | None):
     """Rebind DeepSpeed's class to the drop-in; returns what undoes it."""
-    channel = Channel(module.spg, config.transport, module.sp_stream, config.kernels)
+    channel = Channel(module.spg or channel.group, config.transport, module.sp_stream, config.kernels)
     attend, original, dims = ProjectedAttention(channel, config, name, policy), module.forward, set()
+    same_group = module.spg is not None or channel.size == dist.get_world_size()  # None is all ranks to DeepSpeed's class
 
     def forward(query, key, value, batch_dim_idx, rotary_pos_emb=None, *args, sequence_lengths=None, **kwargs):
         def instead(q, k, v):
@@ -109,6 +113,7 @@ def bind_drop_in(name: str, module: DistributedAttention, config: SpOverlapConfi
             and isinstance(batch_dim_idx, int)
             and sequence_lengths is None
             and module.sp_stream is None
+            and same_group
             and not (query.shape[2] % channel.size or key.shape[2] % channel.size)
             and (rotary_pos_emb is None or not batch_dim_idx)
         )

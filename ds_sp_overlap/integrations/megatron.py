@@ -56,13 +56,13 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) 
         local.hidden_size_per_partition = width
 
 
-def _tables(rotary: Any, rank: int, local_seq: int, sp_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """This rank's positions of cos and sin [s, 1, 1, d].
+def _tables(rotary: Any, rank: int, local_seq: int, sp_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """This rank's positions of cos and sin [s, 1, 1, d_rot]; nothing for a model without RoPE.
 
     RoPE is elementwise, so that before the exchange it gives the same bits as after it, and its time is hidden.
     """
     if rotary is None:
-        return None
+        return ()
     if isinstance(rotary, Tensor) or len(rotary) != 2 or not all(isinstance(table, Tensor) for table in rotary):
         raise ValueError(f"rotary_pos_emb must be (cos, sin) of the whole sequence, got {type(rotary).__name__}")
     lengths = [len(table) for table in rotary]
@@ -98,7 +98,7 @@ def _drive(name: str, module: nn.Module, channel: Channel, config: SpOverlapConf
         num_kv_heads=module.num_key_value_heads,
         head_dim=module.hidden_size_per_attention_head,
         **projections,
-        rope=Rotary(lambda tables: tables),
+        rope=Rotary(lambda tables: tables or None, partial=True),  # --rotary-percent
         sequence_process_group=channel.group,
         batch_first=False,
         config=config,
@@ -115,7 +115,7 @@ def _drive(name: str, module: nn.Module, channel: Channel, config: SpOverlapConf
         rotary_pos_emb=None,
         cpu_offloading=False,  # HEAD tries with it first, and again without where that is a TypeError
     ):
-        tables = None
+        tables = ()
         try:
             if inference_params is not None:
                 raise ValueError(
@@ -125,7 +125,7 @@ def _drive(name: str, module: nn.Module, channel: Channel, config: SpOverlapConf
             _check_mask(None if module.use_flash_attn else attention_mask, channel.size * len(hidden_states))
             tables = _tables(rotary_pos_emb, channel.rank, len(hidden_states), channel.size, hidden_states.dtype)
         except ValueError as error:
-            _refuse(block, error)
+            block.layer.refuse(error)
 
         def stock(x):
             return original(x, attention_mask, encoder_output, inference_params, rotary_pos_emb)
@@ -137,15 +137,6 @@ def _drive(name: str, module: nn.Module, channel: Channel, config: SpOverlapConf
             raise RuntimeError(f"{name}: {error}") from error
 
     return block, forward
-
-
-def _refuse(block: SelfAttention, error: ValueError) -> None:
-    """Raise on all ranks alike."""
-
-    def describe():
-        raise error
-
-    block.layer.call(describe)
 
 
 def _plain(linears: list[nn.Module]) -> Forwards:
@@ -193,7 +184,7 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
         inside = (module.dist_attn,)
         reason, exchanges = _why_not(module)
         if reason and exchanges:
-            bind = functools.partial(bind_drop_in, f"{name}.dist_attn", module.dist_attn, config, policy)
+            bind = functools.partial(bind_drop_in, f"{name}.dist_attn", module.dist_attn, channel, config, policy)
             got = "q, k, v and o, dq, dk, dv and do with one another and with attention"
             found.append(Layer(f"{name}.dist_attn", module.dist_attn, got, reason, bind, inside))
             continue

@@ -160,7 +160,10 @@ def _drive(
         num_kv_heads=module.config.num_key_value_heads,
         head_dim=module.head_dim,
         **parts(),
-        rope=Rotary(lambda tables: tuple(table.unsqueeze(2) for table in tables)),
+        rope=Rotary(
+            lambda tables: tuple(table.unsqueeze(2) for table in tables),
+            partial=(getattr(module.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0,
+        ),
         sequence_process_group=channel.group,
         config=config,
         name=name,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .channel import Channel
 from .config import SpOverlapConfig
+from .heads import Local
 from .layer import Layer, apart
 from .parts import cut, join
 from .policy import Policy
@@ -25,8 +26,10 @@ class ProjectedAttention:
     dv with the backward of the caller's projections.
     """
 
-    def __init__(self, channel: Channel, config: SpOverlapConfig, where: str, policy: Policy | None = None):
-        self.layer = Layer(channel, config, where, policy)
+    def __init__(
+        self, channel: Channel, config: SpOverlapConfig, where: str, policy: Policy | None = None, heads_alike: bool = False
+    ):
+        self.layer = Layer(channel, config, where, policy, heads_alike)
 
     @torch.compiler.disable
     def __call__(
@@ -63,6 +66,7 @@ class ProjectedAttention:
             lambda: self._describe(query, key, value, batch_first, num_kv_heads, sequence_lengths, extra),
             lambda call, *qkv: self._overlapped(call, *qkv, local, arrive),
             (query, key, value),
+            lambda: Local(local_attention, args, kwargs, query.shape[3], value.shape[3], query.dtype),
             instead,
         )
 
@@ -123,6 +127,7 @@ class DistributedAttention(nn.Module):
     sp_stream                a stream to carry the exchanges; one is made if None
     num_kv_heads             KV heads before the exchange; read from the key if None
     config                   an ``sp_overlap`` section
+    heads_alike              the local attention treats all heads alike; else that is tried out on the first call
 
     Any head counts with at least one query head a rank. Raises ValueError for arguments that can't work.
     """
@@ -139,6 +144,7 @@ class DistributedAttention(nn.Module):
         config: SpOverlapConfig | dict | None = None,
         transport: Transport | None = None,
         name: str = "attention",
+        heads_alike: bool = False,
     ):
         super().__init__()
         if scatter_idx != 2 or gather_idx not in (0, 1):
@@ -150,7 +156,7 @@ class DistributedAttention(nn.Module):
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
         parsed = SpOverlapConfig.parse(config or {})
         channel = Channel(sequence_process_group or dist.group.WORLD, transport or parsed.transport, sp_stream, parsed.kernels)
-        self._attend = ProjectedAttention(channel, parsed, name)
+        self._attend = ProjectedAttention(channel, parsed, name, heads_alike=heads_alike)
 
     def forward(
         self,

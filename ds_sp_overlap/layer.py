@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, Callable
+from functools import lru_cache, partial
+from typing import Any, Callable, Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from . import ops
 from .channel import Channel
 from .config import SpOverlapConfig
+from .heads import Local, fault
 from .layout import Geometry
 from .policy import OFF, Policy
+from .say import say_once
 from .schedule import Call
 from .timeline import Timeline
 
@@ -24,28 +28,36 @@ _regrouped = lru_cache(maxsize=4096)(lambda geometry, groups: replace(geometry, 
 class Layer:
     """What both kinds of attention layer share: the sp group, the configuration, and the agreement of the ranks.
 
-    policy   shared with the other layers of the model; one of its own if None
+    policy        shared with the other layers of the model; one of its own if None
+    heads_alike   the local attention is known to treat all heads alike, and not tried out
     """
 
-    def __init__(self, channel: Channel, config: SpOverlapConfig, where: str, policy: Policy | None = None):
-        self.channel, self.config, self.where = channel, config, where
+    def __init__(
+        self, channel: Channel, config: SpOverlapConfig, where: str, policy: Policy | None = None, heads_alike: bool = False
+    ):
+        self.channel, self.config, self.where, self.heads_alike = channel, config, where, heads_alike
         self.policy = policy or Policy.of(config, channel)
         self.index = self.policy.join() if self.policy else 0
         channel.timeline = channel.timeline or Timeline.of(config, channel)
         self.agreed = False
+        self._divides: dict[tuple, bool] = {}  # whether attention may be cut into head groups, by kind of call
 
     def run(
         self,
         describe: Callable[[], tuple[Geometry, Callable[[], tuple]]],
         body: Callable[..., Tensor],
         inputs: tuple[Tensor, ...],
+        local: Callable[[], Local],
         instead: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """``body(call, *inputs)`` for a `call` of this layer, with the head groups that the policy chooses.
 
+        local     the local attention of the call
         instead   ``instead(*inputs)`` gives the same without overlap, and runs where that is faster; None where there is no such
         """
         call, timeline = self.call(describe), self.channel.timeline
+        if call.geometry.groups > 1 and not self.heads_alike and not self._may_divide(call, local(), inputs[0].device):
+            call = Call(self.channel, _regrouped(call.geometry, 1), self.where, call.checked)
         if timeline is not None:
             timeline.look(self.channel)
             if timeline.recording():
@@ -61,6 +73,20 @@ class Layer:
             return self.policy.run(contest, candidate, tokens, instead, inputs)
         call = Call(self.channel, _regrouped(call.geometry, candidate), self.where, call.checked)
         return self.policy.run(contest, candidate, tokens, lambda *inputs: body(call, *inputs), inputs)
+
+    def _may_divide(self, call: Call, local: Local, device: torch.device) -> bool:
+        """Whether the local attention may be called group by group; tried out for the first call of a kind, on all ranks."""
+        kind = call.geometry.heads, call.geometry.kv_heads, *local.kind
+        if kind not in self._divides:
+            found = self.channel.gather(fault(call, local, device, partial(apart, where=self.where)))
+            seen = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)
+            self._divides[kind] = not seen
+            if seen:
+                say_once(
+                    f"sp_overlap: {local.name}, called with some of a rank's heads at a time, is not what it is over all of them, and "
+                    f"runs in one head group ({seen}). If it treats all heads alike, say so with heads_alike=True"
+                )
+        return self._divides[kind]
 
     def call(self, describe: Callable[[], tuple[Geometry, Callable[[], tuple]]]) -> Call:
         """A call of this layer, of the geometry that ``describe`` gives.
@@ -108,7 +134,7 @@ class Layer:
         seq_lens = (local_seq,) * channel.size if lengths is None else tuple(int(length) for length in lengths)
         groups = self.config.groups_for(heads, channel.size)
         geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, groups, batch_first)
-        if groups > 1 and _per_head(geometry, extra):
+        if groups > 1 and extra and _per_head(geometry, extra if self.heads_alike else tree_leaves(extra)):
             geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, 1, batch_first)
         if seq_lens[channel.rank] != local_seq:
             raise ValueError(
@@ -117,7 +143,7 @@ class Layer:
         return geometry
 
 
-def _per_head(geometry: Geometry, extra: tuple) -> bool:
+def _per_head(geometry: Geometry, extra: Iterable) -> bool:
     """Whether some tensor may have one slice per head of a rank (a bias, slopes), which head groups would misuse.
 
     Asked for every rank's count of heads, so that all ranks answer alike; where it is wrong it costs some overlap.

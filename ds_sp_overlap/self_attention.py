@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from . import ops
 from .channel import Channel
 from .config import SpOverlapConfig
+from .heads import Local
 from .layer import Layer, apart
-from .linear import PLAIN, Forwards, RowParts, WholeRows, batched_pays, call_through, can_take_apart
+from .linear import PLAIN, Forwards, RowParts, WholeRows, autocast, batched_pays, call_through, can_take_apart
 from .nodes import Rows, finish_output, start_inputs
 from .parts import Part, join
 from .policy import Policy
@@ -41,6 +42,7 @@ class SelfAttention:
     name                     for errors and logs
     policy                   shared with other layers, for "head_groups": "auto"; one of its own if None
     plain                    forwards of linear layers that may be taken apart, see `linear.can_take_apart`
+    heads_alike              ``local_attention`` treats all heads alike; else that is tried out on the first call
 
     A projection that can't be taken apart (LoRA, quantised, hooked by somebody) is called whole; its exchanges are
     overlapped all the same.
@@ -68,12 +70,13 @@ class SelfAttention:
         name: str = "attention",
         policy: Policy | None = None,
         plain: Forwards = PLAIN,
+        heads_alike: bool = False,
     ):
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
         self.local_attention, self.rope, self.batch_first, self.plain = local_attention, rope, batch_first, plain
         parsed = SpOverlapConfig.parse(config or {})
         channel = Channel(sequence_process_group, transport or parsed.transport, kernels=parsed.kernels)
-        self.layer = Layer(channel, parsed, name, policy)
+        self.layer = Layer(channel, parsed, name, policy, heads_alike)
         self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj, q_norm, k_norm)
         sizes = {
             "q_proj.out_features": (q_proj, self.heads),
@@ -134,6 +137,7 @@ class SelfAttention:
             lambda: self._describe(hidden_states, position_embeddings, sequence_lengths, extra),
             lambda call, x: self._overlapped(call, x, position_embeddings, args, kwargs),
             (hidden_states,),
+            lambda: Local(self.local_attention, args, kwargs, self.head_dim, self.head_dim, autocast(hidden_states)[0].dtype),
             instead,
         )
 

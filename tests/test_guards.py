@@ -3,10 +3,12 @@
 The checks are those of the tests that name the guard, and find nothing while it is there.
 """
 
+import functools
 from typing import Callable, NamedTuple
 
 import pytest
 import test_hazards
+import test_heads
 import test_layout
 import test_ops
 import test_order
@@ -167,6 +169,31 @@ WATCHED = {
     ),
     "a hooked module is called whole": Watched(
         Guard("linear:can_take_apart", '.startswith("deepspeed.")', '.startswith("")'), hook_sees_all
+    ),
+    "hooks of all modules count": Watched(
+        Guard("linear:can_take_apart", ", *_EVERYWHERE", ""), functools.partial(test_usage.hooked_everywhere, kind="forward")
+    ),
+    # What head groups can be made of.
+    "attention that needs all heads gets them": Watched(
+        Guard("layer:Layer.run", "and not self._may_divide(call, local(), inputs[0].device)", "and False"),
+        test_heads.misses_slopes,
+    ),
+    "what one rank has found counts on all": Watched(
+        Guard("layer:Layer._may_divide", "enumerate(found)", "enumerate(found[:1])"), test_heads.misses_what_the_other_rank_found
+    ),
+    "modules are tried out in evaluation": Watched(
+        Guard("heads:_evaluating", "module.training = False", "pass"), test_heads.modes_differ
+    ),
+    "modules train again as they did": Watched(
+        Guard("heads:_evaluating", "module.training = training", "module.training = True"), test_heads.modes_differ
+    ),
+    "trying out takes no random numbers": Watched(
+        Guard(
+            "heads:fault",
+            'torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")',
+            "contextlib.nullcontext()",
+        ),
+        test_heads.random_numbers_differ,
     ),
     # Order.
     "exchanges start in the order drawn": Watched(

@@ -6,7 +6,6 @@ Nothing here knows a framework; the files beside this one each find the layers t
 from __future__ import annotations
 
 import types
-import warnings
 import weakref
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -20,6 +19,7 @@ from .. import ops
 from ..channel import Channel
 from ..config import SpOverlapConfig
 from ..policy import Policy
+from ..say import _said, say_once  # noqa: F401
 from ..self_attention import SelfAttention
 from ..timeline import Timeline
 
@@ -81,14 +81,6 @@ def driven(block: SelfAttention, linear: dict[str, nn.Module], groups: int, poli
 
 
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()
-_said: set[str] = set()
-
-
-def say_once(message: str) -> None:
-    """Warn, the first time."""
-    if message not in _said:
-        _said.add(message)
-        warnings.warn(message, stacklevel=3)
 
 
 def enable(

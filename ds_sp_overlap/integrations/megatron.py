@@ -105,6 +105,7 @@ def _drive(name: str, module: nn.Module, channel: Channel, config: SpOverlapConf
         name=name,
         policy=policy,
         plain=_plain([*projections.values(), module.dense]),
+        heads_alike=True,
     )
 
     def forward(

@@ -168,6 +168,7 @@ def _drive(
         config=config,
         name=name,
         policy=policy,
+        heads_alike=True,
     )
     original = module.forward
     caches: weakref.WeakSet = weakref.WeakSet()
@@ -243,7 +244,7 @@ def _bind_function(
     if not isinstance(functions[implementation], _Dispatch):
         functions[implementation] = _Dispatch(functions[implementation])
     dispatch = functions[implementation]
-    dispatch.attend[module] = ProjectedAttention(channel, config, name, policy), positions, name
+    dispatch.attend[module] = ProjectedAttention(channel, config, name, policy, heads_alike=True), positions, name
 
     def undo(module: nn.Module) -> None:
         del dispatch.attend[module]

@@ -3,8 +3,11 @@
 Each test names the guard it watches; `test_guards` takes the guards out, one by one, and sees these checks fail.
 """
 
+import contextlib
 import gc
 import weakref
+from collections import Counter
+from unittest import mock
 
 import dropin
 import layers
@@ -12,9 +15,11 @@ import pytest
 import torch
 import transports
 from dropin import Case
+from guards import Guard, removed
 from layers import Shape
 from ranks import on_ranks, refusal
 from streams import Backend
+from test_send_buffers import OPERATORS, always, counted, kinds
 
 from ds_sp_overlap.channel import Channel, SideStream
 from ds_sp_overlap.exchange import Exchange, _InFlight
@@ -59,9 +64,46 @@ def no_faults(size, function, *args):
         assert found == [], f"rank {rank}"
 
 
-def spoiled(rank, transport, shapes, cases):
-    with transports.spoiled_buffers():
-        return layers.faults_of_all(rank, shapes, transport) + dropin.faults_of_all(rank, cases, transport)
+PLANTED = {  # each of them computes what it should, as long as nobody spoils the buffer that it has no right to read
+    "a send buffer read after delivery": Guard(
+        "exchange:_InFlight._receive",
+        'self.track.mark("unpacking")',
+        "sent, got = (side.split_sizes for side in (self.layout.source, self.layout.target))\n    "
+        "self.recv.split(got)[self.channel.rank].copy_(self.send.split(sent)[self.channel.rank])",  # its own part needn't travel
+    ),
+    "a received buffer read after its unpack": Guard(
+        "exchange:_InFlight.collect", 'self.track.mark("go")', "self.unpacks and self._unpack()"
+    ),
+    "a received buffer unpacked twice": Guard("exchange:_InFlight._receive", "self._unpack()", "[self._unpack() for _ in '12']"),
+}
+
+
+@contextlib.contextmanager
+def moving(kernels, direct):
+    """Run with an implementation of pack and unpack, which rotates in them unless it is "torch"; with send buffers written by
+    the projections' GEMM if ``direct``."""
+    seen = Counter()
+    with contextlib.ExitStack() as stack:
+        if kernels != "torch":
+            stack.enter_context(counted(seen, True, OPERATORS[kernels]))
+        if direct:
+            stack.enter_context(always)
+        yield seen
+
+
+def planted(rank, what, shape, transport):
+    """What is found with a reader of a released buffer planted in the package; NaN in some gradient, if anybody looks."""
+    with removed(PLANTED[what]):
+        return layers.faults_of_all(rank, [shape], transport)
+
+
+def spoiled(rank, transport, shapes, cases, kernels="torch", direct=False):
+    """What shapes and cases get wrong while buffers are spoiled. BLIND, where no reader that is planted is seen in the same run."""
+    with moving(kernels, direct), transports.spoiled_buffers():
+        found = layers.faults_of_all(rank, shapes, transport) + dropin.faults_of_all(rank, cases, transport)
+        shape = Shape(lengths=(3,) * torch.distributed.get_world_size())
+        blind = [what for what in PLANTED if not planted(rank, what, shape, transport)]
+    return found + [f"BLIND: {what} was not seen" for what in blind]
 
 
 @pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
@@ -69,6 +111,93 @@ def test_results_do_not_depend_on_when_the_bytes_move(transport):
     """Guards: each half waits before it reads; send buffers are held until then and written by nobody; what was
     received and unpacked is not read again; all of an output is written."""
     no_faults(2, spoiled, transport, SHAPES, CASES)
+
+
+@kinds
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
+def test_nor_where_kernels_rotate_and_the_gemm_writes_the_send_buffers(transport, direct, kind):
+    no_faults(2, spoiled, transport, SHAPES[:12], CASES[:6], kind, direct)
+
+
+def counts(rank, what, direct, kernels):
+    """What the fixture did in one forward and backward, and which operators moved its data."""
+    run = layers.faults_of_all if isinstance(what, Shape) else dropin.faults_of_all
+    with moving(kernels, direct) as operators, transports.spoiled_buffers() as armed:
+        assert run(rank, [what], transports.Late) == []
+    return armed.acted, set(operators)
+
+
+@pytest.mark.parametrize(
+    "what,direct,owned,packed,unpacked",
+    [
+        (Case(batch=2), False, 16, 16, 16),
+        # With one batch element q, k, v and do arrive as they are used, o and dq, dk, dv leave as they are given; but this
+        # attention's dk isn't contiguous, and the copy that travels is the package's own.
+        (Case(batch=1), False, 10, 8, 8),
+        (Shape(batch=1), False, 10, 8, 8),
+        (Shape(batch=1), True, 10, 0, 8),
+        (Shape(batch=2), True, 16, 8, 16),
+        (Shape(batch=1, lengths=(1, 1)), False, 2, 0, 0),
+    ],
+    ids=str,
+)
+def test_every_buffer_that_may_be_reused_is_spoiled(what, direct, owned, packed, unpacked):
+    """Of sixteen exchanges of two head groups."""
+    for acted, _ in on_ranks(2, counts, what, direct, "torch"):
+        assert acted == Counter(delayed=16, owned=owned, spoiled=owned, filled=packed + unpacked, poisoned=unpacked)
+
+
+@kinds
+def test_and_so_with_kernels_that_rotate(kind):
+    """q and k are packed though a GEMM could write their send buffers, v and do are not."""
+    for acted, operators in on_ranks(2, counts, Shape(batch=1), True, kind):
+        assert acted == Counter(delayed=16, owned=10, spoiled=10, filled=4 + 8, poisoned=8)
+        assert operators == {"pack_qkv", "unpack_qkv", "unpack"}
+
+
+INERT = {  # ways in which the fixture may cease to act, and what it says then
+    "no transport of ours": (contextlib.nullcontext, None, "delayed, owned, spoiled"),
+    "owned buffers aren't recognised": (
+        lambda: mock.patch.object(transports.Armed, "owns", lambda *_: False), transports.Late, "owned, spoiled",
+    ),
+    "nothing is spoiled": (
+        lambda: mock.patch.object(transports, "spoil", lambda buffer: False), transports.Late, "poisoned, spoiled",
+    ),
+    "memory isn't filled": (
+        lambda: mock.patch.object(torch, "use_deterministic_algorithms"), transports.Late, "filled",
+    ),
+    "nothing is exchanged": (
+        lambda: mock.patch.object(layers, "faults_of_all", lambda *_: []), transports.Late, "exchanges",
+    ),
+}  # fmt: skip
+
+
+def inert(rank, how):
+    change, transport, _ = INERT[how]
+
+    def run():
+        with change(), transports.spoiled_buffers():
+            layers.faults_of_all(rank, [Shape()], transport)
+
+    return refusal(run)
+
+
+@pytest.mark.parametrize("how", INERT)
+def test_a_fixture_that_does_not_act_is_blind(how):
+    for kind, message in on_ranks(2, inert, how):
+        assert kind == "AssertionError" and message.startswith(f"BLIND: too few {INERT[how][2]}: acted"), message
+
+
+def blind(rank):
+    with mock.patch.object(transports, "spoil", lambda buffer: buffer.numel() > 0):  # says that it acted
+        return spoiled(rank, transports.Late, [], [])
+
+
+def test_readers_of_released_buffers_are_seen_by_nobody_who_does_not_spoil_them():
+    """The control of the control: they compute what they should."""
+    for found in on_ranks(2, blind):
+        assert found == [f"BLIND: {what} was not seen" for what in PLANTED]
 
 
 def test_four_ranks_do_not_depend_on_it_either():

@@ -4,45 +4,134 @@ All fill the receive buffer with NaN at launch: whoever reads before waiting com
 """
 
 import contextlib
+import functools
 import math
 import queue
 import random
 import threading
 import time
 import weakref
+from collections import Counter
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-import ds_sp_overlap.ops
+from ds_sp_overlap.exchange import _InFlight
 
-packed: set[int] = set()  # addresses of send buffers that are in flight and belong to the package
+
+class Armed:
+    """What `spoiled_buffers` did, and what it had to do by the layouts of the exchanges that it saw.
+
+    delayed    exchanges that `Late` or `Delayed` delivered
+    owned      those whose send buffer is the package's own: nobody else has a right to read it
+    spoiled    owned send buffers filled with NaN the moment they were delivered
+    poisoned   received buffers filled with NaN once they were unpacked
+    filled     buffers that were NaN before something was packed or unpacked into them
+    """
+
+    def __init__(self):
+        self.acted, self.due = Counter(), Counter()
+        self.launching: _InFlight | None = None
+
+    def owns(self, send):
+        """Whether ``send`` is no memory of the caller's: a copy of the source, or a source that a GEMM of ours wrote."""
+        if self.launching is None:
+            raise LookupError("BLIND: an exchange was launched by something else than _InFlight; follow the code in transports")
+        source = getattr(self.launching, "source", None)  # gone where it was packed and let go
+        if source is None or source.untyped_storage().data_ptr() != send.untyped_storage().data_ptr():
+            return True
+        return source.dim() == 5 and _is_written_by_ours(source)  # only what the package computes has a dimension for ranks
+
+    def blind(self):
+        """What it failed to do, in a line; empty if nothing."""
+        lacking = sorted(what for what, due in self.due.items() if self.acted[what] < due)
+        if self.due and not lacking:
+            return ""
+        return f"BLIND: too few {', '.join(lacking) or 'exchanges'}: acted {dict(self.acted)}, due {dict(self.due)}"
+
+
+def _packs(in_flight):
+    """Whether the layout says so; what travels as it lies may have to be copied too."""
+    source = in_flight.layout.source
+    as_it_lies = source.is_wire_layout or source.is_cut_into_slices
+    return source.elements > 0 and (in_flight.turn is not None or not as_it_lies)
+
+
+def _unpacks(in_flight):
+    target = in_flight.layout.target
+    return target.elements > 0 and (in_flight.turn_back is not None or not target.is_wire_layout)
+
+
+def _is_written_by_ours(source):
+    """Whether nothing but views lies between ``source`` and the projection that wrote it, or no graph at all."""
+    node = source.grad_fn
+    while node is not None and type(node).__name__ in ("ViewBackward0", "MovedimBackward0", "PermuteBackward0"):
+        node = node.next_functions[0][0]
+    return node is None or type(node).__name__ == "_LinearRowsBackward"
+
+
+armed: Armed | None = None  # the one in force
 
 
 @contextlib.contextmanager
 def spoiled_buffers():
-    """Let the transports know which send buffers are the package's own, and spoil received ones once unpacked.
+    """Spoil what the package must not read again: its send buffers once delivered, received ones once unpacked.
 
-    Uninitialised memory is NaN too.
+    Uninitialised memory is NaN too. All of it hangs on `_InFlight`, which every exchange is, whatever implementation packs it.
+    Yields the `Armed` that counts; AssertionError, BLIND, if it did less than the layouts of the exchanges let it.
     """
-    pack, unpack = ds_sp_overlap.ops.pack, ds_sp_overlap.ops.unpack
+    global armed
+    before, armed = armed, Armed()
+    here = armed
+    launch, pack, unpack, collect = (getattr(_InFlight, name) for name in ("__init__", "_pack", "_unpack", "collect"))
 
-    def packing(x, dim, starts, stops, out):
-        packed.add(out.untyped_storage().data_ptr())
-        pack(x, dim, starts, stops, out)
+    @functools.wraps(launch)
+    def launching(self, *args, **kwargs):
+        here.launching = self
+        try:
+            launch(self, *args, **kwargs)
+        finally:
+            here.launching = None
+        here.due.update(owned=_packs(self))
 
-    def unpacking(wire, dim, starts, stops, out):
-        unpack(wire, dim, starts, stops, out)
-        wire.fill_(math.nan)
+    @functools.wraps(pack)
+    def packing(self):
+        here.due["filled"] += self.send.numel() > 0
+        here.acted["filled"] += is_spoiled(self.send)
+        pack(self)
 
-    ds_sp_overlap.ops.pack, ds_sp_overlap.ops.unpack = packing, unpacking
+    @functools.wraps(unpack)
+    def unpacking(self):
+        here.acted["filled"] += is_spoiled(self.out)
+        unpack(self)
+        here.acted["poisoned"] += spoil(self.recv)
+
+    @functools.wraps(collect)
+    def collecting(self):
+        out = collect(self)
+        here.due.update(delayed=1, spoiled=_packs(self), poisoned=_unpacks(self), filled=_unpacks(self))
+        return out
+
+    wrapped = {"__init__": launching, "_pack": packing, "_unpack": unpacking, "collect": collecting}
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
     try:
-        yield
+        with mock.patch.multiple(_InFlight, **wrapped):
+            yield here
     finally:
+        armed = before
         torch.use_deterministic_algorithms(False)
-        ds_sp_overlap.ops.pack, ds_sp_overlap.ops.unpack = pack, unpack
-        packed.clear()
+    assert not here.blind(), here.blind()
+
+
+def spoil(buffer):
+    """Fill it with NaN; whether there was anything to fill."""
+    buffer.fill_(math.nan)
+    return buffer.numel() > 0
+
+
+def is_spoiled(buffer):
+    return buffer.numel() > 0 and bool(buffer.isnan().all())
 
 
 def alias(tensor):
@@ -68,20 +157,23 @@ class Transfer:
         self.send, self.recv = alias(send), alias(recv)
         self.before = self.send.clone()
         self.arguments = send_sizes, recv_sizes, group
-        address = send.untyped_storage().data_ptr()
-        self.owned = address in packed and send.numel() > 0
-        packed.discard(address)
+        self.armed = armed
+        self.owned = armed is not None and send.numel() > 0 and armed.owns(send)
+        if armed is not None:
+            armed.acted["owned"] += self.owned
         recv.fill_(math.nan)
 
     def deliver(self):
-        if not torch.equal(self.send, self.before):
+        if not torch.equal(self.send.view(torch.uint8), self.before.view(torch.uint8)):  # bit by bit: NaN may travel
             self.faults.append(f"{self.name}: the send buffer was written while it was being read")
         if self.held() is None:
             self.faults.append(f"{self.name}: nobody keeps the send buffer alive")
             self.send.fill_(math.nan)  # as whoever is given the memory next would
         move(self.send, self.recv, *self.arguments)
+        if self.armed is not None:
+            self.armed.acted["delayed"] += 1
         if self.owned:
-            self.send.fill_(math.nan)
+            self.armed.acted["spoiled"] += spoil(self.send)
 
 
 class Late:

@@ -44,6 +44,8 @@ class SpOverlapConfig(_Section):
     transport        which mover of bytes: "c10d" is deepspeed.comm over the sp group; "auto" the same over a communicator
                      of our own where it is NCCL's; "copy_engine" the GPUs' copy engines, in one node
     on_unsupported   a layer that can't be overlapped: "warn" and leave it as it is, or "error"
+    documents        where documents of a packed sequence begin: "anywhere" position_ids start anew, which may not be on every
+                     rank alike, as those of one rank's tokens do; "per_rank": it may
     policy           how "auto" is found
     timeline         where and when to record what each exchange costs; None: nowhere
     check            compare every exchange of each layer's first call with a plain one; slow
@@ -56,6 +58,7 @@ class SpOverlapConfig(_Section):
     kernels: Literal["auto", "cuda", "torch"] = "auto"
     transport: Literal["auto", "c10d", "copy_engine"] = "auto"
     on_unsupported: Literal["warn", "error"] = "warn"
+    documents: Literal["anywhere", "per_rank"] = "anywhere"
     policy: PolicyConfig = PolicyConfig()
     timeline: TimelineConfig | None = None
     check: bool = False
@@ -115,6 +118,7 @@ _VALID = {
     "kernels": '"auto", "cuda" or "torch"',
     "transport": '"auto", "c10d" or "copy_engine"',
     "on_unsupported": '"warn" or "error"',
+    "documents": '"anywhere" or "per_rank"',
     "timeline": 'a section such as {"path": "timeline", "steps": [20, 22]}',
     "timeline.path": "the path of a folder",
     "timeline.steps": "the first and the last step, such as [20, 22]",

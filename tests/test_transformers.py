@@ -468,18 +468,15 @@ def under_eager(rank, on_unsupported):
     with sequence_parallel_model(2) as (model, _):
         model.config._attn_implementation = "eager"
         group = torch.distributed.group.WORLD
-        with warned() as said:
-            raised = refusal(ds_sp_overlap.enable, model, {"on_unsupported": on_unsupported}, group)
-        return raised, said, overlapped_layers(model)
+        return refusal(ds_sp_overlap.enable, model, {"on_unsupported": on_unsupported}, group), overlapped_layers(model)
 
 
-def test_eager_attention_is_left_alone_with_a_warning_or_refused():
+def test_eager_attention_which_nobody_exchanges_is_refused():
     reason = 'attention "eager" needs a mask of the whole sequence; use "sdpa" or a flash attention'
-    for raised, said, bound in on_ranks(2, under_eager, "warn"):
-        assert raised is None and bound == []
-        assert any(reason in message and "model.layers.0.self_attn is left as it is" in message for message in said)
-    for raised, _, bound in on_ranks(2, under_eager, "error"):
-        assert raised[0] == "ValueError" and reason in raised[1] and bound == []
+    for on_unsupported in ("warn", "error"):
+        for raised, bound in on_ranks(2, under_eager, on_unsupported):
+            assert raised[0] == "ValueError" and bound == []
+            assert f"model.layers.0.self_attn (LlamaAttention): {reason}" in raised[1]
 
 
 def stand_in(seen):
@@ -601,29 +598,60 @@ def test_decoding_from_a_filled_cache_is_refused_and_a_cache_that_is_empty_is_no
 
 
 def positions_said(rank):
-    """What is said where position_ids are missing in a layer's call, missing in the model's, and local to a rank."""
+    """What is said where position_ids are missing in a layer's call and in the model's, on all ranks and on one."""
+    said = {}
     with sequence_parallel_model(2) as (model, _):
         ds_sp_overlap.enable(model)
         inputs = cut(batches(1)[0], rank, 2)
+        ids, positions = inputs["input_ids"], inputs["position_ids"]
         layer = model.model.layers[0].self_attn
         hidden = torch.zeros(BATCH, 16, 32)
-        tables = model.model.rotary_emb(hidden, inputs["position_ids"])
-        missing = refusal(layer, hidden, position_embeddings=tables)
-        with warned() as whole:
-            model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False)
-        with warned() as local:
-            model(input_ids=inputs["input_ids"], use_cache=False)  # transformers counts this rank's tokens from 0
-            model(input_ids=inputs["input_ids"], use_cache=False)
-        ds_sp_overlap.disable(model)
-    return missing, *([message for message in said if "sp_overlap" in message] for said in (whole, local))
+        tables = model.model.rotary_emb(hidden, positions)
+        said["layer"] = refusal(layer, hidden, position_embeddings=tables)
+        said["model"] = refusal(model, input_ids=ids, use_cache=False)
+        said["one rank"] = refusal(model, input_ids=ids, position_ids=positions if rank else None, use_cache=False)
+        said["inner model"] = refusal(model.model, input_ids=ids, use_cache=False)
+        said["axes"] = refusal(model, input_ids=ids, position_ids=positions[0], use_cache=False)
+        said["length"] = refusal(model, input_ids=ids, position_ids=positions[:, : 8 + 8 * rank], use_cache=False)
+        said["fine"] = refusal(model, input_ids=ids, position_ids=positions, use_cache=False)
+    return said
 
 
-def test_missing_position_ids_are_refused_and_those_that_restart_on_every_rank_are_warned_of_once():
-    for missing, whole, local in on_ranks(2, positions_said):
-        assert missing[0] == "ValueError"
-        assert "model.layers.0.self_attn: sequence parallelism needs position_ids in every forward" in missing[1]
-        assert whole == []
-        assert len(local) == 1 and "position_ids start anew on every rank" in local[0]
+NEEDED = "sequence parallelism needs position_ids in every forward: those of the whole sequence, cut over the ranks like input_ids"
+POSITIONS = {
+    "layer": f"model.layers.0.self_attn: {NEEDED}",
+    "model": f"LlamaForCausalLM: {NEEDED}",
+    "one rank": f"LlamaForCausalLM: sp rank 0: {NEEDED}",
+    "inner model": f"model: {NEEDED}",
+    "axes": "LlamaForCausalLM: position_ids must be [b, s/P] or [axes, b, s/P]",
+    "length": "LlamaForCausalLM: sp rank 0: position_ids and input_ids differ in batch or length",
+}
+
+
+def test_missing_and_misshapen_position_ids_are_refused_on_every_rank():
+    for said in on_ranks(2, positions_said):
+        assert said.pop("fine") is None
+        for where, message in POSITIONS.items():
+            assert said[where] is not None and said[where][0] == "ValueError", where
+            assert message in said[where][1], where
+
+
+def restarting(rank, section):
+    """What is said of positions that start anew on every rank, first and after others."""
+    with sequence_parallel_model(2) as (model, _):
+        ds_sp_overlap.enable(model, section)
+        ids = cut(batches(1)[0], rank, 2)["input_ids"]
+        local, whole = torch.arange(16).expand(BATCH, -1), torch.arange(16 * rank, 16 * rank + 16).expand(BATCH, -1)
+        return [refusal(model, input_ids=ids, position_ids=positions, use_cache=False) for positions in (local, whole, local)]
+
+
+def test_position_ids_that_count_each_ranks_tokens_are_refused_unless_documents_may_begin_so():
+    """Documents that end with every rank by chance, behind a forward in which they did not, are no reason to stop."""
+    for first, whole, later in on_ranks(2, restarting, {}):
+        assert first[0] == "ValueError" and "position_ids start anew on every rank" in first[1]
+        assert 'set sp_overlap.documents to "per_rank"' in first[1]
+        assert whole is None and later is None
+    assert on_ranks(2, restarting, {"documents": "per_rank"}) == [[None] * 3] * 2
 
 
 # Nothing to do, and bad input.

@@ -5,6 +5,7 @@ Nothing here knows a framework; the files beside this one each find the layers t
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class Layer:
     lacks    why not more; empty if there is no more
     bind     rebinds the layer's forward and returns what undoes it, given the module; None where nothing can be done
     inside   modules in it that are no layers of their own
+    around   modules around the layers, with what rebinds their forward
     """
 
     name: str
@@ -44,6 +46,7 @@ class Layer:
     lacks: str = ""
     bind: Callable[[], Undo] | None = None
     inside: tuple[nn.Module, ...] = ()
+    around: tuple[tuple[nn.Module, Callable[[], Undo]], ...] = ()
 
 
 @dataclass
@@ -149,6 +152,7 @@ def enable(
         _close([policy, timeline])
         raise
     for layer in found:
+        _undo.update((module, bind()) for module, bind in layer.around)
         if layer.bind is None:
             say_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
@@ -182,15 +186,15 @@ def _is_ours(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "__sp_overlap__", False)
 
 
-def rebind(module: nn.Module, forward: Callable) -> Undo:
-    """Put ``forward`` in place of the module's; returns what takes it away again.
+def rebind(module: nn.Module, forward: Callable, whole: bool = True) -> Undo:
+    """Put ``forward`` in place of the module's; returns what takes it away again. A compiler steps over it, ``whole`` or not.
 
     A copy of the module (an EMA, a frozen reference model) gets its class's forward: ``forward`` drives the original.
     """
     original, active = weakref.ref(module), [True]
     before = vars(module).get("forward")
 
-    @torch.compiler.disable
+    @functools.partial(torch.compiler.disable, recursive=whole)
     def dispatch(self: nn.Module, *args: Any, **kwargs: Any):
         if self is not original():
             return type(self).forward(self, *args, **kwargs)

@@ -1,21 +1,23 @@
 """transformers: attention layers of the families we know, and the attention function of the others.
 
 Stock Ulysses (``UlyssesSPAttentionHF``) sits behind ``ALL_ATTENTION_FUNCTIONS``, after the projections, and gathers
-``position_ids`` in every layer. Here the layer itself is driven, and they are gathered once a step.
-
-Beyond stock: with sdpa, packed documents and sliding windows are honoured. transformers would express them as a mask
-of the local sequence, which stock drops; here attention runs document by document.
+``position_ids`` in every layer. Here the layer itself is driven, and they are gathered once in each forward of the model
+(`host`), with its attention mask: packed documents, padding, windows and chunks are those of the whole sequence, where
+stock drops them. What can't be honoured is refused on all ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import sys
 import weakref
 from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import ProjectedAttention
@@ -26,6 +28,7 @@ from ..policy import Policy
 from ..rotary import Rotary
 from ..self_attention import SelfAttention
 from . import Layer, driven, groups_in_words, rebind
+from .masks import Masks, Pattern
 from .positions import Positions, Step
 
 # Families whose attention layer is driven whole: where each finds its sliding window.
@@ -67,7 +70,7 @@ def find_group(model: nn.Module) -> Any:
 def _core(module: nn.Module) -> tuple[str, Callable]:
     """Name and function of the attention that the model was configured for, without sequence parallelism around it."""
     name = module.config._attn_implementation
-    if (reason := _why_not(module)) is not None:  # it was switched after `enable`
+    if (reason := _unfit(name)) is not None:  # it was switched after `enable`
         raise ValueError(f"sp_overlap: {type(module).__name__}: {reason}")
     function = _library()[name]
     stock = _stock(function)
@@ -76,36 +79,65 @@ def _core(module: nn.Module) -> tuple[str, Callable]:
     return name, function.before if isinstance(function, _Dispatch) else function
 
 
-def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: Step, **options: Any) -> Tensor:
-    """q, k, v [b, s, h/P, d] -> o [b, s, h/P, d], through transformers' own attention function."""
+class Sequence:
+    """What the layers of a model know of the whole sequence: in the model's forward, in a checkpoint's, in a call of their own."""
+
+    def __init__(self, channel: Channel, config: SpOverlapConfig):
+        self.positions, self.masks = Positions(channel, config.documents), Masks()
+        self.attended: set[str] = set()  # layers whose attention function was called
+
+    def of(self, where: str, module: nn.Module, x: Tensor, mask: Any, kwargs: dict[str, Any]) -> tuple[Step, Pattern]:
+        """What a layer's call with ``x`` [b, s/P, ..] belongs to. Collective if the layer is called by itself.
+
+        Takes out of ``kwargs`` what describes this rank's tokens.
+        """
+        for of_slice in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+            kwargs.pop(of_slice, None)
+        position_ids, step = kwargs.pop("position_ids", None), self.positions.current
+        if (found := self.masks.find(mask)) is not None:
+            return found
+        if mask is not None or (step is not None and step.padded):
+            raise ValueError(
+                f"{where}: {type(module).__name__} is given a mask that is not as transformers' mask functions made it (for this "
+                "rank's tokens, or changed on the way); it can't be honoured on a sequence that is split over ranks"
+            )
+        if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+            raise ValueError(f"{where}: {type(module).__name__} is given no mask, and its attention is not causal then")
+        return (step or self.positions.gather(where, x, position_ids)), Pattern()
+
+
+def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: Step, pattern: Pattern, **options: Any) -> Tensor:
+    """q, k, v [b, s, h/P, d] -> o [b, s, h/P, d], through transformers' own attention function.
+
+    As on one rank, sdpa goes by what the mask says, and a flash attention by its own arguments.
+    """
     name, function = _core(module)
-    window = options.get("sliding_window")
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     told = vars(module).get("num_key_value_groups")
-    module.num_key_value_groups = q.shape[1] // k.shape[1]  # of this rank, where ranks share KV heads
+    heads_per_kv = q.shape[2] // k.shape[2]
+    module.num_key_value_groups = heads_per_kv  # of this rank, where ranks share KV heads
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
+        return function(module, *(x.transpose(1, 2) for x in (q, k, v)), mask, **options, **more)[0]
+
+    def document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length, window = q.shape[1], pattern.window
+        return attention(q, k, v, step.window_mask(length, window) if window is not None and window < length else None)
+
+    def alone(v: Tensor) -> Tensor:
+        kept = F.dropout(v.new_ones(len(v), v.shape[1] * heads_per_kv, 1), options.get("dropout", 0.0))
+        return v.repeat_interleave(heads_per_kv, 1) * kept
+
     try:
-        if name != "sdpa":  # flash attention finds documents in position_ids, of one row, and has a window of its own
-
-            def flash(rows: slice, position_ids: Tensor) -> Tensor:
-                return function(module, q[rows], k[rows], v[rows], None, position_ids=position_ids, **options)[0]
-
-            if step.documents is None or q.shape[0] == 1:
-                return flash(slice(None), step.position_ids)
-            every = step.position_ids.expand(q.shape[0], -1)
-            return torch.cat([flash(slice(row, row + 1), every[row : row + 1]) for row in range(q.shape[0])])
-
-        def segment(rows: slice, start: int, stop: int) -> Tensor:
-            length = stop - start
-            mask = step.window_mask(length, window) if window is not None and window < length else None
-            cut = (x[rows, :, start:stop] for x in (q, k, v))
-            return function(module, *cut, mask, **options)[0]
-
-        documents = step.documents or [[(0, q.shape[2])]]
-        if all(row == documents[0] for row in documents):
-            rows = [(slice(None), documents[0])]
-        else:
-            rows = [(slice(row, row + 1), edges) for row, edges in enumerate(documents)]
-        return torch.cat([torch.cat([segment(row, *edge) for edge in edges], dim=1) for row, edges in rows])
+        if name == "sdpa":
+            options["is_causal"] = True
+            pieces = step.pieces(pattern.chunk)
+            return document(q, k, v) if pieces is None else pieces.attend(document, alone, q, k, v)
+        if pattern.chunk is not None and pattern.chunk < q.shape[1]:
+            raise ValueError(f'{type(module).__name__}: "{name}" has no attention in chunks of {pattern.chunk}; use "sdpa"')
+        if step.documents is None or q.shape[0] == 1:  # it finds documents in position_ids, of one row
+            return attention(q, k, v, None, position_ids=step.position_ids)
+        rows = [slice(row, row + 1) for row in range(q.shape[0])]
+        return torch.cat([attention(q[row], k[row], v[row], None, position_ids=step.position_ids[row]) for row in rows])
     finally:
         if told is not None:
             module.num_key_value_groups = told
@@ -116,37 +148,20 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: Step, *
 # Layers.
 
 
-def _take_position_ids(kwargs: dict[str, Any]) -> Tensor | None:
-    """position_ids, out of ``kwargs``, with what describes documents of this rank's slice alone."""
-    for of_slice in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
-        kwargs.pop(of_slice, None)
-    return kwargs.pop("position_ids", None)
-
-
-def _refuse_cache(cache: Any, module: nn.Module, seen: weakref.WeakSet, where: str) -> None:
-    """Refuse to decode. A cache that comes new and empty is transformers' default and harmless: it stays empty."""
-    if cache is None or torch.is_grad_enabled():
-        return
-    if cache in seen or cache.get_seq_length(module.layer_idx) > 0:
-        raise RuntimeError(
-            f"{where}: generation with a KV cache does not work on a sequence that is split over ranks; call "
-            "ds_sp_overlap.disable(model) and generate without sequence parallelism"
-        )
-    seen.add(cache)
-
-
-def _stock_does_the_same(module: nn.Module, x: Tensor, step: Step, window: int | None, channel: Channel) -> bool:
+def _stock_does_the_same(
+    module: nn.Module, x: Tensor, step: Step, pattern: Pattern, channel: Channel, given: dict[str, Any]
+) -> bool:
     """Whether stock Ulysses is registered for a call with ``x`` [b, s/P, ..] and would compute what we do."""
     stock = _stock(_library().get(module.config._attn_implementation))
     if stock is None or dist.get_process_group_ranks(stock.process_group) != dist.get_process_group_ranks(channel.group):
         return False
     fits = x.shape[0] == stock.batch_size and (stock.seq_length_is_variable or x.shape[1] == stock.local_seq_length)
-    drops_window = _core(module)[0] == "sdpa" and window is not None and window < sum(step.lengths)
-    return fits and len(set(step.lengths)) == 1 and step.documents is None and not drops_window
+    whole = step.documents is None and all(size is None or size >= sum(step.lengths) for size in (pattern.window, pattern.chunk))
+    return fits and len(set(step.lengths)) == 1 and whole and given.get("position_ids") is not None
 
 
 def _drive(
-    name: str, module: nn.Module, positions: Positions, channel: Channel, config: SpOverlapConfig, policy: Policy | None
+    name: str, module: nn.Module, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None
 ):
     """The block over a layer of a known family, and a forward for the layer that calls it."""
     names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
@@ -171,26 +186,24 @@ def _drive(
         heads_alike=True,
     )
     original = module.forward
-    caches: weakref.WeakSet = weakref.WeakSet()
 
     def forward(hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
         if _off_in_eval(module):
             return original(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        _refuse_cache(past_key_values, module, caches, name)
         block.use(**parts())
         given = dict(kwargs)
-        step = positions.gather(_take_position_ids(kwargs), name)
+        step, pattern = sequence.of(name, module, hidden_states, attention_mask, kwargs)
         kwargs["dropout"] = module.attention_dropout if module.training else 0.0
         kwargs["scaling"] = module.scaling
-        kwargs["sliding_window"] = window = FAMILIES[type(module).__name__](module)
+        kwargs["sliding_window"] = FAMILIES[type(module).__name__](module)
 
         def stock(x):
             return original(x, position_embeddings, attention_mask, None, **given)[0]
 
-        instead = stock if policy and _stock_does_the_same(module, hidden_states, step, window, channel) else None
+        alike = policy and _stock_does_the_same(module, hidden_states, step, pattern, channel, given)
         o = block(
-            hidden_states, position_embeddings=position_embeddings, sequence_lengths=step.lengths, instead=instead,
-            step=step, **kwargs,
+            hidden_states, position_embeddings=position_embeddings, sequence_lengths=step.lengths,
+            instead=stock if alike else None, step=step, pattern=pattern, **kwargs,
         )  # fmt: skip
         return o, None
 
@@ -214,21 +227,23 @@ class _Dispatch:
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
         if module not in self.attend or _off_in_eval(module):
             return self.before(module, query, key, value, attention_mask, **kwargs)
-        attend, positions, where = self.attend[module]
+        attend, sequence, where = self.attend[module]
+        sequence.attended.add(where)
         for argument in ("s_aux", "position_bias"):
             if kwargs.get(argument) is not None:
                 raise ValueError(f"{where}: attention with {argument} (one value per head) can't be split over ranks here")
         given = dict(kwargs)
-        step = positions.gather(_take_position_ids(kwargs), where)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        local = functools.partial(_attend, module, step=step, **kwargs)
+        step, pattern = sequence.of(where, module, q, attention_mask, kwargs)
+        channel = attend.layer.channel
+        q = _scaled_by_position(module, q, step, channel.rank)
+        local = functools.partial(_attend, module, step=step, pattern=pattern, **kwargs)
 
         def stock(*qkv):
             o = self.before(module, *(x.transpose(1, 2) for x in qkv), attention_mask, **given)[0]
             return o.unflatten(-1, (q.shape[2], -1)) if o.dim() == 3 else o
 
-        channel, window = attend.layer.channel, kwargs.get("sliding_window")
-        alike = attend.layer.policy and _stock_does_the_same(module, q, step, window, channel)
+        alike = attend.layer.policy and _stock_does_the_same(module, q, step, pattern, channel, given)
         ulysses = _stock(self)
         alike = alike and (q.shape[2], k.shape[2]) == (ulysses.attn_head_count, ulysses.global_kv_head_count)
         instead = stock if alike else None
@@ -236,15 +251,28 @@ class _Dispatch:
         return o, None
 
 
+def _scaled_by_position(module: nn.Module, q: Tensor, step: Step, rank: int) -> Tensor:
+    """Llama 4 scales q [b, s/P, h, d] of layers without RoPE by position, which it counts from this rank's first token."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return q
+    local = torch.arange(q.shape[1], device=q.device, dtype=torch.float32)
+
+    def scale(position: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((position + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    right = scale(local + sum(step.lengths[:rank])).to(q.dtype) / scale(local).to(q.dtype)
+    return q * right[:, None, None]
+
+
 def _bind_function(
-    name: str, module: nn.Module, positions: Positions, channel: Channel, config: SpOverlapConfig, policy: Policy | None
+    name: str, module: nn.Module, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None
 ):
     """Overlap the attention function of a layer of an unknown family; its projections stay its own."""
     functions, implementation = _library(), module.config._attn_implementation
     if not isinstance(functions[implementation], _Dispatch):
         functions[implementation] = _Dispatch(functions[implementation])
     dispatch = functions[implementation]
-    dispatch.attend[module] = ProjectedAttention(channel, config, name, policy, heads_alike=True), positions, name
+    dispatch.attend[module] = ProjectedAttention(channel, config, name, policy, heads_alike=True), sequence, name
 
     def undo(module: nn.Module) -> None:
         del dispatch.attend[module]
@@ -254,34 +282,199 @@ def _bind_function(
     return undo
 
 
-def _why_not(module: nn.Module) -> str | None:
-    """Why a layer can't be overlapped at all; None if it can."""
-    name = module.config._attn_implementation
-    if not (name == "sdpa" or "flash" in name):
-        return f'attention "{name}" needs a mask of the whole sequence; use "sdpa" or a flash attention'
-    if getattr(module, "is_cross_attention", False) or not getattr(module, "is_causal", True):
-        return "not causal self-attention"
+# The model around the layers.
+
+
+def _host(
+    name: str, model: nn.Module, sequence: Sequence, layers: dict[str, nn.Module], witnessed: set[str], configs: list[Any]
+):
+    """A forward for a model that holds ``layers``: what the ranks must know is gathered in it, once for all of them."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    original, positions, first = model.forward, sequence.positions, next(iter(layers.values()))
+    unseen = {name: module for name, module in layers.items() if name in witnessed}  # to call their attention function
+
+    @torch.compiler.disable(recursive=False)
+    def forward(*args, **kwargs):
+        if positions.current is not None or _off_in_eval(first):
+            return original(*args, **kwargs)
+        with positions.forward(name, {**dict(zip(names, args)), **kwargs}) as step, _witnessed(sequence, unseen):
+            with sequence.masks.asked(name, step, first.config._attn_implementation, configs):
+                return original(*args, **kwargs)
+
+    return forward, False
+
+
+@contextlib.contextmanager
+def _witnessed(sequence: Sequence, unseen: dict[str, nn.Module]):
+    """Refuse, behind the body, layers that ran in it without a call of their attention function."""
+    if not unseen:
+        yield
+        return
+    ran: set[str] = set()
+    sequence.attended.clear()
+    hooks = [module.register_forward_pre_hook(lambda *_, name=name: ran.add(name)) for name, module in unseen.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    local = sorted(ran - sequence.attended)
+    if local:
+        raise RuntimeError(
+            f"{local[0]} ({type(unseen[local[0]]).__name__}, and {len(local) - 1} more) attends without transformers' attention "
+            "functions, so that each rank attended to its own tokens alone; not supported with sequence parallelism"
+        )
+    for name in ran:
+        del unseen[name]
+
+
+def _stretched(module: nn.Module, sequence: Sequence):
+    """A forward for a rotary embedding that goes by the largest position: it is shown that of the whole sequence."""
+    original = module.forward
+
+    def forward(x, position_ids, *args, **kwargs):
+        step = sequence.positions.current
+        if step is None and not _off_in_eval(module):
+            raise RuntimeError(
+                f"{type(module).__name__}: RoPE of type {module.rope_type} depends on the length of the whole sequence, which is "
+                "known in the model's forward only; call the model"
+            )
+        if step is None:
+            return original(x, position_ids, *args, **kwargs)
+        longest = step.longest.to(position_ids.dtype).expand_as(position_ids[..., :1])
+        tables = original(x, torch.cat([position_ids, longest], -1), *args, **kwargs)
+        cut = [table.narrow(-2, 0, position_ids.shape[-1]) for table in (tables if isinstance(tables, tuple) else (tables,))]
+        return tuple(cut) if isinstance(tables, tuple) else cut[0]
+
+    return (forward,)
+
+
+# What is found.
+
+_OF_SEQUENCE = {"past_key_values", "past_key_value", "cache_params", "layer_past", "cache", "state", "use_cache"}
+_OF_SEQUENCE |= {"attention_mask", "padding_mask", "conv_mask", "alibi"}
+
+
+def _unfit(implementation: str) -> str | None:
+    """Why an attention implementation can't be overlapped; None if it can."""
+    if implementation == "sdpa" or "flash" in implementation:
+        return None
+    return f'attention "{implementation}" needs a mask of the whole sequence; use "sdpa" or a flash attention'
+
+
+@functools.cache
+def _arguments(kind: type) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+@functools.cache
+def _named_in(kind: type) -> frozenset[str]:
+    """Names that the code of a class uses, and keywords that it calls with."""
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    codes = [getattr(inspect.unwrap(f), "__code__", None) for base in bases for f in vars(base).values() if callable(f)]
+    keywords = (x for code in codes if code for const in code.co_consts if isinstance(const, tuple) for x in const)
+    return frozenset(name for code in codes if code for name in code.co_names) | {x for x in keywords if isinstance(x, str)}
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return not isinstance(module, _pretrained()) and "ALL_ATTENTION_FUNCTIONS" in _named_in(type(module))
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Whether a module takes what only concerns a sequence: it looks at more than one token."""
+    return not _OF_SEQUENCE.isdisjoint(_arguments(type(module))) and not isinstance(module, nn.Embedding)
+
+
+def _pretrained() -> type:
+    return sys.modules["transformers.modeling_utils"].PreTrainedModel
+
+
+def _around(name: str, modules: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The transformers models that a module is in, the innermost first."""
+    outer = [name[:at] for at in range(len(name)) if name[at] == "."][::-1] + [""]
+    return [(at, modules[at]) for at in outer if isinstance(modules[at], _pretrained())]
+
+
+def _takes_tokens(model: nn.Module) -> bool:
+    """Whether it is a model of the sequence that is split, rather than of images or sound, which every rank has whole."""
+    return not _arguments(type(model)).isdisjoint(("input_ids", "inputs_embeds"))
+
+
+def _goes_by_length(module: nn.Module) -> bool:
+    """Whether a rotary embedding chooses its frequencies by the largest position."""
+    kinds = getattr(module, "rope_type", None)
+    return any("dynamic" in kind or kind == "longrope" for kind in (kinds.values() if isinstance(kinds, dict) else [kinds or ""]))
+
+
+def _refuse_unexchanged(modules: dict[str, nn.Module]) -> None:
+    """Refuse a model in which tokens meet where no exchange covers it. Raises ValueError."""
+    layer = sys.modules["transformers.modeling_layers"].GradientCheckpointingLayer
+    attention = {name for name, module in modules.items() if _is_attention(module)}
+    decoders = {_around(name, modules)[0][1] for name in attention if _around(name, modules)}
+    mixing: dict[str, nn.Module] = {}
+    for name, module in reversed(modules.items()):  # the inner ones first
+        convolution = isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1
+        mixes = convolution or (_mixes(module) and not isinstance(module, (layer, _pretrained())))
+        if not mixes or name in attention or any(inner.startswith(name + ".") for inner in (*attention, *mixing)):
+            continue
+        models = _around(name, modules)
+        if models and _takes_tokens(models[0][1]) and (not convolution or models[0][1] in decoders):
+            mixing[name] = module
+    if mixing:
+        name, module = next(reversed(mixing.items()))
+        raise ValueError(
+            f"{name} ({type(module).__name__}, and {len(mixing) - 1} more) mixes tokens without transformers' attention functions, "
+            "and each rank would see its own tokens alone; not supported with sequence parallelism"
+        )
+
+
+def _why_not(name: str, module: nn.Module, models: list[tuple[str, nn.Module]]) -> str | None:
+    """Why a layer can't be exchanged by anybody; None if it can."""
+    inner = module.config
+    if (reason := _unfit(inner._attn_implementation)) is not None:
+        stock = inner._attn_implementation == "flex_attention" and _stock(_library().get("flex_attention"))
+        return None if stock else reason
+    if getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower() or name.endswith("encoder_attn"):
+        return "cross-attention"
+    if not getattr(module, "is_causal", True):
+        return "its attention is not causal"
+    if "s_aux" in _named_in(type(module)) and next(module.parameters(recurse=False), None) is not None:
+        return "attention with sinks (one value per head)"
+    if models and "position_ids" not in _arguments(type(models[0][1])):
+        return f"{type(models[0][1]).__name__} takes no position_ids and counts each rank's tokens from 0"
     return None
 
 
 def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None) -> list[Layer]:
-    """The attention layers of a transformers model. Raises ValueError where ``head_groups`` is out of range."""
+    """The attention layers of a transformers model.
+
+    Raises ValueError where ``head_groups`` is out of range, or tokens meet where no exchange covers it.
+    """
     if _library() is None:
         return []
-    positions, found = Positions(channel), []
-    for name, module in model.named_modules():
+    sequence, modules, found = Sequence(channel, config), dict(model.named_modules()), []
+    _refuse_unexchanged(modules)
+    hosts: dict[str, dict[str, nn.Module]] = {}  # the layers that are bound by the models that they are in
+    witnessed: set[str] = set()  # they count on the layer to call its attention function
+    for name, module in modules.items():
         inner = getattr(module, "config", None)
-        if not type(module).__name__.endswith("Attention") or not hasattr(inner, "_attn_implementation"):
+        if not _is_attention(module) or not hasattr(inner, "_attn_implementation"):
             continue
-        if (reason := _why_not(module)) is not None:
-            found.append(Layer(name, module, got="", lacks=reason))
+        models = _around(name, modules)
+        if models and not _takes_tokens(models[0][1]):
+            found.append(Layer(name, module, got="", lacks="not of the sequence that is split"))
+            continue
+        if (reason := _why_not(name, module, models)) is not None:
+            raise ValueError(f"{name} ({type(module).__name__}): {reason}; not supported with sequence parallelism")
+        if (reason := _unfit(inner._attn_implementation)) is not None:
+            found.append(Layer(name, module, got="", lacks=f"{reason}; DeepSpeed's exchanges stay"))
             continue
         heads = inner.num_attention_heads
         kv_heads = getattr(inner, "num_key_value_heads", None) or heads
         groups = config.groups_for(heads, channel.size)
         Geometry(channel.size, channel.rank, (0,) * channel.size, 0, heads, kv_heads, groups)  # refuses what can't work
         if _is_known(module):
-            block, forward = _drive(name, module, positions, channel, config, policy)
+            block, forward = _drive(name, module, sequence, channel, config, policy)
             linear = {name: child for name, child in module.named_children() if name.endswith("_proj")}
             got, lacks = driven(block, linear, groups, policy)
             bind = functools.partial(rebind, module, forward)
@@ -289,8 +482,20 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
             got = f"attention function, {groups_in_words(groups, policy)}"
             lacks = f"{type(module).__name__}: unknown family, projections stay its own"
             lacks += "; one query head a rank" if groups == 1 and config.head_groups == "auto" else ""
-            bind = functools.partial(_bind_function, name, module, positions, channel, config, policy)
+            bind = functools.partial(_bind_function, name, module, sequence, channel, config, policy)
+            witnessed.add(name)
         found.append(Layer(name, module, got, lacks, bind))
+        for at, outer in models:
+            if _takes_tokens(outer):
+                hosts.setdefault(at, {})[name] = module
+    configs = [config for at in hosts for config in (modules[at].config, modules[at].config.get_text_config())]
+    around = [
+        (modules[at], _host(at or type(model).__name__, modules[at], sequence, layers, witnessed, configs))
+        for at, layers in hosts.items()
+    ]
+    around += [(module, _stretched(module, sequence)) for module in modules.values() if _goes_by_length(module)]
+    if found:
+        found[0].around = tuple((module, functools.partial(rebind, module, *forward)) for module, forward in around)
     return found
 
 

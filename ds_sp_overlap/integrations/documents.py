@@ -1,0 +1,72 @@
+"""Attention that keeps the documents of a packed sequence apart, in few calls however they are packed."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import torch
+from torch import Tensor
+
+_LONG = 8  # a document longer than an eighth of a row is attended to by itself
+_BATCH = 2**15  # what every attention kernel takes
+
+
+class Pieces:
+    """The documents of every row, and how attention takes them.
+
+    long    slices, one call each, or one for all rows where they share it
+    short   documents of about one length, gathered and padded behind to a power of two, one call
+    alone   documents of one token, which sees itself alone: o = v, no call
+
+    So there are at most 8 calls a row and one for each power of two below an eighth of the sequence.
+    """
+
+    def __init__(self, documents: Tensor, rows: int, seq: int, device: torch.device):
+        self.rows, length = rows, documents[:, 2] - documents[:, 1]
+        placed = []  # which tokens come out of each call, of all rows one after the other
+
+        self.long: list[tuple[slice, int, int]] = []
+        shared: dict[tuple[int, int], list[int]] = {}
+        for row, start, stop in documents[length * _LONG > seq].tolist():
+            shared.setdefault((start, stop), []).append(row)
+        for (start, stop), those in sorted(shared.items()):
+            for some in [slice(None)] if len(those) == rows else [slice(row, row + 1) for row in those]:
+                self.long.append((some, start, stop))
+                placed.append((torch.arange(rows)[some, None] * seq + torch.arange(start, stop)).flatten())
+        self.in_order = all(rows == slice(None) for rows, _, _ in self.long) and bool((length * _LONG > seq).all())
+
+        self.short: list[tuple[Tensor, Tensor]] = []
+        first, power = documents[:, 0] * seq + documents[:, 1], 2
+        while power // 2 * _LONG <= seq:
+            some = (length * _LONG <= seq) & (length > power // 2) & (length <= power)
+            for at, long in zip(first[some].split(_BATCH), length[some].split(_BATCH)):
+                if len(at):
+                    nth = torch.arange(power)
+                    index = at[:, None] + torch.minimum(nth, long[:, None] - 1)
+                    real = nth < long[:, None]
+                    self.short.append((index.to(device), real.flatten().nonzero()[:, 0].to(device)))
+                    placed.append(index[real])
+            power *= 2
+
+        alone = first[(length == 1) & (length * _LONG <= seq)]
+        self.alone = alone.to(device) if len(alone) else None
+        order = torch.cat([*placed, alone])
+        self.order = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).to(device)
+
+    def attend(self, attention: Callable[..., Tensor], alone: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v [b, s, h, d] -> o [b, s, h, d].
+
+        attention   the same of documents [n, length, h, d]
+        alone       v [n, h_kv, d] -> o [n, h, d] of tokens that see themselves alone
+        """
+        outputs = [attention(*(x[rows, start:stop] for x in (q, k, v))) for rows, start, stop in self.long]
+        if self.in_order:
+            return torch.cat(outputs, 1)
+        outputs = [o.flatten(0, 1) for o in outputs]
+        tokens = [x.flatten(0, 1) for x in (q, k, v)]
+        for index, real in self.short:
+            some = (x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in tokens)
+            outputs.append(attention(*some).flatten(0, 1).index_select(0, real))
+        if self.alone is not None:
+            outputs.append(alone(tokens[2].index_select(0, self.alone)))
+        return torch.cat(outputs).index_select(0, self.order).unflatten(0, (self.rows, -1))

@@ -1,0 +1,107 @@
+"""What a transformers model asks its masks to say, read off the mask functions.
+
+The mask itself is of no use where the sequence is split: it is made for a rank's tokens, and short slices hide a window.
+But all of transformers' ``create_*_mask`` end in ``ALL_MASK_ATTENTION_FUNCTIONS[implementation](mask_function=...)``.
+While a model's forward runs something else stands there (`asked`): it reads the mask function and gives the model a
+placeholder of the mask's shape and one byte. The layers find in it what to apply, and for which tokens, also when a
+checkpoint runs them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .positions import Step
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a mask says beside causality, documents and padding.
+
+    window   a token sees as many, itself included
+    chunk    a token sees its chunk of as many
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def read(function: Callable) -> Pattern:
+    """The pattern of one of transformers' mask functions. Raises ValueError for what isn't known here."""
+    said: dict[str, Any] = {}
+    _read(function, said)
+    if not said.pop("causal", False):
+        raise ValueError("attention that is not causal")
+    return Pattern(**said)
+
+
+def _read(function: Callable, said: dict[str, Any]) -> None:
+    known = getattr(function, "__module__", "") == "transformers.masking_utils"
+    maker = getattr(function, "__qualname__", repr(function)).split(".")[0] if known else repr(function)
+    cells = getattr(function, "__closure__", None) or ()
+    inside = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells))) if known else {}
+    if maker == "causal_mask_function":
+        said["causal"] = True
+    elif maker == "and_masks":
+        for part in inside["mask_functions"]:
+            _read(part, said)
+    elif maker == "sliding_window_overlay":
+        said["window"] = min(inside["sliding_window"], said.get("window", inside["sliding_window"]))
+    elif maker == "chunked_overlay" and said.get("chunk") in (None, inside["chunk_size"]):
+        said["chunk"] = inside["chunk_size"]
+    elif maker == "remap_positions_for_packed_sequence":
+        _read(inside["mask_function"], said)
+    elif maker != "packed_sequence_mask_function":  # documents are known from all ranks
+        raise ValueError(f"a mask with {maker}")
+
+
+class Masks:
+    """The placeholders that are in use; each is known by its memory, which views and detached tensors share."""
+
+    def __init__(self):
+        self._given: dict[int, tuple[StorageWeakRef, Step, Pattern]] = {}
+
+    def find(self, mask: Any) -> tuple[Step, Pattern] | None:
+        found = self._given.get(mask.untyped_storage()._cdata) if isinstance(mask, Tensor) else None
+        return found and found[1:]
+
+    @contextlib.contextmanager
+    def asked(self, where: str, step: Step, implementation: str, configs: Iterable[Any]):
+        """While the body runs, placeholders take the place of the masks that models of ``configs`` make."""
+        functions = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS
+        if implementation not in functions:  # masks aren't asked for
+            yield
+            return
+        known, before = {id(config) for config in configs}, functions[implementation]
+        self._given = {key: given for key, given in self._given.items() if not given[0].expired()}
+
+        @torch.compiler.disable
+        def ask(*args: Any, **kwargs: Any):
+            if id(kwargs.get("config")) not in known:
+                return before(*args, **kwargs)
+            try:
+                pattern = read(kwargs["mask_function"])
+            except ValueError as error:
+                raise ValueError(f"{where}: {error} can't be honoured on a sequence that is split over ranks") from None
+            shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]
+            mask = torch.ones((), dtype=torch.bool, device=kwargs["device"]).expand(shape)
+            storage = mask.untyped_storage()
+            self._given[storage._cdata] = StorageWeakRef(storage), step, pattern
+            return mask
+
+        own = functions._local_mapping.get(implementation)
+        functions[implementation] = ask
+        try:
+            yield
+        finally:
+            if own is None:
+                del functions[implementation]
+            else:
+                functions[implementation] = own

@@ -44,30 +44,41 @@ def clock_of(device: torch.device) -> HostClock | DeviceClock:
     return HostClock() if device.type == "cpu" else DeviceClock(device)
 
 
+def after_each_step(method: Callable[[], None]) -> Any:
+    """Call a bound method whenever an optimizer of this process has stepped; its object is not kept alive for it."""
+    method = weakref.WeakMethod(method)
+
+    def note(*_: Any) -> None:
+        if (alive := method()) is not None:
+            alive()
+
+    hook = register_optimizer_step_post_hook(note)
+    weakref.finalize(method().__self__, hook.remove)
+    return hook
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward; a layer that is called there is a checkpointed one, computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class Steps:
     """Counts optimizer steps, alike on every rank that looks at the count between steps and steps its optimizers alike.
 
     The count moves at the first look after an optimizer has stepped, and never during backward: there a checkpointed
     layer is computed again and must find what its first computation found. However often optimizers step in between
     (ZeRO-3 steps once a sub-group), it moves by one.
-
-    at_end   called when an optimizer steps for the first time since the count moved
     """
 
-    def __init__(self, at_end: Callable[[], None] = lambda: None):
-        self._count, self._stepped, self._at_end = 0, False, at_end
-        me = weakref.ref(self)
+    def __init__(self) -> None:
+        self._count, self._stepped = 0, False
+        self._hook = after_each_step(self._note)
 
-        def note(*_: Any) -> None:
-            if (steps := me()) is not None and not steps._stepped:
-                steps._stepped = True
-                steps._at_end()
-
-        self._hook = register_optimizer_step_post_hook(note)
-        weakref.finalize(self, self._hook.remove)
+    def _note(self) -> None:
+        self._stepped = True
 
     def now(self) -> int:
-        if self._stepped and torch._C._current_graph_task_id() == -1:
+        if self._stepped and not in_backward():
             self._stepped, self._count = False, self._count + 1
         return self._count
 
@@ -81,34 +92,58 @@ def watched(
 ) -> Tensor:
     """``body(*inputs)``; ``forward(begin, end)`` is told its marks, ``backward(begin, end)`` those of each backward.
 
-    A backward begins when the output's gradient arrives and ends when the last of the inputs' has.
+    A backward begins when the output's gradient arrives and ends when the last nodes of ``body`` have run: those that give
+    the inputs' gradients, or the weights' alone where no input needs one.
     """
-    follow = torch.is_grad_enabled()
-    expected = sum(x.requires_grad for x in inputs) if follow else 0
-    running: list = []  # of one backward: when it began, and how many gradients have not arrived
+    running: list = []  # of one backward: when it began, and how many of the last nodes have not run
+    if torch.is_grad_enabled():
+        inputs = tuple(x.view_as(x) if x.requires_grad else x for x in inputs)  # whose gradients are of this call alone
+    first = torch._C._autograd._get_sequence_nr()
+    begin = clock.mark()
+    y = body(*inputs)
+    forward(begin, clock.mark())
+    output = output_of(y)
+    last = _last_nodes(output, inputs, first) if output.requires_grad else []
 
     def began(_: Tensor) -> None:
-        running[:] = [clock.mark(), expected]
+        running[:] = [clock.mark(), len(last)]
 
-    def arrived(_: Tensor) -> None:
+    def ran(*_: Any) -> None:
         if running:
             running[1] -= 1
             if running[1] == 0:
                 backward(running[0], clock.mark())
                 running.clear()
 
-    if expected:
-        inputs = tuple(x.view_as(x) if x.requires_grad else x for x in inputs)  # whose gradients are of this call alone
-        for x in inputs:
-            if x.requires_grad:
-                x.register_hook(arrived)
-    begin = clock.mark()
-    y = body(*inputs)
-    forward(begin, clock.mark())
-    output = y[0] if isinstance(y, tuple) else y  # some layers return a bias beside it
-    if expected and output.requires_grad:
+    if last:
         output.register_hook(began)
+    for node in last:
+        node.register_hook(ran)
     return y
+
+
+def output_of(y: Any) -> Tensor:
+    """What a layer computed; some return a bias beside it."""
+    return y[0] if isinstance(y, tuple) else y
+
+
+_LEAF = 2**64 - 1  # sequence number of the nodes that accumulate gradients, which run as soon as they can
+
+
+def _last_nodes(y: Tensor, inputs: tuple[Tensor, ...], first: int) -> list[Any]:
+    """Nodes of the graph of ``y``, down to ``inputs`` or to those that this thread made before number ``first``, that no
+    other of them waits for."""
+    given = {x.grad_fn for x in inputs if x.requires_grad}
+    last, seen, todo = [], set(), [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        before = [] if node in given else [n for n, _ in node.next_functions if n and first <= n._sequence_nr() < _LEAF or n in given]
+        last += [] if before else [node]
+        todo += before
+    return last
 
 
 _nothing = contextlib.nullcontext()

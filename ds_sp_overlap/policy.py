@@ -11,40 +11,51 @@ whatever else happens to the machine happens to all of them. With C = 4 candidat
 
 A candidate never changes between a forward and its backward, as long as no optimizer of the process steps between them:
 checkpointing would compute another graph than it saved, and gradient accumulation keeps several in flight. Nothing is
-tried before the first optimizer step, so that a program without one runs with the default.
+tried before the first optimizer step, nor for shapes without a backward: a program that doesn't train runs the default.
 
-Timed are forward, and backward from the arrival of the output's gradient to that of the inputs', in calls that record
-a graph, per token. What the slowest rank measured counts, since the others wait for it.
+Timed are forward, and backward from the arrival of the output's gradient to its end, in calls that record a graph, per
+token. What the slowest rank measured counts, since the others wait for it.
 
-Ranks that reduce gradients together run the same candidate for the same layer in the same step and keep the same: ZeRO
-gathers weights and reduces gradients in the order in which they come, so that replicas whose orders differed would sum
-gradients of different parameters without a word. (Every G delivers them in one order, which a test holds; nothing else hangs
-on it.) Hence what is tried follows from the count of steps and from what all ranks have told one another, not from the batch
-of one of them:
+Ranks of an sp group launch the same exchanges only if they run the same candidate, whatever else one of them does: an
+optimizer of its own, a step that the others don't make, a model that it collected before the others did. So nothing collective
+hangs on these. What all ranks of an sp group do alike is to call layers and to run their backwards:
 
-    layer calls                   run what was agreed, note what was met and how long it took
-    optimizer steps               replicas tell one another (`Policy._tell`); all are there, whatever they evaluate in between
-    first layer call after that   contests that some rank has met begin, turn, lose the hopeless, end (`Policy._look`); the
-                                  ranks of one sp group, which are all here, tell one another now
+    backwards of layers           come back (`Policy._back`); only then there is something to ask
+    optimizer steps               are noted; nobody waits
+    first layer call after that   the sp group is asked whether every optimizer has stepped (`Policy._look`); if so the step is
+                                  over: contests that were met begin, turn, lose the hopeless, end
+
+Beside data parallelism the sp groups are replicas, each with batches of its own. Ranks that reduce gradients together run the
+same candidate for the same layer in the same step and keep the same: ZeRO gathers weights and reduces gradients in the order in
+which they come, so that replicas whose orders differed would sum gradients of different parameters without a word. (Every G
+delivers them in one order, which a test holds; nothing else hangs on it.) No layer call is common to them; one may evaluate
+alone. So each rank tells the others what it met and measured when its optimizer steps (`Board`), which waits for nobody, and the
+first layer call after that acts on what all have told.
 """
 
 from __future__ import annotations
 
+import itertools
+import pickle
+import time
 from statistics import mean, median
 from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from .channel import Channel
-from .clock import Steps, clock_of, watched
+from .clock import after_each_step, clock_of, in_backward, output_of, watched
 from .config import SpOverlapConfig
 from .layout import Geometry
 
 OFF = "off"
 Candidate = int | str  # G, or OFF
 HOPELESS = 1.5  # times the fastest's time, after which a candidate is not tried again
+WAIT_S = 60  # for replicas whose optimizers have not stepped, before nothing is tried any more
+Report = dict[tuple, tuple[str, list[float]]]  # contests by key, in words, and the `milliseconds` of a rank
 
 
 def candidates_for(max_groups: int, off: bool) -> tuple[Candidate, ...]:
@@ -52,19 +63,32 @@ def candidates_for(max_groups: int, off: bool) -> tuple[Candidate, ...]:
     return (*((OFF,) if off else ()), *(groups for groups in (1, 2, 4) if groups <= max_groups))
 
 
+def merged(reports: list[Report]) -> dict[tuple, tuple[str, list[float] | None]]:
+    """For each contest what the slowest rank measured of each candidate that is left.
+
+    A rank that has not timed all that are left compares nothing; None where every rank is such a one.
+    """
+    found = {}
+    for key, (what, _) in itertools.chain.from_iterable(report.items() for report in reports):
+        every = [report[key][1] for report in reports if key in report and max(report[key][1]) < float("inf")]
+        found[key] = what, [max(times) for times in zip(*every)] or None
+    return found
+
+
 class Contest:
     """The candidates for layers of one shape, their times, and finally the chosen one.
 
-    what         the shape, in words
-    candidates   at least two
-    default      the G of calls before the first turn, and the choice if nothing was ever timed
+    what           the shape, in words
+    candidates     chosen at once where it is only one
+    default        the G of calls before the first turn, and the choice if nothing was ever timed
+    warmup_steps   at most so many turns
     """
 
-    def __init__(self, policy: Policy, what: str, candidates: tuple[Candidate, ...], default: int):
-        self.policy, self.what, self.left, self.default = policy, what, list(candidates), default
+    def __init__(self, what: str, candidates: tuple[Candidate, ...], default: int, warmup_steps: int):
+        self.what, self.left, self.default, self.warmup_steps = what, list(candidates), default, warmup_steps
         self.turn = self.round = self.turns = 0  # place in the round; rounds and turns that are over
-        self.started, self.chosen = False, None
-        self.met = -1  # the last step in which this rank did
+        self.started, self.chosen = False, candidates[0] if len(candidates) == 1 else None
+        self.met = -1  # the last step in which a call of this rank had its backward
         self.marks: dict[Candidate, tuple[list, list]] = {candidate: ([], []) for candidate in candidates}
         self.slowest_ms: dict[Candidate, float] = {}  # what was found of each, in the last round that it took part in
 
@@ -79,52 +103,50 @@ class Contest:
         """Whether calls are to be timed now."""
         return self.chosen is None and self.round > 0
 
-    def milliseconds(self) -> list[float]:
+    def milliseconds(self, clock: Any) -> list[float]:
         """Of a layer on this rank, for each candidate that is left; inf for one that was not timed.
 
         Medians of the times per token, for as many tokens as calls here have on average: no candidate gains by short batches
-        on its turns, and the rank with the long ones is the slow one. A forward computed again counts as often as it was.
+        on its turns, and the rank with the long ones is the slow one. A forward computed again, or without a backward, counts
+        as often as there were such for all candidates together: none loses by what happened on its turns.
         """
-        clock = self.policy.clock
-        tokens = [mark[2] for forwards, _ in self.marks.values() for mark in forwards]
+        marks = [self.marks[candidate] for candidate in self.left]
+        forwards, backwards = ([mark for each in marks for mark in each[which]] for which in (0, 1))
 
         def per_token(marks: list) -> float:
             return median(clock.between_ms(begin, end) / max(1, count) for begin, end, count in marks)
 
-        def of(forwards: list, backwards: list) -> float:
-            if not forwards or not backwards:
-                return float("inf")
-            return mean(tokens) * (per_token(forwards) * len(forwards) / len(backwards) + per_token(backwards))
+        return [
+            mean(mark[2] for mark in forwards) * (per_token(each[0]) * len(forwards) / len(backwards) + per_token(each[1]))
+            if each[0] and each[1]
+            else float("inf")
+            for each in marks
+        ]
 
-        return [of(*self.marks[candidate]) for candidate in self.left]
-
-    def next_turn(self, every: list[list[float]]) -> None:
-        """Go on by a step; ``every`` has the `milliseconds` of each rank that knows the contest."""
+    def next_turn(self, slowest: list[float] | None) -> None:
+        """Go on by a step; ``slowest`` has what is known of the candidates that are left, as of `merged`."""
         if not self.started:
             self.started = True
             return
         self.turn, self.turns = self.turn + 1, self.turns + 1
         if self.turn < len(self.left):
             return
-        self._drop_the_hopeless(every)
+        self._drop_the_hopeless(slowest)
         self.turn, self.round = 0, self.round + 1
-        if len(self.left) == 1 or self.turns + len(self.left) > self.policy.warmup_steps:
-            self._decide()
+        if len(self.left) == 1 or self.turns + len(self.left) > self.warmup_steps:
+            self.decide()
 
-    def _drop_the_hopeless(self, every: list[list[float]]) -> None:
-        """A rank that has not timed all that are left compares nothing."""
-        every = [times for times in every if max(times) < float("inf")]
-        if not every:
+    def _drop_the_hopeless(self, slowest: list[float] | None) -> None:
+        if slowest is None:
             return
-        self.slowest_ms.update((candidate, max(times)) for candidate, times in zip(self.left, zip(*every)))
-        limit = HOPELESS * min(self.slowest_ms[candidate] for candidate in self.left)
+        self.slowest_ms.update(zip(self.left, slowest))
+        limit = HOPELESS * min(slowest)
         self.left = [candidate for candidate in self.left if self.slowest_ms[candidate] <= limit]
 
-    def _decide(self) -> None:
+    def decide(self) -> None:
+        """Choose by what is known now."""
         best = min(self.left, key=lambda candidate: self.slowest_ms.get(candidate, float("inf")))
         self.chosen, self.marks = best if best in self.slowest_ms else self.default, {}
-        if self.policy.channel.rank == 0:
-            self.policy.say(str(self))
 
     def __str__(self) -> str:
         if not self.slowest_ms:
@@ -135,13 +157,47 @@ class Contest:
         return f"sp_overlap: {self.what}: {times} a layer, forward and backward on the slowest rank; kept: {kept}"
 
 
+class Board:
+    """Where replicas tell one another, in the store of the world: telling waits for nobody.
+
+    What was told of a step is put together by whoever tells last. A rank that waits for that longer than `WAIT_S` gives up for
+    all of them; what is written first holds.
+    """
+
+    made = itertools.count()  # alike on every rank, since replicas make their policies in one order
+
+    def __init__(self) -> None:
+        self.store = dist.PrefixStore(f"sp_overlap policy {next(self.made)}", _get_default_store())
+
+    def tell(self, step: int, report: Report) -> None:
+        keys = self._keys(step)
+        self.store.set(keys[dist.get_rank()], pickle.dumps(report))
+        if self.store.add(f"{step} told by", 1) == len(keys):
+            reports = [pickle.loads(told) for told in self.store.multi_get(keys)]
+            self.store.compare_set(str(step), "", pickle.dumps(merged(reports)))
+
+    def told(self, step: int) -> dict | list[int]:
+        """What all have told, as of `merged`; or the ranks that hadn't when somebody gave up."""
+        end = time.monotonic() + WAIT_S
+        while not self.store.check([str(step)]):
+            time.sleep(0.01)
+            if time.monotonic() > end:
+                missing = [rank for rank, key in enumerate(self._keys(step)) if not self.store.check([key])]
+                self.store.compare_set(str(step), "", pickle.dumps(missing))
+        return pickle.loads(self.store.get(str(step)))
+
+    @staticmethod
+    def _keys(step: int) -> list[str]:
+        return [f"{step} of rank {rank}" for rank in range(dist.get_world_size())]
+
+
 class Policy:
     """Chooses for the layers of one model.
 
-    channel        the ranks that choose together: the sp group, or with ``replicas`` all that reduce gradients together
+    channel        the sp group, whose ranks choose together
     warmup_steps   optimizer steps in which a shape may run something else than what is kept
-    replicas       whether they are several sp groups, each with batches of its own
-    say            what is done with the line about each choice, on the first of these ranks
+    replicas       whether all ranks of the world choose together, several sp groups with batches of their own
+    say            what is done with the line about each choice, on the first rank
 
     Shapes are told apart by heads, sizes, dtype and candidates; in one sp group also by batch and by length, in powers of two,
     so that lengths that vary are not timed for ever. Replicas' batches differ, so that nothing of them tells shapes apart
@@ -158,12 +214,12 @@ class Policy:
     ):
         self.channel, self.warmup_steps, self.replicas, self.say = channel, warmup_steps, replicas, say
         self.contests: dict[tuple, Contest] = {}
-        self.steps = Steps(self._tell) if replicas else Steps()
-        self.over = False  # beside replicas: nothing is asked any more
+        self.board = Board() if replicas else None
+        self.over = False  # nothing is tried any more
         self.clock: Any = None
-        self._layers, self._step = 0, 0
-        self._trained = -1  # the last step with a call that recorded a graph
-        self._told: list[dict[tuple, tuple[str, list[float]]]] = []  # by every rank, when the optimizer last stepped
+        self.step = self._layers = 0
+        self._back_since = self._due = self._stepped = False  # of this step: a backward was seen; since the last question; a step
+        self._hook = after_each_step(self._note)
 
     @classmethod
     def of(cls, config: SpOverlapConfig, channel: Channel, gradient_group: Any = None) -> Policy | None:
@@ -173,9 +229,11 @@ class Policy:
         """
         if not (config.head_groups == "auto" and config.policy.warmup_steps > 0 and channel.size > 1):
             return None
-        replicas = dist.get_world_size() > channel.size
-        together = Channel(gradient_group) if replicas else channel
-        return cls(together, config.policy.warmup_steps, replicas) if together.size == dist.get_world_size() else None
+        world = dist.get_world_size()
+        replicas = world > channel.size
+        if replicas and (gradient_group is None or dist.get_world_size(gradient_group) < world):
+            return None
+        return cls(channel, config.policy.warmup_steps, replicas)
 
     def join(self) -> int:
         """A number for one more layer."""
@@ -185,11 +243,9 @@ class Policy:
     def contest(self, geometry: Geometry, x: Tensor, off: bool) -> Contest | None:
         """The contest for a call with ``x``; None where there is one candidate only, or none to be tried any more."""
         self._look()
-        if torch.is_grad_enabled():
-            self._trained = self._step
         # G = 1 where two groups were possible: the call has arguments per head
         candidates = candidates_for(geometry.max_groups if geometry.groups > 1 else 1, off and not self.replicas)
-        if len(candidates) == 1:
+        if len(candidates) == 1 and (self.over or not self.replicas):
             return None
         batch = () if self.replicas else (geometry.batch, sum(geometry.seq_lens).bit_length())
         key = (geometry.heads, geometry.kv_heads, x.shape[2:], x.dtype, *batch, candidates, geometry.groups)
@@ -199,54 +255,96 @@ class Policy:
             what = f"{geometry.heads} query and {geometry.kv_heads} KV heads"
             what += "" if self.replicas else f", batch {geometry.batch}, about {sum(geometry.seq_lens)} tokens"
             what += f" over {geometry.sp_size} ranks, {str(x.dtype).removeprefix('torch.')}"
-            self.contests[key] = Contest(self, what, candidates, geometry.groups)
+            self.contests[key] = self._contest(key, what)
         self.clock = self.clock or clock_of(x.device)
-        self.contests[key].met = self._step
         return self.contests[key]
 
-    def _tell(self) -> None:
-        """Tell all ranks what was met and measured. Collective: every rank calls layers and then steps its optimizers.
+    def _contest(self, key: tuple, what: str) -> Contest:
+        return Contest(what, *key[-2:], self.warmup_steps)
 
-        Not for a step of another model's optimizer: this one may be dead, and not be collected on every rank yet.
-        """
-        mine = {
-            key: (contest.what, contest.milliseconds())
+    def _back(self, contest: Contest) -> None:
+        """A call's backward has begun; alike on all ranks of the sp group, which exchange in it."""
+        contest.met, self._back_since, self._due = self.step, True, True
+
+    def _note(self) -> None:
+        """An optimizer of this process has stepped. Beside replicas it tells them, the first time in a step."""
+        if self._back_since and not self._stepped:
+            self._stepped = True
+            if self.board is not None:
+                self.board.tell(self.step, self._report())
+
+    def _report(self) -> Report:
+        return {
+            key: (contest.what, contest.milliseconds(self.clock))
             for key, contest in self.contests.items()
-            if contest.chosen is None and (self.replicas or contest.met == self._step)
+            if contest.chosen is None and (self.replicas or contest.met == self.step)
         }
-        if self._trained == self._step if self.replicas else mine:  # an sp group meets the same
-            self._told = self.channel.gather(mine)
 
     def _look(self) -> None:
-        """Act on what was told, at the first call after it."""
-        if (step := self.steps.now()) == self._step:
+        """Ask the sp group whether the step is over, and go on to the next one if it is.
+
+        Never during backward: there a checkpointed layer is computed again and must find what its first computation found.
+        """
+        if not self._due or self.over or in_backward():
             return
-        if not self.replicas:  # whose ranks are all here, whatever optimizers one of them has of its own
-            self._tell()
-        self._step, told, self._told = step, self._told, []
-        asked = {key: what for report in told for key, (what, _) in report.items()}
-        for key, what in asked.items():
-            contest = self.contests.setdefault(key, Contest(self, what, *key[-2:]))
-            contest.next_turn([report[key][1] for report in told if key in report])
-        if self.replicas and told and step > self.warmup_steps and all(self.contests[key].chosen is not None for key in asked):
-            self.over = True
+        mine = (self._stepped, self._report() if self._stepped and self.board is None else {})
+        stepped, reports = zip(*self.channel.gather(mine))
+        if not all(stepped):
+            self._due = not torch.is_grad_enabled()  # an evaluation before the step is not the last call before it
+            return
+        if any(report.keys() != reports[0].keys() for report in reports):
+            seen = "; ".join(f"sp rank {rank}: {[what for what, _ in report.values()]}" for rank, report in enumerate(reports))
+            raise RuntimeError(
+                f'sp_overlap.head_groups "auto": the ranks of the sp group would try different things ({seen}); give a number'
+            )
+        told = merged(reports) if self.board is None else self.board.told(self.step)
+        self.step += 1
+        self._back_since = self._due = self._stepped = False
+        if isinstance(told, list):
+            return self._give_up(told)
+        for key, (what, slowest) in told.items():
+            contest = self.contests.setdefault(key, self._contest(key, what))
+            contest.next_turn(slowest)
+            if contest.chosen is not None:
+                self._say(str(contest))
+        if self.replicas and self.step > self.warmup_steps and all(self.contests[key].chosen is not None for key in told):
             self.close()
+
+    def _give_up(self, missing: list[int]) -> None:
+        self.close()
+        self._say(
+            f'sp_overlap.head_groups "auto": {WAIT_S} s after the others no optimizer of ranks {missing} has stepped; nothing is tried '
+            "any more, and what is not chosen yet is the default. Step optimizers on all ranks alike, or give a number"
+        )
+
+    def _say(self, line: str) -> None:
+        if self.channel.holds_first_rank and self.channel.rank == 0:
+            self.say(line)
 
     def run(
         self, contest: Contest, candidate: Candidate, tokens: int, body: Callable[..., Tensor], inputs: tuple[Tensor, ...]
     ) -> Tensor:
         """``body(*inputs)`` for so many tokens, timed where that is due."""
-        if not (contest.timed and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        if self.over or contest.chosen is not None and not self.replicas:
             return body(*inputs)
-        forwards, backwards = contest.marks[candidate]
-        return watched(
-            self.clock,
-            body,
-            inputs,
-            lambda *marks: forwards.append((*marks, tokens)),
-            lambda *marks: backwards.append((*marks, tokens)),
-        )
+        if contest.timed and torch.is_grad_enabled():
+            forwards, backwards = contest.marks[candidate]
+            y = watched(
+                self.clock,
+                body,
+                inputs,
+                lambda *marks: forwards.append((*marks, tokens)),
+                lambda *marks: backwards.append((*marks, tokens)),
+            )
+        else:
+            y = body(*inputs)
+        if (output := output_of(y)).requires_grad:
+            output.register_hook(lambda _: self._back(contest))
+        return y
 
     def close(self) -> None:
-        """Count steps no further; what was chosen stays chosen."""
-        self.steps.close()
+        """Try nothing any more; what was chosen stays chosen."""
+        self.over = True
+        for contest in self.contests.values():
+            contest.chosen = contest.chosen or contest.default
+        self._hook.remove()

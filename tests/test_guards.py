@@ -212,15 +212,15 @@ WATCHED = {
     ),
     # The policy.
     "a candidate stays for its backward": Watched(
-        Guard("clock:Steps.now", "self._stepped and torch._C._current_graph_task_id() == -1", "self._stepped"),
+        Guard("policy:Policy._look", "or in_backward()", ""),
         test_policy.another_optimizer_before_backward,
     ),
     "the slowest rank counts": Watched(
-        Guard("policy:Contest._drop_the_hopeless", "(candidate, max(times))", "(candidate, min(times))"),
+        Guard("policy:merged", "[max(times) for times in zip(*every)]", "[min(times) for times in zip(*every)]"),
         test_policy.choices_differ,
     ),
     "replicas choose together": Watched(
-        Guard("policy:Policy._tell", "self.channel.gather(mine)", "[mine]"), test_policy.replicas_differ, 4
+        Guard("policy:Policy._look", "if self.board is None else self.board.told(self.step)", ""), test_policy.replicas_differ, 4
     ),
     "replicas tell no shapes apart by lengths": Watched(
         Guard("policy:Policy.contest", "() if self.replicas else (geometry.batch", "(geometry.batch"),

@@ -57,7 +57,7 @@ def scripted(costs):
     clock, run, clock_of, ran = ScriptedClock(), Policy.run, policies.clock_of, []
 
     def ticking(self, contest, candidate, tokens, body, inputs):
-        ran.append((self.steps.now(), candidate))
+        ran.append((self.step, candidate))
         cost = costs[candidate](tokens) if callable(costs[candidate]) else costs[candidate]
         return run(self, contest, candidate, tokens, lambda *x: _Tick.apply(body(*x), clock, cost), inputs)
 
@@ -186,11 +186,11 @@ def test_after_the_choice_nothing_is_watched_or_timed():
     assert seen[0] is x and not y._backward_hooks and not x._backward_hooks and marks == []
 
 
-def test_calls_without_a_graph_are_run_but_not_timed():
+def test_nothing_is_tried_in_calls_without_a_backward():
     model = Model(3, COSTS)
-    table = [model.step(grad=False) for _ in range(20)]
-    assert {candidate for step in table for candidate in step} == set(COSTS)
-    assert model.chosen() == [2] and "no call was timed, G = 2" in model.said[0]
+    assert [model.step(grad=False) for _ in range(20)] == [[2] * 3] * 20
+    assert model.chosen() == [None] and model.said == []
+    assert sorted(map(str, [*model.step(), *model.step()])) == sorted(map(str, [2, 2, 2, OFF, 1, 2])), "it goes on with training"
 
 
 def test_a_forward_that_is_computed_again_counts_as_often_as_it_is():
@@ -198,7 +198,15 @@ def test_a_forward_that_is_computed_again_counts_as_often_as_it_is():
     model = Model(1, {1: 1.0, 2: 1.0})
     contest = model.policy.contest(GEOMETRY, torch.ones(2), False)
     contest.marks[1] = [(0, 2, 16), (0, 2, 16), (0, 4, 16), (0, 2, 16)], [(0, 10, 16), (0, 12, 16)]
-    assert contest.milliseconds()[0] == 2 * 2 + 11
+    assert contest.milliseconds(model.clock)[0] == 2 * 2 + 11
+
+
+def test_no_candidate_loses_by_forwards_without_a_backward_on_its_turns():
+    """An evaluation that records graphs."""
+    model = Model(1, {1: 1.0, 2: 1.0})
+    contest = model.policy.contest(GEOMETRY, torch.ones(2), False)
+    contest.marks.update({1: ([(0, 2, 16)] * 5, [(0, 10, 16)]), 2: ([(0, 3, 16)], [(0, 10, 16)]), 4: ([(0, 2, 16)], [(0, 11, 16)])})
+    assert contest.milliseconds(model.clock) == [2 * 7 / 3 + 10, 3 * 7 / 3 + 10, 2 * 7 / 3 + 11]
 
 
 def test_no_candidate_gains_by_short_batches_on_its_turns():
@@ -213,9 +221,14 @@ def test_no_candidate_gains_by_short_batches_on_its_turns():
 def test_ranks_that_have_not_timed_all_that_are_left_compare_nothing():
     contest = Model(1, {1: 1.0, 2: 1.0}).policy.contest(GEOMETRY, torch.ones(2), False)
     none = float("inf")
-    contest._drop_the_hopeless([[1.0, none, 2.0], [none, none, none]])
+
+    def drop(every):
+        reports = [{"key": ("shape", times)} for times in every]
+        contest._drop_the_hopeless(policies.merged([*reports, {}])["key"][1])
+
+    drop([[1.0, none, 2.0], [none, none, none]])
     assert contest.left == [1, 2, 4] and contest.slowest_ms == {}
-    contest._drop_the_hopeless([[9.0, none, 2.0], [3.0, 2.0, 3.5]])
+    drop([[9.0, none, 2.0], [3.0, 2.0, 3.5]])
     assert contest.left == [1, 2] and contest.slowest_ms == {1: 3.0, 2: 2.0, 4: 3.5}
 
 
@@ -240,9 +253,7 @@ def test_one_shape_is_asked_for_once_and_a_new_one_anew():
 
 
 def test_a_step_counts_once_however_often_optimizers_step_and_never_during_backward():
-    model = Model(1, COSTS)
-    seen, ended = [], []
-    model.policy.steps._at_end = lambda: ended.append(1)
+    model, seen = Model(1, COSTS), []
 
     class Recomputed(torch.autograd.Function):
         @staticmethod
@@ -252,15 +263,20 @@ def test_a_step_counts_once_however_often_optimizers_step_and_never_during_backw
         @staticmethod
         def backward(ctx, dy):
             optimizer_step()
-            seen.append(model.policy.steps.now())
+            model.policy.contest(GEOMETRY, torch.ones(2), True)
+            seen.append(model.policy.step)
             return dy
 
-    assert model.policy.steps.now() == 0
     for _ in range(3):
         optimizer_step()
-    assert ended == [1] and [model.policy.steps.now(), model.policy.steps.now()] == [1, 1]
+    model.step()
+    assert model.policy.step == 0, "what stepped before the first backward doesn't count"
+    for _ in range(3):
+        optimizer_step()
     Recomputed.apply(torch.ones(1, requires_grad=True)).backward()
-    assert seen == [1] and model.policy.steps.now() == 2 and ended == [1, 1]
+    assert seen == [0]
+    model.step()
+    assert model.policy.step == 1
 
 
 def an_optimizer_of_one_rank(rank):
@@ -575,22 +591,6 @@ def policies_of_a_replica(rank):
 
 def test_replicas_choose_only_where_all_that_reduce_gradients_together_are_known_and_are_the_world():
     assert on_ranks(4, policies_of_a_replica) == [[None, None, True, False]] * 4
-
-
-def test_the_optimizer_of_another_model_makes_no_rank_wait_for_a_policy_that_others_have_collected():
-    """Guard: nothing is told unless a layer was trained since. A dead policy's hook lives until its process collects garbage."""
-    policy, told = Policy(Channel(None), 16, replicas=True), []
-    policy.channel.gather = lambda mine: told.append(mine) or [mine]
-    x = torch.ones(2, 2, 2)
-    optimizer_step()
-    assert told == []
-    for _ in range(3):
-        policy.contest(GEOMETRY, x, False)
-        optimizer_step()
-        with torch.no_grad():  # an evaluation of one replica
-            policy.contest(GEOMETRY, x, False)
-        optimizer_step()
-    assert len(told) == 3 and not policy.over
 
 
 STEPS = 24

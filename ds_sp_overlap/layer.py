@@ -124,7 +124,7 @@ class Layer:
         return (
             f"local sequence {lengths}, batch {geometry.batch}, {geometry.heads} query and {geometry.kv_heads} KV heads, "
             f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
-            f"transport {self.config.transport}"
+            f"sp_overlap {self.config.model_dump(exclude_defaults=True)}"
         )
 
     def geometry(self, x: Tensor, heads: int, kv_heads: int, batch_first: bool, lengths, extra: tuple) -> Geometry:

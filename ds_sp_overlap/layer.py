@@ -122,7 +122,8 @@ class Layer:
             self.channel.timeline.check()
         lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
         return (
-            f"local sequence {lengths}, batch {geometry.batch}, {geometry.heads} query and {geometry.kv_heads} KV heads, "
+            f"sp_overlap {self.config.model_dump(exclude_defaults=True)}, local sequence {lengths}, batch {geometry.batch}, "
+            f"{geometry.heads} query and {geometry.kv_heads} KV heads, "
             f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
             f"transport {self.config.transport}"
         )

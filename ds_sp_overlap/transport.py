@@ -14,6 +14,7 @@ import warnings
 from typing import Any, Protocol
 
 import deepspeed.comm
+import torch
 import torch.distributed as dist
 from deepspeed.comm.comm import comms_logger
 from torch import Tensor
@@ -136,7 +137,12 @@ def communicator(group: Any, **settings: int) -> Any:
             setattr(options.config, setting, value)
         try:
             made = dist.new_group(
-                ranks, backend="nccl", pg_options=options, use_local_synchronization=True, group_desc="sp_overlap"
+                ranks,
+                timeout=group._get_backend(torch.device("cuda")).options._timeout,  # not torch's default
+                backend="nccl",
+                pg_options=options,
+                use_local_synchronization=True,
+                group_desc="sp_overlap",
             )
         except NotImplementedError as error:
             warnings.warn(f"sp_overlap: no communicator of our own ({error}); the sp group is used as it is", stacklevel=2)

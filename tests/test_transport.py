@@ -8,6 +8,7 @@ import contextlib
 import sys
 import types
 import warnings
+from datetime import timedelta
 from unittest import mock
 
 import layers
@@ -144,6 +145,18 @@ def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lamb
 def test_auto_makes_one_nccl_communicator_for_all_layers_with_its_members_alone():
     expected = [([0, 1], "nccl", True, True, {"max_ctas": transport.MAX_CTAS})]
     assert on_ranks(2, communicators, "auto") == [(expected, [False, False], [])] * 2
+
+
+def timeouts(rank):
+    group, nccl = dist.new_group([0, 1], timeout=timedelta(minutes=77)), Nccl()
+    with nccl():
+        Channel(group, "auto").prepare()
+    return [options["timeout"] for _, options in nccl.made]
+
+
+def test_the_communicator_waits_for_a_rank_as_long_as_the_sp_group():
+    """Else a group that waits for an hour, for a checkpoint, is ended by torch's ten minutes."""
+    assert on_ranks(2, timeouts) == [[timedelta(minutes=77)]] * 2
 
 
 def communicators_of_unequal_ranks(rank):

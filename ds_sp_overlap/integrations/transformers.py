@@ -414,12 +414,14 @@ def _refuse_unexchanged(modules: dict[str, nn.Module]) -> None:
     mixing: dict[str, nn.Module] = {}
     for name, module in reversed(modules.items()):  # the inner ones first
         convolution = isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1
-        mixes = convolution or (_mixes(module) and not isinstance(module, (layer, _pretrained())))
-        if not mixes or name in attention or any(inner.startswith(name + ".") for inner in (*attention, *mixing)):
+        if not convolution and (name in attention or not _mixes(module) or isinstance(module, (layer, _pretrained()))):
             continue
         models = _around(name, modules)
-        if models and _takes_tokens(models[0][1]) and (not convolution or models[0][1] in decoders):
-            mixing[name] = module
+        if not models or not _takes_tokens(models[0][1]) or (convolution and models[0][1] not in decoders):
+            continue
+        name = name.rpartition(".")[0] if convolution else name
+        if not any(inner.startswith(name + ".") for inner in (*attention, *mixing)):
+            mixing[name] = modules[name]
     if mixing:
         name, module = next(reversed(mixing.items()))
         raise ValueError(

@@ -87,7 +87,7 @@ class _InFlight:
                     self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, name
                 )
             except RuntimeError as error:
-                raise self._failed(error) from error
+                raise self.channel.failed(self.name, "the exchange", error) from error
             self.track.follow(self.handle)
             if not self.side.deferred_unpack:
                 self._receive()
@@ -97,17 +97,11 @@ class _InFlight:
         sizes = self.layout.source.split_sizes
         return (sum(sizes) - sizes[self.channel.rank]) * self.send.element_size()
 
-    def _failed(self, error: RuntimeError) -> RuntimeError:
-        return RuntimeError(
-            f"{self.name}: the exchange over the sp group (size {self.channel.size}) failed on sp rank {self.channel.rank}; "
-            f"look for the first error on the other ranks: {error}"
-        )
-
     def _receive(self):
         try:
             self.handle.wait()
         except RuntimeError as error:
-            raise self._failed(error) from error
+            raise self.channel.failed(self.name, "the exchange", error) from error
         self.track.mark("unpacking")
         if self.unpacks:
             self._unpack()

@@ -31,7 +31,7 @@ class Layer:
         self.policy = policy or Policy.of(config, channel)
         self.index = self.policy.join() if self.policy else 0
         channel.timeline = channel.timeline or Timeline.of(config, channel)
-        self.agreed = False
+        self.agreed, self.called = False, where
 
     def run(
         self,
@@ -45,6 +45,7 @@ class Layer:
         instead   ``instead(*inputs)`` gives the same without overlap, and runs where that is faster; None where there is no such
         """
         call, timeline = self.call(describe), self.channel.timeline
+        self.channel.count(self.called, inputs[0].device)
         if timeline is not None:
             timeline.look(self.channel)
             if timeline.recording():
@@ -71,7 +72,9 @@ class Layer:
         if first or self.config.check:
             self.channel.agree(self.where, lambda: self._comparable(*describe()))
             self.channel.prepare()
-            self.agreed = True
+            if first:
+                self.channel.calls.layers += 1
+                self.agreed, self.called = True, f"{self.where} (layer {self.channel.calls.layers})"
         geometry, _ = describe()
         return Call(self.channel, geometry, self.where, checked=first and self.config.check)
 
@@ -83,7 +86,7 @@ class Layer:
         return (
             f"local sequence {lengths}, batch {geometry.batch}, {geometry.heads} query and {geometry.kv_heads} KV heads, "
             f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
-            f"transport {self.config.transport}"
+            f"transport {self.config.transport}, {self.where}, call {self.channel.calls.number + 1} over the sp group"
         )
 
     def geometry(self, x: Tensor, heads: int, kv_heads: int, batch_first: bool, lengths, extra: tuple) -> Geometry:

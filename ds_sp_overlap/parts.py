@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .layout import Range
 
@@ -78,7 +77,6 @@ class _Cut(torch.autograd.Function):
         return tuple(cut_ranges(x, dim, part).contiguous() for part in parts)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         given = [(part, grad) for part, grad in zip(ctx.parts, grads) if grad is not None]
         return join_pieces(ctx.shape, ctx.dim, given), None, None
@@ -93,7 +91,6 @@ class _Join(torch.autograd.Function):
         return join_pieces(shape, dim, list(zip(parts, pieces)))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         return None, None, None, *(cut_ranges(grad, ctx.dim, part).contiguous() for part in ctx.parts)
 
@@ -142,7 +139,6 @@ class _Tokens(torch.autograd.Function):
         return tuple(parameter.new_empty(0) for _ in gradient.parts)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *tokens):
         return ctx.gradient.collect([token is not None for token in tokens]), None
 

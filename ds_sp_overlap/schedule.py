@@ -56,13 +56,13 @@ class Call:
         self.parts = geometry.parts
         self.exchanges: dict[tuple[str, int], Exchange] = {}  # that were started, by kind and group
 
-    def start(self, kind: str, group: int, x: Tensor) -> Tensor:
-        """Start the exchange of one group of q, k, v or o; returns its token."""
+    def start(self, kind: str, group: int, x: Tensor, *of: Tensor) -> Tensor:
+        """Start the exchange of one group of q, k, v or o, which was computed ``of`` others; returns its token."""
         layout = self.geometry.exchange(kind, group, x.shape[-1], kind in self.by_rank)
         what = kind if self.geometry.groups == 1 else f"{kind}{group}"
         turn = self.turn if kind in "qk" else None
         exchange = self.exchanges[kind, group] = Exchange(self.channel, layout, self.where, what, self.checked, turn)
-        return exchange.start(x)
+        return exchange.start(x, *of)
 
     def finish(self, kinds: str, group: int, tokens: list[Tensor]) -> tuple[Tensor, ...]:
         """Finish exchanges of a group; returns what was received."""
@@ -124,9 +124,11 @@ def overlapped(
         q = received.pop("q")
         if received:
             keys[group], values[group] = received["k"], received["v"]
+        qkv = q, call.with_kv(group, keys), call.with_kv(group, values)
         with call.named("attention ", group):
-            o = attend(q, call.with_kv(group, keys), call.with_kv(group, values))
-        started.append(call.start("o", group, o))
+            o = attend(*qkv)
+        started.append(call.start("o", group, o, *qkv))
+        del qkv  # before the next are put together
 
     def finish_output(tokens: list[Tensor], merge: Merge) -> None:
         for group in call.groups:

@@ -6,6 +6,8 @@ The checks are those of the tests that name the guard, and find nothing while it
 from typing import Callable, NamedTuple
 
 import pytest
+import test_calls
+import test_gradients
 import test_hazards
 import test_layout
 import test_ops
@@ -158,6 +160,13 @@ WATCHED = {
         test_layout.pieces_are_read_where_a_rank_gets_none,
         ranks=0,
     ),
+    "o leads to q, k and v whatever attention does": Watched(
+        Guard("exchange:Exchange.start", "_Start.apply(x, self, *of)", "_Start.apply(x, self)"),
+        test_gradients.exchanges_of_a_constant,
+    ),
+    "a backward with a graph is refused": Watched(
+        Guard("exchange:refuse_second_derivatives", "if torch.is_grad_enabled():", "if False:"), test_gradients.product_unnoticed
+    ),
     # Modules that were given.
     "a forward is given back where a hook raises": Watched(
         Guard("linear:call_through", 'vars(first).pop("forward", None)', "pass"), hook_raises
@@ -174,7 +183,11 @@ WATCHED = {
         order_of_two_groups,
     ),
     "gradients start in the order drawn": Watched(
-        Guard("exchange:_Finish.backward", "reversed(list(zip(ctx.exchanges, gradients)))", "zip(ctx.exchanges, gradients)"),
+        Guard(
+            "exchange:_Finish.backward",
+            "reversed(list(zip(ctx.exchanges, gradients, needed)))",
+            "zip(ctx.exchanges, gradients, needed)",
+        ),
         order_of_two_groups,
     ),
     "the wgrad waits for the starts": Watched(
@@ -212,6 +225,13 @@ WATCHED = {
     ),
     "a fault of one rank is everybody's": Watched(
         Guard("channel:Channel.agree", "if faults:", "if not mine[0]:"), fault_of_one_rank
+    ),
+    "first calls of other layers are noticed": Watched(
+        Guard("layer:Layer._comparable", "{self.where}, call {self.channel.calls.number + 1} over", "over"),
+        test_calls.first_calls_unnoticed,
+    ),
+    "later calls of other layers are noticed": Watched(
+        Guard("channel:Channel.count", "calls.names.append(name)", 'calls.names.append("")'), test_calls.later_calls_unnoticed
     ),
     "check mode compares": Watched(
         Guard("exchange:_InFlight.collect", "if self.expected is not None:", "if False:"),

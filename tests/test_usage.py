@@ -228,6 +228,25 @@ def test_right_for_projections_that_are(change):
     no_faults(faults_of, layers.backward, SEPARATE, change)
 
 
+def input_changed_in_place(call, layer, x, dy):
+    """As by a residual connection; without the layer nothing would read it any more."""
+    hidden = x * 1
+    y = call(hidden)
+    hidden += 1
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def frozen_inputs(layer):
+    for kind in "qkv":
+        layer[f"{kind}_proj"].requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [frozen_inputs, only_input_trains], ids=lambda change: change.__name__)
+def test_an_input_that_no_weight_needs_may_be_changed_in_place_before_backward(change):
+    no_faults(faults_of, input_changed_in_place, SEPARATE, change)
+
+
 def test_a_replaced_forward_is_called_whole():
     plain, hooked, patched = (nn.Linear(2, 2) for _ in range(3))
     hooked.register_forward_hook(lambda *_: None)
@@ -270,14 +289,19 @@ def reversed_values(q, k, v):
     return v.flip(1)
 
 
-def attention_without_keys(rank, rotary=True):
-    """Gradients of a fused projection whose q and k rows nothing depends on: zero there, right elsewhere."""
+def attention_without_keys(rank, rotary=False):
+    """Gradients of a fused projection whose q and k rows nothing depends on: zero there, right elsewhere.
+
+    Zeros travel to where q and k come from; a rope of one's own may let them go there.
+    """
     shape = Shape(fused=True, bias=True, rotary=rotary)
     x, dy = layers.whole_inputs(shape)
     mine, whole = layers.projections(shape), layers.projections(shape)
     values = whole["qkv_proj"](x).chunk(3, -1)[2]
     whole["o_proj"](values.flip(1)).backward(dy)
     attend = layers.block(shape, mine, torch.distributed.group.WORLD, local_attention=reversed_values)
+    if not rotary:
+        attend.rope = lambda heads, tables: Once.apply(heads, [None])
     layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, x)).backward(layers.my_slice(shape, rank, dy))
     pairs = {}
     for name, parameter in mine.named_parameters():
@@ -313,9 +337,11 @@ def stale_parts(rank, rotary=False):
     layer = layers.projections(shape)
 
     def attention(q, k, v):
-        return v.flip(1) + Once.apply(q + k, backwards)
+        return v.flip(1) + (Once.apply(q + k, backwards) if rotary else q + k)
 
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=attention)
+    if not rotary:
+        attend.rope = lambda heads, tables: Once.apply(heads, [])
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     y = layers.call_block(shape, attend, rank, x.requires_grad_())
     torch.autograd.grad(y, x, dy, retain_graph=True)
@@ -560,20 +586,6 @@ def test_autocast_rounds_no_more_than_the_reference_does(shape):
 
 
 # What is left behind.
-
-
-def double_backward(rank, shape):
-    layer = layers.projections(shape)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-    y = layers.call_block(shape, layers.block(shape, layer, torch.distributed.group.WORLD), rank, x.requires_grad_())
-    (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
-    return refusal(dx.sum().backward)
-
-
-def test_double_backward_is_refused():
-    """Guard: the halves are `once_differentiable`; without it the second derivative would be silently wrong."""
-    for refused in on_ranks(2, double_backward, Shape()):
-        assert refused is not None and "once_differentiable" in refused[1], refused
 
 
 def traces(rank, shape):

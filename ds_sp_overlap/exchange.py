@@ -81,11 +81,11 @@ class _InFlight:
         packs = self.send is None
         if packs:
             self.send = x.new_empty(source.elements)
-        self.recv = x.new_empty(target.elements)
         self.unpacks = turn_back is not None or not target.is_wire_layout
         # Where unpacking is put off, so is its memory; else it must come from the compute stream, here.
-        later = self.unpacks and self.side.deferred_unpack
-        self.out = None if later else x.new_empty(target.shape) if self.unpacks else self.recv.view(target.shape)
+        self.out = None if self.unpacks and self.side.deferred_unpack else x.new_empty(target.shape)
+        # What is received as it lies is no view: its owner may change it in place, as he may what was unpacked.
+        self.recv = x.new_empty(target.elements) if self.unpacks else self.out.view(-1)
         self.track = channel.timeline.exchange(name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
         self.track.mark("issued")
         with named(name, "start"), self.side.after_compute():

@@ -74,7 +74,8 @@ class _Cut(torch.autograd.Function):
     def forward(ctx, x, dim, parts):
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.dim, ctx.parts = x.shape, dim, parts
-        return tuple(cut_ranges(x, dim, part).contiguous() for part in parts)
+        # Copies, never views of x, which only a part of few tokens could be: norms and RoPE may work in place.
+        return tuple(cut_ranges(x, dim, part).clone(memory_format=torch.contiguous_format) for part in parts)
 
     @staticmethod
     def backward(ctx, *grads):

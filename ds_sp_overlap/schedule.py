@@ -82,6 +82,24 @@ class Call:
         index = self.geometry.kv_expansion(group)
         return heads if index is None else heads.index_select(2, torch.tensor(index, device=heads.device))
 
+    def attended(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``attend(q, k, v)`` of a group, which may change in place what no other group reads, on whatever rank.
+
+        Raises RuntimeError if it changes k or v where there are KV heads that two groups share.
+        """
+        if group == self.groups[-1] or not self.geometry.kv_is_shared:
+            return attend(q, k, v)
+        if k.is_inference():  # nobody counts its versions
+            return attend(q, k.clone(), v.clone())
+        before = k._version, v._version
+        o = attend(q, k, v)
+        if (k._version, v._version) != before:
+            raise RuntimeError(
+                f"{self.where}: local attention changes k or v in place, and another head group attends to them as well; have it "
+                "change a copy (k = k * scale), or set sp_overlap.head_groups to 1"
+            )
+        return o
+
 
 Project = Callable[[str, int], Tensor]
 Merge = Callable[[int, Tensor], None]
@@ -126,7 +144,7 @@ def overlapped(
             keys[group], values[group] = received["k"], received["v"]
         qkv = q, call.with_kv(group, keys), call.with_kv(group, values)
         with call.named("attention ", group):
-            o = attend(*qkv)
+            o = call.attended(attend, group, *qkv)
         started.append(call.start("o", group, o, *qkv))
         del qkv  # before the next are put together
 

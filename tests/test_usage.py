@@ -3,6 +3,8 @@
 Each use is written once and run on the overlapped layer and on the reference (`layers.block_faults`).
 """
 
+from unittest import mock
+
 import dropin
 import layers
 import pytest
@@ -510,6 +512,22 @@ def strided_inputs_and_cotangent(call, q, k, v, do):
     return {"output": o, "dq": q.grad, "dk": k.grad, "dv": v.grad}
 
 
+def output_changed_in_place(call, q, k, v, do):
+    o = call(q, k, v)
+    o.mul_(3)
+    o += 1
+    o.backward(do)
+    return {"output": o, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def in_evaluation(call, q, k, v, do):
+    with torch.no_grad():
+        o = call(q, k, v).mul_(3)
+    with torch.inference_mode():
+        inferred = call(q, k, v).mul_(3)
+    return {"output": o, "inferred": torch.tensor(inferred.tolist(), dtype=o.dtype)}
+
+
 DROPIN_USES = [
     key_is_value_tensor,
     all_one_tensor,
@@ -535,6 +553,68 @@ def test_dropin_is_right_in_every_use(use):
         for lengths in ((6, 6), (1, 1))
     ]
     no_faults(dropin_faults_of, use, cases)
+
+
+IN_PLACE = [
+    Case(heads, kv_heads, batch=batch, batch_first=batch_first, flat=flat, lengths=lengths, config={"head_groups": groups})
+    for heads, kv_heads, groups in ((4, 4, 1), (4, 4, 2), (8, 4, 2), (8, 2, 1), (6, 3, 1), (7, 7, 2))
+    for batch, batch_first, flat in ((1, True, False), (1, False, True), (2, True, True), (2, False, False))
+    for lengths in ((6, 6), (5, 1))
+]
+
+
+def in_place(rank, use, cases):
+    """Faults where local attention changes what it receives in place, on this rank and in the reference."""
+    found = []
+    for case in cases:
+
+        def whole(q, k, v):
+            return layers.reference.attention(q * 0.5, k + 0.1, v * 2)
+
+        def local(q, k, v):
+            order = (lambda t: t) if case.batch_first else (lambda t: t.transpose(0, 1))  # noqa: B023
+            for t, change in ((q, lambda t: t.mul_(0.5)), (k, lambda t: t.add_(0.1)), (v, lambda t: t.mul_(2))):
+                change(t)
+            o = order(layers.reference.attention(*map(order, (q, k, v))))
+            return o.flatten(2) if case.flat else o  # noqa: B023
+
+        with mock.patch.object(dropin, "whole_attention", lambda case: whole), mock.patch.object(
+            dropin, "local_attention", lambda case: local  # noqa: B023
+        ):
+            found += [f"{case}: {fault}" for fault in dropin.dropin_faults(rank, case, use)]
+    return found
+
+
+@pytest.mark.parametrize("use", [dropin.backward, output_changed_in_place, in_evaluation], ids=lambda use: use.__name__)
+def test_what_a_dropin_receives_and_returns_may_be_changed_in_place(use):
+    """Guard: what an exchange hands over is no view, for any layout, batch or length: ranks of one call may differ in these."""
+    no_faults(in_place, use, IN_PLACE)
+
+
+def changed_in_place_though_shared(rank, lengths=(6, 6)):
+    """Refusals where local attention changes keys that two head groups read, and what it gets in inference mode."""
+    case = Case(heads=8, kv_heads=2, lengths=lengths, config={"head_groups": 2})
+    local = lambda q, k, v: layers.reference.attention(q, k.add_(0.1), v)  # noqa: E731
+    attend = dropin.module(case, local=local)
+    *qkv, _ = (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case))
+    call = lambda: attend(*qkv, 0, sequence_lengths=lengths)  # noqa: E731
+    q, k, v, _ = dropin.whole_inputs(case)
+    with torch.inference_mode():
+        inferred = call().tolist()
+    expected = dropin.my_slice(case, rank, layers.reference.attention(q, k + 0.1, v))
+    found = layers.faults(1e-12, inferred=(torch.tensor(inferred, dtype=q.dtype), expected))
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            refused = refusal(call)
+        if not refused or "attention: local attention changes k or v in place" not in refused[1]:
+            found.append(str(refused))
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (5, 1)], ids=str)
+def test_keys_that_two_head_groups_read_are_not_changed_in_place_in_silence(lengths):
+    """Guard: `Call.attended` looks whether they were changed."""
+    no_faults(changed_in_place_though_shared, lengths)
 
 
 # bf16.

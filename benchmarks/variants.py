@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import dataclass
 from typing import Callable
 from unittest import mock
@@ -217,16 +218,22 @@ def check_parity(name: str, got: list[Tensor], expected: list[Tensor], tolerance
         torch.testing.assert_close(mine, theirs, rtol=0, atol=bound, msg=lambda m: f"{name}: {m}")
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
-    """Most bytes that ``run`` held at once of PyTorch's CPU allocator, over what was held before it.
+def _held_bytes(run: Callable[[], object]) -> list[int]:
+    """Bytes of PyTorch's CPU allocator over what was held before ``run``, after each change, as long as its result lives.
 
     Allocations of the calling thread, which is also the thread of a CPU backward, as the profiler reports them.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
+        result = run()  # noqa: F841: kept
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    return list(itertools.accumulate((event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())), initial=0))
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Most bytes that ``run`` held at once."""
+    return max(_held_bytes(run))
+
+
+def held_bytes(run: Callable[[], object]) -> int:
+    """Bytes that the result of ``run`` holds."""
+    return _held_bytes(run)[-1]

@@ -19,7 +19,7 @@ def plain_exchange(channel, layout, x: Tensor, name: str, turn=None, turn_back=N
     """
     if turn is not None:
         x = rotate(x, *(table.unsqueeze(-2) for table in turn)).to(x.dtype)
-    every = channel.gather((name, x.dtype, layout, x.detach().cpu()))
+    every = channel.gather((name, x.dtype, layout, x.detach().cpu()), name)
     fits = all(
         sender.source.split_sizes[to] == receiver.target.split_sizes[rank]
         for rank, (_, _, sender, _) in enumerate(every)
@@ -54,7 +54,7 @@ def compare(channel, got: Tensor, expected: Tensor, name: str, turned: bool = Fa
     atol = 3 * 2**0.5 * rtol * expected.abs().max().item() if turned and expected.numel() else rtol
     fine = torch.allclose(got, expected, rtol=rtol, atol=atol, equal_nan=True)
     worst = 0.0 if fine else (got - expected).abs().max().item()
-    faults = [(rank, error) for rank, (ok, error) in enumerate(channel.gather((fine, worst))) if not ok]
+    faults = [(rank, error) for rank, (ok, error) in enumerate(channel.gather((fine, worst), name)) if not ok]
     if faults:
         seen = ", ".join(f"sp rank {rank} by {error:.3g}" for rank, error in faults)
         raise RuntimeError(f"{name}: sp_overlap.check: the overlapped exchange differs from the plain one ({seen})")

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import check, ops
 from .channel import Channel
@@ -28,6 +27,20 @@ from .layout import Layout, Side
 from .timeline import UNTRACKED
 
 Tables = tuple[Tensor, Tensor]
+
+
+def refuse_second_derivatives(where: str) -> None:
+    """Called where the backward of a layer begins: before it has launched anything, and on every rank alike.
+
+    What it computes behind autograd's back, from what hangs on the `Exchange`, can't be differentiated again. No other node of
+    a layer runs in backward before one that calls this, so that none of them needs ``once_differentiable``, which would raise
+    where its own node is differentiated and be silent where the others are.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{where}: a backward with create_graph=True, but overlapped layers have no second derivatives; leave it out, or run "
+            "this model with DeepSpeed's own DistributedAttention (ds_sp_overlap.disable)"
+        )
 
 
 def _as_it_travels(x: Tensor, side: Side) -> Tensor | None:
@@ -68,11 +81,11 @@ class _InFlight:
         packs = self.send is None
         if packs:
             self.send = x.new_empty(source.elements)
-        self.recv = x.new_empty(target.elements)
         self.unpacks = turn_back is not None or not target.is_wire_layout
         # Where unpacking is put off, so is its memory; else it must come from the compute stream, here.
-        later = self.unpacks and self.side.deferred_unpack
-        self.out = None if later else x.new_empty(target.shape) if self.unpacks else self.recv.view(target.shape)
+        self.out = None if self.unpacks and self.side.deferred_unpack else x.new_empty(target.shape)
+        # What is received as it lies is no view: its owner may change it in place, as he may what was unpacked.
+        self.recv = x.new_empty(target.elements) if self.unpacks else self.out.view(-1)
         self.track = channel.timeline.exchange(name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
         self.track.mark("issued")
         with named(name, "start"), self.side.after_compute():
@@ -87,7 +100,7 @@ class _InFlight:
                     self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, name
                 )
             except RuntimeError as error:
-                raise self._failed(error) from error
+                raise self.channel.failed(self.name, "the exchange", error) from error
             self.track.follow(self.handle)
             if not self.side.deferred_unpack:
                 self._receive()
@@ -97,17 +110,11 @@ class _InFlight:
         sizes = self.layout.source.split_sizes
         return (sum(sizes) - sizes[self.channel.rank]) * self.send.element_size()
 
-    def _failed(self, error: RuntimeError) -> RuntimeError:
-        return RuntimeError(
-            f"{self.name}: the exchange over the sp group (size {self.channel.size}) failed on sp rank {self.channel.rank}; "
-            f"look for the first error on the other ranks: {error}"
-        )
-
     def _receive(self):
         try:
             self.handle.wait()
         except RuntimeError as error:
-            raise self._failed(error) from error
+            raise self.channel.failed(self.name, "the exchange", error) from error
         self.track.mark("unpacking")
         if self.unpacks:
             self._unpack()
@@ -169,10 +176,12 @@ class Exchange:
         self.forward: _InFlight | None = None
         self.gradient: _InFlight | None = None
 
-    def start(self, x: Tensor) -> Tensor:
+    def start(self, x: Tensor, *of: Tensor) -> Tensor:
         """Launch the exchange of ``x`` and return at once.
 
         x       shape of ``layout.source``; kept alive until finished
+        of      for o: q, k and v of which it was computed. Whatever local attention does with them on one rank, every rank
+                finds their nodes behind the token in backward, and takes part in the exchanges of do, dq, dk and dv
         token   [0]   tracked by autograd; give it to ``finish``
 
         Collective: every rank of the sp group starts the same exchanges in the same order.
@@ -181,7 +190,7 @@ class Exchange:
         if not torch.is_grad_enabled():
             self.launch(x)
             return _token(x)
-        return _Start.apply(x, self)
+        return _Start.apply(x, self, *of)
 
     def finish(self, token: Tensor) -> Tensor:
         """Order the compute stream after the exchange and return what was received, in the shape of ``layout.target``."""
@@ -225,17 +234,16 @@ def finish_together(exchanges: list[Exchange], tokens: list[Tensor]) -> tuple[Te
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, exchange):
+    def forward(ctx, x, exchange, *of):
         ctx.exchange = exchange
         ctx.set_materialize_grads(False)
         exchange.launch(x)
         return _token(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, token):
         """Before: dx = all_to_all(dy). Now: that exchange is under way since `_Finish.backward`; wait for it."""
-        return None if token is None else ctx.exchange.collect_gradient(), None
+        return None if token is None else ctx.exchange.collect_gradient(), None, None, None, None
 
 
 def _token(x: Tensor) -> Tensor:
@@ -246,16 +254,19 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, exchanges, *tokens):
         ctx.exchanges = exchanges
-        ctx.set_materialize_grads(False)
         received = tuple(exchange.collect() for exchange in exchanges)
         ctx.mark_non_differentiable(*(y for y, needed in zip(received, ctx.needs_input_grad[1:]) if not needed))
         return received
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *gradients):
-        """Before: nothing, finish moved no data. Now: launch the exchange of each dy, the moment that they are known."""
-        for exchange, dy in reversed(list(zip(ctx.exchanges, gradients))):
-            if dy is not None:
+        """Before: nothing, finish moved no data. Now: launch the exchange of each dy, the moment that they are known.
+
+        Zeros where nothing depends on y here: elsewhere something may.
+        """
+        refuse_second_derivatives(ctx.exchanges[0].where)
+        needed = ctx.needs_input_grad[1:]
+        for exchange, dy, launched in reversed(list(zip(ctx.exchanges, gradients, needed))):
+            if launched:
                 exchange.launch_gradient(dy)
-        return None, *(None if dy is None else _token(dy) for dy in gradients)
+        return None, *(_token(dy) if launched else None for dy, launched in zip(gradients, needed))

@@ -39,7 +39,7 @@ class Layer:
         self.policy = policy or Policy.of(config, channel)
         self.index = self.policy.join() if self.policy else 0
         channel.timeline = channel.timeline or Timeline.of(config, channel)
-        self.agreed = False
+        self.agreed, self.called = False, where
         self._divides: dict[tuple, bool] = {}  # whether attention may be cut into head groups, by kind of call
 
     def run(
@@ -58,6 +58,7 @@ class Layer:
         call, timeline = self.call(describe), self.channel.timeline
         if call.geometry.groups > 1 and not self.heads_alike and not self._may_divide(call, local(), inputs[0].device):
             call = Call(self.channel, _regrouped(call.geometry, 1), self.where, call.checked)
+        self.channel.count(self.called, inputs[0].device)
         if timeline is not None:
             timeline.look(self.channel)
             if timeline.recording():
@@ -98,7 +99,9 @@ class Layer:
         if first or self.config.check:
             self.channel.agree(self.where, lambda: self._comparable(*describe()))
             self.channel.prepare()
-            self.agreed = True
+            if first:
+                self.channel.calls.layers += 1
+                self.agreed, self.called = True, f"{self.where} (layer {self.channel.calls.layers})"
         geometry, _ = describe()
         return Call(self.channel, geometry, self.where, checked=first and self.config.check)
 
@@ -125,7 +128,7 @@ class Layer:
             f"sp_overlap {self.config.model_dump(exclude_defaults=True)}, local sequence {lengths}, batch {geometry.batch}, "
             f"{geometry.heads} query and {geometry.kv_heads} KV heads, "
             f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
-            f"transport {self.config.transport}"
+            f"transport {self.config.transport}, {self.where}, call {self.channel.calls.number + 1} over the sp group"
         )
 
     def geometry(self, x: Tensor, heads: int, kv_heads: int, batch_first: bool, lengths, extra: tuple) -> Geometry:

@@ -169,6 +169,12 @@ class Geometry:
         shared = self.heads // self.kv_heads
         return start // shared, (stop - 1) // shared + 1
 
+    @cached_property
+    def kv_is_shared(self) -> bool:
+        """Whether two groups attend to one KV head, on whatever rank."""
+        pairs = ((rank, group) for rank in range(self.sp_size) for group in range(1, self.groups))
+        return any(self.kv_range(rank, group)[0] < self.kv_range(rank, group - 1)[1] for rank, group in pairs)
+
     def sent_range(self, kind: str, rank: int, group: int) -> Range:
         """Heads of q, k or v that travel to ``rank`` with ``group``; a KV head only with the first group that needs it."""
         if kind == "q":

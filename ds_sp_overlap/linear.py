@@ -13,7 +13,6 @@ from typing import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .parts import Gradient, Part, batched, cut, cut_ranges, tokens
 
@@ -117,16 +116,16 @@ class _LinearRows(torch.autograd.Function):
     def forward(ctx, x, weight_token, bias_token, weight, bias, index, gradients, ranks):
         ctx.index, ctx.gradients = index, gradients
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
+        needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
+        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
         return projected_rows(x, weight, bias, gradients[0].parts[index], ranks)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         if dy is None:
             return (None,) * 8
         x, weight = ctx.saved_tensors
-        dy = dy.flatten(x.dim() - 1)
+        dy = dy.flatten(2)
         of_weight, of_bias = ctx.gradients
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dx = dy @ cut_ranges(weight, 0, of_weight.parts[ctx.index]) if needs_dx else None

@@ -16,8 +16,8 @@ from typing import Callable, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from .exchange import refuse_second_derivatives
 from .linear import autocast, by_rank, leaves_bias, matrix, projected_rows
 from .parts import Part, batched, cut_ranges, join_pieces, put_ranges
 from .rotary import rotate, rotate_back
@@ -45,7 +45,11 @@ class _StartInputs(torch.autograd.Function):
     def forward(ctx, call: Call, parts, places, head_dim, tables, program, x, *parameters):
         ctx.call, ctx.parts, ctx.places = call, parts, places
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *parameters, *tables)
+        of_x, *of_parameters = ctx.needs_input_grad[6:]
+        # Only what some gradient reads: dx the weights, and dw x.
+        ctx.shapes, ctx.dtype = [None if p is None else p.shape for p in parameters], x.dtype
+        weights = (p if of_x and at % 2 == 0 else None for at, p in enumerate(parameters))
+        ctx.save_for_backward(x if any(of_parameters[::2]) else None, *weights, *tables)
 
         def project(kind: str, group: int) -> Tensor:
             (_, rows, ranks), at = parts[kind, group], places[kind, group]
@@ -58,14 +62,12 @@ class _StartInputs(torch.autograd.Function):
             return rotate(heads, *tables)
 
         tokens = program(project)
-        of_x, *of_parameters = ctx.needs_input_grad[6:]
         if not of_x:
             still = [token for token, at in zip(tokens, places.values()) if not any(of_parameters[at : at + 2])]
             ctx.mark_non_differentiable(*still)
         return tuple(tokens)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *tokens):
         call, (x, *saved) = ctx.call, ctx.saved_tensors
         of_x, *of_parameters = ctx.needs_input_grad[6:]
@@ -78,7 +80,7 @@ class _StartInputs(torch.autograd.Function):
             at = ctx.places[what]
             dy = call.exchanges[what].collect_gradient().flatten(2, -2)
             if tables and what[0] != "v":
-                dy = rotate_back(dy, *tables).to(x.dtype)
+                dy = rotate_back(dy, *tables).to(ctx.dtype)
             dy = dy.flatten(2)
             if of_x:
                 weight = cut_ranges(parameters[at], 0, rows)
@@ -94,8 +96,8 @@ class _StartInputs(torch.autograd.Function):
                 pieces[at + 1].append((rows, matrix(dy).sum(0)))
             del dy  # before the next one is unpacked
         gradients = []
-        for parameter, left in zip(parameters, pieces):
-            gradients.append(join_pieces(parameter.shape, 0, left) if left else None)
+        for shape, left in zip(ctx.shapes, pieces):
+            gradients.append(join_pieces(shape, 0, left))
             left.clear()
         return None, None, None, None, None, None, dx, *gradients
 
@@ -148,12 +150,14 @@ class _FinishOutput(torch.autograd.Function):
             torch.mm(*operands, out=matrix(y)) if bias is None else torch.addmm(bias, *operands, out=matrix(y))
 
         program(list(tokens), merge)
-        ctx.save_for_backward(weight, *outputs)
+        of_weight, _, *of_tokens = ctx.needs_input_grad[3:]
+        ctx.shape = weight.shape
+        ctx.save_for_backward(weight if any(of_tokens) else None, *(outputs if of_weight else ()))
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
+        refuse_second_derivatives(ctx.call.where)
         call, (weight, *outputs) = ctx.call, ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: `outputs` has them, and lets go of each after its use
         of_weight, of_bias, *of_tokens = ctx.needs_input_grad[3:]
@@ -168,7 +172,7 @@ class _FinishOutput(torch.autograd.Function):
             if len(outputs) == 1:
                 dw = piece
                 return
-            dw = weight.new_empty(weight.shape) if dw is None else dw
+            dw = piece.new_empty(ctx.shape) if dw is None else dw
             put_ranges(dw, 1, ctx.columns[group], piece, add=False)
 
         def dgrad(group: int, head_dim: int) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .layout import Range
 
@@ -75,10 +74,10 @@ class _Cut(torch.autograd.Function):
     def forward(ctx, x, dim, parts):
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.dim, ctx.parts = x.shape, dim, parts
-        return tuple(cut_ranges(x, dim, part).contiguous() for part in parts)
+        # Copies, never views of x, which only a part of few tokens could be: norms and RoPE may work in place.
+        return tuple(cut_ranges(x, dim, part).clone(memory_format=torch.contiguous_format) for part in parts)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         given = [(part, grad) for part, grad in zip(ctx.parts, grads) if grad is not None]
         return join_pieces(ctx.shape, ctx.dim, given), None, None
@@ -93,7 +92,6 @@ class _Join(torch.autograd.Function):
         return join_pieces(shape, dim, list(zip(parts, pieces)))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         return None, None, None, *(cut_ranges(grad, ctx.dim, part).contiguous() for part in ctx.parts)
 
@@ -142,7 +140,6 @@ class _Tokens(torch.autograd.Function):
         return tuple(parameter.new_empty(0) for _ in gradient.parts)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *tokens):
         return ctx.gradient.collect([token is not None for token in tokens]), None
 

@@ -56,13 +56,13 @@ class Call:
         self.parts = geometry.parts
         self.exchanges: dict[tuple[str, int], Exchange] = {}  # that were started, by kind and group
 
-    def start(self, kind: str, group: int, x: Tensor) -> Tensor:
-        """Start the exchange of one group of q, k, v or o; returns its token."""
+    def start(self, kind: str, group: int, x: Tensor, *of: Tensor) -> Tensor:
+        """Start the exchange of one group of q, k, v or o, which was computed ``of`` others; returns its token."""
         layout = self.geometry.exchange(kind, group, x.shape[-1], kind in self.by_rank)
         what = kind if self.geometry.groups == 1 else f"{kind}{group}"
         turn = self.turn if kind in "qk" else None
         exchange = self.exchanges[kind, group] = Exchange(self.channel, layout, self.where, what, self.checked, turn)
-        return exchange.start(x)
+        return exchange.start(x, *of)
 
     def finish(self, kinds: str, group: int, tokens: list[Tensor]) -> tuple[Tensor, ...]:
         """Finish exchanges of a group; returns what was received."""
@@ -81,6 +81,24 @@ class Call:
         heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
         index = self.geometry.kv_expansion(group)
         return heads if index is None else heads.index_select(2, torch.tensor(index, device=heads.device))
+
+    def attended(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``attend(q, k, v)`` of a group, which may change in place what no other group reads, on whatever rank.
+
+        Raises RuntimeError if it changes k or v where there are KV heads that two groups share.
+        """
+        if group == self.groups[-1] or not self.geometry.kv_is_shared:
+            return attend(q, k, v)
+        if k.is_inference():  # nobody counts its versions
+            return attend(q, k.clone(), v.clone())
+        before = k._version, v._version
+        o = attend(q, k, v)
+        if (k._version, v._version) != before:
+            raise RuntimeError(
+                f"{self.where}: local attention changes k or v in place, and another head group attends to them as well; have it "
+                "change a copy (k = k * scale), or set sp_overlap.head_groups to 1"
+            )
+        return o
 
 
 Project = Callable[[str, int], Tensor]
@@ -124,9 +142,11 @@ def overlapped(
         q = received.pop("q")
         if received:
             keys[group], values[group] = received["k"], received["v"]
+        qkv = q, call.with_kv(group, keys), call.with_kv(group, values)
         with call.named("attention ", group):
-            o = attend(q, call.with_kv(group, keys), call.with_kv(group, values))
-        started.append(call.start("o", group, o))
+            o = call.attended(attend, group, *qkv)
+        started.append(call.start("o", group, o, *qkv))
+        del qkv  # before the next are put together
 
     def finish_output(tokens: list[Tensor], merge: Merge) -> None:
         for group in call.groups:

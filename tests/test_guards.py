@@ -7,6 +7,8 @@ import functools
 from typing import Callable, NamedTuple
 
 import pytest
+import test_calls
+import test_gradients
 import test_hazards
 import test_heads
 import test_layout
@@ -160,6 +162,17 @@ WATCHED = {
         test_layout.pieces_are_read_where_a_rank_gets_none,
         ranks=0,
     ),
+    "o leads to q, k and v whatever attention does": Watched(
+        Guard("exchange:Exchange.start", "_Start.apply(x, self, *of)", "_Start.apply(x, self)"),
+        test_gradients.exchanges_of_a_constant,
+    ),
+    "a backward with a graph is refused": Watched(
+        Guard("exchange:refuse_second_derivatives", "if torch.is_grad_enabled():", "if False:"), test_gradients.product_unnoticed
+    ),
+    "keys of two groups stay as they are": Watched(
+        Guard("schedule:Call.attended", "if (k._version, v._version) != before:", "if False:"),
+        test_usage.changed_in_place_though_shared,
+    ),
     # Modules that were given.
     "a forward is given back where a hook raises": Watched(
         Guard("linear:call_through", 'vars(first).pop("forward", None)', "pass"), hook_raises
@@ -201,7 +214,11 @@ WATCHED = {
         order_of_two_groups,
     ),
     "gradients start in the order drawn": Watched(
-        Guard("exchange:_Finish.backward", "reversed(list(zip(ctx.exchanges, gradients)))", "zip(ctx.exchanges, gradients)"),
+        Guard(
+            "exchange:_Finish.backward",
+            "reversed(list(zip(ctx.exchanges, gradients, needed)))",
+            "zip(ctx.exchanges, gradients, needed)",
+        ),
         order_of_two_groups,
     ),
     "the wgrad waits for the starts": Watched(
@@ -239,6 +256,13 @@ WATCHED = {
     ),
     "a fault of one rank is everybody's": Watched(
         Guard("channel:Channel.agree", "if faults:", "if not mine[0]:"), fault_of_one_rank
+    ),
+    "first calls of other layers are noticed": Watched(
+        Guard("layer:Layer._comparable", "{self.where}, call {self.channel.calls.number + 1} over", "over"),
+        test_calls.first_calls_unnoticed,
+    ),
+    "later calls of other layers are noticed": Watched(
+        Guard("channel:Channel.count", "calls.names.append(name)", 'calls.names.append("")'), test_calls.later_calls_unnoticed
     ),
     "check mode compares": Watched(
         Guard("exchange:_InFlight.collect", "if self.expected is not None:", "if False:"),

@@ -3,6 +3,8 @@
 Each use is written once and run on the overlapped layer and on the reference (`layers.block_faults`).
 """
 
+from unittest import mock
+
 import dropin
 import layers
 import pytest
@@ -228,6 +230,25 @@ def test_right_for_projections_that_are(change):
     no_faults(faults_of, layers.backward, SEPARATE, change)
 
 
+def input_changed_in_place(call, layer, x, dy):
+    """As by a residual connection; without the layer nothing would read it any more."""
+    hidden = x * 1
+    y = call(hidden)
+    hidden += 1
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def frozen_inputs(layer):
+    for kind in "qkv":
+        layer[f"{kind}_proj"].requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [frozen_inputs, only_input_trains], ids=lambda change: change.__name__)
+def test_an_input_that_no_weight_needs_may_be_changed_in_place_before_backward(change):
+    no_faults(faults_of, input_changed_in_place, SEPARATE, change)
+
+
 def test_a_replaced_forward_is_called_whole():
     plain, hooked, patched = (nn.Linear(2, 2) for _ in range(3))
     hooked.register_forward_hook(lambda *_: None)
@@ -327,14 +348,19 @@ def reversed_values(q, k, v):
     return v.flip(1)
 
 
-def attention_without_keys(rank, rotary=True):
-    """Gradients of a fused projection whose q and k rows nothing depends on: zero there, right elsewhere."""
+def attention_without_keys(rank, rotary=False):
+    """Gradients of a fused projection whose q and k rows nothing depends on: zero there, right elsewhere.
+
+    Zeros travel to where q and k come from; a rope of one's own may let them go there.
+    """
     shape = Shape(fused=True, bias=True, rotary=rotary)
     x, dy = layers.whole_inputs(shape)
     mine, whole = layers.projections(shape), layers.projections(shape)
     values = whole["qkv_proj"](x).chunk(3, -1)[2]
     whole["o_proj"](values.flip(1)).backward(dy)
     attend = layers.block(shape, mine, torch.distributed.group.WORLD, local_attention=reversed_values)
+    if not rotary:
+        attend.rope = lambda heads, tables: Once.apply(heads, [None])
     layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, x)).backward(layers.my_slice(shape, rank, dy))
     pairs = {}
     for name, parameter in mine.named_parameters():
@@ -370,9 +396,11 @@ def stale_parts(rank, rotary=False):
     layer = layers.projections(shape)
 
     def attention(q, k, v):
-        return v.flip(1) + Once.apply(q + k, backwards)
+        return v.flip(1) + (Once.apply(q + k, backwards) if rotary else q + k)
 
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=attention)
+    if not rotary:
+        attend.rope = lambda heads, tables: Once.apply(heads, [])
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     y = layers.call_block(shape, attend, rank, x.requires_grad_())
     torch.autograd.grad(y, x, dy, retain_graph=True)
@@ -541,6 +569,22 @@ def strided_inputs_and_cotangent(call, q, k, v, do):
     return {"output": o, "dq": q.grad, "dk": k.grad, "dv": v.grad}
 
 
+def output_changed_in_place(call, q, k, v, do):
+    o = call(q, k, v)
+    o.mul_(3)
+    o += 1
+    o.backward(do)
+    return {"output": o, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def in_evaluation(call, q, k, v, do):
+    with torch.no_grad():
+        o = call(q, k, v).mul_(3)
+    with torch.inference_mode():
+        inferred = call(q, k, v).mul_(3)
+    return {"output": o, "inferred": torch.tensor(inferred.tolist(), dtype=o.dtype)}
+
+
 DROPIN_USES = [
     key_is_value_tensor,
     all_one_tensor,
@@ -566,6 +610,68 @@ def test_dropin_is_right_in_every_use(use):
         for lengths in ((6, 6), (1, 1))
     ]
     no_faults(dropin_faults_of, use, cases)
+
+
+IN_PLACE = [
+    Case(heads, kv_heads, batch=batch, batch_first=batch_first, flat=flat, lengths=lengths, config={"head_groups": groups})
+    for heads, kv_heads, groups in ((4, 4, 1), (4, 4, 2), (8, 4, 2), (8, 2, 1), (6, 3, 1), (7, 7, 2))
+    for batch, batch_first, flat in ((1, True, False), (1, False, True), (2, True, True), (2, False, False))
+    for lengths in ((6, 6), (5, 1))
+]
+
+
+def in_place(rank, use, cases):
+    """Faults where local attention changes what it receives in place, on this rank and in the reference."""
+    found = []
+    for case in cases:
+
+        def whole(q, k, v):
+            return layers.reference.attention(q * 0.5, k + 0.1, v * 2)
+
+        def local(q, k, v):
+            order = (lambda t: t) if case.batch_first else (lambda t: t.transpose(0, 1))  # noqa: B023
+            for t, change in ((q, lambda t: t.mul_(0.5)), (k, lambda t: t.add_(0.1)), (v, lambda t: t.mul_(2))):
+                change(t)
+            o = order(layers.reference.attention(*map(order, (q, k, v))))
+            return o.flatten(2) if case.flat else o  # noqa: B023
+
+        with mock.patch.object(dropin, "whole_attention", lambda case: whole), mock.patch.object(
+            dropin, "local_attention", lambda case: local  # noqa: B023
+        ):
+            found += [f"{case}: {fault}" for fault in dropin.dropin_faults(rank, case, use)]
+    return found
+
+
+@pytest.mark.parametrize("use", [dropin.backward, output_changed_in_place, in_evaluation], ids=lambda use: use.__name__)
+def test_what_a_dropin_receives_and_returns_may_be_changed_in_place(use):
+    """Guard: what an exchange hands over is no view, for any layout, batch or length: ranks of one call may differ in these."""
+    no_faults(in_place, use, IN_PLACE)
+
+
+def changed_in_place_though_shared(rank, lengths=(6, 6)):
+    """Refusals where local attention changes keys that two head groups read, and what it gets in inference mode."""
+    case = Case(heads=8, kv_heads=2, lengths=lengths, config={"head_groups": 2})
+    local = lambda q, k, v: layers.reference.attention(q, k.add_(0.1), v)  # noqa: E731
+    attend = dropin.module(case, local=local)
+    *qkv, _ = (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case))
+    call = lambda: attend(*qkv, 0, sequence_lengths=lengths)  # noqa: E731
+    q, k, v, _ = dropin.whole_inputs(case)
+    with torch.inference_mode():
+        inferred = call().tolist()
+    expected = dropin.my_slice(case, rank, layers.reference.attention(q, k + 0.1, v))
+    found = layers.faults(1e-12, inferred=(torch.tensor(inferred, dtype=q.dtype), expected))
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            refused = refusal(call)
+        if not refused or "attention: local attention changes k or v in place" not in refused[1]:
+            found.append(str(refused))
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (5, 1)], ids=str)
+def test_keys_that_two_head_groups_read_are_not_changed_in_place_in_silence(lengths):
+    """Guard: `Call.attended` looks whether they were changed."""
+    no_faults(changed_in_place_though_shared, lengths)
 
 
 # bf16.
@@ -617,20 +723,6 @@ def test_autocast_rounds_no_more_than_the_reference_does(shape):
 
 
 # What is left behind.
-
-
-def double_backward(rank, shape):
-    layer = layers.projections(shape)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-    y = layers.call_block(shape, layers.block(shape, layer, torch.distributed.group.WORLD), rank, x.requires_grad_())
-    (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
-    return refusal(dx.sum().backward)
-
-
-def test_double_backward_is_refused():
-    """Guard: the halves are `once_differentiable`; without it the second derivative would be silently wrong."""
-    for refused in on_ranks(2, double_backward, Shape()):
-        assert refused is not None and "once_differentiable" in refused[1], refused
 
 
 def traces(rank, shape):

@@ -8,6 +8,7 @@ import base64
 import copy
 import functools
 import json
+import logging
 import types
 
 import deepspeed
@@ -293,7 +294,11 @@ def test_without_the_section_or_with_enabled_false_nothing_changes():
 
 
 def refused_section(rank, section):
-    """What `deepspeed.initialize` says to a section, and whether DeepSpeed had started by then."""
+    return refused_config(rank, {"sp_overlap": section})
+
+
+def refused_config(rank, more):
+    """What `deepspeed.initialize` says to a config, and whether DeepSpeed had started by then."""
     started, config_class = [], deepspeed.DeepSpeedConfig
 
     def begin(*args, **kwargs):
@@ -304,7 +309,7 @@ def refused_section(rank, section):
     try:
         model = tiny()
         mpu = sequence_parallel(model, 2)
-        said = refusal(deepspeed.initialize, model=model, config=ds_config(0, sp_overlap=section), mpu=mpu)
+        said = refusal(deepspeed.initialize, model=model, config=ds_config(0, **more), mpu=mpu)
         return said, started, overlapped_layers(model)
     finally:
         deepspeed.DeepSpeedConfig = config_class
@@ -323,6 +328,86 @@ def test_an_invalid_section_is_refused_before_deepspeed_starts():
         for said, started, bound in on_ranks(2, refused_section, section):
             assert said[0] == "ValueError" and expected in said[1], said
             assert started == [] and bound == []
+
+
+MISPLACED = {
+    "sp_overlaps": {"sp_overlaps": {}},
+    "sp-overlap": {"sp-overlap": {}},
+    "spOverlap": {"spOverlap": {}, "sp_overlap": {}},
+    "sp_ovrelap": {"sp_ovrelap": {}},
+    "ds_sp_overlap": {"ds_sp_overlap": {}},
+    "zero_optimization.sp_overlap": {"zero_optimization": {"stage": 0, "sp_overlap": {}}},
+    "bf16.sp_overlaps": {"bf16": {"enabled": False, "sp_overlaps": {}}},
+}
+
+
+@pytest.mark.parametrize("place", MISPLACED)
+def test_a_section_under_another_name_or_at_another_place_is_refused_before_deepspeed_starts(place):
+    for said, started, bound in on_ranks(2, refused_config, MISPLACED[place]):
+        assert said[0] == "ValueError" and f'nobody reads "{place}"; the section is called "sp_overlap"' in said[1], said
+        assert started == [] and bound == []
+
+
+def test_keys_of_others_and_keys_that_are_commented_out_are_no_misplaced_sections():
+    others = ["sp_overlap", "my_sp", "sp_size", "tp_overlap", "pp_overlap", "tsp_overlap", "overlap_comm", "sequence_parallel_size"]
+    config = {**dict.fromkeys([*others, "_sp_overlap", "#sp_overlap", "//sp_overlap"], {}), "zero_optimization": {"overlap_comm": True}}
+    assert list(ds_sp_overlap.integrations.deepspeed._misplaced(config)) == []
+
+
+def said_without_a_section(rank, size, more):
+    """What DeepSpeed's logger was told of the plugin while two engines were made."""
+    ds_sp_overlap.integrations.deepspeed._say_once.cache_clear()
+    records, handler = [], logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    deepspeed.utils.logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            model = tiny()
+            engine, *_ = deepspeed.initialize(model=model, config=ds_config(0, **more), mpu=sequence_parallel(model, size))
+            ds_sp_overlap.disable(model)
+            engine.destroy()
+    finally:
+        deepspeed.utils.logger.removeHandler(handler)
+        forget_sequence_parallel()
+    return [record for record in records if "sp_overlap" in record]
+
+
+def test_sequence_parallelism_without_a_section_is_said_once_on_rank_0():
+    (said,), nothing = on_ranks(2, said_without_a_section, 2, {})
+    assert 'sp size 2) and ds_sp_overlap imported, but the DeepSpeed config has no "sp_overlap" section: nothing is' in said
+    assert nothing == []
+
+
+def test_without_sequence_parallelism_or_with_a_section_nothing_is_said_of_a_missing_one():
+    assert on_ranks(1, said_without_a_section, 1, {}) == [[]]
+    assert on_ranks(2, said_without_a_section, 2, {"sp_overlap": {"enabled": False}}) == [[], []]
+
+
+def bound_by_name_before(rank, more):
+    """`from deepspeed import initialize` before the import of this package: DeepSpeed's own function."""
+    initialize = deepspeed.initialize.__wrapped__
+    model = tiny()
+    try:
+        mpu = sequence_parallel(model, 2)
+        said = refusal(lambda: initialize(model=model, config=ds_config(0, **more), mpu=mpu)[0].destroy())
+        return said, overlapped_layers(model)
+    finally:
+        ds_sp_overlap.disable(model)
+        forget_sequence_parallel()
+
+
+def test_an_initialize_that_was_imported_by_name_before_the_package_honours_the_section():
+    assert on_ranks(2, bound_by_name_before, {"sp_overlap": {"head_groups": 2}}) == [
+        (None, ["model.layers.0.self_attn", "model.layers.1.self_attn"])
+    ] * 2
+    for said, bound in on_ranks(2, bound_by_name_before, {"sp_overlap": {"head_group": 2}}):
+        assert said[0] == "ValueError" and "did you mean 'head_groups'" in said[1] and bound == []
+
+
+def test_the_report_counts_the_layers_that_are_overlapped():
+    layer = ds_sp_overlap.integrations.Layer
+    report = ds_sp_overlap.Report([layer("a", None, "", "unknown"), layer("b", None, "", "unknown")], 2)
+    assert "sp_overlap over sp size 2: 0 of 2 layers overlapped" in str(report)
 
 
 def test_head_groups_out_of_range_for_the_model_is_refused_on_every_rank_with_the_model_unchanged():

@@ -15,6 +15,7 @@ import test_layout
 import test_ops
 import test_order
 import test_policy
+import test_policy_attack
 import test_refusals
 import test_usage
 from guards import Guard, removed
@@ -248,6 +249,15 @@ WATCHED = {
         Guard("policy:Policy.contest", "off and not self.replicas", "off"),
         test_policy.replicas_differ_where_one_could_run_stock,
         4,
+    ),
+    "no candidate loses by evaluations on its turns": Watched(
+        Guard("policy:Contest.milliseconds", "len(forwards) / len(backwards)", "len(each[0]) / len(each[1])"),
+        test_policy.evaluations_decide,
+        0,
+    ),
+    "a layer whose input needs no gradient is timed": Watched(
+        Guard("policy:Policy.run", "if contest.timed and torch", "if contest.timed and inputs[0].requires_grad and torch"),
+        test_policy_attack.not_timed,
     ),
     # Agreement of the ranks.
     "ranks compare what they are about to exchange": Watched(

@@ -15,11 +15,13 @@ from dropin import Case
 from layers import Shape
 from ranks import on_ranks
 from torch.optim import optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from transports import Recording
 
 import ds_sp_overlap
 from ds_sp_overlap import policy as policies
 from ds_sp_overlap.channel import Channel
+from ds_sp_overlap.clock import watched
 from ds_sp_overlap.layout import Geometry
 from ds_sp_overlap.policy import OFF, Policy, candidates_for
 
@@ -201,12 +203,46 @@ def test_a_forward_that_is_computed_again_counts_as_often_as_it_is():
     assert contest.milliseconds(model.clock)[0] == 2 * 2 + 11
 
 
+def evaluations_decide():
+    """What is kept where the fastest candidate had an evaluation that records graphs on its turns."""
+    model = Model(1, {1: 2.0, 2: 2.2, 4: 1.8})
+    for _ in range(20):
+        (ran,) = model.step()
+        for _ in range(3 * (ran == 4 and model.chosen() == [None])):
+            contest = model.policy.contest(GEOMETRY, torch.ones(2), False)
+            model.policy.run(contest, 4, 16, lambda x: _Tick.apply(x, model.clock, 1.8), (torch.ones(2, requires_grad=True),))
+    return [] if model.chosen() == [4] else [f"kept {model.chosen()}"]
+
+
 def test_no_candidate_loses_by_forwards_without_a_backward_on_its_turns():
-    """An evaluation that records graphs."""
-    model = Model(1, {1: 1.0, 2: 1.0})
-    contest = model.policy.contest(GEOMETRY, torch.ones(2), False)
-    contest.marks.update({1: ([(0, 2, 16)] * 5, [(0, 10, 16)]), 2: ([(0, 3, 16)], [(0, 10, 16)]), 4: ([(0, 2, 16)], [(0, 11, 16)])})
-    assert contest.milliseconds(model.clock) == [2 * 7 / 3 + 10, 3 * 7 / 3 + 10, 2 * 7 / 3 + 11]
+    """Guard: forwards a backward are counted over all candidates."""
+    assert evaluations_decide() == []
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_a_layer_is_timed_whether_its_input_needs_a_gradient_or_not_and_computes_nothing_more(needs_gradient):
+    """To the end of what follows the weight's gradient."""
+    clock, told, weight = ScriptedClock(), [], torch.nn.Parameter(torch.ones(3, 3))
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            ran.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def body(x):
+        return _Tick.apply(torch.nn.functional.linear(x, _Tick.apply(weight, clock, 2.0)), clock, 1.0)
+
+    def timed(x):
+        return watched(clock, body, (x,), lambda a, b: told.append(b - a), lambda a, b: told.append(b - a))
+
+    counted = []
+    for run in (body, timed):
+        x, ran, weight.grad = torch.ones(2, 3, requires_grad=needs_gradient), [], None
+        with Counted():
+            run(x.clone()).sum().backward()
+        counted.append([what for what in ran if "view" not in what])
+        assert (x.grad is not None) == needs_gradient
+    assert told == [3.0, 3.0] and counted[0] == counted[1]
 
 
 def test_no_candidate_gains_by_short_batches_on_its_turns():

@@ -66,7 +66,8 @@ class Report:
             name = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} layers)"
             rows.append((name, got or "nothing", lacks or "-"))
         table = tabulate(rows, headers=("attention layer", "overlapped", "why not more"), tablefmt="simple")
-        return f"sp_overlap over sp size {self.sp_size}\n{table}"
+        overlapped = sum(layer.bind is not None for layer in self.layers)
+        return f"sp_overlap over sp size {self.sp_size}: {overlapped} of {len(self.layers)} layers overlapped\n{table}"
 
 
 def groups_in_words(groups: int, policy: Policy | None) -> str:

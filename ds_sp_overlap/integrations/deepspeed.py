@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from typing import Any
+import logging
+import re
+from typing import Any, Iterator
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.utils import groups
+from deepspeed.utils import groups, log_dist
 from packaging.version import Version
 from torch import nn
 
@@ -27,6 +31,7 @@ from_command_line: dict[str, Any] = {}  # keys of ``python -m ds_sp_overlap run`
 def install() -> None:
     """Make ``deepspeed.initialize`` honour the ``sp_overlap`` section. Without the section nothing changes.
 
+    An engine that is made without it (the function was imported by name before this package was) honours the section too.
     Raises ImportError for a DeepSpeed whose own sequence parallelism has wrong gradients.
     """
     if Version(Version(deepspeed.__version__).base_version) < Version(OLDEST):
@@ -36,28 +41,42 @@ def install() -> None:
         )
     if hasattr(deepspeed.initialize, "__sp_overlap__"):
         return
-    original = deepspeed.initialize
-    signature = inspect.signature(original)
+    original, make = deepspeed.initialize, DeepSpeedEngine.__init__
+    given, made_of = inspect.signature(original), inspect.signature(make)
+    ours: list[bool] = []  # calls of `initialize` that are on their way
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any):
-        section = _section(signature.bind(*args, **kwargs).arguments)
-        if section is None:
-            if from_command_line:
-                raise ValueError(f"run --{', --'.join(from_command_line)}: the DeepSpeed config has no sp_overlap section; add one")
-            return original(*args, **kwargs)
-        if isinstance(section, dict):
-            section = {**section, **from_command_line}
-        config = SpOverlapConfig.parse(section)  # refused before DeepSpeed starts anything
-        result = original(*args, **kwargs)
-        engine = result[0]
-        report = enable(engine.module, config, gradient_process_group=engine.seq_data_parallel_group)
-        if engine.global_rank == 0:
-            print(report, flush=True)
+        config = _asked_for(given.bind(*args, **kwargs).arguments)  # refused before DeepSpeed starts anything
+        ours.append(True)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            ours.pop()
+        _honour(config, result[0])
         return result
 
+    @functools.wraps(make)
+    def __init__(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+        if ours:
+            return make(engine, *args, **kwargs)
+        arguments = made_of.bind(engine, *args, **kwargs).arguments
+        config = _asked_for({"config": arguments["config_class"]._param_dict, "args": arguments["args"]})
+        make(engine, *args, **kwargs)
+        _honour(config, engine)
+
     initialize.__sp_overlap__ = True
-    deepspeed.initialize = initialize
+    deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
+
+
+def _asked_for(given: dict[str, Any]) -> SpOverlapConfig | None:
+    """What the config among the arguments asks for; None where it has no section. Raises ValueError for one that is not valid."""
+    section = _section(given)
+    if section is None:
+        if from_command_line:
+            raise ValueError(f"run --{', --'.join(from_command_line)}: the DeepSpeed config has no sp_overlap section; add one")
+        return None
+    return SpOverlapConfig.parse({**section, **from_command_line} if isinstance(section, dict) else section)
 
 
 def _section(given: dict[str, Any]) -> Any:
@@ -65,7 +84,44 @@ def _section(given: dict[str, Any]) -> Any:
     args = given.get("args")
     config = given.get("config") or given.get("config_params") or getattr(args, "deepspeed_config", None)
     config = {} if config is None else config if isinstance(config, dict) else load_ds_config(config)
+    if misplaced := next(_misplaced(config), None):
+        raise ValueError(
+            f'DeepSpeed config: nobody reads "{misplaced}"; the section is called "sp_overlap" and belongs at the top level of the '
+            'config (to switch it off give it "enabled": false)'
+        )
     return config.get("sp_overlap", megatron_bridge.section(args))
+
+
+def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:
+    """Keys that can only mean the section, under another name or in a section of DeepSpeed's."""
+    for key, value in config.items():
+        name = re.sub("[^a-z]", "", str(key).lower())
+        typo = name.startswith("sp") and difflib.SequenceMatcher(None, name, "spoverlap").ratio() > 0.85
+        meant = re.match("(ds|deepspeed)?spoverlap", name) or typo
+        if meant and str(key)[0].isalpha() and (within or key != "sp_overlap"):  # "_sp_overlap" was commented out
+            yield within + key
+        elif isinstance(value, dict) and not meant:
+            yield from _misplaced(value, f"{within}{key}.")
+
+
+def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
+    """Overlap the model of an engine as asked for. Collective."""
+    if config is None:
+        if engine.sequence_parallel_size > 1:
+            _say_once(
+                f"sp_overlap: sequence parallelism is on (sp size {engine.sequence_parallel_size}) and ds_sp_overlap imported, but the "
+                'DeepSpeed config has no "sp_overlap" section: nothing is overlapped. Add "sp_overlap": {} at its top level, or call '
+                "ds_sp_overlap.enable(engine.module)"
+            )
+        return
+    report = enable(engine.module, config, gradient_process_group=engine.seq_data_parallel_group)
+    if engine.global_rank == 0:
+        print(report, flush=True)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    log_dist(message, ranks=[0], level=logging.WARNING)
 
 
 def find_group(model: nn.Module) -> Any:

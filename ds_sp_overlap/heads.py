@@ -78,7 +78,8 @@ def _difference(call: Call, local: Local, device: torch.device, form: Callable[[
         return x.narrow(2, start - first, max(stop - start, 0)) if start < stop else x[:, :, :0]
 
     def attend(call: Call, group: int, q: Tensor, keys: dict[int, Tensor], values: dict[int, Tensor]) -> Tensor:
-        q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, call.with_kv(group, keys), call.with_kv(group, values)))  # changed in place by some
+        heads = q, call.with_kv(group, keys), call.with_kv(group, values)
+        q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in heads)  # some attentions change them in place
         return form(local.attend(q, k, v, *local.args, **local.kwargs), q)
 
     q, k, v = random("q", local.q_dim), random("k", local.q_dim), random("v", local.v_dim)

@@ -79,7 +79,7 @@ class Layer:
         """Whether the local attention may be called group by group; tried out for the first call of a kind, on all ranks."""
         kind = call.geometry.heads, call.geometry.kv_heads, *local.kind
         if kind not in self._divides:
-            found = self.channel.gather(fault(call, local, device, partial(apart, where=self.where)))
+            found = self.channel.gather(fault(call, local, device, partial(apart, where=self.where)), self.where)
             seen = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)
             self._divides[kind] = not seen
             if seen:

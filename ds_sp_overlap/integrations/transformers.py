@@ -94,6 +94,8 @@ class Sequence:
         for of_slice in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
             kwargs.pop(of_slice, None)
         position_ids, step = kwargs.pop("position_ids", None), self.positions.current
+        if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+            raise ValueError(f"{where}: {type(module).__name__} is told that its attention is not causal; not supported here")
         if (found := self.masks.find(mask)) is not None:
             return found
         if mask is not None or (step is not None and step.padded):
@@ -101,8 +103,6 @@ class Sequence:
                 f"{where}: {type(module).__name__} is given a mask that is not as transformers' mask functions made it (for this "
                 "rank's tokens, or changed on the way); it can't be honoured on a sequence that is split over ranks"
             )
-        if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
-            raise ValueError(f"{where}: {type(module).__name__} is given no mask, and its attention is not causal then")
         return (step or self.positions.gather(where, x, position_ids)), Pattern()
 
 
@@ -129,7 +129,6 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: Step, p
 
     try:
         if name == "sdpa":
-            options["is_causal"] = True
             pieces = step.pieces(pattern.chunk)
             return document(q, k, v) if pieces is None else pieces.attend(document, alone, q, k, v)
         if pattern.chunk is not None and pattern.chunk < q.shape[1]:
@@ -321,8 +320,8 @@ def _witnessed(sequence: Sequence, unseen: dict[str, nn.Module]):
     local = sorted(ran - sequence.attended)
     if local:
         raise RuntimeError(
-            f"{local[0]} ({type(unseen[local[0]]).__name__}, and {len(local) - 1} more) attends without transformers' attention "
-            "functions, so that each rank attended to its own tokens alone; not supported with sequence parallelism"
+            f"{_first_of(local[0], unseen[local[0]], len(local))} attends without transformers' attention functions, so that each "
+            "rank attended to its own tokens alone; not supported with sequence parallelism"
         )
     for name in ran:
         del unseen[name]
@@ -343,7 +342,7 @@ def _stretched(module: nn.Module, sequence: Sequence):
             return original(x, position_ids, *args, **kwargs)
         longest = step.longest.to(position_ids.dtype).expand_as(position_ids[..., :1])
         tables = original(x, torch.cat([position_ids, longest], -1), *args, **kwargs)
-        cut = [table.narrow(-2, 0, position_ids.shape[-1]) for table in (tables if isinstance(tables, tuple) else (tables,))]
+        cut = [table[..., :-1, :].contiguous() for table in (tables if isinstance(tables, tuple) else (tables,))]
         return tuple(cut) if isinstance(tables, tuple) else cut[0]
 
     return (forward,)
@@ -408,13 +407,13 @@ def _goes_by_length(module: nn.Module) -> bool:
 
 def _refuse_unexchanged(modules: dict[str, nn.Module]) -> None:
     """Refuse a model in which tokens meet where no exchange covers it. Raises ValueError."""
-    layer = sys.modules["transformers.modeling_layers"].GradientCheckpointingLayer
+    block = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ())  # of layers, or of an MLP
     attention = {name for name, module in modules.items() if _is_attention(module)}
     decoders = {_around(name, modules)[0][1] for name in attention if _around(name, modules)}
     mixing: dict[str, nn.Module] = {}
     for name, module in reversed(modules.items()):  # the inner ones first
         convolution = isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1
-        if not convolution and (name in attention or not _mixes(module) or isinstance(module, (layer, _pretrained()))):
+        if not convolution and (name in attention or not _mixes(module) or isinstance(module, (block, _pretrained()))):
             continue
         models = _around(name, modules)
         if not models or not _takes_tokens(models[0][1]) or (convolution and models[0][1] not in decoders):
@@ -425,9 +424,13 @@ def _refuse_unexchanged(modules: dict[str, nn.Module]) -> None:
     if mixing:
         name, module = next(reversed(mixing.items()))
         raise ValueError(
-            f"{name} ({type(module).__name__}, and {len(mixing) - 1} more) mixes tokens without transformers' attention functions, "
-            "and each rank would see its own tokens alone; not supported with sequence parallelism"
+            f"{_first_of(name, module, len(mixing))} mixes tokens without transformers' attention functions, and each rank would see "
+            "its own tokens alone; not supported with sequence parallelism"
         )
+
+
+def _first_of(name: str, module: nn.Module, count: int) -> str:
+    return f"{name} ({type(module).__name__}{f', and {count - 1} more' if count > 1 else ''})"
 
 
 def _why_not(name: str, module: nn.Module, models: list[tuple[str, nn.Module]]) -> str | None:

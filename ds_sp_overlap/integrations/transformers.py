@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import types
 import weakref
 from typing import Any, Callable
 
@@ -367,16 +368,23 @@ def _arguments(kind: type) -> frozenset[str]:
 
 
 @functools.cache
-def _named_in(kind: type) -> frozenset[str]:
-    """Names that the code of a class uses, and keywords that it calls with."""
+def _functions(kind: type) -> list[types.FunctionType]:
+    """The functions of a module's class, without their decorators."""
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    codes = [getattr(inspect.unwrap(f), "__code__", None) for base in bases for f in vars(base).values() if callable(f)]
-    keywords = (x for code in codes if code for const in code.co_consts if isinstance(const, tuple) for x in const)
-    return frozenset(name for code in codes if code for name in code.co_names) | {x for x in keywords if isinstance(x, str)}
+    unwrapped = (inspect.unwrap(f) for base in bases for f in vars(base).values() if callable(f))
+    return [f for f in unwrapped if isinstance(f, types.FunctionType)]
+
+
+def _calls_with(kind: type, keyword: str) -> bool:
+    consts = (const for f in _functions(kind) for const in f.__code__.co_consts)
+    return any(isinstance(const, tuple) and keyword in const for const in consts)
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return not isinstance(module, _pretrained()) and "ALL_ATTENTION_FUNCTIONS" in _named_in(type(module))
+    """Whether a module's code uses transformers' attention functions; some have a collection of their own under the name."""
+    name, library = "ALL_ATTENTION_FUNCTIONS", _library()
+    uses = (f for f in _functions(type(module)) if name in f.__code__.co_names)
+    return not isinstance(module, _pretrained()) and any(f.__globals__.get(name, library) is library for f in uses)
 
 
 def _mixes(module: nn.Module) -> bool:
@@ -443,7 +451,7 @@ def _why_not(name: str, module: nn.Module, models: list[tuple[str, nn.Module]]) 
         return "cross-attention"
     if not getattr(module, "is_causal", True):
         return "its attention is not causal"
-    if "s_aux" in _named_in(type(module)) and next(module.parameters(recurse=False), None) is not None:
+    if _calls_with(type(module), "s_aux") and next(module.parameters(recurse=False), None) is not None:
         return "attention with sinks (one value per head)"
     if models and "position_ids" not in _arguments(type(models[0][1])):
         return f"{type(models[0][1]).__name__} takes no position_ids and counts each rank's tokens from 0"

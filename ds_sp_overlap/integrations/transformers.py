@@ -80,6 +80,11 @@ def _core(module: nn.Module) -> tuple[str, Callable]:
     return name, function.before if isinstance(function, _Dispatch) else function
 
 
+def _heads_alike(module: nn.Module) -> bool:
+    """Whether a layer's attention is the library's own, which keeps nothing for each head, rather than one registered by others."""
+    return getattr(_core(module)[1], "__module__", "").startswith("transformers.")
+
+
 class Sequence:
     """What the layers of a model know of the whole sequence: in the model's forward, in a checkpoint's, in a call of their own."""
 

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import types
 import weakref
 from typing import Any, Callable
 
@@ -79,6 +80,11 @@ def _core(module: nn.Module) -> tuple[str, Callable]:
     return name, function.before if isinstance(function, _Dispatch) else function
 
 
+def _heads_alike(module: nn.Module) -> bool:
+    """Whether a layer's attention is the library's own, which keeps nothing for each head, rather than one registered by others."""
+    return getattr(_core(module)[1], "__module__", "").startswith("transformers.")
+
+
 class Sequence:
     """What the layers of a model know of the whole sequence: in the model's forward, in a checkpoint's, in a call of their own."""
 
@@ -94,6 +100,8 @@ class Sequence:
         for of_slice in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
             kwargs.pop(of_slice, None)
         position_ids, step = kwargs.pop("position_ids", None), self.positions.current
+        if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+            raise ValueError(f"{where}: {type(module).__name__} is told that its attention is not causal; not supported here")
         if (found := self.masks.find(mask)) is not None:
             return found
         if mask is not None or (step is not None and step.padded):
@@ -101,8 +109,6 @@ class Sequence:
                 f"{where}: {type(module).__name__} is given a mask that is not as transformers' mask functions made it (for this "
                 "rank's tokens, or changed on the way); it can't be honoured on a sequence that is split over ranks"
             )
-        if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
-            raise ValueError(f"{where}: {type(module).__name__} is given no mask, and its attention is not causal then")
         return (step or self.positions.gather(where, x, position_ids)), Pattern()
 
 
@@ -129,7 +135,6 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: Step, p
 
     try:
         if name == "sdpa":
-            options["is_causal"] = True
             pieces = step.pieces(pattern.chunk)
             return document(q, k, v) if pieces is None else pieces.attend(document, alone, q, k, v)
         if pattern.chunk is not None and pattern.chunk < q.shape[1]:
@@ -321,8 +326,8 @@ def _witnessed(sequence: Sequence, unseen: dict[str, nn.Module]):
     local = sorted(ran - sequence.attended)
     if local:
         raise RuntimeError(
-            f"{local[0]} ({type(unseen[local[0]]).__name__}, and {len(local) - 1} more) attends without transformers' attention "
-            "functions, so that each rank attended to its own tokens alone; not supported with sequence parallelism"
+            f"{_first_of(local[0], unseen[local[0]], len(local))} attends without transformers' attention functions, so that each "
+            "rank attended to its own tokens alone; not supported with sequence parallelism"
         )
     for name in ran:
         del unseen[name]
@@ -343,7 +348,7 @@ def _stretched(module: nn.Module, sequence: Sequence):
             return original(x, position_ids, *args, **kwargs)
         longest = step.longest.to(position_ids.dtype).expand_as(position_ids[..., :1])
         tables = original(x, torch.cat([position_ids, longest], -1), *args, **kwargs)
-        cut = [table.narrow(-2, 0, position_ids.shape[-1]) for table in (tables if isinstance(tables, tuple) else (tables,))]
+        cut = [table[..., :-1, :].contiguous() for table in (tables if isinstance(tables, tuple) else (tables,))]
         return tuple(cut) if isinstance(tables, tuple) else cut[0]
 
     return (forward,)
@@ -368,16 +373,23 @@ def _arguments(kind: type) -> frozenset[str]:
 
 
 @functools.cache
-def _named_in(kind: type) -> frozenset[str]:
-    """Names that the code of a class uses, and keywords that it calls with."""
+def _functions(kind: type) -> list[types.FunctionType]:
+    """The functions of a module's class, without their decorators."""
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    codes = [getattr(inspect.unwrap(f), "__code__", None) for base in bases for f in vars(base).values() if callable(f)]
-    keywords = (x for code in codes if code for const in code.co_consts if isinstance(const, tuple) for x in const)
-    return frozenset(name for code in codes if code for name in code.co_names) | {x for x in keywords if isinstance(x, str)}
+    unwrapped = (inspect.unwrap(f) for base in bases for f in vars(base).values() if callable(f))
+    return [f for f in unwrapped if isinstance(f, types.FunctionType)]
+
+
+def _calls_with(kind: type, keyword: str) -> bool:
+    consts = (const for f in _functions(kind) for const in f.__code__.co_consts)
+    return any(isinstance(const, tuple) and keyword in const for const in consts)
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return not isinstance(module, _pretrained()) and "ALL_ATTENTION_FUNCTIONS" in _named_in(type(module))
+    """Whether a module's code uses transformers' attention functions; some have a collection of their own under the name."""
+    name, library = "ALL_ATTENTION_FUNCTIONS", _library()
+    uses = (f for f in _functions(type(module)) if name in f.__code__.co_names)
+    return not isinstance(module, _pretrained()) and any(f.__globals__.get(name, library) is library for f in uses)
 
 
 def _mixes(module: nn.Module) -> bool:
@@ -408,13 +420,13 @@ def _goes_by_length(module: nn.Module) -> bool:
 
 def _refuse_unexchanged(modules: dict[str, nn.Module]) -> None:
     """Refuse a model in which tokens meet where no exchange covers it. Raises ValueError."""
-    layer = sys.modules["transformers.modeling_layers"].GradientCheckpointingLayer
+    block = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ())  # of layers, or of an MLP
     attention = {name for name, module in modules.items() if _is_attention(module)}
     decoders = {_around(name, modules)[0][1] for name in attention if _around(name, modules)}
     mixing: dict[str, nn.Module] = {}
     for name, module in reversed(modules.items()):  # the inner ones first
         convolution = isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1
-        if not convolution and (name in attention or not _mixes(module) or isinstance(module, (layer, _pretrained()))):
+        if not convolution and (name in attention or not _mixes(module) or isinstance(module, (block, _pretrained()))):
             continue
         models = _around(name, modules)
         if not models or not _takes_tokens(models[0][1]) or (convolution and models[0][1] not in decoders):
@@ -425,9 +437,13 @@ def _refuse_unexchanged(modules: dict[str, nn.Module]) -> None:
     if mixing:
         name, module = next(reversed(mixing.items()))
         raise ValueError(
-            f"{name} ({type(module).__name__}, and {len(mixing) - 1} more) mixes tokens without transformers' attention functions, "
-            "and each rank would see its own tokens alone; not supported with sequence parallelism"
+            f"{_first_of(name, module, len(mixing))} mixes tokens without transformers' attention functions, and each rank would see "
+            "its own tokens alone; not supported with sequence parallelism"
         )
+
+
+def _first_of(name: str, module: nn.Module, count: int) -> str:
+    return f"{name} ({type(module).__name__}{f', and {count - 1} more' if count > 1 else ''})"
 
 
 def _why_not(name: str, module: nn.Module, models: list[tuple[str, nn.Module]]) -> str | None:
@@ -440,7 +456,7 @@ def _why_not(name: str, module: nn.Module, models: list[tuple[str, nn.Module]]) 
         return "cross-attention"
     if not getattr(module, "is_causal", True):
         return "its attention is not causal"
-    if "s_aux" in _named_in(type(module)) and next(module.parameters(recurse=False), None) is not None:
+    if _calls_with(type(module), "s_aux") and next(module.parameters(recurse=False), None) is not None:
         return "attention with sinks (one value per head)"
     if models and "position_ids" not in _arguments(type(models[0][1])):
         return f"{type(models[0][1]).__name__} takes no position_ids and counts each rank's tokens from 0"

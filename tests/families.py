@@ -58,8 +58,8 @@ MORE: dict[str, dict] = {
     "helium": dict(head_dim=8),
     "internlm3": dict(bias=True, qkv_bias=True),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_hidden_layers=2),
-    "llama4": dict(text_config=dict(attention_chunk_size=CHUNK)),
-    "llama4_text": dict(attention_chunk_size=CHUNK),
+    "llama4": dict(text_config=dict(attention_chunk_size=CHUNK, floor_scale=4, no_rope_layers=[1, 0])),
+    "llama4_text": dict(attention_chunk_size=CHUNK, floor_scale=4, no_rope_layers=[1, 0]),
     "mamba2": dict(num_heads=8, head_dim=8, chunk_size=8),
     "modernbert-decoder": dict(global_attn_every_n_layers=2),
     "qwen2": dict(layer_types=["sliding_attention", "full_attention"]),
@@ -120,9 +120,6 @@ def _tiny(config_class, more):
 LARGEST = 7_000_000  # parameters
 
 
-FP32 = ("inkling2_text", "xglm", "xlnet")  # not for fp64
-
-
 def tiny_model(kind, **more):
     """In fp64, of random weights alike on every rank. Every parameter is drawn anew, so that none is 0 or 1."""
     config = tiny_config(kind, **more)
@@ -139,7 +136,7 @@ def tiny_model(kind, **more):
     if (count := sum(p.numel() for p in model.parameters())) > LARGEST:
         raise MemoryError(f"{count} parameters with the sizes that are known here")
     torch.manual_seed(0)
-    return draw(AutoModelForCausalLM.from_config(config, dtype=torch.float32 if kind in FP32 else torch.float64))
+    return draw(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
 
 
 def draw(model):

@@ -12,7 +12,8 @@ needs a gradient, what hooks saw and how often a parameter got its gradient; ``f
 import argparse
 import contextlib
 import dataclasses
-import math
+import functools
+import itertools
 import random
 import sys
 import warnings
@@ -33,6 +34,7 @@ import ds_sp_overlap
 from ds_sp_overlap import linear, ops, self_attention
 
 BATCH = 25  # programs a task of the ranks
+PATIENCE_S = 30  # with a program on its own; two more for each other one
 IN_PLACE = False
 
 
@@ -61,6 +63,8 @@ class LayerSpec(Written):
     wrapped      (projection, how)
     hooks        (projection or "attention" or "parameters", kind)
     shares       (another layer, names of modules or of weights that are its)
+    lengths      said though they are equal
+    alike        ``heads_alike``: local attention isn't tried out
     """
 
     block: bool
@@ -88,6 +92,7 @@ class LayerSpec(Written):
     hooks: tuple = ()
     shares: tuple = ()
     lengths: bool = False
+    alike: bool = False
     config: tuple = ()
 
     @property
@@ -450,15 +455,15 @@ class Layer:
         elif spec.block:
             self.block = ds_sp_overlap.SelfAttention(
                 local_attention=self.local_attention, num_heads=spec.heads, num_kv_heads=spec.kv_heads, head_dim=spec.head_dim,
-                rope={"": None, "Rotary": ds_sp_overlap.Rotary(self.tables_of), "function": self.rope}[spec.rope],
+                rope={"": None, "Rotary": ds_sp_overlap.Rotary(self.tables_of, partial=True), "function": self.rope}[spec.rope],
                 sequence_process_group=dist.group.WORLD, batch_first=spec.batch_first, config=dict(spec.config),
-                transport=world.mover, name=f"layer {index}",
+                transport=world.mover, name=f"layer {index}", heads_alike=spec.alike,
                 **{name: module for name, module in modules.items() if name.endswith(("_proj", "_norm"))},
             )  # fmt: skip
         else:
             self.module = ds_sp_overlap.DistributedAttention(
                 self.local_attention, dist.group.WORLD, gather_idx=1 if spec.batch_first else 0, config=dict(spec.config),
-                transport=world.mover, name=f"layer {index}",
+                transport=world.mover, name=f"layer {index}", heads_alike=spec.alike,
             )  # fmt: skip
         for name, kind in spec.hooks:
             self.hook(name, kind)
@@ -574,7 +579,7 @@ class Layer:
         if self.raises:
             where, after = self.raises
             self.raises = where, after - 1
-            if where == "attention" and after == 0:
+            if where == "attention" and after <= 0:
                 raise Deliberate
         if self.spec.in_place == "query":
             q.mul_(1.5)
@@ -718,20 +723,25 @@ class World:
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
 
     def settle(self):
-        """Let a thread that moves bytes come to rest: what is launched from here must not overtake it."""
+        """Let a thread that moves bytes come to rest."""
         if isinstance(self.mover, Delayed):
             self.mover.settle()
 
 
+@functools.cache
+def group_of_the_thread():
+    return dist.new_group()
+
+
 class Delayed(transports.Delayed):
-    """That can be waited for, for what is launched and abandoned."""
+    """Over a group of its own, so that its thread can't overtake what the ranks compare; waits for what was abandoned."""
 
     def __init__(self):
         super().__init__(longest_s=0.001)
-        self.handles = []
+        self.handles, self.group = [], group_of_the_thread()
 
-    def launch(self, *arguments):
-        self.handles.append(super().launch(*arguments))
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        self.handles.append(super().launch(send, recv, send_sizes, recv_sizes, self.group, name))
         return self.handles[-1]
 
     def settle(self):
@@ -919,9 +929,10 @@ class _Draw:
             config["projections"] = False
         if self.chance(0.15):
             config["wgrad"] = False
-        if self.chance(0.1) and self.transport != "delayed":  # whose thread must not exchange while the check does
+        if self.chance(0.1):
             config["check"] = True
-        return dict(batch_first=self.chance(0.5), view=self.chance(0.4), lengths=self.chance(0.3), config=tuple(config.items()))
+        return dict(batch_first=self.chance(0.5), view=self.chance(0.4), lengths=self.chance(0.3),
+                    alike=self.chance(0.4), config=tuple(config.items()))
 
     def relative(self, other):
         """A layer that shares modules or weights with one there is."""
@@ -946,7 +957,7 @@ class _Draw:
             self.values[name] = batch
         for step in range(self.some(1, 5)):
             x = self.pick(*self.values)
-            kind = "call" if step == 0 else self.pick(*["call"] * 7, "mix", "mix", "quiet", "raises", "backward")
+            kind = "call" if step == 0 else self.pick(*["call"] * 7, "mix", "mix", "quiet", "raises", "raises", "backward")
             if kind == "call":
                 fresh.append(self.call(x))
             elif kind == "mix":
@@ -961,8 +972,8 @@ class _Draw:
             elif kind == "raises":
                 layer = self.some(0, len(self.layers) - 1)
                 groups = dict(self.layers[layer].config)["head_groups"]
-                last = 0 if groups == "auto" or self.layers[layer].gain else groups - 1
-                self.statements.append(Raises(x, layer, self.pick("attention", "backward"), self.some(0, last)))
+                last = groups - 1 if self.layers[layer].alike and groups != "auto" and not self.layers[layer].gain else 0
+                self.statements.append(Raises(x, layer, self.pick(*["attention"] * 2, "backward"), self.pick(0, last, last)))
             elif fresh:
                 self.backward([self.pick(*fresh)])
         used = [value for value in fresh if self.chance(0.85)] or fresh[-1:]
@@ -978,15 +989,23 @@ class _Draw:
     def call(self, x):
         out, layers = self.new(), tuple(self.some(0, len(self.layers) - 1) for _ in range(self.pick(1, 1, 1, 2)))
         how = self.pick("plain", "plain", "plain", "plain", "saved", "non-reentrant", *["reentrant"] * 3 * self.reentrant)
-        self.statements.append(Call(out, x, layers, how))
-        self.values[out] = self.values[x]
         last = self.layers[layers[-1]]
+        if IN_PLACE and how == "plain" and len(layers) == 1 and self.lets_input_go(last):
+            given = self.new()
+            self.statements += [Mix(given, x, x, "add"), Call(out, given, layers), ChangeInput(given)]
+        else:
+            self.statements.append(Call(out, x, layers, how))
+        self.values[out] = self.values[x]
         if ("o_proj", "sees gradient") not in self.every_hook(layers[-1]) and how != "reentrant" and self.chance(0.2):
             if last.query != "elsewhere":
                 self.statements.append(InPlace(out, self.pick("mul_", "add_")))
         if self.chance(0.2):
             self.statements.append(Hook(out, self.pick("halves", "sees", "retains")))
         return out
+
+    def lets_input_go(self, spec):
+        """Whether nothing reads a layer's input in backward."""
+        return set(spec.projections) <= set(spec.frozen) and not (spec.wrapped or spec.hooks or spec.shares)
 
     def every_hook(self, index):
         spec = self.layers[index]
@@ -1034,28 +1053,39 @@ class _Draw:
 # Many of them.
 
 
-def check(seeds, report=print):
-    """Run programs on their ranks; a report for each that is wrong, raises or hangs. And what they did."""
+def check(seeds, task=run, *args, enough=5):
+    """Run programs on their ranks; ``(reports, acted)``: a report for each that is wrong, raises or hangs, up to ``enough``."""
     reports, acted = [], Counter()
     for size in (2, 3, 4):
         mine = [seed for seed in seeds if ranks_of(seed) == size]
         for start in range(0, len(mine), BATCH):
             batch = mine[start : start + BATCH]
             try:
-                reports += told(batch, on_ranks(size, run, batch, timeout_s=30 + 2 * len(batch)), acted)
-            except RankError:
-                for seed in batch:  # which of them was it?
-                    try:
-                        reports += told([seed], on_ranks(size, run, [seed], timeout_s=30), acted)
-                    except RankError as error:
-                        reports.append(f"{announced(seed)}\n{raised(error)}")
+                reports += told(batch, on_ranks(size, task, batch, *args, timeout_s=PATIENCE_S + 2 * len(batch)), acted)
+            except RankError as error:  # by which of them? The ranks start anew
+                alone = (report for seed in batch for report in on_its_own(seed, task, args, acted))
+                reports += list(itertools.islice(alone, enough)) or [f"seeds {batch}, together only:\n{raised(error)}"]
+            if len(reports) >= enough:
+                return reports, acted
     return reports, acted
+
+
+def on_its_own(seed, task, args, acted):
+    try:
+        return told([seed], on_ranks(ranks_of(seed), task, [seed], *args, timeout_s=PATIENCE_S), acted)
+    except RankError as error:
+        return [f"{announced(seed)}\n{raised(error)}"]
 
 
 def raised(error):
     """What each rank raised, or where it hangs."""
-    ends = (text.strip().splitlines()[-12:] for text in str(error).split("--- "))
-    return "\n".join(f"  {line}" for end in ends for line in end)
+    lines = []
+    for text in str(error).split("--- ")[1:]:
+        rank, *said = text.strip().splitlines()
+        threads = [i for i, line in enumerate(said) if "hread 0x" in line]  # the main one is the last
+        said = [said[0], *said[threads[-1] + 1 :][:12]] if threads else said[-12:]
+        lines += [f"  {rank}", *(f"    {line}" for line in said)]
+    return "\n".join(lines)
 
 
 def announced(seed):

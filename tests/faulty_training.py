@@ -331,9 +331,13 @@ def run(folder, faults, spaces=None, meanwhile=lambda job: None):
 
     meanwhile   called with each job again and again
     """
-    jobs = {name: Job(folder / name, fault, spaces) for name, fault in faults.items()}
+    jobs = {}
     try:
-        limit = time.time() + 150
+        for name, fault in faults.items():
+            jobs[name] = Job(folder / name, fault, spaces)
+            for job in jobs.values():
+                job.over()  # some end before others have started
+        limit = time.time() + 300
         while time.time() < limit and not all([job.over() for job in jobs.values()]):
             for job in jobs.values():
                 meanwhile(job)

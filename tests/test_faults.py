@@ -106,7 +106,6 @@ def trainings(tmp_path_factory):
     found = run(folder / "first", {
         "whole": Fault(train="llama"),
         "killed": Fault("killed", "dk0", step=3, train="llama", script=True, more=checkpoints),
-        "raises": Fault("raises", "attention", train="llama"),
         "stuck": Fault("stuck", "o1", train="llama"),
     })  # fmt: skip
     return {**found, **run(folder, {"resumed": Fault(train="llama", more={**checkpoints, "resume": True})})}
@@ -114,7 +113,7 @@ def trainings(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name, step, under_way",
-    [("killed", 3, "do0 dv0 dk0"), ("raises", 1, "q0 k0 v0 q1 o0"), ("stuck", 1, "o0 o1")],
+    [("killed", 3, "do0 dv0 dk0"), ("stuck", 1, "o0 o1")],
 )
 def test_a_training_ends_by_the_name_of_the_exchange(trainings, name, step, under_way):
     other, last = trainings[name]

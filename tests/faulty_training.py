@@ -226,7 +226,7 @@ def llama(rank, progress, section={"head_groups": 2}, count=2, stage=1, folder=N
 def work(folder, rank, fault, space=None):
     """The life of a rank."""
     os.setsid()
-    output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
+    output = os.open(folder / f"output{rank}", os.O_WRONLY)
     os.dup2(output, 1), os.dup2(output, 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(fault.ranks), DS_ACCELERATOR="cpu")
     if space:
@@ -267,6 +267,7 @@ class _Script:
 
 
 def start(folder, rank, fault, space=None):
+    (folder / f"output{rank}").touch()
     if fault.script:
         return _Script(folder, rank, json.dumps(asdict(fault)))
     process = _context.Process(target=work, args=(folder, rank, fault, space))

@@ -270,7 +270,7 @@ def start(folder, rank, fault, space=None):
     (folder / f"output{rank}").touch()
     if fault.script:
         return _Script(folder, rank, json.dumps(asdict(fault)))
-    process = _context.Process(target=work, args=(folder, rank, fault, space))
+    process = _context.Process(target=work, args=(folder, rank, fault, space), daemon=True)
     process.start()
     return process
 
@@ -308,15 +308,19 @@ class Job:
         stuck = {self.fault.ranks - 1} if self.fault.how == "stuck" else set()
         return len(self.ended.keys() | stuck) == self.fault.ranks
 
+    def kill(self):
+        """What has not ended."""
+        for process in self.ranks:
+            process.kill()
+            while process.exitcode is None:
+                time.sleep(0.01)
+
     def outcomes(self):
-        """Of the ranks that have ended; the others are killed, and have none."""
+        """Of the ranks that have ended by themselves; the others have none."""
         since = self.met() or min(self.ended.values(), default=0)
         found = []
         for rank, process in enumerate(self.ranks):
             if rank not in self.ended:
-                process.kill()
-                while process.exitcode is None:
-                    time.sleep(0.01)
                 found.append(None)
                 continue
             file = self.folder / f"result{rank}"
@@ -344,8 +348,9 @@ def run(folder, faults, spaces=None, meanwhile=lambda job: None):
                 meanwhile(job)
             time.sleep(0.01)
     finally:
-        outcomes = {name: job.outcomes() for name, job in jobs.items()}
-    return outcomes
+        for job in jobs.values():
+            job.kill()
+    return {name: job.outcomes() for name, job in jobs.items()}
 
 
 if __name__ == "__main__":

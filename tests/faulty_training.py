@@ -226,7 +226,7 @@ def llama(rank, progress, section={"head_groups": 2}, count=2, stage=1, folder=N
 def work(folder, rank, fault, space=None):
     """The life of a rank."""
     os.setsid()
-    output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT)
+    output = os.open(folder / f"output{rank}", os.O_WRONLY)
     os.dup2(output, 1), os.dup2(output, 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(fault.ranks), DS_ACCELERATOR="cpu")
     if space:
@@ -267,9 +267,10 @@ class _Script:
 
 
 def start(folder, rank, fault, space=None):
+    (folder / f"output{rank}").touch()
     if fault.script:
         return _Script(folder, rank, json.dumps(asdict(fault)))
-    process = _context.Process(target=work, args=(folder, rank, fault, space))
+    process = _context.Process(target=work, args=(folder, rank, fault, space), daemon=True)
     process.start()
     return process
 
@@ -307,15 +308,19 @@ class Job:
         stuck = {self.fault.ranks - 1} if self.fault.how == "stuck" else set()
         return len(self.ended.keys() | stuck) == self.fault.ranks
 
+    def kill(self):
+        """What has not ended."""
+        for process in self.ranks:
+            process.kill()
+            while process.exitcode is None:
+                time.sleep(0.01)
+
     def outcomes(self):
-        """Of the ranks that have ended; the others are killed, and have none."""
+        """Of the ranks that have ended by themselves; the others have none."""
         since = self.met() or min(self.ended.values(), default=0)
         found = []
         for rank, process in enumerate(self.ranks):
             if rank not in self.ended:
-                process.kill()
-                while process.exitcode is None:
-                    time.sleep(0.01)
                 found.append(None)
                 continue
             file = self.folder / f"result{rank}"
@@ -331,16 +336,21 @@ def run(folder, faults, spaces=None, meanwhile=lambda job: None):
 
     meanwhile   called with each job again and again
     """
-    jobs = {name: Job(folder / name, fault, spaces) for name, fault in faults.items()}
+    jobs = {}
     try:
-        limit = time.time() + 150
+        for name, fault in faults.items():
+            jobs[name] = Job(folder / name, fault, spaces)
+            for job in jobs.values():
+                job.over()  # some end before others have started
+        limit = time.time() + 300
         while time.time() < limit and not all([job.over() for job in jobs.values()]):
             for job in jobs.values():
                 meanwhile(job)
             time.sleep(0.01)
     finally:
-        outcomes = {name: job.outcomes() for name, job in jobs.items()}
-    return outcomes
+        for job in jobs.values():
+            job.kill()
+    return {name: job.outcomes() for name, job in jobs.items()}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 import torch.multiprocessing
 
 _context = torch.multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "deepspeed", "ds_sp_overlap"])
+_context.set_forkserver_preload(["torch", "deepspeed", "ds_sp_overlap", "models"])
 _pools: dict[int, "Pool"] = {}
 
 

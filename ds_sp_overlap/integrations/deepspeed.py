@@ -61,7 +61,7 @@ def install() -> None:
         if ours:
             return make(engine, *args, **kwargs)
         arguments = made_of.bind(engine, *args, **kwargs).arguments
-        config = _asked_for({"config": arguments["config_class"]._param_dict, "args": arguments["args"]})
+        config = _asked_for({**arguments, "config": arguments["config_class"]._param_dict})
         make(engine, *args, **kwargs)
         _honour(config, engine)
 
@@ -107,9 +107,9 @@ def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:
 def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     """Overlap the model of an engine as asked for. Collective."""
     if config is None:
-        if engine.sequence_parallel_size > 1:
+        if (size := getattr(engine, "sequence_parallel_size", 1)) > 1:
             _say_once(
-                f"sp_overlap: sequence parallelism is on (sp size {engine.sequence_parallel_size}) and ds_sp_overlap imported, but the "
+                f"sp_overlap: sequence parallelism is on (sp size {size}) and ds_sp_overlap imported, but the "
                 'DeepSpeed config has no "sp_overlap" section: nothing is overlapped. Add "sp_overlap": {} at its top level, or call '
                 "ds_sp_overlap.enable(engine.module)"
             )

@@ -188,7 +188,7 @@ def not_timed(rank):
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_two_ranks_try_and_choose_alike(program):
-    every = on_ranks(2, attacked, program, 20 if program is not changing_lengths else 72, timeout_s=60)
+    every = on_ranks(2, attacked, program, 20 if program is not changing_lengths else 72)
     (faults, ran, chosen, said), *others = every
     assert faults == [] and all(other[:3] == ([], ran, chosen) and other[3] == [] for other in others)
     trained = 4 if program is changing_lengths else 1
@@ -196,7 +196,7 @@ def test_two_ranks_try_and_choose_alike(program):
 
 
 def test_four_ranks_try_and_choose_alike():
-    (faults, ran, chosen, _), *others = on_ranks(4, attacked, helper_of_one_rank, 18, timeout_s=90)
+    (faults, ran, chosen, _), *others = on_ranks(4, attacked, helper_of_one_rank, 18)
     assert faults == [] and chosen == [2] and all(other == ([], ran, chosen, []) for other in others)
 
 
@@ -212,7 +212,7 @@ def rank_0_steps_alone(rank):
 
 
 def test_with_an_optimizer_stepped_on_one_rank_only_the_default_runs():
-    assert on_ranks(2, rank_0_steps_alone, timeout_s=60) == [([], {2}, [None])] * 2
+    assert on_ranks(2, rank_0_steps_alone) == [([], {2}, [None])] * 2
 
 
 def off_on_one_rank(rank):
@@ -225,7 +225,7 @@ def off_on_one_rank(rank):
 
 
 def test_ranks_that_would_try_different_things_are_told_so_before_they_do():
-    for kind, message in on_ranks(2, refused, timeout_s=60):
+    for kind, message in on_ranks(2, refused):
         assert kind == "RuntimeError" and 'sp_overlap.head_groups "auto": the ranks' in message, message
 
 
@@ -260,7 +260,7 @@ def with_another_model(rank, collects):
 
 
 def test_a_model_may_go_in_mid_trial_and_be_collected_on_one_rank_only():
-    first, second = on_ranks(2, with_another_model, [1], timeout_s=60)
+    first, second = on_ranks(2, with_another_model, [1])
     assert first == second and first[0] == [] and first[2] == [4]
 
 
@@ -308,7 +308,7 @@ def differing_replicas(rank, steps):
 
 
 def test_replicas_try_and_choose_alike_whatever_one_of_them_does_beside():
-    every = on_ranks(4, differing_replicas, 19, timeout_s=120)
+    every = on_ranks(4, differing_replicas, 19)
     faults, trained, chosen, said = every[0]
     assert faults == [] and chosen == [4] and len(said) == 1
     assert all(other == ([], trained, [4], []) for other in every[1:])
@@ -340,7 +340,7 @@ def dropped_beside_replicas(rank, collects):
 
 
 def test_beside_replicas_a_model_may_go_in_mid_trial_and_be_collected_on_some_ranks_only():
-    first, *others = on_ranks(4, dropped_beside_replicas, [0, 3], timeout_s=90)
+    first, *others = on_ranks(4, dropped_beside_replicas, [0, 3])
     assert first[0] == [] and first[2] == [4] and others == [first] * 3
 
 
@@ -364,16 +364,16 @@ def stepping(rank, steps_its_optimizer):
 
 def test_replicas_whose_optimizers_do_not_step_are_not_waited_for():
     """The other replica gives up for all of them, and says so where the choice would be said."""
-    every = on_ranks(4, stepping, [2, 3], timeout_s=60)
+    every = on_ranks(4, stepping, [2, 3])
     for rank, (faults, ran, chosen, said) in enumerate(every):
         assert faults == [] and ran[:6] == [2, 1, 2, 4, 1, 2]
         if rank > 1:
             assert chosen == [2] and set(ran[6:]) == {2} and said == []
-    every = on_ranks(4, stepping, [0, 1], timeout_s=60)
+    every = on_ranks(4, stepping, [0, 1])
     assert [len(said) for *_, said in every] == [1, 0, 0, 0]
     assert "no optimizer of ranks [2, 3] has stepped" in every[0][3][0]
 
 
 def test_beside_replicas_an_optimizer_stepped_on_one_rank_only_makes_nobody_wait():
-    for faults, ran, chosen, said in on_ranks(4, stepping, [0], timeout_s=60):
+    for faults, ran, chosen, said in on_ranks(4, stepping, [0]):
         assert faults == [] and ran == [2, 1, 2, 4, 1] + [2] * 7 and chosen == [None] and said == []

@@ -25,16 +25,16 @@ from wire import Wire  # noqa: E402
 TWO = {"head_groups": 2}
 
 
-def fails(outcome, name, sp_rank, size=2):
-    """Whether a rank ended as it is to: in time, with nothing left, by the failure of one of the exchanges that are named."""
+def fails(outcome, names, sp_rank, size=2, what="the exchange"):
+    """Whether a rank ended as it is to: in time, with nothing left, by the failure of ``what`` under one of the names."""
     assert outcome is not None, "it did not end"
     assert outcome.status == 1 and not outcome.left, outcome
     assert outcome.after_s < TIMEOUT_S + MARGIN_S
     kind, message = outcome.error
     found, failure = message.split(": ", 1)
-    assert kind == "RuntimeError" and found in name, outcome
+    assert kind == "RuntimeError" and found in names, outcome
     assert failure.startswith(
-        f"the exchange over the sp group (size {size}) failed on sp rank {sp_rank}; look for the first error on the other ranks: "
+        f"{what} over the sp group (size {size}) failed on sp rank {sp_rank}; look for the first error on the other ranks: "
     )
     return True
 
@@ -71,7 +71,8 @@ OTHERS = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """Of all of them, which wait for one another's timeouts at the same time."""
-    others = {name: Fault(other=other, more={"config": TWO}) for name, other in OTHERS.items()}
+    others = {**OTHERS, "order": {"order": (1, 0)}, "number": {"count": 3}}
+    others = {name: Fault(other=other, more={"config": TWO}) for name, other in others.items()}
     return run(tmp_path_factory.mktemp("faults"), {**{name: fault for name, (fault, _) in STRUCK.items()}, **others})
 
 
@@ -93,6 +94,19 @@ def test_a_rank_of_another_kind_is_refused_on_all_ranks_alike_before_anything_is
     assert kind == "ValueError"
     assert message.startswith("layers.0: the ranks of the sp group are about to exchange different things (sp rank 0: ")
     assert not first.losses and not first.left and not last.left
+
+
+def test_a_rank_that_calls_its_layers_in_another_order_is_refused_by_their_names(outcomes):
+    for rank, outcome in enumerate(outcomes["order"]):
+        kind, message = outcome.error
+        assert kind == "ValueError" and outcome.status == 1 and not outcome.losses and not outcome.left
+        assert message.startswith(f"layers.{rank}: the ranks of the sp group are about to exchange different things (sp rank 0: ")
+        assert "layers.0, call 1 over the sp group" in message and "layers.1, call 1 over the sp group" in message
+
+
+def test_a_rank_with_more_layers_ends_all_by_the_layer_that_they_do_not_share(outcomes):
+    first, last = outcomes["number"]
+    assert fails(first, ["layers.1 do1"], 0) and fails(last, ["layers.2"], 1, what="the comparison of the ranks")
 
 
 # A whole training.

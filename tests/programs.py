@@ -35,7 +35,6 @@ from ds_sp_overlap import linear, ops, self_attention
 
 BATCH = 25  # programs a task of the ranks
 PATIENCE_S = 30  # with a program on its own; two more for each other one
-IN_PLACE = False
 
 
 class Written:
@@ -911,8 +910,8 @@ class _Draw:
             )  # fmt: skip
         query = "" if block or fused or ("attention", "sees gradient") in hooks else self.pick("", "", "elsewhere", "changed")
         gain = self.pick(*[""] * 6, "constant", "learned")
-        in_place = "query" if IN_PLACE and self.chance(0.1) else ""
-        if IN_PLACE and not block and ("attention", "sees gradient") not in hooks and self.chance(0.15):
+        in_place = "query" if self.chance(0.1) else ""
+        if not block and ("attention", "sees gradient") not in hooks and self.chance(0.15):
             in_place = "output"
         return LayerSpec(
             block=block, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, same=same, fused=fused,
@@ -990,7 +989,7 @@ class _Draw:
         out, layers = self.new(), tuple(self.some(0, len(self.layers) - 1) for _ in range(self.pick(1, 1, 1, 2)))
         how = self.pick("plain", "plain", "plain", "plain", "saved", "non-reentrant", *["reentrant"] * 3 * self.reentrant)
         last = self.layers[layers[-1]]
-        if IN_PLACE and how == "plain" and len(layers) == 1 and self.lets_input_go(last):
+        if how == "plain" and len(layers) == 1 and self.lets_input_go(last):
             given = self.new()
             self.statements += [Mix(given, x, x, "add"), Call(out, given, layers), ChangeInput(given)]
         else:

@@ -12,6 +12,7 @@ import test_gradients
 import test_hazards
 import test_heads
 import test_layout
+import test_masks
 import test_ops
 import test_order
 import test_policy
@@ -281,6 +282,31 @@ WATCHED = {
     "a failure names its exchange": Watched(
         Guard("exchange:_InFlight._receive", "except RuntimeError as error:", "except LookupError as error:"),
         failure_names_the_exchange,
+    ),
+    # What only the whole sequence tells.
+    "a window is read off the mask function": Watched(
+        Guard(
+            "integrations.masks:_read",
+            'said["window"] = min(inside["sliding_window"], said.get("window", inside["sliding_window"]))',
+            "pass",
+        ),
+        test_masks.faults_of_window,
+    ),
+    "RoPE goes by the longest position of all ranks": Watched(
+        Guard("integrations.transformers:_stretched", "longest = step.longest.to", "longest = position_ids.max().to"),
+        test_masks.faults_of_length,
+    ),
+    "padding before a document is one of its own": Watched(
+        Guard("integrations.positions:Step.__init__", "if mask is not None and not mask.all():", "if False:"),
+        test_masks.faults_of_padding,
+    ),
+    "a layer goes by the step of its own forward": Watched(
+        Guard(
+            "integrations.masks:Masks.find",
+            "self._given.get(mask.untyped_storage()._cdata) if isinstance(mask, Tensor) else None",
+            "list(self._given.values())[-1]",
+        ),
+        test_masks.faults_of_steps,
     ),
 }
 

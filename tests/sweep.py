@@ -81,7 +81,7 @@ def transport(made):
         ds_sp_overlap.channel.by_name = by_name
 
 
-# Batches: of two rows that are one document each; packed with three documents, of which two span ranks or windows; padded.
+# Batches: of two rows that are one document each; packed with three documents, one of which spans both ranks; padded.
 BATCHES = ("packed", "mask of ones", "right padding", "left padding", "left padding, by the mask alone")
 
 
@@ -121,11 +121,11 @@ def gradients(model):
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def whole(model, batch):
-    """Logits of the tokens that have a label, and every gradient, on the whole sequence; documents one by one."""
+def whole(model, batch, apart=False):
+    """Logits of the tokens that have a label, and every gradient, on the whole sequence; ``apart``: documents one by one."""
     tokens, labels, positions, mask = batch
     model.zero_grad()
-    edges = [*(positions[0] == 0).nonzero().flatten().tolist(), SEQ] if len(tokens) == 1 else [0, SEQ]
+    edges = [*(positions[0] == 0).nonzero().flatten().tolist(), SEQ] if apart else [0, SEQ]
     logits = []
     for start, stop in zip(edges, edges[1:]):
         one, loss = forward(model, *(None if x is None else x[:, start:stop] for x in batch))
@@ -200,8 +200,8 @@ class Trial:
     faults: dict = field(default_factory=dict)
 
 
-def overlapped(model, batch, rank, groups, expected, trial=None):
-    """Errors of the overlapped model, or what was raised."""
+def overlapped(model, batch, rank, groups, *expected, trial=None):
+    """Errors of the overlapped model against the nearest of ``expected``, or what was raised."""
     group = dist.group.WORLD
     report = attempt(ds_sp_overlap.enable, model, {"head_groups": groups}, group)
     try:
@@ -210,7 +210,7 @@ def overlapped(model, batch, rank, groups, expected, trial=None):
         if trial is not None:
             trial.got = [layer.got.split(",")[0] for layer in report.layers]
         found = attempt(split, model, batch, rank, group)
-        return found if isinstance(found, Raised) else errors(found, expected)
+        return found if isinstance(found, Raised) else min((errors(found, x) for x in expected), key=max)
     finally:
         ds_sp_overlap.disable(model)
 
@@ -246,7 +246,7 @@ def _first(rank, model):
         found = registered if isinstance(registered, Raised) else attempt(split, model, batch, rank, dist.group.WORLD)
         trial.stock = found if isinstance(found, Raised) else errors(found, expected)
         for groups in (1, 2):
-            trial.ours[groups] = overlapped(model, batch, rank, groups, expected, trial)
+            trial.ours[groups] = overlapped(model, batch, rank, groups, expected, trial=trial)
         if not any(isinstance(x, Raised) for x in trial.ours.values()):
             for what in ("q", "dk"):
                 with transport(fault := Off(what)):
@@ -257,12 +257,16 @@ def _first(rank, model):
 
 
 def _more(rank, model, name):
-    """Another config or batch: two head groups, and stock Ulysses not registered."""
+    """Another config or batch: two head groups, and stock Ulysses not registered.
+
+    Packed documents are right one by one, or as transformers computes a packed row: it counts Llama 4's temperature by row.
+    """
     batch = batch_of(name)
     expected = model if isinstance(model, Raised) else attempt(whole, model, batch)
     if isinstance(expected, Raised):
         return expected
-    return Trial(ours={2: overlapped(model, batch, rank, 2, expected)})
+    expected = [expected, whole(model, batch, apart=True)] if name == "packed" else [expected]
+    return Trial(ours={2: overlapped(model, batch, rank, 2, *expected)})
 
 
 # Verdicts.

@@ -44,7 +44,6 @@ def judged(kind, small):
         return Verdict("hangs" if "Timeout" in error.kinds else "crashes", str(error).strip().splitlines()[-1])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("kind", EVERY_RUN)
 def test_a_type_is_right_or_refused(kind):
     found = judged(kind, small=True)

@@ -6,6 +6,7 @@ The checks are those of the tests that name the guard, and find nothing while it
 import functools
 from typing import Callable, NamedTuple
 
+import layers
 import pytest
 import test_calls
 import test_gradients
@@ -19,9 +20,12 @@ import test_policy
 import test_policy_attack
 import test_refusals
 import test_usage
+import torch
 from guards import Guard, removed
 from layers import Shape
 from ranks import on_ranks
+
+from ds_sp_overlap import ops
 
 
 def input_then_backward(rank):
@@ -64,10 +68,41 @@ def failure_names_the_exchange(rank):
     return [] if refused and refused[1].startswith("layer do0: ") else [str(refused)]
 
 
+def two_tokens_of_one_rank(rank):
+    return test_usage.of_another_memory_order(rank, (2, 0))
+
+
+def tables_are_watched(rank):
+    return [] if test_usage.tables_changed_before_backward(rank) else ["nobody noticed that they changed"]
+
+
+def replaced_forward():
+    test_usage.test_a_replaced_forward_is_called_whole()
+    return []
+
+
+def unequal_parts():
+    """Parts as many times the first one as there are, but not all alike: local sequences of 2, 1 and 3 tokens."""
+    x, wire, back = torch.arange(12.0).view(2, 6), torch.empty(12), torch.empty(2, 6)
+    parts = [0, 2, 3], [2, 3, 6]
+    ops.pack(x, 1, *parts, wire)
+    ops.unpack(wire, 1, *parts, back)
+    expected = torch.cat([x[:, start:stop].flatten() for start, stop in zip(*parts)])
+    return layers.faults(0, pack=(wire, expected), unpack=(back, x))
+
+
 class Watched(NamedTuple):
+    """
+    guard    what is taken out
+    check    finds nothing while it is there
+    ranks    that the check runs on; 0 for one that needs none
+    raises   whether all there is to see is an exception; any other guard is seen by a wrong result, or it isn't seen
+    """
+
     guard: Guard
     check: Callable[..., list[str]]
-    ranks: int = 2  # 0 for a check that needs none
+    ranks: int = 2
+    raises: bool = False
 
 
 WATCHED = {
@@ -84,7 +119,7 @@ WATCHED = {
         test_hazards.late_delivery,
     ),
     "the source is kept until the exchange is finished": Watched(
-        Guard("exchange:_InFlight.__init__", "self.source = x", "pass"), test_hazards.held_until_finished
+        Guard("exchange:_InFlight.__init__", "if self.side.packs_at_once:", "if True:"), test_hazards.held_until_finished
     ),
     "what travels as it lies is contiguous": Watched(
         Guard("exchange:_as_it_travels", "return x.contiguous().view(-1)", "return x.as_strided((x.numel(),), (1,))"),
@@ -94,9 +129,27 @@ WATCHED = {
         Guard(
             "exchange:_InFlight.collect",
             "self.recv.new_empty(self.layout.target.shape)",
+            # Where replicas are summed, else torch itself refuses to copy.
+            "self.recv.new_empty(self.layout.target.shape) if self.layout.target.tiles else "
             "self.recv[: self.recv.new_empty(self.layout.target.shape).numel()].view(self.layout.target.shape)",
         ),
-        test_hazards.late_delivery,
+        test_hazards.late_delivery_of_replicas,
+    ),
+    **{
+        f"there is no {what.removeprefix('a ')}": Watched(guard, test_hazards.late_delivery)
+        for what, guard in test_hazards.PLANTED.items()
+    },
+    "what is rotated on its way is packed": Watched(
+        Guard("exchange:_InFlight.__init__", "source) if turn is None else None", "source)"),
+        test_hazards.rotated_as_it_lies,
+    ),
+    "what is rotated on its way back is unpacked": Watched(
+        Guard("exchange:_InFlight.__init__", "turn_back is not None or not target", "not target"),
+        test_hazards.rotated_as_it_lies,
+    ),
+    "a part travels as it lies only if it has one element": Watched(
+        Guard("exchange:_as_it_travels", "if not side.is_cut_into_slices:", "if len(side.parts) != side.shape[side.dim]:"),
+        two_tokens_of_one_rank,
     ),
     "memory of an abandoned exchange returns in order": Watched(
         Guard("exchange:_InFlight.__del__", "self.side.before_compute(self.side.mark())", "pass"), test_hazards.abandoned
@@ -107,6 +160,21 @@ WATCHED = {
     "the side stream waits at launch": Watched(
         Guard("channel:SideStream.after_compute", "self.stream.wait_stream(self.backend.current_stream(self.device))", "pass"),
         test_hazards.stream_order,
+    ),
+    "the compute stream waits for one exchange, not for later ones": Watched(
+        Guard("channel:SideStream.before_compute", ".wait_event(mark)", ".wait_stream(self.stream)"),
+        test_hazards.stream_order,
+    ),
+    "a mark stands for the unpack too": Watched(
+        Guard(
+            "exchange:_InFlight._receive",
+            'if self.unpacks:\n        self._unpack()\n    self.track.mark("done")\n    self.received = self.side.mark()',
+            'self.received = self.side.mark()\n    if self.unpacks:\n        self._unpack()\n    self.track.mark("done")',
+        ),
+        test_hazards.marked_too_early,
+    ),
+    "a finished transfer waits for nothing when it is freed": Watched(
+        Guard("exchange:_InFlight.collect", "self.handle = None", "pass"), test_hazards.stream_order
     ),
     "a finished transfer is let go": Watched(
         Guard(
@@ -132,9 +200,9 @@ WATCHED = {
         test_ops.halves_summed_in_fp32,
         ranks=0,
     ),
-    "parts are tiles only if they cover": Watched(
-        Guard("ops:_are_equal_tiles", "count * size == extent and all", "all"),
-        test_ops.tiles_that_do_not_cover,
+    "parts are tiles only if they lie in order": Watched(
+        Guard("ops:_are_equal_tiles", "count * size == extent and all", "count * size == extent or False and all"),
+        unequal_parts,
         ranks=0,
     ),
     # Gradients that meet.
@@ -152,6 +220,10 @@ WATCHED = {
             "put_ranges(whole, dim, part, piece, add=False)",
         ),
         key_is_value,
+    ),
+    "rotary tables are saved where autograd watches": Watched(
+        Guard("nodes:_StartInputs.forward", "*weights, *tables)", "*weights, *(table.data for table in tables))"),
+        tables_are_watched,
     ),
     "rows without a gradient get zero": Watched(
         Guard("parts:join_pieces", "if once else like.new_zeros(shape)", "if once else like.new_ones(shape)"),
@@ -184,6 +256,12 @@ WATCHED = {
     ),
     "a hooked module is called whole": Watched(
         Guard("linear:can_take_apart", '.startswith("deepspeed.")', '.startswith("")'), hook_sees_all
+    ),
+    "a replaced forward is called": Watched(
+        Guard("linear:can_take_apart", ' or "forward" in vars(module)', ""), replaced_forward, ranks=0
+    ),
+    "a forward of a class of its own is called": Watched(
+        Guard("linear:can_take_apart", "type(module).forward not in plain or ", ""), replaced_forward, ranks=0
     ),
     "hooks of all modules count": Watched(
         Guard("linear:can_take_apart", ", *_EVERYWHERE", ""), functools.partial(test_usage.hooked_everywhere, kind="forward")
@@ -279,6 +357,13 @@ WATCHED = {
         Guard("exchange:_InFlight.collect", "if self.expected is not None:", "if False:"),
         test_refusals.corruption_goes_unnoticed,
     ),
+    "a half out of place is refused": Watched(
+        Guard("exchange:_InFlight.__init__", "if x.shape != source.shape:", "if False:"), test_hazards.finished_twice
+    ),
+    "a launch that fails names its exchange": Watched(
+        Guard("exchange:_InFlight.__init__", "except RuntimeError as error:", "except LookupError as error:"),
+        test_hazards.launch_that_fails,
+    ),
     "a failure names its exchange": Watched(
         Guard("exchange:_InFlight._receive", "except RuntimeError as error:", "except LookupError as error:"),
         failure_names_the_exchange,
@@ -311,12 +396,17 @@ WATCHED = {
 }
 
 
+CRASHED = "crashed: "
+
+
 def found(rank, name):
-    """What a check finds; an exception is a finding."""
+    """What a check finds; a failed assertion is its way to say so, any other exception is a crash."""
     try:
         return WATCHED[name].check(*[rank] * (WATCHED[name].ranks > 0))
+    except AssertionError as error:
+        return [str(error)]
     except Exception as error:
-        return [repr(error)]
+        return [CRASHED + repr(error)]
 
 
 def found_without(rank, name):
@@ -332,7 +422,9 @@ def on(name, function):
 @pytest.mark.parametrize("name", WATCHED)
 def test_the_suite_notices_without_the_guard_that(name):
     assert on(name, found) == [[]] * max(1, WATCHED[name].ranks)
-    assert any(on(name, found_without)), "nobody noticed"
+    findings = [finding for each in on(name, found_without) for finding in each]
+    assert findings, "nobody noticed"
+    assert WATCHED[name].raises == any(finding.startswith(CRASHED) for finding in findings), findings
     assert on(name, found) == [[]] * max(1, WATCHED[name].ranks), "the guard was not put back"
 
 

@@ -18,9 +18,10 @@ from dropin import Case
 from guards import Guard, removed
 from layers import Shape
 from ranks import on_ranks, refusal
-from streams import Backend
+from streams import Backend, Stream
 from test_send_buffers import OPERATORS, always, counted, kinds
 
+from ds_sp_overlap import ops
 from ds_sp_overlap.channel import Channel, SideStream
 from ds_sp_overlap.exchange import Exchange, _InFlight
 from ds_sp_overlap.layout import Geometry
@@ -69,12 +70,14 @@ PLANTED = {  # each of them computes what it should, as long as nobody spoils th
         "exchange:_InFlight._receive",
         'self.track.mark("unpacking")',
         "sent, got = (side.split_sizes for side in (self.layout.source, self.layout.target))\n    "
-        "self.recv.split(got)[self.channel.rank].copy_(self.send.split(sent)[self.channel.rank])",  # its own part needn't travel
+        "self.recv.split(got)[self.channel.rank].copy_(self.send.split(sent)[self.channel.rank])",  # which needn't travel
     ),
     "a received buffer read after its unpack": Guard(
         "exchange:_InFlight.collect", 'self.track.mark("go")', "self.unpacks and self._unpack()"
     ),
-    "a received buffer unpacked twice": Guard("exchange:_InFlight._receive", "self._unpack()", "[self._unpack() for _ in '12']"),
+    "a received buffer unpacked twice": Guard(
+        "exchange:_InFlight._receive", "self._unpack()", "[self._unpack() for _ in '12']"
+    ),
 }
 
 
@@ -91,33 +94,36 @@ def moving(kernels, direct):
         yield seen
 
 
-def planted(rank, what, shape, transport):
-    """What is found with a reader of a released buffer planted in the package; NaN in some gradient, if anybody looks."""
-    with removed(PLANTED[what]):
-        return layers.faults_of_all(rank, [shape], transport)
+def spoiled(rank, transport, shapes, cases):
+    """What shapes and cases get wrong while buffers are spoiled."""
+    with transports.spoiled_buffers():
+        return layers.faults_of_all(rank, shapes, transport) + dropin.faults_of_all(rank, cases, transport)
 
 
-def spoiled(rank, transport, shapes, cases, kernels="torch", direct=False):
-    """What shapes and cases get wrong while buffers are spoiled. BLIND, where no reader that is planted is seen in the same run."""
-    with moving(kernels, direct), transports.spoiled_buffers():
-        found = layers.faults_of_all(rank, shapes, transport) + dropin.faults_of_all(rank, cases, transport)
-        shape = Shape(lengths=(3,) * torch.distributed.get_world_size())
-        blind = [what for what in PLANTED if not planted(rank, what, shape, transport)]
-    return found + [f"BLIND: {what} was not seen" for what in blind]
+def spoiled_with_control(rank, transport, shapes, cases, kernels="torch", direct=False):
+    """The same; BLIND, where a reader of a released buffer, planted in the same run, isn't seen."""
+    control = [Shape(lengths=(3,) * torch.distributed.get_world_size())]
+    with moving(kernels, direct):
+        found = spoiled(rank, transport, shapes, cases)
+        for what, guard in PLANTED.items():
+            with removed(guard):
+                if not spoiled(rank, transport, control, []):
+                    found.append(f"BLIND: {what} was not seen")
+    return found
 
 
 @pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
 def test_results_do_not_depend_on_when_the_bytes_move(transport):
     """Guards: each half waits before it reads; send buffers are held until then and written by nobody; what was
     received and unpacked is not read again; all of an output is written."""
-    no_faults(2, spoiled, transport, SHAPES, CASES)
+    no_faults(2, spoiled_with_control, transport, SHAPES, CASES)
 
 
 @kinds
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
 def test_nor_where_kernels_rotate_and_the_gemm_writes_the_send_buffers(transport, direct, kind):
-    no_faults(2, spoiled, transport, SHAPES[:12], CASES[:6], kind, direct)
+    no_faults(2, spoiled_with_control, transport, SHAPES[:12], CASES[:6], kind, direct)
 
 
 def counts(rank, what, direct, kernels):
@@ -191,7 +197,7 @@ def test_a_fixture_that_does_not_act_is_blind(how):
 
 def blind(rank):
     with mock.patch.object(transports, "spoil", lambda buffer: buffer.numel() > 0):  # says that it acted
-        return spoiled(rank, transports.Late, [], [])
+        return spoiled_with_control(rank, transports.Late, SHAPES[:1], [])
 
 
 def test_readers_of_released_buffers_are_seen_by_nobody_who_does_not_spoil_them():
@@ -207,7 +213,7 @@ def test_four_ranks_do_not_depend_on_it_either():
         Case(heads=9, kv_heads=3, lengths=(2,) * 4, batch_first=False),
         Case(heads=4, kv_heads=2, lengths=(1, 2, 3, 4)),
     ]
-    no_faults(4, spoiled, transports.Delayed, shapes, cases)
+    no_faults(4, spoiled_with_control, transports.Delayed, shapes, cases)
 
 
 def spoiled_uses(rank):
@@ -260,6 +266,38 @@ def test_what_travels_as_it_lies_is_contiguous():
     no_faults(2, one_position_a_rank)
 
 
+def rotated_as_it_lies(rank):
+    """One token a rank and one batch element: everything could travel as it lies, but for what is rotated on its way."""
+    with moving("reference", direct=False):
+        return layers.faults_of_all(rank, [Shape(batch=1, lengths=(1, 1))])
+
+
+def test_what_is_rotated_on_its_way_is_packed_and_unpacked_though_it_could_travel_as_it_lies():
+    """Guard: `_InFlight` asks for that before it asks how its source lies."""
+    no_faults(2, rotated_as_it_lies)
+
+
+class FailingAtLaunch(transports.Silent):
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        if name.endswith("do0"):
+            raise RuntimeError("connection reset by peer")
+        return super().launch(send, recv, send_sizes, recv_sizes, group, name)
+
+
+def launch_that_fails(rank):
+    """As of a communicator that was aborted before."""
+    shape = Shape()
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, FailingAtLaunch())
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    _, message = refusal(layers.call_block(shape, attend, rank, x.requires_grad_()).backward, dy)
+    expected = f"layer do0: the exchange over the sp group (size 2) failed on sp rank {rank}; look for the first error"
+    return [] if message.startswith(expected) else [message]
+
+
+def test_a_launch_that_fails_names_its_exchange():
+    no_faults(2, launch_that_fails)
+
+
 def block_with_streams(shape, streams, **arguments):
     layer = layers.projections(shape)
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, **arguments)
@@ -280,6 +318,8 @@ def stream_order(rank):
             for line in ("side waits for compute", "compute waits for"):
                 if (count := sum(entry.startswith(line) for entry in log)) != 4 * groups:
                     found.append(f"{way}, G = {groups}: {count} times {line}")
+            if "compute waits for side" in log:
+                found.append(f"{way}, G = {groups}: waits for exchanges that were started later")
             if log[:3] != ["side waits for compute"] * 3 and way == "forward":
                 found.append(f"{way}, G = {groups}: {log}")
             y.backward(dy) if way == "forward" else None
@@ -289,6 +329,31 @@ def stream_order(rank):
 def test_streams_wait_for_each_other_once_an_exchange():
     """Guards: `SideStream.after_compute` and `before_compute`, called where an exchange is launched and finished."""
     no_faults(2, stream_order)
+
+
+def marked_too_early(rank):
+    """What the compute stream waits for is recorded once everything on the side stream is queued, the unpack too."""
+    streams, shape = Backend(), Shape(config={"head_groups": 1})
+    plain, log = ops.implementation("torch"), []
+
+    def unpack(*args):
+        log.append("unpack")
+        plain.unpack(*args)
+
+    def record(stream):
+        log.append("mark")
+
+    attend = block_with_streams(shape, streams)
+    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    with mock.patch.object(ops, "implementation", lambda which: plain._replace(unpack=unpack)):
+        with mock.patch.object(Stream, "record_event", record), mock.patch.object(Stream, "wait_event", lambda *_: None):
+            layers.call_block(shape, attend, rank, x)
+    return [] if log == ["unpack", "mark"] * 4 else [str(log)]
+
+
+def test_a_mark_stands_for_the_unpack_too():
+    """Guard: `_InFlight._receive` makes it last."""
+    no_faults(2, marked_too_early)
 
 
 def abandoned(rank):
@@ -411,11 +476,13 @@ def finished_twice(rank):
     exchange = Exchange(Channel(torch.distributed.group.WORLD), geometry.exchange("q", 0, 8), "layers.7", "q")
     token = exchange.start(torch.zeros(3, 1, 4, 8))
     exchange.finish(token)
-    wrong_shape = refusal(exchange.start, torch.zeros(3, 1, 4, 9))
-    return refusal(exchange.finish, token), wrong_shape
+    seen = refusal(exchange.finish, token), refusal(exchange.start, torch.zeros(3, 1, 4, 9))
+    expected = (
+        ("RuntimeError", "layers.7 q: finished without having been started, or finished twice"),
+        ("ValueError", "layers.7 q: expected a tensor of shape [3, 1, 4, 8], got [3, 1, 4, 9]"),
+    )
+    return [] if seen == expected else [str(seen)]
 
 
 def test_a_half_out_of_place_is_refused():
-    for twice, wrong_shape in on_ranks(2, finished_twice):
-        assert twice == ("RuntimeError", "layers.7 q: finished without having been started, or finished twice")
-        assert wrong_shape == ("ValueError", "layers.7 q: expected a tensor of shape [3, 1, 4, 8], got [3, 1, 4, 9]")
+    no_faults(2, finished_twice)

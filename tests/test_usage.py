@@ -265,7 +265,7 @@ def hooked(rank, shape, kind):
     seen = []
 
     def hook(module, args, output):
-        seen.append(list(output.shape))
+        seen.append(list(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__} of parts")
 
     def change(layer):
         layer[f"{kind}_proj"].register_forward_hook(hook)

@@ -152,11 +152,16 @@ class DistributedAttention(nn.Module):
                 f"{name}: scatter_idx must be 2 (heads) and gather_idx 0 or 1 (sequence), got {scatter_idx} and {gather_idx}; "
                 "the exchange back to local sequences is part of this module"
             )
-        self.local_attn, self.spg, self.num_kv_heads = local_attention, sequence_process_group, num_kv_heads
+        self.local_attn, self.num_kv_heads = local_attention, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
         parsed = SpOverlapConfig.parse(config or {})
         channel = Channel(sequence_process_group or dist.group.WORLD, transport or parsed.transport, sp_stream, parsed.kernels)
         self._attend = ProjectedAttention(channel, parsed, name, heads_alike=heads_alike)
+
+    @property
+    def spg(self) -> Any:
+        """The sp group."""
+        return self._attend.layer.channel.group
 
     def forward(
         self,

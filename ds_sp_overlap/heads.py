@@ -33,11 +33,6 @@ class Local(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def kind(self) -> tuple:
-        """What calls have in common of which one is tried out; the same on every rank."""
-        return self.q_dim, self.v_dim, self.dtype, len(self.args), *self.kwargs
-
-    @property
     def name(self) -> str:
         return getattr(self.attend, "__qualname__", type(self.attend).__name__)
 

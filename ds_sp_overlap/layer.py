@@ -42,6 +42,13 @@ class Layer:
         self.agreed, self.called = False, where
         self._divides: dict[tuple, bool] = {}  # whether attention may be cut into head groups, by kind of call
 
+    def __deepcopy__(self, memo: dict) -> Layer:
+        """Of the copy of a module: it exchanges over the same group."""
+        return Layer(self.channel, self.config, self.where, self.policy, self.heads_alike)
+
+    def __getstate__(self):
+        raise TypeError(f"{self.where}: an attention layer over a process group can't be pickled; save its state_dict()")
+
     def run(
         self,
         describe: Callable[[], tuple[Geometry, Callable[[], tuple]]],
@@ -56,7 +63,7 @@ class Layer:
         instead   ``instead(*inputs)`` gives the same without overlap, and runs where that is faster; None where there is no such
         """
         call, timeline = self.call(describe), self.channel.timeline
-        if call.geometry.groups > 1 and not self.heads_alike and not self._may_divide(call, local(), inputs[0].device):
+        if call.geometry.groups > 1 and not self.heads_alike and not self._may_divide(call, inputs, local):
             call = Call(self.channel, _regrouped(call.geometry, 1), self.where, call.checked)
         self.channel.count(self.called, inputs[0].device)
         if timeline is not None:
@@ -75,17 +82,20 @@ class Layer:
         call = Call(self.channel, _regrouped(call.geometry, candidate), self.where, call.checked)
         return self.policy.run(contest, candidate, tokens, lambda *inputs: body(call, *inputs), inputs)
 
-    def _may_divide(self, call: Call, local: Local, device: torch.device) -> bool:
+    def _may_divide(self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]) -> bool:
         """Whether the local attention may be called group by group; tried out for the first call of a kind, on all ranks."""
-        kind = call.geometry.heads, call.geometry.kv_heads, *local.kind
+        first, device, geometry = inputs[0], inputs[0].device, call.geometry
+        sizes = geometry.heads, geometry.kv_heads, first.shape[-1], inputs[-1].shape[-1]
+        kind = *sizes, first.dtype, torch.is_autocast_enabled(device.type)  # the same on every rank
         if kind not in self._divides:
-            found = self.channel.gather(fault(call, local, device, partial(apart, where=self.where)), self.where)
+            attention = local()
+            found = self.channel.gather(fault(call, attention, device, partial(apart, where=self.where)), self.where)
             seen = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)
             self._divides[kind] = not seen
             if seen:
                 say_once(
-                    f"sp_overlap: {local.name}, called with some of a rank's heads at a time, is not what it is over all of them, and "
-                    f"runs in one head group ({seen}). If it treats all heads alike, say so with heads_alike=True"
+                    f"sp_overlap: {attention.name}, called with some of a rank's heads at a time, is not what it is over all of "
+                    f"them, and runs in one head group ({seen}). If it treats all heads alike, say so with heads_alike=True"
                 )
         return self._divides[kind]
 

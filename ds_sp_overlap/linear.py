@@ -29,15 +29,16 @@ def can_take_apart(module: nn.Module, plain: Forwards = PLAIN) -> bool:
 
     plain   forwards that are known to compute ``x w^T + b`` and nothing else, possibly leaving b to their caller (below)
 
-    Not if its forward was replaced (LoRA, quantised, tensor-parallel layers), nor if somebody hooked its call, or every
-    module's, and would see parts instead of the output; DeepSpeed's own hooks are fine.
+    Not if its forward was replaced (LoRA, quantised, tensor-parallel layers) or compiled, nor if somebody hooked its call, or
+    every module's, and would see parts instead of the output; DeepSpeed's own hooks are fine.
     """
-    if type(module).forward not in plain or "forward" in vars(module):
+    if type(module).forward not in plain or "forward" in vars(module) or module._compiled_call_impl is not None:
         return False
     if type(module.weight) not in (nn.Parameter, Tensor):  # a quantised or distributed tensor
         return False
     kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, *_EVERYWHERE
-    return all((getattr(hook, "__module__", "") or "").startswith("deepspeed.") for hooks in kinds for hook in hooks.values())
+    ours = (getattr(hook, "__module__", "") or "" for hooks in kinds for hook in hooks.values())
+    return not any(kinds) or all(module.startswith("deepspeed.") for module in ours)
 
 
 def leaves_bias(module: nn.Module) -> bool | None:

@@ -35,7 +35,7 @@ def check_tables(tables: tuple[Tensor, Tensor], head_dim: int, partial: bool) ->
         return
     raise ValueError(
         f"rotary tables are {width} (cos) and {sin.shape[-1]} (sin) wide for heads of {head_dim}; both must be as wide as the "
-        + ("head or less, and even" if partial else "head, and even; for partial rotary embedding ask with Rotary(.., partial=True)")
+        + ("head or less, and even" if partial else "head, and even; ask for partial rotary embedding with partial=True")
     )
 
 

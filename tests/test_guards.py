@@ -266,9 +266,23 @@ WATCHED = {
     "hooks of all modules count": Watched(
         Guard("linear:can_take_apart", ", *_EVERYWHERE", ""), functools.partial(test_usage.hooked_everywhere, kind="forward")
     ),
+    # What is refused.
+    "tables that rotate half of a head are refused": Watched(
+        Guard("rotary:check_tables", "(width == head_dim or partial and width < head_dim)", "width <= head_dim"),
+        test_refusals.narrow_tables_pass,
+    ),
+    "RoPE without tables is refused": Watched(
+        Guard("rotary:Rotary.turn", "if position_embeddings is None:", "if False:"), test_refusals.rope_is_left_out
+    ),
+    "a block without a group is refused": Watched(
+        Guard("layer:Layer._comparable", "if world > 1:", "if False:"), test_refusals.missing_group_passes
+    ),
+    "a module of another group is refused": Watched(
+        Guard("integrations.deepspeed:find_layers", "if own != channel.ranks:", "if False:"), test_refusals.other_group_passes
+    ),
     # What head groups can be made of.
     "attention that needs all heads gets them": Watched(
-        Guard("layer:Layer.run", "and not self._may_divide(call, local(), inputs[0].device)", "and False"),
+        Guard("layer:Layer.run", "and not self._may_divide(call, inputs, local)", "and False"),
         test_heads.misses_slopes,
     ),
     "what one rank has found counts on all": Watched(

@@ -440,6 +440,29 @@ def test_rotary_tables_that_are_missing_in_a_later_call_are_refused_too():
         assert "position_embeddings are missing" in missing[1] and "are 4 (cos)" in narrow[1] and log == []
 
 
+# For test_guards.
+
+
+def narrow_tables_pass(rank):
+    return [] if give_rotary(rank, "block", (4, 4)) else ["half of each head was rotated"]
+
+
+def rope_is_left_out(rank):
+    shape = Shape()
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    attend.rope = ds_sp_overlap.Rotary(lambda tables: tables)
+    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
+    return [] if refusal(attend, x) else ["RoPE was left out"]
+
+
+def missing_group_passes(rank):
+    return [] if without_a_group(rank, "block") else ["each rank attended to its own tokens"]
+
+
+def other_group_passes(rank):
+    return [] if other_groups(rank) else ["a module of another group was overlapped"]
+
+
 # The configuration.
 
 

@@ -133,6 +133,10 @@ def enable(
         found.extend(transformers.find_layers(model, channel, config, policy))
         inside = {module for layer in found for module in layer.inside}
         found.extend(layer for layer in deepspeed.find_layers(model, channel, config, policy) if layer.module not in inside)
+        left = {module: layer for layer in found if layer.bind is None for module in layer.inside}
+        for layer in found:
+            if layer.bind is not None and layer.module in left:
+                raise ValueError(f"{layer.name} is part of {left[layer.module].name}: {left[layer.module].lacks}; take one of the two")
         if not found:
             raise ValueError(
                 f"no attention layer found in {type(model).__name__}; supported are transformers models, Megatron-DeepSpeed and "

@@ -76,20 +76,27 @@ def _asked_for(given: dict[str, Any]) -> SpOverlapConfig | None:
         if from_command_line:
             raise ValueError(f"run --{', --'.join(from_command_line)}: the DeepSpeed config has no sp_overlap section; add one")
         return None
-    return SpOverlapConfig.parse({**section, **from_command_line} if isinstance(section, dict) else section)
+    config = SpOverlapConfig.parse({**section, **from_command_line} if isinstance(section, dict) else section)
+    if config.enabled and "autosp" in ((_config(given).get("compile") or {}).get("passes") or []):
+        raise ValueError('sp_overlap: compile.passes has "autosp", which exchanges by itself; take it or sp_overlap out')
+    return config
+
+
+def _config(given: dict[str, Any]) -> dict:
+    """The DeepSpeed config, from wherever ``deepspeed.initialize`` takes it."""
+    config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
+    return {} if config is None else config if isinstance(config, dict) else load_ds_config(config)
 
 
 def _section(given: dict[str, Any]) -> Any:
-    """The ``sp_overlap`` section, from wherever ``deepspeed.initialize`` takes its config; None if there is none."""
-    args = given.get("args")
-    config = given.get("config") or given.get("config_params") or getattr(args, "deepspeed_config", None)
-    config = {} if config is None else config if isinstance(config, dict) else load_ds_config(config)
+    """The ``sp_overlap`` section; None if there is none."""
+    config = _config(given)
     if misplaced := next(_misplaced(config), None):
         raise ValueError(
             f'DeepSpeed config: nobody reads "{misplaced}"; the section is called "sp_overlap" and belongs at the top level of the '
             'config (to switch it off give it "enabled": false)'
         )
-    return config.get("sp_overlap", megatron_bridge.section(args))
+    return config.get("sp_overlap", megatron_bridge.section(given.get("args")))
 
 
 def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:
@@ -136,9 +143,15 @@ def find_group(model: nn.Module) -> Any:
 
 
 def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None) -> list[Layer]:
-    """DeepSpeed's ``DistributedAttention`` modules, whoever calls them. Raises ValueError where one has another sp group."""
+    """DeepSpeed's ``DistributedAttention`` modules, whoever calls them. Raises ValueError where one has another sp group.
+
+    What AutoSP has wrapped stays AutoSP's: it gathers the whole sequence around attention of its own.
+    """
     found = []
     for name, module in model.named_modules():
+        if type(module).__name__ == "UlyssesSPViTAttention":
+            inside = tuple(module.modules())[1:]
+            found.append(Layer(name, module, got="", lacks="DeepSpeed's AutoSP exchanges around it", inside=inside))
         if not isinstance(module, DistributedAttention):
             continue
         own = channel.ranks if module.spg is None else dist.get_process_group_ranks(module.spg)

@@ -33,6 +33,7 @@ class Armed:
     def __init__(self):
         self.acted, self.due = Counter(), Counter()
         self.launching: _InFlight | None = None
+        self.counting = threading.Lock()
 
     def owns(self, send):
         """Whether ``send`` is no memory of the caller's: a copy of the source, or a source that a GEMM of ours wrote."""
@@ -170,10 +171,10 @@ class Transfer:
             self.faults.append(f"{self.name}: nobody keeps the send buffer alive")
             self.send.fill_(math.nan)  # as whoever is given the memory next would
         move(self.send, self.recv, *self.arguments)
+        spoiled = self.owned and spoil(self.send)
         if self.armed is not None:
-            self.armed.acted["delayed"] += 1
-        if self.owned:
-            self.armed.acted["spoiled"] += spoil(self.send)
+            with self.armed.counting:  # each transport has a thread of its own
+                self.armed.acted.update(delayed=1, spoiled=spoiled)
 
 
 class Late:

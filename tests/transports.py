@@ -127,7 +127,8 @@ def spoiled_buffers():
 
 def spoil(buffer):
     """Fill it with NaN; whether there was anything to fill."""
-    buffer.fill_(math.nan)
+    with torch.inference_mode(buffer.is_inference()):  # also from another thread
+        buffer.fill_(math.nan)
     return buffer.numel() > 0
 
 

@@ -317,10 +317,10 @@ def of_another_dtype(rank, dtype):
     """Relative error of the loss's gradients of a model that is cast after `enable`, and of one that is cast and stock."""
     errors = []
     for overlap in (True, False):
-        with models.sequence_parallel_model(2, initializer_range=0.2) as (model, _):
+        with models.sequence_parallel_model(2, **EXACT) as (model, _):
             if overlap:
                 ds_sp_overlap.enable(model, CUT)
-                loss_of(model, rank, 2).backward()  # in fp32 first
+                loss_of(model, rank, 2).backward()  # in fp64 first
             model.to(dtype)
             got = summed(gradients_of(model, loss_of(model, rank, 2)))
             expected = whole_gradients()

@@ -315,7 +315,7 @@ def test_gradients_are_right_while_parameters_are_frozen_and_thawed():
 
 def of_another_dtype(rank, dtype):
     """Relative error of the loss's gradients of a model that is cast after `enable`, and of one that is cast and stock."""
-    errors = []
+    errors, expected = [], whole_gradients()
     for overlap in (True, False):
         with models.sequence_parallel_model(2, **EXACT) as (model, _):
             if overlap:
@@ -323,7 +323,6 @@ def of_another_dtype(rank, dtype):
                 loss_of(model, rank, 2).backward()  # in fp64 first
             model.to(dtype)
             got = summed(gradients_of(model, loss_of(model, rank, 2)))
-            expected = whole_gradients()
             off = sum((got[name].double() - grad).square().sum() for name, grad in expected.items())
             errors.append((off / sum(grad.square().sum() for grad in expected.values())).sqrt().item())
     return errors

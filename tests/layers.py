@@ -64,7 +64,7 @@ def reference_layer(shape, layer, x):
     return layer["o_proj"](reference.attention(q, k, v).flatten(2))
 
 
-def block(shape, layer, group, transport=None, local_attention=None):
+def block(shape, layer, group, transport=None, local_attention=None, heads_alike=False):
     """The overlapped block over the layer's own modules."""
     local = reference.attention if shape.batch_first else reference.sequence_first_attention
 
@@ -80,7 +80,7 @@ def block(shape, layer, group, transport=None, local_attention=None):
         local_attention=local_attention or local,
         num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
         rope=(ds_sp_overlap.Rotary(heads_last) if shape.rotary else rope) if shape.rope else None, sequence_process_group=group, batch_first=shape.batch_first,
-        config=shape.config, transport=transport, name="layer", **layer,
+        config=shape.config, transport=transport, name="layer", heads_alike=heads_alike, **layer,
     )  # fmt: skip
 
 

@@ -365,7 +365,7 @@ def abandoned(rank):
     found = []
     for groups in (1, 2):
         shape, streams = Shape(config={"head_groups": groups}), Backend()
-        attend = block_with_streams(shape, streams, local_attention=broken)
+        attend = block_with_streams(shape, streams, local_attention=broken, heads_alike=True)
         x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
         before = {id(o) for o in in_flight()}
         if refusal(layers.call_block, shape, attend, rank, x) is None:

@@ -26,6 +26,7 @@ from layers import Shape
 from ranks import on_ranks
 
 from ds_sp_overlap import ops
+from ds_sp_overlap.linear import can_take_apart
 
 
 def input_then_backward(rank):
@@ -77,8 +78,7 @@ def tables_are_watched(rank):
 
 
 def replaced_forward():
-    test_usage.test_a_replaced_forward_is_called_whole()
-    return []
+    return ["taken apart"] * can_take_apart(test_usage.Scaled(2, 2))
 
 
 def unequal_parts():
@@ -406,6 +406,7 @@ WATCHED = {
             "list(self._given.values())[-1]",
         ),
         test_masks.faults_of_steps,
+        raises=True,  # a checkpoint computes another graph than it saved
     ),
 }
 
@@ -438,7 +439,7 @@ def test_the_suite_notices_without_the_guard_that(name):
     assert on(name, found) == [[]] * max(1, WATCHED[name].ranks)
     findings = [finding for each in on(name, found_without) for finding in each]
     assert findings, "nobody noticed"
-    assert WATCHED[name].raises == any(finding.startswith(CRASHED) for finding in findings), findings
+    assert WATCHED[name].raises == any(str(finding).startswith(CRASHED) for finding in findings), findings
     assert on(name, found) == [[]] * max(1, WATCHED[name].ranks), "the guard was not put back"
 
 

@@ -8,9 +8,11 @@ import torch
 from models import BATCH, SEQ, batches, cut, sequence_parallel_model, tiny
 from ranks import on_ranks, refusal
 from test_transformers import EXACT, FP64, document_by_document, outcome, packed, worst
+from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
+from ds_sp_overlap.integrations import masks
 
 WINDOW = dict(family="qwen2_moe", mlp_only_layers=[0, 1], use_sliding_window=True, sliding_window=5, max_window_layers=1)
 LLAMA4 = dict(
@@ -173,19 +175,16 @@ def test_a_mask_that_says_more_than_padding_is_refused_on_every_rank():
             assert said[name] is not None and said[name][0] == "ValueError" and message in said[name][1], (name, said[name])
 
 
-def refused_in_forward(rank, options):
-    with sequence_parallel_model(2, **options) as (model, _):
-        ds_sp_overlap.enable(model)
-        inputs = cut(batches(1)[0], rank, 2)
-        del inputs["labels"]
-        return refusal(model, **inputs, use_cache=False)
-
-
-def test_a_mask_made_of_more_than_windows_and_chunks_is_refused_by_name():
-    both_ways = dict(family="gemma3_text", head_dim=8, sliding_window=5, use_bidirectional_attention=True)
-    for kind, said in on_ranks(2, refused_in_forward, both_ways):
-        assert kind == "ValueError"
-        assert "can't be honoured on a sequence that is split over ranks" in said or "its attention is not causal" in said
+def test_a_mask_function_that_says_more_than_windows_and_chunks_is_refused_by_name():
+    causal = masking_utils.causal_mask_function
+    assert masks.read(causal) == masks.Pattern()
+    for function, why in (
+        (masking_utils.or_masks(causal, causal), "a mask with or_masks"),
+        (masking_utils.and_masks(causal, lambda *_: True), "a mask with .*lambda"),
+        (masking_utils.and_masks(masking_utils.sliding_window_overlay(5)), "not causal"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            masks.read(function)
 
 
 # What no exchange covers.

@@ -642,7 +642,7 @@ class World:
     records   what is compared, by name: (tensor or flag, whether it has tokens [b, s, ..])
     """
 
-    def __init__(self, program, rank=None, mover=None, exact=True):
+    def __init__(self, program, rank=None, mover=None, exact=True, nudged=None):
         self.program, self.rank, self.whole, self.mover = program, rank, rank is None, mover
         self.exact = exact and self.whole
         self.dtype = torch.float32 if program.half and not self.exact else torch.float64
@@ -656,6 +656,10 @@ class World:
             for modules in made:
                 modules.float().to(self.dtype)
         self.made = nn.ModuleList(made)
+        if nudged is not None:
+            torch.manual_seed(nudged)
+            for parameter in self.made.parameters():
+                parameter.data *= 1 + 2.0**-50 * torch.randn_like(parameter)
         self.layers = [Layer(self, i, spec, modules) for i, (spec, modules) in enumerate(zip(program.layers, made))]
         if program.counts:
             for name, parameter in self.parameters():
@@ -806,6 +810,11 @@ def faults(rank, program, delayed, acted):
         got = world.run()
         world.settle()
     wrong = errors(world, got, expected)
+    if not program.half and any(isinstance(e, float) and e > tolerance for e in wrong.values()):
+        # Some stacks of squared layers magnify roundings: no more is asked than of the reference itself, its weights off by a few.
+        worlds = [World(program, nudged=seed) for seed in range(3)]
+        tolerance = max(tolerance, *(4 * e for world in worlds for e in errors(world, world.run(), expected).values() if isinstance(e, float)))
+        acted["magnifies"] += 1
     said = {name: f"differs by {e:.3g}" if isinstance(e, float) else e for name, e in wrong.items()}
     found = [f"{name} {said[name]}" for name, e in wrong.items() if not isinstance(e, float) or not e <= tolerance]
     acted["raised"] += sum(what is True for name, (what, _) in got.items() if name.startswith("raised"))

@@ -22,6 +22,7 @@ def test_random_programs_do_what_they_do_on_the_whole_sequence(size):
     assert not reports, "\n\n".join(reports)
     for what in ("compared", "raised", "hooks", "transfers", "rank-major"):
         assert acted[what] > 100, f"{what}: {dict(acted)}"  # a program that does nothing is right as well
+    assert acted["magnifies"] < 10, "the tolerance is loosened for a few programs, not for all"
 
 
 def layers_with(**wanted):

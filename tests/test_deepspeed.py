@@ -290,7 +290,7 @@ def untouched(rank, section):
 def test_without_the_section_or_with_enabled_false_nothing_changes():
     assert on_ranks(2, untouched, None) == [(0, True)] * 2
     assert on_ranks(2, untouched, {"enabled": False, "head_groups": 2}) == [(0, True)] * 2
-    assert on_ranks(2, untouched, {}) == [(2, True)] * 2, "an empty section means the defaults; the instrument sees it"
+    assert on_ranks(2, untouched, {}) == [(4, True)] * 2, "two layers and the models around them: an empty section means the defaults; the instrument sees it"
 
 
 def refused_section(rank, section):
@@ -366,6 +366,7 @@ def said_without_a_section(rank, size, more):
             engine, *_ = deepspeed.initialize(model=model, config=ds_config(0, **more), mpu=sequence_parallel(model, size))
             ds_sp_overlap.disable(model)
             engine.destroy()
+            forget_sequence_parallel()
     finally:
         deepspeed.utils.logger.removeHandler(handler)
         forget_sequence_parallel()

@@ -178,7 +178,7 @@ def with_bias(rank, case, bias_shape):
     expected = Biased()(*inputs[:3], 0.3, bias=bias)
     local = Biased()
     q, k, v = (dropin.my_slice(case, rank, t) for t in inputs[:3])
-    got = dropin.module(case, local=local)(q, k, v, 0, None, 0.3, bias=mine, note="mine")
+    got = dropin.module(case, local=local, heads_alike=True)(q, k, v, 0, None, 0.3, bias=mine, note="mine")
     return layers.faults(1e-12, output=(got, dropin.my_slice(case, rank, expected))), local.calls
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import weakref
 from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
 
+from .calls import Calls
 from .timeline import Timeline
 from .transport import Transport, by_name
 
@@ -60,32 +59,6 @@ class SideStream:
     def before_compute(self, mark: Any) -> None:
         """Order the compute stream after ``mark``, and not after what was started since: that is to stay hidden."""
         self.backend.current_stream(self.device).wait_event(mark)
-
-
-class Calls:
-    """Calls of layers over one sp group in this process, whose names its ranks compare, `EVERY` at a time.
-
-    Ranks that call other layers, or call them in another order, exchange what has the same shape and train on, wrongly. A layer's
-    first call is compared at once (`Layer.call`). Later ones cost no waiting: a number that stands for the names of `EVERY` calls
-    is on its way while the next `EVERY` are made. Not noticed: the last calls of a process; and ranks that call other numbers of
-    layers come to collectives that don't fit together, and fail there.
-    """
-
-    EVERY = 32
-    _of_groups: weakref.WeakKeyDictionary[Any, Calls] = weakref.WeakKeyDictionary()
-
-    def __init__(self):
-        self.number = self.layers = 0  # of calls, and of layers that were called
-        self.names: list[str] = []  # of calls that the other ranks were not asked about
-        self.asked: tuple[list[str], Callable[[], bool]] = ([], lambda: True)  # about which they were; whether all say the same
-
-    @classmethod
-    def of(cls, group: Any) -> Calls:
-        """The calls over ``group``, by whatever layers."""
-        return cls() if group is None else cls._of_groups.setdefault(group, cls())
-
-    def __deepcopy__(self, memo: dict) -> Calls:
-        return self  # a copied layer calls over the same group
 
 
 class Channel:
@@ -155,55 +128,6 @@ class Channel:
             except Exception as error:  # of any kind: what another rank sent need not be an object
                 raise self.failed(where, "the comparison of the ranks", error) from error
         return every
-
-    def count(self, name: str, device: torch.device) -> None:
-        """Count the call of a layer whose tensors are on ``device``; once in `Calls.EVERY` the ranks compare the names.
-
-        Raises RuntimeError then, on all ranks alike, if they had called different layers when they last asked.
-        """
-        calls = self.calls
-        calls.number += 1
-        if self.group is None or self.size == 1:
-            return
-        calls.names.append(name)
-        if len(calls.names) < calls.EVERY:
-            return
-        (earlier, alike), calls.asked = calls.asked, ([], lambda: True)
-        names, calls.names = calls.names, []
-        try:
-            if alike():
-                calls.asked = names, self._ask_whether_alike("\n".join(names), device)
-                return
-        except RuntimeError as error:
-            raise self.failed(name, "the comparison of calls", error) from error
-        every = self.gather(earlier, name)
-        at = next(i for i, called in enumerate(zip(*every)) if len(set(called)) > 1)
-        seen = "; ".join(f"sp rank {rank}: {called[at]}" for rank, called in enumerate(every))
-        raise RuntimeError(
-            f"sp_overlap: the ranks of the sp group have called different layers, first in call "
-            f"{calls.number - 2 * calls.EVERY + at + 1} ({seen}), and what they have computed since is wrong; call the same layers "
-            "in the same order on every rank (those that are dropped at random by one random state for the sp group)"
-        )
-
-    def _ask_whether_alike(self, text: str, device: torch.device) -> Callable[[], bool]:
-        """Ask the other ranks whether they have the same text. Collective; what is returned waits for the answer."""
-        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        side = self.side(device)
-        with side.after_compute():
-            edges = torch.full((2,), number, dtype=torch.int64, device=device)
-            edges[1].neg_()
-            work = dist.all_reduce(edges, dist.ReduceOp.MAX, group=self.group, async_op=True)  # the largest, minus the smallest
-            if not side.deferred_unpack:
-                work.wait()
-                edges = edges.to("cpu", non_blocking=True)
-        mark = side.mark()
-
-        def alike() -> bool:
-            work.wait() if side.deferred_unpack else mark.synchronize()
-            largest, smallest = edges.tolist()
-            return largest == -smallest
-
-        return alike
 
     def agree(self, where: str, describe: Callable[[], Any]) -> None:
         """Compare ``describe()`` over the ranks; what it raises on one of them is raised on every one.

@@ -59,7 +59,7 @@ def fault(call: Call, local: Local, device: torch.device, form: Callable[[Any, T
 
 def _difference(call: Call, local: Local, device: torch.device, form: Callable[[Any, Tensor], Tensor]) -> float:
     """Norm of the difference of attention by groups and attention over all heads, of the worst head, over that head's norm."""
-    groups, whole = call, Call(call.channel, replace(call.geometry, groups=1), call.where)
+    whole = Call(call.channel, replace(call.geometry, groups=1), call.where)
     rank, generator = call.geometry.sp_rank, torch.Generator(device).manual_seed(0)
 
     def random(kind: str, dim: int) -> Tensor:
@@ -81,8 +81,8 @@ def _difference(call: Call, local: Local, device: torch.device, form: Callable[[
     expected = attend(whole, 0, q, {0: k}, {0: v})
     keys, values = ({group: part(kind, x, group) for group in call.groups} for kind, x in (("k", k), ("v", v)))
     worst = 0.0
-    for group in groups.groups:
-        got, want = attend(groups, group, part("q", q, group), keys, values), part("q", expected, group)
+    for group in call.groups:
+        got, want = attend(call, group, part("q", q, group), keys, values), part("q", expected, group)
         same = (got == want) | (got.isnan() & want.isnan())  # of rows that a mask hides altogether
         off = torch.where(same, 0, got - want)
         norms = (torch.linalg.vector_norm(x, dim=(0, 1, 3), dtype=torch.float64) for x in (off, want.nan_to_num(0, 0, 0)))

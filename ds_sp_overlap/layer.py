@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 from . import ops
 from .channel import Channel
 from .config import SpOverlapConfig
+from .contest import OFF
 from .heads import Local, fault
 from .layout import Geometry
-from .policy import OFF, Policy
+from .policy import Policy
 from .say import say_once
 from .schedule import Call
 from .timeline import Timeline
@@ -65,7 +66,7 @@ class Layer:
         call, timeline = self.call(describe), self.channel.timeline
         if call.geometry.groups > 1 and not self.heads_alike and not self._may_divide(call, inputs, local):
             call = Call(self.channel, _regrouped(call.geometry, 1), self.where, call.checked)
-        self.channel.count(self.called, inputs[0].device)
+        self.channel.calls.count(self.channel, self.called, inputs[0].device)
         if timeline is not None:
             timeline.look(self.channel)
             if timeline.recording():
@@ -138,7 +139,7 @@ class Layer:
             f"sp_overlap {self.config.model_dump(exclude_defaults=True)}, local sequence {lengths}, batch {geometry.batch}, "
             f"{geometry.heads} query and {geometry.kv_heads} KV heads, "
             f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
-            f"transport {self.config.transport}, {self.where}, call {self.channel.calls.number + 1} over the sp group"
+            f"{self.where}, call {self.channel.calls.number + 1} over the sp group"
         )
 
     def geometry(self, x: Tensor, heads: int, kv_heads: int, batch_first: bool, lengths, extra: tuple) -> Geometry:

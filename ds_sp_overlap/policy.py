@@ -38,7 +38,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-from statistics import mean, median
 from typing import Any, Callable
 
 import torch
@@ -49,112 +48,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from .channel import Channel
 from .clock import after_each_step, clock_of, in_backward, output_of, watched
 from .config import SpOverlapConfig
+from .contest import Candidate, Contest, Report, candidates_for, merged
 from .layout import Geometry
 
-OFF = "off"
-Candidate = int | str  # G, or OFF
-HOPELESS = 1.5  # times the fastest's time, after which a candidate is not tried again
 WAIT_S = 60  # for replicas whose optimizers have not stepped, before nothing is tried any more
-Report = dict[tuple, tuple[str, list[float]]]  # contests by key, in words, and the `milliseconds` of a rank
-
-
-def candidates_for(max_groups: int, off: bool) -> tuple[Candidate, ...]:
-    """What can be tried with up to ``max_groups`` head groups."""
-    return (*((OFF,) if off else ()), *(groups for groups in (1, 2, 4) if groups <= max_groups))
-
-
-def merged(reports: list[Report]) -> dict[tuple, tuple[str, list[float] | None]]:
-    """For each contest what the slowest rank measured of each candidate that is left.
-
-    A rank that has not timed all that are left compares nothing; None where every rank is such a one.
-    """
-    found = {}
-    for key, (what, _) in itertools.chain.from_iterable(report.items() for report in reports):
-        every = [report[key][1] for report in reports if key in report and max(report[key][1]) < float("inf")]
-        found[key] = what, [max(times) for times in zip(*every)] or None
-    return found
-
-
-class Contest:
-    """The candidates for layers of one shape, their times, and finally the chosen one.
-
-    what           the shape, in words
-    candidates     chosen at once where it is only one
-    default        the G of calls before the first turn, and the choice if nothing was ever timed
-    warmup_steps   at most so many turns
-    """
-
-    def __init__(self, what: str, candidates: tuple[Candidate, ...], default: int, warmup_steps: int):
-        self.what, self.left, self.default, self.warmup_steps = what, list(candidates), default, warmup_steps
-        self.turn = self.round = self.turns = 0  # place in the round; rounds and turns that are over
-        self.started, self.chosen = False, candidates[0] if len(candidates) == 1 else None
-        self.met = -1  # the last step in which a call of this rank had its backward
-        self.marks: dict[Candidate, tuple[list, list]] = {candidate: ([], []) for candidate in candidates}
-        self.slowest_ms: dict[Candidate, float] = {}  # what was found of each, in the last round that it took part in
-
-    def candidate(self, index: int) -> Candidate:
-        """What layer ``index`` runs in this step."""
-        if self.chosen is not None:
-            return self.chosen
-        return self.left[(self.turn + index) % len(self.left)] if self.started else self.default
-
-    @property
-    def timed(self) -> bool:
-        """Whether calls are to be timed now."""
-        return self.chosen is None and self.round > 0
-
-    def milliseconds(self, clock: Any) -> list[float]:
-        """Of a layer on this rank, for each candidate that is left; inf for one that was not timed.
-
-        Medians of the times per token, for as many tokens as calls here have on average: no candidate gains by short batches
-        on its turns, and the rank with the long ones is the slow one. A forward computed again, or without a backward, counts
-        as often as there were such for all candidates together: none loses by what happened on its turns.
-        """
-        marks = [self.marks[candidate] for candidate in self.left]
-        forwards, backwards = ([mark for each in marks for mark in each[which]] for which in (0, 1))
-
-        def per_token(marks: list) -> float:
-            return median(clock.between_ms(begin, end) / max(1, count) for begin, end, count in marks)
-
-        return [
-            mean(mark[2] for mark in forwards) * (per_token(each[0]) * len(forwards) / len(backwards) + per_token(each[1]))
-            if each[0] and each[1]
-            else float("inf")
-            for each in marks
-        ]
-
-    def next_turn(self, slowest: list[float] | None) -> None:
-        """Go on by a step; ``slowest`` has what is known of the candidates that are left, as of `merged`."""
-        if not self.started:
-            self.started = True
-            return
-        self.turn, self.turns = self.turn + 1, self.turns + 1
-        if self.turn < len(self.left):
-            return
-        self._drop_the_hopeless(slowest)
-        self.turn, self.round = 0, self.round + 1
-        if len(self.left) == 1 or self.turns + len(self.left) > self.warmup_steps:
-            self.decide()
-
-    def _drop_the_hopeless(self, slowest: list[float] | None) -> None:
-        if slowest is None:
-            return
-        self.slowest_ms.update(zip(self.left, slowest))
-        limit = HOPELESS * min(slowest)
-        self.left = [candidate for candidate in self.left if self.slowest_ms[candidate] <= limit]
-
-    def decide(self) -> None:
-        """Choose by what is known now."""
-        best = min(self.left, key=lambda candidate: self.slowest_ms.get(candidate, float("inf")))
-        self.chosen, self.marks = best if best in self.slowest_ms else self.default, {}
-
-    def __str__(self) -> str:
-        if not self.slowest_ms:
-            return f"sp_overlap: {self.what}: no call was timed, G = {self.chosen}"
-        names = {candidate: candidate if candidate == OFF else f"G = {candidate}" for candidate in self.slowest_ms}
-        times = ", ".join(f"{names[candidate]} {ms:.2f} ms" for candidate, ms in self.slowest_ms.items())
-        kept = "off, stock is fastest here" if self.chosen == OFF else names[self.chosen]
-        return f"sp_overlap: {self.what}: {times} a layer, forward and backward on the slowest rank; kept: {kept}"
 
 
 class Board:

@@ -95,7 +95,7 @@ def sequence_parallel_model(size, *args, stock=None, **options):
 @contextlib.contextmanager
 def warned():
     """The messages of warnings raised inside, those that are said once included."""
-    ds_sp_overlap.integrations._said.clear()
+    ds_sp_overlap.say.say_once.cache_clear()
     messages = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

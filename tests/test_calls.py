@@ -11,7 +11,7 @@ from ranks import on_ranks, refusal
 from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
-from ds_sp_overlap.channel import Calls
+from ds_sp_overlap.calls import Calls
 
 CASE = Case(heads=2, kv_heads=2, head_dim=2, value_dim=2, batch=1, lengths=(2, 2))
 

@@ -163,7 +163,7 @@ def reasons(rank, changes):
     """What the table says of a layer that was changed, what is rebound, and the warnings."""
     model = megatron_layers.layer(Shape(), torch.distributed.group.WORLD)
     changes(model.self_attention)
-    ds_sp_overlap.integrations._said.clear()
+    ds_sp_overlap.say.say_once.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         report = ds_sp_overlap.enable(model)

@@ -23,7 +23,8 @@ from ds_sp_overlap import policy as policies
 from ds_sp_overlap.channel import Channel
 from ds_sp_overlap.clock import watched
 from ds_sp_overlap.layout import Geometry
-from ds_sp_overlap.policy import OFF, Policy, candidates_for
+from ds_sp_overlap.contest import OFF, candidates_for, merged
+from ds_sp_overlap.policy import Policy
 
 
 class ScriptedClock:
@@ -260,7 +261,7 @@ def test_ranks_that_have_not_timed_all_that_are_left_compare_nothing():
 
     def drop(every):
         reports = [{"key": ("shape", times)} for times in every]
-        contest._drop_the_hopeless(policies.merged([*reports, {}])["key"][1])
+        contest._drop_the_hopeless(merged([*reports, {}])["key"][1])
 
     drop([[1.0, none, 2.0], [none, none, none]])
     assert contest.left == [1, 2, 4] and contest.slowest_ms == {}

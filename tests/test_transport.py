@@ -296,4 +296,4 @@ def disagree(rank):
 
 def test_ranks_with_different_transports_are_refused():
     for kind, message in on_ranks(2, disagree):
-        assert kind == "ValueError" and "transport c10d" in message and "transport auto" in message
+        assert kind == "ValueError" and "sp_overlap {'transport': 'c10d'}" in message and "sp_overlap {}" in message

@@ -20,7 +20,7 @@ from .. import ops
 from ..channel import Channel
 from ..config import SpOverlapConfig
 from ..policy import Policy
-from ..say import _said, say_once  # noqa: F401
+from ..say import say_once
 from ..self_attention import SelfAttention
 from ..timeline import Timeline
 

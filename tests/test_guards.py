@@ -77,8 +77,14 @@ def tables_are_watched(rank):
     return [] if test_usage.tables_changed_before_backward(rank) else ["nobody noticed that they changed"]
 
 
-def replaced_forward():
+def forward_of_a_class():
     return ["taken apart"] * can_take_apart(test_usage.Scaled(2, 2))
+
+
+def replaced_forward():
+    linear = torch.nn.Linear(2, 2)
+    linear.forward = lambda x: 2 * torch.nn.Linear.forward(linear, x)
+    return ["taken apart"] * can_take_apart(linear)
 
 
 def unequal_parts():
@@ -261,7 +267,7 @@ WATCHED = {
         Guard("linear:can_take_apart", ' or "forward" in vars(module)', ""), replaced_forward, ranks=0
     ),
     "a forward of a class of its own is called": Watched(
-        Guard("linear:can_take_apart", "type(module).forward not in plain or ", ""), replaced_forward, ranks=0
+        Guard("linear:can_take_apart", "type(module).forward not in plain or ", ""), forward_of_a_class, ranks=0
     ),
     "hooks of all modules count": Watched(
         Guard("linear:can_take_apart", ", *_EVERYWHERE", ""), functools.partial(test_usage.hooked_everywhere, kind="forward")
@@ -327,7 +333,7 @@ WATCHED = {
         test_policy.another_optimizer_before_backward,
     ),
     "the slowest rank counts": Watched(
-        Guard("policy:merged", "[max(times) for times in zip(*every)]", "[min(times) for times in zip(*every)]"),
+        Guard("contest:merged", "[max(times) for times in zip(*every)]", "[min(times) for times in zip(*every)]"),
         test_policy.choices_differ,
     ),
     "replicas choose together": Watched(
@@ -344,7 +350,7 @@ WATCHED = {
         4,
     ),
     "no candidate loses by evaluations on its turns": Watched(
-        Guard("policy:Contest.milliseconds", "len(forwards) / len(backwards)", "len(each[0]) / len(each[1])"),
+        Guard("contest:Contest.milliseconds", "len(forwards) / len(backwards)", "len(each[0]) / len(each[1])"),
         test_policy.evaluations_decide,
         0,
     ),
@@ -365,7 +371,7 @@ WATCHED = {
         test_calls.first_calls_unnoticed,
     ),
     "later calls of other layers are noticed": Watched(
-        Guard("channel:Channel.count", "calls.names.append(name)", 'calls.names.append("")'), test_calls.later_calls_unnoticed
+        Guard("calls:Calls.count", "self.names.append(name)", 'self.names.append("")'), test_calls.later_calls_unnoticed
     ),
     "check mode compares": Watched(
         Guard("exchange:_InFlight.collect", "if self.expected is not None:", "if False:"),

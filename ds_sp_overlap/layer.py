@@ -68,7 +68,7 @@ class Layer:
             call = Call(self.channel, _regrouped(call.geometry, 1), self.where, call.checked)
         self.channel.calls.count(self.channel, self.called, inputs[0].device)
         if timeline is not None:
-            timeline.look(self.channel)
+            timeline.look()
             if timeline.recording():
                 return timeline.layer(self.where, lambda *inputs: self._chosen(call, body, inputs, instead), inputs)
         return self._chosen(call, body, inputs, instead)

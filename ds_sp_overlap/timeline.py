@@ -9,18 +9,24 @@ Where an exchange is marked; ``C`` on the compute stream, ``S`` on the side stre
     exposed    what the compute row stood still for it: go - wait; on CPU, where the host packs and unpacks, that as well
     hidden     exchange - exposed
 
-Nothing waits for a device before the last of the steps is over. Then the rows of all ranks are gathered, and sp rank 0
-writes them (`picture`). What ran on the compute row follows from program order, see `computing`.
+Nothing waits for a device before the last of the steps is over. Then each rank leaves its rows in the store of the world, and
+sp rank 0 writes them (`picture`) once all are there. So no rank waits for another one, whichever optimizers it steps. What ran
+on the compute row follows from program order, see `computing`.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import itertools
 import os
+import pickle
 import re
 from typing import Any, Callable, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from . import picture
 from .clock import Steps, clock_of, watched
@@ -84,15 +90,21 @@ class Timeline:
 
     folder   of the files
     steps    first and last, counted in optimizer steps from 0
-    writes   whether this rank writes
+    rank     of the sp group; 0 writes
+    size     of the sp group
     """
 
-    def __init__(self, folder: str, steps: tuple[int, int], writes: bool):
-        self.folder, (self.first, self.last), self.writes = folder, steps, writes
+    made = itertools.count()  # alike on every rank of the sp group, since its ranks make their timelines in one order
+
+    def __init__(self, folder: str, steps: tuple[int, int], rank: int, size: int):
+        self.folder, (self.first, self.last), self.rank, self.size = folder, steps, rank, size
+        name = f"sp_overlap timeline {next(self.made)}"
+        self.store = dist.PrefixStore(name, _get_default_store()) if size > 1 else None
         self.steps: Steps | None = Steps()  # None when it is over
         self.clock: Any = None
         self.tracks: list[Track] = []
         self.layers: list[tuple[int, str, str, Any, Any]] = []
+        self.left: list[Row] = []  # of this rank, when it is over
 
     @classmethod
     def of(cls, config: SpOverlapConfig, channel: Any) -> Timeline | None:
@@ -101,12 +113,12 @@ class Timeline:
         if section is None or not channel.holds_first_rank:
             return None
         if section.path not in _open:
-            _open[section.path] = cls(section.path, tuple(section.steps), channel.rank == 0)
+            _open[section.path] = cls(section.path, tuple(section.steps), channel.rank, channel.size)
         return _open[section.path]
 
     def check(self) -> None:
         """Raises ValueError where the files can't be written."""
-        if not self.writes or self.steps is None:
+        if self.rank or self.steps is None:
             return
         try:
             os.makedirs(self.folder, exist_ok=True)
@@ -145,26 +157,38 @@ class Timeline:
 
     # Afterwards.
 
-    def look(self, channel: Any) -> None:
-        """Write if the last step is over. Collective then; every rank looks at the same places."""
-        if self.steps is not None and self.steps.now() > self.last:
-            every = channel.gather(self.rows())
-            self._finish()
-            if self.writes:
-                picture.write(self.folder, every)
+    def look(self) -> None:
+        """Leave this rank's rows once the last step is over; sp rank 0 writes when every rank has left its own."""
+        if self.folder not in _open or self.steps is not None and self.steps.now() <= self.last:
+            return
+        if self.steps is not None:
+            self._stop()
+        if self.rank:
+            self.store.set(str(self.rank), pickle.dumps(self.left))
+            del _open[self.folder]
+        elif self.store is None or self.store.check([str(rank) for rank in range(1, self.size)]):
+            self._write()
 
     def close(self) -> None:
-        """Write what there is of this rank, and stop."""
+        """Write what there is, of this rank and of those that have left their rows, and stop."""
         if self.steps is not None:
-            rows = self.rows()
-            self._finish()
-            if self.writes and rows:
-                picture.write(self.folder, [rows])
+            self._stop()
+        if self.folder in _open and self.rank == 0 and self.left:
+            self._write()
+        _open.pop(self.folder, None)
 
-    def _finish(self) -> None:
+    def _stop(self) -> None:
+        self.left = self.rows()
         self.steps.close()
         self.steps, self.tracks, self.layers = None, [], []
-        _open.pop(self.folder, None)
+
+    def _write(self) -> None:
+        every = [self.left]
+        with contextlib.suppress(RuntimeError):  # at exit the store may be gone
+            others = (str(rank) for rank in range(1, self.size))
+            every += [pickle.loads(self.store.get(rank)) for rank in others if self.store.check([rank])]
+        del _open[self.folder]
+        picture.write(self.folder, every)
 
     def rows(self) -> list[Row]:
         """What was recorded, as bars."""

@@ -139,7 +139,7 @@ class StreamClock:
 
 def test_on_an_accelerator_marks_are_made_on_the_stream_they_speak_of_and_nothing_more_is_waited_for(backend):
     """On a stand-in for the stream interface; ``arrived`` is not followed on the host there."""
-    lines = Timeline("nowhere", (0, 0), writes=False)
+    lines = Timeline("nowhere", (0, 0), rank=1, size=1)
     lines.clock = StreamClock(backend)
     q = q_exchange(backend, deferred_unpack=False)
     q.channel.timeline = lines

@@ -30,9 +30,16 @@ class Numbers:
         return end - begin
 
 
+def stopped(lines):
+    """The rows of a timeline that is not to write them."""
+    lines._stop()
+    timeline._open.pop(lines.folder, None)
+    return lines.left
+
+
 def recorded(**marks):
     """The rows of one exchange with these marks, in a step and a layer of their own."""
-    lines = Timeline("nowhere", (0, 0), writes=False)
+    lines = Timeline("nowhere", (0, 0), rank=1, size=1)
     lines.clock = Numbers()
     track = Track(lines.clock, 0, "layers.7 q0", 1000)
     track.at = marks
@@ -90,9 +97,7 @@ def rows_of_a_block(rank, size, groups, folder):
     attend = layers.block(shape, layer, group)
     layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
     lines = attend.layer.channel.timeline
-    rows = lines.rows()
-    lines._finish()
-    return [tuple(row) for row in rows]
+    return [tuple(row) for row in stopped(lines)]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -137,7 +142,7 @@ def arrivals(rank, folder):
     while not all("arrived" in track.at for track in lines.tracks) and time.monotonic() < until:
         time.sleep(0.01)
     found = [track.what for track in lines.tracks if "arrived" in track.at]
-    lines._finish()
+    stopped(lines)
     return found
 
 
@@ -203,6 +208,31 @@ def test_what_was_recorded_is_written_when_training_ends_before_the_last_step(tm
     assert {line["sp_rank"] for line in lines} == {"0"} and {line["step"] for line in lines} == {"1", "2"}
 
 
+def stepped_apart(rank, folder):
+    """Rank 0 is a step further than rank 1 in the second of four calls; which folders are open behind each."""
+    shape = Shape(config={"timeline": {"path": folder, "steps": [0, 0]}})
+    layer = layers.projections(shape)
+    attend, open_after = layers.block(shape, layer, torch.distributed.group.WORLD), []
+    optimizer = torch.optim.SGD(layer.parameters(), 0.0)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    for call in range(4):
+        layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
+        open_after.append(folder in timeline._open)
+        torch.distributed.barrier()
+        if call >= rank:
+            optimizer.step()
+    return open_after
+
+
+def test_ranks_whose_optimizers_step_apart_wait_for_nobody(tmp_path):
+    # Rank 1 leaves its rows in the third call, rank 0 finds them there or in the fourth.
+    first, second = on_ranks(2, stepped_apart, str(tmp_path), timeout_s=60)
+    assert first[:2] == [True, True] and first[3] is False and second == [True, True, False, False]
+    with open(tmp_path / "exchanges.csv") as file:
+        lines = list(csv.DictReader(file))
+    assert {line["sp_rank"] for line in lines} == {"0", "1"} and {line["step"] for line in lines} == {"0"}
+
+
 def untracked(rank):
     seen, in_flight = [], exchange._InFlight.collect
 
@@ -228,12 +258,10 @@ def test_without_the_key_nothing_is_marked():
 
 def off_layer(rank, folder):
     """A layer that the policy leaves alone, in a recorded step."""
-    lines = Timeline(folder, (0, 0), writes=True)
+    lines = Timeline(folder, (0, 0), rank=0, size=1)
     x = torch.ones(2, requires_grad=True)
     lines.layer("layers.0", lambda x: x * 2, (x,)).sum().backward()
-    rows = lines.rows()
-    lines._finish()
-    return [(row.layer, row.kind) for row in rows]
+    return [(row.layer, row.kind) for row in stopped(lines)]
 
 
 def test_a_layer_without_exchanges_is_there_all_the_same(tmp_path):

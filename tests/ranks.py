@@ -6,6 +6,7 @@ does not answer in time takes its pool with it, and the next test gets a new one
 
 import atexit
 import faulthandler
+import gc
 import os
 import queue
 import signal
@@ -15,6 +16,7 @@ import traceback
 
 import torch
 import torch.multiprocessing
+from torch.distributed.distributed_c10d import _world
 
 _context = torch.multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "deepspeed", "ds_sp_overlap", "models"])
@@ -45,7 +47,8 @@ def _work(rank, size, store, tasks, results):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else each pool would build it, behind a file lock
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
-    linear = torch.nn.functional.linear
+    gc.freeze()  # libraries stay; a collection, of which tests ask for many, looks at what came after them
+    linear, of_deepspeed = torch.nn.functional.linear, dict(vars(deepspeed.utils.groups))
     while True:
         try:
             if (task := tasks.get()) is None:
@@ -57,6 +60,12 @@ def _work(rank, size, store, tasks, results):
             results.put((rank, None, function(rank, *args)))
         except BaseException as error:  # sent to the test, which decides
             results.put((rank, (type(error).__name__, str(error), traceback.format_exc()), None))
+        made = [group for group in _world.pg_map if group is not torch.distributed.group.WORLD]
+        for group in made:  # each has threads, which never sleep for long
+            torch.distributed.destroy_process_group(group)
+        if made:
+            vars(deepspeed.utils.groups).update(of_deepspeed)
+            gc.collect()
 
 
 class Pool:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from .channel import Channel
 from .config import SpOverlapConfig
+from .execution import Call, attend_groups, finish_output, start_inputs
 from .heads import Local
 from .layer import Layer, apart
 from .parts import cut, join
 from .policy import Policy
 from .rotary import check_tables, rotate
-from .schedule import Call, overlapped
 from .transport import Transport
 
 
@@ -74,27 +74,22 @@ class ProjectedAttention:
         layer, geometry = self.layer, call.geometry
         given = {"q": query, "k": key, "v": value}
         flat: list[bool] = []
+        pieces: dict[tuple[str, int], Tensor] = {}
+        for kind, x in given.items():
+            parts = [part for part in call.schedule.parts if part[0] == kind]
+            pieces.update(zip(parts, cut(x, 2, [geometry.heads_of(*part) for part in parts])))
 
-        def inputs(program):
-            parts = {}
-            for kind, x in given.items():
-                groups = [group for k, group in call.parts if k == kind]
-                pieces = cut(x, 2, [geometry.heads_of(kind, group) for group in groups])
-                parts.update(((kind, group), piece) for group, piece in zip(groups, pieces))
-            return program(lambda kind, group: parts[kind, group])
-
-        def attend(q, k, v):
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o = local(q, k, v)
             flat.append(isinstance(o, Tensor) and o.dim() == 3)
             return apart(o, q, layer.where)
 
-        def output(tokens, program):
-            outputs: list[Tensor] = []
-            program(tokens, lambda group, o: outputs.append(o))
-            o = join(outputs, 2, [geometry.heads_of("q", group) for group in call.groups])
-            return o.flatten(2) if flat[0] else o
-
-        return overlapped(call, inputs, attend, output, arrive)
+        tokens = start_inputs(call, lambda *part: pieces.pop(part))
+        tokens = attend_groups(call, tokens, attend, arrive)
+        outputs: dict[int, Tensor] = {}
+        finish_output(call, tokens, outputs.__setitem__)
+        o = join([outputs[group] for group in call.groups], 2, [geometry.heads_of("q", group) for group in call.groups])
+        return o.flatten(2) if flat[0] else o
 
     def _describe(self, query, key, value, batch_first, num_kv_heads, lengths, extra):
         def shapes():

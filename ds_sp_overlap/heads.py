@@ -15,7 +15,8 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .schedule import Call
+from .execution import Call, with_kv
+from .layout import Geometry
 
 
 class Local(NamedTuple):
@@ -59,21 +60,21 @@ def fault(call: Call, local: Local, device: torch.device, form: Callable[[Any, T
 
 def _difference(call: Call, local: Local, device: torch.device, form: Callable[[Any, Tensor], Tensor]) -> float:
     """Norm of the difference of attention by groups and attention over all heads, of the worst head, over that head's norm."""
-    whole = Call(call.channel, replace(call.geometry, groups=1), call.where)
-    rank, generator = call.geometry.sp_rank, torch.Generator(device).manual_seed(0)
+    groups, whole = call.geometry, replace(call.geometry, groups=1)
+    rank, generator = groups.sp_rank, torch.Generator(device).manual_seed(0)
 
     def random(kind: str, dim: int) -> Tensor:
-        shape = whole.geometry.exchange(kind, 0, dim).target.shape
+        shape = whole.exchange(kind, 0, dim).target.shape
         return torch.randn(shape, generator=generator, dtype=local.dtype, device=device)
 
     def part(kind: str, x: Tensor, group: int) -> Tensor:
         """The heads that arrive with ``group``."""
-        first = whole.geometry.sent_range(kind, rank, 0)[0]
-        start, stop = call.geometry.sent_range(kind, rank, group)
+        first = whole.sent_range(kind, rank, 0)[0]
+        start, stop = groups.sent_range(kind, rank, group)
         return x.narrow(2, start - first, max(stop - start, 0)) if start < stop else x[:, :, :0]
 
-    def attend(call: Call, group: int, q: Tensor, keys: dict[int, Tensor], values: dict[int, Tensor]) -> Tensor:
-        heads = q, call.with_kv(group, keys), call.with_kv(group, values)
+    def attend(geometry: Geometry, group: int, q: Tensor, keys: dict[int, Tensor], values: dict[int, Tensor]) -> Tensor:
+        heads = q, with_kv(geometry, group, keys), with_kv(geometry, group, values)
         q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in heads)  # some attentions change them in place
         return form(local.attend(q, k, v, *local.args, **local.kwargs), q)
 
@@ -82,7 +83,7 @@ def _difference(call: Call, local: Local, device: torch.device, form: Callable[[
     keys, values = ({group: part(kind, x, group) for group in call.groups} for kind, x in (("k", k), ("v", v)))
     worst = 0.0
     for group in call.groups:
-        got, want = attend(call, group, part("q", q, group), keys, values), part("q", expected, group)
+        got, want = attend(groups, group, part("q", q, group), keys, values), part("q", expected, group)
         same = (got == want) | (got.isnan() & want.isnan())  # of rows that a mask hides altogether
         off = torch.where(same, 0, got - want)
         norms = (torch.linalg.vector_norm(x, dim=(0, 1, 3), dtype=torch.float64) for x in (off, want.nan_to_num(0, 0, 0)))

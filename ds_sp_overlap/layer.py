@@ -15,14 +15,16 @@ from . import ops
 from .channel import Channel
 from .config import SpOverlapConfig
 from .contest import OFF
+from .execution import Call
 from .heads import Local, fault
 from .layout import Geometry
 from .policy import Policy
 from .say import say_once
-from .schedule import Call
+from .schedule import Schedule, by_head_groups, check
 from .timeline import Timeline
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
+_checked = lru_cache(maxsize=None)(lambda schedule, kinds, wgrad_last: check(schedule(kinds, wgrad_last)))
 _regrouped = lru_cache(maxsize=4096)(lambda geometry, groups: replace(geometry, groups=groups))
 
 
@@ -31,12 +33,19 @@ class Layer:
 
     policy        shared with the other layers of the model; one of its own if None
     heads_alike   the local attention is known to treat all heads alike, and not tried out
+    schedule      what travels with each head group, whether wgrads of the output projection come last -> what happens when
     """
 
     def __init__(
-        self, channel: Channel, config: SpOverlapConfig, where: str, policy: Policy | None = None, heads_alike: bool = False
+        self,
+        channel: Channel,
+        config: SpOverlapConfig,
+        where: str,
+        policy: Policy | None = None,
+        heads_alike: bool = False,
+        schedule: Callable[[tuple[str, ...], bool], Schedule] = by_head_groups,
     ):
-        self.channel, self.config, self.where, self.heads_alike = channel, config, where, heads_alike
+        self.channel, self.config, self.where, self.heads_alike, self.schedule = channel, config, where, heads_alike, schedule
         self.policy = policy or Policy.of(config, channel)
         self.index = self.policy.join() if self.policy else 0
         channel.timeline = channel.timeline or Timeline.of(config, channel)
@@ -45,7 +54,7 @@ class Layer:
 
     def __deepcopy__(self, memo: dict) -> Layer:
         """Of the copy of a module: it exchanges over the same group."""
-        return Layer(self.channel, self.config, self.where, self.policy, self.heads_alike)
+        return Layer(self.channel, self.config, self.where, self.policy, self.heads_alike, self.schedule)
 
     def __getstate__(self):
         raise TypeError(f"{self.where}: an attention layer over a process group can't be pickled; save its state_dict()")
@@ -65,7 +74,7 @@ class Layer:
         """
         call, timeline = self.call(describe), self.channel.timeline
         if call.geometry.groups > 1 and not self.heads_alike and not self._may_divide(call, inputs, local):
-            call = Call(self.channel, _regrouped(call.geometry, 1), self.where, call.checked)
+            call = self._made(_regrouped(call.geometry, 1), call.checked)
         self.channel.calls.count(self.channel, self.called, inputs[0].device)
         if timeline is not None:
             timeline.look()
@@ -80,7 +89,7 @@ class Layer:
         candidate, tokens = contest.candidate(self.index), call.geometry.batch * sum(call.geometry.seq_lens)
         if candidate == OFF:
             return self.policy.run(contest, candidate, tokens, instead, inputs)
-        call = Call(self.channel, _regrouped(call.geometry, candidate), self.where, call.checked)
+        call = self._made(_regrouped(call.geometry, candidate), call.checked)
         return self.policy.run(contest, candidate, tokens, lambda *inputs: body(call, *inputs), inputs)
 
     def _may_divide(self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]) -> bool:
@@ -114,7 +123,13 @@ class Layer:
                 self.channel.calls.layers += 1
                 self.agreed, self.called = True, f"{self.where} (layer {self.channel.calls.layers})"
         geometry, _ = describe()
-        return Call(self.channel, geometry, self.where, checked=first and self.config.check)
+        return self._made(geometry, first and self.config.check)
+
+    def _made(self, geometry: Geometry, checked: bool) -> Call:
+        schedule = _checked(self.schedule, geometry.kinds, self.config.wgrad)
+        if self.channel.timeline is not None:
+            self.channel.timeline.follow(self.where, schedule)
+        return Call(self.channel, geometry, schedule, self.where, checked)
 
     def refuse(self, error: ValueError) -> None:
         """Raise ``error``, on the layer's first call on every rank."""

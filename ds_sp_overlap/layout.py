@@ -143,11 +143,6 @@ class Geometry:
         """Query heads of the rank that has fewest; a head can't be shared by two groups."""
         return self.heads // self.sp_size
 
-    @cached_property
-    def parts(self) -> tuple[tuple[str, int], ...]:
-        """What travels to attention, in the order of its starts: q, k or v and its group."""
-        return tuple((kind, group) for group in range(self.groups) for kind in self.kinds_of(group))
-
     @property
     def seq_dim(self) -> int:
         return 1 if self.batch_first else 0
@@ -211,6 +206,11 @@ class Geometry:
         """Rows of a projection whose heads of this kind begin at head ``first``, for the heads of `heads_of`; for o, columns."""
         heads = self.heads_of("q" if kind == "o" else kind, group)
         return tuple(((first + start) * head_dim, (first + stop) * head_dim) for start, stop in heads)
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """`kinds_of` every group."""
+        return tuple(self.kinds_of(group) for group in range(self.groups))
 
     def kinds_of(self, group: int) -> str:
         """Which of q, k, v travel with ``group``; no KV head is new to a group that shares all of them."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .parts import Gradient, Part, batched, cut, cut_ranges, tokens
+from .parts import Ranges, batched, cut_ranges
 
 
 Forwards = tuple[Callable[..., object], ...]
@@ -36,9 +36,14 @@ def can_take_apart(module: nn.Module, plain: Forwards = PLAIN) -> bool:
         return False
     if type(module.weight) not in (nn.Parameter, Tensor):  # a quantised or distributed tensor
         return False
+    return not is_hooked(module)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody else than DeepSpeed would see that a module is called for some heads at a time, or more than once."""
     kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, *_EVERYWHERE
-    ours = (getattr(hook, "__module__", "") or "" for hooks in kinds for hook in hooks.values())
-    return not any(kinds) or all(module.startswith("deepspeed.") for module in ours)
+    hooks = (getattr(hook, "__module__", "") or "" for hooks in kinds for hook in hooks.values())
+    return any(kinds) and not all(module.startswith("deepspeed.") for module in hooks)
 
 
 def leaves_bias(module: nn.Module) -> bool | None:
@@ -94,45 +99,11 @@ def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.movedim(0, -2)
 
 
-def projected_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Part, ranks: int = 0) -> Tensor:
+def projected_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Ranges, ranks: int = 0) -> Tensor:
     """``x`` [.., m] times some rows of ``weight`` [n, m], ``[.., n_r]``; ``[.., ranks, n_r / ranks]`` as it travels, if ranks."""
     if ranks:
         return by_rank(x, batched(weight, 0, rows, ranks), None if bias is None else batched(bias, 0, rows, ranks))
     return F.linear(x, cut_ranges(weight, 0, rows), None if bias is None else cut_ranges(bias, 0, rows))
-
-
-class _LinearRows(torch.autograd.Function):
-    """Some rows of a projection.
-
-    x   [..., m]     w   [n, m]   the parameter     b   [n]
-    w_r [n_r, m]     the rows of w in part ``index``
-    ranks            0: y is [..., n_r]; else [..., ranks, n_r / ranks], the rows of each rank together in memory
-
-    forward   y  = x w_r^T + b_r
-    dgrad     dx = dy w_r
-    wgrad     dw_r = dy^T x,  db_r = sum dy      left in the `Gradient` of each, and said so to its token
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight_token, bias_token, weight, bias, index, gradients, ranks):
-        ctx.index, ctx.gradients = index, gradients
-        ctx.set_materialize_grads(False)
-        needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
-        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
-        return projected_rows(x, weight, bias, gradients[0].parts[index], ranks)
-
-    @staticmethod
-    def backward(ctx, dy):
-        if dy is None:
-            return (None,) * 8
-        x, weight = ctx.saved_tensors
-        dy = dy.flatten(2)
-        of_weight, of_bias = ctx.gradients
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        dx = dy @ cut_ranges(weight, 0, of_weight.parts[ctx.index]) if needs_dx else None
-        dw = of_weight.leave(ctx.index, matrix(dy).t() @ matrix(x)) if needs_dw else None
-        db = of_bias.leave(ctx.index, matrix(dy).sum(0)) if needs_db else None
-        return dx, dw, db, None, None, None, None, None
 
 
 def autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]:
@@ -142,37 +113,3 @@ def autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
-
-
-class RowParts:
-    """A projection, computed part by part; to be made inside `call_through`.
-
-    x        [..., m]    input
-    module   the linear layer
-    parts    the rows of each part
-    """
-
-    def __init__(self, x: Tensor, module: nn.Linear, parts: list[Part]):
-        self.x, self.weight, self.bias = autocast(x, module.weight, None if leaves_bias(module) else module.bias)
-        shapes = self.weight.shape, self.weight.shape[:1]
-        self.gradients = tuple(Gradient(shape, parts) for shape in shapes)
-        self.tokens = [tokens(parameter, left) for parameter, left in zip((self.weight, self.bias), self.gradients)]
-
-    def part(self, index: int, ranks: int = 0) -> Tensor:
-        """Output of the rows of one part, ``[..., n_r]``; ``[..., ranks, n_r / ranks]`` in the memory order of the wire."""
-        weight_token, bias_token = (of[index] for of in self.tokens)
-        return _LinearRows.apply(self.x, weight_token, bias_token, self.weight, self.bias, index, self.gradients, ranks)
-
-
-class WholeRows:
-    """The same for a layer that can't be taken apart: called whole, when its first part is asked for, and then cut."""
-
-    def __init__(self, x: Tensor, module: nn.Module, parts: list[Part]):
-        self.x, self.module, self.parts = x, module, parts
-        self.outputs: tuple[Tensor, ...] | None = None
-
-    def part(self, index: int, ranks: int = 0) -> Tensor:
-        if self.outputs is None:
-            y = self.module(self.x)
-            self.outputs = cut(y if leaves_bias(self.module) is None else y[0], self.x.dim() - 1, self.parts)
-        return self.outputs[index]

@@ -1,6 +1,6 @@
-"""Parts of a tensor along one dimension, taken and put together again, differentiably.
+"""Rangess of a tensor along one dimension, taken and put together again, differentiably.
 
-A part is a list of ranges. Parts may overlap (KV heads that two ranks need): their gradients are summed.
+A part is a list of ranges. Rangess may overlap (KV heads that two ranks need): their gradients are summed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .layout import Range
 
-Part = tuple[Range, ...]
+Ranges = tuple[Range, ...]  # of a part
 
 
-def _slices(x: Tensor, dim: int, ranges: Part) -> Tensor | None:
+def _slices(x: Tensor, dim: int, ranges: Ranges) -> Tensor | None:
     """Equal, evenly spaced slices of ``x`` as one view, ``[.., count, slice, ..]`` in place of ``dim``; None if they are not."""
     first, last = ranges[0][0], ranges[-1][1]
     size = ranges[0][1] - first
@@ -23,7 +23,7 @@ def _slices(x: Tensor, dim: int, ranges: Part) -> Tensor | None:
     return x.narrow(dim, first, last - first).unfold(dim, size, step).movedim(-1, dim + 1)
 
 
-def cut_ranges(parameter: Tensor, dim: int, ranges: Part) -> Tensor:
+def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
     """The slices of ``parameter`` along ``dim``, one after another; a view if there is one."""
     if len(ranges) == 1:
         if ranges[0] == (0, parameter.shape[dim]):
@@ -35,7 +35,7 @@ def cut_ranges(parameter: Tensor, dim: int, ranges: Part) -> Tensor:
     return torch.cat([parameter.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
-def put_ranges(whole: Tensor, dim: int, ranges: Part, piece: Tensor, add: bool) -> None:
+def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool) -> None:
     """Write (or add) ``piece`` back to the slices of ``whole`` that `cut_ranges` took it from."""
     slices = _slices(whole, dim, ranges) if len(ranges) > 1 and not add else None
     if slices is not None:
@@ -48,12 +48,12 @@ def put_ranges(whole: Tensor, dim: int, ranges: Part, piece: Tensor, add: bool) 
         at += stop - start
 
 
-def _disjoint_cover(parts: list[Part], size: int) -> bool:
+def _disjoint_cover(parts: list[Ranges], size: int) -> bool:
     ranges = sorted(r for part in parts for r in part)
     return [r[0] for r in ranges] + [size] == [0] + [r[1] for r in ranges]
 
 
-def join_pieces(shape, dim: int, pieces: list[tuple[Part, Tensor]]) -> Tensor | None:
+def join_pieces(shape, dim: int, pieces: list[tuple[Ranges, Tensor]]) -> Tensor | None:
     """A tensor with each piece in its place; summed where their parts overlap, zero where there is none; None for no piece."""
     if not pieces:
         return None
@@ -96,60 +96,12 @@ class _Join(torch.autograd.Function):
         return None, None, None, *(cut_ranges(grad, ctx.dim, part).contiguous() for part in ctx.parts)
 
 
-class Gradient:
-    """The gradient of a parameter while its parts arrive; they are put together when all have.
-
-    Not written into one buffer as they come: that would be there in full while the exchanges of the other parts' gradients are
-    under way, where a step's memory peaks.
-
-    shape   of the parameter
-    parts   ranges of its rows; their gradients are summed where they overlap
-    """
-
-    def __init__(self, shape: torch.Size, parts: list[Part]):
-        self.shape, self.parts = shape, parts
-        self.pieces: dict[int, Tensor] = {}
-
-    def leave(self, index: int, piece: Tensor) -> Tensor:
-        """Take the gradient of one part, in place of one that an earlier backward left and nobody collected.
-
-        Returns what the part's token gets.
-        """
-        self.pieces[index] = piece
-        return piece.new_empty(0)
-
-    def collect(self, reached: list[bool]) -> Tensor | None:
-        """The gradient, zero in the parts that this backward has not reached."""
-        pieces, self.pieces = self.pieces, {}
-        given = [(part, pieces[i]) for i, part in enumerate(self.parts) if reached[i]]
-        return join_pieces(self.shape, 0, given)
-
-
-class _Tokens(torch.autograd.Function):
-    """A token for each part of a parameter: a part that has left its gradient says so through it.
-
-    parameter  [n, ...]
-    token g    [0]
-    backward   d parameter = what is left in ``gradient``
-    """
-
-    @staticmethod
-    def forward(ctx, parameter, gradient):
-        ctx.set_materialize_grads(False)
-        ctx.gradient = gradient
-        return tuple(parameter.new_empty(0) for _ in gradient.parts)
-
-    @staticmethod
-    def backward(ctx, *tokens):
-        return ctx.gradient.collect([token is not None for token in tokens]), None
-
-
-def cut(x: Tensor, dim: int, parts: list[Part]) -> tuple[Tensor, ...]:
+def cut(x: Tensor, dim: int, parts: list[Ranges]) -> tuple[Tensor, ...]:
     """The parts of ``x`` along ``dim``, each a list of ranges; differentiable, parts may overlap."""
     return (x,) if parts == [((0, x.shape[dim]),)] else _Cut.apply(x, dim, parts)
 
 
-def join(pieces: list[Tensor], dim: int, parts: list[Part]) -> Tensor:
+def join(pieces: list[Tensor], dim: int, parts: list[Ranges]) -> Tensor:
     """The tensor that `cut` takes into ``pieces``, for parts that tile it; differentiable."""
     if len(pieces) == 1:
         return pieces[0]
@@ -158,15 +110,7 @@ def join(pieces: list[Tensor], dim: int, parts: list[Part]) -> Tensor:
     return _Join.apply(shape, dim, parts, *pieces)
 
 
-def tokens(parameter: Tensor | None, gradient: Gradient) -> tuple[Tensor | None, ...]:
-    """A token for each part of the parameter, whose gradient is due once the parts have left theirs.
-
-    For one part as well: the order in which parameters get their gradients is the same for every number of head groups.
-    """
-    return (None,) * len(gradient.parts) if parameter is None else _Tokens.apply(parameter, gradient)
-
-
-def batched(parameter: Tensor, dim: int, part: Part, count: int) -> Tensor:
+def batched(parameter: Tensor, dim: int, part: Ranges, count: int) -> Tensor:
     """``count`` equal, evenly spaced slices of ``parameter`` along ``dim`` as one view, ``[count, .., slice]``, ``dim`` last."""
     first, last = part[0][0], part[-1][1]
     size = sum(stop - start for start, stop in part) // count

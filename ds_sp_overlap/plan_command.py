@@ -143,7 +143,7 @@ def describe(layer: Layer, rates: Rates, result: Plan) -> str:
     base = result.results["none"]
     rows = [
         (name, f"{r.step_ms:.3f}", f"{r.step_ms - r.compute_ms:.3f}", f"{r.exposed:.1%}", f"{1 - r.step_ms / base.step_ms:.1%}",
-         f"{r.buffer_bytes / 2**20:.1f}")
+         f"{r.held / 2**20:.1f}")
         for name, r in result.results.items()
     ]  # fmt: skip
     head = ("overlapped exchanges", "step ms", "exposed ms", "exposed", "saves", "buffers MiB")

@@ -1,157 +1,349 @@
-"""The schedule of an attention layer: program order, and nothing else.
+"""When an attention layer does what: its order as a value, which everything else reads. No torch here.
 
-Forward with two head groups, as it is written in `overlapped` (a wire carries one exchange at a time):
+A schedule is two programs, forward and backward; a program is a tuple of steps:
 
-    compute | Wq0 Wk0 Wv0 Wq1 Wk1 Wv1 | attention 0 | attention 1 | Wo0 | Wo1 |
-    wire    |     q0  k0  v0  q1  k1    v1            o0            o1
+    project q 0    W x of head group 0: what travels as q0       dgrad q 0    dx += dq0 W     wgrad q 0    dW = dq0^T x
+    attend o 0     attention of the group: o0 of q, k, v         attend do 0  its backward: dq0, dk0, dv0 of do0
+    merge o 0      y += o0 Wo of the group                       dgrad o 0    do0 = dy Wo     wgrad o 0    dWo = dy^T o0
+    start q 0      launch an exchange, which goes on by itself   finish q 0   wait for it
 
-Backward, which falls out of it (autograd runs nodes that are ready in the reverse order of their creation):
+With two head groups, as `draw` prints it (the wire carries one exchange at a time; where the compute row is dotted it waits):
 
-    compute | Wo1 dgrad | Wo0 dgrad | Wo wgrad | attention 1 | attention 0 | Wv1 Wk1 Wq1 | Wv0 Wk0 Wq0 |
-    wire    |             do1         do0        .             dv1 dk1 dq1   dv0 dk0 dq0
+    forward
+    compute | Wq0 Wk0 Wv0 Wq1 Wk1 Wv1 attention 0 attention 1 Wo0 Wo1
+    wire    |     q0  k0  v0  q1  k1  v1          o0          o1
 
-With one group (a rank with one query head has no choice) v, o and dv have only each other to hide behind:
+    backward
+    compute | Wo1 dgrad Wo0 dgrad Wo wgrad attention 1 attention 0 Wv1 Wk1 Wq1 Wv0 Wk0 Wq0
+    wire    |           do1       do0                  dv1 dk1 dq1 dv0 dk0 dq0
 
-    compute | Wq Wk Wv |       | attention |      | Wo |      | Wo dgrad | Wo wgrad |     | attention | Wv | Wk | Wq |
-    wire    |    q  k    v                   o                             do                           dv   dk   dq
+With one (a rank with one query head has no choice) v, o and dv have only each other to hide behind:
 
-The starts and finishes in the order that is drawn (``>`` start, ``<`` finish), which a test holds against a recording:
+    forward
+    compute | Wq Wk Wv ..attention ..Wo
+    wire    |    q  k  v           o
 
-    G = 1   forward    >q >k >v <q <k <v >o <o
-            backward   >do <do >dv >dk >dq <dv <dk <dq
-    G = 2   forward    >q0 >k0 >v0 >q1 >k1 >v1 <q0 <k0 <v0 >o0 <q1 <k1 <v1 >o1 <o0 <o1
-            backward   >do1 >do0 <do1 >dv1 >dk1 >dq1 <do0 >dv0 >dk0 >dq0 <dv1 <dk1 <dq1 <dv0 <dk0 <dq0
+    backward
+    compute | Wo dgrad Wo wgrad attention ...Wv Wk Wq
+    wire    |          do                 dv dk dq
+
+Who reads it: `execution` and `nodes` walk it, `plan` plays it with costs, `timeline` names measured bars by it, tests hold a
+recorded layer against it. Another schedule is another function that returns one (``SelfAttention(schedule=...)``).
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable
-
-import torch
-from torch import Tensor
-
-from .channel import Channel
-from .clock import named
-from .exchange import Exchange, finish_together
-from .layout import Geometry
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import Callable, Iterable, NamedTuple
 
 
-class Call:
-    """One call of one attention layer: its geometry and its exchanges.
+class Step(NamedTuple):
+    """One step of a program.
 
-    channel    the sp group
-    geometry   who holds what
-    where      name of the layer, for errors and logs
-    checked    compare each exchange with a plain one
-    by_rank    those of q, k, v and o whose local tensors have a dimension for the ranks (`Geometry.exchange`)
-    turn       (cos, sin) for q and k to be rotated by on their way out (`Exchange`)
+    act     on the compute row: "project", "attend", "merge", "dgrad", "wgrad"; on the wire: "start", "finish"
+    of      what it makes or moves: q, k, v, o, or their gradients dq, dk, dv, do
+    group   head group
     """
 
-    by_rank: frozenset[str] = frozenset()
-    turn: tuple[Tensor, Tensor] | None = None
+    act: str
+    of: str
+    group: int
 
-    def __init__(self, channel: Channel, geometry: Geometry, where: str, checked: bool = False):
-        self.channel, self.geometry, self.where, self.checked = channel, geometry, where, checked
-        self.groups = range(geometry.groups)
-        self.parts = geometry.parts
-        self.exchanges: dict[tuple[str, int], Exchange] = {}  # that were started, by kind and group
-
-    def start(self, kind: str, group: int, x: Tensor, *of: Tensor) -> Tensor:
-        """Start the exchange of one group of q, k, v or o, which was computed ``of`` others; returns its token."""
-        layout = self.geometry.exchange(kind, group, x.shape[-1], kind in self.by_rank)
-        what = kind if self.geometry.groups == 1 else f"{kind}{group}"
-        turn = self.turn if kind in "qk" else None
-        exchange = self.exchanges[kind, group] = Exchange(self.channel, layout, self.where, what, self.checked, turn)
-        return exchange.start(x, *of)
-
-    def finish(self, kinds: str, group: int, tokens: list[Tensor]) -> tuple[Tensor, ...]:
-        """Finish exchanges of a group; returns what was received."""
-        return finish_together([self.exchanges[kind, group] for kind in kinds], tokens)
-
-    def named(self, what: str, group: int) -> Any:
-        """A range of a profiler, named as in the drawing above."""
-        return named(self.where, what + str(group) if self.geometry.groups > 1 else what.rstrip())
-
-    def with_kv(self, group: int, received: dict[int, Tensor]) -> Tensor:
-        """The KV heads that a group attends to, put together from the pieces that arrived with it or before it."""
-        pieces = [
-            received[sent] if stop - start == received[sent].shape[2] else received[sent].narrow(2, start, stop - start)
-            for sent, start, stop in self.geometry.kv_pieces(group)
-        ]
-        heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
-        index = self.geometry.kv_expansion(group)
-        return heads if index is None else heads.index_select(2, torch.tensor(index, device=heads.device))
-
-    def attended(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``attend(q, k, v)`` of a group, which may change in place what no other group reads, on whatever rank.
-
-        Raises RuntimeError if it changes k or v where there are KV heads that two groups share.
-        """
-        if group == self.groups[-1] or not self.geometry.kv_is_shared:
-            return attend(q, k, v)
-        if k.is_inference():  # nobody counts its versions
-            return attend(q, k.clone(), v.clone())
-        before = k._version, v._version
-        o = attend(q, k, v)
-        if (k._version, v._version) != before:
-            raise RuntimeError(
-                f"{self.where}: local attention changes k or v in place, and another head group attends to them as well; have it "
-                "change a copy (k = k * scale), or set sp_overlap.head_groups to 1"
-            )
-        return o
+    @property
+    def on_wire(self) -> bool:
+        return self.act in ("start", "finish")
 
 
-Project = Callable[[str, int], Tensor]
-Merge = Callable[[int, Tensor], None]
+Program = tuple[Step, ...]
+MLP = Step("MLP", "", 0)  # the rest of a transformer layer, which a plan plays beside the layer's own steps
 
 
-def overlapped(
-    call: Call,
-    inputs: Callable[[Callable[[Project], list[Tensor]]], list[Tensor]],
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    output: Callable[[list[Tensor], Callable[[list[Tensor], Merge], None]], Tensor],
-    arrive: Callable[[str, Tensor], Tensor] | None = None,
-) -> Tensor:
-    """Run an attention layer in the order drawn above.
+@dataclass(frozen=True)
+class Schedule:
+    """The programs of a layer. Each has three sections, since autograd has a node at each end of a layer and what lies between:
 
-    inputs   runs a program in a place where ``project(kind, group)`` gives q, k or v of a group, ``[s/P, b, h_g, d]``
-    arrive   what is done with q, k or v on arrival, ``[s, b, h_g/P, d]``; RoPE where the caller wants it after the exchange
-    attend   q, k, v -> o of a group, ``[s, b, h_g/P, d]`` each
-    output   runs a program in a place where ``merge(group, o)`` takes o of a group, ``[s/P, b, h_g, d]``; gives the result
+    inputs      projections, and the starts of what they make; one node
+    attention   finishes of q, k, v, attention, starts of o; autograd's own nodes, so that backward is the mirror image
+    output      finishes of o, and the output projection; one node
 
-    Collective: every rank of the sp group calls it with the same layer at the same time.
+    Forward has them in this order, backward in the other.
     """
 
-    def start_inputs(project: Project) -> list[Tensor]:
-        tokens = []
-        for kind, group in call.parts:
-            with call.named(f"W{kind}", group):
-                x = project(kind, group)
-            tokens.append(call.start(kind, group, x))
-        return tokens
+    forward: Program
+    backward: Program
 
-    tokens = dict(zip(call.parts, inputs(start_inputs)))
+    @cached_property
+    def groups(self) -> int:
+        return 1 + max(step.group for step in self.forward)
 
-    keys, values, started = {}, {}, []
-    for group in call.groups:
-        received = {}
-        for kinds in (call.geometry.kinds_of(group),) if arrive is None else call.geometry.kinds_of(group):
-            received.update(zip(kinds, call.finish(kinds, group, [tokens[kind, group] for kind in kinds])))
-            if arrive is not None:  # under the exchanges that are still on their way
-                received[kinds] = arrive(kinds, received[kinds])
-        q = received.pop("q")
-        if received:
-            keys[group], values[group] = received["k"], received["v"]
-        qkv = q, call.with_kv(group, keys), call.with_kv(group, values)
-        with call.named("attention ", group):
-            o = call.attended(attend, group, *qkv)
-        started.append(call.start("o", group, o, *qkv))
-        del qkv  # before the next are put together
+    @cached_property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """What travels to attention, in the order of its starts: q, k or v and its group."""
+        return tuple((step.of, step.group) for step in self.inputs if step.act == "start")
 
-    def finish_output(tokens: list[Tensor], merge: Merge) -> None:
-        for group in call.groups:
-            (o,) = call.finish("o", group, [tokens[group]])
-            with call.named("Wo", group):
-                merge(group, o)
+    @cached_property
+    def inputs(self) -> Program:
+        return tuple(step for step in self.forward if _section(step) == "inputs")
 
-    return output(started, finish_output)
+    @cached_property
+    def attention(self) -> tuple[Program, ...]:
+        """Finishes of a group that follow one another are one node, and lie together here."""
+        steps = [step for step in self.forward if _section(step) == "attention"]
+        return tuple(tuple(same) for _, same in groupby(steps, key=lambda step: (step.act, step.group)))
+
+    @cached_property
+    def last_attended(self) -> int:
+        return [step.group for step in self.forward if step.act == "attend"][-1]
+
+    @cached_property
+    def output(self) -> Program:
+        return tuple(step for step in self.forward if _section(step) == "output")
+
+    @cached_property
+    def backward_of_output(self) -> Program:
+        return tuple(step for step in self.backward if _section(step) == "output")
+
+    @cached_property
+    def backward_of_inputs(self) -> Program:
+        return tuple(step for step in self.backward if _section(step) == "inputs")
+
+    def name(self, of: str, group: int) -> str:
+        """Of an exchange; without a number where there is one group."""
+        return of if self.groups == 1 else f"{of}{group}"
+
+    def label(self, step: Step) -> str:
+        """What is written on the bar of a step of the compute row."""
+        if step == MLP:
+            return "MLP"
+        of, number = step.of[-1], self.name("", step.group)
+        if step.act == "attend":
+            return f"attention {number}".rstrip() + " backward" * (step.of == "do")
+        if step.act in ("dgrad", "wgrad"):
+            if of != "o":
+                return f"W{of}{number} backward"
+            return f"Wo{number} dgrad" if step.act == "dgrad" else "Wo wgrad"
+        return f"W{of}{number}"
+
+
+def _section(step: Step) -> str:
+    if step.act in ("project", "merge", "dgrad", "wgrad"):
+        return "output" if step.of == "o" else "inputs"
+    at_output = step.act == {"o": "finish", "do": "start"}.get(step.of)
+    at_inputs = step.act == ("finish" if step.of[0] == "d" else "start") and step.of[-1] != "o"
+    return "output" if at_output else "inputs" if at_inputs else "attention"
+
+
+@lru_cache(maxsize=None)
+def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
+    """All q, k, v first, then group after group: group g+1 travels while g is attended, and o of g-1 meanwhile.
+
+    kinds        which of q, k, v travel with each head group, "qkv" or "q" (`Geometry.kinds_of`)
+    wgrad_last   compute dWo under the exchanges of do instead of before they start
+    """
+    groups = range(len(kinds))
+    forward, backward = [], []
+    for group in groups:
+        for kind in kinds[group]:
+            forward += [Step("project", kind, group), Step("start", kind, group)]
+    for group in groups:
+        forward += [Step("finish", kind, group) for kind in kinds[group]]
+        forward += [Step("attend", "o", group), Step("start", "o", group)]
+    for group in groups:
+        forward += [Step("finish", "o", group), Step("merge", "o", group)]
+
+    for group in reversed(groups):
+        if not wgrad_last:
+            backward += [Step("wgrad", "o", group)]
+        backward += [Step("dgrad", "o", group), Step("start", "do", group)]
+    if wgrad_last:
+        backward += [Step("wgrad", "o", group) for group in groups]
+    for group in reversed(groups):
+        backward += [Step("finish", "do", group), Step("attend", "do", group)]
+        backward += [Step("start", "d" + kind, group) for kind in reversed(kinds[group])]
+    for group in reversed(groups):
+        for kind in reversed(kinds[group]):
+            backward += [Step("finish", "d" + kind, group), Step("dgrad", kind, group), Step("wgrad", kind, group)]
+    return Schedule(tuple(forward), tuple(backward))
+
+
+# What holds for every schedule.
+
+
+def check(schedule: Schedule) -> Schedule:
+    """Return ``schedule``. Raises ValueError for one that can't be run: a step that is missing, there twice, too early or out of
+    its section, or a backward in which autograd would do something else."""
+    groups = range(schedule.groups)
+    kinds = ["".join(of for of, at in schedule.parts if at == group) for group in groups]
+    forward, backward = _needs(kinds)
+    for name, program, needs in (("forward", schedule.forward, forward), ("backward", schedule.backward, backward)):
+        done: set[Step] = set()
+        for step in program:
+            if step not in needs or step in done:
+                raise ValueError(f"schedule, {name}: {_words(step)} is {'there twice' if step in done else 'no step of this layer'}")
+            early = [need for need in needs[step] if need not in done]
+            if early:
+                raise ValueError(f"schedule, {name}: {_words(step)} comes before {_words(early[0])}")
+            done.add(step)
+        if missing := [step for step in needs if step not in done]:
+            raise ValueError(f"schedule, {name}: {_words(missing[0])} is missing")
+        sections = [section for section, _ in groupby(program, key=_section)]
+        if sections != ["inputs", "attention", "output"][:: 1 if name == "forward" else -1]:
+            raise ValueError(f"schedule, {name}: its sections are {', '.join(sections)}; each is one piece, see `Schedule`")
+    mirrored = tuple(step for node in reversed(schedule.attention) for step in _mirrored(node))
+    for step, expected in zip((step for step in schedule.backward if _section(step) == "attention"), mirrored):
+        if step != expected:
+            raise ValueError(f"schedule, backward: {_words(step)}, where autograd has {_words(expected)}: the mirror image of forward")
+    return schedule
+
+
+def _needs(kinds: list[str]) -> tuple[dict[Step, list[Step]], dict[Step, list[Step]]]:
+    """The steps of both programs, each with those that it comes after; ``kinds`` travel with each group."""
+    forward: dict[Step, list[Step]] = {}
+    backward: dict[Step, list[Step]] = {}
+    arrived: list[Step] = []  # the KV heads that a group attends to may have come with it or with any before
+    last = len(kinds) - 1
+    for group, here in enumerate(kinds):
+        for kind in here:
+            forward[Step("project", kind, group)] = []
+            forward[Step("start", kind, group)] = [Step("project", kind, group)]
+            forward[Step("finish", kind, group)] = [Step("start", kind, group)]
+            backward[Step("finish", "d" + kind, group)] = [Step("start", "d" + kind, group)]
+            for act in ("dgrad", "wgrad"):
+                backward[Step(act, kind, group)] = [Step("finish", "d" + kind, group)]
+            attended = range(group, group + 1 if kind == "q" else last + 1)  # by whom
+            backward[Step("start", "d" + kind, group)] = [Step("attend", "do", at) for at in attended]
+        arrived += [Step("finish", kind, group) for kind in here if kind != "q"]
+        forward[Step("attend", "o", group)] = [Step("finish", "q", group), *arrived]
+        forward[Step("start", "o", group)] = [Step("attend", "o", group)]
+        forward[Step("finish", "o", group)] = [Step("start", "o", group)]
+        forward[Step("merge", "o", group)] = [Step("finish", "o", group)]
+        backward[Step("dgrad", "o", group)] = backward[Step("wgrad", "o", group)] = []
+        backward[Step("start", "do", group)] = [Step("dgrad", "o", group)]
+        backward[Step("finish", "do", group)] = [Step("start", "do", group)]
+        backward[Step("attend", "do", group)] = [Step("finish", "do", group)]
+    return forward, backward
+
+
+def _mirrored(node: Program) -> Program:
+    """What the backward of a node of the attention section does."""
+    if node[0].act == "attend":
+        return (Step("attend", "do", node[0].group),)
+    act = "finish" if node[0].act == "start" else "start"
+    return tuple(Step(act, "d" + step.of, step.group) for step in reversed(node))
+
+
+def _words(step: Step) -> str:
+    return " ".join(map(str, step))
+
+
+# Played on two rows.
+
+
+class Bar(NamedTuple):
+    """What a row is busy with, in ms; ``step`` is the start of an exchange on the wire, None where the compute row waits."""
+
+    label: str
+    step: Step | None
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Played:
+    """
+    compute, wire   bars of the two rows; among those of the compute row the waits, labelled as what they wait for
+    step_ms         until the last row is done
+    held            most bytes of buffers between start and finish at once
+    """
+
+    compute: list[Bar]
+    wire: list[Bar]
+    step_ms: float
+    held: int
+
+    @cached_property
+    def compute_ms(self) -> float:
+        return sum(bar.end - bar.begin for bar in self.compute if bar.step is not None)
+
+    @cached_property
+    def wire_ms(self) -> float:
+        return sum(bar.end - bar.begin for bar in self.wire)
+
+    @property
+    def exposed(self) -> float:
+        """Share of the step in which nothing is computed."""
+        return 1 - self.compute_ms / self.step_ms if self.step_ms else 0.0
+
+    @cached_property
+    def exposed_ms(self) -> dict[str, float]:
+        """Of each exchange, how long the compute row stands still for it."""
+        waits = {bar.label: 0.0 for bar in self.wire}
+        for bar in self.compute:
+            if bar.step is None:
+                waits[bar.label] += bar.end - bar.begin
+        return waits
+
+
+def play(schedule: Schedule, program: Program, ms: Callable[[Step], float], held: Callable[[Step], int] = lambda step: 0) -> Played:
+    """Play a program: the compute row does one step after another, the wire carries exchanges in the order of their starts.
+
+    ms     of a step on the compute row; of the transfer, for a start
+    held   bytes of the buffers of an exchange, from its start to its finish
+    """
+    now = free = 0.0
+    compute: list[Bar] = []
+    wire: list[Bar] = []
+    arrives: dict[tuple[str, int], float] = {}
+    bytes_of: dict[tuple[str, int], int] = {}
+    most = 0
+    for step in program:
+        what = step.of, step.group
+        if step.act == "start":
+            begin = max(now, free)
+            free = arrives[what] = begin + ms(step)
+            wire.append(Bar(schedule.name(*what), step, begin, free))
+            bytes_of[what] = held(step)
+            most = max(most, sum(bytes_of.values()))
+        elif step.act == "finish":
+            if (arrived := arrives.pop(what)) > now:
+                compute.append(Bar(schedule.name(*what), None, now, arrived))
+                now = arrived
+            del bytes_of[what]
+        else:
+            compute.append(Bar(schedule.label(step), step, now, now + ms(step)))
+            now = compute[-1].end
+    return Played(compute, wire, max(now, free), most)
+
+
+def draw(schedule: Schedule, program: Program) -> str:
+    """The two rows of a program as text, each step as long as its name; where the compute row waits there are dots."""
+    begun = None
+
+    def columns(step: Step) -> int:
+        nonlocal begun
+        if step.act == "start":
+            return len(schedule.name(step.of, step.group)) + 1
+        again, begun = schedule.label(step) == begun, schedule.label(step)
+        return 0 if again else len(_short(begun)) + 1
+
+    played = play(schedule, program, columns)
+    rows = []
+    for name, bars in (("compute", played.compute), ("wire", played.wire)):
+        row = [" "] * int(played.step_ms)
+        for bar in bars:
+            begin, end = int(bar.begin), int(bar.end)
+            text = "." * (end - begin) if bar.step is None else _short(bar.label)
+            row[begin : begin + len(text[: end - begin])] = text[: end - begin]
+        rows.append(f"{name:<7} | {''.join(row).rstrip()}")
+    return "\n".join(rows)
+
+
+def _short(label: str) -> str:
+    return label.removesuffix(" backward")
+
+
+def order(schedule: Schedule, program: Program) -> list[str]:
+    """Starts and finishes of a program: ``>q0`` and ``<q0``."""
+    return [{"start": ">", "finish": "<"}[step.act] + schedule.name(step.of, step.group) for step in program if step.on_wire]

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from . import ops
 from .channel import Channel
 from .config import SpOverlapConfig
+from .execution import Call, Part, attend_groups, finish_output, start_inputs
 from .heads import Local
 from .layer import Layer, apart
-from .linear import PLAIN, Forwards, RowParts, WholeRows, autocast, batched_pays, call_through, can_take_apart
-from .nodes import Rows, finish_output, start_inputs
-from .parts import Part, join
+from .linear import PLAIN, Forwards, autocast, batched_pays, call_through, can_take_apart, is_hooked, leaves_bias
+from .nodes import Projections, Rows, finish_projected, start_projected
+from .parts import cut, join
 from .policy import Policy
 from .rotary import Rotary
-from .schedule import Call, overlapped
+from .schedule import Schedule, by_head_groups
 from .transport import Transport
 
 
@@ -35,7 +36,7 @@ class SelfAttention:
     qkv_proj                 a fused one, its rows in the order [all q | all k | all v]
     q_norm, k_norm           per-head norm of q and k, applied over d
     rope                     ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d], applied before the exchange; best a
-                             `Rotary`, which needs no memory order
+                             `Rotary`: beside any other the projections are called whole
     sequence_process_group   the sp group; None where the world is one rank
     batch_first              hidden states are [b, s/P, m] (True) or [s/P, b, m]
     config                   an ``sp_overlap`` section
@@ -43,9 +44,11 @@ class SelfAttention:
     policy                   shared with other layers, for "head_groups": "auto"; one of its own if None
     plain                    forwards of linear layers that may be taken apart, see `linear.can_take_apart`
     heads_alike              ``local_attention`` treats all heads alike; else that is tried out on the first call
+    schedule                 what happens when, made for what travels with each head group (`schedule.by_head_groups`)
 
-    A projection that can't be taken apart (LoRA, quantised, hooked by somebody) is called whole; its exchanges are
-    overlapped all the same.
+    Projections that can't be taken apart are called whole; their exchanges are overlapped all the same. The output projection
+    can't if it is not a plain linear layer (LoRA, quantised, hooked by somebody). Those of q, k and v can't if one of them is
+    not, if a norm is no module or is hooked, or if RoPE is no `Rotary` or learns its tables.
     """
 
     def __init__(
@@ -71,12 +74,13 @@ class SelfAttention:
         policy: Policy | None = None,
         plain: Forwards = PLAIN,
         heads_alike: bool = False,
+        schedule: Callable[[tuple[str, ...], bool], Schedule] = by_head_groups,
     ):
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
         self.local_attention, self.rope, self.batch_first, self.plain = local_attention, rope, batch_first, plain
         parsed = SpOverlapConfig.parse(config or {})
         channel = Channel(sequence_process_group, transport or parsed.transport, kernels=parsed.kernels)
-        self.layer = Layer(channel, parsed, name, policy, heads_alike)
+        self.layer = Layer(channel, parsed, name, policy, heads_alike, schedule)
         self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj, q_norm, k_norm)
         sizes = {
             "q_proj.out_features": (q_proj, self.heads),
@@ -110,7 +114,12 @@ class SelfAttention:
         """The projections that are computed part by part, as of now."""
         if not self.layer.config.projections:
             return []
-        return [module for module in self._modules if can_take_apart(module, self.plain)]
+        norms = [norm for norm in self._norms.values() if norm is not None]
+        inputs = {module for module, _ in self._projections.values()}
+        able = [module for module in self._modules if can_take_apart(module, self.plain)]
+        plain = inputs.issubset(able) and (self.rope is None or isinstance(self.rope, Rotary))
+        plain = plain and all(isinstance(norm, nn.Module) and not is_hooked(norm) for norm in norms)
+        return able if plain else [module for module in able if module not in inputs]
 
     @torch.compiler.disable
     def __call__(
@@ -142,93 +151,82 @@ class SelfAttention:
         )
 
     def _overlapped(self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict) -> Tensor:
-        opened = self.taken_apart()
-        if isinstance(self.rope, Rotary) and ops.implementation(self.layer.channel.kernels).folds:
-            call.turn = self.rope.of_tokens(position_embeddings, self.head_dim)
-        call.by_rank = self._by_rank(call, hidden_states, opened)
+        split = self.taken_apart()
+        folded = self.rope.of_tokens(position_embeddings, self.head_dim) if self._folds() else None
+        tables = () if self.rope is None or folded is not None else self._tables(position_embeddings)
+        if tables is None:  # they learn
+            split = [module for module in split if module is self.o_proj]
+        call.rope_tables = folded
+        call.by_rank = self._by_rank(call, hidden_states, split)
 
-        def inputs(program):
-            inner = [module for module in opened if module is not self.o_proj]
-            rows, tables = self._rows(call), self._tables(call, position_embeddings)
-
-            def body(x):
-                if tables is not None and {part.module for part in rows.values()}.issubset(inner):
-                    return start_inputs(call, x, rows, self.head_dim, tables, program)
-                return tuple(program(self._projector(call, x, rows, inner, position_embeddings)))
-
-            return call_through(inner, body, hidden_states)
-
-        def attend(q, k, v):
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return apart(self.local_attention(q, k, v, *args, **kwargs), q, self.layer.where)
 
-        def output(tokens, program):
-            if self.o_proj in opened:
-                defer = self.layer.config.wgrad
-                return call_through(
-                    [self.o_proj], lambda *tokens: finish_output(call, self.o_proj, defer, tokens, program), *tokens
-                )
-            outputs: list[Tensor] = []
-            program(tokens, lambda group, o: outputs.append(o))
-            o = join(outputs, 2, [call.geometry.heads_of("q", group) for group in call.groups])
-            return self.o_proj(o.flatten(2))
+        if self._projections["q"][0] in split:
+            norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
+            made = Projections(self._rows(call), norms, tables, self.head_dim)
+            tokens = call_through(made.modules, lambda x: start_projected(call, made, x), hidden_states)
+        else:
+            tokens = start_inputs(call, self._whole(call, hidden_states, position_embeddings))
+        tokens = attend_groups(call, tokens, attend)
+        if self.o_proj in split:
+            of_groups = [tokens["o", group] for group in call.groups]
+            return call_through([self.o_proj], lambda *of_groups: finish_projected(call, self.o_proj, of_groups), *of_groups)
+        outputs: dict[int, Tensor] = {}
+        finish_output(call, tokens, outputs.__setitem__)
+        heads = [call.geometry.heads_of("q", group) for group in call.groups]
+        return self.o_proj(join([outputs[group] for group in call.groups], 2, heads).flatten(2))
 
-        return overlapped(call, inputs, attend, output)
+    def _folds(self) -> bool:
+        """Whether q and k are rotated in the kernels that pack them."""
+        return isinstance(self.rope, Rotary) and ops.implementation(self.layer.channel.kernels).folds
 
-    def _rows(self, call: Call) -> dict[tuple[str, int], Rows]:
+    def _tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
+        """What q and k are rotated by behind the projections, empty for nothing; None where it learns."""
+        tables = self.rope.turn(position_embeddings, self.head_dim) if isinstance(self.rope, Rotary) else ()
+        return () if tables is None else None if any(table.requires_grad for table in tables) else tables
+
+    def _rows(self, call: Call) -> dict[Part, Rows]:
         """Where each part of q, k and v comes from."""
         rows = {}
-        for kind, group in call.parts:
+        for kind, group in call.schedule.parts:
             module, first = self._projections[kind]
             ranks = call.geometry.sp_size if kind in call.by_rank else 0
             rows[kind, group] = Rows(module, call.geometry.elements_of(kind, group, first, self.head_dim), ranks)
         return rows
 
-    def _tables(self, call: Call, position_embeddings: Any) -> tuple[Tensor, ...] | None:
-        """What q and k are rotated by between projection and exchange, empty for nothing; None where more is done to them."""
-        if any(norm is not None for norm in self._norms.values()) or not (self.rope is None or isinstance(self.rope, Rotary)):
-            return None
-        tables = None if self.rope is None or call.turn is not None else self.rope.turn(position_embeddings, self.head_dim)
-        return () if tables is None else None if any(table.requires_grad for table in tables) else tables
-
-    def _projector(self, call: Call, x: Tensor, rows: dict, opened: list[nn.Module], position_embeddings: Any):
-        """``project(kind, group)`` of `overlapped`: projection, norm and RoPE of one group's heads."""
-        parts: dict[nn.Module, list[Part]] = {}
-        place = {}
-        for what, part in rows.items():
-            place[what] = len(parts.setdefault(part.module, []))
-            parts[part.module].append(part.rows)
-        sources = {m: (RowParts if m in opened else WholeRows)(x, m, parts) for m, parts in parts.items()}
+    def _whole(self, call: Call, x: Tensor, position_embeddings: Any) -> Callable[[str, int], Tensor]:
+        """``project`` of `start_inputs`: each projection is called when its first part is asked for, and cut."""
+        rows, made = self._rows(call), {}
 
         def project(kind: str, group: int) -> Tensor:
-            module, _, ranks = rows[kind, group]
-            heads = sources[module].part(place[kind, group], ranks).unflatten(-1, (-1, self.head_dim))
-            return shape(kind, heads.movedim(2, 0)).movedim(0, 2) if ranks else shape(kind, heads)  # in the order of memory
-
-        def shape(kind: str, heads: Tensor) -> Tensor:
+            module = rows[kind, group].module
+            if (kind, group) not in made:
+                parts = {part: of.rows for part, of in rows.items() if of.module is module}
+                y = module(x)
+                made.update(zip(parts, cut(y if leaves_bias(module) is None else y[0], 2, list(parts.values()))))
+            heads = made.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
             if kind == "v":
                 return heads
-            if self._norms[kind] is not None:
-                heads = self._norms[kind](heads)
-            return heads if self.rope is None or call.turn is not None else self.rope(heads, position_embeddings)
+            heads = heads if self._norms[kind] is None else self._norms[kind](heads)
+            return heads if self.rope is None or call.rope_tables is not None else self.rope(heads, position_embeddings)
 
         return project
 
-    def _by_rank(self, call: Call, x: Tensor, opened: list[nn.Module]) -> frozenset[str]:
+    def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
         """Those of q, k, v and o whose send buffers are written by the GEMM that makes them, so that nothing is packed."""
         geometry = call.geometry
         if not batched_pays(x, geometry.heads // geometry.sp_size * self.head_dim):  # no part has more rows a rank
             return frozenset()
         modules = {**{kind: module for kind, (module, _) in self._projections.items()}, "o": self.o_proj}
-        stranger = self.rope is not None and not isinstance(self.rope, Rotary)  # expects four dimensions
-        packed = stranger or call.turn is not None
 
         def pays(kind: str) -> bool:
             sent = "q" if kind == "o" else kind
             start, stop = geometry.sent_range(sent, geometry.sp_rank, 0)
             rows = (stop - start) * self.head_dim
-            return modules[kind] in opened and geometry.divides(sent) and batched_pays(x, rows, dgrad=kind == "o")
+            return modules[kind] in split and geometry.divides(sent) and batched_pays(x, rows, dgrad=kind == "o")
 
-        return frozenset(kind for kind in "qkvo" if not (packed and kind in "qk") and pays(kind))
+        return frozenset(kind for kind in "qkvo" if not (call.rope_tables is not None and kind in "qk") and pays(kind))
 
     def _describe(self, hidden: Tensor, position_embeddings: Any, lengths, extra: tuple):
         if hidden.dim() != 3:

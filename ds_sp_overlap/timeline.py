@@ -11,7 +11,7 @@ Where an exchange is marked; ``C`` on the compute stream, ``S`` on the side stre
 
 Nothing waits for a device before the last of the steps is over. Then each rank leaves its rows in the store of the world, and
 sp rank 0 writes them (`picture`) once all are there. So no rank waits for another one, whichever optimizers it steps. What ran
-on the compute row follows from program order, see `computing`.
+on the compute row is read off the layer's schedule, see `computing`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import contextlib
 import itertools
 import os
 import pickle
-import re
 from typing import Any, Callable, NamedTuple
 
 import torch.distributed as dist
@@ -31,6 +30,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from . import picture
 from .clock import Steps, clock_of, watched
 from .config import SpOverlapConfig
+from .schedule import Program, Schedule
 
 
 class Row(NamedTuple):
@@ -104,6 +104,7 @@ class Timeline:
         self.clock: Any = None
         self.tracks: list[Track] = []
         self.layers: list[tuple[int, str, str, Any, Any]] = []
+        self.schedules: dict[tuple[int, str], Schedule] = {}  # by step and layer
         self.left: list[Row] = []  # of this rank, when it is over
 
     @classmethod
@@ -143,6 +144,11 @@ class Timeline:
         self.tracks.append(track)
         return track
 
+    def follow(self, where: str, schedule: Schedule) -> None:
+        """The layer ``where`` is about to run by ``schedule``."""
+        if self.recording():
+            self.schedules[self.steps.now(), where] = schedule
+
     def layer(self, where: str, body: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
         """``body(*inputs)`` of the layer ``where``."""
         self.clock = self.clock or clock_of(inputs[0].device)
@@ -180,7 +186,7 @@ class Timeline:
     def _stop(self) -> None:
         self.left = self.rows()
         self.steps.close()
-        self.steps, self.tracks, self.layers = None, [], []
+        self.steps, self.tracks, self.layers, self.schedules = None, [], [], {}
 
     def _write(self) -> None:
         every = [self.left]
@@ -217,46 +223,46 @@ class Timeline:
             bar("transfer", at["packed"], arrived, track.bytes)
             bar("unpack", at["unpacking"], at["done"])
             bar("wait", at["wait"], at["go"])
-        return rows + [row for step in sorted({row.step for row in rows}) for row in computing(rows, step)]
+        return rows + [row for step in sorted({row.step for row in rows}) for row in computing(rows, step, self.schedules)]
 
 
-def computing(rows: list[Row], step: int) -> list[Row]:
+def computing(rows: list[Row], step: int, schedules: dict[tuple[int, str], Schedule]) -> list[Row]:
     """What the compute row did between its stops: starts and finishes of exchanges, begin and end of layers.
 
-    An exchange is started by what produced it, so that before ``>q0`` there was Wq0, before ``>o0`` attention 0. What
-    follows a finish and comes before another one uses what was finished.
+    Between two stops of a layer it did what its schedule has between them.
     """
     stops: list[tuple[float, float, str, Row]] = []
     for row in rows:
         if row.step == step and row.kind in ("issue", "wait"):
-            stops.append((row.begin, row.end, ">" if row.kind == "issue" else "<", row))
+            stops.append((row.begin, row.end, (">" if row.kind == "issue" else "<") + row.what, row))
         elif row.step == step and row.kind in ("forward", "backward"):
             stops += [(row.begin, row.begin, "[", row), (row.end, row.end, "]", row)]
     stops.sort(key=lambda stop: stop[:2])
+    exchanged: dict[str, set[str]] = {}
+    for *_, row in stops:
+        exchanged.setdefault(row.layer, set()).add(row.what)
+    names = {
+        layer: {**_between(schedule, schedule.forward, exchanged[layer]), **_between(schedule, schedule.backward, exchanged[layer])}
+        for (at, layer), schedule in schedules.items()
+        if at == step and layer in exchanged
+    }
     found = []
     for (_, begin, before, first), (end, _, after, second) in zip(stops, stops[1:]):
-        name = "" if before == "]" else _produces(second.what) if after == ">" else _uses(first.what, before, first.kind)
+        name = names.get(first.layer, {}).get((before, after)) if first.layer == second.layer else None
         if name and end > begin:
             found.append(Row(step, first.layer, name, "compute", begin, end))
     return found
 
 
-def _parts(what: str) -> tuple[str, str]:
-    return re.fullmatch(r"(d?[qkvo])(\d*)", what).groups()
-
-
-def _produces(what: str) -> str:
-    kind, group = _parts(what)
-    spaced = f" {group}" if group else ""
-    if kind == "do":
-        return f"Wo{group} dgrad"
-    return f"attention{spaced}" + " backward" * (kind[0] == "d") if kind in ("o", "dq", "dk", "dv") else f"W{kind}{group}"
-
-
-def _uses(what: str, edge: str, kind: str) -> str:
-    if edge == "[" or kind in ("forward", "backward"):
-        return ""
-    kind, group = _parts(what)
-    if edge == ">":
-        return "Wo wgrad" if kind == "do" else ""
-    return {"o": f"Wo{group}", "dq": f"Wq{group} backward", "dk": f"Wk{group} backward", "dv": f"Wv{group} backward"}.get(kind, "")
+def _between(schedule: Schedule, program: Program, exchanged: set[str]) -> dict[tuple[str, str], str]:
+    """What a program computes between two of its stops that follow one another, for the exchanges that there were."""
+    found, before, label = {}, "[", ""
+    for step in program:
+        name = schedule.name(step.of, step.group)
+        if step.on_wire and name in exchanged:
+            stop = (">" if step.act == "start" else "<") + name
+            found[before, stop], before, label = label, stop, ""
+        elif not step.on_wire and (step.of == "o" or step.of == "do" or step.act == "project" or "d" + name in exchanged):
+            label = label or schedule.label(step)
+    found[before, "]"] = label
+    return found

@@ -160,7 +160,7 @@ def _rope(config, **parameters):
 
 def _longrope(config):
     given = getattr(config, "rope_parameters", None) or {}
-    dims = getattr(config, "head_dim", None) or HIDDEN // HEADS
+    dims = vars(config).get("head_dim") or HIDDEN // HEADS
     half = int(dims * given.get("partial_rotary_factor", 1.0)) // 2
     return _rope(
         config, rope_type="longrope", factor=4.0, short_factor=[1.0] * half, long_factor=[2.0] * half,
@@ -174,7 +174,7 @@ SCALED = dict(original_max_position_embeddings=16)
 CONFIGS = {
     "one KV head": lambda config: dict(num_key_value_heads=1),
     "a KV head each": lambda config: dict(num_key_value_heads=HEADS),
-    "tied embeddings": lambda config: dict(tie_word_embeddings=not config.tie_word_embeddings),
+    "tied embeddings": lambda config: dict(tie_word_embeddings=not vars(config).get("tie_word_embeddings")),
     "no biases": lambda config: dict(attention_bias=False),
     "no windows": lambda config: dict(sliding_window=None, use_sliding_window=False),
     "rope linear": lambda config: dict(rope_parameters=_rope(config, rope_type="linear", factor=2.0)),

@@ -28,6 +28,7 @@ from ds_sp_overlap.exchange import _InFlight
 
 SAMPLES = 12
 MEMORY_BYTES = 2048  # a step: of a float tensor of one element that nobody lets go, with the pages of its thousands
+COUNT = 0.01  # a step, of anything that is counted: what is left behind by every tenth step, the rarest that there are, is ten times that
 
 
 def census(model):
@@ -110,7 +111,7 @@ def growth(samples):
 
 
 def what_grows(samples):
-    return [sort for sort, (*_, slope) in growth(samples).items() if slope > (MEMORY_BYTES if sort == "memory" else 0)]
+    return [sort for sort, (*_, slope) in growth(samples).items() if slope > (MEMORY_BYTES if sort == "memory" else COUNT)]
 
 
 def main():

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import on_ranks
-from test_plan import order
 from transports import Recording
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from variants import Layer, Shape, check_parity  # noqa: E402
 from wire import Wire  # noqa: E402
 
-from ds_sp_overlap import plan  # noqa: E402
+from ds_sp_overlap.plan import FIVE  # noqa: E402
+from ds_sp_overlap.schedule import order  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -40,8 +40,7 @@ def five_of_eight(rank, size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_five_of_eight_is_right_and_is_the_program_that_plan_plays(size):
-    shape = plan.Layer(width=16, heads=8, kv_heads=8, head_dim=2, seq=8, sp_size=2)
-    expected = [name.rstrip("0") for name in order(plan.five(plan.Costs(shape, plan.Rates(1, 1, 1), 1)))]
+    expected = order(FIVE, FIVE.forward) + order(FIVE, FIVE.backward)
     assert on_ranks(size, five_of_eight, size) == [expected] * size
 
 

@@ -15,6 +15,7 @@ import test_heads
 import test_layout
 import test_masks
 import test_ops
+import test_norms
 import test_order
 import test_policy
 import test_policy_attack
@@ -27,10 +28,6 @@ from ranks import on_ranks
 
 from ds_sp_overlap import ops
 from ds_sp_overlap.linear import can_take_apart
-
-
-def input_then_backward(rank):
-    return test_usage.faults_of(rank, test_usage.grad_of_input_then_backward, test_usage.SHAPES[3:])
 
 
 def key_is_value(rank):
@@ -212,13 +209,6 @@ WATCHED = {
         ranks=0,
     ),
     # Gradients that meet.
-    "what an unfinished backward left is replaced": Watched(
-        Guard("parts:Gradient.leave", "self.pieces[index] = piece", "self.pieces.setdefault(index, piece)"),
-        input_then_backward,
-    ),
-    "what this backward has not reached is not collected": Watched(
-        Guard("parts:Gradient.collect", "if reached[i]", "if i in pieces"), test_usage.stale_parts
-    ),
     "gradients of shared rows are summed": Watched(
         Guard(
             "parts:join_pieces",
@@ -227,8 +217,18 @@ WATCHED = {
         ),
         key_is_value,
     ),
+    "a norm's input is kept as it was": Watched(
+        Guard("nodes:_StartInputs.forward", "ctx.works_in_place, heads = True, made.project(part, x, parameters)", "ctx.works_in_place = True"),
+        functools.partial(test_norms.faults, kind=test_norms.InPlace, groups=2),
+    ),
+    "autocast in backward is that of forward": Watched(
+        Guard("nodes:_StartInputs.forward", "enabled=torch.is_autocast_enabled(device)", "enabled=False"), test_norms.in_bf16
+    ),
+    "nothing that a norm learns by is left out": Watched(
+        Guard("nodes:_refuse_strangers", "id(variable) not in leaves", "False"), test_norms.strangers_go_unseen
+    ),
     "rotary tables are saved where autograd watches": Watched(
-        Guard("nodes:_StartInputs.forward", "*weights, *tables)", "*weights, *(table.data for table in tables))"),
+        Guard("nodes:_StartInputs.forward", "*made.tables, *normed", "*(table.data for table in made.tables), *normed"),
         tables_are_watched,
     ),
     "rows without a gradient get zero": Watched(
@@ -250,7 +250,7 @@ WATCHED = {
         Guard("exchange:refuse_second_derivatives", "if torch.is_grad_enabled():", "if False:"), test_gradients.product_unnoticed
     ),
     "keys of two groups stay as they are": Watched(
-        Guard("schedule:Call.attended", "if (k._version, v._version) != before:", "if False:"),
+        Guard("execution:_attended", "if (k._version, v._version) != before:", "if False:"),
         test_usage.changed_in_place_though_shared,
     ),
     # Modules that were given.
@@ -261,7 +261,7 @@ WATCHED = {
         Guard("linear:call_through", 'del vars(first)["forward"]', "pass"), forwards_inside
     ),
     "a hooked module is called whole": Watched(
-        Guard("linear:can_take_apart", '.startswith("deepspeed.")', '.startswith("")'), hook_sees_all
+        Guard("linear:is_hooked", '.startswith("deepspeed.")', '.startswith("")'), hook_sees_all
     ),
     "a replaced forward is called": Watched(
         Guard("linear:can_take_apart", ' or "forward" in vars(module)', ""), replaced_forward, ranks=0
@@ -270,7 +270,7 @@ WATCHED = {
         Guard("linear:can_take_apart", "type(module).forward not in plain or ", ""), forward_of_a_class, ranks=0
     ),
     "hooks of all modules count": Watched(
-        Guard("linear:can_take_apart", ", *_EVERYWHERE", ""), functools.partial(test_usage.hooked_everywhere, kind="forward")
+        Guard("linear:is_hooked", ", *_EVERYWHERE", ""), functools.partial(test_usage.hooked_everywhere, kind="forward")
     ),
     # What is refused.
     "tables that rotate half of a head are refused": Watched(
@@ -310,7 +310,7 @@ WATCHED = {
     ),
     # Order.
     "exchanges start in the order drawn": Watched(
-        Guard("schedule:Call.__init__", "self.parts = geometry.parts", "self.parts = geometry.parts[::-1]"),
+        Guard("execution:start_inputs", "in call.schedule.inputs", "in sorted(call.schedule.inputs, key=lambda step: -step.group)"),
         order_of_two_groups,
     ),
     "gradients start in the order drawn": Watched(
@@ -322,10 +322,15 @@ WATCHED = {
         order_of_two_groups,
     ),
     "the wgrad waits for the starts": Watched(
-        Guard("nodes:finish_output", "program, defer, weight", "program, False, weight"), wgrad_in_place
+        Guard(
+            "nodes:_FinishOutput.backward",
+            "in call.schedule.backward_of_output",
+            'in sorted(call.schedule.backward_of_output, key=lambda step: (-step.group, "wgrad dgrad start".index(step.act)))',
+        ),
+        wgrad_in_place,
     ),
     "a part that needs no gradient is not exchanged": Watched(
-        Guard("nodes:_StartInputs.forward", "if not of_x:", "if False:"), test_usage.exchanges_of_frozen_parts
+        Guard("nodes:_StartInputs.forward", "if not is_needed(part)))", "if False))"), test_usage.exchanges_of_frozen_parts
     ),
     # The policy.
     "a candidate stays for its backward": Watched(

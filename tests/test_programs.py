@@ -173,7 +173,6 @@ def run_without(rank, seeds, name):
         "a half waits before it reads",
         "overlapping parts are summed",
         "gradients of shared rows are summed",
-        "what an unfinished backward left is replaced",
         "what travels as it lies is contiguous",
     ],
 )

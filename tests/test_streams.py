@@ -7,8 +7,9 @@ from streams import Backend
 import ds_sp_overlap.exchange as exchange
 from ds_sp_overlap.channel import Channel, SideStream
 from ds_sp_overlap.exchange import Exchange
+from ds_sp_overlap.execution import Call, attend_groups, start_inputs
 from ds_sp_overlap.layout import Geometry
-from ds_sp_overlap.schedule import Call, overlapped
+from ds_sp_overlap.schedule import by_head_groups
 from ds_sp_overlap.timeline import Timeline
 from ds_sp_overlap.transport import OneRank
 
@@ -92,7 +93,7 @@ def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(back
     channel = Channel(None, LoggingTransport(backend))
     channel._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
     geometry = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, groups=2, batch_first=True)
-    call = Call(channel, geometry, "layer")
+    call = Call(channel, geometry, by_head_groups(geometry.kinds), "layer")
 
     def attend(q, k, v):
         compute_waits.extend(line for line in backend.log if line.startswith("compute"))
@@ -100,13 +101,7 @@ def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(back
         return q + k + v
 
     x = torch.randn(2, 3, 2, 8)
-    outputs = []
-    overlapped(
-        call,
-        lambda program: program(lambda kind, group: x),
-        attend,
-        lambda tokens, program: program(tokens, lambda group, o: outputs.append(o)),
-    )
+    attend_groups(call, start_inputs(call, lambda kind, group: x), attend)
     before_attention = [f"compute waits for {'q0 k0 v0 q1 k1 v1'[: 3 * n - 1]}" for n in range(1, 7)]
     assert compute_waits == before_attention
 

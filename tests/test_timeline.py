@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import types
+from itertools import groupby
 from xml.etree import ElementTree
 
 import layers
@@ -17,8 +18,9 @@ from layers import Shape
 from ranks import on_ranks, refusal
 
 import ds_sp_overlap
-from ds_sp_overlap import exchange, picture, schedule, timeline
+from ds_sp_overlap import exchange, picture, timeline
 from ds_sp_overlap.channel import Channel
+from ds_sp_overlap.schedule import by_head_groups
 from ds_sp_overlap.timeline import UNTRACKED, Row, Timeline, Track, computing
 
 
@@ -72,21 +74,11 @@ def test_an_exchange_that_was_never_finished_is_left_out():
     assert recorded(**{event: at for event, at in ON_HOST.items() if event not in ("done", "go")}) == []
 
 
-def drawn(groups):
-    """The compute row of schedule's drawing, forward and backward, for two groups or one."""
-    text = schedule.__doc__
-    if groups == 2:
-        rows = re.findall(r"compute +\|(.*)", text)[:2]
-    else:
-        (row,) = re.findall(r"compute +\|(.*)", text)[2:]
-        forward, backward = row.split("| Wo |")
-        rows = [forward + "| Wo |", backward]
-    return [re.findall(r"attention(?: \d)?|Wo \w+|W\w\d dgrad|W[a-z]\d?", row) for row in rows]
-
-
-def test_the_drawing_is_read():
-    assert drawn(2)[0] == "Wq0 Wk0 Wv0 Wq1 Wk1 Wv1".split() + ["attention 0", "attention 1", "Wo0", "Wo1"]
-    assert drawn(1)[1] == ["Wo dgrad", "Wo wgrad", "attention", "Wv", "Wk", "Wq"]
+def played(groups):
+    """The compute row of the schedule, forward and backward: names of its bars, adjacent ones of one name as one."""
+    made = by_head_groups(("qkv",) * groups)
+    rows = [[made.label(step) for step in program if not step.on_wire] for program in (made.forward, made.backward)]
+    return [[name for name, _ in groupby(row)] for row in rows]
 
 
 def rows_of_a_block(rank, size, groups, folder):
@@ -102,7 +94,7 @@ def rows_of_a_block(rank, size, groups, folder):
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_the_compute_row_is_the_one_drawn(groups, size, tmp_path):
+def test_the_compute_row_is_the_one_that_the_schedule_plays(groups, size, tmp_path):
     args = size, groups, str(tmp_path)
     for rows in [rows_of_a_block(0, *args)] if size == 1 else on_ranks(2, rows_of_a_block, *args):
         rows = [Row(*row) for row in rows]
@@ -110,10 +102,9 @@ def test_the_compute_row_is_the_one_drawn(groups, size, tmp_path):
         spans = {row.kind: row for row in rows if row.kind in names}
         for row in sorted((row for row in rows if row.kind == "compute"), key=lambda row: row.begin):
             kind = next(kind for kind, span in spans.items() if span.begin <= row.begin and row.end <= span.end)
-            name = row.what.removesuffix(" backward")
-            if names[kind][-1:] != [name]:
-                names[kind].append(name)
-        assert [names["forward"], names["backward"]] == drawn(groups)
+            if names[kind][-1:] != [row.what]:
+                names[kind].append(row.what)
+        assert [names["forward"], names["backward"]] == played(groups)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -276,12 +267,13 @@ def test_what_overlaps_is_drawn_in_lanes_of_its_own():
 def test_nothing_is_computed_between_layers():
     rows = [Row(0, f"layers.{i}", f"layers.{i}", "forward", 10 * i, 10 * i + 5) for i in range(2)]
     rows += [Row(0, f"layers.{i}", "q", "issue", 10 * i + 3, 10 * i + 3) for i in range(2)]
-    assert [(row.layer, row.what, row.begin, row.end) for row in computing(rows, 0)] == [
+    schedules = {(0, f"layers.{i}"): by_head_groups(("qkv",)) for i in range(2)}
+    assert [(row.layer, row.what, row.begin, row.end) for row in computing(rows, 0, schedules)] == [
         ("layers.0", "Wq", 0, 3),
         ("layers.1", "Wq", 10, 13),
     ]
     rows.append(Row(0, "layers.1", "do", "issue", 30, 30))  # of a layer whose input needs no gradient: its backward has no begin
-    assert [row.end for row in computing(rows, 0)] == [3, 13]
+    assert [row.end for row in computing(rows, 0, schedules)] == [3, 13]
 
 
 def without_matplotlib(folder, monkeypatch):

@@ -274,7 +274,7 @@ def hooked(rank, shape, kind):
     layer = layers.projections(shape)
     change(layer)
     apart = layers.block(shape, layer, torch.distributed.group.WORLD).taken_apart()
-    if {id(m) for m in apart} != {id(layer[name]) for name in layer if name != f"{kind}_proj"}:
+    if {id(m) for m in apart} != {id(layer[f"{other}_proj"]) for other in ("o" if kind == "q" else "qkv")}:
         found.append("taken apart although hooked, or not although not")
     return found, seen
 
@@ -802,12 +802,13 @@ def forwards_inside(rank, shape):
     layer = layers.projections(shape)
     inside = []
 
-    def rope(x, tables):
-        inside.extend(name for name, module in layer.named_modules() if "forward" in vars(module))
-        return x
+    class Look(nn.Module):
+        def forward(self, heads):
+            inside.extend(name for name, module in layer.named_modules() if "forward" in vars(module))
+            return heads
 
     attend = layers.block(shape, layer, torch.distributed.group.WORLD)
-    attend.rope = rope
+    attend.use(**layer, q_norm=Look())
     x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     layers.call_block(shape, attend, rank, x)
     return inside

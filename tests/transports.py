@@ -65,11 +65,8 @@ def _unpacks(in_flight):
 
 
 def _is_written_by_ours(source):
-    """Whether nothing but views lies between ``source`` and the projection that wrote it, or no graph at all."""
-    node = source.grad_fn
-    while node is not None and type(node).__name__ in ("ViewBackward0", "MovedimBackward0", "PermuteBackward0"):
-        node = node.next_functions[0][0]
-    return node is None or type(node).__name__ == "_LinearRowsBackward"
+    """Whether a node of ours wrote ``source``: inside it there is no graph."""
+    return source.grad_fn is None
 
 
 armed: Armed | None = None  # the one in force

@@ -1,7 +1,7 @@
 """Packaging. torch must be installed first: ``pip install --no-build-isolation .``
 
 The kernels of csrc/ are built here: for CUDA where nvcc is found (no GPU needed), for the CPU alone where only a C++ compiler
-is, not at all where neither is. See ds_sp_overlap/build.py for DS_SP_OVERLAP_BUILD and TORCH_CUDA_ARCH_LIST.
+is, not at all where neither is. See ds_sp_overlap/relayout/build.py for DS_SP_OVERLAP_BUILD and TORCH_CUDA_ARCH_LIST.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ here = Path(__file__).parent
 version = re.search(r'__version__ = "(.+)"', (here / "ds_sp_overlap/__init__.py").read_text()).group(1)
 
 # By path: importing the package would need torch and DeepSpeed.
-spec = importlib.util.spec_from_file_location("build_kernels", here / "ds_sp_overlap/build.py")
+spec = importlib.util.spec_from_file_location("build_kernels", here / "ds_sp_overlap/relayout/build.py")
 builder = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(builder)
 

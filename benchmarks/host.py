@@ -70,9 +70,7 @@ def main() -> None:
 
     variants = {
         "stock": around(DistributedAttention(Local(), dist.group.WORLD)),
-        "drop-in, G = 1": around(
-            ds_sp_overlap.DistributedAttention(Local(), dist.group.WORLD, config={"head_groups": 1})
-        ),
+        "drop-in, G = 1": around(ds_sp_overlap.DistributedAttention(Local(), dist.group.WORLD, config={"head_groups": 1})),
         **{f"G = {groups}": ours(groups) for groups in args.groups},
     }
     times: dict[str, list[float]] = {name: [] for name in variants}

@@ -41,9 +41,12 @@ if importlib.util.find_spec("deepspeed") is None:
     package.__path__ = [str(ROOT / "ds_sp_overlap")]
     package.__spec__ = importlib.machinery.ModuleSpec("ds_sp_overlap", None, is_package=True)
     sys.modules["ds_sp_overlap"] = package
-from ds_sp_overlap import kernels, ops  # noqa: E402
-from ds_sp_overlap.linear import by_rank  # noqa: E402
-from ds_sp_overlap.parts import batched, cut_ranges  # noqa: E402
+from ds_sp_overlap.attention.linear import by_rank  # noqa: E402
+from ds_sp_overlap.attention.slices import batched, cut_ranges  # noqa: E402
+from ds_sp_overlap.relayout import (
+    kernels,  # noqa: E402
+    ops,  # noqa: E402
+)
 
 compiled = torch.ops.ds_sp_overlap_compiled
 THRESHOLD, THRESHOLD_BYTES = 0.93, 64 * 2**20
@@ -184,9 +187,7 @@ class Row:
         angles = torch.rand(self.tokens, rot, device=self.device)
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         starts, stops = self.starts + self.kv_starts * 2, self.stops + self.kv_stops * 2
-        flat = [
-            torch.empty(size // 2 // self.dtype.itemsize, device=self.device, dtype=self.dtype).normal_() for _ in range(2)
-        ]
+        flat = [torch.empty(size // 2 // self.dtype.itemsize, device=self.device, dtype=self.dtype).normal_() for _ in range(2)]
 
         def naive_pack(i):
             for j, (a, b) in enumerate(((self.starts, self.stops), *[(self.kv_starts, self.kv_stops)] * 2)):
@@ -363,9 +364,7 @@ def main() -> int:
             "python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda,
             "kernels": kernels.library().built, "dtype": args.dtype, "repeat": args.repeat,
         }  # fmt: skip
-        Path(f"{args.out}.json").write_text(
-            json.dumps({"environment": environment, "short of the aim": short}, indent=2) + "\n"
-        )
+        Path(f"{args.out}.json").write_text(json.dumps({"environment": environment, "short of the aim": short}, indent=2) + "\n")
     print("\n".join(["", "short of the aim:", *short] if short else ["", "every row reaches the aim"]))
     return int(bool(short) and args.require)
 

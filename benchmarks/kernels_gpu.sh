@@ -56,7 +56,7 @@ sanitize() {
     compute-sanitizer --tool "$1" --error-exitcode 9 "$python" benchmarks/kernels.py --exercise --device cuda
 }
 
-step build "$python" ds_sp_overlap/build.py cuda
+step build "$python" ds_sp_overlap/relayout/build.py cuda
 step cubins "$python" csrc/check_cubins.py --require
 step exactness exactness
 if [ $device = cuda ]; then

@@ -95,7 +95,7 @@ def predict(shape, args: argparse.Namespace) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from ds_sp_overlap import measure, plan
+    from ds_sp_overlap.planner import measure, plan
 
     layer = plan.Layer(
         shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.seq, args.ranks, shape.batch, shape.dtype.itemsize
@@ -150,7 +150,14 @@ def work(args: argparse.Namespace) -> None:
         variants |= {name: lambda run=run: layer.step(run) for name, run in runs.items()}
     times, others = measure(variants, args)
     if args.rank == 0:
-        result = {"times_ms": times, "wire_bytes": shape.wire_bytes(args.ranks), "peak_bytes": peak, "thread_ms": others, "plan_ms": predicted, "kept": kept}
+        result = {
+            "times_ms": times,
+            "wire_bytes": shape.wire_bytes(args.ranks),
+            "peak_bytes": peak,
+            "thread_ms": others,
+            "plan_ms": predicted,
+            "kept": kept,
+        }
         print(json.dumps(result), flush=True)
     dist.destroy_process_group()
 

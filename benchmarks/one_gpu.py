@@ -38,7 +38,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from variants import Layer, Shape, Silent  # noqa: E402
 
-from ds_sp_overlap.channel import Channel, SideStream  # noqa: E402
+from ds_sp_overlap.exchange.channel import Channel, SideStream  # noqa: E402
 
 MODELS = {"7b": (32, 32, 128), "70b": (64, 8, 128), "rehearsal": (8, 4, 16)}  # query heads, KV heads, head dim
 
@@ -206,9 +206,7 @@ def alst_layer(layer: Layer, size: int):
     ids = torch.arange(shape.seq // size, device=shape.device).expand(shape.batch, -1)
 
     def run(x):
-        q, k, v = (
-            layer.projections[f"{kind}_proj"](x).unflatten(-1, (-1, shape.head_dim)).permute(1, 2, 0, 3) for kind in "qkv"
-        )
+        q, k, v = (layer.projections[f"{kind}_proj"](x).unflatten(-1, (-1, shape.head_dim)).permute(1, 2, 0, 3) for kind in "qkv")
         o, _ = ulysses(ulysses, q, k, v, None, position_ids=ids)
         return layer.projections["o_proj"](o.transpose(0, 1))
 

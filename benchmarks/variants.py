@@ -1,20 +1,20 @@
 """One attention layer, and every way to run it that the benchmarks compare.
 
-    stock                 deepspeed.sequence.layer.DistributedAttention between whole projections
-    five of eight         in the order below: what DeepSpeed's PR 5691 with Megatron-DeepSpeed's PR 415 overlaps, and no more
-    ours                  ds_sp_overlap.SelfAttention with a config of its own
-    compute only          any of them over a wire that costs nothing
-    exchange only         the eight exchanges alone, all under way at once, waited for in the order of their start
-    side by side          ours over a wire that costs nothing while the eight exchanges of unrelated data are under way: what a
-                          schedule without any dependency would take on this machine
+stock                 deepspeed.sequence.layer.DistributedAttention between whole projections
+five of eight         in the order below: what DeepSpeed's PR 5691 with Megatron-DeepSpeed's PR 415 overlaps, and no more
+ours                  ds_sp_overlap.SelfAttention with a config of its own
+compute only          any of them over a wire that costs nothing
+exchange only         the eight exchanges alone, all under way at once, waited for in the order of their start
+side by side          ours over a wire that costs nothing while the eight exchanges of unrelated data are under way: what a
+                      schedule without any dependency would take on this machine
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 from unittest import mock
 
 import deepspeed.sequence.layer
@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ds_sp_overlap
-from ds_sp_overlap import self_attention
-
+from ds_sp_overlap.attention import self_attention
 
 # Walked in place of a schedule's first two sections: v is started by itself, behind the finishes of q and k.
 #
@@ -145,7 +144,9 @@ class Layer:
         return block
 
     def five_of_eight(self, transport=None) -> Callable[[Tensor], Tensor]:
-        block = self.ours(transport, q_norm=lambda q: q, head_groups=1)  # beside a norm that is no module, projections are called whole
+        block = self.ours(
+            transport, q_norm=lambda q: q, head_groups=1
+        )  # beside a norm that is no module, projections are called whole
 
         def run(x):
             with mock.patch.multiple(self_attention, start_inputs=_start_two, attend_groups=_attend_behind_three):
@@ -177,9 +178,7 @@ class Layer:
     def exchanges(self) -> Callable[[], Callable[[], None]]:
         """What launches the eight exchanges, of data that nothing depends on, and returns what waits for them."""
         options = dict(dtype=self.shape.dtype, device=self.shape.device)
-        buffers = [
-            (torch.randn(n, **options), torch.empty(n, **options)) for n in self.shape.exchange_elements(self.size)
-        ]
+        buffers = [(torch.randn(n, **options), torch.empty(n, **options)) for n in self.shape.exchange_elements(self.size)]
 
         def launch():
             works = [dist.all_to_all_single(recv, send, group=self.group, async_op=True) for send, recv in buffers]
@@ -220,7 +219,7 @@ def _held_bytes(run: Callable[[], object]) -> list[int]:
     Allocations of the calling thread, which is also the thread of a CPU backward, as the profiler reports them.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = run()  # noqa: F841: kept
+        result = run()  # noqa: F841 (kept)
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     return list(itertools.accumulate((event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())), initial=0))
 

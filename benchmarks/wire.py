@@ -161,15 +161,11 @@ class Streams:
                 view = view[count:]
             done.set()
 
-    def all_to_all_single(
-        self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
-    ):
+    def all_to_all_single(self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
         """In the form of ``torch.distributed.all_to_all_single``, over all ranks."""
         work = _Work()
         ends = ((output, output_split_sizes, self.receives), (input, input_split_sizes, self.sends))
-        (of, _), (to, _) = parts = [
-            (x.split(sizes or [x.shape[0] // self.ranks] * self.ranks), jobs) for x, sizes, jobs in ends
-        ]
+        (of, _), (to, _) = parts = [(x.split(sizes or [x.shape[0] // self.ranks] * self.ranks), jobs) for x, sizes, jobs in ends]
         for tensors, jobs in parts:
             for peer in self.peers:
                 view = memoryview(tensors[peer].detach().reshape(-1).view(torch.uint8).numpy())

@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from . import plan_command
+from .planner import command as plan_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return check(given.ranks)
     if given.command == "build":
-        from . import build as builder
+        from .relayout import build as builder
 
         try:
             print(builder.build(Path(builder.__file__).parent, given.kind or ""))

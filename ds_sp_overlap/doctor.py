@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from . import kernels
-from .self_attention import SelfAttention
-from .transport import C10d
+from .attention.self_attention import SelfAttention
+from .exchange.transport import C10d
+from .relayout import kernels
 
 BOUND = 1e-12  # relative; fp64 rounding of sums over a few thousand terms stays below 1e-13
 HEADS, KV_HEADS, HEAD_DIM, LOCAL_SEQ, BATCH = 8, 4, 16, 24, 2

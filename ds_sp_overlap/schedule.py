@@ -33,10 +33,11 @@ recorded layer against it. Another schedule is another function that returns one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from itertools import groupby
-from typing import Callable, Iterable, NamedTuple
+from typing import NamedTuple
 
 
 class Step(NamedTuple):
@@ -135,7 +136,7 @@ def _section(step: Step) -> str:
     return "output" if at_output else "inputs" if at_inputs else "attention"
 
 
-@lru_cache(maxsize=None)
+@cache
 def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
     """All q, k, v first, then group after group: group g+1 travels while g is attended, and o of g-1 meanwhile.
 
@@ -181,7 +182,9 @@ def check(schedule: Schedule) -> Schedule:
         done: set[Step] = set()
         for step in program:
             if step not in needs or step in done:
-                raise ValueError(f"schedule, {name}: {_words(step)} is {'there twice' if step in done else 'no step of this layer'}")
+                raise ValueError(
+                    f"schedule, {name}: {_words(step)} is {'there twice' if step in done else 'no step of this layer'}"
+                )
             early = [need for need in needs[step] if need not in done]
             if early:
                 raise ValueError(f"schedule, {name}: {_words(step)} comes before {_words(early[0])}")
@@ -194,7 +197,9 @@ def check(schedule: Schedule) -> Schedule:
     mirrored = tuple(step for node in reversed(schedule.attention) for step in _mirrored(node))
     for step, expected in zip((step for step in schedule.backward if _section(step) == "attention"), mirrored):
         if step != expected:
-            raise ValueError(f"schedule, backward: {_words(step)}, where autograd has {_words(expected)}: the mirror image of forward")
+            raise ValueError(
+                f"schedule, backward: {_words(step)}, where autograd has {_words(expected)}: the mirror image of forward"
+            )
     return schedule
 
 

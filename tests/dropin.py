@@ -93,9 +93,7 @@ def dropin_faults(rank, case, use=backward, transport=None, tolerance=1e-12):
         return o.unflatten(2, (case.heads, -1)) if case.flat else o
 
     got = use(call, *(t.requires_grad_() for t in qkv), do)
-    return faults(
-        tolerance, **{name: (got[name].detach(), my_slice(case, rank, expected[name].detach())) for name in expected}
-    )
+    return faults(tolerance, **{name: (got[name].detach(), my_slice(case, rank, expected[name].detach())) for name in expected})
 
 
 def faults_of_all(rank, cases, transport=None):

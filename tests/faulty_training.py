@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from layers import Shape
 from ranks import _context
 
-from ds_sp_overlap.transport import C10d
+from ds_sp_overlap.exchange.transport import C10d
 
 TIMEOUT_S = 8.0  # of the process groups, once all ranks are there
 MARGIN_S = 10.0  # for ending, on two cores that many share

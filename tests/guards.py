@@ -36,9 +36,7 @@ def removed(guard):
     function, clear_cache = _inner(guard)
     source = textwrap.dedent(inspect.getsource(function))
     if source.count(guard.text) != 1:
-        raise LookupError(
-            f"{guard.function} holds {source.count(guard.text)} times the guard {guard.text!r}; follow the code here"
-        )
+        raise LookupError(f"{guard.function} holds {source.count(guard.text)} times the guard {guard.text!r}; follow the code here")
     tree = ast.parse(source.replace(guard.text, guard.without))
     tree.body[0].decorator_list = []
     tree.body.insert(0, ast.parse("from __future__ import annotations").body[0])

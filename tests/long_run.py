@@ -24,7 +24,7 @@ from tabulate import tabulate
 from torch.optim import optimizer
 
 import ds_sp_overlap
-from ds_sp_overlap.exchange import _InFlight
+from ds_sp_overlap.exchange.exchange import _InFlight
 
 SAMPLES = 12
 MEMORY_BYTES = 2048  # a step: of a float tensor of one element that nobody lets go, with the pages of its thousands
@@ -105,7 +105,11 @@ def growth(samples):
     for sort in next(iter(samples.values())):
         counts = torch.tensor([sample[sort] for sample in samples.values()], dtype=torch.float64)
         away = steps - steps.mean()
-        slope = (away @ counts / (away @ away)).item() if sort == "memory" else (counts[-1] - counts[0]).item() / (steps[-1] - steps[0]).item()
+        slope = (
+            (away @ counts / (away @ away)).item()
+            if sort == "memory"
+            else (counts[-1] - counts[0]).item() / (steps[-1] - steps[0]).item()
+        )
         found[sort] = int(counts[0]), int(counts[-1]), slope
     return found
 

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
-import ds_sp_overlap.integrations
+import ds_sp_overlap.integrations.registry
 import ds_sp_overlap.integrations.transformers as integration
 
 VOCABULARY, SEQ, BATCH = 64, 32, 2
@@ -56,9 +56,7 @@ def mean_loss(model, inputs, group):
     """Token mean over the sp group; its gradient is this rank's share, which sums to the whole sequence's."""
     logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
     labels = inputs["labels"]
-    share = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
-    )
+    share = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
     total, count = share.detach().clone(), (labels != -100).sum()
     if group is not None:
         torch.distributed.all_reduce(total, group=group)
@@ -116,7 +114,7 @@ def scaled_values(factor):
 
 def overlapped_layers(model):
     """Names of the attention layers that the package drives."""
-    bound = ds_sp_overlap.integrations._undo
+    bound = ds_sp_overlap.integrations.registry._undo
     return [name for name, module in model.named_modules() if module in bound and "ttention" in type(module).__name__]
 
 

@@ -31,7 +31,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
-from ds_sp_overlap import linear, ops, self_attention
+from ds_sp_overlap.attention import linear, self_attention
+from ds_sp_overlap.relayout import ops
 
 BATCH = 25  # programs a task of the ranks
 PATIENCE_S = 30  # with a program on its own; two more for each other one
@@ -813,7 +814,9 @@ def faults(rank, program, delayed, acted):
     if not program.half and any(isinstance(e, float) and e > tolerance for e in wrong.values()):
         # Some stacks of squared layers magnify roundings: no more is asked than of the reference itself, its weights off by a few.
         worlds = [World(program, nudged=seed) for seed in range(3)]
-        tolerance = max(tolerance, *(4 * e for world in worlds for e in errors(world, world.run(), expected).values() if isinstance(e, float)))
+        tolerance = max(
+            tolerance, *(4 * e for world in worlds for e in errors(world, world.run(), expected).values() if isinstance(e, float))
+        )
         acted["magnifies"] += 1
     said = {name: f"differs by {e:.3g}" if isinstance(e, float) else e for name, e in wrong.items()}
     found = [f"{name} {said[name]}" for name, e in wrong.items() if not isinstance(e, float) or not e <= tolerance]
@@ -939,8 +942,13 @@ class _Draw:
             config["wgrad"] = False
         if self.chance(0.1):
             config["check"] = True
-        return dict(batch_first=self.chance(0.5), view=self.chance(0.4), lengths=self.chance(0.3),
-                    alike=self.chance(0.4), config=tuple(config.items()))
+        return dict(
+            batch_first=self.chance(0.5),
+            view=self.chance(0.4),
+            lengths=self.chance(0.3),
+            alike=self.chance(0.4),
+            config=tuple(config.items()),
+        )
 
     def relative(self, other):
         """A layer that shares modules or weights with one there is."""

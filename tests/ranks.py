@@ -42,7 +42,7 @@ def _work(rank, size, store, tasks, results):
     torch.set_num_threads(1)
     import deepspeed
 
-    from ds_sp_overlap.calls import Calls
+    from ds_sp_overlap.exchange.calls import Calls
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else each pool would build it, behind a file lock
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)

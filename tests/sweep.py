@@ -21,7 +21,7 @@ from transformers.modeling_outputs import ModelOutput
 from transports import move
 
 import ds_sp_overlap
-import ds_sp_overlap.channel
+import ds_sp_overlap.exchange.channel
 
 SEQ, SIZE = 32, 2
 PACKAGE = str(Path(ds_sp_overlap.__file__).parent)
@@ -73,12 +73,12 @@ class Off:
 
 @contextlib.contextmanager
 def transport(made):
-    by_name = ds_sp_overlap.channel.by_name
-    ds_sp_overlap.channel.by_name = lambda name, size: made
+    by_name = ds_sp_overlap.exchange.channel.by_name
+    ds_sp_overlap.exchange.channel.by_name = lambda name, size: made
     try:
         yield
     finally:
-        ds_sp_overlap.channel.by_name = by_name
+        ds_sp_overlap.exchange.channel.by_name = by_name
 
 
 # Batches: of two rows that are one document each; packed with three documents, one of which spans both ranks; padded.

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from variants import Layer, Shape, check_parity  # noqa: E402
 from wire import Wire  # noqa: E402
 
-from ds_sp_overlap.plan import FIVE  # noqa: E402
+from ds_sp_overlap.planner.plan import FIVE  # noqa: E402
 from ds_sp_overlap.schedule import order  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

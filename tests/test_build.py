@@ -12,15 +12,14 @@ import pytest
 import ranks
 import torch
 
-from ds_sp_overlap import SpOverlapConfig, build, kernels, ops
-from ds_sp_overlap.channel import Channel
-from ds_sp_overlap.exchange import Exchange
-from ds_sp_overlap.layout import Geometry
+from ds_sp_overlap import SpOverlapConfig
+from ds_sp_overlap.exchange.channel import Channel
+from ds_sp_overlap.exchange.exchange import Exchange
+from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.relayout import build, kernels, ops
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
-needs_library = pytest.mark.skipif(
-    not kernels.library().cuda, reason=f"no compiled CUDA kernels: {kernels.library().reason}"
-)
+needs_library = pytest.mark.skipif(not kernels.library().cuda, reason=f"no compiled CUDA kernels: {kernels.library().reason}")
 
 
 def python(code, **environment):
@@ -36,7 +35,7 @@ def python(code, **environment):
 
 def test_without_the_binary_everything_is_pytorch_and_opcheck_passes():
     code = (
-        "import torch, test_kernels as t; from ds_sp_overlap import ops, kernels\n"
+        "import torch, test_kernels as t; from ds_sp_overlap.relayout import ops, kernels\n"
         "print(all(v == 'SUCCESS' for c in t.opchecks('ds_sp_overlap').values() for v in c.values()), kernels.library().path)\n"
         "try: ops.implementation('cuda')\n"
         "except ValueError as error: print(error)"
@@ -49,21 +48,19 @@ def test_without_the_binary_everything_is_pytorch_and_opcheck_passes():
 @needs_compiler
 def test_a_package_without_binaries_builds_them_at_first_use(tmp_path):
     """By the op builder, into torch's extensions folder; a second process finds them there."""
-    root = Path(build.__file__).parents[1]
+    root = Path(build.__file__).parents[2]
     ignore = shutil.ignore_patterns("_kernels.*", "__pycache__")
     shutil.copytree(root / "ds_sp_overlap", tmp_path / "ds_sp_overlap", ignore=ignore)
     shutil.copytree(build.sources(), tmp_path / "csrc", dirs_exist_ok=True)
     code = (
-        "import torch; from ds_sp_overlap import ops, kernels\n"
+        "import torch; from ds_sp_overlap.relayout import ops, kernels\n"
         "before = kernels.library().path; now = kernels.demanded()\n"
         "out = torch.full((192,), float('nan')); x = torch.randn(4, 6, 8)\n"
         "torch.ops.ds_sp_overlap_compiled.pack(x, 1, [0, 4], [4, 6], out)\n"
         "assert torch.equal(out, torch.cat((x[:, :4].flatten(), x[:, 4:].flatten())))\n"
         "print(before, now.path.parent.name, now.path.stat().st_mtime_ns, now.cuda)"
     )
-    environment = dict(
-        DS_SP_OVERLAP_BUILD="cpu", TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"), PYTHONPATH=str(tmp_path)
-    )
+    environment = dict(DS_SP_OVERLAP_BUILD="cpu", TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"), PYTHONPATH=str(tmp_path))
     first = python(code, **environment).splitlines()[-1]
     assert first.startswith("None ds_sp_overlap_kernels_torch") and first.endswith("False")
     assert python(code, **environment).splitlines()[-1] == first
@@ -104,10 +101,7 @@ def test_a_failed_load_says_built_against_versus_found(tmp_path, abi, says):
     failed = kernels.load(tmp_path / "_kernels.so")
     assert failed.failed and failed.path is None and not failed.cuda
     assert says in failed.reason
-    assert (
-        "built against torch 2.99.1 with CUDA 12.9" in failed.reason
-        and f"found torch {torch.__version__}" in failed.reason
-    )
+    assert "built against torch 2.99.1 with CUDA 12.9" in failed.reason and f"found torch {torch.__version__}" in failed.reason
     (tmp_path / "_kernels.json").unlink()
     assert "no readable record" in kernels.load(tmp_path / "_kernels.so").reason
 

@@ -11,7 +11,7 @@ from ranks import on_ranks, refusal
 from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
-from ds_sp_overlap.calls import Calls
+from ds_sp_overlap.exchange.calls import Calls
 
 CASE = Case(heads=2, kv_heads=2, head_dim=2, value_dim=2, batch=1, lengths=(2, 2))
 
@@ -55,7 +55,7 @@ def missed_call(rank):
     """One rank leaves a call out before it calls a layer for the first time; the exchanges move nothing."""
     call = layers_over(dist.new_group([0, 1]), ["layer", "layer"])
     call(0)
-    with mock.patch.object(ds_sp_overlap.transport.C10d, "launch", lambda *_: mock.Mock()):
+    with mock.patch.object(ds_sp_overlap.exchange.transport.C10d, "launch", lambda *_: mock.Mock()):
         return refused_at(call, [0, 1] if rank == 0 else [1])
 
 

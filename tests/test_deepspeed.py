@@ -35,8 +35,8 @@ from reference import attention, relative_error
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
+import ds_sp_overlap.attention.linear
 import ds_sp_overlap.integrations.deepspeed
-import ds_sp_overlap.linear
 
 WIDE = {"initializer_range": 0.2}
 
@@ -88,9 +88,7 @@ def test_training_in_fp32_equals_stock(stage):
     for rank, figures in enumerate(on_ranks(2, compared_with_stock, stage)):
         for accumulation, (identical, off) in figures.items():
             assert identical, f"rank {rank}, accumulation {accumulation}: G = 1"
-            assert all(off[what] <= FP32[what] for what in FP32), (
-                f"rank {rank}, accumulation {accumulation}: G = 2 off by {off}"
-            )
+            assert all(off[what] <= FP32[what] for what in FP32), f"rank {rank}, accumulation {accumulation}: G = 2 off by {off}"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -126,13 +124,13 @@ def test_the_bf16_tolerance_catches_a_fault():
 def weights_read(rank, born_partitioned, head_groups):
     """Status of a weight each time that the package reads it, in forward and backward; of all parameters afterwards."""
     config = ds_config(3, optimizer="SGD", sp_overlap={"head_groups": head_groups})
-    reads, cut_ranges, phase = [], ds_sp_overlap.linear.cut_ranges, ["forward"]
+    reads, cut_ranges, phase = [], ds_sp_overlap.attention.linear.cut_ranges, ["forward"]
 
     def reading(parameter, dim, ranges):
         reads.append((phase[0], parameter.ds_status.name, parameter.numel() == parameter.ds_numel))
         return cut_ranges(parameter, dim, ranges)
 
-    ds_sp_overlap.linear.cut_ranges = ds_sp_overlap.nodes.cut_ranges = reading
+    ds_sp_overlap.attention.linear.cut_ranges = ds_sp_overlap.attention.nodes.cut_ranges = reading
     try:
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=born_partitioned):
             model = tiny(pad_token_id=None)  # transformers would zero the padding row of a weight that isn't there
@@ -158,7 +156,7 @@ def weights_read(rank, born_partitioned, head_groups):
         engine.destroy()
         return reads[:before], after, control
     finally:
-        ds_sp_overlap.linear.cut_ranges = ds_sp_overlap.nodes.cut_ranges = cut_ranges
+        ds_sp_overlap.attention.linear.cut_ranges = ds_sp_overlap.attention.nodes.cut_ranges = cut_ranges
         forget_sequence_parallel()
 
 
@@ -243,9 +241,7 @@ def bound_layers(rank, folder):
         "path": lambda model, mpu: deepspeed.initialize(model=model, mpu=mpu, config=path),
         "base64": lambda model, mpu: deepspeed.initialize(model=model, mpu=mpu, config=encoded),
         "args": lambda model, mpu: deepspeed.initialize(args=arguments, model=model, mpu=mpu),
-        "config_params": lambda model, mpu: deepspeed.initialize(
-            model=model, mpu=mpu, config_params=copy.deepcopy(plain)
-        ),
+        "config_params": lambda model, mpu: deepspeed.initialize(model=model, mpu=mpu, config_params=copy.deepcopy(plain)),
         "positional": lambda model, mpu: deepspeed.initialize(
             None, model, None, None, None, None, 29500, mpu, None, None, copy.deepcopy(plain)
         ),
@@ -290,7 +286,9 @@ def untouched(rank, section):
 def test_without_the_section_or_with_enabled_false_nothing_changes():
     assert on_ranks(2, untouched, None) == [(0, True)] * 2
     assert on_ranks(2, untouched, {"enabled": False, "head_groups": 2}) == [(0, True)] * 2
-    assert on_ranks(2, untouched, {}) == [(4, True)] * 2, "two layers and the models around them: an empty section means the defaults; the instrument sees it"
+    assert on_ranks(2, untouched, {}) == [(4, True)] * 2, (
+        "two layers and the models around them: an empty section means the defaults; the instrument sees it"
+    )
 
 
 def refused_section(rank, section):
@@ -350,7 +348,10 @@ def test_a_section_under_another_name_or_at_another_place_is_refused_before_deep
 
 def test_keys_of_others_and_keys_that_are_commented_out_are_no_misplaced_sections():
     others = ["sp_overlap", "my_sp", "sp_size", "tp_overlap", "pp_overlap", "tsp_overlap", "overlap_comm", "sequence_parallel_size"]
-    config = {**dict.fromkeys([*others, "_sp_overlap", "#sp_overlap", "//sp_overlap"], {}), "zero_optimization": {"overlap_comm": True}}
+    config = {
+        **dict.fromkeys([*others, "_sp_overlap", "#sp_overlap", "//sp_overlap"], {}),
+        "zero_optimization": {"overlap_comm": True},
+    }
     assert list(ds_sp_overlap.integrations.deepspeed._misplaced(config)) == []
 
 
@@ -398,15 +399,16 @@ def bound_by_name_before(rank, more):
 
 
 def test_an_initialize_that_was_imported_by_name_before_the_package_honours_the_section():
-    assert on_ranks(2, bound_by_name_before, {"sp_overlap": {"head_groups": 2}}) == [
-        (None, ["model.layers.0.self_attn", "model.layers.1.self_attn"])
-    ] * 2
+    assert (
+        on_ranks(2, bound_by_name_before, {"sp_overlap": {"head_groups": 2}})
+        == [(None, ["model.layers.0.self_attn", "model.layers.1.self_attn"])] * 2
+    )
     for said, bound in on_ranks(2, bound_by_name_before, {"sp_overlap": {"head_group": 2}}):
         assert said[0] == "ValueError" and "did you mean 'head_groups'" in said[1] and bound == []
 
 
 def test_the_report_counts_the_layers_that_are_overlapped():
-    layer = ds_sp_overlap.integrations.Layer
+    layer = ds_sp_overlap.integrations.layers.Layer
     report = ds_sp_overlap.Report([layer("a", None, "", "unknown"), layer("b", None, "", "unknown")], 2)
     assert "sp_overlap over sp size 2: 0 of 2 layers overlapped" in str(report)
 
@@ -422,9 +424,7 @@ def test_head_groups_out_of_range_for_the_model_is_refused_on_every_rank_with_th
 @pytest.mark.parametrize("version", ["0.19.6", "0.18.2", "0.19.6+cu128"])
 def test_a_deepspeed_with_wrong_gradients_is_refused_with_the_reason(monkeypatch, version):
     monkeypatch.setattr(deepspeed, "__version__", version)
-    with pytest.raises(
-        ImportError, match=f"needs DeepSpeed >= 0.19.7, found {version.replace('+', '.')}.*gradients.*wrong"
-    ):
+    with pytest.raises(ImportError, match=f"needs DeepSpeed >= 0.19.7, found {version.replace('+', '.')}.*gradients.*wrong"):
         ds_sp_overlap.integrations.deepspeed.install()
 
 
@@ -465,9 +465,7 @@ def on_a_mesh(rank, stage):
             engine, *_ = deepspeed.initialize(model=model, config=config)
             group = deepspeed.utils.groups._get_sequence_parallel_group()
             engine.backward(mean_loss(engine, cut(tokens[replica], sp_rank, 2), group))
-            found[overlap] = {
-                name: deepspeed.utils.safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters()
-            }
+            found[overlap] = {name: deepspeed.utils.safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters()}
             seen = torch.distributed.get_process_group_ranks(group), overlapped_layers(engine.module)
             ds_sp_overlap.disable(engine.module)
             engine.destroy()
@@ -506,9 +504,7 @@ class Custom(torch.nn.Module):
         super().__init__()
         width = heads * head_dim
         self.shape = (heads, head_dim)
-        self.q, self.k, self.v, self.o = (
-            torch.nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(4)
-        )
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(4))
         self.attend = DistributedAttention(attention, group, scatter_idx=2, gather_idx=1)
 
     def forward(self, x):

@@ -102,9 +102,7 @@ def one_rank(rank, shapes):
         x, dy = layers.whole_inputs(shape)
         attend = layers.block(shape, layer, None)
         got = layers.backward(lambda x: layers.call_block(shape, attend, 0, x), layer, x.clone().requires_grad_(), dy)
-        expected = layers.backward(
-            lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy
-        )
+        expected = layers.backward(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
         pairs = {name: (got[name].detach(), expected[name].detach()) for name in expected}
         pairs |= {name: (p.grad, whole.get_parameter(name).grad) for name, p in layer.named_parameters()}
         every += layers.faults(1e-12, **pairs)

@@ -21,10 +21,10 @@ from ranks import on_ranks, refusal
 from streams import Backend, Stream
 from test_send_buffers import OPERATORS, always, counted, kinds
 
-from ds_sp_overlap import ops
-from ds_sp_overlap.channel import Channel, SideStream
-from ds_sp_overlap.exchange import Exchange, _InFlight
-from ds_sp_overlap.layout import Geometry
+from ds_sp_overlap.exchange.channel import Channel, SideStream
+from ds_sp_overlap.exchange.exchange import Exchange, _InFlight
+from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.relayout import ops
 
 SHAPES = [
     Shape(
@@ -75,9 +75,7 @@ PLANTED = {  # each of them computes what it should, as long as nobody spoils th
     "a received buffer read after its unpack": Guard(
         "exchange:_InFlight.collect", 'self.track.mark("go")', "self.unpacks and self._unpack()"
     ),
-    "a received buffer unpacked twice": Guard(
-        "exchange:_InFlight._receive", "self._unpack()", "[self._unpack() for _ in '12']"
-    ),
+    "a received buffer unpacked twice": Guard("exchange:_InFlight._receive", "self._unpack()", "[self._unpack() for _ in '12']"),
 }
 
 
@@ -230,11 +228,7 @@ def spoiled_uses(rank):
         for use in (twice_before_backward, second_backward, reentrant, grad_of_input_then_backward):
             for change in (None, adapted_query_and_output):
                 mover = transports.Late()
-                found += (
-                    layers.block_faults(rank, Shape(kv_heads=2), use, mover, change=change)
-                    + mover.faults
-                    + mover.unfinished()
-                )
+                found += layers.block_faults(rank, Shape(kv_heads=2), use, mover, change=change) + mover.faults + mover.unfinished()
     return found
 
 

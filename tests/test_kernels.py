@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sp_overlap import kernels, ops
+from ds_sp_overlap.relayout import kernels, ops
 
 LIBRARY = kernels.library()
 compiled = torch.ops.ds_sp_overlap_compiled
@@ -52,9 +52,7 @@ def poisoned(*shape, dtype, device="cpu"):
 
 def same_bits(a, b):
     bits = BITS[a.element_size()]
-    return (
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
-    )
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def strided(values, order, gap, offset):
@@ -269,11 +267,7 @@ class Case:
             kind = torch.float32 if float_tables and dtype.itemsize == 2 else dtype
             shape = [tokens[0], 1, rot] if broadcast and len(tokens) == 2 else [*tokens, rot]
             self.cos, self.sin = (torch.randn(shape).to(device, kind) for _ in range(2))
-        self.bias = (
-            [torch.randn(n, head_dim).to(device, dtype) if j != 1 else None for j, n in enumerate(heads)]
-            if bias
-            else []
-        )
+        self.bias = [torch.randn(n, head_dim).to(device, dtype) if j != 1 else None for j, n in enumerate(heads)] if bias else []
 
     def outputs(self, aligned=True):
         """[tokens..., heads, d] each; views of one buffer if fused."""
@@ -286,9 +280,9 @@ class Case:
             pieces = memory.split([n * self.head_dim for n in self.heads], -1)
         else:
             pieces = [
-                poisoned(math.prod(self.tokens) * n * self.head_dim + skip, dtype=self.dtype, device=self.device)[
-                    skip:
-                ].view(*self.tokens, -1)
+                poisoned(math.prod(self.tokens) * n * self.head_dim + skip, dtype=self.dtype, device=self.device)[skip:].view(
+                    *self.tokens, -1
+                )
                 for n in self.heads
             ]
         return [piece.unflatten(-1, (-1, self.head_dim)) for piece in pieces]
@@ -345,9 +339,7 @@ class Case:
             # The transpose of the rotation, by autograd: nothing of its inverse is written here.
             x = torch.zeros_like(total, requires_grad=True)
             exact = torch.autograd.grad(self.exact(x, j), x, total)[0]
-            largest = (
-                1.0 if self.cos is None or self.cos.numel() == 0 else float(self.cos.abs().max() + self.sin.abs().max())
-            )
+            largest = 1.0 if self.cos is None or self.cos.numel() == 0 else float(self.cos.abs().max() + self.sin.abs().max())
             bound = magnitude.amax(-1, keepdim=True) * max(1.0, largest)
             error = (got.double().cpu() - exact).abs()
             assert (error <= allowed(exact, bound, self.dtype, self.ranks + 2)).all()
@@ -464,15 +456,11 @@ REFUSED = {
         "cos and sin belong together",
     ),
     "too many rotary dims": (
-        lambda op: op.pack_qkv(
-            [x4], [], torch.zeros(4, 10), torch.zeros(4, 10), False, 1, [0], [6], [torch.zeros(192)]
-        ),
+        lambda op: op.pack_qkv([x4], [], torch.zeros(4, 10), torch.zeros(4, 10), False, 1, [0], [6], [torch.zeros(192)]),
         r"pack_qkv: 10 rotary dims do not fit head dim 8 of x\[0\]",
     ),
     "odd rotary dims": (
-        lambda op: op.unpack_qkv(
-            [torch.zeros(192)], torch.zeros(4, 7), torch.zeros(4, 7), False, 1, [0], [6], [x4.clone()]
-        ),
+        lambda op: op.unpack_qkv([torch.zeros(192)], torch.zeros(4, 7), torch.zeros(4, 7), False, 1, [0], [6], [x4.clone()]),
         "unpack_qkv: the rotary dims must be even, got 7",
     ),
     "tables of other tokens": (
@@ -484,9 +472,7 @@ REFUSED = {
         "cos has dtype .*, x has .*; give tables of that dtype",
     ),
     "other tokens": (
-        lambda op: op.pack_qkv(
-            [x4, x4[:3]], [], None, None, False, 0, [0, 0], [6, 6], [torch.zeros(192), torch.zeros(144)]
-        ),
+        lambda op: op.pack_qkv([x4, x4[:3]], [], None, None, False, 0, [0, 0], [6, 6], [torch.zeros(192), torch.zeros(144)]),
         r"x\[1\] \[3, 6, 8\] and x\[0\] \[4, 6, 8\] have other tokens",
     ),
     "head dims of the wire": (

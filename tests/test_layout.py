@@ -7,8 +7,8 @@ from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_sp_overlap.layout import Geometry, Layout
-from ds_sp_overlap.transport import all_equal
+from ds_sp_overlap.exchange.geometry import Geometry, Layout
+from ds_sp_overlap.exchange.transport import all_equal
 
 settings.register_profile("layout", deadline=None, max_examples=150, derandomize=True)
 settings.load_profile("layout")
@@ -111,10 +111,7 @@ def pieces_are_read_where_a_rank_gets_none():
 @given(geometries())
 def test_all_ranks_exchange_the_same_things(ranks):
     assert len({tuple(exchanges(rank)) for rank in ranks}) == 1
-    assert (
-        len({tuple(rank.heads_of(kind, group) for kind, group in exchanges(rank) if kind != "o") for rank in ranks})
-        == 1
-    )
+    assert len({tuple(rank.heads_of(kind, group) for kind, group in exchanges(rank) if kind != "o") for rank in ranks}) == 1
 
 
 @given(geometries())
@@ -182,9 +179,7 @@ def test_wire_layout_is_claimed_only_where_the_parts_lie_in_memory_as_they_trave
                     assert packed_order(side) == list(range(math.prod(side.shape)))
 
 
-@pytest.mark.parametrize(
-    "batch_first,batch,claimed", [(False, 1, True), (False, 3, True), (True, 1, True), (True, 3, False)]
-)
+@pytest.mark.parametrize("batch_first,batch,claimed", [(False, 1, True), (False, 3, True), (True, 1, True), (True, 3, False)])
 def test_the_global_side_travels_as_it_lies_unless_batch_comes_first(batch_first, batch, claimed):
     layout = Geometry(2, 0, (3, 5), batch, 4, 2, 2, batch_first).exchange("q", 1, 8)
     assert layout.target.is_wire_layout == claimed
@@ -271,8 +266,7 @@ def test_geometry_is_a_value():
         (dict(kv_heads=0), "KV heads must divide the query heads, got 8 query and 0 KV heads"),
         (
             dict(heads=1, kv_heads=1),
-            "head scatter of query: 1 heads leave a rank of sp size 2 with no head to attend with; "
-            "use sp size 1 or less",
+            "head scatter of query: 1 heads leave a rank of sp size 2 with no head to attend with; use sp size 1 or less",
         ),
         (dict(groups=5), "sp_overlap.head_groups must be between 1 and 4 for 8 heads at sp size 2, got 5"),
         (dict(groups=0), "sp_overlap.head_groups must be between 1 and 4 for 8 heads at sp size 2, got 0"),

@@ -383,9 +383,7 @@ def in_fsdp1(rank):
     model, found = models.tiny(**EXACT), []
     ds_sp_overlap.enable(model, CUT, torch.distributed.group.WORLD)
     policy = ModuleWrapPolicy({type(model.model.layers[0])})
-    wrapped = FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
-    )
+    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
     for step in range(2):
         wrapped.zero_grad()
         loss_of(wrapped, rank, 2).backward()

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
+from ds_sp_overlap.exchange.transport import C10d
 from ds_sp_overlap.integrations import deepspeed as integration
 from ds_sp_overlap.integrations import megatron_bridge
-from ds_sp_overlap.transport import C10d
 
 ATTENTIONS = ("flash", "flash v1", "triton", "core")
 GROUPED = [
@@ -427,8 +427,6 @@ def test_known_errors_are_explained():
 def test_run_adds_the_advice_to_the_error(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise AssertionError('Invalid Grid')")
-    done = subprocess.run(
-        [sys.executable, "-m", "ds_sp_overlap", "run", str(script)], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-m", "ds_sp_overlap", "run", str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "AssertionError: Invalid Grid" in done.stderr
     assert "ds_sp_overlap run: pipeline modules know no sequence parallelism; add --no-pipeline-parallel" in done.stderr

@@ -90,5 +90,7 @@ def held(shape, change, make, size=2):
 def test_what_waits_for_the_backward_is_no_more_than_with_stock(groups, change):
     """Of what no weight needs, nothing is kept: neither the input nor the output of attention."""
     shape = Shape(seq=1024, heads=8, head_dim=32, kv_heads=8)
-    ours, stock = (held(shape, change, make) for make in (lambda layer: layer.ours(head_groups=groups), lambda layer: layer.stock()))
+    ours, stock = (
+        held(shape, change, make) for make in (lambda layer: layer.ours(head_groups=groups), lambda layer: layer.stock())
+    )
     assert ours <= stock + 0.01, f"{ours:.2f} against {stock:.2f}"  # tokens, a few bytes each

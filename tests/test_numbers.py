@@ -14,8 +14,6 @@ from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import ds_sp_overlap
-
 
 class Stock(nn.Module):
     """The layer of `layers.projections` around DeepSpeed's class."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sp_overlap.ops import pack, unpack
+from ds_sp_overlap.relayout.ops import pack, unpack
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -70,9 +70,7 @@ def test_pack_lays_the_parts_end_to_end(parts, dim, dtype):
     x, out = tensor(shape, dtype), poisoned(wire_size(shape, dim, parts), dtype=dtype)
     before = x.clone()
     pack(x, dim, *starts_stops(parts), out)
-    assert torch.equal(
-        out, torch.stack([x[i] for i in order]) if (order := travelling_order(shape, dim, parts)) else out[:0]
-    )
+    assert torch.equal(out, torch.stack([x[i] for i in order]) if (order := travelling_order(shape, dim, parts)) else out[:0])
     assert torch.equal(x, before)
 
 

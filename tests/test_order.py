@@ -139,9 +139,7 @@ def order_of_uses(rank, config):
         shape = Shape(fused=name == "fused", config={**config, **change})
         layer = layers.projections(shape)
         x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-        y = layers.call_block(
-            shape, layers.block(shape, layer, torch.distributed.group.WORLD, mover), rank, x.requires_grad_()
-        )
+        y = layers.call_block(shape, layers.block(shape, layer, torch.distributed.group.WORLD, mover), rank, x.requires_grad_())
         forward, mover.log[:] = list(mover.log), []
         y.backward(dy)
         seen[name] = forward, list(mover.log)
@@ -175,7 +173,9 @@ def order_of_gradients(rank, family, adapted):
     return orders
 
 
-@pytest.mark.parametrize("family,adapted", [*((f, False) for f in ("llama", "qwen2", "qwen3", "phi3", "gpt_neox")), ("qwen3", True)])
+@pytest.mark.parametrize(
+    "family,adapted", [*((f, False) for f in ("llama", "qwen2", "qwen3", "phi3", "gpt_neox")), ("qwen3", True)]
+)
 def test_parameters_get_their_gradients_in_one_order_for_every_number_of_groups(family, adapted):
     """ZeRO reduces gradients in the order in which they come, over replicas that may differ in G (see `policy`)."""
     for one, two, four in on_ranks(2, order_of_gradients, family, adapted):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap.cli import main
-from ds_sp_overlap.plan import FIVE, NONE, Costs, Layer, Rates, plan
+from ds_sp_overlap.planner.plan import FIVE, NONE, Costs, Layer, Rates, plan
 from ds_sp_overlap.schedule import Step, by_head_groups
 
 # Every projection of a group of one head takes 1 ms, attention of a head 4 ms, the exchange of a head 2 ms.
@@ -65,7 +65,9 @@ def layers(draw):
     kv_heads = draw(st.integers(1, 8))
     heads = kv_heads * draw(st.integers(-(-sp_size // kv_heads), 6 + sp_size))
     intermediate = draw(st.sampled_from([0, 300]))
-    return Layer(64, heads, kv_heads, draw(st.integers(1, 8)), sp_size * draw(st.integers(1, 64)), sp_size, intermediate=intermediate)
+    return Layer(
+        64, heads, kv_heads, draw(st.integers(1, 8)), sp_size * draw(st.integers(1, 64)), sp_size, intermediate=intermediate
+    )
 
 
 exponents = st.floats(6, 12)
@@ -86,7 +88,9 @@ def test_for_any_layer(layer, matmul, attention, wire, latency):
         more = result.compute_ms > close * base.compute_ms
         assert not more or layer.kv_heads % layer.sp_size
         assert base.compute_ms <= close * result.compute_ms
-    assert found.results["eight of eight, G = 1"].step_ms <= close * found.results["five of eight"].step_ms <= close**2 * base.step_ms
+    assert (
+        found.results["eight of eight, G = 1"].step_ms <= close * found.results["five of eight"].step_ms <= close**2 * base.step_ms
+    )
     # A faster wire never makes a step longer.
     faster = plan(layer, Rates(10**matmul, 10**attention, 2 * 10**wire, latency))
     for name, result in faster.results.items():
@@ -159,7 +163,9 @@ def test_the_command_refuses_a_layer_without_a_shape(capsys):
 def test_it_measures_what_is_not_given(capsys):
     words = "plan --hidden 32 --heads 4 --seq 64 --sp 2 --dtype-bytes 4 --measure --bandwidth 3".split()
     assert main(words) == 0
-    rates = re.search(r"rates: (\S+) TFLOP/s in matrix products, (\S+) in attention, 3 GB/s on the wire, (\S+) us", capsys.readouterr().out)
+    rates = re.search(
+        r"rates: (\S+) TFLOP/s in matrix products, (\S+) in attention, 3 GB/s on the wire, (\S+) us", capsys.readouterr().out
+    )
     assert all(float(rate) > 0 for rate in rates.groups())
 
 

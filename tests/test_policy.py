@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transports import Recording
 
 import ds_sp_overlap
-from ds_sp_overlap import policy as policies
-from ds_sp_overlap.channel import Channel
-from ds_sp_overlap.clock import watched
-from ds_sp_overlap.layout import Geometry
-from ds_sp_overlap.contest import OFF, candidates_for, merged
-from ds_sp_overlap.policy import Policy
+from ds_sp_overlap.autotune import policy as policies
+from ds_sp_overlap.autotune.contest import OFF, candidates_for, merged
+from ds_sp_overlap.autotune.policy import Policy
+from ds_sp_overlap.exchange.channel import Channel
+from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.profiling.clock import watched
 
 
 class ScriptedClock:
@@ -165,7 +165,9 @@ def test_a_hopeless_candidate_is_not_tried_again_after_it_was_timed_once():
     assert model.chosen() == [2]
 
 
-@pytest.mark.parametrize("costs", [COSTS, {OFF: 6.0, 1: 4.0, 2: 2.0, 4: 2.2}, {1: 1.0, 2: 1.1, 4: 5.0}, {1: 1.0, 2: 2.5, 4: 2.5}], ids=str)
+@pytest.mark.parametrize(
+    "costs", [COSTS, {OFF: 6.0, 1: 4.0, 2: 2.0, 4: 2.2}, {1: 1.0, 2: 1.1, 4: 5.0}, {1: 1.0, 2: 2.5, 4: 2.5}], ids=str
+)
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_trying_costs_less_than_a_percent_of_a_thousand_steps(costs, count):
     """In at most 16 of them, and in time spent in the layers, by the scripted clock."""
@@ -551,7 +553,7 @@ def tried(rank, what):
                 if what == "uneven":
                     whole = {**inputs}
                     for key, value in models.cut(tokens, 0, 1).items():
-                        whole[key] = value[:, : 12] if rank == 0 else value[:, 12:]
+                        whole[key] = value[:, :12] if rank == 0 else value[:, 12:]
                     inputs = whole
                 loss = models.mean_loss(model, inputs, torch.distributed.group.WORLD)
                 loss.backward()

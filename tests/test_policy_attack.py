@@ -15,9 +15,9 @@ from ranks import on_ranks, refusal
 from test_policy import optimizer_step, scripted, two_replicas
 
 import ds_sp_overlap
-from ds_sp_overlap import policy as policies
-from ds_sp_overlap.channel import Channel
-from ds_sp_overlap.policy import Policy
+from ds_sp_overlap.autotune import policy as policies
+from ds_sp_overlap.autotune.policy import Policy
+from ds_sp_overlap.exchange.channel import Channel
 
 COSTS = {1: 1.3, 2: 1.2, 4: 1.0}
 

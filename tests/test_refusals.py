@@ -16,8 +16,8 @@ from transports import Corrupting, Failing, Recording, Silent
 
 import ds_sp_overlap
 from ds_sp_overlap import SpOverlapConfig
-from ds_sp_overlap.channel import Channel
-from ds_sp_overlap.layout import Geometry
+from ds_sp_overlap.exchange.channel import Channel
+from ds_sp_overlap.exchange.geometry import Geometry
 
 PATIENCE_S = 40  # far above what a refusal takes, far below the process group's own timeout
 
@@ -60,10 +60,7 @@ REFUSED = {
     "fewer heads than ranks": (
         Case(heads=1, kv_heads=1),
         {},
-        BOTH.format(
-            "head scatter of query: 1 heads leave a rank of sp size 2 with no head to attend with; use sp size 1 "
-            "or less"
-        ),
+        BOTH.format("head scatter of query: 1 heads leave a rank of sp size 2 with no head to attend with; use sp size 1 or less"),
     ),
     "KV heads that do not divide": (
         Case(),
@@ -92,16 +89,12 @@ REFUSED = {
     "a key of another sequence": (
         Case(),
         {"all": {"k": ("narrow", 1, 0, 5)}},
-        BOTH.format(
-            "query, key and value don't belong together: query [2, 6, 4, 8], key [2, 5, 4, 8], value [2, 6, 4, 8]"
-        ),
+        BOTH.format("query, key and value don't belong together: query [2, 6, 4, 8], key [2, 5, 4, 8], value [2, 6, 4, 8]"),
     ),
     "a key of another head dim": (
         Case(),
         {"all": {"k": ("narrow", 3, 0, 7)}},
-        BOTH.format(
-            "query, key and value don't belong together: query [2, 6, 4, 8], key [2, 6, 4, 7], value [2, 6, 4, 8]"
-        ),
+        BOTH.format("query, key and value don't belong together: query [2, 6, 4, 8], key [2, 6, 4, 7], value [2, 6, 4, 8]"),
     ),
     "num_kv_heads that the key has not": (
         Case(),
@@ -111,9 +104,7 @@ REFUSED = {
     "too many sequence lengths": (
         Case(),
         {"call": {"sequence_lengths": [6, 6, 6]}},
-        BOTH.format(
-            "sequence_lengths: 3 lengths (6, 6, 6) for sp size 2; give the local length of every rank of the sp group"
-        ),
+        BOTH.format("sequence_lengths: 3 lengths (6, 6, 6) for sp size 2; give the local length of every rank of the sp group"),
     ),
     "a sequence length that is not this rank's": (
         Case(),
@@ -124,8 +115,7 @@ REFUSED = {
     "a fault of one rank only": (
         Case(),
         {1: {"v": ("float",)}},
-        "attention: sp rank 1: query is torch.float64, key torch.float64, value torch.float32; give all "
-        "three one dtype",
+        "attention: sp rank 1: query is torch.float64, key torch.float64, value torch.float32; give all three one dtype",
     ),
     "no batch dimension but another": (
         Case(),
@@ -149,9 +139,7 @@ def mask_for_batch_dim_idx(rank, shape):
 @pytest.mark.parametrize("shape", [(2, 1, 12, 12), (1,), ()], ids=str)
 def test_an_attention_mask_in_the_place_of_batch_dim_idx_is_refused(shape):
     """Megatron-DeepSpeed without flash attention passes one (FACTS)."""
-    message = (
-        f"attention: batch_dim_idx must be 0 (batch first) or 1 (sequence first), got a tensor of shape {list(shape)}"
-    )
+    message = f"attention: batch_dim_idx must be 0 (batch first) or 1 (sequence first), got a tensor of shape {list(shape)}"
     assert refused_on_both(mask_for_batch_dim_idx, shape) == [("ValueError", message)] * 2
 
 
@@ -545,9 +533,7 @@ def test_good_configs_are_read():
         config.check = False
 
 
-@pytest.mark.parametrize(
-    "heads,size,groups", [(8, 2, 2), (4, 2, 2), (2, 2, 1), (7, 4, 1), (32, 8, 2), (8, 1, 2), (1, 1, 1)]
-)
+@pytest.mark.parametrize("heads,size,groups", [(8, 2, 2), (4, 2, 2), (2, 2, 1), (7, 4, 1), (32, 8, 2), (8, 1, 2), (1, 1, 1)])
 def test_auto_is_two_groups_where_every_rank_has_two_heads(heads, size, groups):
     assert SpOverlapConfig().groups_for(heads, size) == groups
 
@@ -604,8 +590,8 @@ def test_without_check_mode_nothing_is_gathered():
 
 def other_order(rank):
     """Ranks that launch different exchanges at the same time, in check mode."""
-    from ds_sp_overlap.exchange import Exchange
-    from ds_sp_overlap.layout import Geometry
+    from ds_sp_overlap.exchange.exchange import Exchange
+    from ds_sp_overlap.exchange.geometry import Geometry
 
     geometry = Geometry(2, rank, (3, 3), 1, 4, 4)
     channel = Channel(torch.distributed.group.WORLD)

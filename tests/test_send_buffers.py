@@ -11,8 +11,9 @@ from layers import Shape
 from ranks import on_ranks
 from test_equivalence import HEADS, groups_for, no_faults
 
-from ds_sp_overlap import kernels, ops, self_attention
-from ds_sp_overlap.layout import Geometry
+from ds_sp_overlap.attention import self_attention
+from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.relayout import kernels, ops
 
 always = mock.patch.object(self_attention, "batched_pays", lambda x, rows, dgrad=False: True)
 
@@ -90,9 +91,7 @@ kinds = pytest.mark.parametrize(
         "reference",
         pytest.param(
             "compiled",
-            marks=pytest.mark.skipif(
-                kernels.library().path is None, reason=f"no compiled kernels: {kernels.library().reason}"
-            ),
+            marks=pytest.mark.skipif(kernels.library().path is None, reason=f"no compiled kernels: {kernels.library().reason}"),
         ),
     ],
 )

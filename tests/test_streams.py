@@ -4,14 +4,14 @@ import pytest
 import torch
 from streams import Backend
 
-import ds_sp_overlap.exchange as exchange
-from ds_sp_overlap.channel import Channel, SideStream
-from ds_sp_overlap.exchange import Exchange
-from ds_sp_overlap.execution import Call, attend_groups, start_inputs
-from ds_sp_overlap.layout import Geometry
+import ds_sp_overlap.exchange.exchange as exchange
+from ds_sp_overlap.attention.execution import Call, attend_groups, start_inputs
+from ds_sp_overlap.exchange.channel import Channel, SideStream
+from ds_sp_overlap.exchange.exchange import Exchange
+from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.transport import OneRank
+from ds_sp_overlap.profiling.timeline import Timeline
 from ds_sp_overlap.schedule import by_head_groups
-from ds_sp_overlap.timeline import Timeline
-from ds_sp_overlap.transport import OneRank
 
 
 class LoggingTransport(OneRank):

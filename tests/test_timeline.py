@@ -18,10 +18,11 @@ from layers import Shape
 from ranks import on_ranks, refusal
 
 import ds_sp_overlap
-from ds_sp_overlap import exchange, picture, timeline
-from ds_sp_overlap.channel import Channel
+from ds_sp_overlap.exchange import exchange
+from ds_sp_overlap.exchange.channel import Channel
+from ds_sp_overlap.profiling import picture, timeline
+from ds_sp_overlap.profiling.timeline import UNTRACKED, Row, Timeline, Track, computing
 from ds_sp_overlap.schedule import by_head_groups
-from ds_sp_overlap.timeline import UNTRACKED, Row, Timeline, Track, computing
 
 
 class Numbers:

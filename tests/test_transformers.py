@@ -234,9 +234,7 @@ def packed_cases(rank, cases):
 
 def test_a_packed_document_sees_itself_alone_where_stock_lets_it_see_the_ones_before():
     cases = [(lengths, {}) for lengths in ROWS.values()]
-    cases += [
-        (ROWS["different from row to row"], options) for options in (*FAMILY[1:], dict(family="starcoder2"), WINDOWS[0])
-    ]
+    cases += [(ROWS["different from row to row"], options) for options in (*FAMILY[1:], dict(family="starcoder2"), WINDOWS[0])]
     for figures in on_ranks(2, packed_cases, cases):
         for case, (stock, *errors) in zip(cases, figures, strict=True):
             assert stock > 1e-3, "stock honours documents now: this is no longer beyond it"
@@ -391,14 +389,14 @@ def test_lora_on_any_projection_equals_stock_and_the_report_says_which_are_calle
         assert all(off < FP64 for pair in errors.values() for off in pair), errors
         ((got, lacks),) = said
         assert got.startswith("all eight exchanges, G by timing in the first 16 steps")
-        assert lacks == "called whole: " + ", ".join(f"{name} (Linear)" for name in targets)
+        inputs = [name for name in SOME[-1][:3] if set(SOME[-1][:3]) & set(targets)]  # one of them called whole, all are
+        whole = inputs + [name for name in targets if name == "o_proj"]
+        assert lacks == "called whole: " + ", ".join(f"{name} (Linear)" for name in whole)
         for name in SOME[-1]:
-            assert (name in got) == (name not in targets)
+            assert (name in got) == (name not in whole)
 
 
-@pytest.mark.parametrize(
-    "targets", [("q_proj",), ("k_proj", "v_proj"), ("o_proj",), SOME[-1], ("embed", "layers.0")], ids=",".join
-)
+@pytest.mark.parametrize("targets", [("q_proj",), ("k_proj", "v_proj"), ("o_proj",), SOME[-1], ("embed", "layers.0")], ids=",".join)
 def test_frozen_projections_equal_stock(targets):
     """The last one leaves the first layer nothing to compute a gradient for."""
     for (_, errors), said in on_ranks(2, reported, "frozen", list(targets), "llama"):
@@ -495,9 +493,7 @@ def stand_in(seen):
         **_,
     ):
         seen.append((tuple(query.shape), tuple(key.shape), position_ids.tolist(), attention_mask, sliding_window))
-        o = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, scale=scaling, is_causal=True, enable_gqa=True
-        )
+        o = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=True, enable_gqa=True)
         return o.transpose(1, 2), None
 
     return flash
@@ -541,9 +537,7 @@ def evaluations(rank, disable_in_eval, family):
     """Errors of logits in eval mode, with gradients, without, and in inference mode; against the whole sequence."""
     tokens = batches(1)[0]
     whole = tiny(family=family, **EXACT)(input_ids=tokens, use_cache=False).logits.chunk(2, 1)[rank].detach()
-    alone = tiny(family=family, **EXACT)(
-        **{k: x for k, x in cut(tokens, rank, 2).items() if k != "labels"}, use_cache=False
-    )
+    alone = tiny(family=family, **EXACT)(**{k: x for k, x in cut(tokens, rank, 2).items() if k != "labels"}, use_cache=False)
     errors = {}
     with sequence_parallel_model(2, family=family, stock={"disable_in_eval": disable_in_eval}, **EXACT) as (model, _):
         ds_sp_overlap.enable(model)
@@ -552,9 +546,7 @@ def evaluations(rank, disable_in_eval, family):
             model.train(training)
             with mode():
                 inputs = cut(tokens, rank, 2)
-                logits = model(
-                    input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False
-                ).logits
+                logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
             expected = alone.logits if disable_in_eval and not training else whole
             errors[what, training] = relative_error(logits.detach(), expected.detach())
     return errors, relative_error(alone.logits.detach(), whole)

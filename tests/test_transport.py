@@ -21,9 +21,9 @@ from layers import Shape
 from ranks import on_ranks, refusal
 
 import ds_sp_overlap
-from ds_sp_overlap import copy_engines, transport
-from ds_sp_overlap.channel import Channel
-from ds_sp_overlap.transport import C10d, OneRank, by_name
+from ds_sp_overlap.exchange import copy_engines, transport
+from ds_sp_overlap.exchange.channel import Channel, by_name
+from ds_sp_overlap.exchange.transport import C10d, OneRank
 
 
 class Options:
@@ -260,10 +260,19 @@ def faults_through(rank, engine, shape, steps=3):
             expected = layers.backward(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
             local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
             got = layers.backward(lambda x: layers.call_block(shape, attend, rank, x), layer, local_x.requires_grad_(), local_dy)
-            faults += layers.faults(1e-12, **{n: (got[n].detach(), layers.my_slice(shape, rank, t.detach())) for n, t in expected.items()})
+            faults += layers.faults(
+                1e-12, **{n: (got[n].detach(), layers.my_slice(shape, rank, t.detach())) for n, t in expected.items()}
+            )
         kind = type(attend.layer.channel.transport.engine).__name__
     calls = len(UlyssesGroup.calls) if engine == "FastUlysses" else nccl.exchanges.count("even")
-    return kind, faults, calls, nccl.exchanges.count("split"), len(nccl.rendezvous), [str(w.message) for w in caught if "copy" in str(w.message)]
+    return (
+        kind,
+        faults,
+        calls,
+        nccl.exchanges.count("split"),
+        len(nccl.rendezvous),
+        [str(w.message) for w in caught if "copy" in str(w.message)],
+    )
 
 
 CONFIG = {"transport": "copy_engine", "head_groups": 2}
@@ -281,7 +290,9 @@ def test_equal_parts_go_through_the_engine_and_arrive_where_they_belong(engine, 
 
 
 @pytest.mark.parametrize("engine", ["FastUlysses", "ZeroCta"])
-@pytest.mark.parametrize("shape", [Shape(lengths=(5, 7), config=CONFIG), Shape(heads=5, kv_heads=5, config=CONFIG)], ids=["lengths", "heads"])
+@pytest.mark.parametrize(
+    "shape", [Shape(lengths=(5, 7), config=CONFIG), Shape(heads=5, kv_heads=5, config=CONFIG)], ids=["lengths", "heads"]
+)
 def test_unequal_parts_fall_back_to_c10d_and_it_says_so_once(engine, shape):
     for _, faults, calls, split, _, said in on_ranks(2, faults_through, engine, shape):
         assert faults == [] and calls < 3 * 16 and split > 0

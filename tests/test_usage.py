@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transports import Recording
 
 import ds_sp_overlap
-from ds_sp_overlap.linear import can_take_apart
+from ds_sp_overlap.attention.linear import can_take_apart
 
 SHAPES = [
     Shape(kv_heads=2),
@@ -635,8 +635,13 @@ def in_place(rank, use, cases):
             o = order(layers.reference.attention(*map(order, (q, k, v))))
             return o.flatten(2) if case.flat else o  # noqa: B023
 
-        with mock.patch.object(dropin, "whole_attention", lambda case: whole), mock.patch.object(
-            dropin, "local_attention", lambda case: local  # noqa: B023
+        with (
+            mock.patch.object(dropin, "whole_attention", lambda case: whole),
+            mock.patch.object(
+                dropin,
+                "local_attention",
+                lambda case: local,  # noqa: B023
+            ),
         ):
             found += [f"{case}: {fault}" for fault in dropin.dropin_faults(rank, case, use)]
     return found
@@ -732,9 +737,7 @@ def traces(rank, shape):
     seen = {name: sorted(vars(module)) for name, module in layer.named_modules()}
     addresses = [p.data_ptr() for p in layer.parameters()]
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-    layers.call_block(
-        shape, layers.block(shape, layer, torch.distributed.group.WORLD), rank, x.requires_grad_()
-    ).backward(dy)
+    layers.call_block(shape, layers.block(shape, layer, torch.distributed.group.WORLD), rank, x.requires_grad_()).backward(dy)
     found = []
     after = layer.state_dict()
     if list(after) != list(before) or not all(torch.equal(after[name], before[name]) for name in before):

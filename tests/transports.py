@@ -1,4 +1,4 @@
-"""Transports that do their worst within the contract of `ds_sp_overlap.transport.Transport`, and one that writes down.
+"""Transports that do their worst within the contract of `ds_sp_overlap.exchange.transport.Transport`, and one that writes down.
 
 All fill the receive buffer with NaN at launch: whoever reads before waiting computes NaN.
 """
@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ds_sp_overlap.exchange import _InFlight
+from ds_sp_overlap.exchange.exchange import _InFlight
 
 
 class Armed:
@@ -135,9 +135,7 @@ def is_spoiled(buffer):
 
 def alias(tensor):
     """Another tensor on the same memory that doesn't keep ``tensor`` alive."""
-    return torch.empty(0, dtype=tensor.dtype).set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def move(send, recv, send_sizes, recv_sizes, group):

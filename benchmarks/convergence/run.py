@@ -53,18 +53,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--seq", type=int, default=256, help="global sequence, tokens")
-    parser.add_argument(
-        "--batch", type=int, help="sequences a step of each sp group; default: least multiple of 2 and --sp"
-    )
+    parser.add_argument("--batch", type=int, help="sequences a step of each sp group; default: least multiple of 2 and --sp")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--zero", type=int, choices=(1, 2, 3), default=1, help="ZeRO stage (0 keeps no grad norm in fp32)"
-    )
+    parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=1, help="ZeRO stage (0 keeps no grad norm in fp32)")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
-    parser.add_argument(
-        "--skip", nargs="+", default=[], metavar="VARIANT", help='for instance "sp = 1" where it has no room'
-    )
+    parser.add_argument("--skip", nargs="+", default=[], metavar="VARIANT", help='for instance "sp = 1" where it has no room')
     parser.add_argument("--plant-error", type=float, default=0.0, metavar="E",
                         help="negative control: in the runs G = n, send v of layer 0 as v * (1 + E)")  # fmt: skip
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
@@ -84,9 +78,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def work(args: argparse.Namespace) -> bool:
     """Train every variant on this rank, report on rank 0; returns, on every rank, whether all that is judged passed."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed calls collectives by names that torch renames
-    os.environ.setdefault(
-        "LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")
-    )  # DeepSpeed's CPU accelerator asks for it
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
     import deepspeed
     import torch.distributed as dist
     from tqdm import tqdm
@@ -125,9 +117,7 @@ def report(args: argparse.Namespace, runs: dict[str, dict[str, verdict.Run]], co
             return "noise"
         return "judged" if variant.sp or dtype == "fp32" else "shown"
 
-    roles = {
-        dtype: {v.name: how(v, dtype) for v in variants(args.groups)[1:] if v.name in runs[dtype]} for dtype in runs
-    }
+    roles = {dtype: {v.name: how(v, dtype) for v in variants(args.groups)[1:] if v.name in runs[dtype]} for dtype in runs}
     rows = [row for dtype in runs for row in verdict.judge(dtype, runs[dtype], roles[dtype], args.steps)]
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "curves.csv").open("w", newline="") as file:
@@ -169,9 +159,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if torch.cuda.device_count() < args.sp:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    config = LaunchConfig(
-        1, 1, args.sp, run_id="convergence", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
-    )
+    config = LaunchConfig(1, 1, args.sp, run_id="convergence", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
     sys.exit(not elastic_launch(config, work)(args)[0])
 
 

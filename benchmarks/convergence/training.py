@@ -71,7 +71,7 @@ class Watch:
         self.plant, self.launched = plant, Counter()
 
     def __enter__(self):
-        from ds_sp_overlap.transport import C10d
+        from ds_sp_overlap.exchange.transport import C10d
 
         original = C10d.launch
 
@@ -165,9 +165,7 @@ def train(variant: Variant, dtype: str, corpus: np.ndarray, args: argparse.Names
         positions = torch.arange(args.seq, device=tokens.device).expand_as(tokens)
         ids, labels, positions = (x.chunk(sp, dim=1)[sp_rank % sp].contiguous() for x in (tokens, labels, positions))
         logits = engine(input_ids=ids, position_ids=positions, use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / (
-            tokens.shape[0] * (args.seq - 1)
-        )
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / (tokens.shape[0] * (args.seq - 1))
 
     before, curve = parameters(), []
     with Watch(args.plant_error) as watch:

@@ -94,9 +94,7 @@ def judge(dtype: str, runs: dict[str, Run], roles: dict[str, str], steps: int) -
         elif not missing:
             d = difference(run.curve, stock)
             far = max(runs[n].distance for n in noise)
-            shares = np.array(
-                [*(d / floor([runs[n].curve for n in noise], stock)).max(axis=0), run.distance / max(far, FP32_ULP)]
-            )
+            shares = np.array([*(d / floor([runs[n].curve for n in noise], stock)).max(axis=0), run.distance / max(far, FP32_ULP)])
             largest = np.abs(run.curve - stock).max(axis=0)[0], d.max(axis=0)[1]
             reasons = [what for what, share in zip((*QUANTITIES, "parameters"), shares) if not share <= FACTOR]
         if role == "noise":
@@ -155,9 +153,7 @@ def plot(path: Path, runs: dict[str, dict[str, Run]], roles: dict[str, dict[str,
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        4, len(runs), figsize=(7 * len(runs), 14), sharex=True, squeeze=False, layout="constrained"
-    )
+    figure, axes = pyplot.subplots(4, len(runs), figsize=(7 * len(runs), 14), sharex=True, squeeze=False, layout="constrained")
     for column, (dtype, of_dtype) in zip(axes.T, runs.items()):
         stock = of_dtype["stock"].curve
         level = floor([of_dtype[name].curve for name, role in roles[dtype].items() if role == "noise"], stock)
@@ -172,9 +168,7 @@ def plot(path: Path, runs: dict[str, dict[str, Run]], roles: dict[str, dict[str,
                 (line,) = above.plot(run.curve[:, index], style, label=name, linewidth=1)
                 d = difference(run.curve, stock)[:, index]
                 if name != "stock" and d.any():
-                    below.plot(
-                        np.where(d > 0, d, np.nan), style, label=name, linewidth=1, marker=".", color=line.get_color()
-                    )
+                    below.plot(np.where(d > 0, d, np.nan), style, label=name, linewidth=1, marker=".", color=line.get_color())
             below.set_ylim(bottom=FP32_ULP / 4)
         column[0].legend(fontsize="small")
         column[2].legend(fontsize="small", ncols=2)

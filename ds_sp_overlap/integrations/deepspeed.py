@@ -1,4 +1,4 @@
-"""DeepSpeed: the ``sp_overlap`` section of its config, its sp group, and its ``DistributedAttention`` modules."""
+"""DeepSpeed: the ``sp_overlap`` section of its config."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import functools
 import inspect
 import logging
 import re
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import deepspeed
-import torch.distributed as dist
+import deepspeed.comm
+from deepspeed.comm.comm import comms_logger
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.utils import groups, log_dist
+from deepspeed.utils import log_dist
 from packaging.version import Version
-from torch import nn
 
-from ..attention import ProjectedAttention, drop_in_forward
-from ..channel import Channel
+from ..attention import linear
 from ..config import SpOverlapConfig
-from ..policy import Policy
-from . import Layer, enable, megatron_bridge, rebind
+from ..exchange import transport
+from . import megatron_bridge
+from .registry import enable
 
 OLDEST = "0.19.7"
 from_command_line: dict[str, Any] = {}  # keys of ``python -m ds_sp_overlap run``, which go before those of the section
@@ -41,6 +41,8 @@ def install() -> None:
         )
     if hasattr(deepspeed.initialize, "__sp_overlap__"):
         return
+    linear.harmless.add("deepspeed.")  # ZeRO-3 gathers weights in its hooks
+    transport.all_to_all = _all_to_all
     original, make = deepspeed.initialize, DeepSpeedEngine.__init__
     given, made_of = inspect.signature(original), inspect.signature(make)
     ours: list[bool] = []  # calls of `initialize` that are on their way
@@ -67,6 +69,13 @@ def install() -> None:
 
     initialize.__sp_overlap__ = True
     deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
+
+
+def _all_to_all(recv, send, recv_sizes, send_sizes, group, name):
+    """Through ``deepspeed.comm`` while its comms logger wants to see it."""
+    if not comms_logger.enabled:
+        return transport.plain_all_to_all(recv, send, recv_sizes, send_sizes, group, name)
+    return deepspeed.comm.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=True, log_name=name)
 
 
 def _asked_for(given: dict[str, Any]) -> SpOverlapConfig | None:
@@ -129,68 +138,3 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
 @functools.cache
 def _say_once(message: str) -> None:
     log_dist(message, ranks=[0], level=logging.WARNING)
-
-
-def find_group(model: nn.Module) -> Any:
-    """The sp group of ``DistributedAttention`` modules in the model, of DeepSpeed's mesh or of its mpu; None if none."""
-    for module in model.modules():
-        if isinstance(module, DistributedAttention) and module.spg is not None:
-            return module.spg
-    try:
-        return groups._get_sequence_parallel_group()
-    except (KeyError, AssertionError):
-        return None
-
-
-def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None) -> list[Layer]:
-    """DeepSpeed's ``DistributedAttention`` modules, whoever calls them. Raises ValueError where one has another sp group.
-
-    What AutoSP has wrapped stays AutoSP's: it gathers the whole sequence around attention of its own.
-    """
-    found = []
-    for name, module in model.named_modules():
-        if type(module).__name__ == "UlyssesSPViTAttention":
-            inside = tuple(module.modules())[1:]
-            found.append(Layer(name, module, got="", lacks="DeepSpeed's AutoSP exchanges around it", inside=inside))
-        if not isinstance(module, DistributedAttention):
-            continue
-        own = channel.ranks if module.spg is None else dist.get_process_group_ranks(module.spg)
-        if own != channel.ranks:
-            raise ValueError(
-                f"{name} was made with an sp group of ranks {own}, and enable() is to use ranks {channel.ranks}; give both one group"
-            )
-        got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
-        bind = functools.partial(bind_drop_in, name, module, channel, config, policy)
-        found.append(Layer(name, module, got, "the projections belong to its caller", bind))
-    return found
-
-
-def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, config: SpOverlapConfig, policy: Policy | None):
-    """Rebind DeepSpeed's class to the drop-in; returns what undoes it."""
-    channel = Channel(module.spg or channel.group, config.transport, module.sp_stream, config.kernels)
-    attend, original, dims = ProjectedAttention(channel, config, name, policy), module.forward, set()
-    same_group = module.spg is not None or channel.size == dist.get_world_size()  # None is all ranks to DeepSpeed's class
-
-    def forward(query, key, value, batch_dim_idx, rotary_pos_emb=None, *args, sequence_lengths=None, **kwargs):
-        def instead(q, k, v):
-            return original(q, k, v, batch_dim_idx, rotary_pos_emb, *args, **kwargs)
-
-        # What DeepSpeed's class does right; the first call has shown the form of the local attention's output.
-        alike = (
-            dims == {4}
-            and query.dim() == key.dim() == 4
-            and isinstance(batch_dim_idx, int)
-            and sequence_lengths is None
-            and module.sp_stream is None
-            and same_group
-            and not (query.shape[2] % channel.size or key.shape[2] % channel.size)
-            and (rotary_pos_emb is None or not batch_dim_idx)
-        )
-        y = drop_in_forward(
-            attend, module.local_attn, module.num_kv_heads, query, key, value, batch_dim_idx, rotary_pos_emb, *args,
-            sequence_lengths=sequence_lengths, instead=instead if alike else None, **kwargs,
-        )  # fmt: skip
-        dims.add(y.dim())
-        return y
-
-    return rebind(module, forward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -53,7 +53,9 @@ class Pieces:
         order = torch.cat([*placed, alone])
         self.order = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).to(device)
 
-    def attend(self, attention: Callable[..., Tensor], alone: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, attention: Callable[..., Tensor], alone: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         """q, k, v [b, s, h, d] -> o [b, s, h, d].
 
         attention   the same of documents [n, length, h, d]

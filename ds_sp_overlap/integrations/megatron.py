@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..channel import Channel
+from ..attention.linear import Plain
+from ..attention.self_attention import SelfAttention
+from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
-from ..layout import Geometry
-from ..linear import Forwards
-from ..policy import Policy
+from ..exchange.channel import Channel
+from ..exchange.geometry import Geometry
 from ..rotary import Rotary
-from ..self_attention import SelfAttention
-from . import Layer, driven, rebind
-from .deepspeed import DistributedAttention, bind_drop_in
+from .distributed_attention import DistributedAttention, bind_drop_in
+from .layers import Layer, driven
+from .rebinding import rebind
 
 FORWARD = ("hidden_states", "attention_mask", "encoder_output", "inference_params", "rotary_pos_emb")
 SPLIT = {"q_proj": "query_linear", "k_proj": "key_linear", "v_proj": "value_linear"}
@@ -140,24 +141,22 @@ def _drive(name: str, module: nn.Module, channel: Channel, config: SpOverlapConf
     return block, forward
 
 
-def _plain(linears: list[nn.Module]) -> Forwards:
+def _plain(linears: list[nn.Module]) -> Plain:
     """Forwards of Megatron's linear layers that compute ``x w^T + b`` and nothing else: of one tensor-parallel rank."""
-    forwards = []
+    plain: Plain = {}
     for linear in linears:
         kind, forward = type(linear), type(linear).forward
         own = forward.__module__ == kind.__module__ and forward.__qualname__ == f"{kind.__qualname__}.forward"
         more = ("sequence_parallel", "async_tensor_model_parallel_allreduce", "is_expert_without_slicing")
         if own and kind.__name__ in ("ColumnParallelLinear", "RowParallelLinear"):
             if linear.weight is not None and not any(getattr(linear, what, False) for what in more):
-                forwards.append(forward)
-    return tuple(forwards)
+                plain[forward] = lambda module: module.skip_bias_add
+    return plain
 
 
 def _is_attention(module: nn.Module) -> bool:
     children = dict(module.named_children())
-    return (
-        isinstance(children.get("dist_attn"), DistributedAttention) and "dense" in children and hasattr(module, "layer_number")
-    )
+    return isinstance(children.get("dist_attn"), DistributedAttention) and "dense" in children and hasattr(module, "layer_number")
 
 
 def _why_not(module: nn.Module) -> tuple[str, bool]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..channel import Channel
+from ..exchange.channel import Channel
 from .documents import Pieces
 
 _NEEDED = "those of the whole sequence, cut over the ranks like input_ids"
@@ -47,7 +48,9 @@ class Step:
     def __init__(self, position_ids: Tensor, lengths: list[int], rows: int, mask: Tensor | None, where: str):
         self.lengths, self.rows, self.longest = lengths, rows, position_ids.max()
         axes = position_ids.dim() == 3
-        self.position_ids = None if axes and len(position_ids) == 3 else (position_ids[0] if axes else position_ids).expand(rows, -1)
+        self.position_ids = (
+            None if axes and len(position_ids) == 3 else (position_ids[0] if axes else position_ids).expand(rows, -1)
+        )
         first = torch.ones(rows, 1, dtype=torch.bool, device=position_ids.device)
         if self.position_ids is None:
             starts = torch.cat([first, first.new_zeros(rows, sum(lengths) - 1)], 1)
@@ -135,7 +138,14 @@ class Positions:
         if fault is None:
             position_ids, tokens = position_ids.long(), position_ids if tokens is None else tokens
             axes, rows = position_ids.shape[0] if position_ids.dim() == 3 else 0, position_ids.shape[-2]
-            mine = [0, axes, rows, tokens.shape[0] if tokens is not position_ids else rows, position_ids.shape[-1], mask is not None]
+            mine = [
+                0,
+                axes,
+                rows,
+                tokens.shape[0] if tokens is not position_ids else rows,
+                position_ids.shape[-1],
+                mask is not None,
+            ]
         else:
             mine = [_CODES.index(fault), 0, 0, 0, 0, 0]
         device = next((x.device for x in (position_ids, tokens) if isinstance(x, Tensor)), torch.device("cpu"))

@@ -8,29 +8,40 @@ stock drops them. What can't be honoured is refused on all ranks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-import sys
-import types
 import weakref
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import ProjectedAttention
-from ..channel import Channel
+from ..attention.drop_in import ProjectedAttention
+from ..attention.self_attention import SelfAttention
+from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
-from ..layout import Geometry
-from ..policy import Policy
+from ..exchange.channel import Channel
+from ..exchange.geometry import Geometry
 from ..rotary import Rotary
-from ..self_attention import SelfAttention
-from . import Layer, driven, groups_in_words, rebind
-from .masks import Masks, Pattern
-from .positions import Positions, Step
+from .layers import Around, Layer, driven, groups_in_words
+from .masks import Pattern
+from .positions import Step
+from .rebinding import rebind
+from .transformers_forward import Sequence, host, stretched
+from .transformers_modules import (
+    attention_functions,
+    goes_by_length,
+    is_attention,
+    models_around,
+    off_in_eval,
+    refuse_unexchanged,
+    stock_of,
+    takes_tokens,
+    unfit,
+    why_not,
+)
 
 # Families whose attention layer is driven whole: where each finds its sliding window.
 FAMILIES: dict[str, Callable[[nn.Module], int | None]] = {
@@ -42,26 +53,12 @@ FAMILIES: dict[str, Callable[[nn.Module], int | None]] = {
 }
 
 
-def _library():
-    """transformers' attention functions, if the process uses transformers at all."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return None if modeling is None else modeling.ALL_ATTENTION_FUNCTIONS
-
-
-def _stock(function: Any) -> nn.Module | None:
-    """The ``UlyssesSPAttentionHF`` behind an attention function that ``register_with_transformers`` put in place."""
-    function = function.before if isinstance(function, _Dispatch) else function
-    cells = getattr(function, "__closure__", None) or ()
-    inside = [cell.cell_contents for cell in cells]
-    return next((x for x in inside if type(x).__name__ == "UlyssesSPAttentionHF"), None)
-
-
 def find_group(model: nn.Module) -> Any:
     """The sp group that stock Ulysses was registered with for this model; None if it was not."""
-    functions, config = _library(), getattr(model, "config", None)
+    functions, config = attention_functions(), getattr(model, "config", None)
     if functions is None or config is None:
         return None
-    stock = _stock(functions.get(getattr(config, "_attn_implementation", None)))
+    stock = stock_of(functions.get(getattr(config, "_attn_implementation", None)))
     return None if stock is None else stock.process_group
 
 
@@ -71,45 +68,18 @@ def find_group(model: nn.Module) -> Any:
 def _core(module: nn.Module) -> tuple[str, Callable]:
     """Name and function of the attention that the model was configured for, without sequence parallelism around it."""
     name = module.config._attn_implementation
-    if (reason := _unfit(name)) is not None:  # it was switched after `enable`
+    if (reason := unfit(name)) is not None:  # it was switched after `enable`
         raise ValueError(f"sp_overlap: {type(module).__name__}: {reason}")
-    function = _library()[name]
-    stock = _stock(function)
+    function = attention_functions()[name]
+    stock = stock_of(function)
     if stock is not None:
         return name, stock.attn
-    return name, function.before if isinstance(function, _Dispatch) else function
+    return name, function.before if isinstance(function, Dispatch) else function
 
 
 def _heads_alike(module: nn.Module) -> bool:
     """Whether a layer's attention is the library's own, which keeps nothing for each head, rather than one registered by others."""
     return getattr(_core(module)[1], "__module__", "").startswith("transformers.")
-
-
-class Sequence:
-    """What the layers of a model know of the whole sequence: in the model's forward, in a checkpoint's, in a call of their own."""
-
-    def __init__(self, channel: Channel, config: SpOverlapConfig):
-        self.positions, self.masks = Positions(channel, config.documents), Masks()
-        self.attended: set[str] = set()  # layers whose attention function was called
-
-    def of(self, where: str, module: nn.Module, x: Tensor, mask: Any, kwargs: dict[str, Any]) -> tuple[Step, Pattern]:
-        """What a layer's call with ``x`` [b, s/P, ..] belongs to. Collective if the layer is called by itself.
-
-        Takes out of ``kwargs`` what describes this rank's tokens.
-        """
-        for of_slice in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
-            kwargs.pop(of_slice, None)
-        position_ids, step = kwargs.pop("position_ids", None), self.positions.current
-        if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
-            raise ValueError(f"{where}: {type(module).__name__} is told that its attention is not causal; not supported here")
-        if (found := self.masks.find(mask)) is not None:
-            return found
-        if mask is not None or (step is not None and step.padded):
-            raise ValueError(
-                f"{where}: {type(module).__name__} is given a mask that is not as transformers' mask functions made it (for this "
-                "rank's tokens, or changed on the way); it can't be honoured on a sequence that is split over ranks"
-            )
-        return (step or self.positions.gather(where, x, position_ids)), Pattern()
 
 
 def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: Step, pattern: Pattern, **options: Any) -> Tensor:
@@ -157,7 +127,7 @@ def _stock_does_the_same(
     module: nn.Module, x: Tensor, step: Step, pattern: Pattern, channel: Channel, given: dict[str, Any]
 ) -> bool:
     """Whether stock Ulysses is registered for a call with ``x`` [b, s/P, ..] and would compute what we do."""
-    stock = _stock(_library().get(module.config._attn_implementation))
+    stock = stock_of(attention_functions().get(module.config._attn_implementation))
     if stock is None or dist.get_process_group_ranks(stock.process_group) != dist.get_process_group_ranks(channel.group):
         return False
     fits = x.shape[0] == stock.batch_size and (stock.seq_length_is_variable or x.shape[1] == stock.local_seq_length)
@@ -165,9 +135,7 @@ def _stock_does_the_same(
     return fits and len(set(step.lengths)) == 1 and whole and given.get("position_ids") is not None
 
 
-def _drive(
-    name: str, module: nn.Module, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None
-):
+def _drive(name: str, module: nn.Module, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None):
     """The block over a layer of a known family, and a forward for the layer that calls it."""
     names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
 
@@ -193,7 +161,7 @@ def _drive(
     original = module.forward
 
     def forward(hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
-        if _off_in_eval(module):
+        if off_in_eval(module):
             return original(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         block.use(**parts())
         given = dict(kwargs)
@@ -215,13 +183,7 @@ def _drive(
     return block, forward
 
 
-def _off_in_eval(module: nn.Module) -> bool:
-    """Whether stock Ulysses was told to leave evaluation alone (``disable_in_eval``)."""
-    stock = _stock(_library().get(module.config._attn_implementation))
-    return stock is not None and stock.disable_in_eval and not module.training
-
-
-class _Dispatch:
+class Dispatch:
     """An attention function that overlaps the modules it was given, and passes on all others."""
 
     def __init__(self, before: Callable):
@@ -230,7 +192,7 @@ class _Dispatch:
 
     @torch.compiler.disable
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
-        if module not in self.attend or _off_in_eval(module):
+        if module not in self.attend or off_in_eval(module):
             return self.before(module, query, key, value, attention_mask, **kwargs)
         attend, sequence, where = self.attend[module]
         sequence.attended.add(where)
@@ -249,7 +211,7 @@ class _Dispatch:
             return o.unflatten(-1, (q.shape[2], -1)) if o.dim() == 3 else o
 
         alike = attend.layer.policy and _stock_does_the_same(module, q, step, pattern, channel, given)
-        ulysses = _stock(self)
+        ulysses = stock_of(self)
         alike = alike and (q.shape[2], k.shape[2]) == (ulysses.attn_head_count, ulysses.global_kv_head_count)
         instead = stock if alike else None
         o = attend(local, q, k, v, batch_first=True, sequence_lengths=step.lengths, instead=instead)
@@ -273,9 +235,9 @@ def _bind_function(
     name: str, module: nn.Module, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None
 ):
     """Overlap the attention function of a layer of an unknown family; its projections stay its own."""
-    functions, implementation = _library(), module.config._attn_implementation
-    if not isinstance(functions[implementation], _Dispatch):
-        functions[implementation] = _Dispatch(functions[implementation])
+    functions, implementation = attention_functions(), module.config._attn_implementation
+    if not isinstance(functions[implementation], Dispatch):
+        functions[implementation] = Dispatch(functions[implementation])
     dispatch = functions[implementation]
     dispatch.attend[module] = ProjectedAttention(channel, config, name, policy, heads_alike=True), sequence, name
 
@@ -287,204 +249,33 @@ def _bind_function(
     return undo
 
 
-# The model around the layers.
-
-
-def _host(
-    name: str, model: nn.Module, sequence: Sequence, layers: dict[str, nn.Module], witnessed: set[str], configs: list[Any]
-):
-    """A forward for a model that holds ``layers``: what the ranks must know is gathered in it, once for all of them."""
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    original, positions, first = model.forward, sequence.positions, next(iter(layers.values()))
-    unseen = {name: module for name, module in layers.items() if name in witnessed}  # to call their attention function
-
-    @torch.compiler.disable(recursive=False)
-    def forward(*args, **kwargs):
-        if positions.current is not None or _off_in_eval(first):
-            return original(*args, **kwargs)
-        with positions.forward(name, {**dict(zip(names, args)), **kwargs}) as step, _witnessed(sequence, unseen):
-            with sequence.masks.asked(name, step, first.config._attn_implementation, configs):
-                return original(*args, **kwargs)
-
-    return forward, False
-
-
-@contextlib.contextmanager
-def _witnessed(sequence: Sequence, unseen: dict[str, nn.Module]):
-    """Refuse, behind the body, layers that ran in it without a call of their attention function."""
-    if not unseen:
-        yield
-        return
-    ran: set[str] = set()
-    sequence.attended.clear()
-    hooks = [module.register_forward_pre_hook(lambda *_, name=name: ran.add(name)) for name, module in unseen.items()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-    local = sorted(ran - sequence.attended)
-    if local:
-        raise RuntimeError(
-            f"{_first_of(local[0], unseen[local[0]], len(local))} attends without transformers' attention functions, so that each "
-            "rank attended to its own tokens alone; not supported with sequence parallelism"
-        )
-    for name in ran:
-        del unseen[name]
-
-
-def _stretched(module: nn.Module, sequence: Sequence):
-    """A forward for a rotary embedding that goes by the largest position: it is shown that of the whole sequence."""
-    original = module.forward
-
-    def forward(x, position_ids, *args, **kwargs):
-        step = sequence.positions.current
-        if step is None and not _off_in_eval(module):
-            raise RuntimeError(
-                f"{type(module).__name__}: RoPE of type {module.rope_type} depends on the length of the whole sequence, which is "
-                "known in the model's forward only; call the model"
-            )
-        if step is None:
-            return original(x, position_ids, *args, **kwargs)
-        longest = step.longest.to(position_ids.dtype).expand_as(position_ids[..., :1])
-        tables = original(x, torch.cat([position_ids, longest], -1), *args, **kwargs)
-        cut = [table[..., :-1, :].contiguous() for table in (tables if isinstance(tables, tuple) else (tables,))]
-        return tuple(cut) if isinstance(tables, tuple) else cut[0]
-
-    return (forward,)
-
-
 # What is found.
 
-_OF_SEQUENCE = {"past_key_values", "past_key_value", "cache_params", "layer_past", "cache", "state", "use_cache"}
-_OF_SEQUENCE |= {"attention_mask", "padding_mask", "conv_mask", "alibi"}
 
-
-def _unfit(implementation: str) -> str | None:
-    """Why an attention implementation can't be overlapped; None if it can."""
-    if implementation == "sdpa" or "flash" in implementation:
-        return None
-    return f'attention "{implementation}" needs a mask of the whole sequence; use "sdpa" or a flash attention'
-
-
-@functools.cache
-def _arguments(kind: type) -> frozenset[str]:
-    return frozenset(inspect.signature(kind.forward).parameters)
-
-
-@functools.cache
-def _functions(kind: type) -> list[types.FunctionType]:
-    """The functions of a module's class, without their decorators."""
-    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    unwrapped = (inspect.unwrap(f) for base in bases for f in vars(base).values() if callable(f))
-    return [f for f in unwrapped if isinstance(f, types.FunctionType)]
-
-
-def _calls_with(kind: type, keyword: str) -> bool:
-    consts = (const for f in _functions(kind) for const in f.__code__.co_consts)
-    return any(isinstance(const, tuple) and keyword in const for const in consts)
-
-
-def _is_attention(module: nn.Module) -> bool:
-    """Whether a module's code uses transformers' attention functions; some have a collection of their own under the name."""
-    name, library = "ALL_ATTENTION_FUNCTIONS", _library()
-    uses = (f for f in _functions(type(module)) if name in f.__code__.co_names)
-    return not isinstance(module, _pretrained()) and any(f.__globals__.get(name, library) is library for f in uses)
-
-
-def _mixes(module: nn.Module) -> bool:
-    """Whether a module takes what only concerns a sequence: it looks at more than one token."""
-    return not _OF_SEQUENCE.isdisjoint(_arguments(type(module))) and not isinstance(module, nn.Embedding)
-
-
-def _pretrained() -> type:
-    return sys.modules["transformers.modeling_utils"].PreTrainedModel
-
-
-def _around(name: str, modules: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The transformers models that a module is in, the innermost first."""
-    outer = [name[:at] for at in range(len(name)) if name[at] == "."][::-1] + [""]
-    return [(at, modules[at]) for at in outer if isinstance(modules[at], _pretrained())]
-
-
-def _takes_tokens(model: nn.Module) -> bool:
-    """Whether it is a model of the sequence that is split, rather than of images or sound, which every rank has whole."""
-    return not _arguments(type(model)).isdisjoint(("input_ids", "inputs_embeds"))
-
-
-def _goes_by_length(module: nn.Module) -> bool:
-    """Whether a rotary embedding chooses its frequencies by the largest position."""
-    kinds = getattr(module, "rope_type", None)
-    return any("dynamic" in kind or kind == "longrope" for kind in (kinds.values() if isinstance(kinds, dict) else [kinds or ""]))
-
-
-def _refuse_unexchanged(modules: dict[str, nn.Module]) -> None:
-    """Refuse a model in which tokens meet where no exchange covers it. Raises ValueError."""
-    block = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ())  # of layers, or of an MLP
-    attention = {name for name, module in modules.items() if _is_attention(module)}
-    decoders = {_around(name, modules)[0][1] for name in attention if _around(name, modules)}
-    mixing: dict[str, nn.Module] = {}
-    for name, module in reversed(modules.items()):  # the inner ones first
-        convolution = isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1
-        if not convolution and (name in attention or not _mixes(module) or isinstance(module, (block, _pretrained()))):
-            continue
-        models = _around(name, modules)
-        if not models or not _takes_tokens(models[0][1]) or (convolution and models[0][1] not in decoders):
-            continue
-        name = name.rpartition(".")[0] if convolution else name
-        if not any(inner.startswith(name + ".") for inner in (*attention, *mixing)):
-            mixing[name] = modules[name]
-    if mixing:
-        name, module = next(reversed(mixing.items()))
-        raise ValueError(
-            f"{_first_of(name, module, len(mixing))} mixes tokens without transformers' attention functions, and each rank would see "
-            "its own tokens alone; not supported with sequence parallelism"
-        )
-
-
-def _first_of(name: str, module: nn.Module, count: int) -> str:
-    return f"{name} ({type(module).__name__}{f', and {count - 1} more' if count > 1 else ''})"
-
-
-def _why_not(name: str, module: nn.Module, models: list[tuple[str, nn.Module]]) -> str | None:
-    """Why a layer can't be exchanged by anybody; None if it can."""
-    inner = module.config
-    if (reason := _unfit(inner._attn_implementation)) is not None:
-        stock = inner._attn_implementation == "flex_attention" and _stock(_library().get("flex_attention"))
-        return None if stock else reason
-    if getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower() or name.endswith("encoder_attn"):
-        return "cross-attention"
-    if not getattr(module, "is_causal", True):
-        return "its attention is not causal"
-    if _calls_with(type(module), "s_aux") and next(module.parameters(recurse=False), None) is not None:
-        return "attention with sinks (one value per head)"
-    if models and "position_ids" not in _arguments(type(models[0][1])):
-        return f"{type(models[0][1]).__name__} takes no position_ids and counts each rank's tokens from 0"
-    return None
-
-
-def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None) -> list[Layer]:
-    """The attention layers of a transformers model.
+def find_layers(
+    model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None
+) -> tuple[list[Layer], list[Around]]:
+    """The attention layers of a transformers model, and the modules around them.
 
     Raises ValueError where ``head_groups`` is out of range, or tokens meet where no exchange covers it.
     """
-    if _library() is None:
-        return []
+    if attention_functions() is None:
+        return [], []
     sequence, modules, found = Sequence(channel, config), dict(model.named_modules()), []
-    _refuse_unexchanged(modules)
+    refuse_unexchanged(modules)
     hosts: dict[str, dict[str, nn.Module]] = {}  # the layers that are bound by the models that they are in
     witnessed: set[str] = set()  # they count on the layer to call its attention function
     for name, module in modules.items():
         inner = getattr(module, "config", None)
-        if not _is_attention(module) or not hasattr(inner, "_attn_implementation"):
+        if not is_attention(module) or not hasattr(inner, "_attn_implementation"):
             continue
-        models = _around(name, modules)
-        if models and not _takes_tokens(models[0][1]):
+        models = models_around(name, modules)
+        if models and not takes_tokens(models[0][1]):
             found.append(Layer(name, module, got="", lacks="not of the sequence that is split"))
             continue
-        if (reason := _why_not(name, module, models)) is not None:
+        if (reason := why_not(name, module, models)) is not None:
             raise ValueError(f"{name} ({type(module).__name__}): {reason}; not supported with sequence parallelism")
-        if (reason := _unfit(inner._attn_implementation)) is not None:
+        if (reason := unfit(inner._attn_implementation)) is not None:
             found.append(Layer(name, module, got="", lacks=f"{reason}; DeepSpeed's exchanges stay"))
             continue
         heads = inner.num_attention_heads
@@ -504,17 +295,15 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
             witnessed.add(name)
         found.append(Layer(name, module, got, lacks, bind))
         for at, outer in models:
-            if _takes_tokens(outer):
+            if takes_tokens(outer):
                 hosts.setdefault(at, {})[name] = module
     configs = [config for at in hosts for config in (modules[at].config, modules[at].config.get_text_config())]
-    around = [
-        (modules[at], _host(at or type(model).__name__, modules[at], sequence, layers, witnessed, configs))
+    hosting = [
+        (modules[at], host(at or type(model).__name__, modules[at], sequence, layers, witnessed, configs))
         for at, layers in hosts.items()
     ]
-    around += [(module, _stretched(module, sequence)) for module in modules.values() if _goes_by_length(module)]
-    if found:
-        found[0].around = tuple((module, functools.partial(rebind, module, *forward)) for module, forward in around)
-    return found
+    hosting += [(module, stretched(module, sequence)) for module in modules.values() if goes_by_length(module)]
+    return found, [Around(module, functools.partial(rebind, module, *forward)) for module, forward in hosting]
 
 
 def _is_known(module: nn.Module) -> bool:

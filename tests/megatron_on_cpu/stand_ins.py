@@ -98,9 +98,7 @@ def _attention(transformer):
     """Lift what keeps flash attention off this machine: fp32, and tensors that are not on CUDA."""
     flash, triton = transformer.FlashSelfAttention, transformer.FlashSelfAttentionTriton
     flash.forward = rewritten(flash.forward, **{"[torch.float16, torch.bfloat16]": "[q.dtype]"})
-    triton.forward = rewritten(
-        triton.forward, **{"assert q.dtype in [torch.float16, torch.bfloat16]": "", "assert q.is_cuda": ""}
-    )
+    triton.forward = rewritten(triton.forward, **{"assert q.dtype in [torch.float16, torch.bfloat16]": "", "assert q.is_cuda": ""})
 
 
 def _reference(transformer):
@@ -146,9 +144,7 @@ def install():
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it would be compiled, behind a file lock
     accelerator = type(deepspeed.accelerator.get_accelerator())
     other = accelerator.get_op_builder
-    accelerator.get_op_builder = lambda self, name: (
-        FlashAttentionBuilder if name == "FlashAttentionBuilder" else other(self, name)
-    )
+    accelerator.get_op_builder = lambda self, name: FlashAttentionBuilder if name == "FlashAttentionBuilder" else other(self, name)
 
     gather = torch.distributed.all_gather_into_tensor
 

@@ -1,0 +1,1 @@
+"""Attention layers, which run a schedule: the block that drives its projections, and the drop-in."""

@@ -1,0 +1,149 @@
+"""One call of one attention layer: walk its schedule forward. The backward of the middle section falls out of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..exchange.channel import Channel
+from ..exchange.exchange import Exchange, finish_together
+from ..exchange.geometry import Geometry
+from ..profiling.clock import named
+from ..schedule import Schedule, Step
+
+Part = tuple[str, int]  # q, k, v or o of a head group
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Call:
+    """What the steps of one call have in common: its geometry, its schedule and its exchanges.
+
+    channel      the sp group
+    geometry     who holds what
+    schedule     what happens when
+    where        name of the layer, for errors and logs
+    checked      compare each exchange with a plain one
+    by_rank      those of q, k, v and o whose local tensors have a dimension for the ranks (`Geometry.exchange`)
+    rope_tables  (cos, sin) for q and k to be rotated by on their way out (`Exchange`)
+    """
+
+    by_rank: frozenset[str] = frozenset()
+    rope_tables: tuple[Tensor, Tensor] | None = None
+
+    def __init__(self, channel: Channel, geometry: Geometry, schedule: Schedule, where: str, checked: bool = False):
+        self.channel, self.geometry, self.schedule = channel, geometry, schedule
+        self.where, self.checked = where, checked
+        self.groups = range(geometry.groups)
+        self.exchanges: dict[Part, Exchange] = {}  # that were started
+
+    def start(self, kind: str, group: int, x: Tensor, *of: Tensor) -> Tensor:
+        """Start the exchange of one group of q, k, v or o, which was computed ``of`` others; returns its token."""
+        layout = self.geometry.exchange(kind, group, x.shape[-1], kind in self.by_rank)
+        tables = self.rope_tables if kind in "qk" else None
+        name = self.schedule.name(kind, group)
+        exchange = self.exchanges[kind, group] = Exchange(self.channel, layout, self.where, name, self.checked, tables)
+        return exchange.start(x, *of)
+
+    def finish(self, parts: list[Part], tokens: dict[Part, Tensor]) -> tuple[Tensor, ...]:
+        """Finish exchanges in one node; returns what was received."""
+        return finish_together([self.exchanges[part] for part in parts], [tokens[part] for part in parts])
+
+    def named(self, step: Step) -> Any:
+        """A range of a profiler, named as in the drawing of the schedule."""
+        return named(self.where, self.schedule.label(step))
+
+
+def start_inputs(call: Call, project: Callable[[str, int], Tensor]) -> dict[Part, Tensor]:
+    """Walk the section of the inputs; returns the token of every exchange.
+
+    project   kind, group -> q, k or v of the group, [s/P, b, h_g, d]
+    """
+    tokens: dict[Part, Tensor] = {}
+    projected: dict[Part, Tensor] = {}
+    for step in call.schedule.inputs:
+        part = step.of, step.group
+        if step.act == "project":
+            with call.named(step):
+                projected[part] = project(*part)
+        else:
+            tokens[part] = call.start(*part, projected.pop(part))
+    return tokens
+
+
+def attend_groups(
+    call: Call, tokens: dict[Part, Tensor], attend: Attend, arrive: Callable[[str, Tensor], Tensor] | None = None
+) -> dict[Part, Tensor]:
+    """Walk the section of attention; returns the tokens of the exchanges of o.
+
+    attend   q, k, v -> o of a group, [s, b, h_g/P, d] each
+    arrive   what is done with q, k or v on arrival, [s, b, h_g/P, d]; RoPE where the caller wants it after the exchange
+    """
+    received: dict[Part, Tensor] = {}
+    attended: dict[int, tuple[Tensor, ...]] = {}  # o, and q, k, v of which it was computed
+    started: dict[Part, Tensor] = {}
+    for steps in call.schedule.attention:
+        act, _, group = steps[0]
+        if act == "finish":
+            parts = [(step.of, group) for step in steps]
+            if arrive is None:
+                received.update(zip(parts, call.finish(parts, tokens)))
+                continue
+            for part in parts:  # each is rotated under the exchanges that are still on their way
+                (x,) = call.finish([part], tokens)
+                received[part] = arrive(part[0], x)
+        elif act == "attend":
+            q = received.pop(("q", group))
+            k, v = (with_kv(call.geometry, group, {at: x for (of, at), x in received.items() if of == kind}) for kind in "kv")
+            with call.named(steps[0]):
+                attended[group] = _attended(call, attend, group, q, k, v), q, k, v
+            del q, k, v  # before the next are put together
+        else:
+            started["o", group] = call.start("o", group, *attended.pop(group))
+    return started
+
+
+def finish_output(call: Call, tokens: dict[Part, Tensor], merge: Callable[[int, Tensor], None]) -> None:
+    """Walk the section of the output.
+
+    merge   takes a group and its o, [s/P, b, h_g, d]
+    """
+    received: dict[int, Tensor] = {}
+    for step in call.schedule.output:
+        if step.act == "finish":
+            (received[step.group],) = call.finish([("o", step.group)], tokens)
+        else:
+            with call.named(step):
+                merge(step.group, received.pop(step.group))
+
+
+def with_kv(geometry: Geometry, group: int, received: dict[int, Tensor]) -> Tensor:
+    """The KV heads that a group attends to, put together from the pieces that arrived with it or before it."""
+    pieces = [
+        received[sent] if stop - start == received[sent].shape[2] else received[sent].narrow(2, start, stop - start)
+        for sent, start, stop in geometry.kv_pieces(group)
+    ]
+    heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
+    index = geometry.kv_expansion(group)
+    return heads if index is None else heads.index_select(2, torch.tensor(index, device=heads.device))
+
+
+def _attended(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``attend(q, k, v)`` of a group, which may change in place what no other group reads, on whatever rank.
+
+    Raises RuntimeError if it changes k or v where there are KV heads that two groups share.
+    """
+    if group == call.schedule.last_attended or not call.geometry.kv_is_shared:
+        return attend(q, k, v)
+    if k.is_inference():  # nobody counts its versions
+        return attend(q, k.clone(), v.clone())
+    before = k._version, v._version
+    o = attend(q, k, v)
+    if (k._version, v._version) != before:
+        raise RuntimeError(
+            f"{call.where}: local attention changes k or v in place, and another head group attends to them as well; have it "
+            "change a copy (k = k * scale), or set sp_overlap.head_groups to 1"
+        )
+    return o

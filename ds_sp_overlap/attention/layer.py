@@ -1,0 +1,198 @@
+"""What every attention layer shares: the sp group, the configuration, the agreement of the ranks, the form of o."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..autotune.contest import OFF
+from ..autotune.policy import Policy
+from ..config import SpOverlapConfig
+from ..exchange.channel import Channel
+from ..exchange.geometry import Geometry
+from ..profiling.timeline import Timeline
+from ..relayout import ops
+from ..say import say_once
+from ..schedule import Schedule, by_head_groups, check
+from .execution import Call
+from .heads import Local, fault
+
+_geometry = lru_cache(maxsize=4096)(Geometry)
+_checked = lru_cache(maxsize=None)(lambda schedule, kinds, wgrad_last: check(schedule(kinds, wgrad_last)))
+_regrouped = lru_cache(maxsize=4096)(lambda geometry, groups: replace(geometry, groups=groups))
+
+
+class Layer:
+    """What both kinds of attention layer share: the sp group, the configuration, and the agreement of the ranks.
+
+    policy        shared with the other layers of the model; one of its own if None
+    heads_alike   the local attention is known to treat all heads alike, and not tried out
+    schedule      what travels with each head group, whether wgrads of the output projection come last -> what happens when
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        config: SpOverlapConfig,
+        where: str,
+        policy: Policy | None = None,
+        heads_alike: bool = False,
+        schedule: Callable[[tuple[str, ...], bool], Schedule] = by_head_groups,
+    ):
+        self.channel, self.config, self.where, self.heads_alike, self.schedule = channel, config, where, heads_alike, schedule
+        self.policy = policy or Policy.of(config, channel)
+        self.index = self.policy.join() if self.policy else 0
+        channel.timeline = channel.timeline or Timeline.of(config, channel)
+        self.agreed, self.called = False, where
+        self._divides: dict[tuple, bool] = {}  # whether attention may be cut into head groups, by kind of call
+
+    def __deepcopy__(self, memo: dict) -> Layer:
+        """Of the copy of a module: it exchanges over the same group."""
+        return Layer(self.channel, self.config, self.where, self.policy, self.heads_alike, self.schedule)
+
+    def __getstate__(self):
+        raise TypeError(f"{self.where}: an attention layer over a process group can't be pickled; save its state_dict()")
+
+    def run(
+        self,
+        describe: Callable[[], tuple[Geometry, Callable[[], tuple]]],
+        body: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        local: Callable[[], Local],
+        instead: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        """``body(call, *inputs)`` for a `call` of this layer, with the head groups that the policy chooses.
+
+        local     the local attention of the call
+        instead   ``instead(*inputs)`` gives the same without overlap, and runs where that is faster; None where there is no such
+        """
+        call, timeline = self.call(describe), self.channel.timeline
+        if call.geometry.groups > 1 and not self.heads_alike and not self._may_divide(call, inputs, local):
+            call = self._made(_regrouped(call.geometry, 1), call.checked)
+        self.channel.calls.count(self.channel, self.called, inputs[0].device)
+        if timeline is not None:
+            timeline.look()
+            if timeline.recording():
+                return timeline.layer(self.where, lambda *inputs: self._chosen(call, body, inputs, instead), inputs)
+        return self._chosen(call, body, inputs, instead)
+
+    def _chosen(self, call: Call, body: Callable, inputs: tuple[Tensor, ...], instead: Callable | None) -> Tensor:
+        contest = self.policy and self.policy.contest(call.geometry, inputs[0], off=instead is not None)
+        if contest is None:
+            return body(call, *inputs)
+        candidate, tokens = contest.candidate(self.index), call.geometry.batch * sum(call.geometry.seq_lens)
+        if candidate == OFF:
+            return self.policy.run(contest, candidate, tokens, instead, inputs)
+        call = self._made(_regrouped(call.geometry, candidate), call.checked)
+        return self.policy.run(contest, candidate, tokens, lambda *inputs: body(call, *inputs), inputs)
+
+    def _may_divide(self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]) -> bool:
+        """Whether the local attention may be called group by group; tried out for the first call of a kind, on all ranks."""
+        first, device, geometry = inputs[0], inputs[0].device, call.geometry
+        sizes = geometry.heads, geometry.kv_heads, first.shape[-1], inputs[-1].shape[-1]
+        kind = *sizes, first.dtype, torch.is_autocast_enabled(device.type)  # the same on every rank
+        if kind not in self._divides:
+            attention = local()
+            found = self.channel.gather(fault(call, attention, device, partial(apart, where=self.where)), self.where)
+            seen = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)
+            self._divides[kind] = not seen
+            if seen:
+                say_once(
+                    f"sp_overlap: {attention.name}, called with some of a rank's heads at a time, is not what it is over all of "
+                    f"them, and runs in one head group ({seen}). If it treats all heads alike, say so with heads_alike=True"
+                )
+        return self._divides[kind]
+
+    def call(self, describe: Callable[[], tuple[Geometry, Callable[[], tuple]]]) -> Call:
+        """A call of this layer, of the geometry that ``describe`` gives.
+
+        On the layer's first call (on every call with ``sp_overlap.check``) the ranks compare it first: a fault that one of
+        them has, or a difference, is a ValueError on all of them before anything is exchanged.
+        """
+        first = not self.agreed
+        if first or self.config.check:
+            self.channel.agree(self.where, lambda: self._comparable(*describe()))
+            self.channel.prepare()
+            if first:
+                self.channel.calls.layers += 1
+                self.agreed, self.called = True, f"{self.where} (layer {self.channel.calls.layers})"
+        geometry, _ = describe()
+        return self._made(geometry, first and self.config.check)
+
+    def _made(self, geometry: Geometry, checked: bool) -> Call:
+        schedule = _checked(self.schedule, geometry.kinds, self.config.wgrad)
+        if self.channel.timeline is not None:
+            self.channel.timeline.follow(self.where, schedule)
+        return Call(self.channel, geometry, schedule, self.where, checked)
+
+    def refuse(self, error: ValueError) -> None:
+        """Raise ``error``, on the layer's first call on every rank."""
+
+        def describe():
+            raise error
+
+        self.call(describe)
+
+    def _comparable(self, geometry: Geometry, types: Callable[[], tuple]) -> str:
+        world = dist.get_world_size() if self.channel.group is None and dist.is_initialized() else 1
+        if world > 1:
+            raise ValueError(
+                f"no sp group in a world of {world} ranks; pass sequence_process_group= once torch.distributed is initialised "
+                "(torch.distributed.group.WORLD for all of them, a group of this rank alone for no sequence parallelism)"
+            )
+        ops.implementation(self.channel.kernels)  # refused here, on every rank, where this one lacks them
+        if self.channel.timeline is not None:
+            self.channel.timeline.check()
+        lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
+        return (
+            f"sp_overlap {self.config.model_dump(exclude_defaults=True)}, local sequence {lengths}, batch {geometry.batch}, "
+            f"{geometry.heads} query and {geometry.kv_heads} KV heads, "
+            f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
+            f"{self.where}, call {self.channel.calls.number + 1} over the sp group"
+        )
+
+    def geometry(self, x: Tensor, heads: int, kv_heads: int, batch_first: bool, lengths, extra: tuple) -> Geometry:
+        """Geometry of a call with ``x`` [s/P, b, ...], one head group where attention gets ``extra`` arguments per head."""
+        channel = self.channel
+        batch, local_seq = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+        seq_lens = (local_seq,) * channel.size if lengths is None else tuple(int(length) for length in lengths)
+        groups = self.config.groups_for(heads, channel.size)
+        geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, groups, batch_first)
+        if groups > 1 and extra and _per_head(geometry, extra if self.heads_alike else tree_leaves(extra)):
+            geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, 1, batch_first)
+        if seq_lens[channel.rank] != local_seq:
+            raise ValueError(
+                f"sequence_lengths: {seq_lens[channel.rank]} for sp rank {channel.rank}, whose local sequence has {local_seq} tokens"
+            )
+        return geometry
+
+
+def _per_head(geometry: Geometry, extra: Iterable) -> bool:
+    """Whether some tensor may have one slice per head of a rank (a bias, slopes), which head groups would misuse.
+
+    Asked for every rank's count of heads, so that all ranks answer alike; where it is wrong it costs some overlap.
+    """
+    counts = {stop - start for start, stop in map(geometry.query_range, range(geometry.sp_size))}
+    return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)
+
+
+def apart(o: Any, q: Tensor, where: str) -> Tensor:
+    """Local attention's output with its heads in a dimension of their own, ``[.., .., h_g/P, d]``."""
+    if not isinstance(o, Tensor):
+        raise ValueError(f"{where}: local attention must return one tensor, got {type(o).__name__}")
+    heads = q.shape[2]
+    if o.dim() == 3 and o.shape[-1] % heads == 0:
+        o = o.unflatten(-1, (heads, -1))
+    if o.dim() != 4 or o.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            f"{where}: local attention of query {list(q.shape)} must return that shape (another head dim is fine), or the "
+            f"same with heads and head dim flattened, got {list(o.shape)}"
+        )
+    return o

@@ -1,0 +1,310 @@
+"""The two ends of a layer, each one node of autograd: projections with the starts of q, k, v; finishes of o with their projection.
+
+Forward and backward walk the schedule's programs as they are. One node instead of many: each costs the host time in every step,
+dx is summed in place, and a parameter's gradient is delivered once, in the same order for every number of head groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..exchange.exchange import refuse_second_derivatives
+from ..rotary import rotate, rotate_back
+from .execution import Call, Part, finish_output, start_inputs
+from .linear import Plain, autocast, by_rank, matrix, projected_rows
+from .slices import Ranges, batched, cut_ranges, join_pieces, put_ranges
+
+
+class Rows(NamedTuple):
+    """Where q, k or v of a group comes from: rows of a linear layer; those of each of ``ranks`` together in memory, if not 0."""
+
+    module: nn.Linear
+    rows: Ranges
+    ranks: int = 0
+
+
+@dataclass
+class Projections:
+    """q, k and v of all groups from x: rows of linear layers, then for q and k a norm and a rotation.
+
+    rows      of each part
+    norms     of q and k, called on heads [.., h, d]; it is computed again in backward, so that nothing but its input is kept
+    tables    (cos, sin) [.., 1, d_rot] by which q and k are rotated, without a gradient; or empty
+    head_dim  d
+    plain     see `linear`
+    """
+
+    rows: dict[Part, Rows]
+    norms: dict[str, nn.Module]
+    tables: tuple[Tensor, ...]
+    head_dim: int
+    plain: Plain
+
+    @cached_property
+    def modules(self) -> list[nn.Linear]:
+        return list(dict.fromkeys(part.module for part in self.rows.values()))
+
+    @cached_property
+    def places(self) -> dict[Part, int]:
+        """Of the weight of each part among the parameters; its bias comes next."""
+        return {part: 2 * self.modules.index(rows.module) for part, rows in self.rows.items()}
+
+    @cached_property
+    def learned(self) -> dict[str, slice]:
+        """Places of what is learned in each norm among the parameters, behind those of the linear layers."""
+        places, at = {}, 2 * len(self.modules)
+        for kind, norm in self.norms.items():
+            places[kind] = slice(at, at := at + len(_learned(norm)))
+        return places
+
+    def parameters(self) -> list[Tensor | None]:
+        linear = [p for m in self.modules for p in (m.weight, None if self.plain[type(m).forward](m) else m.bias)]
+        return linear + [p for norm in self.norms.values() for p in _learned(norm)]
+
+    def project(self, part: Part, x: Tensor, parameters: tuple[Tensor | None, ...]) -> Tensor:
+        """[.., h, d], or [.., P, h, d] in the memory order of the wire."""
+        (_, rows, ranks), at = self.rows[part], self.places[part]
+        return projected_rows(x, parameters[at], parameters[at + 1], rows, ranks).unflatten(-1, (-1, self.head_dim))
+
+    def shape(self, part: Part, heads: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+        """Norm and rotation of what was projected, in the order of memory, which stays as it is."""
+        norm = self.norms.get(part[0])
+        if part[0] == "v" or not (tables or norm):
+            return heads
+        ranks = self.rows[part].ranks
+        heads = heads.movedim(2, 0) if ranks else heads
+        heads = heads if norm is None else norm(heads)
+        heads = rotate(heads, *tables) if tables else heads
+        return heads.movedim(0, 2) if ranks else heads
+
+
+class _StartInputs(torch.autograd.Function):
+    """Tokens of q, k and v of all groups.
+
+    x [.., m]     parameters   w [n, m] and b [n] of each linear layer, then what is learned in the norms
+
+    forward    y_r = x w_r^T + b_r, normed and rotated, and started
+    backward   dy_r finished, rotated back and through the norm;  dx += dy_r w_r,  dw_r = dy_r^T x,  db_r = sum dy_r
+    """
+
+    @staticmethod
+    def forward(ctx, call: Call, made: Projections, x: Tensor, *parameters: Tensor | None):
+        ctx.call, ctx.made, ctx.dtype, device = call, made, x.dtype, x.device.type
+        ctx.set_materialize_grads(False)
+        of_x, *of_parameters = ctx.needs_input_grad[2:]
+        linear, ctx.works_in_place = 2 * len(made.modules), False
+        normed: dict[Part, Tensor] = {}
+
+        def is_needed(part: Part) -> bool:
+            at = made.places[part]
+            return of_x or any(of_parameters[at : at + 2]) or any(of_parameters[made.learned.get(part[0], slice(0))])
+
+        def project(kind: str, group: int) -> Tensor:
+            part = kind, group
+            heads = made.project(part, x, parameters)
+            if kind not in made.norms or not is_needed(part):
+                return made.shape(part, heads, made.tables)
+            version = heads._version
+            shaped = made.shape(part, heads, made.tables)
+            if heads._version != version:  # a norm that works in place
+                ctx.works_in_place, heads = True, made.project(part, x, parameters)
+            normed[part] = heads
+            return shaped
+
+        tokens = start_inputs(call, project)
+        ctx.mark_non_differentiable(*(token for part, token in tokens.items() if not is_needed(part)))
+        ctx.shapes, ctx.normed = [None if p is None else p.shape for p in parameters], list(normed)
+        ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
+        # Only what some gradient reads: dx the weights, dw x, and a norm's its input.
+        weights = (p if of_x and at % 2 == 0 else None for at, p in enumerate(parameters[:linear]))
+        ctx.save_for_backward(x if any(of_parameters[:linear:2]) else None, *weights, *made.tables, *normed.values())
+        return tuple(tokens[part] for part in call.schedule.parts)
+
+    @staticmethod
+    def backward(ctx, *tokens):
+        call, made, (x, *saved) = ctx.call, ctx.made, ctx.saved_tensors
+        of_x, *of_parameters = ctx.needs_input_grad[2:]
+        linear = 2 * len(made.modules)
+        weights, tables = saved[:linear], saved[linear : linear + len(made.tables)]
+        normed = dict(zip(ctx.normed, saved[linear + len(tables) :]))
+        del saved
+        ctx.maybe_clear_saved_tensors()
+        reached = {part for part, token in zip(call.schedule.parts, tokens) if token is not None}
+        gradients: dict[Part, Tensor] = {}
+        halved: set[Part] = set()  # either dgrad or wgrad is done
+        pieces: list[list[tuple[Ranges, Tensor]]] = [[] for _ in range(linear)]
+        learned: list[Tensor | None] = [None] * (len(ctx.shapes) - linear)
+        dx = None
+
+        def unshaped(part: Part, dy: Tensor) -> Tensor:
+            """The gradient of what was projected, [.., n], of that of what was sent."""
+            if part not in normed:
+                dy = dy.flatten(2, -2)
+                return (rotate_back(dy, *tables).to(ctx.dtype) if tables and part[0] != "v" else dy).flatten(2)
+            leaf, of_norm = normed.pop(part).detach().requires_grad_(), _learned(made.norms[part[0]])
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                y = made.shape(part, leaf.clone() if ctx.works_in_place else leaf, tables)
+            _refuse_strangers(call.where, made.norms[part[0]], y, [leaf, *of_norm])
+            places = made.learned[part[0]]
+            wanted = [at for at in range(places.start, places.stop) if of_parameters[at]]
+            dy, *found = torch.autograd.grad(y, [leaf, *(of_norm[at - places.start] for at in wanted)], dy, allow_unused=True)
+            for at, gradient in zip(wanted, found):
+                if gradient is not None:
+                    so_far = learned[at - linear]
+                    learned[at - linear] = gradient if so_far is None else so_far + gradient
+            return dy.flatten(2)
+
+        for act, of, group in call.schedule.backward_of_inputs:
+            part = of[-1], group
+            if part not in reached:
+                continue
+            if act == "finish":
+                gradients[part] = unshaped(part, call.exchanges[part].collect_gradient())
+                continue
+            at, rows, dy = made.places[part], made.rows[part].rows, gradients[part]
+            if act == "dgrad" and of_x:
+                weight = cut_ranges(weights[at], 0, rows)
+                if dx is None:
+                    dx = dy @ weight
+                elif len(call.groups) == 1 or dx.dtype != dy.dtype:
+                    dx += dy @ weight  # rounds as the layer that it replaces does
+                else:
+                    matrix(dx).addmm_(matrix(dy), weight)
+            elif act == "wgrad":
+                if of_parameters[at]:
+                    pieces[at].append((rows, matrix(dy).t() @ matrix(x)))
+                if of_parameters[at + 1]:
+                    pieces[at + 1].append((rows, matrix(dy).sum(0)))
+            del dy  # before the next one is unpacked
+            if part in halved:
+                del gradients[part]
+            halved.add(part)
+        of_linear = []
+        for shape, left in zip(ctx.shapes, pieces):
+            of_linear.append(join_pieces(shape, 0, left))
+            left.clear()
+        return None, None, dx, *of_linear, *learned
+
+
+def start_projected(call: Call, made: Projections, x: Tensor) -> tuple[Tensor, ...]:
+    """Walk the section of the inputs with projections of ``x`` [.., m]; returns the tokens in the order of the starts.
+
+    To be called inside `linear.call_through`.
+    """
+    parameters = made.parameters()
+    linear = 2 * len(made.modules)
+    return _StartInputs.apply(call, made, *autocast(x, *parameters[:linear]), *parameters[linear:])
+
+
+def _learned(norm: nn.Module) -> list[Tensor]:
+    """What a norm learns: parameters, and the views of them that FSDP puts in their place."""
+    held = (x for module in norm.modules() for x in (*module._parameters.values(), *vars(module).values()))
+    return list(dict.fromkeys(x for x in held if isinstance(x, Tensor)))
+
+
+def _refuse_strangers(where: str, norm: nn.Module, y: Tensor, known: list[Tensor]) -> None:
+    """Raise RuntimeError if ``y`` was computed of anything that learns but is not ``known``: it would get no gradient."""
+    leaves, edges = {id(x) for x in known}, {x.grad_fn for x in known}
+    todo, seen = [y.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node in edges:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None and id(variable) not in leaves:
+            raise RuntimeError(
+                f"{where}: {type(norm).__name__} uses a tensor of shape {list(variable.shape)} that needs a gradient and is none of "
+                "its parameters; register it in the norm"
+            )
+        todo += [before for before, _ in node.next_functions]
+
+
+class _FinishOutput(torch.autograd.Function):
+    """The output projection of o of all groups.
+
+    w [m, k], w_g = w[:, c_g] its columns for a group     b [m]
+
+    forward    y = b + sum of o_g w_g^T, each finished in its turn
+    backward   do_g = dy w_g started, last group first;  then, under their exchanges, dw[:, c_g] = dy^T o_g,  db = sum dy
+    """
+
+    @staticmethod
+    def forward(ctx, call: Call, weight: Tensor, bias: Tensor | None, *tokens: Tensor):
+        outputs: dict[int, Tensor] = {}
+        y = None
+        ctx.call, ctx.columns = call, {}
+
+        def merge(group: int, o: Tensor) -> None:
+            nonlocal y
+            columns = call.geometry.elements_of("o", group, 0, o.shape[-1])
+            (o,) = autocast(o.flatten(2))
+            ctx.columns[group], outputs[group] = columns, o
+            operands = matrix(o), cut_ranges(weight, 1, columns).t()
+            if y is not None:
+                matrix(y).addmm_(*operands)
+                return
+            y = o.new_empty(*o.shape[:-1], weight.shape[0])  # no view, so that the caller may update it in place
+            torch.mm(*operands, out=matrix(y)) if bias is None else torch.addmm(bias, *operands, out=matrix(y))
+
+        finish_output(call, {("o", group): token for group, token in enumerate(tokens)}, merge)
+        of_weight, _, *of_tokens = ctx.needs_input_grad[1:]
+        ctx.shape = weight.shape
+        ctx.save_for_backward(weight if any(of_tokens) else None, *((outputs[group] for group in call.groups) if of_weight else ()))
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        refuse_second_derivatives(ctx.call.where)
+        call, (weight, *outputs) = ctx.call, ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: `outputs` has them, and lets go of each after its use
+        of_weight, of_bias, *of_tokens = ctx.needs_input_grad[1:]
+        dw = None
+
+        def wgrad(group: int) -> None:
+            nonlocal dw
+            piece = matrix(dy).t() @ matrix(outputs[group])
+            outputs[group] = None
+            if len(outputs) == 1:
+                dw = piece
+                return
+            dw = piece.new_empty(ctx.shape) if dw is None else dw
+            put_ranges(dw, 1, ctx.columns[group], piece, add=False)
+
+        def dgrad(group: int) -> Tensor:
+            columns, head_dim = ctx.columns[group], call.exchanges["o", group].layout.target.shape[-1]
+            if "o" in call.by_rank:
+                do = by_rank(dy, batched(weight, 1, columns, call.geometry.sp_size))
+            else:
+                do = dy @ cut_ranges(weight, 1, columns)
+            return do.unflatten(-1, (-1, head_dim))
+
+        computed: dict[int, Tensor] = {}
+        for act, _, group in call.schedule.backward_of_output:
+            if act == "wgrad" and of_weight:
+                wgrad(group)
+            elif act == "dgrad" and of_tokens[group]:
+                computed[group] = dgrad(group)
+            elif act == "start" and of_tokens[group]:
+                call.exchanges["o", group].launch_gradient(computed.pop(group))
+        db = matrix(dy).sum(0) if of_bias else None
+        tokens = (dy.new_empty(0) if needed else None for needed in of_tokens)
+        return None, dw, db, *tokens
+
+
+def finish_projected(
+    call: Call, module: nn.Linear, leaves: bool | None, tokens: tuple[Tensor, ...]
+) -> Tensor | tuple[Tensor, Tensor | None]:
+    """Walk the section of the output, with the tokens of the groups and ``module``; returns what it returns.
+
+    leaves   whether that is ``(y, bias to add)``, None for y alone
+
+    To be called inside `linear.call_through`.
+    """
+    weight, bias = autocast(module.weight, None if leaves else module.bias)
+    y = _FinishOutput.apply(call, weight, bias, *tokens)
+    return y if leaves is None else (y, module.bias if leaves else None)

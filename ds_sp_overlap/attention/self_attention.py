@@ -1,0 +1,249 @@
+"""A whole self-attention layer, whose projections work under the exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..autotune.policy import Policy
+from ..config import SpOverlapConfig
+from ..exchange.channel import Channel
+from ..exchange.transport import Transport
+from ..relayout import ops
+from ..rotary import Rotary
+from ..schedule import Schedule, by_head_groups
+from .execution import Call, Part, attend_groups, finish_output, start_inputs
+from .heads import Local
+from .layer import Layer, apart
+from .linear import PLAIN, Plain, autocast, batched_pays, call_through, can_take_apart, is_hooked
+from .nodes import Projections, Rows, finish_projected, start_projected
+from .slices import cut, join
+
+
+class SelfAttention:
+    """A whole self-attention layer under sequence parallelism, its projections working under the exchanges.
+
+    It owns nothing: it is no module and has no parameters, it drives those it is given. Keep it beside your modules, or
+    in the forward of one of them.
+
+    local_attention          q, k, v -> o over the whole sequence, [b, s, h/P, d] each ([s, b, h/P, d] if not ``batch_first``)
+    o_proj                   output projection, [h d_v] -> [m]
+    num_heads, head_dim      h, d
+    num_kv_heads             h_kv; h if None
+    q_proj, k_proj, v_proj   separate projections, or
+    qkv_proj                 a fused one, its rows in the order [all q | all k | all v]
+    q_norm, k_norm           per-head norm of q and k, applied over d
+    rope                     ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d], applied before the exchange; best a
+                             `Rotary`: beside any other the projections are called whole
+    sequence_process_group   the sp group; None where the world is one rank
+    batch_first              hidden states are [b, s/P, m] (True) or [s/P, b, m]
+    config                   an ``sp_overlap`` section
+    name                     for errors and logs
+    policy                   shared with other layers, for "head_groups": "auto"; one of its own if None
+    plain                    forwards of linear layers that may be taken apart, see `linear.can_take_apart`
+    heads_alike              ``local_attention`` treats all heads alike; else that is tried out on the first call
+    schedule                 what happens when, made for what travels with each head group (`schedule.by_head_groups`)
+
+    Projections that can't be taken apart are called whole; their exchanges are overlapped all the same. The output projection
+    can't if it is not a plain linear layer (LoRA, quantised, hooked by somebody). Those of q, k and v can't if one of them is
+    not, if a norm is no module or is hooked, or if RoPE is no `Rotary` or learns its tables.
+    """
+
+    def __init__(
+        self,
+        *,
+        local_attention: Callable[..., Tensor],
+        o_proj: nn.Module,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        q_proj: nn.Module | None = None,
+        k_proj: nn.Module | None = None,
+        v_proj: nn.Module | None = None,
+        qkv_proj: nn.Module | None = None,
+        q_norm: Callable[[Tensor], Tensor] | None = None,
+        k_norm: Callable[[Tensor], Tensor] | None = None,
+        rope: Callable[[Tensor, Any], Tensor] | None = None,
+        sequence_process_group: Any = None,
+        batch_first: bool = True,
+        config: SpOverlapConfig | dict | None = None,
+        transport: Transport | None = None,
+        name: str = "attention",
+        policy: Policy | None = None,
+        plain: Plain = PLAIN,
+        heads_alike: bool = False,
+        schedule: Callable[[tuple[str, ...], bool], Schedule] = by_head_groups,
+    ):
+        self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
+        self.local_attention, self.rope, self.batch_first, self.plain = local_attention, rope, batch_first, plain
+        parsed = SpOverlapConfig.parse(config or {})
+        channel = Channel(sequence_process_group, transport or parsed.transport, kernels=parsed.kernels)
+        self.layer = Layer(channel, parsed, name, policy, heads_alike, schedule)
+        self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj, q_norm, k_norm)
+        sizes = {
+            "q_proj.out_features": (q_proj, self.heads),
+            "k_proj.out_features": (k_proj, self.kv_heads),
+            "v_proj.out_features": (v_proj, self.kv_heads),
+            "qkv_proj.out_features": (qkv_proj, self.heads + 2 * self.kv_heads),
+            "o_proj.in_features": (o_proj, self.heads),
+        }
+        for what, (module, heads) in sizes.items():
+            expected = heads * head_dim
+            found = getattr(module, what.split(".")[1]) if type(module) is nn.Linear else expected
+            if found != expected:
+                raise ValueError(
+                    f"{name}: {what} is {found}, but {self.heads} query and {self.kv_heads} KV heads of {head_dim} make it {expected}"
+                )
+
+    def use(self, o_proj, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None) -> None:
+        """Drive these modules from now on: adapters come and go after the block was made."""
+        separate, name = (q_proj, k_proj, v_proj), self.layer.where
+        if (qkv_proj is None) == (None in separate) or (qkv_proj is not None and separate != (None, None, None)):
+            raise ValueError(f"{name}: give q_proj, k_proj and v_proj, or qkv_proj alone")
+        if qkv_proj is None:
+            self._projections = {kind: (module, 0) for kind, module in zip("qkv", separate)}
+        else:
+            firsts = (0, self.heads, self.heads + self.kv_heads)
+            self._projections = {kind: (qkv_proj, first) for kind, first in zip("qkv", firsts)}
+        self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
+        self._modules = list(dict.fromkeys([*(module for module, _ in self._projections.values()), o_proj]))
+
+    def taken_apart(self) -> list[nn.Module]:
+        """The projections that are computed part by part, as of now."""
+        if not self.layer.config.projections:
+            return []
+        norms = [norm for norm in self._norms.values() if norm is not None]
+        inputs = {module for module, _ in self._projections.values()}
+        able = [module for module in self._modules if can_take_apart(module, self.plain)]
+        plain = inputs.issubset(able) and (self.rope is None or isinstance(self.rope, Rotary))
+        plain = plain and all(isinstance(norm, nn.Module) and not is_hooked(norm) for norm in norms)
+        return able if plain else [module for module in able if module not in inputs]
+
+    @torch.compiler.disable
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        position_embeddings: Any = None,
+        sequence_lengths: list[int] | None = None,
+        instead: Callable[[Tensor], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend over the global sequence.
+
+        hidden_states        [b, s/P, m], or [s/P, b, m] if not ``batch_first``
+        position_embeddings  for ``rope``, of this rank's positions; a `Rotary` needs them
+        sequence_lengths     local length of every rank, where they are not all the same
+        instead              gives the same for ``hidden_states`` without overlap, for the policy; None where nothing does
+        returns              as ``hidden_states``, in what ``o_proj`` returns: some linear layers return a bias beside it
+
+        The remaining arguments go to ``local_attention``, once per head group.
+        """
+        extra = (*args, *kwargs.values())
+        return self.layer.run(
+            lambda: self._describe(hidden_states, position_embeddings, sequence_lengths, extra),
+            lambda call, x: self._overlapped(call, x, position_embeddings, args, kwargs),
+            (hidden_states,),
+            lambda: Local(self.local_attention, args, kwargs, self.head_dim, self.head_dim, autocast(hidden_states)[0].dtype),
+            instead,
+        )
+
+    def _overlapped(self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict) -> Tensor:
+        split = self.taken_apart()
+        folded = self.rope.of_tokens(position_embeddings, self.head_dim) if self._folds() else None
+        tables = () if self.rope is None or folded is not None else self._tables(position_embeddings)
+        if tables is None:  # they learn
+            split = [module for module in split if module is self.o_proj]
+        call.rope_tables = folded
+        call.by_rank = self._by_rank(call, hidden_states, split)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return apart(self.local_attention(q, k, v, *args, **kwargs), q, self.layer.where)
+
+        if self._projections["q"][0] in split:
+            norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
+            made = Projections(self._rows(call), norms, tables, self.head_dim, self.plain)
+            started = call_through(made.modules, lambda x: start_projected(call, made, x), hidden_states)
+            tokens = dict(zip(call.schedule.parts, started))
+        else:
+            tokens = start_inputs(call, self._whole(call, hidden_states, position_embeddings))
+        tokens = attend_groups(call, tokens, attend)
+        if self.o_proj in split:
+            of_groups = [tokens["o", group] for group in call.groups]
+            leaves = self.plain[type(self.o_proj).forward](self.o_proj)
+            return call_through([self.o_proj], lambda *tokens: finish_projected(call, self.o_proj, leaves, tokens), *of_groups)
+        outputs: dict[int, Tensor] = {}
+        finish_output(call, tokens, outputs.__setitem__)
+        heads = [call.geometry.heads_of("q", group) for group in call.groups]
+        return self.o_proj(join([outputs[group] for group in call.groups], 2, heads).flatten(2))
+
+    def _folds(self) -> bool:
+        """Whether q and k are rotated in the kernels that pack them."""
+        return isinstance(self.rope, Rotary) and ops.implementation(self.layer.channel.kernels).folds
+
+    def _tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
+        """What q and k are rotated by behind the projections, empty for nothing; None where it learns."""
+        tables = self.rope.turn(position_embeddings, self.head_dim) if isinstance(self.rope, Rotary) else ()
+        return () if tables is None else None if any(table.requires_grad for table in tables) else tables
+
+    def _rows(self, call: Call) -> dict[Part, Rows]:
+        """Where each part of q, k and v comes from."""
+        rows = {}
+        for kind, group in call.schedule.parts:
+            module, first = self._projections[kind]
+            ranks = call.geometry.sp_size if kind in call.by_rank else 0
+            rows[kind, group] = Rows(module, call.geometry.elements_of(kind, group, first, self.head_dim), ranks)
+        return rows
+
+    def _whole(self, call: Call, x: Tensor, position_embeddings: Any) -> Callable[[str, int], Tensor]:
+        """``project`` of `start_inputs`: each projection is called when its first part is asked for, and cut."""
+        rows, made = self._rows(call), {}
+
+        def project(kind: str, group: int) -> Tensor:
+            module = rows[kind, group].module
+            if (kind, group) not in made:
+                parts = {part: of.rows for part, of in rows.items() if of.module is module}
+                y = module(x)
+                made.update(zip(parts, cut(y[0] if isinstance(y, tuple) else y, 2, list(parts.values()))))
+            heads = made.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
+            if kind == "v":
+                return heads
+            heads = heads if self._norms[kind] is None else self._norms[kind](heads)
+            return heads if self.rope is None or call.rope_tables is not None else self.rope(heads, position_embeddings)
+
+        return project
+
+    def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
+        """Those of q, k, v and o whose send buffers are written by the GEMM that makes them, so that nothing is packed."""
+        geometry = call.geometry
+        if not batched_pays(x, geometry.heads // geometry.sp_size * self.head_dim):  # no part has more rows a rank
+            return frozenset()
+        modules = {**{kind: module for kind, (module, _) in self._projections.items()}, "o": self.o_proj}
+
+        def pays(kind: str) -> bool:
+            sent = "q" if kind == "o" else kind
+            start, stop = geometry.sent_range(sent, geometry.sp_rank, 0)
+            rows = (stop - start) * self.head_dim
+            return modules[kind] in split and geometry.divides(sent) and batched_pays(x, rows, dgrad=kind == "o")
+
+        return frozenset(kind for kind in "qkvo" if not (call.rope_tables is not None and kind in "qk") and pays(kind))
+
+    def _describe(self, hidden: Tensor, position_embeddings: Any, lengths, extra: tuple):
+        if hidden.dim() != 3:
+            raise ValueError(f"hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got {list(hidden.shape)}")
+        geometry = self.layer.geometry(hidden, self.heads, self.kv_heads, self.batch_first, lengths, extra)
+
+        def types():
+            if isinstance(self.rope, Rotary):
+                self.rope.turn(position_embeddings, self.head_dim)  # refused on every rank
+            grads = [torch.is_grad_enabled() and (hidden.requires_grad or trained) for trained in self._trained()]
+            return str(hidden.dtype), self.head_dim, "gradients of q, k, v", grads
+
+        return geometry, types
+
+    def _trained(self) -> list[bool]:
+        modules = (self._projections[kind][0] for kind in "qkv")
+        return [any(p.requires_grad for p in module.parameters()) for module in modules]

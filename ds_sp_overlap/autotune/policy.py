@@ -1,0 +1,248 @@
+"""Which G, or none: tried in the first steps of training on the ranks themselves, and never asked again.
+
+Candidates are "off", the layer's own forward, where there is one that computes the same thing, and G = 1, 2, 4 as far as
+the heads go. They take turns of one optimizer step each; within a step the layers of a model run different ones, so that
+whatever else happens to the machine happens to all of them. With C = 4 candidates, warmup_steps = 16 and no loser yet:
+
+    step     | 0       | 1   2   3   4     | 5   6   7   8   9  10  11  12  13  14  15  16 | 17 ...
+    layer 0  | default | off G=1 G=2 G=4   | off G=1 G=2 G=4 off ...                       | the fastest
+    layer 1  | default | G=1 G=2 G=4 off   | G=1 G=2 G=4 off G=1 ...                       | the fastest
+             |         | untimed: warms up | timed; after each round the hopeless go       |
+
+A candidate never changes between a forward and its backward, as long as no optimizer of the process steps between them:
+checkpointing would compute another graph than it saved, and gradient accumulation keeps several in flight. Nothing is
+tried before the first optimizer step, nor for shapes without a backward: a program that doesn't train runs the default.
+
+Timed are forward, and backward from the arrival of the output's gradient to its end, in calls that record a graph, per
+token. What the slowest rank measured counts, since the others wait for it.
+
+Ranks of an sp group launch the same exchanges only if they run the same candidate, whatever else one of them does: an
+optimizer of its own, a step that the others don't make, a model that it collected before the others did. So nothing collective
+hangs on these. What all ranks of an sp group do alike is to call layers and to run their backwards:
+
+    backwards of layers           come back (`Policy._back`); only then there is something to ask
+    optimizer steps               are noted; nobody waits
+    first layer call after that   the sp group is asked whether every optimizer has stepped (`Policy._look`); if so the step is
+                                  over: contests that were met begin, turn, lose the hopeless, end
+
+Beside data parallelism the sp groups are replicas, each with batches of its own. Ranks that reduce gradients together run the
+same candidate for the same layer in the same step and keep the same: ZeRO gathers weights and reduces gradients in the order in
+which they come, so that replicas whose orders differed would sum gradients of different parameters without a word. (Every G
+delivers them in one order, which a test holds; nothing else hangs on it.) No layer call is common to them; one may evaluate
+alone. So each rank tells the others what it met and measured when its optimizer steps (`Board`), which waits for nobody, and the
+first layer call after that acts on what all have told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ..config import SpOverlapConfig
+from ..exchange.channel import Channel
+from ..exchange.geometry import Geometry
+from ..profiling.clock import after_each_step, clock_of, in_backward, output_of, watched
+from .contest import Candidate, Contest, Report, candidates_for, merged
+
+WAIT_S = 60  # for replicas whose optimizers have not stepped, before nothing is tried any more
+
+
+class Board:
+    """Where replicas tell one another, in the store of the world: telling waits for nobody.
+
+    What was told of a step is put together by whoever tells last. A rank that waits for that longer than `WAIT_S` gives up for
+    all of them; what is written first holds.
+    """
+
+    made = itertools.count()  # alike on every rank, since replicas make their policies in one order
+
+    def __init__(self) -> None:
+        self.store = dist.PrefixStore(f"sp_overlap policy {next(self.made)}", _get_default_store())
+
+    def tell(self, step: int, report: Report) -> None:
+        keys = self._keys(step)
+        self.store.set(keys[dist.get_rank()], pickle.dumps(report))
+        if self.store.add(f"{step} told by", 1) == len(keys):
+            reports = [pickle.loads(told) for told in self.store.multi_get(keys)]
+            self.store.compare_set(str(step), "", pickle.dumps(merged(reports)))
+
+    def told(self, step: int) -> dict | list[int]:
+        """What all have told, as of `merged`; or the ranks that hadn't when somebody gave up."""
+        end = time.monotonic() + WAIT_S
+        while not self.store.check([str(step)]):
+            time.sleep(0.01)
+            if time.monotonic() > end:
+                missing = [rank for rank, key in enumerate(self._keys(step)) if not self.store.check([key])]
+                self.store.compare_set(str(step), "", pickle.dumps(missing))
+        return pickle.loads(self.store.get(str(step)))
+
+    @staticmethod
+    def _keys(step: int) -> list[str]:
+        return [f"{step} of rank {rank}" for rank in range(dist.get_world_size())]
+
+
+class Policy:
+    """Chooses for the layers of one model.
+
+    channel        the sp group, whose ranks choose together
+    warmup_steps   optimizer steps in which a shape may run something else than what is kept
+    replicas       whether all ranks of the world choose together, several sp groups with batches of their own
+    say            what is done with the line about each choice, on the first rank
+
+    Shapes are told apart by heads, sizes, dtype and candidates; in one sp group also by batch and by length, in powers of two,
+    so that lengths that vary are not timed for ever. Replicas' batches differ, so that nothing of them tells shapes apart
+    there, and "off", which is possible with some batches only, is no candidate. A shape that some replica meets when all
+    is chosen and ``warmup_steps`` are over has the default, since the others can't know.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        warmup_steps: int,
+        replicas: bool = False,
+        say: Callable[[str], Any] = lambda line: print(line, flush=True),
+    ):
+        self.channel, self.warmup_steps, self.replicas, self.say = channel, warmup_steps, replicas, say
+        self.contests: dict[tuple, Contest] = {}
+        self.board = Board() if replicas else None
+        self.over = False  # nothing is tried any more
+        self.clock: Any = None
+        self.step = self._layers = 0
+        self._back_since = self._due = self._stepped = False  # of this step: a backward was seen; since the last question; a step
+        self._hook = after_each_step(self._note)
+
+    @classmethod
+    def of(cls, config: SpOverlapConfig, channel: Channel, gradient_group: Any = None) -> Policy | None:
+        """The policy that a config asks for; None where nothing is to be chosen, or ranks of the world choose apart.
+
+        gradient_group   the ranks that reduce gradients together, as far as it is known
+        """
+        if not (config.head_groups == "auto" and config.policy.warmup_steps > 0 and channel.size > 1):
+            return None
+        world = dist.get_world_size()
+        replicas = world > channel.size
+        if replicas and (gradient_group is None or dist.get_world_size(gradient_group) < world):
+            return None
+        return cls(channel, config.policy.warmup_steps, replicas)
+
+    def join(self) -> int:
+        """A number for one more layer."""
+        self._layers += 1
+        return self._layers - 1
+
+    def contest(self, geometry: Geometry, x: Tensor, off: bool) -> Contest | None:
+        """The contest for a call with ``x``; None where there is one candidate only, or none to be tried any more."""
+        self._look()
+        # G = 1 where two groups were possible: the call has arguments per head
+        candidates = candidates_for(geometry.max_groups if geometry.groups > 1 else 1, off and not self.replicas)
+        if len(candidates) == 1 and (self.over or not self.replicas):
+            return None
+        batch = () if self.replicas else (geometry.batch, sum(geometry.seq_lens).bit_length())
+        key = (geometry.heads, geometry.kv_heads, x.shape[2:], x.dtype, *batch, candidates, geometry.groups)
+        if key not in self.contests:
+            if self.over:
+                return None
+            what = f"{geometry.heads} query and {geometry.kv_heads} KV heads"
+            what += "" if self.replicas else f", batch {geometry.batch}, about {sum(geometry.seq_lens)} tokens"
+            what += f" over {geometry.sp_size} ranks, {str(x.dtype).removeprefix('torch.')}"
+            self.contests[key] = self._contest(key, what)
+        self.clock = self.clock or clock_of(x.device)
+        return self.contests[key]
+
+    def _contest(self, key: tuple, what: str) -> Contest:
+        return Contest(what, *key[-2:], self.warmup_steps)
+
+    def _back(self, contest: Contest) -> None:
+        """A call's backward has begun; alike on all ranks of the sp group, which exchange in it."""
+        contest.met, self._back_since, self._due = self.step, True, True
+
+    def _note(self) -> None:
+        """An optimizer of this process has stepped. Beside replicas it tells them, the first time in a step."""
+        if self._back_since and not self._stepped:
+            self._stepped = True
+            if self.board is not None:
+                self.board.tell(self.step, self._report())
+
+    def _report(self) -> Report:
+        return {
+            key: (contest.what, contest.milliseconds(self.clock))
+            for key, contest in self.contests.items()
+            if contest.chosen is None and (self.replicas or contest.met == self.step)
+        }
+
+    def _look(self) -> None:
+        """Ask the sp group whether the step is over, and go on to the next one if it is.
+
+        Never during backward: there a checkpointed layer is computed again and must find what its first computation found.
+        """
+        if not self._due or self.over or in_backward():
+            return
+        mine = (self._stepped, self._report() if self._stepped and self.board is None else {})
+        stepped, reports = zip(*self.channel.gather(mine))
+        if not all(stepped):
+            self._due = not torch.is_grad_enabled()  # an evaluation before the step is not the last call before it
+            return
+        if any(report.keys() != reports[0].keys() for report in reports):
+            seen = "; ".join(f"sp rank {rank}: {[what for what, _ in report.values()]}" for rank, report in enumerate(reports))
+            raise RuntimeError(
+                f'sp_overlap.head_groups "auto": the ranks of the sp group would try different things ({seen}); give a number'
+            )
+        told = merged(reports) if self.board is None else self.board.told(self.step)
+        self.step += 1
+        self._back_since = self._due = self._stepped = False
+        if isinstance(told, list):
+            return self._give_up(told)
+        for key, (what, slowest) in told.items():
+            contest = self.contests.setdefault(key, self._contest(key, what))
+            contest.next_turn(slowest)
+            if contest.chosen is not None:
+                self._say(str(contest))
+        if self.replicas and self.step > self.warmup_steps and all(self.contests[key].chosen is not None for key in told):
+            self.close()
+
+    def _give_up(self, missing: list[int]) -> None:
+        self.close()
+        self._say(
+            f'sp_overlap.head_groups "auto": {WAIT_S} s after the others no optimizer of ranks {missing} has stepped; nothing is tried '
+            "any more, and what is not chosen yet is the default. Step optimizers on all ranks alike, or give a number"
+        )
+
+    def _say(self, line: str) -> None:
+        if self.channel.holds_first_rank and self.channel.rank == 0:
+            self.say(line)
+
+    def run(
+        self, contest: Contest, candidate: Candidate, tokens: int, body: Callable[..., Tensor], inputs: tuple[Tensor, ...]
+    ) -> Tensor:
+        """``body(*inputs)`` for so many tokens, timed where that is due."""
+        if self.over or contest.chosen is not None and not self.replicas:
+            return body(*inputs)
+        if contest.timed and torch.is_grad_enabled():
+            forwards, backwards = contest.marks[candidate]
+            y = watched(
+                self.clock,
+                body,
+                inputs,
+                lambda *marks: forwards.append((*marks, tokens)),
+                lambda *marks: backwards.append((*marks, tokens)),
+            )
+        else:
+            y = body(*inputs)
+        if (output := output_of(y)).requires_grad:
+            output.register_hook(lambda _: self._back(contest))
+        return y
+
+    def close(self) -> None:
+        """Try nothing any more; what was chosen stays chosen."""
+        self.over = True
+        for contest in self.contests.values():
+            contest.chosen = contest.chosen or contest.default
+        self._hook.remove()

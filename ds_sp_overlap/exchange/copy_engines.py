@@ -1,0 +1,166 @@
+"""``"transport": "copy_engine"``: exchanges moved by the GPUs' copy engines, inside one node. Not yet run on several GPUs.
+
+Two engines, the first that every rank has:
+
+    fast-ulysses   its all-to-all of pitched copies (https://github.com/triple-mu/fast-ulysses, docs/api.md)
+    NCCL           its zero-CTA all-to-all, https://docs.pytorch.org/docs/2.11/symmetric_memory.html#copy-engine-collectives
+
+Both move equal parts only; exchanges whose parts differ go through `C10d`, which every rank decides alike, since uneven
+heads or lengths are uneven for all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .transport import C10d, communicator
+
+OLDEST_NCCL = (2, 28)
+
+
+class FastUlysses:
+    """The exchange as fast-ulysses's mode 1 of ``[1, P, 1, bytes]``: row p goes to rank p.
+
+    Costs a copy on either side, into a buffer and out of a window of its own.
+    """
+
+    LARGEST_RANKS, ALIGNMENT_BYTES, LIMIT_BYTES = 8, 16, 2**31
+
+    def __init__(self, group: Any):
+        import fast_ulysses
+
+        self.group = fast_ulysses.UlyssesGroup(group)
+
+    @classmethod
+    def lacks(cls, channel: Any) -> str:
+        if importlib.util.find_spec("fast_ulysses") is None:
+            return "fast-ulysses is not installed (pip install fast-ulysses)"
+        if channel.size > cls.LARGEST_RANKS:
+            return f"fast-ulysses works up to sp size {cls.LARGEST_RANKS}"
+        return ""
+
+    def takes(self, part: int, x: Tensor) -> bool:
+        size = part * x.element_size()
+        return size % self.ALIGNMENT_BYTES == 0 and 0 < size < self.LIMIT_BYTES
+
+    def launch(self, send: Tensor, recv: Tensor) -> Any:
+        rows = self.group.world_size
+        x, out = (t.view(torch.uint8).view(1, *shape, -1) for t, shape in ((send, (rows, 1)), (recv, (1, rows))))
+        return self.group.all_to_all_4d_async(x, mode=1, out=out)
+
+
+class ZeroCta:
+    """NCCL's all-to-all with the zero-CTA policy, from and into symmetric buffers.
+
+    The buffers are made in pairs, as many as are in flight at once, and taken and given back in program order, which is
+    the same on every rank. Costs a copy into and out of them.
+    """
+
+    def __init__(self, group: Any):
+        import torch.distributed._symmetric_memory as symmetric
+
+        self.symmetric = symmetric
+        self.group = communicator(group, cta_policy=dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO)
+        symmetric.set_backend("NCCL")
+        dist.barrier(group=self.group)  # a rendezvous needs the communicator, which is made at its first use
+        self.free: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
+
+    @classmethod
+    def lacks(cls, channel: Any) -> str:
+        if not hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO"):
+            return f"torch {torch.__version__} has no zero-CTA policy of NCCL"
+        version = torch.cuda.nccl.version()
+        if version[:2] < OLDEST_NCCL:
+            return f"NCCL {'.'.join(map(str, version))} has no copy-engine all-to-all, which came with 2.28"
+        return ""
+
+    def takes(self, part: int, x: Tensor) -> bool:
+        return part > 0
+
+    def launch(self, send: Tensor, recv: Tensor) -> Any:
+        key = (send.numel(), send.dtype, send.device)
+        pairs = self.free.setdefault(key, [])
+        pair = pairs.pop() if pairs else tuple(self._buffer(send) for _ in "sr")
+        pair[0].copy_(send)
+        work = dist.all_to_all_single(pair[1], pair[0], group=self.group, async_op=True)
+
+        def arrived() -> None:
+            recv.copy_(pair[1])
+            pairs.append(pair)
+
+        return _Then(work, arrived)
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        """Collective."""
+        buffer = self.symmetric.empty(like.numel(), dtype=like.dtype, device=like.device)
+        self.symmetric.rendezvous(buffer, group=self.group.group_name)
+        return buffer
+
+
+class _Then:
+    """A handle that does something more once it has been waited for."""
+
+    def __init__(self, work: Any, then: Callable[[], None]):
+        self.work, self.then = work, then
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.then()
+
+
+class CopyEngine:
+    """Exchanges of equal parts by a copy engine, others by `C10d`."""
+
+    def __init__(self):
+        self.engine: FastUlysses | ZeroCta | None = None
+        self.rest = C10d(own=True)
+        self.said = False
+
+    def prepare(self, channel: Any) -> None:
+        engines = {"fast-ulysses": FastUlysses, "NCCL": ZeroCta}
+        backend = dist.get_backend(channel.group)
+        if backend != "nccl":
+            lacks = dict.fromkeys(engines, f"the sp group's backend is {backend}, not nccl")
+        else:
+            lacks = {name: engine.lacks(channel) for name, engine in engines.items()}
+        every = channel.gather((socket.gethostname(), lacks))
+        hosts = len({host for host, _ in every})
+        if hosts > 1:
+            lacks = dict.fromkeys(engines, f"the sp group spans {hosts} nodes; copy engines reach one")
+        else:
+            lacks = {name: next((theirs[name] for _, theirs in every if theirs[name]), "") for name in engines}
+        chosen = next((name for name, reason in lacks.items() if not reason), None)
+        if chosen is None:
+            raise ValueError(f'sp_overlap.transport: "copy_engine" can\'t work here: {_reasons(lacks)}; use "auto"')
+        try:
+            self.engine = engines[chosen](channel.group)
+        except RuntimeError as error:  # of all ranks: both libraries compare before they refuse
+            raise ValueError(f'sp_overlap.transport: "copy_engine" through {chosen}: {error}; use "auto"') from error
+        self.rest.prepare(channel)
+
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        if len({*send_sizes, *recv_sizes}) == 1 and self.engine.takes(send_sizes[0], send):
+            return self.engine.launch(send, recv)
+        if not self.said:
+            self.said = True
+            warnings.warn(
+                f"sp_overlap: {name}: its parts {send_sizes} and {recv_sizes} are not equal or not aligned, which copy "
+                "engines can't move; such exchanges go through c10d",
+                stacklevel=2,
+            )
+        return self.rest.launch(send, recv, send_sizes, recv_sizes, group, name)
+
+
+def _reasons(lacks: dict[str, str]) -> str:
+    """One reason where all engines lack the same, else each one's."""
+    if len(set(lacks.values())) == 1:
+        return next(iter(lacks.values()))
+    return "; ".join(lacks.values())

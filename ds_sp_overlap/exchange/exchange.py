@@ -1,0 +1,271 @@
+"""An exchange in two differentiable halves, and everything that is in flight between them.
+
+    token = exchange.start(x)      launch; returns an empty tensor that autograd tracks
+    y     = exchange.finish(token) order the compute stream after it; the received tensor
+
+    Before:  x -> [all-to-all] -> y                         dx <- [all-to-all] <- dy
+    Now:     x -> start -> token -> finish -> y             dx <- start' <- token <- finish' <- dy
+                  launch            wait                          wait             launch
+
+In backward the roles swap: the backward of ``finish`` launches the exchange of the gradient, the backward of ``start``
+waits for it. Autograd runs nodes that are ready in the reverse order of their creation, so whatever is computed between
+``start`` and ``finish`` hides the exchange, and its backward hides the gradient's exchange. Correctness never depends on
+that order, only the overlap does.
+
+The token carries no data. What is in flight hangs on the `Exchange`, which belongs to one call of one layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..profiling.clock import named
+from ..profiling.timeline import UNTRACKED
+from ..relayout import ops
+from . import check
+from .channel import Channel
+from .geometry import Layout, Side
+
+Tables = tuple[Tensor, Tensor]
+
+
+def refuse_second_derivatives(where: str) -> None:
+    """Called where the backward of a layer begins: before it has launched anything, and on every rank alike.
+
+    What it computes behind autograd's back, from what hangs on the `Exchange`, can't be differentiated again. No other node of
+    a layer runs in backward before one that calls this, so that none of them needs ``once_differentiable``, which would raise
+    where its own node is differentiated and be silent where the others are.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{where}: a backward with create_graph=True, but overlapped layers have no second derivatives; leave it out, or run "
+            "this model with DeepSpeed's own DistributedAttention (ds_sp_overlap.disable)"
+        )
+
+
+def _as_it_travels(x: Tensor, side: Side) -> Tensor | None:
+    """``x``, one end of an exchange, as the flat buffer that travels, if it lies in memory that way: each part together."""
+    if side.is_wire_layout:
+        return x.contiguous().view(-1)
+    if not side.is_cut_into_slices:
+        return None
+    front = x.movedim(side.dim, 0)
+    return front.view(-1) if front.is_contiguous() else None
+
+
+class _InFlight:
+    """One launched transfer; owns its buffers until it is collected.
+
+    turn, turn_back   (cos, sin) by which the source is rotated as it is packed, the target as it is unpacked (the other way)
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        layout: Layout,
+        x: Tensor,
+        name: str,
+        checked: bool,
+        turn: Tables | None = None,
+        turn_back: Tables | None = None,
+    ):
+        source, target = layout.source, layout.target
+        if x.shape != source.shape:
+            raise ValueError(f"{name}: expected a tensor of shape {list(source.shape)}, got {list(x.shape)}")
+        self.name, self.layout, self.channel = name, layout, channel
+        self.side = channel.side(x.device)
+        self.turn, self.turn_back = turn, turn_back
+        self.expected = check.plain_exchange(channel, layout, x, name, turn, turn_back) if checked else None
+        self.source = x  # guard: read by the transfer, so kept alive until it is over
+        self.send = _as_it_travels(x, source) if turn is None else None
+        packs = self.send is None
+        if packs:
+            self.send = x.new_empty(source.elements)
+        self.unpacks = turn_back is not None or not target.is_wire_layout
+        # Where unpacking is put off, so is its memory; else it must come from the compute stream, here.
+        self.out = None if self.unpacks and self.side.deferred_unpack else x.new_empty(target.shape)
+        # What is received as it lies is no view: its owner may change it in place, as he may what was unpacked.
+        self.recv = x.new_empty(target.elements) if self.unpacks else self.out.view(-1)
+        self.track = channel.timeline.exchange(name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
+        self.track.mark("issued")
+        with named(name, "start"), self.side.after_compute():
+            self.track.mark("started")
+            if packs:
+                self._pack()
+                if self.side.packs_at_once:
+                    self.source = None
+            self.track.mark("packed")
+            try:
+                self.handle = channel.transport.launch(
+                    self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, name
+                )
+            except RuntimeError as error:
+                raise self.channel.failed(self.name, "the exchange", error) from error
+            self.track.follow(self.handle)
+            if not self.side.deferred_unpack:
+                self._receive()
+        self.track.mark("launched")
+
+    def _sent_bytes(self) -> int:
+        sizes = self.layout.source.split_sizes
+        return (sum(sizes) - sizes[self.channel.rank]) * self.send.element_size()
+
+    def _receive(self):
+        try:
+            self.handle.wait()
+        except RuntimeError as error:
+            raise self.channel.failed(self.name, "the exchange", error) from error
+        self.track.mark("unpacking")
+        if self.unpacks:
+            self._unpack()
+        self.track.mark("done")
+        self.received = self.side.mark()
+
+    def _pack(self):
+        relayout, source = ops.implementation(self.channel.kernels), self.layout.source
+        if self.turn is None:
+            relayout.pack(self.source, source.dim, *source.edges, self.send)
+        else:
+            relayout.pack_qkv([self.source], [], *self.turn, False, 1, *source.edges, [self.send])
+
+    def _unpack(self):
+        relayout, target = ops.implementation(self.channel.kernels), self.layout.target
+        if self.turn_back is None:
+            relayout.unpack(self.recv, target.dim, *target.edges, self.out)
+        else:
+            relayout.unpack_qkv([self.recv], *self.turn_back, False, 1, *target.edges, [self.out])
+
+    def collect(self) -> Tensor:
+        """Wait, and hand over the received tensor."""
+        self.track.mark("wait")
+        with named(self.name, "finish"):
+            if self.side.deferred_unpack:
+                self.out = self.recv.new_empty(self.layout.target.shape) if self.out is None else self.out
+                with self.side.after_compute():
+                    self._receive()
+            self.side.before_compute(self.received)
+        self.track.mark("go")
+        self.handle = None
+        if self.expected is not None:
+            check.compare(self.channel, self.out, self.expected, self.name, turned=(self.turn or self.turn_back) is not None)
+        return self.out
+
+    def __del__(self):
+        # Abandoned (an exception between start and finish). On the side stream the memory must not return to the compute
+        # stream before the transfer is over; where waiting blocks the host, c10d holds the buffers itself.
+        if getattr(self, "handle", None) is not None and not self.side.deferred_unpack:
+            self.side.before_compute(self.side.mark())
+
+
+class Exchange:
+    """One exchange of one call: state of its forward transfer, and of the gradient's.
+
+    channel   the sp group
+    layout    what is given and what is received
+    name      of the layer and the exchange, for instance ``layers.7 q``; the gradient's is ``layers.7 dq``
+    checked   compare with a plain exchange (``sp_overlap.check``)
+    turn      (cos, sin) [.., d_rot], broadcast to the local side's tokens: rotary embedding on the way out, and its
+              transpose on the gradient's way in, in the kernels that move the data
+    """
+
+    def __init__(self, channel: Channel, layout: Layout, where: str, what: str, checked: bool = False, turn: Tables | None = None):
+        self.channel, self.layout, self.where, self.what = channel, layout, where, what
+        self.checked, self.turn = checked, turn
+        self.forward: _InFlight | None = None
+        self.gradient: _InFlight | None = None
+
+    def start(self, x: Tensor, *of: Tensor) -> Tensor:
+        """Launch the exchange of ``x`` and return at once.
+
+        x       shape of ``layout.source``; kept alive until finished
+        of      for o: q, k and v of which it was computed. Whatever local attention does with them on one rank, every rank
+                finds their nodes behind the token in backward, and takes part in the exchanges of do, dq, dk and dv
+        token   [0]   tracked by autograd; give it to ``finish``
+
+        Collective: every rank of the sp group starts the same exchanges in the same order.
+        Raises ValueError, before any communication, if ``x`` has another shape.
+        """
+        if not torch.is_grad_enabled():
+            self.launch(x)
+            return _token(x)
+        return _Start.apply(x, self, *of)
+
+    def finish(self, token: Tensor) -> Tensor:
+        """Order the compute stream after the exchange and return what was received, in the shape of ``layout.target``."""
+        (y,) = finish_together([self], [token])
+        return y
+
+    def launch(self, x: Tensor) -> None:
+        """The first half of the forward, for a node that does more than that."""
+        name = f"{self.where} {self.what}"
+        self.forward = _InFlight(self.channel, self.layout, x, name, self.checked, turn=self.turn)
+
+    def collect(self) -> Tensor:
+        """The second half."""
+        if self.forward is None:
+            raise RuntimeError(f"{self.where} {self.what}: finished without having been started, or finished twice")
+        in_flight, self.forward = self.forward, None
+        return in_flight.collect()
+
+    def launch_gradient(self, dy: Tensor) -> None:
+        """The first half of the backward."""
+        name = f"{self.where} d{self.what}"
+        self.gradient = _InFlight(self.channel, self.layout.inverse, dy, name, self.checked, turn_back=self.turn)
+
+    def collect_gradient(self) -> Tensor:
+        """The second half."""
+        if self.gradient is None:
+            raise RuntimeError(
+                f"{self.where} d{self.what}: finished without having been started; gradients of a layer's inputs and of its "
+                "weights come of one backward, ask for them together"
+            )
+        in_flight, self.gradient = self.gradient, None
+        return in_flight.collect()
+
+
+def finish_together(exchanges: list[Exchange], tokens: list[Tensor]) -> tuple[Tensor, ...]:
+    """`Exchange.finish` of several, in one node: their gradients are started when all are known, the last one first."""
+    if not torch.is_grad_enabled():
+        return tuple(exchange.collect() for exchange in exchanges)
+    return _Finish.apply(exchanges, *tokens)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, exchange, *of):
+        ctx.exchange = exchange
+        ctx.set_materialize_grads(False)
+        exchange.launch(x)
+        return _token(x)
+
+    @staticmethod
+    def backward(ctx, token):
+        """Before: dx = all_to_all(dy). Now: that exchange is under way since `_Finish.backward`; wait for it."""
+        return None if token is None else ctx.exchange.collect_gradient(), None, None, None, None
+
+
+def _token(x: Tensor) -> Tensor:
+    return x.new_empty(0)  # on the tensor's device: both halves stay in one ready queue of the autograd engine
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchanges, *tokens):
+        ctx.exchanges = exchanges
+        received = tuple(exchange.collect() for exchange in exchanges)
+        ctx.mark_non_differentiable(*(y for y, needed in zip(received, ctx.needs_input_grad[1:]) if not needed))
+        return received
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        """Before: nothing, finish moved no data. Now: launch the exchange of each dy, the moment that they are known.
+
+        Zeros where nothing depends on y here: elsewhere something may.
+        """
+        refuse_second_derivatives(ctx.exchanges[0].where)
+        needed = ctx.needs_input_grad[1:]
+        for exchange, dy, launched in reversed(list(zip(ctx.exchanges, gradients, needed))):
+            if launched:
+                exchange.launch_gradient(dy)
+        return None, *(_token(dy) if launched else None for dy, launched in zip(gradients, needed))

@@ -1,0 +1,140 @@
+"""How the bytes of an exchange move between ranks.
+
+A transport launches one all-to-all of flat buffers and returns a handle; tests put their own in its place. What
+``sp_overlap.transport`` can ask for:
+
+    auto          `C10d` over a communicator of our own where the sp group is NCCL's, else over the sp group
+    c10d          `C10d` over the sp group as it was given
+    copy_engine   `copy_engines.CopyEngine`: no SM moves a byte
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MAX_CTAS = 16  # SMs that a communicator of our own may take; NCCL's send and receive takes up to 32. Not yet measured
+
+
+class Handle(Protocol):
+    def wait(self) -> None:
+        """Order what follows after the transfer: the host (gloo) or the current stream (NCCL)."""
+
+
+class Transport(Protocol):
+    def launch(self, send: Tensor, recv: Tensor, send_sizes: list[int], recv_sizes: list[int], group, name: str) -> Handle:
+        """Send ``send_sizes[p]`` elements of ``send`` to rank ``p``, fill ``recv`` likewise, and return at once.
+
+        send   flat; read until the handle has been waited for, never written
+        recv   flat; undefined until then
+        name   for logs and errors, for instance ``layers.7 dv``
+
+        Collective: every rank of the group launches the same exchanges in the same order.
+        """
+
+
+class Named(Transport, Protocol):
+    """A transport that ``sp_overlap.transport`` names."""
+
+    def prepare(self, channel: Any) -> None:
+        """Make what it needs on the sp group of ``channel``. Collective, once, after the ranks have agreed.
+
+        Raises ValueError, on all ranks alike, where it can't work.
+        """
+
+
+class C10d:
+    """``all_to_all_single`` of torch.distributed.
+
+    own   over a communicator of our own: high priority, at most `MAX_CTAS` blocks, and no queue behind what others do
+          in the sp group
+    """
+
+    def __init__(self, own: bool = False):
+        self.own = own
+        self.group: Any = None  # None: the sp group
+
+    def prepare(self, channel: Any) -> None:
+        if self.own and channel.group is not None and dist.get_backend(channel.group) == "nccl":
+            self.group = communicator(channel.group, max_ctas=MAX_CTAS)
+
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        group = self.group if self.group is not None else group
+        if all_equal(send_sizes, recv_sizes):
+            send_sizes = recv_sizes = None  # which costs the host half as much
+        return all_to_all(recv, send, recv_sizes, send_sizes, group, name)
+
+
+def plain_all_to_all(recv, send, recv_sizes, send_sizes, group, name):
+    return dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=True)
+
+
+all_to_all = plain_all_to_all  # an integration puts its framework's in its place, where that keeps a log of them
+
+
+def all_equal(send_sizes: list[int], recv_sizes: list[int]) -> bool:
+    """Whether all ranks send one another equally much; of an exchange of a `Geometry` every rank says the same."""
+    return send_sizes[0] > 0 and len({*send_sizes, *recv_sizes}) == 1
+
+
+class OneRank:
+    """The transport of an sp group of one: what is sent is what is received."""
+
+    def prepare(self, channel):
+        pass
+
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        recv.copy_(send)
+        return self
+
+    def wait(self):
+        pass
+
+
+_communicators: dict[tuple, tuple[Any, Any]] = {}  # by group name and settings: the group it was made for, and it
+
+
+def _groups_made() -> int:
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def communicator(group: Any, **settings: int) -> Any:
+    """An NCCL communicator of our own over the ranks of ``group``, at high priority; one for all layers that ask alike.
+
+    settings   of NCCL's configuration, for instance ``max_ctas`` or ``cta_policy``
+
+    Collective over the group alone: its members need nobody else to make it. Where torch can't make one, ``group``; so too
+    where the members have made different numbers of groups, from which torch derives the name that they meet under.
+    """
+    key = (group.group_name, *sorted(settings.items()))
+    made_for, made = _communicators.get(key, (None, None))
+    if made_for is group:
+        return made
+    ranks, made = dist.get_process_group_ranks(group), group
+    counts = [0] * len(ranks)
+    dist.all_gather_object(counts, _groups_made(), group=group)
+    if len(set(counts)) > 1:
+        warnings.warn(f"sp_overlap: the ranks of the sp group have made {counts} process groups; it is used as it is", stacklevel=2)
+    elif ranks != sorted(ranks):  # the new group would number them in ascending order
+        warnings.warn(f"sp_overlap: the sp group's ranks {ranks} are not ascending; it is used as it is", stacklevel=2)
+    else:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        for setting, value in settings.items():
+            setattr(options.config, setting, value)
+        try:
+            made = dist.new_group(
+                ranks,
+                timeout=group._get_backend(torch.device("cuda")).options._timeout,  # not torch's default
+                backend="nccl",
+                pg_options=options,
+                use_local_synchronization=True,
+                group_desc="sp_overlap",
+            )
+        except NotImplementedError as error:
+            warnings.warn(f"sp_overlap: no communicator of our own ({error}); the sp group is used as it is", stacklevel=2)
+    _communicators[key] = group, made
+    return made

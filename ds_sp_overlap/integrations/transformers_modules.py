@@ -1,0 +1,140 @@
+"""transformers' modules: which attend, how, and what else lets tokens meet."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from typing import Any
+
+from torch import nn
+
+
+def attention_functions():
+    """transformers' attention functions, if the process uses transformers at all."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return None if modeling is None else modeling.ALL_ATTENTION_FUNCTIONS
+
+
+def stock_of(function: Any) -> nn.Module | None:
+    """The ``UlyssesSPAttentionHF`` behind an attention function that ``register_with_transformers`` put in place."""
+    function = getattr(function, "before", function)  # of `transformers.Dispatch`
+    cells = getattr(function, "__closure__", None) or ()
+    inside = [cell.cell_contents for cell in cells]
+    return next((x for x in inside if type(x).__name__ == "UlyssesSPAttentionHF"), None)
+
+
+def off_in_eval(module: nn.Module) -> bool:
+    """Whether stock Ulysses was told to leave evaluation alone (``disable_in_eval``)."""
+    stock = stock_of(attention_functions().get(module.config._attn_implementation))
+    return stock is not None and stock.disable_in_eval and not module.training
+
+
+# Modules.
+
+_OF_SEQUENCE = {"past_key_values", "past_key_value", "cache_params", "layer_past", "cache", "state", "use_cache"}
+_OF_SEQUENCE |= {"attention_mask", "padding_mask", "conv_mask", "alibi"}
+
+
+def unfit(implementation: str) -> str | None:
+    """Why an attention implementation can't be overlapped; None if it can."""
+    if implementation == "sdpa" or "flash" in implementation:
+        return None
+    return f'attention "{implementation}" needs a mask of the whole sequence; use "sdpa" or a flash attention'
+
+
+@functools.cache
+def _arguments(kind: type) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+@functools.cache
+def _functions(kind: type) -> list[types.FunctionType]:
+    """The functions of a module's class, without their decorators."""
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    unwrapped = (inspect.unwrap(f) for base in bases for f in vars(base).values() if callable(f))
+    return [f for f in unwrapped if isinstance(f, types.FunctionType)]
+
+
+def _calls_with(kind: type, keyword: str) -> bool:
+    consts = (const for f in _functions(kind) for const in f.__code__.co_consts)
+    return any(isinstance(const, tuple) and keyword in const for const in consts)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module's code uses transformers' attention functions; some have a collection of their own under the name."""
+    name, library = "ALL_ATTENTION_FUNCTIONS", attention_functions()
+    uses = (f for f in _functions(type(module)) if name in f.__code__.co_names)
+    return not isinstance(module, pretrained()) and any(f.__globals__.get(name, library) is library for f in uses)
+
+
+def mixes(module: nn.Module) -> bool:
+    """Whether a module takes what only concerns a sequence: it looks at more than one token."""
+    return not _OF_SEQUENCE.isdisjoint(_arguments(type(module))) and not isinstance(module, nn.Embedding)
+
+
+def pretrained() -> type:
+    return sys.modules["transformers.modeling_utils"].PreTrainedModel
+
+
+def models_around(name: str, modules: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The transformers models that a module is in, the innermost first."""
+    outer = [name[:at] for at in range(len(name)) if name[at] == "."][::-1] + [""]
+    return [(at, modules[at]) for at in outer if isinstance(modules[at], pretrained())]
+
+
+def takes_tokens(model: nn.Module) -> bool:
+    """Whether it is a model of the sequence that is split, rather than of images or sound, which every rank has whole."""
+    return not _arguments(type(model)).isdisjoint(("input_ids", "inputs_embeds"))
+
+
+def goes_by_length(module: nn.Module) -> bool:
+    """Whether a rotary embedding chooses its frequencies by the largest position."""
+    kinds = getattr(module, "rope_type", None)
+    return any("dynamic" in kind or kind == "longrope" for kind in (kinds.values() if isinstance(kinds, dict) else [kinds or ""]))
+
+
+def refuse_unexchanged(modules: dict[str, nn.Module]) -> None:
+    """Refuse a model in which tokens meet where no exchange covers it. Raises ValueError."""
+    block = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ())  # of layers, or of an MLP
+    attention = {name for name, module in modules.items() if is_attention(module)}
+    decoders = {models_around(name, modules)[0][1] for name in attention if models_around(name, modules)}
+    mixing: dict[str, nn.Module] = {}
+    for name, module in reversed(modules.items()):  # the inner ones first
+        convolution = isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1
+        if not convolution and (name in attention or not mixes(module) or isinstance(module, (block, pretrained()))):
+            continue
+        models = models_around(name, modules)
+        if not models or not takes_tokens(models[0][1]) or (convolution and models[0][1] not in decoders):
+            continue
+        name = name.rpartition(".")[0] if convolution else name
+        if not any(inner.startswith(name + ".") for inner in (*attention, *mixing)):
+            mixing[name] = modules[name]
+    if mixing:
+        name, module = next(reversed(mixing.items()))
+        raise ValueError(
+            f"{first_of(name, module, len(mixing))} mixes tokens without transformers' attention functions, and each rank would see "
+            "its own tokens alone; not supported with sequence parallelism"
+        )
+
+
+def first_of(name: str, module: nn.Module, count: int) -> str:
+    return f"{name} ({type(module).__name__}{f', and {count - 1} more' if count > 1 else ''})"
+
+
+def why_not(name: str, module: nn.Module, models: list[tuple[str, nn.Module]]) -> str | None:
+    """Why a layer can't be exchanged by anybody; None if it can."""
+    inner = module.config
+    if (reason := unfit(inner._attn_implementation)) is not None:
+        stock = inner._attn_implementation == "flex_attention" and stock_of(attention_functions().get("flex_attention"))
+        return None if stock else reason
+    if getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower() or name.endswith("encoder_attn"):
+        return "cross-attention"
+    if not getattr(module, "is_causal", True):
+        return "its attention is not causal"
+    if _calls_with(type(module), "s_aux") and next(module.parameters(recurse=False), None) is not None:
+        return "attention with sinks (one value per head)"
+    if models and "position_ids" not in _arguments(type(models[0][1])):
+        return f"{type(models[0][1]).__name__} takes no position_ids and counts each rank's tokens from 0"
+    return None

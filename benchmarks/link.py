@@ -97,7 +97,7 @@ def predict(shape, args: argparse.Namespace) -> dict[str, float]:
 
     from ds_sp_overlap.planner import measure, plan
 
-    layer = plan.Layer(
+    layer = plan.LayerShape(
         shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.seq, args.ranks, shape.batch, shape.dtype.itemsize
     )
     rates = measure.rates(layer, dist.group.WORLD, torch.device("cpu"))

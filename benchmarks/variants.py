@@ -158,15 +158,15 @@ class Layer:
         """Ours with ``"head_groups": "auto"`` after its steps of trying, stock among the candidates; and what it keeps."""
         block, stock = self.ours(head_groups="auto"), self.stock()
         still = torch.optim.SGD(self.projections.parameters(), lr=0.0)  # steps are counted by optimizers' steps
-        contests = block.layer.policy.contests
+        trials = block.layer.policy.trials
 
         def run(x):
-            return block(x, instead=stock)
+            return block(x, baseline=stock)
 
-        while not contests or any(contest.chosen is None for contest in contests.values()):
+        while not trials or any(trial.chosen is None for trial in trials.values()):
             self.step(run)
             still.step()
-        return run, next(iter(contests.values())).chosen
+        return run, next(iter(trials.values())).chosen
 
     def peak_bytes(self, run: Callable[[Tensor], Tensor]) -> int:
         """Most bytes that a step holds at once, over inputs and weights: activations, buffers, gradients."""

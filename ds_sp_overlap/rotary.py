@@ -54,10 +54,10 @@ class Rotary:
 
     def __call__(self, x: Tensor, position_embeddings: Any) -> Tensor:
         """Rotate q or k [..., d]."""
-        tables = self.turn(position_embeddings, x.shape[-1])
+        tables = self.of(position_embeddings, x.shape[-1])
         return x if tables is None else rotate(x, *tables)
 
-    def turn(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
+    def of(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
         """The tables. Raises ValueError where ``position_embeddings`` are missing, or don't fit heads of ``head_dim``."""
         if position_embeddings is None:
             raise ValueError("position_embeddings are missing, and without them RoPE would be left out; give what `rope` expects")
@@ -68,7 +68,7 @@ class Rotary:
 
     def of_tokens(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
         """The tables without the dimension of heads, as `ops.pack_qkv` takes them; None where it can't have them."""
-        tables = self.turn(position_embeddings, head_dim)
+        tables = self.of(position_embeddings, head_dim)
         if tables is None:
             return None
         cos, sin = tables

@@ -408,7 +408,7 @@ def test_an_initialize_that_was_imported_by_name_before_the_package_honours_the_
 
 
 def test_the_report_counts_the_layers_that_are_overlapped():
-    layer = ds_sp_overlap.integrations.layers.Layer
+    layer = ds_sp_overlap.integrations.layers.Found
     report = ds_sp_overlap.Report([layer("a", None, "", "unknown"), layer("b", None, "", "unknown")], 2)
     assert "sp_overlap over sp size 2: 0 of 2 layers overlapped" in str(report)
 

@@ -27,7 +27,7 @@ from guards import Guard, removed
 from layers import Shape
 from ranks import on_ranks
 
-from ds_sp_overlap.attention.linear import can_take_apart
+from ds_sp_overlap.attention.linear import can_split
 from ds_sp_overlap.relayout import ops
 
 
@@ -76,13 +76,13 @@ def tables_are_watched(rank):
 
 
 def forward_of_a_class():
-    return ["taken apart"] * can_take_apart(test_usage.Scaled(2, 2))
+    return ["taken apart"] * can_split(test_usage.Scaled(2, 2))
 
 
 def replaced_forward():
     linear = torch.nn.Linear(2, 2)
     linear.forward = lambda x: 2 * torch.nn.Linear.forward(linear, x)
-    return ["taken apart"] * can_take_apart(linear)
+    return ["taken apart"] * can_split(linear)
 
 
 def unequal_parts():
@@ -116,14 +116,14 @@ WATCHED = {
     ),
     "the send buffer is kept until the exchange is finished": Watched(
         Guard(
-            "exchange.exchange:_InFlight.__init__",
+            "exchange.exchange:_InFlight.launch",
             "if not self.side.deferred_unpack:",
             "self.send = None\n        if not self.side.deferred_unpack:",
         ),
         test_hazards.late_delivery,
     ),
     "the source is kept until the exchange is finished": Watched(
-        Guard("exchange.exchange:_InFlight.__init__", "if self.side.packs_at_once:", "if True:"), test_hazards.held_until_finished
+        Guard("exchange.exchange:_InFlight.launch", "if self.side.packs_at_once:", "if True:"), test_hazards.held_until_finished
     ),
     "what travels as it lies is contiguous": Watched(
         Guard("exchange.exchange:_as_it_travels", "return x.contiguous().view(-1)", "return x.as_strided((x.numel(),), (1,))"),
@@ -131,7 +131,7 @@ WATCHED = {
     ),
     "what was received is unpacked into other memory": Watched(
         Guard(
-            "exchange.exchange:_InFlight.collect",
+            "exchange.exchange:_InFlight.finish",
             "self.recv.new_empty(self.layout.target.shape)",
             # Where replicas are summed, else torch itself refuses to copy.
             "self.recv.new_empty(self.layout.target.shape) if self.layout.target.tiles else "
@@ -144,11 +144,11 @@ WATCHED = {
         for what, guard in test_hazards.PLANTED.items()
     },
     "what is rotated on its way is packed": Watched(
-        Guard("exchange.exchange:_InFlight.__init__", "source) if turn is None else None", "source)"),
+        Guard("exchange.exchange:_InFlight.launch", "source) if self.rope is None else None", "source)"),
         test_hazards.rotated_as_it_lies,
     ),
     "what is rotated on its way back is unpacked": Watched(
-        Guard("exchange.exchange:_InFlight.__init__", "turn_back is not None or not target", "not target"),
+        Guard("exchange.exchange:_InFlight.launch", "self.rope_back is not None or not target", "not target"),
         test_hazards.rotated_as_it_lies,
     ),
     "a part travels as it lies only if it has one element": Watched(
@@ -159,7 +159,7 @@ WATCHED = {
         Guard("exchange.exchange:_InFlight.__del__", "self.side.before_compute(self.side.mark())", "pass"), test_hazards.abandoned
     ),
     "the compute stream waits at finish": Watched(
-        Guard("exchange.exchange:_InFlight.collect", "self.side.before_compute(self.received)", "pass"), test_hazards.stream_order
+        Guard("exchange.exchange:_InFlight.finish", "self.side.before_compute(self.received)", "pass"), test_hazards.stream_order
     ),
     "the side stream waits at launch": Watched(
         Guard(
@@ -180,7 +180,7 @@ WATCHED = {
         test_hazards.marked_too_early,
     ),
     "a finished transfer waits for nothing when it is freed": Watched(
-        Guard("exchange.exchange:_InFlight.collect", "self.handle = None", "pass"), test_hazards.stream_order
+        Guard("exchange.exchange:_InFlight.finish", "self.handle = None", "pass"), test_hazards.stream_order
     ),
     "a finished transfer is let go": Watched(
         Guard(
@@ -192,7 +192,7 @@ WATCHED = {
     ),
     "a gradient's finished transfer is let go": Watched(
         Guard(
-            "exchange.exchange:Exchange.collect_gradient",
+            "exchange.exchange:Exchange.finish_gradient",
             "in_flight, self.gradient = self.gradient, None",
             "in_flight = self.gradient",
         ),
@@ -269,14 +269,12 @@ WATCHED = {
     "a forward is given back before anything else runs": Watched(
         Guard("attention.linear:call_through", 'del vars(first)["forward"]', "pass"), forwards_inside
     ),
-    "a hooked module is called whole": Watched(
-        Guard("attention.linear:is_hooked", "tuple(harmless)", '("",)'), hook_sees_all
-    ),
+    "a hooked module is called whole": Watched(Guard("attention.linear:is_hooked", "tuple(harmless)", '("",)'), hook_sees_all),
     "a replaced forward is called": Watched(
-        Guard("attention.linear:can_take_apart", ' or "forward" in vars(module)', ""), replaced_forward, ranks=0
+        Guard("attention.linear:can_split", ' or "forward" in vars(module)', ""), replaced_forward, ranks=0
     ),
     "a forward of a class of its own is called": Watched(
-        Guard("attention.linear:can_take_apart", "type(module).forward not in plain or ", ""), forward_of_a_class, ranks=0
+        Guard("attention.linear:can_split", "type(module).forward not in plain or ", ""), forward_of_a_class, ranks=0
     ),
     "hooks of all modules count": Watched(
         Guard("attention.linear:is_hooked", ", *_EVERYWHERE", ""), functools.partial(test_usage.hooked_everywhere, kind="forward")
@@ -287,13 +285,14 @@ WATCHED = {
         test_refusals.narrow_tables_pass,
     ),
     "RoPE without tables is refused": Watched(
-        Guard("rotary:Rotary.turn", "if position_embeddings is None:", "if False:"), test_refusals.rope_is_left_out
+        Guard("rotary:Rotary.of", "if position_embeddings is None:", "if False:"), test_refusals.rope_is_left_out
     ),
     "a block without a group is refused": Watched(
         Guard("attention.layer:Layer._comparable", "if world > 1:", "if False:"), test_refusals.missing_group_passes
     ),
     "a module of another group is refused": Watched(
-        Guard("integrations.distributed_attention:find_layers", "if own != channel.ranks:", "if False:"), test_refusals.other_group_passes
+        Guard("integrations.distributed_attention:find_layers", "if own != channel.ranks:", "if False:"),
+        test_refusals.other_group_passes,
     ),
     # What head groups can be made of.
     "attention that needs all heads gets them": Watched(
@@ -353,7 +352,7 @@ WATCHED = {
         test_policy.another_optimizer_before_backward,
     ),
     "the slowest rank counts": Watched(
-        Guard("autotune.contest:merged", "[max(times) for times in zip(*every)]", "[min(times) for times in zip(*every)]"),
+        Guard("autotune.trial:merged", "[max(times) for times in zip(*every)]", "[min(times) for times in zip(*every)]"),
         test_policy.choices_differ,
     ),
     "replicas choose together": Watched(
@@ -362,22 +361,22 @@ WATCHED = {
         4,
     ),
     "replicas tell no shapes apart by lengths": Watched(
-        Guard("autotune.policy:Policy.contest", "() if self.replicas else (geometry.batch", "(geometry.batch"),
+        Guard("autotune.policy:Policy.trial", "() if self.replicas else (geometry.batch", "(geometry.batch"),
         test_policy.replicas_differ,
         4,
     ),
     "replicas never run stock": Watched(
-        Guard("autotune.policy:Policy.contest", "off and not self.replicas", "off"),
+        Guard("autotune.policy:Policy.trial", "off and not self.replicas", "off"),
         test_policy.replicas_differ_where_one_could_run_stock,
         4,
     ),
     "no candidate loses by evaluations on its turns": Watched(
-        Guard("autotune.contest:Contest.milliseconds", "len(forwards) / len(backwards)", "len(each[0]) / len(each[1])"),
+        Guard("autotune.trial:Trial.milliseconds", "len(forwards) / len(backwards)", "len(each[0]) / len(each[1])"),
         test_policy.evaluations_decide,
         0,
     ),
     "a layer whose input needs no gradient is timed": Watched(
-        Guard("autotune.policy:Policy.run", "if contest.timed and torch", "if contest.timed and inputs[0].requires_grad and torch"),
+        Guard("autotune.policy:Policy.run", "if trial.timed and torch", "if trial.timed and inputs[0].requires_grad and torch"),
         test_policy_attack.not_timed,
     ),
     # Agreement of the ranks.
@@ -396,14 +395,14 @@ WATCHED = {
         Guard("exchange.calls:Calls.count", "self.names.append(name)", 'self.names.append("")'), test_calls.later_calls_unnoticed
     ),
     "check mode compares": Watched(
-        Guard("exchange.exchange:_InFlight.collect", "if self.expected is not None:", "if False:"),
+        Guard("exchange.exchange:_InFlight.finish", "if self.expected is not None:", "if False:"),
         test_refusals.corruption_goes_unnoticed,
     ),
     "a half out of place is refused": Watched(
-        Guard("exchange.exchange:_InFlight.__init__", "if x.shape != source.shape:", "if False:"), test_hazards.finished_twice
+        Guard("exchange.exchange:_InFlight.launch", "if x.shape != source.shape:", "if False:"), test_hazards.finished_twice
     ),
     "a launch that fails names its exchange": Watched(
-        Guard("exchange.exchange:_InFlight.__init__", "except RuntimeError as error:", "except LookupError as error:"),
+        Guard("exchange.exchange:_InFlight.launch", "except RuntimeError as error:", "except LookupError as error:"),
         test_hazards.launch_that_fails,
     ),
     "a failure names its exchange": Watched(

@@ -67,15 +67,17 @@ def no_faults(size, function, *args):
 
 PLANTED = {  # each of them computes what it should, as long as nobody spoils the buffer that it has no right to read
     "a send buffer read after delivery": Guard(
-        "exchange:_InFlight._receive",
+        "exchange.exchange:_InFlight._receive",
         'self.track.mark("unpacking")',
         "sent, got = (side.split_sizes for side in (self.layout.source, self.layout.target))\n    "
         "self.recv.split(got)[self.channel.rank].copy_(self.send.split(sent)[self.channel.rank])",  # which needn't travel
     ),
     "a received buffer read after its unpack": Guard(
-        "exchange:_InFlight.collect", 'self.track.mark("go")', "self.unpacks and self._unpack()"
+        "exchange.exchange:_InFlight.finish", 'self.track.mark("go")', "self.unpacks and self._unpack()"
     ),
-    "a received buffer unpacked twice": Guard("exchange:_InFlight._receive", "self._unpack()", "[self._unpack() for _ in '12']"),
+    "a received buffer unpacked twice": Guard(
+        "exchange.exchange:_InFlight._receive", "self._unpack()", "[self._unpack() for _ in '12']"
+    ),
 }
 
 
@@ -380,7 +382,7 @@ def test_a_gradient_that_was_not_started_is_named():
     """As where gradients of a layer's inputs are asked for in one backward and those of its weights in another."""
     exchange = Exchange(Channel(None), Geometry(1, 0, (3,), 1, 4, 4).exchange("q", 0, 8), "layers.7", "q")
     with pytest.raises(RuntimeError, match="layers.7 dq: finished without having been started"):
-        exchange.collect_gradient()
+        exchange.finish_gradient()
 
 
 def held_until_finished(rank):

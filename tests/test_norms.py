@@ -178,11 +178,11 @@ def hooked(rank):
     shape, seen = Shape(config={"head_groups": 1}), []
     model = Both(shape, Rms)
     attend = model.block()
-    split = len(attend.taken_apart())
+    split = len(attend.split_projections())
     model.norms["q_norm"].register_forward_hook(lambda module, args, output: seen.append(list(output.shape)))
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
-    return split, len(attend.taken_apart()), seen
+    return split, len(attend.split_projections()), seen
 
 
 def test_a_hook_on_a_norm_sees_it_once():
@@ -210,4 +210,4 @@ def test_the_package_says_which_projections_it_splits_beside_another_rope():
         local_attention=layers.reference.attention, num_heads=4, head_dim=8, rope=lambda x, tables: x,
         **{f"{kind}_proj": torch.nn.Linear(32, 32) for kind in "qkvo"},
     )  # fmt: skip
-    assert attend.taken_apart() == [attend.o_proj]
+    assert attend.split_projections() == [attend.o_proj]

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap.cli import main
-from ds_sp_overlap.planner.plan import FIVE, NONE, Costs, Layer, Rates, plan
+from ds_sp_overlap.planner.plan import FIVE, NONE, Costs, LayerShape, Rates, plan
 from ds_sp_overlap.schedule import Step, by_head_groups
 
 # Every projection of a group of one head takes 1 ms, attention of a head 4 ms, the exchange of a head 2 ms.
-UNIT = Layer(width=4, heads=4, kv_heads=4, head_dim=1, seq=4, sp_size=2, element_bytes=4)
+UNIT = LayerShape(width=4, heads=4, kv_heads=4, head_dim=1, seq=4, sp_size=2, element_bytes=4)
 UNIT_RATES = Rates(matmul=2 * 2 * 4 * 2 / 1e-3, attention=2 * 4**2 / 4e-3, wire=2 * 4 / 2e-3, latency_ms=0.0)
 
 
@@ -55,7 +55,7 @@ def test_two_groups_are_played_as_by_hand():
 
 
 def test_a_kv_head_that_groups_share_travels_once():
-    layer = Layer(width=8, heads=8, kv_heads=2, head_dim=1, seq=4, sp_size=2)
+    layer = LayerShape(width=8, heads=8, kv_heads=2, head_dim=1, seq=4, sp_size=2)
     assert layer.geometry(4).kinds == ("qkv", "q", "q", "q")
 
 
@@ -65,7 +65,7 @@ def layers(draw):
     kv_heads = draw(st.integers(1, 8))
     heads = kv_heads * draw(st.integers(-(-sp_size // kv_heads), 6 + sp_size))
     intermediate = draw(st.sampled_from([0, 300]))
-    return Layer(
+    return LayerShape(
         64, heads, kv_heads, draw(st.integers(1, 8)), sp_size * draw(st.integers(1, 64)), sp_size, intermediate=intermediate
     )
 

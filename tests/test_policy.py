@@ -20,8 +20,8 @@ from transports import Recording
 
 import ds_sp_overlap
 from ds_sp_overlap.autotune import policy as policies
-from ds_sp_overlap.autotune.contest import OFF, candidates_for, merged
 from ds_sp_overlap.autotune.policy import Policy
+from ds_sp_overlap.autotune.trial import OFF, candidates_for, merged
 from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.profiling.clock import watched
@@ -59,10 +59,10 @@ def scripted(costs):
     tokens of a call; yields what was run."""
     clock, run, clock_of, ran = ScriptedClock(), Policy.run, policies.clock_of, []
 
-    def ticking(self, contest, candidate, tokens, body, inputs):
+    def ticking(self, trial, candidate, tokens, body, inputs):
         ran.append((self.step, candidate))
         cost = costs[candidate](tokens) if callable(costs[candidate]) else costs[candidate]
-        return run(self, contest, candidate, tokens, lambda *x: _Tick.apply(body(*x), clock, cost), inputs)
+        return run(self, trial, candidate, tokens, lambda *x: _Tick.apply(body(*x), clock, cost), inputs)
 
     Policy.run, policies.clock_of = ticking, lambda device: clock
     try:
@@ -94,11 +94,11 @@ class Model:
         """One forward, backward and optimizer step; what each layer ran."""
         x, ran, tokens = torch.ones(2) if x is None else x, [], geometry.batch * sum(geometry.seq_lens)
         for index in self.indices:
-            contest = self.policy.contest(geometry, x, self.off)
-            ran.append(contest.candidate(index))
+            trial = self.policy.trial(geometry, x, self.off)
+            ran.append(trial.candidate(index))
             with torch.set_grad_enabled(grad):
                 y = self.policy.run(
-                    contest,
+                    trial,
                     ran[-1],
                     tokens,
                     lambda x: _Tick.apply(x, self.clock, self.costs[ran[-1]] * tokens / 16),
@@ -110,7 +110,7 @@ class Model:
         return ran
 
     def chosen(self):
-        return [contest.chosen for contest in self.policy.contests.values()]
+        return [trial.chosen for trial in self.policy.trials.values()]
 
 
 COSTS = {OFF: 3.0, 1: 2.5, 2: 2.2, 4: 2.4}
@@ -152,9 +152,9 @@ def test_the_first_round_is_not_timed():
     model = Model(4, COSTS)
     for _ in range(5):
         model.step()
-        assert not any(forwards for c in model.policy.contests.values() for forwards, _ in c.marks.values())
+        assert not any(forwards for c in model.policy.trials.values() for forwards, _ in c.marks.values())
     model.step()
-    assert all(len(forwards) == 1 for c in model.policy.contests.values() for forwards, _ in c.marks.values())
+    assert all(len(forwards) == 1 for c in model.policy.trials.values() for forwards, _ in c.marks.values())
 
 
 def test_a_hopeless_candidate_is_not_tried_again_after_it_was_timed_once():
@@ -183,10 +183,10 @@ def test_after_the_choice_nothing_is_watched_or_timed():
     model = Model(2, COSTS)
     for _ in range(18):
         model.step()
-    (contest,), marks = model.policy.contests.values(), []
+    (trial,), marks = model.policy.trials.values(), []
     model.clock.mark = lambda: marks.append(1) or 0.0
     seen, x = [], torch.ones(2, requires_grad=True)
-    y = model.policy.run(contest, contest.candidate(0), 16, lambda x: seen.append(x) or x * 2, (x,))
+    y = model.policy.run(trial, trial.candidate(0), 16, lambda x: seen.append(x) or x * 2, (x,))
     y.sum().backward()
     assert seen[0] is x and not y._backward_hooks and not x._backward_hooks and marks == []
 
@@ -201,9 +201,9 @@ def test_nothing_is_tried_in_calls_without_a_backward():
 def test_a_forward_that_is_computed_again_counts_as_often_as_it_is():
     """Checkpointing: two forwards a backward cost two forwards."""
     model = Model(1, {1: 1.0, 2: 1.0})
-    contest = model.policy.contest(GEOMETRY, torch.ones(2), False)
-    contest.marks[1] = [(0, 2, 16), (0, 2, 16), (0, 4, 16), (0, 2, 16)], [(0, 10, 16), (0, 12, 16)]
-    assert contest.milliseconds(model.clock)[0] == 2 * 2 + 11
+    trial = model.policy.trial(GEOMETRY, torch.ones(2), False)
+    trial.marks[1] = [(0, 2, 16), (0, 2, 16), (0, 4, 16), (0, 2, 16)], [(0, 10, 16), (0, 12, 16)]
+    assert trial.milliseconds(model.clock)[0] == 2 * 2 + 11
 
 
 def evaluations_decide():
@@ -212,8 +212,8 @@ def evaluations_decide():
     for _ in range(20):
         (ran,) = model.step()
         for _ in range(3 * (ran == 4 and model.chosen() == [None])):
-            contest = model.policy.contest(GEOMETRY, torch.ones(2), False)
-            model.policy.run(contest, 4, 16, lambda x: _Tick.apply(x, model.clock, 1.8), (torch.ones(2, requires_grad=True),))
+            trial = model.policy.trial(GEOMETRY, torch.ones(2), False)
+            model.policy.run(trial, 4, 16, lambda x: _Tick.apply(x, model.clock, 1.8), (torch.ones(2, requires_grad=True),))
     return [] if model.chosen() == [4] else [f"kept {model.chosen()}"]
 
 
@@ -258,17 +258,17 @@ def test_no_candidate_gains_by_short_batches_on_its_turns():
 
 
 def test_ranks_that_have_not_timed_all_that_are_left_compare_nothing():
-    contest = Model(1, {1: 1.0, 2: 1.0}).policy.contest(GEOMETRY, torch.ones(2), False)
+    trial = Model(1, {1: 1.0, 2: 1.0}).policy.trial(GEOMETRY, torch.ones(2), False)
     none = float("inf")
 
     def drop(every):
         reports = [{"key": ("shape", times)} for times in every]
-        contest._drop_the_hopeless(merged([*reports, {}])["key"][1])
+        trial._prune(merged([*reports, {}])["key"][1])
 
     drop([[1.0, none, 2.0], [none, none, none]])
-    assert contest.left == [1, 2, 4] and contest.slowest_ms == {}
+    assert trial.left == [1, 2, 4] and trial.slowest_ms == {}
     drop([[9.0, none, 2.0], [3.0, 2.0, 3.5]])
-    assert contest.left == [1, 2] and contest.slowest_ms == {1: 3.0, 2: 2.0, 4: 3.5}
+    assert trial.left == [1, 2] and trial.slowest_ms == {1: 3.0, 2: 2.0, 4: 3.5}
 
 
 def test_one_shape_is_asked_for_once_and_a_new_one_anew():
@@ -302,7 +302,7 @@ def test_a_step_counts_once_however_often_optimizers_step_and_never_during_backw
         @staticmethod
         def backward(ctx, dy):
             optimizer_step()
-            model.policy.contest(GEOMETRY, torch.ones(2), True)
+            model.policy.trial(GEOMETRY, torch.ones(2), True)
             seen.append(model.policy.step)
             return dy
 

@@ -104,7 +104,7 @@ class Model:
         self.step()
 
     def chosen(self):
-        return [contest.chosen for contest in self.policy.contests.values()]
+        return [trial.chosen for trial in self.policy.trials.values()]
 
 
 # What a program does in each of its steps; only ``rank`` may make ranks differ.

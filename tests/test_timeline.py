@@ -226,13 +226,13 @@ def test_ranks_whose_optimizers_step_apart_wait_for_nobody(tmp_path):
 
 
 def untracked(rank):
-    seen, in_flight = [], exchange._InFlight.collect
+    seen, in_flight = [], exchange._InFlight.finish
 
     def watching(self):
         seen.append(self.track)
         return in_flight(self)
 
-    exchange._InFlight.collect = watching
+    exchange._InFlight.finish = watching
     try:
         shape = Shape()
         layer = layers.projections(shape)
@@ -241,7 +241,7 @@ def untracked(rank):
         layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
         return attend.layer.channel.timeline is None, all(track is UNTRACKED for track in seen), len(seen)
     finally:
-        exchange._InFlight.collect = in_flight
+        exchange._InFlight.finish = in_flight
 
 
 def test_without_the_key_nothing_is_marked():

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transports import Recording
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.linear import can_take_apart
+from ds_sp_overlap.attention.linear import can_split
 
 SHAPES = [
     Shape(kv_heads=2),
@@ -257,7 +257,7 @@ def test_a_replaced_forward_is_called_whole():
     backward_hooked.register_full_backward_hook(lambda *_: None)
     scaled = Scaled(2, 2)
     modules = (plain, hooked, patched, backward_hooked, scaled, Adapted(nn.Linear(2, 2)))
-    assert [can_take_apart(module) for module in modules] == [True] + [False] * 5
+    assert [can_split(module) for module in modules] == [True] + [False] * 5
 
 
 def hooked(rank, shape, kind):
@@ -273,7 +273,7 @@ def hooked(rank, shape, kind):
     found = layers.block_faults(rank, shape, change=change)
     layer = layers.projections(shape)
     change(layer)
-    apart = layers.block(shape, layer, torch.distributed.group.WORLD).taken_apart()
+    apart = layers.block(shape, layer, torch.distributed.group.WORLD).split_projections()
     if {id(m) for m in apart} != {id(layer[f"{other}_proj"]) for other in ("o" if kind == "q" else "qkv")}:
         found.append("taken apart although hooked, or not although not")
     return found, seen
@@ -333,7 +333,7 @@ def hooked_between_calls(rank):
     for hooked in (False, True, False):
         handle = EVERY_MODULE["forward"](lambda module, args, output: seen.append(list(output.shape))) if hooked else None
         layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]))
-        counts.append(len(attend.taken_apart()))
+        counts.append(len(attend.split_projections()))
         if hooked:
             handle.remove()
     return counts, seen

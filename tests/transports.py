@@ -56,12 +56,12 @@ def _packs(in_flight):
     """Whether the layout says so; what travels as it lies may have to be copied too."""
     source = in_flight.layout.source
     as_it_lies = source.is_wire_layout or source.is_cut_into_slices
-    return source.elements > 0 and (in_flight.turn is not None or not as_it_lies)
+    return source.elements > 0 and (in_flight.rope is not None or not as_it_lies)
 
 
 def _unpacks(in_flight):
     target = in_flight.layout.target
-    return target.elements > 0 and (in_flight.turn_back is not None or not target.is_wire_layout)
+    return target.elements > 0 and (in_flight.rope_back is not None or not target.is_wire_layout)
 
 
 def _is_written_by_ours(source):
@@ -82,16 +82,17 @@ def spoiled_buffers():
     global armed
     before, armed = armed, Armed()
     here = armed
-    launch, pack, unpack, collect = (getattr(_InFlight, name) for name in ("__init__", "_pack", "_unpack", "collect"))
+    launch, pack, unpack, collect = (getattr(_InFlight, name) for name in ("launch", "_pack", "_unpack", "finish"))
 
     @functools.wraps(launch)
     def launching(self, *args, **kwargs):
         here.launching = self
         try:
-            launch(self, *args, **kwargs)
+            launched = launch(self, *args, **kwargs)
         finally:
             here.launching = None
         here.due.update(owned=_packs(self))
+        return launched
 
     @functools.wraps(pack)
     def packing(self):
@@ -111,7 +112,7 @@ def spoiled_buffers():
         here.due.update(delayed=1, spoiled=_packs(self), poisoned=_unpacks(self), filled=_unpacks(self))
         return out
 
-    wrapped = {"__init__": launching, "_pack": packing, "_unpack": unpacking, "collect": collecting}
+    wrapped = {"launch": launching, "_pack": packing, "_unpack": unpacking, "finish": collecting}
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
     try:
         with mock.patch.multiple(_InFlight, **wrapped):

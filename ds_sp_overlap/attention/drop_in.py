@@ -16,7 +16,7 @@ from ..exchange.transport import Transport
 from ..rotary import check_tables, rotate
 from .execution import Call, attend_groups, finish_output, start_inputs
 from .heads import Local
-from .layer import Layer, apart
+from .layer import Layer, with_head_dim
 from .slices import cut, join
 
 
@@ -46,7 +46,7 @@ class ProjectedAttention:
         num_kv_heads: int | None = None,
         arrive: Callable[[str, Tensor], Tensor] | None = None,
         sequence_lengths: list[int] | None = None,
-        instead: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+        baseline: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Attend over the global sequence.
 
@@ -54,7 +54,7 @@ class ProjectedAttention:
         key, value   the same with h_kv heads
         args, kwargs more arguments for ``local_attention``, which is called once per head group
         arrive       what to do with q, k, v after their exchange (RoPE)
-        instead      gives the same without overlap, for the policy; None where nothing does
+        baseline     gives the same without overlap, for the policy; None where nothing does
         returns      as ``query`` with the head dim of the attention's output; 3-D if ``local_attention`` returns 3-D
         """
         kwargs = kwargs or {}
@@ -68,7 +68,7 @@ class ProjectedAttention:
             lambda call, *qkv: self._overlapped(call, *qkv, local, arrive),
             (query, key, value),
             lambda: Local(local_attention, args, kwargs, query.shape[3], value.shape[3], query.dtype),
-            instead,
+            baseline,
         )
 
     def _overlapped(self, call: Call, query: Tensor, key: Tensor, value: Tensor, local, arrive) -> Tensor:
@@ -83,7 +83,7 @@ class ProjectedAttention:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o = local(q, k, v)
             flat.append(isinstance(o, Tensor) and o.dim() == 3)
-            return apart(o, q, layer.where)
+            return with_head_dim(o, q, layer.where)
 
         tokens = start_inputs(call, lambda *part: pieces.pop(part))
         tokens = attend_groups(call, tokens, attend, arrive)
@@ -199,7 +199,7 @@ def drop_in_forward(
     rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
     *args: Any,
     sequence_lengths: list[int] | None = None,
-    instead: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    baseline: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """``DistributedAttention.forward`` for a module of this class or of DeepSpeed's; its indices end here."""
@@ -222,5 +222,5 @@ def drop_in_forward(
     return attend(
         local_attention, query, key, value, args, kwargs,
         batch_first=batch_first, num_kv_heads=num_kv_heads, arrive=None if rotary_pos_emb is None else arrive,
-        sequence_lengths=sequence_lengths, instead=instead,
+        sequence_lengths=sequence_lengths, baseline=baseline,
     )  # fmt: skip

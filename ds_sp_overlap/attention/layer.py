@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..autotune.contest import OFF
 from ..autotune.policy import Policy
+from ..autotune.trial import OFF
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
@@ -66,12 +66,12 @@ class Layer:
         body: Callable[..., Tensor],
         inputs: tuple[Tensor, ...],
         local: Callable[[], Local],
-        instead: Callable[..., Tensor] | None = None,
+        baseline: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """``body(call, *inputs)`` for a `call` of this layer, with the head groups that the policy chooses.
 
         local     the local attention of the call
-        instead   ``instead(*inputs)`` gives the same without overlap, and runs where that is faster; None where there is no such
+        baseline  ``baseline(*inputs)`` gives the same without overlap, and runs where that is faster; None where there is no such
         """
         call, timeline = self.call(describe), self.channel.timeline
         if call.geometry.groups > 1 and not self.heads_alike and not self._may_divide(call, inputs, local):
@@ -80,18 +80,18 @@ class Layer:
         if timeline is not None:
             timeline.look()
             if timeline.recording():
-                return timeline.layer(self.where, lambda *inputs: self._chosen(call, body, inputs, instead), inputs)
-        return self._chosen(call, body, inputs, instead)
+                return timeline.layer(self.where, lambda *inputs: self._chosen(call, body, inputs, baseline), inputs)
+        return self._chosen(call, body, inputs, baseline)
 
-    def _chosen(self, call: Call, body: Callable, inputs: tuple[Tensor, ...], instead: Callable | None) -> Tensor:
-        contest = self.policy and self.policy.contest(call.geometry, inputs[0], off=instead is not None)
-        if contest is None:
+    def _chosen(self, call: Call, body: Callable, inputs: tuple[Tensor, ...], baseline: Callable | None) -> Tensor:
+        trial = self.policy and self.policy.trial(call.geometry, inputs[0], off=baseline is not None)
+        if trial is None:
             return body(call, *inputs)
-        candidate, tokens = contest.candidate(self.index), call.geometry.batch * sum(call.geometry.seq_lens)
+        candidate, tokens = trial.candidate(self.index), call.geometry.batch * sum(call.geometry.seq_lens)
         if candidate == OFF:
-            return self.policy.run(contest, candidate, tokens, instead, inputs)
+            return self.policy.run(trial, candidate, tokens, baseline, inputs)
         call = self._made(_regrouped(call.geometry, candidate), call.checked)
-        return self.policy.run(contest, candidate, tokens, lambda *inputs: body(call, *inputs), inputs)
+        return self.policy.run(trial, candidate, tokens, lambda *inputs: body(call, *inputs), inputs)
 
     def _may_divide(self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]) -> bool:
         """Whether the local attention may be called group by group; tried out for the first call of a kind, on all ranks."""
@@ -100,7 +100,7 @@ class Layer:
         kind = *sizes, first.dtype, torch.is_autocast_enabled(device.type)  # the same on every rank
         if kind not in self._divides:
             attention = local()
-            found = self.channel.gather(fault(call, attention, device, partial(apart, where=self.where)), self.where)
+            found = self.channel.gather(fault(call, attention, device, partial(with_head_dim, where=self.where)), self.where)
             seen = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)
             self._divides[kind] = not seen
             if seen:
@@ -183,7 +183,7 @@ def _per_head(geometry: Geometry, extra: Iterable) -> bool:
     return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)
 
 
-def apart(o: Any, q: Tensor, where: str) -> Tensor:
+def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
     """Local attention's output with its heads in a dimension of their own, ``[.., .., h_g/P, d]``."""
     if not isinstance(o, Tensor):
         raise ValueError(f"{where}: local attention must return one tensor, got {type(o).__name__}")

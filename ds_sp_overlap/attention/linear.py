@@ -26,7 +26,7 @@ _EVERYWHERE = tuple(  # hooks of all modules
 )
 
 
-def can_take_apart(module: nn.Module, plain: Plain = PLAIN) -> bool:
+def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     """Whether ``module`` is a plain linear layer that may be computed in parts.
 
     Not if its forward was replaced (LoRA, quantised, tensor-parallel layers) or compiled, nor if somebody hooked its call, or

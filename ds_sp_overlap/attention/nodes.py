@@ -164,7 +164,7 @@ class _StartInputs(torch.autograd.Function):
             if part not in reached:
                 continue
             if act == "finish":
-                gradients[part] = unshaped(part, call.exchanges[part].collect_gradient())
+                gradients[part] = unshaped(part, call.exchanges[part].finish_gradient())
                 continue
             at, rows, dy = made.places[part], made.rows[part].rows, gradients[part]
             if act == "dgrad" and of_x:
@@ -290,7 +290,7 @@ class _FinishOutput(torch.autograd.Function):
             elif act == "dgrad" and of_tokens[group]:
                 computed[group] = dgrad(group)
             elif act == "start" and of_tokens[group]:
-                call.exchanges["o", group].launch_gradient(computed.pop(group))
+                call.exchanges["o", group].start_gradient(computed.pop(group))
         db = matrix(dy).sum(0) if of_bias else None
         tokens = (dy.new_empty(0) if needed else None for needed in of_tokens)
         return None, dw, db, *tokens

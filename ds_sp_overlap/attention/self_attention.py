@@ -17,8 +17,8 @@ from ..rotary import Rotary
 from ..schedule import Schedule, by_head_groups
 from .execution import Call, Part, attend_groups, finish_output, start_inputs
 from .heads import Local
-from .layer import Layer, apart
-from .linear import PLAIN, Plain, autocast, batched_pays, call_through, can_take_apart, is_hooked
+from .layer import Layer, with_head_dim
+from .linear import PLAIN, Plain, autocast, batched_pays, call_through, can_split, is_hooked
 from .nodes import Projections, Rows, finish_projected, start_projected
 from .slices import cut, join
 
@@ -43,7 +43,7 @@ class SelfAttention:
     config                   an ``sp_overlap`` section
     name                     for errors and logs
     policy                   shared with other layers, for "head_groups": "auto"; one of its own if None
-    plain                    forwards of linear layers that may be taken apart, see `linear.can_take_apart`
+    plain                    forwards of linear layers that may be taken apart, see `linear.can_split`
     heads_alike              ``local_attention`` treats all heads alike; else that is tried out on the first call
     schedule                 what happens when, made for what travels with each head group (`schedule.by_head_groups`)
 
@@ -111,13 +111,13 @@ class SelfAttention:
         self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
         self._modules = list(dict.fromkeys([*(module for module, _ in self._projections.values()), o_proj]))
 
-    def taken_apart(self) -> list[nn.Module]:
+    def split_projections(self) -> list[nn.Module]:
         """The projections that are computed part by part, as of now."""
         if not self.layer.config.projections:
             return []
         norms = [norm for norm in self._norms.values() if norm is not None]
         inputs = {module for module, _ in self._projections.values()}
-        able = [module for module in self._modules if can_take_apart(module, self.plain)]
+        able = [module for module in self._modules if can_split(module, self.plain)]
         plain = inputs.issubset(able) and (self.rope is None or isinstance(self.rope, Rotary))
         plain = plain and all(isinstance(norm, nn.Module) and not is_hooked(norm) for norm in norms)
         return able if plain else [module for module in able if module not in inputs]
@@ -129,7 +129,7 @@ class SelfAttention:
         *args: Any,
         position_embeddings: Any = None,
         sequence_lengths: list[int] | None = None,
-        instead: Callable[[Tensor], Tensor] | None = None,
+        baseline: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Attend over the global sequence.
@@ -137,7 +137,7 @@ class SelfAttention:
         hidden_states        [b, s/P, m], or [s/P, b, m] if not ``batch_first``
         position_embeddings  for ``rope``, of this rank's positions; a `Rotary` needs them
         sequence_lengths     local length of every rank, where they are not all the same
-        instead              gives the same for ``hidden_states`` without overlap, for the policy; None where nothing does
+        baseline             gives the same for ``hidden_states`` without overlap, for the policy; None where nothing does
         returns              as ``hidden_states``, in what ``o_proj`` returns: some linear layers return a bias beside it
 
         The remaining arguments go to ``local_attention``, once per head group.
@@ -148,11 +148,11 @@ class SelfAttention:
             lambda call, x: self._overlapped(call, x, position_embeddings, args, kwargs),
             (hidden_states,),
             lambda: Local(self.local_attention, args, kwargs, self.head_dim, self.head_dim, autocast(hidden_states)[0].dtype),
-            instead,
+            baseline,
         )
 
     def _overlapped(self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict) -> Tensor:
-        split = self.taken_apart()
+        split = self.split_projections()
         folded = self.rope.of_tokens(position_embeddings, self.head_dim) if self._folds() else None
         tables = () if self.rope is None or folded is not None else self._tables(position_embeddings)
         if tables is None:  # they learn
@@ -161,7 +161,7 @@ class SelfAttention:
         call.by_rank = self._by_rank(call, hidden_states, split)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return apart(self.local_attention(q, k, v, *args, **kwargs), q, self.layer.where)
+            return with_head_dim(self.local_attention(q, k, v, *args, **kwargs), q, self.layer.where)
 
         if self._projections["q"][0] in split:
             norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
@@ -186,7 +186,7 @@ class SelfAttention:
 
     def _tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
         """What q and k are rotated by behind the projections, empty for nothing; None where it learns."""
-        tables = self.rope.turn(position_embeddings, self.head_dim) if isinstance(self.rope, Rotary) else ()
+        tables = self.rope.of(position_embeddings, self.head_dim) if isinstance(self.rope, Rotary) else ()
         return () if tables is None else None if any(table.requires_grad for table in tables) else tables
 
     def _rows(self, call: Call) -> dict[Part, Rows]:
@@ -238,7 +238,7 @@ class SelfAttention:
 
         def types():
             if isinstance(self.rope, Rotary):
-                self.rope.turn(position_embeddings, self.head_dim)  # refused on every rank
+                self.rope.of(position_embeddings, self.head_dim)  # refused on every rank
             grads = [torch.is_grad_enabled() and (hidden.requires_grad or trained) for trained in self._trained()]
             return str(hidden.dtype), self.head_dim, "gradients of q, k, v", grads
 

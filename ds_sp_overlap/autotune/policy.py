@@ -7,7 +7,7 @@ whatever else happens to the machine happens to all of them. With C = 4 candidat
     step     | 0       | 1   2   3   4     | 5   6   7   8   9  10  11  12  13  14  15  16 | 17 ...
     layer 0  | default | off G=1 G=2 G=4   | off G=1 G=2 G=4 off ...                       | the fastest
     layer 1  | default | G=1 G=2 G=4 off   | G=1 G=2 G=4 off G=1 ...                       | the fastest
-             |         | untimed: warms up | timed; after each round the hopeless go       |
+             |         | untimed: warms up | timed; after each round the slow are pruned   |
 
 A candidate never changes between a forward and its backward, as long as no optimizer of the process steps between them:
 checkpointing would compute another graph than it saved, and gradient accumulation keeps several in flight. Nothing is
@@ -23,7 +23,7 @@ hangs on these. What all ranks of an sp group do alike is to call layers and to 
     backwards of layers           come back (`Policy._back`); only then there is something to ask
     optimizer steps               are noted; nobody waits
     first layer call after that   the sp group is asked whether every optimizer has stepped (`Policy._look`); if so the step is
-                                  over: contests that were met begin, turn, lose the hopeless, end
+                                  over: trials that were met begin, go on, are pruned, end
 
 Beside data parallelism the sp groups are replicas, each with batches of its own. Ranks that reduce gradients together run the
 same candidate for the same layer in the same step and keep the same: ZeRO gathers weights and reduces gradients in the order in
@@ -50,7 +50,7 @@ from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
 from ..profiling.clock import after_each_step, clock_of, in_backward, output_of, watched
-from .contest import Candidate, Contest, Report, candidates_for, merged
+from .trial import Candidate, Report, Trial, candidates_for, merged
 
 WAIT_S = 60  # for replicas whose optimizers have not stepped, before nothing is tried any more
 
@@ -111,7 +111,7 @@ class Policy:
         say: Callable[[str], Any] = lambda line: print(line, flush=True),
     ):
         self.channel, self.warmup_steps, self.replicas, self.say = channel, warmup_steps, replicas, say
-        self.contests: dict[tuple, Contest] = {}
+        self.trials: dict[tuple, Trial] = {}
         self.board = Board() if replicas else None
         self.over = False  # nothing is tried any more
         self.clock: Any = None
@@ -138,8 +138,8 @@ class Policy:
         self._layers += 1
         return self._layers - 1
 
-    def contest(self, geometry: Geometry, x: Tensor, off: bool) -> Contest | None:
-        """The contest for a call with ``x``; None where there is one candidate only, or none to be tried any more."""
+    def trial(self, geometry: Geometry, x: Tensor, off: bool) -> Trial | None:
+        """The trial for a call with ``x``; None where there is one candidate only, or none to be tried any more."""
         self._look()
         # G = 1 where two groups were possible: the call has arguments per head
         candidates = candidates_for(geometry.max_groups if geometry.groups > 1 else 1, off and not self.replicas)
@@ -147,22 +147,22 @@ class Policy:
             return None
         batch = () if self.replicas else (geometry.batch, sum(geometry.seq_lens).bit_length())
         key = (geometry.heads, geometry.kv_heads, x.shape[2:], x.dtype, *batch, candidates, geometry.groups)
-        if key not in self.contests:
+        if key not in self.trials:
             if self.over:
                 return None
             what = f"{geometry.heads} query and {geometry.kv_heads} KV heads"
             what += "" if self.replicas else f", batch {geometry.batch}, about {sum(geometry.seq_lens)} tokens"
             what += f" over {geometry.sp_size} ranks, {str(x.dtype).removeprefix('torch.')}"
-            self.contests[key] = self._contest(key, what)
+            self.trials[key] = self._trial(key, what)
         self.clock = self.clock or clock_of(x.device)
-        return self.contests[key]
+        return self.trials[key]
 
-    def _contest(self, key: tuple, what: str) -> Contest:
-        return Contest(what, *key[-2:], self.warmup_steps)
+    def _trial(self, key: tuple, what: str) -> Trial:
+        return Trial(what, *key[-2:], self.warmup_steps)
 
-    def _back(self, contest: Contest) -> None:
+    def _back(self, trial: Trial) -> None:
         """A call's backward has begun; alike on all ranks of the sp group, which exchange in it."""
-        contest.met, self._back_since, self._due = self.step, True, True
+        trial.met, self._back_since, self._due = self.step, True, True
 
     def _note(self) -> None:
         """An optimizer of this process has stepped. Beside replicas it tells them, the first time in a step."""
@@ -173,9 +173,9 @@ class Policy:
 
     def _report(self) -> Report:
         return {
-            key: (contest.what, contest.milliseconds(self.clock))
-            for key, contest in self.contests.items()
-            if contest.chosen is None and (self.replicas or contest.met == self.step)
+            key: (trial.what, trial.milliseconds(self.clock))
+            for key, trial in self.trials.items()
+            if trial.chosen is None and (self.replicas or trial.met == self.step)
         }
 
     def _look(self) -> None:
@@ -201,11 +201,11 @@ class Policy:
         if isinstance(told, list):
             return self._give_up(told)
         for key, (what, slowest) in told.items():
-            contest = self.contests.setdefault(key, self._contest(key, what))
-            contest.next_turn(slowest)
-            if contest.chosen is not None:
-                self._say(str(contest))
-        if self.replicas and self.step > self.warmup_steps and all(self.contests[key].chosen is not None for key in told):
+            trial = self.trials.setdefault(key, self._trial(key, what))
+            trial.next_step(slowest)
+            if trial.chosen is not None:
+                self._say(str(trial))
+        if self.replicas and self.step > self.warmup_steps and all(self.trials[key].chosen is not None for key in told):
             self.close()
 
     def _give_up(self, missing: list[int]) -> None:
@@ -220,13 +220,13 @@ class Policy:
             self.say(line)
 
     def run(
-        self, contest: Contest, candidate: Candidate, tokens: int, body: Callable[..., Tensor], inputs: tuple[Tensor, ...]
+        self, trial: Trial, candidate: Candidate, tokens: int, body: Callable[..., Tensor], inputs: tuple[Tensor, ...]
     ) -> Tensor:
         """``body(*inputs)`` for so many tokens, timed where that is due."""
-        if self.over or contest.chosen is not None and not self.replicas:
+        if self.over or trial.chosen is not None and not self.replicas:
             return body(*inputs)
-        if contest.timed and torch.is_grad_enabled():
-            forwards, backwards = contest.marks[candidate]
+        if trial.timed and torch.is_grad_enabled():
+            forwards, backwards = trial.marks[candidate]
             y = watched(
                 self.clock,
                 body,
@@ -237,12 +237,12 @@ class Policy:
         else:
             y = body(*inputs)
         if (output := output_of(y)).requires_grad:
-            output.register_hook(lambda _: self._back(contest))
+            output.register_hook(lambda _: self._back(trial))
         return y
 
     def close(self) -> None:
         """Try nothing any more; what was chosen stays chosen."""
         self.over = True
-        for contest in self.contests.values():
-            contest.chosen = contest.chosen or contest.default
+        for trial in self.trials.values():
+            trial.chosen = trial.chosen or trial.default
         self._hook.remove()

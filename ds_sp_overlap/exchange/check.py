@@ -12,13 +12,13 @@ from torch import Tensor
 from ..rotary import rotate
 
 
-def plain_exchange(channel, layout, x: Tensor, name: str, turn=None, turn_back=None) -> Tensor:
-    """What the exchange of ``x`` must deliver to this rank; x rotated by ``turn`` before it, the result by ``turn_back`` after it.
+def plain_exchange(channel, layout, x: Tensor, name: str, rope=None, rope_back=None) -> Tensor:
+    """What the exchange of ``x`` must deliver to this rank; x rotated by ``rope`` before it, the result by ``rope_back`` after it.
 
     Collective. Raises RuntimeError on all ranks if they are about to launch exchanges that don't fit together.
     """
-    if turn is not None:
-        x = rotate(x, *(table.unsqueeze(-2) for table in turn)).to(x.dtype)
+    if rope is not None:
+        x = rotate(x, *(table.unsqueeze(-2) for table in rope)).to(x.dtype)
     every = channel.gather((name, x.dtype, layout, x.detach().cpu()), name)
     fits = all(
         sender.source.split_sizes[to] == receiver.target.split_sizes[rank]
@@ -37,21 +37,21 @@ def plain_exchange(channel, layout, x: Tensor, name: str, turn=None, turn_back=N
         begin, end = sender.source.parts[channel.rank]
         place = out.narrow(target.dim, start, stop - start)
         place.add_(tensor.narrow(sender.source.dim, begin, end - begin).reshape(place.shape))
-    if turn_back is not None:  # the transpose of a rotation is the rotation by the opposite angle
-        cos, sin = (table.unsqueeze(-2).cpu() for table in turn_back)
+    if rope_back is not None:  # the transpose of a rotation is the rotation by the opposite angle
+        cos, sin = (table.unsqueeze(-2).cpu() for table in rope_back)
         out = rotate(out, cos, -sin).to(out.dtype)
     return out.to(x.device)
 
 
-def compare(channel, got: Tensor, expected: Tensor, name: str, turned: bool = False) -> None:
+def compare(channel, got: Tensor, expected: Tensor, name: str, rotated: bool = False) -> None:
     """Raise RuntimeError on all ranks, naming the exchange, if one of them received anything else.
 
     Bit for bit, but for sums of replicas in half precision, whose order of rounding is not fixed, and for rotation, of which
     each element is two products and a sum: three roundings of numbers no larger than sqrt(2) times the largest.
     """
     half = got.dtype in (torch.float16, torch.bfloat16)
-    rtol = torch.finfo(got.dtype).eps if half or turned else 0.0
-    atol = 3 * 2**0.5 * rtol * expected.abs().max().item() if turned and expected.numel() else rtol
+    rtol = torch.finfo(got.dtype).eps if half or rotated else 0.0
+    atol = 3 * 2**0.5 * rtol * expected.abs().max().item() if rotated and expected.numel() else rtol
     fine = torch.allclose(got, expected, rtol=rtol, atol=atol, equal_nan=True)
     worst = 0.0 if fine else (got - expected).abs().max().item()
     faults = [(rank, error) for rank, (ok, error) in enumerate(channel.gather((fine, worst), name)) if not ok]

@@ -17,6 +17,8 @@ The token carries no data. What is in flight hangs on the `Exchange`, which belo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,41 +57,38 @@ def _as_it_travels(x: Tensor, side: Side) -> Tensor | None:
 
 
 class _InFlight:
-    """One launched transfer; owns its buffers until it is collected.
+    """One launched transfer; owns its buffers until it is finished.
 
-    turn, turn_back   (cos, sin) by which the source is rotated as it is packed, the target as it is unpacked (the other way)
+    rope, rope_back   (cos, sin) by which the source is rotated as it is packed, the target as it is unpacked (the other way)
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        layout: Layout,
-        x: Tensor,
-        name: str,
-        checked: bool,
-        turn: Tables | None = None,
-        turn_back: Tables | None = None,
-    ):
-        source, target = layout.source, layout.target
+    def __init__(self, channel: Channel, layout: Layout, name: str, rope: Tables | None = None, rope_back: Tables | None = None):
+        self.channel, self.layout, self.name = channel, layout, name
+        self.rope, self.rope_back = rope, rope_back
+        self.expected: Tensor | None = None
+        self.handle: Any = None
+
+    def launch(self, x: Tensor, checked: bool) -> _InFlight:
+        """Pack ``x`` and launch its transfer. Collective."""
+        channel, source, target = self.channel, self.layout.source, self.layout.target
         if x.shape != source.shape:
-            raise ValueError(f"{name}: expected a tensor of shape {list(source.shape)}, got {list(x.shape)}")
-        self.name, self.layout, self.channel = name, layout, channel
+            raise ValueError(f"{self.name}: expected a tensor of shape {list(source.shape)}, got {list(x.shape)}")
+        if checked:
+            self.expected = check.plain_exchange(channel, self.layout, x, self.name, self.rope, self.rope_back)
         self.side = channel.side(x.device)
-        self.turn, self.turn_back = turn, turn_back
-        self.expected = check.plain_exchange(channel, layout, x, name, turn, turn_back) if checked else None
         self.source = x  # guard: read by the transfer, so kept alive until it is over
-        self.send = _as_it_travels(x, source) if turn is None else None
+        self.send = _as_it_travels(x, source) if self.rope is None else None
         packs = self.send is None
         if packs:
             self.send = x.new_empty(source.elements)
-        self.unpacks = turn_back is not None or not target.is_wire_layout
+        self.unpacks = self.rope_back is not None or not target.is_wire_layout
         # Where unpacking is put off, so is its memory; else it must come from the compute stream, here.
         self.out = None if self.unpacks and self.side.deferred_unpack else x.new_empty(target.shape)
         # What is received as it lies is no view: its owner may change it in place, as he may what was unpacked.
         self.recv = x.new_empty(target.elements) if self.unpacks else self.out.view(-1)
-        self.track = channel.timeline.exchange(name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
+        self.track = channel.timeline.exchange(self.name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
         self.track.mark("issued")
-        with named(name, "start"), self.side.after_compute():
+        with named(self.name, "start"), self.side.after_compute():
             self.track.mark("started")
             if packs:
                 self._pack()
@@ -98,14 +97,15 @@ class _InFlight:
             self.track.mark("packed")
             try:
                 self.handle = channel.transport.launch(
-                    self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, name
+                    self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, self.name
                 )
             except RuntimeError as error:
-                raise self.channel.failed(self.name, "the exchange", error) from error
+                raise channel.failed(self.name, "the exchange", error) from error
             self.track.follow(self.handle)
             if not self.side.deferred_unpack:
                 self._receive()
         self.track.mark("launched")
+        return self
 
     def _sent_bytes(self) -> int:
         sizes = self.layout.source.split_sizes
@@ -124,19 +124,19 @@ class _InFlight:
 
     def _pack(self):
         relayout, source = ops.implementation(self.channel.kernels), self.layout.source
-        if self.turn is None:
+        if self.rope is None:
             relayout.pack(self.source, source.dim, *source.edges, self.send)
         else:
-            relayout.pack_qkv([self.source], [], *self.turn, False, 1, *source.edges, [self.send])
+            relayout.pack_qkv([self.source], [], *self.rope, False, 1, *source.edges, [self.send])
 
     def _unpack(self):
         relayout, target = ops.implementation(self.channel.kernels), self.layout.target
-        if self.turn_back is None:
+        if self.rope_back is None:
             relayout.unpack(self.recv, target.dim, *target.edges, self.out)
         else:
-            relayout.unpack_qkv([self.recv], *self.turn_back, False, 1, *target.edges, [self.out])
+            relayout.unpack_qkv([self.recv], *self.rope_back, False, 1, *target.edges, [self.out])
 
-    def collect(self) -> Tensor:
+    def finish(self) -> Tensor:
         """Wait, and hand over the received tensor."""
         self.track.mark("wait")
         with named(self.name, "finish"):
@@ -148,13 +148,13 @@ class _InFlight:
         self.track.mark("go")
         self.handle = None
         if self.expected is not None:
-            check.compare(self.channel, self.out, self.expected, self.name, turned=(self.turn or self.turn_back) is not None)
+            check.compare(self.channel, self.out, self.expected, self.name, rotated=(self.rope or self.rope_back) is not None)
         return self.out
 
     def __del__(self):
         # Abandoned (an exception between start and finish). On the side stream the memory must not return to the compute
         # stream before the transfer is over; where waiting blocks the host, c10d holds the buffers itself.
-        if getattr(self, "handle", None) is not None and not self.side.deferred_unpack:
+        if self.handle is not None and not self.side.deferred_unpack:
             self.side.before_compute(self.side.mark())
 
 
@@ -165,13 +165,13 @@ class Exchange:
     layout    what is given and what is received
     name      of the layer and the exchange, for instance ``layers.7 q``; the gradient's is ``layers.7 dq``
     checked   compare with a plain exchange (``sp_overlap.check``)
-    turn      (cos, sin) [.., d_rot], broadcast to the local side's tokens: rotary embedding on the way out, and its
+    rope      (cos, sin) [.., d_rot], broadcast to the local side's tokens: rotary embedding on the way out, and its
               transpose on the gradient's way in, in the kernels that move the data
     """
 
-    def __init__(self, channel: Channel, layout: Layout, where: str, what: str, checked: bool = False, turn: Tables | None = None):
+    def __init__(self, channel: Channel, layout: Layout, where: str, what: str, checked: bool = False, rope: Tables | None = None):
         self.channel, self.layout, self.where, self.what = channel, layout, where, what
-        self.checked, self.turn = checked, turn
+        self.checked, self.rope = checked, rope
         self.forward: _InFlight | None = None
         self.gradient: _InFlight | None = None
 
@@ -187,7 +187,7 @@ class Exchange:
         Raises ValueError, before any communication, if ``x`` has another shape.
         """
         if not torch.is_grad_enabled():
-            self.launch(x)
+            self.start_forward(x)
             return _token(x)
         return _Start.apply(x, self, *of)
 
@@ -196,24 +196,24 @@ class Exchange:
         (y,) = finish_together([self], [token])
         return y
 
-    def launch(self, x: Tensor) -> None:
+    def start_forward(self, x: Tensor) -> None:
         """The first half of the forward, for a node that does more than that."""
         name = f"{self.where} {self.what}"
-        self.forward = _InFlight(self.channel, self.layout, x, name, self.checked, turn=self.turn)
+        self.forward = _InFlight(self.channel, self.layout, name, rope=self.rope).launch(x, self.checked)
 
-    def collect(self) -> Tensor:
+    def finish_forward(self) -> Tensor:
         """The second half."""
         if self.forward is None:
             raise RuntimeError(f"{self.where} {self.what}: finished without having been started, or finished twice")
         in_flight, self.forward = self.forward, None
-        return in_flight.collect()
+        return in_flight.finish()
 
-    def launch_gradient(self, dy: Tensor) -> None:
+    def start_gradient(self, dy: Tensor) -> None:
         """The first half of the backward."""
         name = f"{self.where} d{self.what}"
-        self.gradient = _InFlight(self.channel, self.layout.inverse, dy, name, self.checked, turn_back=self.turn)
+        self.gradient = _InFlight(self.channel, self.layout.inverse, name, rope_back=self.rope).launch(dy, self.checked)
 
-    def collect_gradient(self) -> Tensor:
+    def finish_gradient(self) -> Tensor:
         """The second half."""
         if self.gradient is None:
             raise RuntimeError(
@@ -221,13 +221,13 @@ class Exchange:
                 "weights come of one backward, ask for them together"
             )
         in_flight, self.gradient = self.gradient, None
-        return in_flight.collect()
+        return in_flight.finish()
 
 
 def finish_together(exchanges: list[Exchange], tokens: list[Tensor]) -> tuple[Tensor, ...]:
     """`Exchange.finish` of several, in one node: their gradients are started when all are known, the last one first."""
     if not torch.is_grad_enabled():
-        return tuple(exchange.collect() for exchange in exchanges)
+        return tuple(exchange.finish_forward() for exchange in exchanges)
     return _Finish.apply(exchanges, *tokens)
 
 
@@ -236,13 +236,13 @@ class _Start(torch.autograd.Function):
     def forward(ctx, x, exchange, *of):
         ctx.exchange = exchange
         ctx.set_materialize_grads(False)
-        exchange.launch(x)
+        exchange.start_forward(x)
         return _token(x)
 
     @staticmethod
     def backward(ctx, token):
         """Before: dx = all_to_all(dy). Now: that exchange is under way since `_Finish.backward`; wait for it."""
-        return None if token is None else ctx.exchange.collect_gradient(), None, None, None, None
+        return None if token is None else ctx.exchange.finish_gradient(), None, None, None, None
 
 
 def _token(x: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, exchanges, *tokens):
         ctx.exchanges = exchanges
-        received = tuple(exchange.collect() for exchange in exchanges)
+        received = tuple(exchange.finish_forward() for exchange in exchanges)
         ctx.mark_non_differentiable(*(y for y, needed in zip(received, ctx.needs_input_grad[1:]) if not needed))
         return received
 
@@ -267,5 +267,5 @@ class _Finish(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         for exchange, dy, launched in reversed(list(zip(ctx.exchanges, gradients, needed))):
             if launched:
-                exchange.launch_gradient(dy)
+                exchange.start_gradient(dy)
         return None, *(_token(dy) if launched else None for dy, launched in zip(gradients, needed))

@@ -14,7 +14,7 @@ from ..attention.drop_in import ProjectedAttention, drop_in_forward
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
-from .layers import Layer
+from .layers import Found
 from .rebinding import rebind
 
 
@@ -29,7 +29,7 @@ def find_group(model: nn.Module) -> Any:
         return None
 
 
-def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None) -> list[Layer]:
+def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None) -> list[Found]:
     """DeepSpeed's ``DistributedAttention`` modules, whoever calls them. Raises ValueError where one has another sp group.
 
     What AutoSP has wrapped stays AutoSP's: it gathers the whole sequence around attention of its own.
@@ -38,7 +38,7 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
     for name, module in model.named_modules():
         if type(module).__name__ == "UlyssesSPViTAttention":
             inside = tuple(module.modules())[1:]
-            found.append(Layer(name, module, got="", lacks="DeepSpeed's AutoSP exchanges around it", inside=inside))
+            found.append(Found(name, module, got="", lacks="DeepSpeed's AutoSP exchanges around it", inside=inside))
         if not isinstance(module, DistributedAttention):
             continue
         own = channel.ranks if module.spg is None else dist.get_process_group_ranks(module.spg)
@@ -48,7 +48,7 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
             )
         got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
         bind = functools.partial(bind_drop_in, name, module, channel, config, policy)
-        found.append(Layer(name, module, got, "the projections belong to its caller", bind))
+        found.append(Found(name, module, got, "the projections belong to its caller", bind))
     return found
 
 
@@ -59,7 +59,7 @@ def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, conf
     same_group = module.spg is not None or channel.size == dist.get_world_size()  # None is all ranks to DeepSpeed's class
 
     def forward(query, key, value, batch_dim_idx, rotary_pos_emb=None, *args, sequence_lengths=None, **kwargs):
-        def instead(q, k, v):
+        def baseline(q, k, v):
             return original(q, k, v, batch_dim_idx, rotary_pos_emb, *args, **kwargs)
 
         # What DeepSpeed's class does right; the first call has shown the form of the local attention's output.
@@ -75,7 +75,7 @@ def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, conf
         )
         y = drop_in_forward(
             attend, module.local_attn, module.num_kv_heads, query, key, value, batch_dim_idx, rotary_pos_emb, *args,
-            sequence_lengths=sequence_lengths, instead=instead if alike else None, **kwargs,
+            sequence_lengths=sequence_lengths, baseline=baseline if alike else None, **kwargs,
         )  # fmt: skip
         dims.add(y.dim())
         return y

@@ -14,7 +14,7 @@ from .rebinding import Undo
 
 
 @dataclass
-class Layer:
+class Found:
     """An attention layer that was found.
 
     name     its name in the model
@@ -46,7 +46,7 @@ def groups_in_words(groups: int, policy: Policy | None) -> str:
 
 def driven(block: SelfAttention, linear: dict[str, nn.Module], groups: int, policy: Policy | None) -> tuple[str, str]:
     """What a layer that is driven whole gets, and what it doesn't; ``linear`` are its projections by name."""
-    apart = block.taken_apart()
+    apart = block.split_projections()
     whole = [f"{name} ({type(child).__name__})" for name, child in linear.items() if child not in apart]
     names = ", ".join(name for name, child in linear.items() if child in apart)
     got = f"all eight exchanges, {groups_in_words(groups, policy)}" + (f", {names} under them" if names else "")

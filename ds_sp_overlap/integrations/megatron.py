@@ -27,7 +27,7 @@ from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
 from ..rotary import Rotary
 from .distributed_attention import DistributedAttention, bind_drop_in
-from .layers import Layer, driven
+from .layers import Found, driven
 from .rebinding import rebind
 
 FORWARD = ("hidden_states", "attention_mask", "encoder_output", "inference_params", "rotary_pos_emb")
@@ -132,9 +132,9 @@ def _drive(name: str, module: nn.Module, channel: Channel, config: SpOverlapConf
         def stock(x):
             return original(x, attention_mask, encoder_output, inference_params, rotary_pos_emb)
 
-        instead = stock if policy and stock_is_right else None
+        baseline = stock if policy and stock_is_right else None
         try:
-            return block(hidden_states, position_embeddings=tables, mask=(attention_mask,), instead=instead)
+            return block(hidden_states, position_embeddings=tables, mask=(attention_mask,), baseline=baseline)
         except TypeError as error:  # HEAD would take it for its own and run the layer a second time, on this rank alone
             raise RuntimeError(f"{name}: {error}") from error
 
@@ -175,7 +175,7 @@ def _why_not(module: nn.Module) -> tuple[str, bool]:
     return "", True
 
 
-def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None) -> list[Layer]:
+def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None) -> list[Found]:
     """The ``ParallelAttention`` layers of a model. Raises ValueError where ``head_groups`` is out of range."""
     found = []
     for name, module in model.named_modules():
@@ -186,10 +186,10 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
         if reason and exchanges:
             bind = functools.partial(bind_drop_in, f"{name}.dist_attn", module.dist_attn, channel, config, policy)
             got = "q, k, v and o, dq, dk, dv and do with one another and with attention"
-            found.append(Layer(f"{name}.dist_attn", module.dist_attn, got, reason, bind, inside))
+            found.append(Found(f"{name}.dist_attn", module.dist_attn, got, reason, bind, inside))
             continue
         if reason:
-            found.append(Layer(name, module, "", reason, None, inside))
+            found.append(Found(name, module, "", reason, None, inside))
             continue
         heads, kv_heads = module.num_attention_heads, module.num_key_value_heads
         groups = config.groups_for(heads, channel.size)
@@ -198,5 +198,5 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
         linear = {name: child for name, child in module.named_children() if name != "dist_attn"}
         got, lacks = driven(block, linear, groups, policy)
         bind = functools.partial(rebind, module, forward)
-        found.append(Layer(name, module, got, lacks, bind, inside))
+        found.append(Found(name, module, got, lacks, bind, inside))
     return found

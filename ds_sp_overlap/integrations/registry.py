@@ -20,7 +20,7 @@ from ..profiling.timeline import Timeline
 from ..relayout import ops
 from ..say import say_once
 from . import distributed_attention, megatron, transformers
-from .layers import Around, Layer
+from .layers import Around, Found
 from .rebinding import Undo, is_ours
 
 
@@ -28,7 +28,7 @@ from .rebinding import Undo, is_ours
 class Report:
     """What `enable` did: each attention layer and what it got."""
 
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[Found] = field(default_factory=list)
     sp_size: int = 1
     note: str = ""
 
@@ -81,7 +81,7 @@ def enable(
     if channel.size == 1:
         say_once("sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, and nothing was changed")
         return Report(note="nothing to do at sp size 1")
-    found: list[Layer] = []
+    found: list[Found] = []
     around: list[Around] = []
     policy, timeline = Policy.of(config, channel, gradient_process_group), Timeline.of(config, channel)
 

@@ -25,7 +25,7 @@ from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
 from ..rotary import Rotary
-from .layers import Around, Layer, driven, groups_in_words
+from .layers import Around, Found, driven, groups_in_words
 from .masks import Pattern
 from .positions import Step
 from .rebinding import rebind
@@ -176,7 +176,7 @@ def _drive(name: str, module: nn.Module, sequence: Sequence, channel: Channel, c
         alike = policy and _stock_does_the_same(module, hidden_states, step, pattern, channel, given)
         o = block(
             hidden_states, position_embeddings=position_embeddings, sequence_lengths=step.lengths,
-            instead=stock if alike else None, step=step, pattern=pattern, **kwargs,
+            baseline=stock if alike else None, step=step, pattern=pattern, **kwargs,
         )  # fmt: skip
         return o, None
 
@@ -213,8 +213,8 @@ class Dispatch:
         alike = attend.layer.policy and _stock_does_the_same(module, q, step, pattern, channel, given)
         ulysses = stock_of(self)
         alike = alike and (q.shape[2], k.shape[2]) == (ulysses.attn_head_count, ulysses.global_kv_head_count)
-        instead = stock if alike else None
-        o = attend(local, q, k, v, batch_first=True, sequence_lengths=step.lengths, instead=instead)
+        baseline = stock if alike else None
+        o = attend(local, q, k, v, batch_first=True, sequence_lengths=step.lengths, baseline=baseline)
         return o, None
 
 
@@ -254,7 +254,7 @@ def _bind_function(
 
 def find_layers(
     model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None
-) -> tuple[list[Layer], list[Around]]:
+) -> tuple[list[Found], list[Around]]:
     """The attention layers of a transformers model, and the modules around them.
 
     Raises ValueError where ``head_groups`` is out of range, or tokens meet where no exchange covers it.
@@ -271,12 +271,12 @@ def find_layers(
             continue
         models = models_around(name, modules)
         if models and not takes_tokens(models[0][1]):
-            found.append(Layer(name, module, got="", lacks="not of the sequence that is split"))
+            found.append(Found(name, module, got="", lacks="not of the sequence that is split"))
             continue
         if (reason := why_not(name, module, models)) is not None:
             raise ValueError(f"{name} ({type(module).__name__}): {reason}; not supported with sequence parallelism")
         if (reason := unfit(inner._attn_implementation)) is not None:
-            found.append(Layer(name, module, got="", lacks=f"{reason}; DeepSpeed's exchanges stay"))
+            found.append(Found(name, module, got="", lacks=f"{reason}; DeepSpeed's exchanges stay"))
             continue
         heads = inner.num_attention_heads
         kv_heads = getattr(inner, "num_key_value_heads", None) or heads
@@ -293,7 +293,7 @@ def find_layers(
             lacks += "; one query head a rank" if groups == 1 and config.head_groups == "auto" else ""
             bind = functools.partial(_bind_function, name, module, sequence, channel, config, policy)
             witnessed.add(name)
-        found.append(Layer(name, module, got, lacks, bind))
+        found.append(Found(name, module, got, lacks, bind))
         for at, outer in models:
             if takes_tokens(outer):
                 hosts.setdefault(at, {})[name] = module

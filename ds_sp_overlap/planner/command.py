@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from .plan import Layer, Plan, Rates, plan
+from .plan import LayerShape, Plan, Rates, plan
 
 
 def _whole(text: str) -> int:
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _layer(args: argparse.Namespace) -> Layer:
+def _layer(args: argparse.Namespace) -> LayerShape:
     """Raises ValueError for what can't be a layer, or is not known."""
     shape = {"hidden": args.hidden, "heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
     shape["intermediate"] = args.intermediate
@@ -73,7 +73,7 @@ def _layer(args: argparse.Namespace) -> Layer:
         raise ValueError(f"{' and '.join(missing)} missing; give them, or --model")
     if shape["head_dim"] is None and shape["hidden"] % shape["heads"]:
         raise ValueError(f"--hidden {shape['hidden']} does not divide by --heads {shape['heads']}; give --head-dim")
-    return Layer(
+    return LayerShape(
         width=shape["hidden"],
         heads=shape["heads"],
         kv_heads=shape["kv_heads"] or shape["heads"],
@@ -86,7 +86,7 @@ def _layer(args: argparse.Namespace) -> Layer:
     )
 
 
-def _measuring_rank(rank: int, size: int, init: str, layer: Layer, result: str | None) -> Rates:
+def _measuring_rank(rank: int, size: int, init: str, layer: LayerShape, result: str | None) -> Rates:
     """One rank of the measurement; rank 0 saves what was found."""
     import torch
     import torch.distributed as dist
@@ -107,7 +107,7 @@ def _measuring_rank(rank: int, size: int, init: str, layer: Layer, result: str |
     return found
 
 
-def _measured(layer: Layer) -> Rates:
+def _measured(layer: LayerShape) -> Rates:
     import torch
 
     if "WORLD_SIZE" in os.environ:
@@ -122,7 +122,7 @@ def _measured(layer: Layer) -> Rates:
         return Rates(*torch.load(result))
 
 
-def _rates(args: argparse.Namespace, layer: Layer) -> Rates:
+def _rates(args: argparse.Namespace, layer: LayerShape) -> Rates:
     missing = [f"--{name}" for name in ("bandwidth", "tflops") if getattr(args, name) is None]
     if missing and not args.measure:
         raise ValueError(f"{' and '.join(missing)} missing; give them, or --measure on the machine itself")
@@ -136,7 +136,7 @@ def _rates(args: argparse.Namespace, layer: Layer) -> Rates:
     )
 
 
-def describe(layer: Layer, rates: Rates, result: Plan) -> str:
+def describe(layer: LayerShape, rates: Rates, result: Plan) -> str:
     """The answer as text."""
     base = result.results["none"]
     rows = [

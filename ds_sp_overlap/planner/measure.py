@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .plan import Layer, Rates
+from .plan import LayerShape, Rates
 
 LONGEST = 8192  # tokens of attention that are timed; its rate hardly changes beyond, its time does
 
@@ -36,7 +36,7 @@ def _seconds(run: Callable[[], Any], group: Any, device: torch.device, repeat: i
     return took.item()
 
 
-def rates(layer: Layer, group: Any, device: torch.device) -> Rates:
+def rates(layer: LayerShape, group: Any, device: torch.device) -> Rates:
     """Time the layer's own shapes.
 
     Projections: the product of a rank's tokens with a square weight. Attention: forward and backward of the rank's heads, of at most

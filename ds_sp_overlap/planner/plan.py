@@ -19,7 +19,7 @@ WORTH = 0.02  # a step that would be shorter by less than this is not worth the 
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerShape:
     """Shape of a transformer layer. Raises ValueError where no sp group of this size can hold it.
 
     width           model dim m
@@ -69,7 +69,7 @@ class Rates:
 class Costs:
     """Of every step of a layer on rank 0, the rank with the most heads, in G head groups."""
 
-    def __init__(self, layer: Layer, rates: Rates, groups: int):
+    def __init__(self, layer: LayerShape, rates: Rates, groups: int):
         self.layer, self.rates, self.geometry = layer, rates, layer.geometry(groups)
 
     def ms(self, step: Step) -> float:
@@ -163,7 +163,7 @@ class Plan:
         return f"worth it: G = {self.best} saves {self.gain:.1%} of the layer's time{few}"
 
 
-def plan(layer: Layer, rates: Rates) -> Plan:
+def plan(layer: LayerShape, rates: Rates) -> Plan:
     """Play every schedule and choose the head groups."""
     possible = [groups for groups in GROUPS if groups <= layer.geometry(1).max_groups]
     one = Costs(layer, rates, 1)

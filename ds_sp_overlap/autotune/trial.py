@@ -8,8 +8,8 @@ from typing import Any
 
 OFF = "off"
 Candidate = int | str  # G, or OFF
-HOPELESS = 1.5  # times the fastest's time, after which a candidate is not tried again
-Report = dict[tuple, tuple[str, list[float]]]  # contests by key, in words, and the `milliseconds` of a rank
+PRUNED_ABOVE = 1.5  # times the fastest's time, after which a candidate is not tried again
+Report = dict[tuple, tuple[str, list[float]]]  # trials by key, in words, and the `milliseconds` of a rank
 
 
 def candidates_for(max_groups: int, off: bool) -> tuple[Candidate, ...]:
@@ -18,7 +18,7 @@ def candidates_for(max_groups: int, off: bool) -> tuple[Candidate, ...]:
 
 
 def merged(reports: list[Report]) -> dict[tuple, tuple[str, list[float] | None]]:
-    """For each contest what the slowest rank measured of each candidate that is left.
+    """For each trial what the slowest rank measured of each candidate that is left.
 
     A rank that has not timed all that are left compares nothing; None where every rank is such a one.
     """
@@ -29,18 +29,18 @@ def merged(reports: list[Report]) -> dict[tuple, tuple[str, list[float] | None]]
     return found
 
 
-class Contest:
+class Trial:
     """The candidates for layers of one shape, their times, and finally the chosen one.
 
     what           the shape, in words
     candidates     chosen at once where it is only one
-    default        the G of calls before the first turn, and the choice if nothing was ever timed
-    warmup_steps   at most so many turns
+    default        the G of calls before the first step of trying, and the choice if nothing was ever timed
+    warmup_steps   at most so many steps
     """
 
     def __init__(self, what: str, candidates: tuple[Candidate, ...], default: int, warmup_steps: int):
         self.what, self.left, self.default, self.warmup_steps = what, list(candidates), default, warmup_steps
-        self.turn = self.round = self.turns = 0  # place in the round; rounds and turns that are over
+        self.place = self.round = self.steps = 0  # place in the round; rounds and steps that are over
         self.started, self.chosen = False, candidates[0] if len(candidates) == 1 else None
         self.met = -1  # the last step in which a call of this rank had its backward
         self.marks: dict[Candidate, tuple[list, list]] = {candidate: ([], []) for candidate in candidates}
@@ -50,7 +50,7 @@ class Contest:
         """What layer ``index`` runs in this step."""
         if self.chosen is not None:
             return self.chosen
-        return self.left[(self.turn + index) % len(self.left)] if self.started else self.default
+        return self.left[(self.place + index) % len(self.left)] if self.started else self.default
 
     @property
     def timed(self) -> bool:
@@ -77,24 +77,24 @@ class Contest:
             for each in marks
         ]
 
-    def next_turn(self, slowest: list[float] | None) -> None:
+    def next_step(self, slowest: list[float] | None) -> None:
         """Go on by a step; ``slowest`` has what is known of the candidates that are left, as of `merged`."""
         if not self.started:
             self.started = True
             return
-        self.turn, self.turns = self.turn + 1, self.turns + 1
-        if self.turn < len(self.left):
+        self.place, self.steps = self.place + 1, self.steps + 1
+        if self.place < len(self.left):
             return
-        self._drop_the_hopeless(slowest)
-        self.turn, self.round = 0, self.round + 1
-        if len(self.left) == 1 or self.turns + len(self.left) > self.warmup_steps:
+        self._prune(slowest)
+        self.place, self.round = 0, self.round + 1
+        if len(self.left) == 1 or self.steps + len(self.left) > self.warmup_steps:
             self.decide()
 
-    def _drop_the_hopeless(self, slowest: list[float] | None) -> None:
+    def _prune(self, slowest: list[float] | None) -> None:
         if slowest is None:
             return
         self.slowest_ms.update(zip(self.left, slowest))
-        limit = HOPELESS * min(slowest)
+        limit = PRUNED_ABOVE * min(slowest)
         self.left = [candidate for candidate in self.left if self.slowest_ms[candidate] <= limit]
 
     def decide(self) -> None:

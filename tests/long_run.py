@@ -115,7 +115,11 @@ def growth(samples):
 
 
 def what_grows(samples):
-    return [sort for sort, (*_, slope) in growth(samples).items() if slope > (MEMORY_BYTES if sort == "memory" else COUNT)]
+    return [
+        sort
+        for sort, (first, last, slope) in growth(samples).items()
+        if (slope > MEMORY_BYTES if sort == "memory" else slope > COUNT and last > first + 1)  # one more may be a cache of Python's
+    ]
 
 
 def main():

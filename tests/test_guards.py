@@ -269,15 +269,18 @@ WATCHED = {
     "a forward is given back before anything else runs": Watched(
         Guard("attention.linear:call_through", 'del vars(first)["forward"]', "pass"), forwards_inside
     ),
-    "a hooked module is called whole": Watched(Guard("attention.linear:is_hooked", "tuple(harmless)", '("",)'), hook_sees_all),
+    "a hooked module is called whole": Watched(
+        Guard("attention.linear:can_call_through", "tuple(harmless)", '("",)'), hook_sees_all
+    ),
     "a replaced forward is called": Watched(
-        Guard("attention.linear:can_split", ' or "forward" in vars(module)', ""), replaced_forward, ranks=0
+        Guard("attention.linear:can_call_through", '"forward" in vars(module) or ', ""), replaced_forward, ranks=0
     ),
     "a forward of a class of its own is called": Watched(
         Guard("attention.linear:can_split", "type(module).forward not in plain or ", ""), forward_of_a_class, ranks=0
     ),
     "hooks of all modules count": Watched(
-        Guard("attention.linear:is_hooked", ", *_EVERYWHERE", ""), functools.partial(test_usage.hooked_everywhere, kind="forward")
+        Guard("attention.linear:can_call_through", ", *_EVERYWHERE", ""),
+        functools.partial(test_usage.hooked_everywhere, kind="forward"),
     ),
     # What is refused.
     "tables that rotate half of a head are refused": Watched(

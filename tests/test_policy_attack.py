@@ -220,7 +220,7 @@ def off_on_one_rank(rank):
     shape = model.shape(1, 4)
     for _ in range(3):
         x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]).clone().requires_grad_()
-        model.attend(x, **({"instead": lambda x: x} if rank else {})).sum().backward()
+        model.attend(x, **({"baseline": lambda x: x} if rank else {})).sum().backward()
         model.step()
 
 

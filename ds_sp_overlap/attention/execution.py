@@ -11,7 +11,7 @@ from torch import Tensor
 from ..exchange.channel import Channel
 from ..exchange.exchange import Exchange, finish_together
 from ..exchange.geometry import Geometry
-from ..profiling.clock import named
+from ..profiling.ranges import named
 from ..schedule import Schedule, Step
 
 Part = tuple[str, int]  # q, k, v or o of a head group

@@ -32,18 +32,20 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     Not if its forward was replaced (LoRA, quantised, tensor-parallel layers) or compiled, nor if somebody hooked its call, or
     every module's, and would see parts instead of the output.
     """
-    if type(module).forward not in plain or "forward" in vars(module) or module._compiled_call_impl is not None:
+    if type(module).forward not in plain or not can_call_through(module):
         return False
     if type(module.weight) not in (nn.Parameter, Tensor):  # a quantised or distributed tensor
         return False
-    return not is_hooked(module)
+    return True
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody would see, and mind, that a module is called for some heads at a time, or more than once."""
+def can_call_through(module: nn.Module) -> bool:
+    """Whether nobody would see, and mind, that a module is called by `call_through`: with other inputs, for another output."""
+    if "forward" in vars(module) or module._compiled_call_impl is not None:
+        return False
     kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, *_EVERYWHERE
     hooks = (getattr(hook, "__module__", "") or "" for hooks in kinds for hook in hooks.values())
-    return any(kinds) and not all(module.startswith(tuple(harmless)) for module in hooks)
+    return not any(kinds) or all(module.startswith(tuple(harmless)) for module in hooks)
 
 
 def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor):

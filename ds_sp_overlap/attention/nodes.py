@@ -49,6 +49,11 @@ class Projections:
     def modules(self) -> list[nn.Linear]:
         return list(dict.fromkeys(part.module for part in self.rows.values()))
 
+    @property
+    def called(self) -> list[nn.Module]:
+        """Modules whose weights must be there while it is made and run."""
+        return list(dict.fromkeys((*self.modules, *self.norms.values())))
+
     @cached_property
     def places(self) -> dict[Part, int]:
         """Of the weight of each part among the parameters; its bias comes next."""
@@ -71,11 +76,15 @@ class Projections:
         (_, rows, ranks), at = self.rows[part], self.places[part]
         return projected_rows(x, parameters[at], parameters[at + 1], rows, ranks).unflatten(-1, (-1, self.head_dim))
 
-    def shape(self, part: Part, heads: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
-        """Norm and rotation of what was projected, in the order of memory, which stays as it is."""
+    def shape(self, part: Part, heads: Tensor, tables: tuple[Tensor, ...], again: bool = False) -> Tensor:
+        """Norm and rotation of what was projected, in the order of memory, which stays as it is.
+
+        again   in backward, where the norm is called for its weights to be there; in forward it was (`called`)
+        """
         norm = self.norms.get(part[0])
         if part[0] == "v" or not (tables or norm):
             return heads
+        norm = norm if norm is None or again else norm.forward
         ranks = self.rows[part].ranks
         heads = heads.movedim(2, 0) if ranks else heads
         heads = heads if norm is None else norm(heads)
@@ -148,7 +157,7 @@ class _StartInputs(torch.autograd.Function):
                 return (rotate_back(dy, *tables).to(ctx.dtype) if tables and part[0] != "v" else dy).flatten(2)
             leaf, of_norm = normed.pop(part).detach().requires_grad_(), _learned(made.norms[part[0]])
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                y = made.shape(part, leaf.clone() if ctx.works_in_place else leaf, tables)
+                y = made.shape(part, leaf.clone() if ctx.works_in_place else leaf, tables, again=True)
             _refuse_strangers(call.where, made.norms[part[0]], y, [leaf, *of_norm])
             places = made.learned[part[0]]
             wanted = [at for at in range(places.start, places.stop) if of_parameters[at]]

@@ -18,7 +18,7 @@ from ..schedule import Schedule, by_head_groups
 from .execution import Call, Part, attend_groups, finish_output, start_inputs
 from .heads import Local
 from .layer import Layer, with_head_dim
-from .linear import PLAIN, Plain, autocast, batched_pays, call_through, can_split, is_hooked
+from .linear import PLAIN, Plain, autocast, batched_pays, call_through, can_call_through, can_split
 from .nodes import Projections, Rows, finish_projected, start_projected
 from .slices import cut, join
 
@@ -119,7 +119,7 @@ class SelfAttention:
         inputs = {module for module, _ in self._projections.values()}
         able = [module for module in self._modules if can_split(module, self.plain)]
         plain = inputs.issubset(able) and (self.rope is None or isinstance(self.rope, Rotary))
-        plain = plain and all(isinstance(norm, nn.Module) and not is_hooked(norm) for norm in norms)
+        plain = plain and all(isinstance(norm, nn.Module) and can_call_through(norm) for norm in norms)
         return able if plain else [module for module in able if module not in inputs]
 
     @torch.compiler.disable
@@ -166,7 +166,7 @@ class SelfAttention:
         if self._projections["q"][0] in split:
             norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
             made = Projections(self._rows(call), norms, tables, self.head_dim, self.plain)
-            started = call_through(made.modules, lambda x: start_projected(call, made, x), hidden_states)
+            started = call_through(made.called, lambda x: start_projected(call, made, x), hidden_states)
             tokens = dict(zip(call.schedule.parts, started))
         else:
             tokens = start_inputs(call, self._whole(call, hidden_states, position_embeddings))

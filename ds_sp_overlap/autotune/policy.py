@@ -49,7 +49,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
-from ..profiling.clock import after_each_step, clock_of, in_backward, output_of, watched
+from ..profiling.clocks import clock_of
+from ..profiling.steps import Listener, in_backward
+from ..profiling.timed import output_of, watched
 from .trial import Candidate, Report, Trial, candidates_for, merged
 
 WAIT_S = 60  # for replicas whose optimizers have not stepped, before nothing is tried any more
@@ -117,7 +119,7 @@ class Policy:
         self.clock: Any = None
         self.step = self._layers = 0
         self._back_since = self._due = self._stepped = False  # of this step: a backward was seen; since the last question; a step
-        self._hook = after_each_step(self._note)
+        self._hook = Listener(self._note)
 
     @classmethod
     def of(cls, config: SpOverlapConfig, channel: Channel, gradient_group: Any = None) -> Policy | None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..profiling.clock import named
+from ..profiling.ranges import named
 from ..profiling.timeline import UNTRACKED
 from ..relayout import ops
 from . import check

@@ -31,7 +31,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..config import SpOverlapConfig
 from ..schedule import Program, Schedule
 from . import picture
-from .clock import Steps, clock_of, watched
+from .clocks import clock_of
+from .steps import Steps
+from .timed import watched
 
 
 class Row(NamedTuple):

@@ -184,7 +184,7 @@ WATCHED = {
     ),
     "a finished transfer is let go": Watched(
         Guard(
-            "exchange.exchange:Exchange.collect",
+            "exchange.exchange:Exchange.finish_forward",
             "in_flight, self.forward = self.forward, None",
             "in_flight = self.forward",
         ),

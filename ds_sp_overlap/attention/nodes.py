@@ -37,6 +37,7 @@ class Projections:
     tables    (cos, sin) [.., 1, d_rot] by which q and k are rotated, without a gradient; or empty
     head_dim  d
     plain     see `linear`
+    recorded  whether there will be a backward
     """
 
     rows: dict[Part, Rows]
@@ -44,6 +45,7 @@ class Projections:
     tables: tuple[Tensor, ...]
     head_dim: int
     plain: Plain
+    recorded: bool
 
     @cached_property
     def modules(self) -> list[nn.Linear]:
@@ -111,7 +113,8 @@ class _StartInputs(torch.autograd.Function):
 
         def is_needed(part: Part) -> bool:
             at = made.places[part]
-            return of_x or any(of_parameters[at : at + 2]) or any(of_parameters[made.learned.get(part[0], slice(0))])
+            trains = of_x or any(of_parameters[at : at + 2]) or any(of_parameters[made.learned.get(part[0], slice(0))])
+            return trains and made.recorded
 
         def project(kind: str, group: int) -> Tensor:
             part = kind, group

@@ -165,7 +165,7 @@ class SelfAttention:
 
         if self._projections["q"][0] in split:
             norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
-            made = Projections(self._rows(call), norms, tables, self.head_dim, self.plain)
+            made = Projections(self._rows(call), norms, tables, self.head_dim, self.plain, torch.is_grad_enabled())
             started = call_through(made.called, lambda x: start_projected(call, made, x), hidden_states)
             tokens = dict(zip(call.schedule.parts, started))
         else:

@@ -1,6 +1,7 @@
 # Two commands on a fresh machine, each makes .venv and installs what it needs:
 #   make convergence    the main job: loss curves with and without the overlap, and a verdict
 #   make test           the tests
+# and a third for who changes the code: make lint
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -10,18 +11,23 @@ ARGS ?=
 # Of this environment alone: DeepSpeed builds an op at first use, and a build that was killed leaves a lock behind.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 
-.PHONY: convergence test
+.PHONY: convergence test lint
 convergence: .venv/ready
 	.venv/bin/python benchmarks/convergence/run.py $(ARGS)
 
 test: .venv/ready
 	.venv/bin/python -m pytest $(ARGS)
 
+lint: .venv/ready
+	.venv/bin/ruff check --quiet .
+	.venv/bin/ruff format --check --quiet .
+	.venv/bin/mypy
+
 # torch first and no build isolation: a build environment of pip's own would fetch a torch of its own.
-.venv/ready: setup.py
+.venv/ready: setup.py pyproject.toml
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --upgrade pip setuptools wheel
 	.venv/bin/pip install --quiet $(TORCH)
 	DS_BUILD_OPS=0 .venv/bin/pip install --quiet --no-build-isolation $(DEEPSPEED)
-	.venv/bin/pip install --quiet --no-build-isolation --editable ".[transformers,test]"
+	.venv/bin/pip install --quiet --no-build-isolation --editable ".[test,lint]"
 	touch $@

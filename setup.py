@@ -1,11 +1,10 @@
-"""Packaging. torch must be installed first: ``pip install --no-build-isolation .``
+"""Building of the kernels; what else there is to say of the package is in pyproject.toml. torch must be installed first: ``pip install --no-build-isolation .``
 
 The kernels of csrc/ are built here: for CUDA where nvcc is found (no GPU needed), for the CPU alone where only a C++ compiler
 is, not at all where neither is. See ds_sp_overlap/relayout/build.py for DS_SP_OVERLAP_BUILD and TORCH_CUDA_ARCH_LIST.
 """
 
 import importlib.util
-import re
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 here = Path(__file__).parent
-version = re.search(r'__version__ = "(.+)"', (here / "ds_sp_overlap/__init__.py").read_text()).group(1)
 
 # By path: importing the package would need torch and DeepSpeed.
 spec = importlib.util.spec_from_file_location("build_kernels", here / "ds_sp_overlap/relayout/build.py")
@@ -47,24 +45,10 @@ class BuildKernels(build_ext):
         return {}
 
 
-transformers = ["transformers>=4.56", "accelerate>=1.12", "peft>=0.18"]
 setup(
-    name="ds_sp_overlap",
-    version=version,
-    description="Overlapped Ulysses sequence parallelism for DeepSpeed",
-    long_description=(here / "README.md").read_text(),
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
     packages=[*find_packages(include=["ds_sp_overlap*"]), "ds_sp_overlap.csrc"],
     package_dir={"ds_sp_overlap.csrc": "csrc"},  # sources travel along, for a build at first use
     package_data={"ds_sp_overlap.csrc": ["*.h", "*.cpp", "*.cu"]},
     ext_modules=[] if builder.wish() == "0" else [Extension("ds_sp_overlap._kernels", sources=[])],
     cmdclass={"build_ext": BuildKernels},
-    python_requires=">=3.10",
-    install_requires=["torch>=2.10", "deepspeed>=0.19.7", "packaging", "pydantic>=2", "tabulate"],
-    extras_require={
-        "flash": ["flash-attn>=2.6"],
-        "transformers": transformers,
-        "test": [*transformers, "pytest", "hypothesis", "numpy", "matplotlib", "tqdm"],
-    },
 )

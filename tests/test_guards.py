@@ -379,7 +379,9 @@ WATCHED = {
         0,
     ),
     "a layer whose input needs no gradient is timed": Watched(
-        Guard("autotune.policy:Policy.run", "if trial.timed and torch", "if trial.timed and inputs[0].requires_grad and torch"),
+        Guard(
+            "autotune.policy:Policy.follow", "if trial.timed and torch", "if trial.timed and run.inputs[0].requires_grad and torch"
+        ),
         test_policy_attack.not_timed,
     ),
     # Agreement of the ranks.

@@ -24,7 +24,7 @@ from ds_sp_overlap.autotune.trial import OFF, candidates_for, merged
 from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.profiling.steps import Listener
-from ds_sp_overlap.profiling.timed import watched
+from ds_sp_overlap.profiling.timed import Run, Timed
 
 
 class ScriptedClock:
@@ -57,18 +57,27 @@ class _Tick(torch.autograd.Function):
 def scripted(costs):
     """Run the body with every candidate costing ``costs[candidate]`` in forward and in backward, or as a function of the
     tokens of a call; yields what was run."""
-    clock, run, clock_of, ran = ScriptedClock(), Policy.run, policies.clock_of, []
+    clock, follow, clock_of, ran = ScriptedClock(), Policy.follow, policies.clock_of, []
 
-    def ticking(self, trial, candidate, tokens, body, inputs):
+    def ticking(self, run, trial, candidate, tokens):
         ran.append((self.step, candidate))
         cost = costs[candidate](tokens) if callable(costs[candidate]) else costs[candidate]
-        return run(self, trial, candidate, tokens, lambda *x: _Tick.apply(body(*x), clock, cost), inputs)
+        follow(self, run, trial, candidate, tokens)
+        end = run.end
+        run.end = lambda y: end(_Tick.apply(y, clock, cost))
 
-    Policy.run, policies.clock_of = ticking, lambda device: clock
+    Policy.follow, policies.clock_of = ticking, lambda device: clock
     try:
         yield ran
     finally:
-        Policy.run, policies.clock_of = run, clock_of
+        Policy.follow, policies.clock_of = follow, clock_of
+
+
+def followed(policy, trial, candidate, tokens, body, *inputs):
+    """``body(*inputs)`` while the policy looks on."""
+    run = Run(inputs)
+    policy.follow(run, trial, candidate, tokens)
+    return run.end(body(*run.inputs))
 
 
 def optimizer_step():
@@ -97,12 +106,13 @@ class Model:
             trial = self.policy.trial(geometry, x, self.off)
             ran.append(trial.candidate(index))
             with torch.set_grad_enabled(grad):
-                y = self.policy.run(
+                y = followed(
+                    self.policy,
                     trial,
                     ran[-1],
                     tokens,
                     lambda x: _Tick.apply(x, self.clock, self.costs[ran[-1]] * tokens / 16),
-                    (x.clone().requires_grad_(),),
+                    x.clone().requires_grad_(),
                 )
             if grad:
                 y.sum().backward()
@@ -186,7 +196,7 @@ def test_after_the_choice_nothing_is_watched_or_timed():
     (trial,), marks = model.policy.trials.values(), []
     model.clock.mark = lambda: marks.append(1) or 0.0
     seen, x = [], torch.ones(2, requires_grad=True)
-    y = model.policy.run(trial, trial.candidate(0), 16, lambda x: seen.append(x) or x * 2, (x,))
+    y = followed(model.policy, trial, trial.candidate(0), 16, lambda x: seen.append(x) or x * 2, x)
     y.sum().backward()
     assert seen[0] is x and not y._backward_hooks and not x._backward_hooks and marks == []
 
@@ -213,7 +223,7 @@ def evaluations_decide():
         (ran,) = model.step()
         for _ in range(3 * (ran == 4 and model.chosen() == [None])):
             trial = model.policy.trial(GEOMETRY, torch.ones(2), False)
-            model.policy.run(trial, 4, 16, lambda x: _Tick.apply(x, model.clock, 1.8), (torch.ones(2, requires_grad=True),))
+            followed(model.policy, trial, 4, 16, lambda x: _Tick.apply(x, model.clock, 1.8), torch.ones(2, requires_grad=True))
     return [] if model.chosen() == [4] else [f"kept {model.chosen()}"]
 
 
@@ -236,7 +246,9 @@ def test_a_layer_is_timed_whether_its_input_needs_a_gradient_or_not_and_computes
         return _Tick.apply(torch.nn.functional.linear(x, _Tick.apply(weight, clock, 2.0)), clock, 1.0)
 
     def timed(x):
-        return watched(clock, body, (x,), lambda a, b: told.append(b - a), lambda a, b: told.append(b - a))
+        run = Run((x,))
+        run.timed(Timed(clock, lambda a, b: told.append(b - a), lambda a, b: told.append(b - a)))
+        return run.end(body(*run.inputs))
 
     counted = []
     for run in (body, timed):

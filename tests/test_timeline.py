@@ -21,6 +21,7 @@ import ds_sp_overlap
 from ds_sp_overlap.exchange import exchange
 from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.profiling import picture, timeline
+from ds_sp_overlap.profiling.timed import Run
 from ds_sp_overlap.profiling.timeline import UNTRACKED, Row, Timeline, Track, computing
 from ds_sp_overlap.schedule import by_head_groups
 
@@ -252,7 +253,9 @@ def off_layer(rank, folder):
     """A layer that the policy leaves alone, in a recorded step."""
     lines = Timeline(folder, (0, 0), rank=0, size=1)
     x = torch.ones(2, requires_grad=True)
-    lines.layer("layers.0", lambda x: x * 2, (x,)).sum().backward()
+    run = Run((x,))
+    run.timed(lines.layer("layers.0", x.device))
+    run.end(run.inputs[0] * 2).sum().backward()
     return [(row.layer, row.kind) for row in stopped(lines)]
 
 

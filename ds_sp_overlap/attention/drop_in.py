@@ -63,13 +63,13 @@ class ProjectedAttention:
         def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return local_attention(q, k, v, *args, **kwargs)
 
-        return self.layer.run(
+        run, call = self.layer.begin(
             lambda: self._describe(query, key, value, batch_first, num_kv_heads, sequence_lengths, extra),
-            lambda call, *qkv: self._overlapped(call, *qkv, local, arrive),
             (query, key, value),
             lambda: Local(local_attention, args, kwargs, query.shape[3], value.shape[3], query.dtype),
-            baseline,
+            baseline is not None,
         )
+        return run.end(baseline(*run.inputs) if call is None else self._overlapped(call, *run.inputs, local, arrive))
 
     def _overlapped(self, call: Call, query: Tensor, key: Tensor, value: Tensor, local, arrive) -> Tensor:
         layer, geometry = self.layer, call.geometry

@@ -17,6 +17,7 @@ from ..autotune.trial import OFF
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
+from ..profiling.timed import Run
 from ..profiling.timeline import Timeline
 from ..relayout import ops
 from ..say import say_once
@@ -60,38 +61,33 @@ class Layer:
     def __getstate__(self):
         raise TypeError(f"{self.where}: an attention layer over a process group can't be pickled; save its state_dict()")
 
-    def run(
+    def begin(
         self,
         describe: Callable[[], tuple[Geometry, Callable[[], tuple]]],
-        body: Callable[..., Tensor],
         inputs: tuple[Tensor, ...],
         local: Callable[[], Local],
-        baseline: Callable[..., Tensor] | None = None,
-    ) -> Tensor:
-        """``body(call, *inputs)`` for a `call` of this layer, with the head groups that the policy chooses.
+        has_baseline: bool,
+    ) -> tuple[Run, Call | None]:
+        """Begin a `call` of this layer, with the head groups that the policy chooses; None where the baseline is to run.
 
-        local     the local attention of the call
-        baseline  ``baseline(*inputs)`` gives the same without overlap, and runs where that is faster; None where there is no such
+        local          the local attention of the call
+        has_baseline   whether there is something that gives the same without overlap
         """
-        call, timeline = self.call(describe), self.channel.timeline
+        call, timeline, device = self.call(describe), self.channel.timeline, inputs[0].device
         if call.geometry.groups > 1 and not self.heads_alike and not self._may_divide(call, inputs, local):
             call = self._made(_regrouped(call.geometry, 1), call.checked)
-        self.channel.calls.count(self.channel, self.called, inputs[0].device)
+        self.channel.calls.count(self.channel, self.called, device)
+        run = Run(inputs)
         if timeline is not None:
             timeline.look()
             if timeline.recording():
-                return timeline.layer(self.where, lambda *inputs: self._chosen(call, body, inputs, baseline), inputs)
-        return self._chosen(call, body, inputs, baseline)
-
-    def _chosen(self, call: Call, body: Callable, inputs: tuple[Tensor, ...], baseline: Callable | None) -> Tensor:
-        trial = self.policy and self.policy.trial(call.geometry, inputs[0], off=baseline is not None)
+                run.timed(timeline.layer(self.where, device))
+        trial = self.policy and self.policy.trial(call.geometry, inputs[0], off=has_baseline)
         if trial is None:
-            return body(call, *inputs)
-        candidate, tokens = trial.candidate(self.index), call.geometry.batch * sum(call.geometry.seq_lens)
-        if candidate == OFF:
-            return self.policy.run(trial, candidate, tokens, baseline, inputs)
-        call = self._made(_regrouped(call.geometry, candidate), call.checked)
-        return self.policy.run(trial, candidate, tokens, lambda *inputs: body(call, *inputs), inputs)
+            return run, call
+        candidate, geometry = trial.candidate(self.index), call.geometry
+        self.policy.follow(run, trial, candidate, geometry.batch * sum(geometry.seq_lens))
+        return run, None if candidate == OFF else self._made(_regrouped(geometry, candidate), call.checked)
 
     def _may_divide(self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]) -> bool:
         """Whether the local attention may be called group by group; tried out for the first call of a kind, on all ranks."""

@@ -143,13 +143,14 @@ class SelfAttention:
         The remaining arguments go to ``local_attention``, once per head group.
         """
         extra = (*args, *kwargs.values())
-        return self.layer.run(
+        run, call = self.layer.begin(
             lambda: self._describe(hidden_states, position_embeddings, sequence_lengths, extra),
-            lambda call, x: self._overlapped(call, x, position_embeddings, args, kwargs),
             (hidden_states,),
             lambda: Local(self.local_attention, args, kwargs, self.head_dim, self.head_dim, autocast(hidden_states)[0].dtype),
-            baseline,
+            baseline is not None,
         )
+        (x,) = run.inputs
+        return run.end(baseline(x) if call is None else self._overlapped(call, x, position_embeddings, args, kwargs))
 
     def _overlapped(self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict) -> Tensor:
         split = self.split_projections()

@@ -51,7 +51,7 @@ from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
 from ..profiling.clocks import clock_of
 from ..profiling.steps import Listener, in_backward
-from ..profiling.timed import output_of, watched
+from ..profiling.timed import Run, Timed, output_of
 from .trial import Candidate, Report, Trial, candidates_for, merged
 
 WAIT_S = 60  # for replicas whose optimizers have not stepped, before nothing is tried any more
@@ -221,26 +221,24 @@ class Policy:
         if self.channel.holds_first_rank and self.channel.rank == 0:
             self.say(line)
 
-    def run(
-        self, trial: Trial, candidate: Candidate, tokens: int, body: Callable[..., Tensor], inputs: tuple[Tensor, ...]
-    ) -> Tensor:
-        """``body(*inputs)`` for so many tokens, timed where that is due."""
+    def follow(self, run: Run, trial: Trial, candidate: Candidate, tokens: int) -> None:
+        """Look on while ``candidate`` runs for so many tokens, with a clock where that is due."""
         if self.over or trial.chosen is not None and not self.replicas:
-            return body(*inputs)
+            return
         if trial.timed and torch.is_grad_enabled():
             forwards, backwards = trial.marks[candidate]
-            y = watched(
-                self.clock,
-                body,
-                inputs,
-                lambda *marks: forwards.append((*marks, tokens)),
-                lambda *marks: backwards.append((*marks, tokens)),
+            run.timed(
+                Timed(
+                    self.clock,
+                    lambda *marks: forwards.append((*marks, tokens)),
+                    lambda *marks: backwards.append((*marks, tokens)),
+                )
             )
-        else:
-            y = body(*inputs)
-        if (output := output_of(y)).requires_grad:
+        run.at_end(lambda y: self._follow_back(trial, output_of(y)))
+
+    def _follow_back(self, trial: Trial, output: Tensor) -> None:
+        if output.requires_grad:
             output.register_hook(lambda _: self._back(trial))
-        return y
 
     def close(self) -> None:
         """Try nothing any more; what was chosen stays chosen."""

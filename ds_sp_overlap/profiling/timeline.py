@@ -21,9 +21,9 @@ import contextlib
 import itertools
 import os
 import pickle
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
@@ -33,7 +33,7 @@ from ..schedule import Program, Schedule
 from . import picture
 from .clocks import clock_of
 from .steps import Steps
-from .timed import watched
+from .timed import Timed
 
 
 class Row(NamedTuple):
@@ -152,14 +152,12 @@ class Timeline:
         if self.recording():
             self.schedules[self.steps.now(), where] = schedule
 
-    def layer(self, where: str, body: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-        """``body(*inputs)`` of the layer ``where``."""
-        self.clock = self.clock or clock_of(inputs[0].device)
+    def layer(self, where: str, device: torch.device) -> Timed:
+        """What marks a call of the layer ``where``."""
+        self.clock = self.clock or clock_of(device)
         step = self.steps.now()
-        return watched(
+        return Timed(
             self.clock,
-            body,
-            inputs,
             lambda *marks: self.layers.append((step, where, "forward", *marks)),
             lambda *marks: self.layers.append((step, where, "backward", *marks)),
         )

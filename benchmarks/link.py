@@ -91,20 +91,23 @@ def measure(variants: dict, args: argparse.Namespace) -> tuple[dict[str, list[fl
 
 
 def predict(shape, args: argparse.Namespace) -> dict[str, float]:
-    """Step ms of each program by `ds_sp_overlap.plan`, at rates that its own measurement finds on this link. Collective."""
+    """Step ms of each schedule by `ds_sp_overlap.planner`, at rates that its own measurement finds on this link. Collective."""
     import torch
     import torch.distributed as dist
 
     from ds_sp_overlap.planner import measure, plan
+    from ds_sp_overlap.schedule import by_head_groups
 
     layer = plan.LayerShape(
         shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.seq, args.ranks, shape.batch, shape.dtype.itemsize
     )
     rates = measure.rates(layer, dist.group.WORLD, torch.device("cpu"))
-    costs = {groups: plan.Costs(layer, rates, groups) for groups in args.groups}
-    programs = {"DeepSpeed": plan.none(plan.Costs(layer, rates, 1)), "five of eight": plan.five(plan.Costs(layer, rates, 1))}
-    programs |= {f"G = {groups}": plan.eight(cost) for groups, cost in costs.items()}
-    return {name: plan.run(program).step_ms for name, program in programs.items()}
+    one = plan.Costs(layer, rates, 1)
+    played = {"DeepSpeed": one.played(plan.NONE), "five of eight": one.played(plan.FIVE)}
+    for groups in args.groups:
+        costs = plan.Costs(layer, rates, groups)
+        played[f"G = {groups}"] = costs.played(by_head_groups(costs.geometry.kinds))
+    return {name: of.step_ms for name, of in played.items()}
 
 
 def work(args: argparse.Namespace) -> None:

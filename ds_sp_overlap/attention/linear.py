@@ -19,7 +19,13 @@ from .slices import Ranges, batched, cut_ranges
 # Forwards of linear layers that compute ``x w^T + b`` and nothing else, and what tells of a layer whether it leaves b to its caller
 # and returns ``(x w^T, b)``; None for those that return one tensor.
 Plain = dict[Callable[..., object], Callable[[nn.Module], "bool | None"]]
-PLAIN: Plain = {nn.Linear.forward: lambda module: None}
+
+
+def _returns_one(module: nn.Module) -> None:
+    """Of a layer that returns one tensor."""
+
+
+PLAIN: Plain = {nn.Linear.forward: _returns_one}
 harmless: set[str] = set()  # where hooks come from that may see parts of an output, by the beginning of their modules' names
 _EVERYWHERE = tuple(  # hooks of all modules
     getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ def _plain(linears: list[nn.Module]) -> Plain:
         more = ("sequence_parallel", "async_tensor_model_parallel_allreduce", "is_expert_without_slicing")
         if own and kind.__name__ in ("ColumnParallelLinear", "RowParallelLinear"):
             if linear.weight is not None and not any(getattr(linear, what, False) for what in more):
-                plain[forward] = lambda module: module.skip_bias_add
+                plain[forward] = operator.attrgetter("skip_bias_add")
     return plain
 
 

@@ -1,13 +1,17 @@
-"""When an attention layer does what: its order as a value, which everything else reads. No torch here.
+"""The order of work in an attention layer, as plain data. No torch here.
+
+An exchange is one all-to-all: from all heads of a piece of the sequence to some heads of all of it, or back.
+A head group is a part of the heads that each rank attends with.
 
 A schedule is two programs, forward and backward; a program is a tuple of steps:
 
-    project q 0    W x of head group 0: what travels as q0       dgrad q 0    dx += dq0 W     wgrad q 0    dW = dq0^T x
+    project q 0    W x, norm and RoPE of head group 0: q0         dgrad q 0    dx += dq0 W     wgrad q 0    dW = dq0^T x
     attend o 0     attention of the group: o0 of q, k, v         attend do 0  its backward: dq0, dk0, dv0 of do0
     merge o 0      y += o0 Wo of the group                       dgrad o 0    do0 = dy Wo     wgrad o 0    dWo = dy^T o0
-    start q 0      launch an exchange, which goes on by itself   finish q 0   wait for it
+    start q 0      launch an exchange, which goes on by itself   finish q 0   the compute row waits for it
 
-With two head groups, as `draw` prints it (the wire carries one exchange at a time; where the compute row is dotted it waits):
+With two head groups, as `draw` prints it. Bars are as long as their names, not as their times. Dots: the compute row waits.
+The wire carries one exchange at a time. ``Wo wgrad`` is one product a group. In backward ``Wq0`` is dgrad and wgrad.
 
     forward
     compute | Wq0 Wk0 Wv0 Wq1 Wk1 Wv1 attention 0 attention 1 Wo0 Wo1
@@ -17,7 +21,7 @@ With two head groups, as `draw` prints it (the wire carries one exchange at a ti
     compute | Wo1 dgrad Wo0 dgrad Wo wgrad attention 1 attention 0 Wv1 Wk1 Wq1 Wv0 Wk0 Wq0
     wire    |           do1       do0                  dv1 dk1 dq1 dv0 dk0 dq0
 
-With one (a rank with one query head has no choice) v, o and dv have only each other to hide behind:
+With one head group nothing hides v, o and dv. There is no other choice where a rank attends with one query head:
 
     forward
     compute | Wq Wk Wv ..attention ..Wo
@@ -27,8 +31,17 @@ With one (a rank with one query head has no choice) v, o and dv have only each o
     compute | Wo dgrad Wo wgrad attention ...Wv Wk Wq
     wire    |          do                 dv dk dq
 
-Who reads it: `execution` and `nodes` walk it, `plan` plays it with costs, `timeline` names measured bars by it, tests hold a
-recorded layer against it. Another schedule is another function that returns one (``SelfAttention(schedule=...)``).
+A KV head travels once, with the first group that needs it. A group that needs no new one sends q alone. Autograd sums dk and dv
+over the groups before they start.
+
+Who reads it: `execution` walks forward. `nodes` walks the two ends of backward; autograd does its middle. `plan` plays it with
+costs. `timeline` names measured bars by it. Tests hold a recorded layer against it.
+
+Projections that are called whole, or by the caller (the drop-in), are not cut: ``project`` is then a slice, ``merge`` collects,
+and autograd orders all of backward. A step whose result nobody needs is left out.
+
+Another schedule is another function ``(kinds, wgrad_last) -> Schedule``, see `by_head_groups`: ``SelfAttention(schedule=...)``.
+Give the same on every rank. It is asked for each number of head groups that is tried. The layer checks what it returns.
 """
 
 from __future__ import annotations
@@ -44,7 +57,7 @@ class Step(NamedTuple):
     """One step of a program.
 
     act     on the compute row: "project", "attend", "merge", "dgrad", "wgrad"; on the wire: "start", "finish"
-    of      what it makes or moves: q, k, v, o, or their gradients dq, dk, dv, do
+    of      on the wire what it moves: q, k, v, o, dq, dk, dv, do; of a projection q, k, v, o; of attention o, in backward do
     group   head group
     """
 
@@ -58,18 +71,20 @@ class Step(NamedTuple):
 
 
 Program = tuple[Step, ...]
-MLP = Step("MLP", "", 0)  # the rest of a transformer layer, which a plan plays beside the layer's own steps
+MLP = Step("MLP", "", 0)  # the rest of a transformer layer, which a plan plays between forward and backward
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The programs of a layer. Each has three sections, since autograd has a node at each end of a layer and what lies between:
+    """The programs of a layer, each in three sections. Forward has them in this order, backward in the other:
 
-    inputs      projections, and the starts of what they make; one node
-    attention   finishes of q, k, v, attention, starts of o; autograd's own nodes, so that backward is the mirror image
-    output      finishes of o, and the output projection; one node
+    section     forward                           backward
+    inputs      project and start q, k, v         finish dq, dk, dv, dgrad and wgrad of each
+    attention   finish q, k, v, attend, start o   finish do, attend, start dv, dk, dq
+    output      finish o and merge                dgrad o, start do, wgrad o
 
-    Forward has them in this order, backward in the other.
+    inputs and output are one node of autograd each (if not cut, see above), so that their order in backward is free. attention is
+    many nodes. Autograd runs them in reverse, so that backward must be the mirror image of forward.
     """
 
     forward: Program
@@ -90,12 +105,13 @@ class Schedule:
 
     @cached_property
     def attention(self) -> tuple[Program, ...]:
-        """Finishes of a group that follow one another are one node, and lie together here."""
+        """Its steps as `execution` takes them: finishes of one group that follow one another together, any other step alone."""
         steps = [step for step in self.forward if _section(step) == "attention"]
         return tuple(tuple(same) for _, same in groupby(steps, key=lambda step: (step.act, step.group)))
 
     @cached_property
     def last_attended(self) -> int:
+        """The group that may change k and v in place, since no other reads them after it."""
         return [step.group for step in self.forward if step.act == "attend"][-1]
 
     @cached_property
@@ -138,10 +154,10 @@ def _section(step: Step) -> str:
 
 @cache
 def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
-    """All q, k, v first, then group after group: group g+1 travels while g is attended, and o of g-1 meanwhile.
+    """Project and start all groups, then attend group after group. Later q, k, v and earlier o travel meanwhile.
 
-    kinds        which of q, k, v travel with each head group, "qkv" or "q" (`Geometry.kinds_of`)
-    wgrad_last   compute dWo under the exchanges of do instead of before they start
+    kinds        what travels with each head group: "qkv", or "q" if no rank needs a new KV head (`Geometry.kinds_of`)
+    wgrad_last   compute dWo when every do has started; else each group's part before its do
     """
     groups = range(len(kinds))
     forward, backward = [], []
@@ -169,14 +185,13 @@ def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
     return Schedule(tuple(forward), tuple(backward))
 
 
-# What holds for every schedule.
+# What holds for every schedule that a layer runs; `plan` plays others too.
 
 
-def check(schedule: Schedule) -> Schedule:
-    """Return ``schedule``. Raises ValueError for one that can't be run: a step that is missing, there twice, too early or out of
-    its section, or a backward in which autograd would do something else."""
-    groups = range(schedule.groups)
-    kinds = ["".join(of for of, at in schedule.parts if at == group) for group in groups]
+def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
+    """Return ``schedule``. Raises ValueError if it can't be run where ``kinds`` travel with the head groups: if a step is missing,
+    unknown, there twice or too early, if the sections are not three pieces in their order, or if backward's attention section is not
+    the mirror image of forward's."""
     forward, backward = _needs(kinds)
     for name, program, needs in (("forward", schedule.forward, forward), ("backward", schedule.backward, backward)):
         done: set[Step] = set()
@@ -203,7 +218,7 @@ def check(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _needs(kinds: list[str]) -> tuple[dict[Step, list[Step]], dict[Step, list[Step]]]:
+def _needs(kinds: tuple[str, ...]) -> tuple[dict[Step, list[Step]], dict[Step, list[Step]]]:
     """The steps of both programs, each with those that it comes after; ``kinds`` travel with each group."""
     forward: dict[Step, list[Step]] = {}
     backward: dict[Step, list[Step]] = {}
@@ -278,7 +293,7 @@ class Played:
 
     @property
     def exposed(self) -> float:
-        """Share of the step in which nothing is computed."""
+        """Share of the time in which nothing is computed."""
         return 1 - self.compute_ms / self.step_ms if self.step_ms else 0.0
 
     @cached_property

@@ -11,6 +11,7 @@ import traceback
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from transports import move
 
 import ds_sp_overlap
 import ds_sp_overlap.exchange.channel
+from ds_sp_overlap.attention.nodes import Projections
 
 SEQ, SIZE = 32, 2
 PACKAGE = str(Path(ds_sp_overlap.__file__).parent)
@@ -43,9 +45,15 @@ class Double(TorchFunctionMode):
 
 @contextlib.contextmanager
 def in_double():
+    shape = Projections.shape
+
+    def in_backward_too(*args, **kwargs):  # where norms are computed again, and PyTorch has no modes
+        with Double():
+            return shape(*args, **kwargs)
+
     torch.set_default_dtype(torch.float64)
     try:
-        with Double():
+        with Double(), mock.patch.object(Projections, "shape", in_backward_too):
             yield
     finally:
         torch.set_default_dtype(torch.float32)

@@ -33,9 +33,9 @@ kinds = st.lists(st.sampled_from(["qkv", "q"]), max_size=4).map(lambda more: ("q
 
 @given(kinds=kinds, wgrad_last=st.booleans())
 def test_every_number_of_groups_and_kv_heads_makes_a_schedule_that_holds(kinds, wgrad_last):
-    made = check(by_head_groups(kinds, wgrad_last))
+    made = check(by_head_groups(kinds, wgrad_last), kinds)
     assert made.groups == len(kinds) and len(made.parts) == sum(map(len, kinds))
-    assert check(merged_last(kinds, wgrad_last)) != made or len(kinds) == 1
+    assert check(merged_last(kinds, wgrad_last), kinds) != made or len(kinds) == 1
 
 
 @given(kinds=kinds, data=st.data())
@@ -46,7 +46,7 @@ def test_a_schedule_with_a_step_missing_or_twice_is_refused(kinds, data):
     at = data.draw(st.integers(0, len(program) - 1))
     for changed in (program[:at] + program[at + 1 :], program[: at + 1] + program[at:]):
         with pytest.raises(ValueError, match=f"^schedule, {which}: (project|start|finish|attend|merge|dgrad|wgrad) .+ (is|comes)"):
-            check(Schedule(**{"forward": made.forward, "backward": made.backward, which: changed}))
+            check(Schedule(**{"forward": made.forward, "backward": made.backward, which: changed}), kinds)
 
 
 def moved(program, step, before):
@@ -80,7 +80,14 @@ def test_an_order_that_cannot_be_run_is_refused(name):
     made = by_head_groups(("qkv", "qkv"))
     changed = moved(getattr(made, which), step_of(step), step_of(before))
     with pytest.raises(ValueError, match=f"^schedule, {which}: {re.escape(says)}"):
-        check(Schedule(**{"forward": made.forward, "backward": made.backward, which: changed}))
+        check(Schedule(**{"forward": made.forward, "backward": made.backward, which: changed}), ("qkv", "qkv"))
+
+
+@given(kinds=kinds, others=kinds)
+def test_a_schedule_for_other_groups_than_the_layer_has_is_refused(kinds, others):
+    if kinds != others:
+        with pytest.raises(ValueError, match="^schedule, forward: "):
+            check(by_head_groups(others), kinds)
 
 
 def drawings(groups):

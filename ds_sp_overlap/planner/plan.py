@@ -150,7 +150,7 @@ class Plan:
     @property
     def advice(self) -> str:
         base = self.results["none"]
-        few = "; a rank has one query head, so v, o and dv have only each other to hide behind" if self.max_groups == 1 else ""
+        few = "; a rank has one query head, so nothing hides v, o and dv" if self.max_groups == 1 else ""
         if self.gain < WORTH:
             why = (
                 f"the exchanges are {base.exposed:.1%} of the layer's time without any overlap"

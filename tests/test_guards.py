@@ -220,23 +220,21 @@ WATCHED = {
         ),
         key_is_value,
     ),
-    "a norm's input is kept as it was": Watched(
+    "only norms that are known are computed again": Watched(
+        Guard("attention.linear:can_compute_again", "type(norm).forward not in pure", "False"), test_norms.dropping
+    ),
+    "a hook on a norm's weight runs once": Watched(
         Guard(
-            "attention.nodes:_StartInputs.forward",
-            "ctx.works_in_place, heads = True, made.project(part, x, parameters)",
-            "ctx.works_in_place = True",
+            "attention.linear:can_compute_again", "not any(parameter._backward_hooks for parameter in norm.parameters())", "True"
         ),
-        functools.partial(test_norms.faults, kind=test_norms.InPlace, groups=2),
+        functools.partial(test_norms.faults, kind=test_norms.weight_is_hooked, groups=2),
     ),
     "autocast in backward is that of forward": Watched(
         Guard("attention.nodes:_StartInputs.forward", "enabled=torch.is_autocast_enabled(device)", "enabled=False"),
         test_norms.in_bf16,
     ),
-    "nothing that a norm learns by is left out": Watched(
-        Guard("attention.nodes:_refuse_strangers", "id(variable) not in leaves", "False"), test_norms.strangers_go_unseen
-    ),
     "rotary tables are saved where autograd watches": Watched(
-        Guard("attention.nodes:_StartInputs.forward", "*made.tables, *normed", "*(table.data for table in made.tables), *normed"),
+        Guard("attention.nodes:_StartInputs.forward", "*tables, *normed", "*(table.data for table in tables), *normed"),
         tables_are_watched,
     ),
     "rows without a gradient get zero": Watched(
@@ -299,7 +297,7 @@ WATCHED = {
     ),
     # What head groups can be made of.
     "attention that needs all heads gets them": Watched(
-        Guard("attention.layer:Layer.run", "and not self._may_divide(call, inputs, local)", "and False"),
+        Guard("attention.layer:Layer.begin", "and not self._may_divide(call, inputs, local)", "and False"),
         test_heads.misses_slopes,
     ),
     "what one rank has found counts on all": Watched(

@@ -278,6 +278,8 @@ def test_nothing_is_computed_between_layers():
     ]
     rows.append(Row(0, "layers.1", "do", "issue", 30, 30))  # of a layer whose input needs no gradient: its backward has no begin
     assert [row.end for row in computing(rows, 0, schedules)] == [3, 13]
+    rows = [Row(0, "layers.0", "layers.0", kind, begin, begin + 5) for kind, begin in (("forward", 0), ("backward", 9))]
+    assert computing(rows, 0, schedules) == [], "a layer that ran without exchanges"
 
 
 def without_matplotlib(folder, monkeypatch):

@@ -26,7 +26,7 @@ from .execution import Call
 from .heads import Local, fault
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
-_checked = lru_cache(maxsize=None)(lambda schedule, kinds, wgrad_last: check(schedule(kinds, wgrad_last), kinds))
+_checked = lru_cache(maxsize=256)(lambda schedule, kinds, wgrad_last: check(schedule(kinds, wgrad_last), kinds))
 _regrouped = lru_cache(maxsize=4096)(lambda geometry, groups: replace(geometry, groups=groups))
 
 

@@ -1,4 +1,4 @@
-"""Linear layers taken apart: a projection that computes some of its rows.
+"""Linear layers by parts: a projection that computes some of its rows.
 
 A layer is driven from outside through its module's own call, so that whatever hangs on that call (ZeRO-3 gathers a
 partitioned weight in it) happens as ever; see `call_through`. Weights are saved for backward as the parameters
@@ -43,6 +43,24 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     if type(module.weight) not in (nn.Parameter, Tensor):  # a quantised or distributed tensor
         return False
     return True
+
+
+Pure = frozenset[Callable[..., object]]
+PURE: Pure = frozenset((nn.LayerNorm.forward, nn.RMSNorm.forward))
+
+
+def can_compute_again(norm: object, pure: Pure = PURE) -> bool:
+    """Whether ``norm`` may be computed a second time in backward, and nobody sees: it is a function of its input and its parameters.
+
+    pure   forwards that are known to be such
+
+    Not if somebody hooked it, or a parameter of it: that hook would be called for each head group's part of the gradient.
+    """
+    if not isinstance(norm, nn.Module) or type(norm).forward not in pure or not can_call_through(norm):
+        return False
+    if any(isinstance(x, Tensor) for x in vars(norm).values()):  # in a parameter's place, as FSDP leaves them
+        return False
+    return not any(parameter._backward_hooks for parameter in norm.parameters())
 
 
 def can_call_through(module: nn.Module) -> bool:

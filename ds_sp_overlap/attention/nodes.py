@@ -33,7 +33,7 @@ class Projections:
     """q, k and v of all groups from x: rows of linear layers, then for q and k a norm and a rotation.
 
     rows      of each part
-    norms     of q and k, called on heads [.., h, d]; it is computed again in backward, so that nothing but its input is kept
+    norms     of q and k, over d of heads [.., h, d]; computed again in backward, so that nothing but their input is kept
     tables    (cos, sin) [.., 1, d_rot] by which q and k are rotated, without a gradient; or empty
     head_dim  d
     plain     see `linear`
@@ -66,12 +66,12 @@ class Projections:
         """Places of what is learned in each norm among the parameters, behind those of the linear layers."""
         places, at = {}, 2 * len(self.modules)
         for kind, norm in self.norms.items():
-            places[kind] = slice(at, at := at + len(_learned(norm)))
+            places[kind] = slice(at, at := at + len(list(norm.parameters())))
         return places
 
     def parameters(self) -> list[Tensor | None]:
         linear = [p for m in self.modules for p in (m.weight, None if self.plain[type(m).forward](m) else m.bias)]
-        return linear + [p for norm in self.norms.values() for p in _learned(norm)]
+        return linear + [p for norm in self.norms.values() for p in norm.parameters()]
 
     def project(self, part: Part, x: Tensor, parameters: tuple[Tensor | None, ...]) -> Tensor:
         """[.., h, d], or [.., P, h, d] in the memory order of the wire."""
@@ -108,7 +108,8 @@ class _StartInputs(torch.autograd.Function):
         ctx.call, ctx.made, ctx.dtype, device = call, made, x.dtype, x.device.type
         ctx.set_materialize_grads(False)
         of_x, *of_parameters = ctx.needs_input_grad[2:]
-        linear, ctx.works_in_place = 2 * len(made.modules), False
+        linear = 2 * len(made.modules)
+        tables, made.tables = made.tables, ()  # saved where autograd watches, and let go with the rest
         normed: dict[Part, Tensor] = {}
 
         def is_needed(part: Part) -> bool:
@@ -120,21 +121,17 @@ class _StartInputs(torch.autograd.Function):
             part = kind, group
             heads = made.project(part, x, parameters)
             if kind not in made.norms or not is_needed(part):
-                return made.shape(part, heads, made.tables)
-            version = heads._version
-            shaped = made.shape(part, heads, made.tables)
-            if heads._version != version:  # a norm that works in place
-                ctx.works_in_place, heads = True, made.project(part, x, parameters)
+                return made.shape(part, heads, tables)
             normed[part] = heads
-            return shaped
+            return made.shape(part, heads, tables)
 
         tokens = start_inputs(call, project)
         ctx.mark_non_differentiable(*(token for part, token in tokens.items() if not is_needed(part)))
-        ctx.shapes, ctx.normed = [None if p is None else p.shape for p in parameters], list(normed)
+        ctx.shapes, ctx.normed, ctx.tables = [None if p is None else p.shape for p in parameters], list(normed), len(tables)
         ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
         # Only what some gradient reads: dx the weights, dw x, and a norm's its input.
         weights = (p if of_x and at % 2 == 0 else None for at, p in enumerate(parameters[:linear]))
-        ctx.save_for_backward(x if any(of_parameters[:linear:2]) else None, *weights, *made.tables, *normed.values())
+        ctx.save_for_backward(x if any(of_parameters[:linear:2]) else None, *weights, *tables, *normed.values())
         return tuple(tokens[part] for part in call.schedule.parts)
 
     @staticmethod
@@ -142,7 +139,7 @@ class _StartInputs(torch.autograd.Function):
         call, made, (x, *saved) = ctx.call, ctx.made, ctx.saved_tensors
         of_x, *of_parameters = ctx.needs_input_grad[2:]
         linear = 2 * len(made.modules)
-        weights, tables = saved[:linear], saved[linear : linear + len(made.tables)]
+        weights, tables = saved[:linear], saved[linear : linear + ctx.tables]
         normed = dict(zip(ctx.normed, saved[linear + len(tables) :]))
         del saved
         ctx.maybe_clear_saved_tensors()
@@ -158,10 +155,9 @@ class _StartInputs(torch.autograd.Function):
             if part not in normed:
                 dy = dy.flatten(2, -2)
                 return (rotate_back(dy, *tables).to(ctx.dtype) if tables and part[0] != "v" else dy).flatten(2)
-            leaf, of_norm = normed.pop(part).detach().requires_grad_(), _learned(made.norms[part[0]])
+            leaf, of_norm = normed.pop(part).detach().requires_grad_(), list(made.norms[part[0]].parameters())
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                y = made.shape(part, leaf.clone() if ctx.works_in_place else leaf, tables, again=True)
-            _refuse_strangers(call.where, made.norms[part[0]], y, [leaf, *of_norm])
+                y = made.shape(part, leaf, tables, again=True)
             places = made.learned[part[0]]
             wanted = [at for at in range(places.start, places.stop) if of_parameters[at]]
             dy, *found = torch.autograd.grad(y, [leaf, *(of_norm[at - places.start] for at in wanted)], dy, allow_unused=True)
@@ -211,29 +207,6 @@ def start_projected(call: Call, made: Projections, x: Tensor) -> tuple[Tensor, .
     parameters = made.parameters()
     linear = 2 * len(made.modules)
     return _StartInputs.apply(call, made, *autocast(x, *parameters[:linear]), *parameters[linear:])
-
-
-def _learned(norm: nn.Module) -> list[Tensor]:
-    """What a norm learns: parameters, and the views of them that FSDP puts in their place."""
-    held = (x for module in norm.modules() for x in (*module._parameters.values(), *vars(module).values()))
-    return list(dict.fromkeys(x for x in held if isinstance(x, Tensor)))
-
-
-def _refuse_strangers(where: str, norm: nn.Module, y: Tensor, known: list[Tensor]) -> None:
-    """Raise RuntimeError if ``y`` was computed of anything that learns but is not ``known``: it would get no gradient."""
-    leaves, edges = {id(x) for x in known}, {x.grad_fn for x in known}
-    todo, seen = [y.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen or node in edges:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None and id(variable) not in leaves:
-            raise RuntimeError(
-                f"{where}: {type(norm).__name__} uses a tensor of shape {list(variable.shape)} that needs a gradient and is none of "
-                "its parameters; register it in the norm"
-            )
-        todo += [before for before, _ in node.next_functions]
 
 
 class _FinishOutput(torch.autograd.Function):

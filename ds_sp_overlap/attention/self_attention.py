@@ -18,7 +18,7 @@ from ..schedule import Schedule, by_head_groups
 from .execution import Call, Part, attend_groups, finish_output, start_inputs
 from .heads import Local
 from .layer import Layer, with_head_dim
-from .linear import PLAIN, Plain, autocast, batched_pays, call_through, can_call_through, can_split
+from .linear import PLAIN, PURE, Plain, Pure, autocast, batched_pays, call_through, can_compute_again, can_split
 from .nodes import Projections, Rows, finish_projected, start_projected
 from .slices import cut, join
 
@@ -43,13 +43,14 @@ class SelfAttention:
     config                   an ``sp_overlap`` section
     name                     for errors and logs
     policy                   shared with other layers, for "head_groups": "auto"; one of its own if None
-    plain                    forwards of linear layers that may be taken apart, see `linear.can_split`
+    plain                    forwards of linear layers that may be split, see `linear.can_split`
+    pure                     forwards of norms that may be computed again in backward, see `linear.can_compute_again`
     heads_alike              ``local_attention`` treats all heads alike; else that is tried out on the first call
     schedule                 what happens when, made for what travels with each head group (`schedule.by_head_groups`)
 
-    Projections that can't be taken apart are called whole; their exchanges are overlapped all the same. The output projection
+    Projections that can't be split are called whole; their exchanges are overlapped all the same. The output projection
     can't if it is not a plain linear layer (LoRA, quantised, hooked by somebody). Those of q, k and v can't if one of them is
-    not, if a norm is no module or is hooked, or if RoPE is no `Rotary` or learns its tables.
+    not, if a norm is not known to be a function of its input and parameters alone, or if RoPE is no `Rotary` or learns its tables.
     """
 
     def __init__(
@@ -74,11 +75,13 @@ class SelfAttention:
         name: str = "attention",
         policy: Policy | None = None,
         plain: Plain = PLAIN,
+        pure: Pure = PURE,
         heads_alike: bool = False,
         schedule: Callable[[tuple[str, ...], bool], Schedule] = by_head_groups,
     ):
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
-        self.local_attention, self.rope, self.batch_first, self.plain = local_attention, rope, batch_first, plain
+        self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
+        self.plain, self.pure = plain, pure
         parsed = SpOverlapConfig.parse(config or {})
         channel = Channel(sequence_process_group, transport or parsed.transport, kernels=parsed.kernels)
         self.layer = Layer(channel, parsed, name, policy, heads_alike, schedule)
@@ -119,7 +122,7 @@ class SelfAttention:
         inputs = {module for module, _ in self._projections.values()}
         able = [module for module in self._modules if can_split(module, self.plain)]
         plain = inputs.issubset(able) and (self.rope is None or isinstance(self.rope, Rotary))
-        plain = plain and all(isinstance(norm, nn.Module) and can_call_through(norm) for norm in norms)
+        plain = plain and all(can_compute_again(norm, self.pure) for norm in norms)
         return able if plain else [module for module in able if module not in inputs]
 
     @torch.compiler.disable
@@ -246,5 +249,5 @@ class SelfAttention:
         return geometry, types
 
     def _trained(self) -> list[bool]:
-        modules = (self._projections[kind][0] for kind in "qkv")
-        return [any(p.requires_grad for p in module.parameters()) for module in modules]
+        of_kind = ((self._projections[kind][0], self._norms.get(kind)) for kind in "qkv")
+        return [any(p.requires_grad for m in modules if isinstance(m, nn.Module) for p in m.parameters()) for modules in of_kind]

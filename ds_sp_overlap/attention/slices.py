@@ -1,6 +1,6 @@
-"""Rangess of a tensor along one dimension, taken and put together again, differentiably.
+"""Parts of a tensor along one dimension, taken and put together again, differentiably.
 
-A part is a list of ranges. Rangess may overlap (KV heads that two ranks need): their gradients are summed.
+A part is a list of ranges. Parts may overlap (KV heads that two ranks need): their gradients are summed.
 """
 
 from __future__ import annotations

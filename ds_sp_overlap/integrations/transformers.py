@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.drop_in import ProjectedAttention
+from ..attention.linear import PURE
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
@@ -75,11 +76,6 @@ def _core(module: nn.Module) -> tuple[str, Callable]:
     if stock is not None:
         return name, stock.attn
     return name, function.before if isinstance(function, Dispatch) else function
-
-
-def _heads_alike(module: nn.Module) -> bool:
-    """Whether a layer's attention is the library's own, which keeps nothing for each head, rather than one registered by others."""
-    return getattr(_core(module)[1], "__module__", "").startswith("transformers.")
 
 
 def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: Step, pattern: Pattern, **options: Any) -> Tensor:
@@ -157,6 +153,7 @@ def _drive(name: str, module: nn.Module, sequence: Sequence, channel: Channel, c
         name=name,
         policy=policy,
         heads_alike=True,
+        pure=PURE | {type(norm).forward for norm in map(parts().get, ("q_norm", "k_norm")) if _is_theirs(norm)},
     )
     original = module.forward
 
@@ -304,6 +301,11 @@ def find_layers(
     ]
     hosting += [(module, stretched(module, sequence)) for module in modules.values() if goes_by_length(module)]
     return found, [Around(module, functools.partial(rebind, module, *forward)) for module, forward in hosting]
+
+
+def _is_theirs(norm: nn.Module | None) -> bool:
+    """Whether a norm is one of transformers', which are functions of their input and weight alone."""
+    return type(norm).__module__.startswith("transformers.")
 
 
 def _is_known(module: nn.Module) -> bool:

@@ -265,5 +265,6 @@ def _between(schedule: Schedule, program: Program, exchanged: set[str]) -> dict[
             found[before, stop], before, label = label, stop, ""
         elif not step.on_wire and (step.of == "o" or step.of == "do" or step.act == "project" or "d" + name in exchanged):
             label = label or schedule.label(step)
-    found[before, "]"] = label
+    if before != "[":
+        found[before, "]"] = label
     return found

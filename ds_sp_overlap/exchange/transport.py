@@ -26,7 +26,7 @@ class Handle(Protocol):
 
 
 class Transport(Protocol):
-    def launch(self, send: Tensor, recv: Tensor, send_sizes: list[int], recv_sizes: list[int], group, name: str) -> Handle:
+    def launch(self, send: Tensor, recv: Tensor, send_sizes: list[int], recv_sizes: list[int], group: Any, name: str) -> Handle:
         """Send ``send_sizes[p]`` elements of ``send`` to rank ``p``, fill ``recv`` likewise, and return at once.
 
         send   flat; read until the handle has been waited for, never written

@@ -65,7 +65,7 @@ class ProjectedAttention:
 
         return self.layer.run(
             lambda: self._describe(query, key, value, batch_first, num_kv_heads, sequence_lengths, extra),
-            lambda call, *qkv: self._overlapped(call, *qkv, local, arrive),
+            lambda call, q, k, v: self._overlapped(call, q, k, v, local, arrive),
             (query, key, value),
             lambda: Local(local_attention, args, kwargs, query.shape[3], value.shape[3], query.dtype),
             baseline,
@@ -216,7 +216,8 @@ def drop_in_forward(
     def arrive(kind, x):
         if kind == "v":
             return x
-        cos, sin = (table.transpose(0, 1) if batch_first else table for table in rotary_pos_emb)
+        tables: Any = rotary_pos_emb  # there are some where this is called
+        cos, sin = (table.transpose(0, 1) if batch_first else table for table in tables)
         return rotate(x, cos, sin)
 
     return attend(

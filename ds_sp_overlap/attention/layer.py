@@ -84,14 +84,16 @@ class Layer:
         return self._chosen(call, body, inputs, baseline)
 
     def _chosen(self, call: Call, body: Callable, inputs: tuple[Tensor, ...], baseline: Callable | None) -> Tensor:
-        trial = self.policy and self.policy.trial(call.geometry, inputs[0], off=baseline is not None)
-        if trial is None:
+        policy = self.policy
+        trial = None if policy is None else policy.trial(call.geometry, inputs[0], off=baseline is not None)
+        if policy is None or trial is None:
             return body(call, *inputs)
         candidate, tokens = trial.candidate(self.index), call.geometry.batch * sum(call.geometry.seq_lens)
         if candidate == OFF:
-            return self.policy.run(trial, candidate, tokens, baseline, inputs)
+            assert baseline is not None
+            return policy.run(trial, candidate, tokens, baseline, inputs)
         call = self._made(_regrouped(call.geometry, candidate), call.checked)
-        return self.policy.run(trial, candidate, tokens, lambda *inputs: body(call, *inputs), inputs)
+        return policy.run(trial, candidate, tokens, lambda *inputs: body(call, *inputs), inputs)
 
     def _may_divide(self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]) -> bool:
         """Whether the local attention may be called group by group; tried out for the first call of a kind, on all ranks."""

@@ -9,6 +9,7 @@ gradients reach the parameter through autograd, once, in the parameter's own sha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from .slices import Ranges, batched, cut_ranges
 
 # Forwards of linear layers that compute ``x w^T + b`` and nothing else, and what tells of a layer whether it leaves b to its caller
 # and returns ``(x w^T, b)``; None for those that return one tensor.
-Plain = dict[Callable[..., object], Callable[[nn.Module], "bool | None"]]
+Plain = dict[Callable[..., object], Callable[[Any], "bool | None"]]
 PLAIN: Plain = {nn.Linear.forward: lambda module: None}
 harmless: set[str] = set()  # where hooks come from that may see parts of an output, by the beginning of their modules' names
 _EVERYWHERE = tuple(  # hooks of all modules
@@ -103,7 +104,15 @@ def projected_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Ranges,
     return F.linear(x, cut_ranges(weight, 0, rows), None if bias is None else cut_ranges(bias, 0, rows))
 
 
-def autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]:
+@overload
+def autocast(*tensors: Tensor) -> Sequence[Tensor]: ...
+
+
+@overload
+def autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]: ...
+
+
+def autocast(*tensors: Any) -> Sequence[Any]:
     """What autocast would have done to the operands of a linear layer; the first is not None."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):

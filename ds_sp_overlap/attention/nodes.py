@@ -6,9 +6,10 @@ dx is summed in place, and a parameter's gradient is delivered once, in the same
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +74,8 @@ class Projections:
         linear = [p for m in self.modules for p in (m.weight, None if self.plain[type(m).forward](m) else m.bias)]
         return linear + [p for norm in self.norms.values() for p in _learned(norm)]
 
-    def project(self, part: Part, x: Tensor, parameters: tuple[Tensor | None, ...]) -> Tensor:
-        """[.., h, d], or [.., P, h, d] in the memory order of the wire."""
+    def project(self, part: Part, x: Tensor, parameters: tuple[Any, ...]) -> Tensor:
+        """[.., h, d], or [.., P, h, d] in the memory order of the wire; of `parameters`, where biases may be None."""
         (_, rows, ranks), at = self.rows[part], self.places[part]
         return projected_rows(x, parameters[at], parameters[at + 1], rows, ranks).unflatten(-1, (-1, self.head_dim))
 
@@ -83,10 +84,10 @@ class Projections:
 
         again   in backward, where the norm is called for its weights to be there; in forward it was (`called`)
         """
-        norm = self.norms.get(part[0])
-        if part[0] == "v" or not (tables or norm):
+        module = self.norms.get(part[0])
+        if part[0] == "v" or not (tables or module):
             return heads
-        norm = norm if norm is None or again else norm.forward
+        norm: Callable[..., Tensor] | None = module if module is None or again else module.forward
         ranks = self.rows[part].ranks
         heads = heads.movedim(2, 0) if ranks else heads
         heads = heads if norm is None else norm(heads)

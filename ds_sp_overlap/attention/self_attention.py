@@ -153,7 +153,8 @@ class SelfAttention:
 
     def _overlapped(self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict) -> Tensor:
         split = self.split_projections()
-        folded = self.rope.of_tokens(position_embeddings, self.head_dim) if self._folds() else None
+        rope = self._folded()
+        folded = None if rope is None else rope.of_tokens(position_embeddings, self.head_dim)
         tables = () if self.rope is None or folded is not None else self._tables(position_embeddings)
         if tables is None:  # they learn
             split = [module for module in split if module is self.o_proj]
@@ -164,6 +165,7 @@ class SelfAttention:
             return with_head_dim(self.local_attention(q, k, v, *args, **kwargs), q, self.layer.where)
 
         if self._projections["q"][0] in split:
+            assert tables is not None
             norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
             made = Projections(self._rows(call), norms, tables, self.head_dim, self.plain, torch.is_grad_enabled())
             started = call_through(made.called, lambda x: start_projected(call, made, x), hidden_states)
@@ -180,9 +182,10 @@ class SelfAttention:
         heads = [call.geometry.heads_of("q", group) for group in call.groups]
         return self.o_proj(join([outputs[group] for group in call.groups], 2, heads).flatten(2))
 
-    def _folds(self) -> bool:
-        """Whether q and k are rotated in the kernels that pack them."""
-        return isinstance(self.rope, Rotary) and ops.implementation(self.layer.channel.kernels).folds
+    def _folded(self) -> Rotary | None:
+        """The rotation of q and k, if it is done in the kernels that pack them."""
+        rope = self.rope
+        return rope if isinstance(rope, Rotary) and ops.implementation(self.layer.channel.kernels).folds else None
 
     def _tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
         """What q and k are rotated by behind the projections, empty for nothing; None where it learns."""
@@ -200,7 +203,8 @@ class SelfAttention:
 
     def _whole(self, call: Call, x: Tensor, position_embeddings: Any) -> Callable[[str, int], Tensor]:
         """``project`` of `start_inputs`: each projection is called when its first part is asked for, and cut."""
-        rows, made = self._rows(call), {}
+        rows = self._rows(call)
+        made: dict[Part, Tensor] = {}
 
         def project(kind: str, group: int) -> Tensor:
             module = rows[kind, group].module

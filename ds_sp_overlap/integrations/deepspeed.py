@@ -67,7 +67,7 @@ def install() -> None:
         make(engine, *args, **kwargs)
         _honour(config, engine)
 
-    initialize.__sp_overlap__ = True
+    initialize.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
     deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
 
 

@@ -55,7 +55,8 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
 def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, config: SpOverlapConfig, policy: Policy | None):
     """Rebind DeepSpeed's class to the drop-in; returns what undoes it."""
     channel = Channel(module.spg or channel.group, config.transport, module.sp_stream, config.kernels)
-    attend, original, dims = ProjectedAttention(channel, config, name, policy), module.forward, set()
+    attend, original = ProjectedAttention(channel, config, name, policy), module.forward
+    dims: set[int] = set()
     same_group = module.spg is not None or channel.size == dist.get_world_size()  # None is all ranks to DeepSpeed's class
 
     def forward(query, key, value, batch_dim_idx, rotary_pos_emb=None, *args, sequence_lengths=None, **kwargs):

@@ -76,7 +76,7 @@ class Masks:
     @contextlib.contextmanager
     def asked(self, where: str, step: Step, implementation: str, configs: Iterable[Any]):
         """While the body runs, placeholders take the place of the masks that models of ``configs`` make."""
-        functions = getattr(sys.modules.get("transformers.masking_utils"), "ALL_MASK_ATTENTION_FUNCTIONS", {})
+        functions: Any = getattr(sys.modules.get("transformers.masking_utils"), "ALL_MASK_ATTENTION_FUNCTIONS", {})
         if implementation not in functions:  # masks aren't asked for
             yield
             return

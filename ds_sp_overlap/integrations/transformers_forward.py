@@ -46,7 +46,8 @@ class Sequence:
 def host(name: str, model: nn.Module, sequence: Sequence, layers: dict[str, nn.Module], witnessed: set[str], configs: list[Any]):
     """A forward for a model that holds ``layers``: what the ranks must know is gathered in it, once for all of them."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
-    original, positions, first = model.forward, sequence.positions, next(iter(layers.values()))
+    original, positions = model.forward, sequence.positions
+    first: Any = next(iter(layers.values()))
     unseen = {name: module for name, module in layers.items() if name in witnessed}  # to call their attention function
 
     @torch.compiler.disable(recursive=False)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .transport import C10d, communicator
+from .transport import C10d, Handle, communicator
 
 OLDEST_NCCL = (2, 28)
 
@@ -148,7 +148,7 @@ class CopyEngine:
             raise ValueError(f'sp_overlap.transport: "copy_engine" through {chosen}: {error}; use "auto"') from error
         self.rest.prepare(channel)
 
-    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+    def launch(self, send: Tensor, recv: Tensor, send_sizes: list[int], recv_sizes: list[int], group: Any, name: str) -> Handle:
         if len({*send_sizes, *recv_sizes}) == 1 and self.engine.takes(send_sizes[0], send):
             return self.engine.launch(send, recv)
         if not self.said:

@@ -49,7 +49,7 @@ def can_call_through(module: nn.Module) -> bool:
     return not any(kinds) or all(module.startswith(tuple(harmless)) for module in hooks)
 
 
-def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor):
+def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor) -> Any:
     """Run ``body(*inputs)`` as the forward of all ``modules`` at once, each called exactly once.
 
     The first module is called, its forward calls the second, and the innermost forward is ``body``: inside it every
@@ -59,7 +59,7 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
         return body(*inputs)
     first, rest = modules[0], modules[1:]
 
-    def forward(*args: Tensor):
+    def forward(*args: Tensor) -> Any:
         del vars(first)["forward"]
         return call_through(rest, body, *args)
 

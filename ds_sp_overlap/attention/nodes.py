@@ -152,7 +152,7 @@ class _StartInputs(torch.autograd.Function):
         halved: set[Part] = set()  # either dgrad or wgrad is done
         pieces: list[list[tuple[Ranges, Tensor]]] = [[] for _ in range(linear)]
         learned: list[Tensor | None] = [None] * (len(ctx.shapes) - linear)
-        dx = None
+        dx: Tensor | None = None
 
         def unshaped(part: Part, dy: Tensor) -> Tensor:
             """The gradient of what was projected, [.., n], of that of what was sent."""
@@ -249,7 +249,7 @@ class _FinishOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, weight: Tensor, bias: Tensor | None, *tokens: Tensor):
         outputs: dict[int, Tensor] = {}
-        y = None
+        y: Tensor | None = None
         ctx.call, ctx.columns = call, {}
 
         def merge(group: int, o: Tensor) -> None:
@@ -276,7 +276,7 @@ class _FinishOutput(torch.autograd.Function):
         call, (weight, *outputs) = ctx.call, ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: `outputs` has them, and lets go of each after its use
         of_weight, of_bias, *of_tokens = ctx.needs_input_grad[1:]
-        dw = None
+        dw: Tensor | None = None
 
         def wgrad(group: int) -> None:
             nonlocal dw

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
+from ..exchange.geometry import Geometry
 from ..exchange.transport import Transport
 from ..relayout import ops
 from ..rotary import Rotary
@@ -235,12 +236,14 @@ class SelfAttention:
 
         return frozenset(kind for kind in "qkvo" if not (call.rope_tables is not None and kind in "qk") and pays(kind))
 
-    def _describe(self, hidden: Tensor, position_embeddings: Any, lengths, extra: tuple):
+    def _describe(
+        self, hidden: Tensor, position_embeddings: Any, lengths: list[int] | None, extra: tuple
+    ) -> tuple[Geometry, Callable[[], tuple]]:
         if hidden.dim() != 3:
             raise ValueError(f"hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got {list(hidden.shape)}")
         geometry = self.layer.geometry(hidden, self.heads, self.kv_heads, self.batch_first, lengths, extra)
 
-        def types():
+        def types() -> tuple:
             if isinstance(self.rope, Rotary):
                 self.rope.of(position_embeddings, self.head_dim)  # refused on every rank
             grads = [torch.is_grad_enabled() and (hidden.requires_grad or trained) for trained in self._trained()]

@@ -48,7 +48,7 @@ def install() -> None:
     ours: list[bool] = []  # calls of `initialize` that are on their way
 
     @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any):
+    def initialize(*args: Any, **kwargs: Any) -> Any:
         config = _asked_for(given.bind(*args, **kwargs).arguments)  # refused before DeepSpeed starts anything
         ours.append(True)
         try:

@@ -15,7 +15,7 @@ from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
 from .layers import Found
-from .rebinding import rebind
+from .rebinding import Undo, rebind
 
 
 def find_group(model: nn.Module) -> Any:
@@ -52,7 +52,7 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
     return found
 
 
-def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, config: SpOverlapConfig, policy: Policy | None):
+def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, config: SpOverlapConfig, policy: Policy | None) -> Undo:
     """Rebind DeepSpeed's class to the drop-in; returns what undoes it."""
     channel = Channel(module.spg or channel.group, config.transport, module.sp_stream, config.kernels)
     attend, original = ProjectedAttention(channel, config, name, policy), module.forward

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,7 +85,9 @@ def _check_mask(mask: Any, seq: int) -> None:
 # Layers.
 
 
-def _drive(name: str, module: Any, channel: Channel, config: SpOverlapConfig, policy: Policy | None):
+def _drive(
+    name: str, module: Any, channel: Channel, config: SpOverlapConfig, policy: Policy | None
+) -> tuple[SelfAttention, Callable]:
     """The block over a layer, and a forward for the layer that calls it."""
     original = module.forward
     flash = module.use_flash_attn and not module.use_flash_attn_triton

@@ -28,7 +28,7 @@ from ..rotary import Rotary
 from .layers import Around, Found, driven, groups_in_words
 from .masks import Pattern
 from .positions import Step
-from .rebinding import rebind
+from .rebinding import Undo, rebind
 from .transformers_forward import Sequence, host, stretched
 from .transformers_modules import (
     attention_functions,
@@ -134,7 +134,9 @@ def _stock_does_the_same(module: Any, x: Tensor, step: Step, pattern: Pattern, c
     return fits and len(set(step.lengths)) == 1 and whole and given.get("position_ids") is not None
 
 
-def _drive(name: str, module: Any, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None):
+def _drive(
+    name: str, module: Any, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None
+) -> tuple[SelfAttention, Callable]:
     """The block over a layer of a known family, and a forward for the layer that calls it."""
     names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
 
@@ -230,7 +232,9 @@ def _scaled_by_position(module: Any, q: Tensor, step: Step, rank: int) -> Tensor
     return q * right[:, None, None]
 
 
-def _bind_function(name: str, module: Any, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None):
+def _bind_function(
+    name: str, module: Any, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None
+) -> Undo:
     """Overlap the attention function of a layer of an unknown family; its projections stay its own."""
     functions, implementation = attention_functions(), module.config._attn_implementation
     if not isinstance(functions[implementation], Dispatch):
@@ -295,7 +299,7 @@ def find_layers(
             if takes_tokens(outer):
                 hosts.setdefault(at, {})[name] = module
     configs = [config for at in hosts for config in (modules[at].config, modules[at].config.get_text_config())]
-    hosting = [
+    hosting: list[tuple[nn.Module, tuple]] = [
         (modules[at], host(at or type(model).__name__, modules[at], sequence, layers, witnessed, configs))
         for at, layers in hosts.items()
     ]

@@ -48,7 +48,7 @@ class BuildKernels(build_ext):
 setup(
     packages=[*find_packages(include=["ds_sp_overlap*"]), "ds_sp_overlap.csrc"],
     package_dir={"ds_sp_overlap.csrc": "csrc"},  # sources travel along, for a build at first use
-    package_data={"ds_sp_overlap.csrc": ["*.h", "*.cpp", "*.cu"]},
+    package_data={"ds_sp_overlap": ["py.typed"], "ds_sp_overlap.csrc": ["*.h", "*.cpp", "*.cu"]},
     ext_modules=[] if builder.wish() == "0" else [Extension("ds_sp_overlap._kernels", sources=[])],
     cmdclass={"build_ext": BuildKernels},
 )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 
 class _Section(BaseModel):
@@ -93,7 +96,7 @@ class SpOverlapConfig(_Section):
         return config
 
     @classmethod
-    def _explain(cls, fault: dict) -> str:
+    def _explain(cls, fault: ErrorDetails) -> str:
         first, *rest = map(str, fault["loc"])
         nested = first in _SECTIONS and rest
         key = rest[0] if nested else first

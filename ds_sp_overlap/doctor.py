@@ -13,6 +13,7 @@ import platform
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from .attention.self_attention import SelfAttention
-from .exchange.transport import C10d
+from .exchange.transport import C10d, Handle
 from .relayout import kernels
 
 BOUND = 1e-12  # relative; fp64 rounding of sums over a few thousand terms stays below 1e-13
@@ -45,17 +46,17 @@ def versions() -> str:
 class _Faulty(C10d):
     """Delivers dv of the last head group one part in 10^9 too large."""
 
-    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+    def launch(self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str) -> Handle:
         work = super().launch(send, recv, send_sizes, recv_sizes, group, name)
         if "dv" not in name:
             return work
 
-        class Handle:
-            def wait(self):
+        class Late:
+            def wait(self) -> None:
                 work.wait()
                 recv.mul_(1 + 1e-9)
 
-        return Handle()
+        return Late()
 
 
 def _local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

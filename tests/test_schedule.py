@@ -7,7 +7,7 @@ from pathlib import Path
 import layers
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import Shape
 from ranks import on_ranks
@@ -31,6 +31,7 @@ def merged_last(kinds, wgrad_last=True):
 kinds = st.lists(st.sampled_from(["qkv", "q"]), max_size=4).map(lambda more: ("qkv", *more))
 
 
+@settings(deadline=None)
 @given(kinds=kinds, wgrad_last=st.booleans())
 def test_every_number_of_groups_and_kv_heads_makes_a_schedule_that_holds(kinds, wgrad_last):
     made = check(by_head_groups(kinds, wgrad_last), kinds)
@@ -38,6 +39,7 @@ def test_every_number_of_groups_and_kv_heads_makes_a_schedule_that_holds(kinds, 
     assert check(merged_last(kinds, wgrad_last), kinds) != made or len(kinds) == 1
 
 
+@settings(deadline=None)
 @given(kinds=kinds, data=st.data())
 def test_a_schedule_with_a_step_missing_or_twice_is_refused(kinds, data):
     made = by_head_groups(kinds)
@@ -83,6 +85,7 @@ def test_an_order_that_cannot_be_run_is_refused(name):
         check(Schedule(**{"forward": made.forward, "backward": made.backward, which: changed}), ("qkv", "qkv"))
 
 
+@settings(deadline=None)
 @given(kinds=kinds, others=kinds)
 def test_a_schedule_for_other_groups_than_the_layer_has_is_refused(kinds, others):
     if kinds != others:

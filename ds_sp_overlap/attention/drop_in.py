@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
+from ..exchange.geometry import Geometry
 from ..exchange.transport import Transport
 from ..rotary import check_tables, rotate
-from .execution import Call, attend_groups, finish_output, start_inputs
+from .execution import Attend, Call, attend_groups, finish_output, start_inputs
 from .heads import Local
 from .layer import Layer, with_head_dim
 from .slices import cut, join
@@ -69,9 +70,21 @@ class ProjectedAttention:
             lambda: Local(local_attention, args, kwargs, query.shape[3], value.shape[3], query.dtype),
             baseline is not None,
         )
-        return run.end(baseline(*run.inputs) if call is None else self._overlapped(call, *run.inputs, local, arrive))
+        q, k, v = run.inputs
+        if call is None:
+            assert baseline is not None
+            return run.end(baseline(q, k, v))
+        return run.end(self._overlapped(call, q, k, v, local, arrive))
 
-    def _overlapped(self, call: Call, query: Tensor, key: Tensor, value: Tensor, local, arrive) -> Tensor:
+    def _overlapped(
+        self,
+        call: Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        local: Attend,
+        arrive: Callable[[str, Tensor], Tensor] | None,
+    ) -> Tensor:
         layer, geometry = self.layer, call.geometry
         given = {"q": query, "k": key, "v": value}
         flat: list[bool] = []
@@ -92,8 +105,17 @@ class ProjectedAttention:
         o = join([outputs[group] for group in call.groups], 2, [geometry.heads_of("q", group) for group in call.groups])
         return o.flatten(2) if flat[0] else o
 
-    def _describe(self, query, key, value, batch_first, num_kv_heads, lengths, extra):
-        def shapes():
+    def _describe(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch_first: bool,
+        num_kv_heads: int | None,
+        lengths: list[int] | None,
+        extra: tuple,
+    ) -> tuple[Geometry, Callable[[], tuple]]:
+        def shapes() -> str:
             return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
 
         if not query.dim() == key.dim() == value.dim() == 4:
@@ -107,7 +129,7 @@ class ProjectedAttention:
             raise ValueError(f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange ({shapes()})")
         geometry = self.layer.geometry(query, heads, kv_heads, batch_first, lengths, extra)
 
-        def types():
+        def types() -> tuple:
             grads = [torch.is_grad_enabled() and x.requires_grad for x in (query, key, value)]
             return str(query.dtype), query.shape[3], value.shape[3], "gradients of q, k, v", grads
 
@@ -213,10 +235,11 @@ def drop_in_forward(
         except ValueError as error:
             attend.layer.refuse(error)
 
-    def arrive(kind, x):
+    def arrive(kind: str, x: Tensor) -> Tensor:
         if kind == "v":
             return x
-        cos, sin = (table.transpose(0, 1) if batch_first else table for table in rotary_pos_emb)
+        tables: Any = rotary_pos_emb  # there are some where this is called
+        cos, sin = (table.transpose(0, 1) if batch_first else table for table in tables)
         return rotate(x, cos, sin)
 
     return attend(

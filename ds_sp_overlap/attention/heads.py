@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ def _modules(attend: Any) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def _evaluating(attend: Any):
+def _evaluating(attend: Any) -> Iterator[None]:
     """Run the body with the attention's modules in evaluation: dropout would be another one in every call."""
     were = [(module, module.training) for module in _modules(attend)]
     for module, _ in were:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ class Layer:
         """Of the copy of a module: it exchanges over the same group."""
         return Layer(self.channel, self.config, self.where, self.policy, self.heads_alike, self.schedule)
 
-    def __getstate__(self):
+    def __getstate__(self) -> NoReturn:
         raise TypeError(f"{self.where}: an attention layer over a process group can't be pickled; save its state_dict()")
 
     def begin(
@@ -82,11 +82,12 @@ class Layer:
             timeline.look()
             if timeline.recording():
                 run.timed(timeline.layer(self.where, device))
-        trial = self.policy and self.policy.trial(call.geometry, inputs[0], off=has_baseline)
-        if trial is None:
+        policy = self.policy
+        trial = None if policy is None else policy.trial(call.geometry, inputs[0], off=has_baseline)
+        if policy is None or trial is None:
             return run, call
         candidate, geometry = trial.candidate(self.index), call.geometry
-        self.policy.follow(run, trial, candidate, geometry.batch * sum(geometry.seq_lens))
+        policy.follow(run, trial, candidate, geometry.batch * sum(geometry.seq_lens))
         return run, None if candidate == OFF else self._made(_regrouped(geometry, candidate), call.checked)
 
     def _may_divide(self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]) -> bool:
@@ -131,7 +132,7 @@ class Layer:
     def refuse(self, error: ValueError) -> None:
         """Raise ``error``, on the layer's first call on every rank."""
 
-        def describe():
+        def describe() -> NoReturn:
             raise error
 
         self.call(describe)
@@ -154,7 +155,9 @@ class Layer:
             f"{self.where}, call {self.channel.calls.number + 1} over the sp group"
         )
 
-    def geometry(self, x: Tensor, heads: int, kv_heads: int, batch_first: bool, lengths, extra: tuple) -> Geometry:
+    def geometry(
+        self, x: Tensor, heads: int, kv_heads: int, batch_first: bool, lengths: list[int] | None, extra: tuple
+    ) -> Geometry:
         """Geometry of a call with ``x`` [s/P, b, ...], one head group where attention gets ``extra`` arguments per head."""
         channel = self.channel
         batch, local_seq = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])

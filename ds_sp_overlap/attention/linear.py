@@ -9,6 +9,7 @@ gradients reach the parameter through autograd, once, in the parameter's own sha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from .slices import Ranges, batched, cut_ranges
 
 # Forwards of linear layers that compute ``x w^T + b`` and nothing else, and what tells of a layer whether it leaves b to its caller
 # and returns ``(x w^T, b)``; None for those that return one tensor.
-Plain = dict[Callable[..., object], Callable[[nn.Module], "bool | None"]]
+Plain = dict[Callable[..., object], Callable[[Any], "bool | None"]]
 
 
 def _returns_one(module: nn.Module) -> None:
@@ -72,7 +73,7 @@ def can_call_through(module: nn.Module) -> bool:
     return not any(kinds) or all(module.startswith(tuple(harmless)) for module in hooks)
 
 
-def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor):
+def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor) -> Any:
     """Run ``body(*inputs)`` as the forward of all ``modules`` at once, each called exactly once.
 
     The first module is called, its forward calls the second, and the innermost forward is ``body``: inside it every
@@ -82,7 +83,7 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
         return body(*inputs)
     first, rest = modules[0], modules[1:]
 
-    def forward(*args: Tensor):
+    def forward(*args: Tensor) -> Any:
         del vars(first)["forward"]
         return call_through(rest, body, *args)
 
@@ -127,7 +128,15 @@ def projected_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Ranges,
     return F.linear(x, cut_ranges(weight, 0, rows), None if bias is None else cut_ranges(bias, 0, rows))
 
 
-def autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]:
+@overload
+def autocast(*tensors: Tensor) -> Sequence[Tensor]: ...
+
+
+@overload
+def autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]: ...
+
+
+def autocast(*tensors: Any) -> Sequence[Any]:
     """What autocast would have done to the operands of a linear layer; the first is not None."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):

@@ -6,9 +6,10 @@ dx is summed in place, and a parameter's gradient is delivered once, in the same
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +74,8 @@ class Projections:
         linear = [p for m in self.modules for p in (m.weight, None if self.plain[type(m).forward](m) else m.bias)]
         return linear + [p for norm in self.norms.values() for p in norm.parameters()]
 
-    def project(self, part: Part, x: Tensor, parameters: tuple[Tensor | None, ...]) -> Tensor:
-        """[.., h, d], or [.., P, h, d] in the memory order of the wire."""
+    def project(self, part: Part, x: Tensor, parameters: tuple[Any, ...]) -> Tensor:
+        """[.., h, d], or [.., P, h, d] in the memory order of the wire; of `parameters`, where biases may be None."""
         (_, rows, ranks), at = self.rows[part], self.places[part]
         return projected_rows(x, parameters[at], parameters[at + 1], rows, ranks).unflatten(-1, (-1, self.head_dim))
 
@@ -83,10 +84,10 @@ class Projections:
 
         again   in backward, where the norm is called for its weights to be there; in forward it was (`called`)
         """
-        norm = self.norms.get(part[0])
-        if part[0] == "v" or not (tables or norm):
+        module = self.norms.get(part[0])
+        if part[0] == "v" or not (tables or module):
             return heads
-        norm = norm if norm is None or again else norm.forward
+        norm: Callable[..., Tensor] | None = module if module is None or again else module.forward
         ranks = self.rows[part].ranks
         heads = heads.movedim(2, 0) if ranks else heads
         heads = heads if norm is None else norm(heads)
@@ -148,7 +149,7 @@ class _StartInputs(torch.autograd.Function):
         halved: set[Part] = set()  # either dgrad or wgrad is done
         pieces: list[list[tuple[Ranges, Tensor]]] = [[] for _ in range(linear)]
         learned: list[Tensor | None] = [None] * (len(ctx.shapes) - linear)
-        dx = None
+        dx: Tensor | None = None
 
         def unshaped(part: Part, dy: Tensor) -> Tensor:
             """The gradient of what was projected, [.., n], of that of what was sent."""
@@ -221,7 +222,7 @@ class _FinishOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, weight: Tensor, bias: Tensor | None, *tokens: Tensor):
         outputs: dict[int, Tensor] = {}
-        y = None
+        y: Tensor | None = None
         ctx.call, ctx.columns = call, {}
 
         def merge(group: int, o: Tensor) -> None:
@@ -248,7 +249,7 @@ class _FinishOutput(torch.autograd.Function):
         call, (weight, *outputs) = ctx.call, ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: `outputs` has them, and lets go of each after its use
         of_weight, of_bias, *of_tokens = ctx.needs_input_grad[1:]
-        dw = None
+        dw: Tensor | None = None
 
         def wgrad(group: int) -> None:
             nonlocal dw

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
+from ..exchange.geometry import Geometry
 from ..exchange.transport import Transport
 from ..relayout import ops
 from ..rotary import Rotary
@@ -153,11 +154,15 @@ class SelfAttention:
             baseline is not None,
         )
         (x,) = run.inputs
-        return run.end(baseline(x) if call is None else self._overlapped(call, x, position_embeddings, args, kwargs))
+        if call is None:
+            assert baseline is not None
+            return run.end(baseline(x))
+        return run.end(self._overlapped(call, x, position_embeddings, args, kwargs))
 
     def _overlapped(self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict) -> Tensor:
         split = self.split_projections()
-        folded = self.rope.of_tokens(position_embeddings, self.head_dim) if self._folds() else None
+        rope = self._folded()
+        folded = None if rope is None else rope.of_tokens(position_embeddings, self.head_dim)
         tables = () if self.rope is None or folded is not None else self._tables(position_embeddings)
         if tables is None:  # they learn
             split = [module for module in split if module is self.o_proj]
@@ -168,6 +173,7 @@ class SelfAttention:
             return with_head_dim(self.local_attention(q, k, v, *args, **kwargs), q, self.layer.where)
 
         if self._projections["q"][0] in split:
+            assert tables is not None
             norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
             made = Projections(self._rows(call), norms, tables, self.head_dim, self.plain, torch.is_grad_enabled())
             started = call_through(made.called, lambda x: start_projected(call, made, x), hidden_states)
@@ -184,9 +190,10 @@ class SelfAttention:
         heads = [call.geometry.heads_of("q", group) for group in call.groups]
         return self.o_proj(join([outputs[group] for group in call.groups], 2, heads).flatten(2))
 
-    def _folds(self) -> bool:
-        """Whether q and k are rotated in the kernels that pack them."""
-        return isinstance(self.rope, Rotary) and ops.implementation(self.layer.channel.kernels).folds
+    def _folded(self) -> Rotary | None:
+        """The rotation of q and k, if it is done in the kernels that pack them."""
+        rope = self.rope
+        return rope if isinstance(rope, Rotary) and ops.implementation(self.layer.channel.kernels).folds else None
 
     def _tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
         """What q and k are rotated by behind the projections, empty for nothing; None where it learns."""
@@ -204,7 +211,8 @@ class SelfAttention:
 
     def _whole(self, call: Call, x: Tensor, position_embeddings: Any) -> Callable[[str, int], Tensor]:
         """``project`` of `start_inputs`: each projection is called when its first part is asked for, and cut."""
-        rows, made = self._rows(call), {}
+        rows = self._rows(call)
+        made: dict[Part, Tensor] = {}
 
         def project(kind: str, group: int) -> Tensor:
             module = rows[kind, group].module
@@ -235,12 +243,14 @@ class SelfAttention:
 
         return frozenset(kind for kind in "qkvo" if not (call.rope_tables is not None and kind in "qk") and pays(kind))
 
-    def _describe(self, hidden: Tensor, position_embeddings: Any, lengths, extra: tuple):
+    def _describe(
+        self, hidden: Tensor, position_embeddings: Any, lengths: list[int] | None, extra: tuple
+    ) -> tuple[Geometry, Callable[[], tuple]]:
         if hidden.dim() != 3:
             raise ValueError(f"hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got {list(hidden.shape)}")
         geometry = self.layer.geometry(hidden, self.heads, self.kv_heads, self.batch_first, lengths, extra)
 
-        def types():
+        def types() -> tuple:
             if isinstance(self.rope, Rotary):
                 self.rope.of(position_embeddings, self.head_dim)  # refused on every rank
             grads = [torch.is_grad_enabled() and (hidden.requires_grad or trained) for trained in self._trained()]

@@ -5,6 +5,8 @@ A part is a list of ranges. Parts may overlap (KV heads that two ranks need): th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,7 @@ def _disjoint_cover(parts: list[Ranges], size: int) -> bool:
     return [r[0] for r in ranges] + [size] == [0] + [r[1] for r in ranges]
 
 
-def join_pieces(shape, dim: int, pieces: list[tuple[Ranges, Tensor]]) -> Tensor | None:
+def join_pieces(shape: Sequence[int], dim: int, pieces: list[tuple[Ranges, Tensor]]) -> Tensor | None:
     """A tensor with each piece in its place; summed where their parts overlap, zero where there is none; None for no piece."""
     if not pieces:
         return None

@@ -67,7 +67,8 @@ class Board:
     made = itertools.count()  # alike on every rank, since replicas make their policies in one order
 
     def __init__(self) -> None:
-        self.store = dist.PrefixStore(f"sp_overlap policy {next(self.made)}", _get_default_store())
+        # Its stub denies that it takes bytes.
+        self.store: Any = dist.PrefixStore(f"sp_overlap policy {next(self.made)}", _get_default_store())
 
     def tell(self, step: int, report: Report) -> None:
         keys = self._keys(step)
@@ -160,7 +161,8 @@ class Policy:
         return self.trials[key]
 
     def _trial(self, key: tuple, what: str) -> Trial:
-        return Trial(what, *key[-2:], self.warmup_steps)
+        *_, candidates, default = key
+        return Trial(what, candidates, default, self.warmup_steps)
 
     def _back(self, trial: Trial) -> None:
         """A call's backward has begun; alike on all ranks of the sp group, which exchange in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
@@ -17,12 +18,12 @@ def candidates_for(max_groups: int, off: bool) -> tuple[Candidate, ...]:
     return (*((OFF,) if off else ()), *(groups for groups in (1, 2, 4) if groups <= max_groups))
 
 
-def merged(reports: list[Report]) -> dict[tuple, tuple[str, list[float] | None]]:
+def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | None]]:
     """For each trial what the slowest rank measured of each candidate that is left.
 
     A rank that has not timed all that are left compares nothing; None where every rank is such a one.
     """
-    found = {}
+    found: dict[tuple, tuple[str, list[float] | None]] = {}
     for key, (what, _) in itertools.chain.from_iterable(report.items() for report in reports):
         every = [report[key][1] for report in reports if key in report and max(report[key][1]) < float("inf")]
         found[key] = what, [max(times) for times in zip(*every)] or None
@@ -41,7 +42,8 @@ class Trial:
     def __init__(self, what: str, candidates: tuple[Candidate, ...], default: int, warmup_steps: int):
         self.what, self.left, self.default, self.warmup_steps = what, list(candidates), default, warmup_steps
         self.place = self.round = self.steps = 0  # place in the round; rounds and steps that are over
-        self.started, self.chosen = False, candidates[0] if len(candidates) == 1 else None
+        self.started = False
+        self.chosen: Candidate | None = candidates[0] if len(candidates) == 1 else None
         self.met = -1  # the last step in which a call of this rank had its backward
         self.marks: dict[Candidate, tuple[list, list]] = {candidate: ([], []) for candidate in candidates}
         self.slowest_ms: dict[Candidate, float] = {}  # what was found of each, in the last round that it took part in
@@ -105,7 +107,9 @@ class Trial:
     def __str__(self) -> str:
         if not self.slowest_ms:
             return f"sp_overlap: {self.what}: no call was timed, G = {self.chosen}"
-        names = {candidate: candidate if candidate == OFF else f"G = {candidate}" for candidate in self.slowest_ms}
+        names: dict[Candidate | None, Candidate] = {
+            candidate: candidate if candidate == OFF else f"G = {candidate}" for candidate in self.slowest_ms
+        }
         times = ", ".join(f"{names[candidate]} {ms:.2f} ms" for candidate, ms in self.slowest_ms.items())
         kept = "off, stock is fastest here" if self.chosen == OFF else names[self.chosen]
         return f"sp_overlap: {self.what}: {times} a layer, forward and backward on the slowest rank; kept: {kept}"

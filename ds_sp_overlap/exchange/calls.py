@@ -23,7 +23,7 @@ class Calls:
     EVERY = 32
     _of_groups: weakref.WeakKeyDictionary[Any, Calls] = weakref.WeakKeyDictionary()
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.number = self.layers = 0  # of calls, and of layers that were called
         self.names: list[str] = []  # of calls that the other ranks were not asked about
         self.asked: tuple[list[str], Callable[[], bool]] = ([], lambda: True)  # about which they were; whether all say the same

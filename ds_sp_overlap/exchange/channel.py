@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,13 +23,13 @@ class HostStream:
 
     _here = contextlib.nullcontext()
 
-    def after_compute(self):
+    def after_compute(self) -> contextlib.nullcontext[None]:
         return self._here
 
-    def mark(self):
+    def mark(self) -> Any:
         pass
 
-    def before_compute(self, mark):
+    def before_compute(self, mark: Any) -> None:
         pass
 
 
@@ -48,7 +48,7 @@ class SideStream:
         self.deferred_unpack = deferred_unpack
 
     @contextlib.contextmanager
-    def after_compute(self):
+    def after_compute(self) -> Iterator[None]:
         """Run the body on the side stream, after what the compute stream holds now."""
         self.stream.wait_stream(self.backend.current_stream(self.device))
         with self.backend.stream(self.stream):
@@ -87,8 +87,10 @@ class Channel:
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:
             raise ValueError("sequence_process_group: this process is not a member of it; pass the group that it belongs to")
-        self._unprepared = transport is None or isinstance(transport, str)
-        self.transport = by_name(transport or "auto", self.size) if self._unprepared else transport
+        self._unprepared: Named | None = None
+        if transport is None or isinstance(transport, str):
+            transport = self._unprepared = by_name(transport or "auto", self.size)
+        self.transport: Transport = transport
         self.timeline: Timeline | None = None
         self.calls = Calls.of(group)
         self._stream = stream
@@ -117,9 +119,9 @@ class Channel:
 
     def prepare(self) -> None:
         """Make what the transport needs. Collective the first time, once the ranks have agreed; raises its ValueError."""
-        if self._unprepared:
-            self.transport.prepare(self)
-            self._unprepared = False
+        if self._unprepared is not None:
+            self._unprepared.prepare(self)
+            self._unprepared = None
 
     def failed(self, where: str, what: str, error: Exception) -> RuntimeError:
         """What to raise for a collective that failed."""
@@ -143,6 +145,7 @@ class Channel:
 
         Collective. Raises ValueError, on all ranks alike.
         """
+        mine: tuple[bool, Any]
         try:
             mine = (True, describe())
         except Exception as error:  # of any kind: the other ranks wait for this one

@@ -10,9 +10,18 @@ import torch
 from torch import Tensor
 
 from ..rotary import rotate
+from .channel import Channel
+from .geometry import Layout
 
 
-def plain_exchange(channel, layout, x: Tensor, name: str, rope=None, rope_back=None) -> Tensor:
+def plain_exchange(
+    channel: Channel,
+    layout: Layout,
+    x: Tensor,
+    name: str,
+    rope: tuple[Tensor, Tensor] | None = None,
+    rope_back: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """What the exchange of ``x`` must deliver to this rank; x rotated by ``rope`` before it, the result by ``rope_back`` after it.
 
     Collective. Raises RuntimeError on all ranks if they are about to launch exchanges that don't fit together.
@@ -43,7 +52,7 @@ def plain_exchange(channel, layout, x: Tensor, name: str, rope=None, rope_back=N
     return out.to(x.device)
 
 
-def compare(channel, got: Tensor, expected: Tensor, name: str, rotated: bool = False) -> None:
+def compare(channel: Channel, got: Tensor, expected: Tensor, name: str, rotated: bool = False) -> None:
     """Raise RuntimeError on all ranks, naming the exchange, if one of them received anything else.
 
     Bit for bit, but for sums of replicas in half precision, whose order of rounding is not fixed, and for rotation, of which

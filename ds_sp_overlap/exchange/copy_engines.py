@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .transport import C10d, communicator
+from .transport import C10d, Handle, communicator
 
 OLDEST_NCCL = (2, 28)
 
@@ -68,7 +68,8 @@ class ZeroCta:
         import torch.distributed._symmetric_memory as symmetric
 
         self.symmetric = symmetric
-        self.group = communicator(group, cta_policy=dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO)
+        policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]  # torch's stub lacks it
+        self.group = communicator(group, cta_policy=policy)
         symmetric.set_backend("NCCL")
         dist.barrier(group=self.group)  # a rendezvous needs the communicator, which is made at its first use
         self.free: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
@@ -88,7 +89,7 @@ class ZeroCta:
     def launch(self, send: Tensor, recv: Tensor) -> Any:
         key = (send.numel(), send.dtype, send.device)
         pairs = self.free.setdefault(key, [])
-        pair = pairs.pop() if pairs else tuple(self._buffer(send) for _ in "sr")
+        pair = pairs.pop() if pairs else (self._buffer(send), self._buffer(send))
         pair[0].copy_(send)
         work = dist.all_to_all_single(pair[1], pair[0], group=self.group, async_op=True)
 
@@ -119,13 +120,14 @@ class _Then:
 class CopyEngine:
     """Exchanges of equal parts by a copy engine, others by `C10d`."""
 
-    def __init__(self):
-        self.engine: FastUlysses | ZeroCta | None = None
+    engine: FastUlysses | ZeroCta  # once it is prepared
+
+    def __init__(self) -> None:
         self.rest = C10d(own=True)
         self.said = False
 
     def prepare(self, channel: Any) -> None:
-        engines = {"fast-ulysses": FastUlysses, "NCCL": ZeroCta}
+        engines: dict[str, type[FastUlysses] | type[ZeroCta]] = {"fast-ulysses": FastUlysses, "NCCL": ZeroCta}
         backend = dist.get_backend(channel.group)
         if backend != "nccl":
             lacks = dict.fromkeys(engines, f"the sp group's backend is {backend}, not nccl")
@@ -146,7 +148,7 @@ class CopyEngine:
             raise ValueError(f'sp_overlap.transport: "copy_engine" through {chosen}: {error}; use "auto"') from error
         self.rest.prepare(channel)
 
-    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+    def launch(self, send: Tensor, recv: Tensor, send_sizes: list[int], recv_sizes: list[int], group: Any, name: str) -> Handle:
         if len({*send_sizes, *recv_sizes}) == 1 and self.engine.takes(send_sizes[0], send):
             return self.engine.launch(send, recv)
         if not self.said:

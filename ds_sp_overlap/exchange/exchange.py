@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from ..profiling.ranges import named
-from ..profiling.timeline import UNTRACKED
+from ..profiling.timeline import UNTRACKED, Track, Untracked
 from ..relayout import ops
 from . import check
-from .channel import Channel
+from .channel import Channel, HostStream, SideStream
 from .geometry import Layout, Side
 
 Tables = tuple[Tensor, Tensor]
@@ -62,6 +62,16 @@ class _InFlight:
     rope, rope_back   (cos, sin) by which the source is rotated as it is packed, the target as it is unpacked (the other way)
     """
 
+    # From `launch` on.
+    side: HostStream | SideStream
+    source: Tensor | None  # None once it has been read
+    send: Tensor
+    recv: Tensor
+    out: Tensor  # None while unpacking is put off
+    unpacks: bool
+    track: Track | Untracked
+    received: Any  # mark of the side stream
+
     def __init__(self, channel: Channel, layout: Layout, name: str, rope: Tables | None = None, rope_back: Tables | None = None):
         self.channel, self.layout, self.name = channel, layout, name
         self.rope, self.rope_back = rope, rope_back
@@ -77,13 +87,13 @@ class _InFlight:
             self.expected = check.plain_exchange(channel, self.layout, x, self.name, self.rope, self.rope_back)
         self.side = channel.side(x.device)
         self.source = x  # guard: read by the transfer, so kept alive until it is over
-        self.send = _as_it_travels(x, source) if self.rope is None else None
-        packs = self.send is None
-        if packs:
-            self.send = x.new_empty(source.elements)
+        ready = _as_it_travels(x, source) if self.rope is None else None
+        packs = ready is None
+        self.send = x.new_empty(source.elements) if ready is None else ready
         self.unpacks = self.rope_back is not None or not target.is_wire_layout
         # Where unpacking is put off, so is its memory; else it must come from the compute stream, here.
-        self.out = None if self.unpacks and self.side.deferred_unpack else x.new_empty(target.shape)
+        put_off = self.unpacks and self.side.deferred_unpack
+        self.out = None if put_off else x.new_empty(target.shape)  # type: ignore[assignment]  # `finish` replaces None
         # What is received as it lies is no view: its owner may change it in place, as he may what was unpacked.
         self.recv = x.new_empty(target.elements) if self.unpacks else self.out.view(-1)
         self.track = channel.timeline.exchange(self.name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
@@ -111,7 +121,7 @@ class _InFlight:
         sizes = self.layout.source.split_sizes
         return (sum(sizes) - sizes[self.channel.rank]) * self.send.element_size()
 
-    def _receive(self):
+    def _receive(self) -> None:
         try:
             self.handle.wait()
         except RuntimeError as error:
@@ -122,14 +132,14 @@ class _InFlight:
         self.track.mark("done")
         self.received = self.side.mark()
 
-    def _pack(self):
+    def _pack(self) -> None:
         relayout, source = ops.implementation(self.channel.kernels), self.layout.source
         if self.rope is None:
             relayout.pack(self.source, source.dim, *source.edges, self.send)
         else:
             relayout.pack_qkv([self.source], [], *self.rope, False, 1, *source.edges, [self.send])
 
-    def _unpack(self):
+    def _unpack(self) -> None:
         relayout, target = ops.implementation(self.channel.kernels), self.layout.target
         if self.rope_back is None:
             relayout.unpack(self.recv, target.dim, *target.edges, self.out)
@@ -151,7 +161,7 @@ class _InFlight:
             check.compare(self.channel, self.out, self.expected, self.name, rotated=(self.rope or self.rope_back) is not None)
         return self.out
 
-    def __del__(self):
+    def __del__(self) -> None:
         # Abandoned (an exception between start and finish). On the side stream the memory must not return to the compute
         # stream before the transfer is over; where waiting blocks the host, c10d holds the buffers itself.
         if self.handle is not None and not self.side.deferred_unpack:

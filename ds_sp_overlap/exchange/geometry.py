@@ -53,7 +53,8 @@ class Side:
     @cached_property
     def edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Starts and stops of the parts."""
-        return tuple(zip(*self.parts))
+        starts, stops = zip(*self.parts)
+        return starts, stops
 
     @cached_property
     def tiles(self) -> bool:
@@ -110,7 +111,7 @@ class Geometry:
     groups: int = 1
     batch_first: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 <= self.sp_rank < self.sp_size:
             raise ValueError(f"sp rank must be between 0 and {self.sp_size - 1} at sp size {self.sp_size}, got {self.sp_rank}")
         if len(self.seq_lens) != self.sp_size:
@@ -229,7 +230,7 @@ class Geometry:
         """
         if kind == "o":
             return self.exchange("q", group, head_dim, by_rank).inverse
-        first = {}  # where each head lies in the local tensor
+        first: dict[int, int] = {}  # where each head lies in the local tensor
         for start, stop in self.heads_of(kind, group):
             first.update(zip(range(start, stop), range(len(first), len(first) + stop - start)))
         parts = []

@@ -26,7 +26,7 @@ class Handle(Protocol):
 
 
 class Transport(Protocol):
-    def launch(self, send: Tensor, recv: Tensor, send_sizes: list[int], recv_sizes: list[int], group, name: str) -> Handle:
+    def launch(self, send: Tensor, recv: Tensor, send_sizes: list[int], recv_sizes: list[int], group: Any, name: str) -> Handle:
         """Send ``send_sizes[p]`` elements of ``send`` to rank ``p``, fill ``recv`` likewise, and return at once.
 
         send   flat; read until the handle has been waited for, never written
@@ -62,14 +62,16 @@ class C10d:
         if self.own and channel.group is not None and dist.get_backend(channel.group) == "nccl":
             self.group = communicator(channel.group, max_ctas=MAX_CTAS)
 
-    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+    def launch(self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str) -> Handle:
         group = self.group if self.group is not None else group
         if all_equal(send_sizes, recv_sizes):
             send_sizes = recv_sizes = None  # which costs the host half as much
         return all_to_all(recv, send, recv_sizes, send_sizes, group, name)
 
 
-def plain_all_to_all(recv, send, recv_sizes, send_sizes, group, name):
+def plain_all_to_all(
+    recv: Tensor, send: Tensor, recv_sizes: list[int] | None, send_sizes: list[int] | None, group: Any, name: str
+) -> Any:
     return dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=True)
 
 
@@ -84,14 +86,14 @@ def all_equal(send_sizes: list[int], recv_sizes: list[int]) -> bool:
 class OneRank:
     """The transport of an sp group of one: what is sent is what is received."""
 
-    def prepare(self, channel):
+    def prepare(self, channel: Any) -> None:
         pass
 
-    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+    def launch(self, send: Tensor, recv: Tensor, send_sizes: list[int], recv_sizes: list[int], group: Any, name: str) -> Handle:
         recv.copy_(send)
         return self
 
-    def wait(self):
+    def wait(self) -> None:
         pass
 
 

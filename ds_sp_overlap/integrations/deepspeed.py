@@ -48,7 +48,7 @@ def install() -> None:
     ours: list[bool] = []  # calls of `initialize` that are on their way
 
     @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any):
+    def initialize(*args: Any, **kwargs: Any) -> Any:
         config = _asked_for(given.bind(*args, **kwargs).arguments)  # refused before DeepSpeed starts anything
         ours.append(True)
         try:
@@ -67,7 +67,7 @@ def install() -> None:
         make(engine, *args, **kwargs)
         _honour(config, engine)
 
-    initialize.__sp_overlap__ = True
+    initialize.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
     deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
 
 

@@ -15,7 +15,7 @@ from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
 from .layers import Found
-from .rebinding import rebind
+from .rebinding import Undo, rebind
 
 
 def find_group(model: nn.Module) -> Any:
@@ -52,10 +52,11 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
     return found
 
 
-def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, config: SpOverlapConfig, policy: Policy | None):
+def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, config: SpOverlapConfig, policy: Policy | None) -> Undo:
     """Rebind DeepSpeed's class to the drop-in; returns what undoes it."""
     channel = Channel(module.spg or channel.group, config.transport, module.sp_stream, config.kernels)
-    attend, original, dims = ProjectedAttention(channel, config, name, policy), module.forward, set()
+    attend, original = ProjectedAttention(channel, config, name, policy), module.forward
+    dims: set[int] = set()
     same_group = module.spg is not None or channel.size == dist.get_world_size()  # None is all ranks to DeepSpeed's class
 
     def forward(query, key, value, batch_dim_idx, rotary_pos_emb=None, *args, sequence_lengths=None, **kwargs):

@@ -38,8 +38,8 @@ class Pieces:
         self.short: list[tuple[Tensor, Tensor]] = []
         first, power = documents[:, 0] * seq + documents[:, 1], 2
         while power // 2 * _LONG <= seq:
-            some = (length * _LONG <= seq) & (length > power // 2) & (length <= power)
-            for at, long in zip(first[some].split(_BATCH), length[some].split(_BATCH)):
+            alike = (length * _LONG <= seq) & (length > power // 2) & (length <= power)
+            for at, long in zip(first[alike].split(_BATCH), length[alike].split(_BATCH)):
                 if len(at):
                     nth = torch.arange(power)
                     index = at[:, None] + torch.minimum(nth, long[:, None] - 1)

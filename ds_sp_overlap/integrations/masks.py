@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def _read(function: Callable, said: dict[str, Any]) -> None:
 class Masks:
     """The placeholders that are in use; each is known by its memory, which views and detached tensors share."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._given: dict[int, tuple[StorageWeakRef, Step, Pattern]] = {}
 
     def find(self, mask: Any) -> tuple[Step, Pattern] | None:
@@ -74,9 +74,9 @@ class Masks:
         return found and found[1:]
 
     @contextlib.contextmanager
-    def asked(self, where: str, step: Step, implementation: str, configs: Iterable[Any]):
+    def asked(self, where: str, step: Step, implementation: str, configs: Iterable[Any]) -> Iterator[None]:
         """While the body runs, placeholders take the place of the masks that models of ``configs`` make."""
-        functions = getattr(sys.modules.get("transformers.masking_utils"), "ALL_MASK_ATTENTION_FUNCTIONS", {})
+        functions: Any = getattr(sys.modules.get("transformers.masking_utils"), "ALL_MASK_ATTENTION_FUNCTIONS", {})
         if implementation not in functions:  # masks aren't asked for
             yield
             return
@@ -84,7 +84,7 @@ class Masks:
         self._given = {key: given for key, given in self._given.items() if not given[0].expired()}
 
         @torch.compiler.disable
-        def ask(*args: Any, **kwargs: Any):
+        def ask(*args: Any, **kwargs: Any) -> Any:
             if id(kwargs.get("config")) not in known:
                 return before(*args, **kwargs)
             try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ SPLIT = {"q_proj": "query_linear", "k_proj": "key_linear", "v_proj": "value_line
 # Attention over the whole sequence with this rank's heads.
 
 
-def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Tensor:
+def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Tensor:
     """q, k, v [s, b, h/P, d] -> o of that shape or [s, b, h/P d], by whichever attention the layer was built with."""
     local = module.dist_attn.local_attn
     flash = module.use_flash_attn and not module.use_flash_attn_triton
@@ -85,7 +86,9 @@ def _check_mask(mask: Any, seq: int) -> None:
 # Layers.
 
 
-def _drive(name: str, module: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None):
+def _drive(
+    name: str, module: Any, channel: Channel, config: SpOverlapConfig, policy: Policy | None
+) -> tuple[SelfAttention, Callable]:
     """The block over a layer, and a forward for the layer that calls it."""
     original = module.forward
     flash = module.use_flash_attn and not module.use_flash_attn_triton
@@ -118,7 +121,7 @@ def _drive(name: str, module: nn.Module, channel: Channel, config: SpOverlapConf
         rotary_pos_emb=None,
         cpu_offloading=False,  # HEAD tries with it first, and again without where that is a TypeError
     ):
-        tables = ()
+        tables: tuple[Tensor, ...] = ()
         try:
             if inference_params is not None:
                 raise ValueError(

@@ -10,7 +10,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 
@@ -24,21 +24,21 @@ class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     names = ("deepspeed.compression", "deepspeed.compression.compress")
     functions = ("init_compression", "redundancy_clean")
 
-    def find_spec(self, name: str, path: Any, target: Any = None):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name not in self.names or "megatron" not in sys.modules:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=name == self.names[0])
 
-    def create_module(self, spec):
+    def create_module(self, spec: Any) -> None:
         return None
 
-    def exec_module(self, module) -> None:
+    def exec_module(self, module: Any) -> None:
         if module.__name__ == self.names[1]:
             for function in self.functions:
                 setattr(module, function, functools.partial(self._refuse, function))
 
     @staticmethod
-    def _refuse(function: str, *args: Any, **kwargs: Any):
+    def _refuse(function: str, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
             f"deepspeed.compression.compress.{function}: DeepSpeed {deepspeed.__version__} has no compression any more; take "
             '"compression_training" and --compression-training out, or train without sequence parallelism on an older DeepSpeed'

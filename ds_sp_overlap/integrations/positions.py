@@ -186,9 +186,10 @@ class Positions:
     def _refuse(self, where: str, shapes: list[list[int]]) -> None:
         faults = [_CODES[shape[0]] for shape in shapes]
         if any(faults):
-            kind = next(_FAULTS[fault][0] for fault in faults if fault)
+            known = [fault for fault in faults if fault]
+            kind = _FAULTS[known[0]][0]
             each = [f"sp rank {rank}: {_FAULTS[fault][1]}" for rank, fault in enumerate(faults) if fault]
-            raise kind(f"{where}: " + (_FAULTS[faults[0]][1] if len(set(faults)) == 1 else "; ".join(each)))
+            raise kind(f"{where}: " + (_FAULTS[known[0]][1] if len(set(faults)) == 1 else "; ".join(each)))
         if len({tuple(shape[1:4]) for shape in shapes}) > 1:
             told = [f"sp rank {rank}: {shape[2]} of batch {shape[3]}, {shape[1]} axes" for rank, shape in enumerate(shapes)]
             raise ValueError(f"{where}: position_ids differ in batch or axes over the sp ranks ({'; '.join(told)})")
@@ -198,10 +199,10 @@ class Positions:
         starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]
         if self._may_restart or len(starts) == 1:
             return
-        starts = torch.tensor(starts, device=position_ids.device)
-        elsewhere = position_ids.diff(dim=-1) != 1 if position_ids.dim() == 2 else starts.new_zeros(1)
+        at = torch.tensor(starts, device=position_ids.device)
+        elsewhere = position_ids.diff(dim=-1) != 1 if position_ids.dim() == 2 else at.new_zeros(1)
         cuts = len(position_ids) * (len(starts) - 1) if position_ids.dim() == 2 else 0
-        self._may_restart = bool(position_ids.index_select(-1, starts).any() | (elsewhere.sum() > cuts))
+        self._may_restart = bool(position_ids.index_select(-1, at).any() | (elsewhere.sum() > cuts))
         if not self._may_restart:
             raise ValueError(
                 f"{where}: position_ids start anew on every rank; for one long sequence give {_NEEDED}. Where documents are "

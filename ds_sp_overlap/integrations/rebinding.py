@@ -27,7 +27,7 @@ def rebind(module: nn.Module, forward: Callable, whole: bool = True) -> Undo:
     before = vars(module).get("forward")
 
     @functools.partial(torch.compiler.disable, recursive=whole)
-    def dispatch(self: nn.Module, *args: Any, **kwargs: Any):
+    def dispatch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self is not original():
             return type(self).forward(self, *args, **kwargs)
         if not active:

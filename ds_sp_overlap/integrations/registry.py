@@ -111,9 +111,9 @@ def enable(
         meta = [layer.name for layer in found if any(p.is_meta for p in layer.module.parameters())]
         if meta:
             raise ValueError(f"{meta[0]} is on the meta device ({len(meta)} of {len(found)} layers); load the weights first")
-        left = [layer for layer in found if layer.bind is None]
-        if left and config.on_unsupported == "error":
-            raise ValueError(f'{left[0].name}: {left[0].lacks}; sp_overlap.on_unsupported is "error"')
+        bare = [layer for layer in found if layer.bind is None]
+        if bare and config.on_unsupported == "error":
+            raise ValueError(f'{bare[0].name}: {bare[0].lacks}; sp_overlap.on_unsupported is "error"')
         return f"{config!r}; {[(layer.name, layer.got) for layer in found]}"
 
     try:
@@ -140,8 +140,9 @@ def _and_close(undo: Undo, counting: list[Policy | Timeline | None]) -> Undo:
 
 
 def _close(counting: list[Policy | Timeline | None]) -> None:
-    for what in filter(None, counting):
-        what.close()
+    for what in counting:
+        if what is not None:
+            what.close()
 
 
 def disable(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ from ..rotary import Rotary
 from .layers import Around, Found, driven, groups_in_words
 from .masks import Pattern
 from .positions import Step
-from .rebinding import rebind
+from .rebinding import Undo, rebind
 from .transformers_forward import Sequence, host, stretched
 from .transformers_modules import (
     attention_functions,
@@ -45,7 +45,7 @@ from .transformers_modules import (
 )
 
 # Families whose attention layer is driven whole: where each finds its sliding window.
-FAMILIES: dict[str, Callable[[nn.Module], int | None]] = {
+FAMILIES: dict[str, Callable[[Any], int | None]] = {
     "LlamaAttention": lambda layer: None,
     "MistralAttention": lambda layer: layer.config.sliding_window,
     "Qwen2Attention": lambda layer: layer.sliding_window,
@@ -66,7 +66,7 @@ def find_group(model: nn.Module) -> Any:
 # Attention over the whole sequence with this rank's heads.
 
 
-def _core(module: nn.Module) -> tuple[str, Callable]:
+def _core(module: Any) -> tuple[str, Callable]:
     """Name and function of the attention that the model was configured for, without sequence parallelism around it."""
     name = module.config._attn_implementation
     if (reason := unfit(name)) is not None:  # it was switched after `enable`
@@ -78,7 +78,7 @@ def _core(module: nn.Module) -> tuple[str, Callable]:
     return name, function.before if isinstance(function, Dispatch) else function
 
 
-def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: Step, pattern: Pattern, **options: Any) -> Tensor:
+def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, step: Step, pattern: Pattern, **options: Any) -> Tensor:
     """q, k, v [b, s, h/P, d] -> o [b, s, h/P, d], through transformers' own attention function.
 
     As on one rank, sdpa goes by what the mask says, and a flash attention by its own arguments.
@@ -107,6 +107,7 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: Step, p
             raise ValueError(f'{type(module).__name__}: "{name}" has no attention in chunks of {pattern.chunk}; use "sdpa"')
         if step.documents is None or q.shape[0] == 1:  # it finds documents in position_ids, of one row
             return attention(q, k, v, None, position_ids=step.position_ids)
+        assert step.position_ids is not None  # which told the documents
         rows = [slice(row, row + 1) for row in range(q.shape[0])]
         return torch.cat([attention(q[row], k[row], v[row], None, position_ids=step.position_ids[row]) for row in rows])
     finally:
@@ -119,9 +120,7 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, step: Step, p
 # Layers.
 
 
-def _stock_does_the_same(
-    module: nn.Module, x: Tensor, step: Step, pattern: Pattern, channel: Channel, given: dict[str, Any]
-) -> bool:
+def _stock_does_the_same(module: Any, x: Tensor, step: Step, pattern: Pattern, channel: Channel, given: dict[str, Any]) -> bool:
     """Whether stock Ulysses is registered for a call with ``x`` [b, s/P, ..] and would compute what we do."""
     stock = stock_of(attention_functions().get(module.config._attn_implementation))
     if stock is None or dist.get_process_group_ranks(stock.process_group) != dist.get_process_group_ranks(channel.group):
@@ -131,11 +130,13 @@ def _stock_does_the_same(
     return fits and len(set(step.lengths)) == 1 and whole and given.get("position_ids") is not None
 
 
-def _drive(name: str, module: nn.Module, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None):
+def _drive(
+    name: str, module: Any, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None
+) -> tuple[SelfAttention, Callable]:
     """The block over a layer of a known family, and a forward for the layer that calls it."""
     names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
 
-    def parts() -> dict[str, nn.Module]:
+    def parts() -> dict[str, Any]:
         return {part: child for part in names if (child := getattr(module, part, None)) is not None}
 
     block = SelfAttention(
@@ -153,7 +154,7 @@ def _drive(name: str, module: nn.Module, sequence: Sequence, channel: Channel, c
         name=name,
         policy=policy,
         heads_alike=True,
-        pure=PURE | {type(norm).forward for norm in map(parts().get, ("q_norm", "k_norm")) if _is_theirs(norm)},
+        pure=PURE | {type(norm).forward for name, norm in parts().items() if name.endswith("_norm") and _is_theirs(norm)},
     )
     original = module.forward
 
@@ -215,7 +216,7 @@ class Dispatch:
         return o, None
 
 
-def _scaled_by_position(module: nn.Module, q: Tensor, step: Step, rank: int) -> Tensor:
+def _scaled_by_position(module: Any, q: Tensor, step: Step, rank: int) -> Tensor:
     """Llama 4 scales q [b, s/P, h, d] of layers without RoPE by position, which it counts from this rank's first token."""
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q
@@ -229,8 +230,8 @@ def _scaled_by_position(module: nn.Module, q: Tensor, step: Step, rank: int) -> 
 
 
 def _bind_function(
-    name: str, module: nn.Module, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None
-):
+    name: str, module: Any, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None
+) -> Undo:
     """Overlap the attention function of a layer of an unknown family; its projections stay its own."""
     functions, implementation = attention_functions(), module.config._attn_implementation
     if not isinstance(functions[implementation], Dispatch):
@@ -263,7 +264,7 @@ def find_layers(
     hosts: dict[str, dict[str, nn.Module]] = {}  # the layers that are bound by the models that they are in
     witnessed: set[str] = set()  # they count on the layer to call its attention function
     for name, module in modules.items():
-        inner = getattr(module, "config", None)
+        inner: Any = getattr(module, "config", None)
         if not is_attention(module) or not hasattr(inner, "_attn_implementation"):
             continue
         models = models_around(name, modules)
@@ -295,7 +296,7 @@ def find_layers(
             if takes_tokens(outer):
                 hosts.setdefault(at, {})[name] = module
     configs = [config for at in hosts for config in (modules[at].config, modules[at].config.get_text_config())]
-    hosting = [
+    hosting: list[tuple[nn.Module, tuple]] = [
         (modules[at], host(at or type(model).__name__, modules[at], sequence, layers, witnessed, configs))
         for at, layers in hosts.items()
     ]
@@ -303,7 +304,7 @@ def find_layers(
     return found, [Around(module, functools.partial(rebind, module, *forward)) for module, forward in hosting]
 
 
-def _is_theirs(norm: nn.Module | None) -> bool:
+def _is_theirs(norm: nn.Module) -> bool:
     """Whether a norm is one of transformers', which are functions of their input and weight alone."""
     return type(norm).__module__.startswith("transformers.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,10 +44,13 @@ class Sequence:
         return (step or self.positions.gather(where, x, position_ids)), Pattern()
 
 
-def host(name: str, model: nn.Module, sequence: Sequence, layers: dict[str, nn.Module], witnessed: set[str], configs: list[Any]):
+def host(
+    name: str, model: nn.Module, sequence: Sequence, layers: dict[str, nn.Module], witnessed: set[str], configs: list[Any]
+) -> tuple[Callable, bool]:
     """A forward for a model that holds ``layers``: what the ranks must know is gathered in it, once for all of them."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
-    original, positions, first = model.forward, sequence.positions, next(iter(layers.values()))
+    original, positions = model.forward, sequence.positions
+    first: Any = next(iter(layers.values()))
     unseen = {name: module for name, module in layers.items() if name in witnessed}  # to call their attention function
 
     @torch.compiler.disable(recursive=False)
@@ -61,7 +65,7 @@ def host(name: str, model: nn.Module, sequence: Sequence, layers: dict[str, nn.M
 
 
 @contextlib.contextmanager
-def _witnessed(sequence: Sequence, unseen: dict[str, nn.Module]):
+def _witnessed(sequence: Sequence, unseen: dict[str, nn.Module]) -> Iterator[None]:
     """Refuse, behind the body, layers that ran in it without a call of their attention function."""
     if not unseen:
         yield
@@ -84,7 +88,7 @@ def _witnessed(sequence: Sequence, unseen: dict[str, nn.Module]):
         del unseen[name]
 
 
-def stretched(module: nn.Module, sequence: Sequence):
+def stretched(module: nn.Module, sequence: Sequence) -> tuple[Callable]:
     """A forward for a rotary embedding that goes by the largest position: it is shown that of the whole sequence."""
     original = module.forward
 

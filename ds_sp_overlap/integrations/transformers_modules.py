@@ -6,26 +6,27 @@ import functools
 import inspect
 import sys
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import nn
 
 
-def attention_functions():
+def attention_functions() -> Any:
     """transformers' attention functions, if the process uses transformers at all."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return None if modeling is None else modeling.ALL_ATTENTION_FUNCTIONS
 
 
-def stock_of(function: Any) -> nn.Module | None:
-    """The ``UlyssesSPAttentionHF`` behind an attention function that ``register_with_transformers`` put in place."""
+def stock_of(function: Any) -> Any:
+    """The ``UlyssesSPAttentionHF`` behind an attention function that ``register_with_transformers`` put in place, or None."""
     function = getattr(function, "before", function)  # of `transformers.Dispatch`
     cells = getattr(function, "__closure__", None) or ()
     inside = [cell.cell_contents for cell in cells]
     return next((x for x in inside if type(x).__name__ == "UlyssesSPAttentionHF"), None)
 
 
-def off_in_eval(module: nn.Module) -> bool:
+def off_in_eval(module: Any) -> bool:
     """Whether stock Ulysses was told to leave evaluation alone (``disable_in_eval``)."""
     stock = stock_of(attention_functions().get(module.config._attn_implementation))
     return stock is not None and stock.disable_in_eval and not module.training
@@ -44,20 +45,28 @@ def unfit(implementation: str) -> str | None:
     return f'attention "{implementation}" needs a mask of the whole sequence; use "sdpa" or a flash attention'
 
 
-@functools.cache
-def _arguments(kind: type) -> frozenset[str]:
+_Said = TypeVar("_Said")
+
+
+def _once(function: Callable[[Any], _Said]) -> Callable[[Any], _Said]:
+    """functools.cache, whose types take no class for hashable."""
+    return functools.cache(function)
+
+
+@_once
+def _arguments(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
-@functools.cache
-def _functions(kind: type) -> list[types.FunctionType]:
+@_once
+def _functions(kind: type[nn.Module]) -> list[types.FunctionType]:
     """The functions of a module's class, without their decorators."""
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
     unwrapped = (inspect.unwrap(f) for base in bases for f in vars(base).values() if callable(f))
     return [f for f in unwrapped if isinstance(f, types.FunctionType)]
 
 
-def _calls_with(kind: type, keyword: str) -> bool:
+def _calls_with(kind: type[nn.Module], keyword: str) -> bool:
     consts = (const for f in _functions(kind) for const in f.__code__.co_consts)
     return any(isinstance(const, tuple) and keyword in const for const in consts)
 
@@ -123,7 +132,7 @@ def first_of(name: str, module: nn.Module, count: int) -> str:
     return f"{name} ({type(module).__name__}{f', and {count - 1} more' if count > 1 else ''})"
 
 
-def why_not(name: str, module: nn.Module, models: list[tuple[str, nn.Module]]) -> str | None:
+def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str | None:
     """Why a layer can't be exchanged by anybody; None if it can."""
     inner = module.config
     if (reason := unfit(inner._attn_implementation)) is not None:

@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -126,8 +127,8 @@ def _rates(args: argparse.Namespace, layer: LayerShape) -> Rates:
     missing = [f"--{name}" for name in ("bandwidth", "tflops") if getattr(args, name) is None]
     if missing and not args.measure:
         raise ValueError(f"{' and '.join(missing)} missing; give them, or --measure on the machine itself")
-    found = _measured(layer) if args.measure else None
-    tera = {name: 1e12 * rate if (rate := getattr(args, name)) else None for name in ("tflops", "attention_tflops")}
+    found: Any = _measured(layer) if args.measure else None  # None only where no rate is missing
+    tera: dict[str, Any] = {name: 1e12 * rate if (rate := getattr(args, name)) else None for name in ("tflops", "attention_tflops")}
     return Rates(
         matmul=tera["tflops"] or found.matmul,
         attention=tera["attention_tflops"] or (found.attention if found else tera["tflops"]),

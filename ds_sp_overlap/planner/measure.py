@@ -45,7 +45,7 @@ def rates(layer: LayerShape, group: Any, device: torch.device) -> Rates:
     Collective over ``group``; the slowest rank decides.
     """
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
-    options = dict(dtype=dtype, device=device)
+    options: dict[str, Any] = dict(dtype=dtype, device=device)
     tokens = layer.seq // layer.sp_size * layer.batch
     x, weight = torch.randn(tokens, layer.width, **options), torch.randn(layer.width, layer.width, **options)
     matmul = 2 * tokens * layer.width**2 / _seconds(lambda: F.linear(x, weight), group, device)
@@ -55,7 +55,7 @@ def rates(layer: LayerShape, group: Any, device: torch.device) -> Rates:
     q, k, v = (torch.randn(layer.batch, n, seq, layer.head_dim, **options, requires_grad=True) for n in (heads, kv_heads, kv_heads))
     do = torch.randn_like(q)
 
-    def attend():
+    def attend() -> None:
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
         torch.autograd.grad(o, (q, k, v), do)
 

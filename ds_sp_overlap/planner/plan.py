@@ -41,7 +41,7 @@ class LayerShape:
     element_bytes: int = 2
     intermediate: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.seq % self.sp_size:
             raise ValueError(f"{self.seq} tokens do not divide by sp size {self.sp_size}; take a multiple of it")
         self.geometry(1)
@@ -105,7 +105,7 @@ class Costs:
 
 def _program(text: str) -> Program:
     """``project q`` and so on, one head group."""
-    return tuple(Step(*words.split(), 0) for words in text.split(", "))
+    return tuple(Step(act, of, 0) for act, of in map(str.split, text.split(", ")))
 
 
 # What DeepSpeed's PR 5691 with Megatron-DeepSpeed's PR 415 overlaps: v, o and dv stay exposed.

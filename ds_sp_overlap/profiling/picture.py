@@ -24,7 +24,7 @@ def costs(rows: list) -> dict[tuple, tuple[float, ...]]:
     found: dict[tuple, dict[str, list]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         found[row.step, row.layer, row.what][row.kind].append(row)
-    table = {}
+    table: dict[tuple, tuple[float, ...]] = {}
     for key, kinds in found.items():
         if "transfer" not in kinds:
             continue
@@ -100,7 +100,7 @@ def trace(every: list[list]) -> dict:
             if row.kind in ("pack", "unpack"):
                 threads[thread] = "relayout"
                 event(row, thread, f"{row.layer} {row.kind} {row.what}")
-        names = {"process_name": {None: f"sp rank {rank}"}, "thread_name": threads}
+        names: dict[str, dict[Any, str]] = {"process_name": {None: f"sp rank {rank}"}, "thread_name": threads}
         for name, words in names.items():
             for thread, word in words.items():
                 events.append({"name": name, "ph": "M", "pid": rank, "tid": thread or 0, "args": {"name": word}})
@@ -126,11 +126,12 @@ def panels(every: list[list]) -> list[Panel]:
     waited: dict[str, float] = defaultdict(float)
     for row in shown[0]:
         waited[row.layer] += (row.end - row.begin) * (row.kind == "wait")
-    worst = max(waited, key=waited.get)
+    worst = max(waited, key=waited.__getitem__)
     for direction in ("forward", "backward"):
         spans = [next(((r.begin, r.end) for r in rows if (r.layer, r.kind) == (worst, direction)), None) for rows in shown]
-        if None not in spans:
-            drawn.append(Panel(f"{worst}, {direction}, step {step}", spans))
+        found = [span for span in spans if span is not None]
+        if len(found) == len(spans):
+            drawn.append(Panel(f"{worst}, {direction}, step {step}", found))
     return drawn
 
 

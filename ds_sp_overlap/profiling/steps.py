@@ -21,7 +21,7 @@ class Listener:
         Listener._all[self.number] = self
         if Listener._hook is None:
             Listener._hook = register_optimizer_step_post_hook(Listener._tell)
-        weakref.finalize(method.__self__, self.remove)
+        weakref.finalize(method.__self__, self.remove)  # type: ignore[attr-defined]  # a bound method has it
 
     @staticmethod
     def _tell(*_: Any) -> None:

@@ -91,7 +91,9 @@ def _last_nodes(y: Tensor, inputs: tuple[Tensor, ...], first: int) -> list[Any]:
     """Nodes of the graph of ``y``, down to ``inputs`` or to those that this thread made before number ``first``, that no
     other of them waits for."""
     given = {x.grad_fn for x in inputs if x.requires_grad}
-    last, seen, todo = [], set(), [y.grad_fn]
+    last: list[Any] = []
+    todo: list[Any] = [y.grad_fn]
+    seen = set()
     while todo:
         node = todo.pop()
         if node in seen:

@@ -56,7 +56,8 @@ class Track:
     """The marks of one exchange, ``layers.7 dv0``; ``bytes`` go to other ranks."""
 
     def __init__(self, clock: Any, step: int, name: str, bytes: int):
-        self.clock, self.step, self.bytes, self.at = clock, step, bytes, {}
+        self.clock, self.step, self.bytes = clock, step, bytes
+        self.at: dict[str, Any] = {}
         self.layer, self.what = name.rsplit(" ", 1)
 
     def mark(self, event: str) -> None:
@@ -102,7 +103,7 @@ class Timeline:
     def __init__(self, folder: str, steps: tuple[int, int], rank: int, size: int):
         self.folder, (self.first, self.last), self.rank, self.size = folder, steps, rank, size
         name = f"sp_overlap timeline {next(self.made)}"
-        self.store = dist.PrefixStore(name, _get_default_store()) if size > 1 else None
+        self.store: Any = dist.PrefixStore(name, _get_default_store()) if size > 1 else None  # takes bytes, which its stub denies
         self.steps: Steps | None = Steps()  # None when it is over
         self.clock: Any = None
         self.tracks: list[Track] = []
@@ -117,7 +118,8 @@ class Timeline:
         if section is None or not channel.holds_first_rank:
             return None
         if section.path not in _open:
-            _open[section.path] = cls(section.path, tuple(section.steps), channel.rank, channel.size)
+            first, last = section.steps
+            _open[section.path] = cls(section.path, (first, last), channel.rank, channel.size)
         return _open[section.path]
 
     def check(self) -> None:
@@ -143,6 +145,7 @@ class Timeline:
         if not self.recording():
             return UNTRACKED
         self.clock = self.clock or clock_of(x.device)
+        assert self.steps is not None
         track = Track(self.clock, self.steps.now(), name, bytes)
         self.tracks.append(track)
         return track
@@ -150,11 +153,13 @@ class Timeline:
     def follow(self, where: str, schedule: Schedule) -> None:
         """The layer ``where`` is about to run by ``schedule``."""
         if self.recording():
+            assert self.steps is not None
             self.schedules[self.steps.now(), where] = schedule
 
     def layer(self, where: str, device: torch.device) -> Timed:
         """What marks a call of the layer ``where``."""
         self.clock = self.clock or clock_of(device)
+        assert self.steps is not None
         step = self.steps.now()
         return Timed(
             self.clock,
@@ -185,6 +190,7 @@ class Timeline:
         _open.pop(self.folder, None)
 
     def _stop(self) -> None:
+        assert self.steps is not None
         self.left = self.rows()
         self.steps.close()
         self.steps, self.tracks, self.layers, self.schedules = None, [], [], {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def refuse(op: str, message: str) -> None:
+def refuse(op: str, message: str) -> NoReturn:
     raise ValueError(f"ds_sp_overlap.{op}: {message}")
 
 

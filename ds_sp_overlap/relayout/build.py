@@ -146,6 +146,7 @@ def build(folder: Path, kind: str = "") -> Path:
         _run([[*linker, "-shared", *objects, "-o", f"{scratch}/{NAME}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]])
         version = None
         if with_cuda:
+            assert cuda is not None
             version = re.search(r"release ([\d.]+)", subprocess.run([cuda, "--version"], capture_output=True, text=True).stdout)
         built = {
             **_torch_version(root), "abi": ABI, "cuda": version and version.group(1),

@@ -22,22 +22,22 @@ class Library:
     """The state of the compiled operators in this process.
 
     path    the library that is loaded, None if there is none
-    built   what it was built against: torch, torch_cuda, abi, cuda, architectures
+    built   what it was built against: torch, torch_cuda, abi, cuda, architectures; None without a path
     reason  why there are no compiled operators, or none for CUDA; empty if there are
     failed  whether there is a library that does not load
     """
 
     path: Path | None = None
-    built: dict | None = None
+    built: dict[str, str | None] | None = None
     reason: str = ""
     failed: bool = False
 
     @property
     def cuda(self) -> bool:
-        return self.path is not None and self.built["cuda"] is not None
+        return self.built is not None and self.built["cuda"] is not None
 
     def __str__(self) -> str:
-        if self.path is None:
+        if self.built is None:
             return f"none ({self.reason})"
         kinds = f"CUDA {self.built['cuda']} for {self.built['architectures']}, and CPU" if self.cuda else "CPU only"
         return f"compiled ({kinds}; built against torch {self.built['torch']}, loads from {self.built['abi']} on)"

@@ -37,7 +37,7 @@ _SCHEMAS = {
 _libraries = [torch.library.Library(name, "DEF") for name in ("ds_sp_overlap", "ds_sp_overlap_compiled")]
 
 
-def _parts(tensor: Tensor, wire: Tensor, dim: int, starts: list[int], stops: list[int]):
+def _parts(tensor: Tensor, wire: Tensor, dim: int, starts: list[int], stops: list[int]) -> list[tuple[Tensor, Tensor]]:
     """Pair each part of ``tensor`` with its segment of ``wire``, shaped alike."""
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in zip(starts, stops)]
     return [(part, segment.view(part.shape)) for part, segment in zip(parts, wire.split([p.numel() for p in parts]))]

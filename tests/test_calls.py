@@ -89,6 +89,16 @@ def test_another_layer_in_a_later_call_is_an_error_on_all_ranks_at_the_same_call
         assert afterwards is None
 
 
+def differ_in_the_second_window(rank):
+    call, window = layers_over(dist.new_group([0, 1]), ["a", "b", "c"]), [0, 1, 2, 1] * (Calls.EVERY // 4)
+    return refused_at(call, [*window, 0, 1, 2, 0, 1 + rank, *[0, 1, 2] * Calls.EVERY])
+
+
+def test_calls_are_compared_with_those_of_their_own_window():
+    for number, kind, message in on_ranks(2, differ_in_the_second_window, timeout_s=60):
+        assert (number, kind) == (3 * Calls.EVERY, "RuntimeError") and f"first in call {Calls.EVERY + 5} " in message
+
+
 def checked_calls(rank):
     call = layers_over(dist.new_group([0, 1]), ["layer.0", "layer.1"], check=True)
     return refused_at(call, [0, 1, 0, 1] if rank == 0 else [0, 1, 1, 0])

@@ -86,7 +86,7 @@ def test_a_backward_that_is_to_be_differentiated_is_refused_before_it_exchanges(
         assert "create_graph=True" in message and launched == []
 
 
-@pytest.mark.parametrize("name", ["G = 2", "drop-in, G = 2"])
+@pytest.mark.parametrize("name", ["G = 2", "drop-in, G = 1", "drop-in, G = 2"])
 def test_functional_transforms_are_refused_by_torch(name):
     for refused, launched in on_ranks(2, differentiated_twice, {**BLOCKS, **DROPINS}[name], "functional", timeout_s=60):
         assert refused[0] == "RuntimeError" and "functorch" in refused[1] and launched == []

@@ -1,5 +1,7 @@
 """Local attention that keeps something for each head gets all of a rank's heads at once, and others their head groups."""
 
+import functools
+
 import dropin
 import layers
 import pytest
@@ -275,3 +277,37 @@ def trained_by_timing(rank):
 def test_auto_tries_no_more_than_one_group_of_what_needs_all_heads():
     for found, said in on_ranks(2, trained_by_timing):
         assert found == [] and said == 1
+
+
+def flagged(q, k, v, *, causal):
+    assert causal is True
+    return reference.attention(q, k, v)
+
+
+def rounding(q, k, v):
+    return reference.attention(q, k, v) * (1 + 1e-6 * q.shape[2])  # as another order of sums would in fp32
+
+
+def partial_of_dropout():
+    return functools.partial(lambda module, q, k, v: module(q, k, v), Dropout())
+
+
+HARMLESS = {
+    "a keyword": (lambda: flagged, {"causal": True}),
+    "dropout": (partial_of_dropout, {}),
+    "rounding": (lambda: rounding, {}),
+}
+
+
+def of_harmless(rank, kind):
+    """Head groups of a local attention that treats all heads alike, and what was said of it."""
+    (local, kwargs), mover, case = HARMLESS[kind], Recording(), Case(heads=8, kv_heads=2)
+    attend = dropin.module(case, mover, local=local())
+    with warned() as messages:
+        attend(*[dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]], 0, **kwargs)
+    return len([what for what in mover.log if what.startswith(">q")]), messages
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_is_no_difference_of_heads_costs_no_head_group(kind):
+    assert on_ranks(2, of_harmless, kind) == [(2, [])] * 2

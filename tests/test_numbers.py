@@ -171,6 +171,47 @@ def test_dropout_has_its_rate_in_every_head_and_no_two_heads_share_a_mask(groups
 # Bits that come again.
 
 
+def two_calls(rank, groups):
+    """Share of what two calls drop alike."""
+    torch.manual_seed(100 + rank)
+    case = Case(heads=8, kv_heads=8, lengths=LENGTHS, config={"head_groups": groups})
+    attend = dropin.module(case, local=Drop(P_DROP))
+    ones = [torch.ones(2, LENGTHS[rank], 8, 8, dtype=torch.float64) for _ in range(3)]
+    one, other = attend(*ones, 0), attend(*ones, 0)
+    return ((one == 0) == (other == 0)).double().mean().item()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_two_calls_drop_independently(groups):
+    for same in on_ranks(2, two_calls, groups):
+        assert abs(same - (P_DROP**2 + (1 - P_DROP) ** 2)) < 0.08, same  # five sigma of 1024 masks; one mask twice is all alike
+
+
+def finite_gradients(rank, build, shape):
+    """Which parameters have a finite gradient at 28 scales of the output's, in fp16."""
+    layer, seen = layers.projections(shape), []
+    attend = build(shape, layer)
+    for step in range(28):
+        x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            y = attend(x.requires_grad_())
+        y.backward((dy * 2.0 ** (14 - step / 4)).half())
+        seen.append([bool(p.grad.isfinite().all()) for p in layer.parameters()])
+    return seen
+
+
+def overflows(rank, groups):
+    shape = Shape(rope=False, dtype=torch.float32, config={"head_groups": groups})
+    return [finite_gradients(rank, build, shape) for build in (Stock, overlapped)]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_overflow_inside_the_layer_where_stocks_do(groups):
+    for stock, ours in on_ranks(2, overflows, groups):
+        assert stock == ours and {all(finite) for finite in stock} == {True, False}
+
+
 @contextlib.contextmanager
 def deterministic():
     torch.use_deterministic_algorithms(True)
@@ -196,7 +237,7 @@ def runs_differ(rank, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("kv_heads", [4, 1])
-def test_deterministic_mode_gives_the_same_bits_again(kv_heads, groups, dtype):
-    shape = Shape(heads=4, kv_heads=kv_heads, dtype=dtype, bias=True, config={"head_groups": groups})
+@pytest.mark.parametrize("heads, kv_heads, bias", [(4, 4, True), (4, 1, True), (6, 3, False)])  # the last: rows that overlap
+def test_deterministic_mode_gives_the_same_bits_again(heads, kv_heads, bias, groups, dtype):
+    shape = Shape(heads=heads, kv_heads=kv_heads, dtype=dtype, bias=bias, config={"head_groups": groups})
     assert on_ranks(2, runs_differ, shape) == [[], []]

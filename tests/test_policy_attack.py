@@ -6,6 +6,8 @@ the ranks. A rank that waits for another one forever is a failure of `on_ranks`,
 
 import contextlib
 import gc
+import time
+import weakref
 
 import layers
 import pytest
@@ -127,9 +129,9 @@ def evaluation(model, step, rank):
     model.drop()
 
 
-def helper_of_one_rank(model, step, rank):
+def helper_of_one_rank(model, step, rank, which=0):
     def helper(place):
-        if rank == 0 and (step >> place) % 2:
+        if rank == which and (step >> place) % 2:
             optimizer_step()
 
     for microbatch in range(2):
@@ -241,16 +243,17 @@ def with_another_model(rank, collects):
             model, other = Model(torch.distributed.group.WORLD), Model(torch.distributed.group.WORLD, heads=16, seed=2)
             for step in range(24):
                 model.forward()
-                if step < 9:
+                if step < 10:
                     other.forward()
                     other.backward()
                 model.backward()
                 if step == 9:
-                    faults = other.faults
+                    faults, gone = other.faults, weakref.ref(other.policy)
                     other.itself = other
                     del other
                     if rank in collects:
                         gc.collect()
+                    assert (gone() is None) == (rank in collects)
                 model.step()
                 if step % 3 == 0 and step < 9:
                     other.step()
@@ -267,15 +270,17 @@ def test_a_model_may_go_in_mid_trial_and_be_collected_on_one_rank_only():
 # Beside data parallelism: two replicas of two ranks, which reduce gradients together.
 
 
+def beside_replicas(group, heads):
+    policy = Policy.of(ds_sp_overlap.SpOverlapConfig(), Channel(group), torch.distributed.group.WORLD)
+    model = Model(group, policy, heads)
+    model.beside = True
+    return model
+
+
 @contextlib.contextmanager
 def replica_models(rank, *heads):
     with two_replicas(rank) as group:
-        config, models = ds_sp_overlap.SpOverlapConfig(), []
-        for each in heads:
-            policy = Policy.of(config, Channel(group), torch.distributed.group.WORLD)
-            models.append(Model(group, policy, each))
-            models[-1].beside = True
-        yield models
+        yield [beside_replicas(group, each) for each in heads]
 
 
 def differing_replicas(rank, steps):
@@ -328,11 +333,12 @@ def dropped_beside_replicas(rank, collects):
                     other.backward()
                 model.backward()
                 if step == 8:
-                    faults = other.faults
+                    faults, gone = other.faults, weakref.ref(other.policy)
                     other.itself = other
                     del other
                     if rank in collects:
                         gc.collect()
+                    assert (gone() is None) == (rank in collects)
                 model.step()
         return model.faults + faults, ran, model.chosen()
     finally:
@@ -342,6 +348,65 @@ def dropped_beside_replicas(rank, collects):
 def test_beside_replicas_a_model_may_go_in_mid_trial_and_be_collected_on_some_ranks_only():
     first, *others = on_ranks(4, dropped_beside_replicas, [0, 3])
     assert first[0] == [] and first[2] == [4] and others == [first] * 3
+
+
+def helper_of_the_last_rank(model, step, rank):
+    helper_of_one_rank(model, step, rank, model.size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_helper_of_the_last_rank_changes_nothing(size):
+    (faults, ran, chosen, _), *others = on_ranks(size, attacked, helper_of_the_last_rank, 18)
+    assert faults == [] and all(other[:3] == (faults, ran, chosen) for other in others)
+    assert chosen == [{2: 4, 4: 2}[size]]
+
+
+def measuring_apart(rank, size):
+    """Choices where the last ranks would choose G = 1 by themselves."""
+    costs = COSTS if rank < size // 2 else {1: 1.0, 2: 1.2, 4: 1.1}
+    with contextlib.ExitStack() as stack:
+        if size == 4:
+            (model,) = stack.enter_context(replica_models(rank, 8))
+            ran = stack.enter_context(scripted(costs))
+        else:
+            ran = stack.enter_context(scripted(costs))
+            model = Model(torch.distributed.group.WORLD)
+        for _ in range(20):
+            model.forward()
+            model.backward()
+            model.step()
+    return model.faults, ran, model.chosen()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_measure_differently_choose_by_the_slowest(size):
+    first, *others = on_ranks(size, measuring_apart, size)
+    assert first[0] == [] and first[2] == [4] and others == [first] * (size - 1)
+
+
+def late(rank):
+    """A replica whose optimizers step once the other one has given up."""
+    wait = policies.WAIT_S
+    try:
+        with replica_models(rank, 8) as (model,), scripted(COSTS) as ran:
+            for step in range(10):
+                policies.WAIT_S = wait if step < 6 else 0.5
+                model.forward()
+                model.backward()
+                if step < 5:
+                    model.step()
+                    continue
+                if step == 5 and rank > 1:
+                    time.sleep(1.5)
+                model.sgd.step()
+            return model.faults, [candidate for _, candidate in ran], model.chosen(), model.said
+    finally:
+        policies.WAIT_S = wait
+
+
+def test_what_one_replica_gives_up_the_late_one_gives_up_too():
+    for rank, (faults, ran, chosen, said) in enumerate(on_ranks(4, late)):
+        assert faults == [] and ran[6:] == [2] * 4 and chosen == [2] and len(said) == (rank == 0)
 
 
 def stepping(rank, steps_its_optimizer):

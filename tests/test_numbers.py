@@ -196,7 +196,7 @@ def finite_gradients(rank, build, shape):
         layer.zero_grad()
         with torch.autocast("cpu", torch.float16):
             y = attend(x.requires_grad_())
-        y.backward((dy * 2.0 ** (14 - step / 4)).half())
+        y.backward((dy * 2.0 ** (18 - step / 4)).clamp(-60000, 60000).half())  # finite itself
         seen.append([bool(p.grad.isfinite().all()) for p in layer.parameters()])
     return seen
 

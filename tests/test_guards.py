@@ -230,7 +230,7 @@ WATCHED = {
         functools.partial(test_norms.faults, kind=test_norms.weight_is_hooked, groups=2),
     ),
     "autocast in backward is that of forward": Watched(
-        Guard("attention.nodes:_StartInputs.forward", "enabled=torch.is_autocast_enabled(device)", "enabled=False"),
+        Guard("attention.nodes:_StartInputs.forward", "enabled=enabled", "enabled=False"),
         test_norms.in_bf16,
     ),
     "rotary tables are saved where autograd watches": Watched(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..exchange.channel import Channel
 from ..exchange.exchange import Exchange, finish_together
 from ..exchange.geometry import Geometry
-from ..profiling.ranges import named
+from ..profiling.ranges import NOTHING, is_profiled, named
 from ..schedule import Schedule, Step
 
 Part = tuple[str, int]  # q, k, v or o of a head group
@@ -53,7 +53,7 @@ class Call:
 
     def named(self, step: Step) -> Any:
         """A range of a profiler, named as in the drawing of the schedule."""
-        return named(self.where, self.schedule.label(step))
+        return named(self.where, self.schedule.label(step)) if is_profiled() else NOTHING
 
 
 def start_inputs(call: Call, project: Callable[[str, int], Tensor]) -> dict[Part, Tensor]:

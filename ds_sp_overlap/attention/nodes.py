@@ -77,7 +77,8 @@ class Projections:
     def project(self, part: Part, x: Tensor, parameters: tuple[Any, ...]) -> Tensor:
         """[.., h, d], or [.., P, h, d] in the memory order of the wire; of `parameters`, where biases may be None."""
         (_, rows, ranks), at = self.rows[part], self.places[part]
-        return projected_rows(x, parameters[at], parameters[at + 1], rows, ranks).unflatten(-1, (-1, self.head_dim))
+        y = projected_rows(x, parameters[at], parameters[at + 1], rows, ranks)
+        return y.view(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim)
 
     def shape(self, part: Part, heads: Tensor, tables: tuple[Tensor, ...], again: bool = False) -> Tensor:
         """Norm and rotation of what was projected, in the order of memory, which stays as it is.
@@ -115,21 +116,22 @@ class _StartInputs(torch.autograd.Function):
 
         def is_needed(part: Part) -> bool:
             at = made.places[part]
-            trains = of_x or any(of_parameters[at : at + 2]) or any(of_parameters[made.learned.get(part[0], slice(0))])
-            return trains and made.recorded
+            return of_x or any(of_parameters[at : at + 2]) or any(of_parameters[made.learned.get(part[0], slice(0))])
 
         def project(kind: str, group: int) -> Tensor:
             part = kind, group
             heads = made.project(part, x, parameters)
-            if kind not in made.norms or not is_needed(part):
-                return made.shape(part, heads, tables)
-            normed[part] = heads
+            if kind in made.norms and made.recorded and is_needed(part):
+                normed[part] = heads
             return made.shape(part, heads, tables)
 
         tokens = start_inputs(call, project)
-        ctx.mark_non_differentiable(*(token for part, token in tokens.items() if not is_needed(part)))
+        if not of_x:
+            ctx.mark_non_differentiable(*(token for part, token in tokens.items() if not is_needed(part)))
         ctx.shapes, ctx.normed, ctx.tables = [None if p is None else p.shape for p in parameters], list(normed), len(tables)
-        ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
+        if normed:
+            enabled = torch.is_autocast_enabled(device)
+            ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=enabled)
         # Only what some gradient reads: dx the weights, dw x, and a norm's its input.
         weights = (p if of_x and at % 2 == 0 else None for at, p in enumerate(parameters[:linear]))
         ctx.save_for_backward(x if any(of_parameters[:linear:2]) else None, *weights, *tables, *normed.values())
@@ -154,8 +156,9 @@ class _StartInputs(torch.autograd.Function):
         def unshaped(part: Part, dy: Tensor) -> Tensor:
             """The gradient of what was projected, [.., n], of that of what was sent."""
             if part not in normed:
-                dy = dy.flatten(2, -2)
-                return (rotate_back(dy, *tables).to(ctx.dtype) if tables and part[0] != "v" else dy).flatten(2)
+                if tables and part[0] != "v":
+                    dy = rotate_back(dy.flatten(2, -2), *tables).to(ctx.dtype)
+                return dy.flatten(2)
             leaf, of_norm = normed.pop(part).detach().requires_grad_(), list(made.norms[part[0]].parameters())
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 y = made.shape(part, leaf, tables, again=True)
@@ -267,7 +270,7 @@ class _FinishOutput(torch.autograd.Function):
                 do = by_rank(dy, batched(weight, 1, columns, call.geometry.sp_size))
             else:
                 do = dy @ cut_ranges(weight, 1, columns)
-            return do.unflatten(-1, (-1, head_dim))
+            return do.view(*do.shape[:-1], do.shape[-1] // head_dim, head_dim)
 
         computed: dict[int, Tensor] = {}
         for act, _, group in call.schedule.backward_of_output:

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-_nothing = contextlib.nullcontext()
+NOTHING = contextlib.nullcontext()
+
+
+def is_profiled() -> bool:
+    return torch.autograd._profiler_enabled()
 
 
 def named(*words: str) -> Any:
     """A range of this name for the profiler that is running, if any: torch.profiler, or NVTX through ``emit_nvtx``."""
-    return record_function(" ".join(words)) if torch.autograd._profiler_enabled() else _nothing
+    return record_function(" ".join(words)) if is_profiled() else NOTHING

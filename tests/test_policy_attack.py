@@ -384,33 +384,8 @@ def test_ranks_that_measure_differently_choose_by_the_slowest(size):
     assert first[0] == [] and first[2] == [4] and others == [first] * (size - 1)
 
 
-def late(rank):
-    """A replica whose optimizers step once the other one has given up."""
-    wait = policies.WAIT_S
-    try:
-        with replica_models(rank, 8) as (model,), scripted(COSTS) as ran:
-            for step in range(10):
-                policies.WAIT_S = wait if step < 6 else 0.5
-                model.forward()
-                model.backward()
-                if step < 5:
-                    model.step()
-                    continue
-                if step == 5 and rank > 1:
-                    time.sleep(1.5)
-                model.sgd.step()
-            return model.faults, [candidate for _, candidate in ran], model.chosen(), model.said
-    finally:
-        policies.WAIT_S = wait
-
-
-def test_what_one_replica_gives_up_the_late_one_gives_up_too():
-    for rank, (faults, ran, chosen, said) in enumerate(on_ranks(4, late)):
-        assert faults == [] and ran[6:] == [2] * 4 and chosen == [2] and len(said) == (rank == 0)
-
-
-def stepping(rank, steps_its_optimizer):
-    """What runs when optimizers step on some ranks only from step 5 on."""
+def stepping(rank, steps_its_optimizer, late=()):
+    """What runs when optimizers step on some ranks only from step 5 on, and on some of these once the others have given up."""
     wait = policies.WAIT_S
     try:
         with replica_models(rank, 8) as (model,), scripted(COSTS) as ran:
@@ -420,11 +395,19 @@ def stepping(rank, steps_its_optimizer):
                 model.backward()
                 if step < 5:
                     model.step()
-                elif rank in steps_its_optimizer:
+                    continue
+                if step == 5 and rank in late:
+                    time.sleep(1.5)
+                if rank in steps_its_optimizer:
                     model.sgd.step()
             return model.faults, [candidate for _, candidate in ran], model.chosen(), model.said
     finally:
         policies.WAIT_S = wait
+
+
+def test_what_one_replica_gives_up_the_late_one_gives_up_too():
+    for rank, (faults, ran, chosen, said) in enumerate(on_ranks(4, stepping, range(4), [2, 3])):
+        assert faults == [] and set(ran[6:]) == {2} and chosen == [2] and len(said) == (rank == 0)
 
 
 def test_replicas_whose_optimizers_do_not_step_are_not_waited_for():

@@ -13,24 +13,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 class Listener:
     """A bound method that is called whenever an optimizer of this process has stepped; its object is not kept alive for it."""
 
-    _all: dict[int, Listener] = {}
+    _all: set[Listener] = set()
     _hook: Any = None  # of all of them; there while there is one
 
     def __init__(self, method: Callable[[], None]):
-        self.method, self.number = weakref.WeakMethod(method), id(self)
-        Listener._all[self.number] = self
+        self.method = weakref.WeakMethod(method)
+        Listener._all.add(self)
         if Listener._hook is None:
             Listener._hook = register_optimizer_step_post_hook(Listener._tell)
         weakref.finalize(method.__self__, self.remove)  # type: ignore[attr-defined]  # a bound method has it
 
     @staticmethod
     def _tell(*_: Any) -> None:
-        for listener in list(Listener._all.values()):
+        for listener in list(Listener._all):
             if (method := listener.method()) is not None:
                 method()
 
     def remove(self) -> None:
-        Listener._all.pop(self.number, None)
+        Listener._all.discard(self)
         if not Listener._all and Listener._hook is not None:
             Listener._hook.remove()
             Listener._hook = None

@@ -96,7 +96,7 @@ def attend_groups(
                 received[part] = arrive(part[0], x)
         elif act == "attend":
             q = received.pop(("q", group))
-            k, v = (with_kv(call.geometry, group, {at: x for (of, at), x in received.items() if of == kind}) for kind in "kv")
+            k, v = with_kv(call.geometry, "k", group, received), with_kv(call.geometry, "v", group, received)
             with call.named(steps[0]):
                 attended[group] = _attended(call, attend, group, q, k, v), q, k, v
             del q, k, v  # before the next are put together
@@ -119,12 +119,12 @@ def finish_output(call: Call, tokens: dict[Part, Tensor], merge: Callable[[int, 
                 merge(step.group, received.pop(step.group))
 
 
-def with_kv(geometry: Geometry, group: int, received: dict[int, Tensor]) -> Tensor:
-    """The KV heads that a group attends to, put together from the pieces that arrived with it or before it."""
-    pieces = [
-        received[sent] if stop - start == received[sent].shape[2] else received[sent].narrow(2, start, stop - start)
-        for sent, start, stop in geometry.kv_pieces(group)
-    ]
+def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:
+    """k or v that a group attends to, put together from the pieces that arrived with it or before it."""
+    pieces = []
+    for sent, start, stop in geometry.kv_pieces(group):
+        piece = received[kind, sent]
+        pieces.append(piece if stop - start == piece.shape[2] else piece.narrow(2, start, stop - start))
     heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
     index = geometry.kv_expansion(group)
     return heads if index is None else heads.index_select(2, torch.tensor(index, device=heads.device))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..exchange.geometry import Geometry
-from .execution import Call, with_kv
+from .execution import Call, Part, with_kv
 
 
 class Local(NamedTuple):
@@ -74,17 +74,17 @@ def _difference(call: Call, local: Local, device: torch.device, form: Callable[[
         start, stop = groups.sent_range(kind, rank, group)
         return x.narrow(2, start - first, max(stop - start, 0)) if start < stop else x[:, :, :0]
 
-    def attend(geometry: Geometry, group: int, q: Tensor, keys: dict[int, Tensor], values: dict[int, Tensor]) -> Tensor:
-        heads = q, with_kv(geometry, group, keys), with_kv(geometry, group, values)
+    def attend(geometry: Geometry, group: int, q: Tensor, received: dict[Part, Tensor]) -> Tensor:
+        heads = q, with_kv(geometry, "k", group, received), with_kv(geometry, "v", group, received)
         q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in heads)  # some attentions change them in place
         return form(local.attend(q, k, v, *local.args, **local.kwargs), q)
 
     q, k, v = random("q", local.q_dim), random("k", local.q_dim), random("v", local.v_dim)
-    expected = attend(whole, 0, q, {0: k}, {0: v})
-    keys, values = ({group: part(kind, x, group) for group in call.groups} for kind, x in (("k", k), ("v", v)))
+    expected = attend(whole, 0, q, {("k", 0): k, ("v", 0): v})
+    received = {(kind, group): part(kind, x, group) for group in call.groups for kind, x in (("k", k), ("v", v))}
     worst = 0.0
     for group in call.groups:
-        got, want = attend(groups, group, part("q", q, group), keys, values), part("q", expected, group)
+        got, want = attend(groups, group, part("q", q, group), received), part("q", expected, group)
         same = (got == want) | (got.isnan() & want.isnan())  # of rows that a mask hides altogether
         off = torch.where(same, 0, got - want)
         norms = (torch.linalg.vector_norm(x, dim=(0, 1, 3), dtype=torch.float64) for x in (off, want.nan_to_num(0, 0, 0)))

@@ -22,9 +22,9 @@ from .slices import Ranges, batched, cut_ranges, join_pieces, put_ranges
 
 
 class Rows(NamedTuple):
-    """Where q, k or v of a group comes from: rows of a linear layer; those of each of ``ranks`` together in memory, if not 0."""
+    """Where q, k or v of a group comes from: rows of one of the linear layers; those of each of ``ranks`` together in memory, if not 0."""
 
-    module: nn.Linear
+    module: int
     rows: Ranges
     ranks: int = 0
 
@@ -33,6 +33,7 @@ class Rows(NamedTuple):
 class Projections:
     """q, k and v of all groups from x: rows of linear layers, then for q and k a norm and a rotation.
 
+    modules   the linear layers
     rows      of each part
     norms     of q and k, over d of heads [.., h, d]; computed again in backward, so that nothing but their input is kept
     tables    (cos, sin) [.., 1, d_rot] by which q and k are rotated, without a gradient; or empty
@@ -41,6 +42,7 @@ class Projections:
     recorded  whether there will be a backward
     """
 
+    modules: list[nn.Linear]
     rows: dict[Part, Rows]
     norms: dict[str, nn.Module]
     tables: tuple[Tensor, ...]
@@ -48,36 +50,28 @@ class Projections:
     plain: Plain
     recorded: bool
 
-    @cached_property
-    def modules(self) -> list[nn.Linear]:
-        return list(dict.fromkeys(part.module for part in self.rows.values()))
-
     @property
     def called(self) -> list[nn.Module]:
         """Modules whose weights must be there while it is made and run."""
         return list(dict.fromkeys((*self.modules, *self.norms.values())))
 
     @cached_property
-    def places(self) -> dict[Part, int]:
-        """Of the weight of each part among the parameters; its bias comes next."""
-        return {part: 2 * self.modules.index(rows.module) for part, rows in self.rows.items()}
-
-    @cached_property
     def learned(self) -> dict[str, slice]:
-        """Places of what is learned in each norm among the parameters, behind those of the linear layers."""
+        """Places of what is learned in each norm among the `parameters`, behind those of the linear layers."""
         places, at = {}, 2 * len(self.modules)
         for kind, norm in self.norms.items():
             places[kind] = slice(at, at := at + len(list(norm.parameters())))
         return places
 
     def parameters(self) -> list[Tensor | None]:
+        """Weight and bias of each linear layer, then what is learned in the norms."""
         linear = [p for m in self.modules for p in (m.weight, None if self.plain[type(m).forward](m) else m.bias)]
         return linear + [p for norm in self.norms.values() for p in norm.parameters()]
 
     def project(self, part: Part, x: Tensor, parameters: tuple[Any, ...]) -> Tensor:
         """[.., h, d], or [.., P, h, d] in the memory order of the wire; of `parameters`, where biases may be None."""
-        (_, rows, ranks), at = self.rows[part], self.places[part]
-        y = projected_rows(x, parameters[at], parameters[at + 1], rows, ranks)
+        module, rows, ranks = self.rows[part]
+        y = projected_rows(x, parameters[2 * module], parameters[2 * module + 1], rows, ranks)
         return y.view(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim)
 
     def shape(self, part: Part, heads: Tensor, tables: tuple[Tensor, ...], again: bool = False) -> Tensor:
@@ -115,7 +109,7 @@ class _StartInputs(torch.autograd.Function):
         normed: dict[Part, Tensor] = {}
 
         def is_needed(part: Part) -> bool:
-            at = made.places[part]
+            at = 2 * made.rows[part].module
             return of_x or any(of_parameters[at : at + 2]) or any(of_parameters[made.learned.get(part[0], slice(0))])
 
         def project(kind: str, group: int) -> Tensor:
@@ -178,7 +172,8 @@ class _StartInputs(torch.autograd.Function):
             if act == "finish":
                 gradients[part] = unshaped(part, call.exchanges[part].finish_gradient())
                 continue
-            at, rows, dy = made.places[part], made.rows[part].rows, gradients[part]
+            (module, rows, _), dy = made.rows[part], gradients[part]
+            at = 2 * module
             if act == "dgrad" and of_x:
                 weight = cut_ranges(weights[at], 0, rows)
                 if dx is None:
@@ -281,8 +276,8 @@ class _FinishOutput(torch.autograd.Function):
             elif act == "start" and of_tokens[group]:
                 call.exchanges["o", group].start_gradient(computed.pop(group))
         db = matrix(dy).sum(0) if of_bias else None
-        tokens = (dy.new_empty(0) if needed else None for needed in of_tokens)
-        return None, dw, db, *tokens
+        token = dy.new_empty(0)
+        return None, dw, db, *(token if needed else None for needed in of_tokens)
 
 
 def finish_projected(

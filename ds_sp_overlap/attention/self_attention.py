@@ -108,23 +108,22 @@ class SelfAttention:
         if (qkv_proj is None) == (None in separate) or (qkv_proj is not None and separate != (None, None, None)):
             raise ValueError(f"{name}: give q_proj, k_proj and v_proj, or qkv_proj alone")
         if qkv_proj is None:
-            self._projections = {kind: (module, 0) for kind, module in zip("qkv", separate)}
+            self._inputs = list(dict.fromkeys(separate))
+            self._projections = {kind: (self._inputs.index(module), 0) for kind, module in zip("qkv", separate)}
         else:
-            firsts = (0, self.heads, self.heads + self.kv_heads)
-            self._projections = {kind: (qkv_proj, first) for kind, first in zip("qkv", firsts)}
+            self._inputs = [qkv_proj]
+            self._projections = dict(zip("qkv", ((0, first) for first in (0, self.heads, self.heads + self.kv_heads))))
         self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
-        self._modules = list(dict.fromkeys([*(module for module, _ in self._projections.values()), o_proj]))
 
     def split_projections(self) -> list[nn.Module]:
         """The projections that are computed part by part, as of now."""
         if not self.layer.config.projections:
             return []
         norms = [norm for norm in self._norms.values() if norm is not None]
-        inputs = {module for module, _ in self._projections.values()}
-        able = [module for module in self._modules if can_split(module, self.plain)]
-        plain = inputs.issubset(able) and (self.rope is None or isinstance(self.rope, Rotary))
+        able = [module for module in (*self._inputs, self.o_proj) if can_split(module, self.plain)]
+        plain = all(module in able for module in self._inputs) and (self.rope is None or isinstance(self.rope, Rotary))
         plain = plain and all(can_compute_again(norm, self.pure) for norm in norms)
-        return able if plain else [module for module in able if module not in inputs]
+        return able if plain else [module for module in able if module not in self._inputs]
 
     @torch.compiler.disable
     def __call__(
@@ -172,10 +171,10 @@ class SelfAttention:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return with_head_dim(self.local_attention(q, k, v, *args, **kwargs), q, self.layer.where)
 
-        if self._projections["q"][0] in split:
+        if self._inputs[0] in split:
             assert tables is not None
             norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
-            made = Projections(self._rows(call), norms, tables, self.head_dim, self.plain, torch.is_grad_enabled())
+            made = Projections(self._inputs, self._rows(call), norms, tables, self.head_dim, self.plain, torch.is_grad_enabled())
             started = call_through(made.called, lambda x: start_projected(call, made, x), hidden_states)
             tokens = dict(zip(call.schedule.parts, started))
         else:
@@ -217,8 +216,8 @@ class SelfAttention:
         def project(kind: str, group: int) -> Tensor:
             module = rows[kind, group].module
             if (kind, group) not in made:
-                parts = {part: of.rows for part, of in rows.items() if of.module is module}
-                y = module(x)
+                parts = {part: of.rows for part, of in rows.items() if of.module == module}
+                y = self._inputs[module](x)
                 made.update(zip(parts, cut(y[0] if isinstance(y, tuple) else y, 2, list(parts.values()))))
             heads = made.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
             if kind == "v":
@@ -233,7 +232,7 @@ class SelfAttention:
         geometry = call.geometry
         if not batched_pays(x, geometry.heads // geometry.sp_size * self.head_dim):  # no part has more rows a rank
             return frozenset()
-        modules = {**{kind: module for kind, (module, _) in self._projections.items()}, "o": self.o_proj}
+        modules = {**{kind: self._inputs[module] for kind, (module, _) in self._projections.items()}, "o": self.o_proj}
 
         def pays(kind: str) -> bool:
             sent = "q" if kind == "o" else kind
@@ -259,5 +258,5 @@ class SelfAttention:
         return geometry, types
 
     def _trained(self) -> list[bool]:
-        of_kind = ((self._projections[kind][0], self._norms.get(kind)) for kind in "qkv")
+        of_kind = ((self._inputs[module], self._norms.get(kind)) for kind, (module, _) in self._projections.items())
         return [any(p.requires_grad for m in modules if isinstance(m, nn.Module) for p in m.parameters()) for modules in of_kind]

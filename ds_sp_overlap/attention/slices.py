@@ -6,6 +6,7 @@ A part is a list of ranges. Parts may overlap (KV heads that two ranks need): th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,14 +16,25 @@ from ..exchange.geometry import Range
 Ranges = tuple[Range, ...]  # of a part
 
 
+@lru_cache(maxsize=4096)
+def _evenly(ranges: Ranges) -> tuple[int, int, int] | None:
+    """Start of the first, size of each and step between them, if they are equal and evenly spaced."""
+    (first, stop), (second, _), *_ = ranges
+    size, step = stop - first, second - first
+    even = all(r == (first + i * step, first + i * step + size) for i, r in enumerate(ranges))
+    return (first, size, step) if even else None
+
+
 def _slices(x: Tensor, dim: int, ranges: Ranges) -> Tensor | None:
     """Equal, evenly spaced slices of ``x`` as one view, ``[.., count, slice, ..]`` in place of ``dim``; None if they are not."""
-    first, last = ranges[0][0], ranges[-1][1]
-    size = ranges[0][1] - first
-    step = ranges[1][0] - first
-    if any(r != (first + i * step, first + i * step + size) for i, r in enumerate(ranges)):
+    if (even := _evenly(ranges)) is None:
         return None
-    return x.narrow(dim, first, last - first).unfold(dim, size, step).movedim(-1, dim + 1)
+    (first, size, step), shape, strides, stride = even, x.shape, x.stride(), x.stride(dim)
+    return x.as_strided(
+        (*shape[:dim], len(ranges), size, *shape[dim + 1 :]),
+        (*strides[:dim], step * stride, stride, *strides[dim + 1 :]),
+        x.storage_offset() + first * stride,
+    )
 
 
 def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
@@ -50,7 +62,8 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
         at += stop - start
 
 
-def _disjoint_cover(parts: list[Ranges], size: int) -> bool:
+@lru_cache(maxsize=4096)
+def _disjoint_cover(parts: tuple[Ranges, ...], size: int) -> bool:
     ranges = sorted(r for part in parts for r in part)
     return [r[0] for r in ranges] + [size] == [0] + [r[1] for r in ranges]
 
@@ -61,7 +74,7 @@ def join_pieces(shape: Sequence[int], dim: int, pieces: list[tuple[Ranges, Tenso
         return None
     if len(pieces) == 1 and pieces[0][0] == ((0, shape[dim]),):
         return pieces[0][1]
-    once = _disjoint_cover([part for part, _ in pieces], shape[dim])
+    once = _disjoint_cover(tuple(part for part, _ in pieces), shape[dim])
     like = pieces[0][1]
     whole = like.new_empty(shape) if once else like.new_zeros(shape)
     for part, piece in pieces:

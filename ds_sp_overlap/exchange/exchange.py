@@ -278,4 +278,5 @@ class _Finish(torch.autograd.Function):
         for exchange, dy, launched in reversed(list(zip(ctx.exchanges, gradients, needed))):
             if launched:
                 exchange.start_gradient(dy)
-        return None, *(_token(dy) if launched else None for dy, launched in zip(gradients, needed))
+        token = next(_token(dy) for dy, launched in zip(gradients, needed) if launched)
+        return None, *(token if launched else None for launched in needed)

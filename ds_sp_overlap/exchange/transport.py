@@ -80,7 +80,7 @@ all_to_all = plain_all_to_all  # an integration puts its framework's in its plac
 
 def all_equal(send_sizes: list[int], recv_sizes: list[int]) -> bool:
     """Whether all ranks send one another equally much; of an exchange of a `Geometry` every rank says the same."""
-    return send_sizes[0] > 0 and len({*send_sizes, *recv_sizes}) == 1
+    return 0 < send_sizes[0] and send_sizes.count(send_sizes[0]) == len(send_sizes) and send_sizes == recv_sizes
 
 
 class OneRank:

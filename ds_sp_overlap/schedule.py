@@ -57,7 +57,8 @@ class Step(NamedTuple):
     """One step of a program.
 
     act     on the compute row: "project", "attend", "merge", "dgrad", "wgrad"; on the wire: "start", "finish"
-    of      on the wire what it moves: q, k, v, o, dq, dk, dv, do; of a projection q, k, v, o; of attention o, in backward do
+    of      on the wire what it moves: q, k, v, or several of them in one exchange (qkv), or o; in backward dq, dqkv, do and so on;
+            of a projection q, k, v, o; of attention o, in backward do
     group   head group
     """
 
@@ -95,9 +96,19 @@ class Schedule:
         return 1 + max(step.group for step in self.forward)
 
     @cached_property
-    def parts(self) -> tuple[tuple[str, int], ...]:
-        """What travels to attention, in the order of its starts: q, k or v and its group."""
+    def starts(self) -> tuple[tuple[str, int], ...]:
+        """The exchanges to attention in their order: which of q, k, v it moves, and of which group."""
         return tuple((step.of, step.group) for step in self.inputs if step.act == "start")
+
+    @cached_property
+    def exchange_of(self) -> dict[tuple[str, int], str]:
+        """What q, k or v of a group travels with: itself, or several of them."""
+        return {(kind, group): of for of, group in self.starts for kind in of}
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """q, k or v of every group, in the order of their starts."""
+        return tuple(self.exchange_of)
 
     @cached_property
     def inputs(self) -> Program:
@@ -156,16 +167,20 @@ def _section(step: Step) -> str:
 def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
     """Project and start all groups, then attend group after group. Later q, k, v and earlier o travel meanwhile.
 
+    q, k and v of the first group travel one by one, each under the next projection. Those of a later group are hidden by attention
+    anyway, and travel in one exchange: fewer are launched.
+
     kinds        what travels with each head group: "qkv", or "q" if no rank needs a new KV head (`Geometry.kinds_of`)
     wgrad_last   compute dWo when every do has started; else each group's part before its do
     """
     groups = range(len(kinds))
+    starts = [list(kinds[0]), *([together] for together in kinds[1:])]
     forward, backward = [], []
     for group in groups:
-        for kind in kinds[group]:
-            forward += [Step("project", kind, group), Step("start", kind, group)]
+        for of in starts[group]:
+            forward += [Step("project", kind, group) for kind in of] + [Step("start", of, group)]
     for group in groups:
-        forward += [Step("finish", kind, group) for kind in kinds[group]]
+        forward += [Step("finish", of, group) for of in starts[group]]
         forward += [Step("attend", "o", group), Step("start", "o", group)]
     for group in groups:
         forward += [Step("finish", "o", group), Step("merge", "o", group)]
@@ -178,10 +193,11 @@ def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
         backward += [Step("wgrad", "o", group) for group in groups]
     for group in reversed(groups):
         backward += [Step("finish", "do", group), Step("attend", "do", group)]
-        backward += [Step("start", "d" + kind, group) for kind in reversed(kinds[group])]
+        backward += [Step("start", "d" + of, group) for of in reversed(starts[group])]
     for group in reversed(groups):
-        for kind in reversed(kinds[group]):
-            backward += [Step("finish", "d" + kind, group), Step("dgrad", kind, group), Step("wgrad", kind, group)]
+        for of in reversed(starts[group]):
+            backward += [Step("finish", "d" + of, group)]
+            backward += [Step(act, kind, group) for kind in reversed(of) for act in ("dgrad", "wgrad")]
     return Schedule(tuple(forward), tuple(backward))
 
 
@@ -192,7 +208,11 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
     """Return ``schedule``. Raises ValueError if it can't be run where ``kinds`` travel with the head groups: if a step is missing,
     unknown, there twice or too early, if the sections are not three pieces in their order, or if backward's attention section is not
     the mirror image of forward's."""
-    forward, backward = _needs(kinds)
+    for group, here in enumerate(kinds):
+        sent = "".join(of for of, at in schedule.starts if at == group)
+        if sorted(sent) != sorted(here):
+            raise ValueError(f"schedule, forward: group {group} starts {sent or 'nothing'}, but what travels with it is {here}")
+    forward, backward = _needs(kinds, schedule.starts)
     for name, program, needs in (("forward", schedule.forward, forward), ("backward", schedule.backward, backward)):
         done: set[Step] = set()
         for step in program:
@@ -218,24 +238,24 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
     return schedule
 
 
-def _needs(kinds: tuple[str, ...]) -> tuple[dict[Step, list[Step]], dict[Step, list[Step]]]:
-    """The steps of both programs, each with those that it comes after; ``kinds`` travel with each group."""
+def _needs(kinds: tuple[str, ...], starts: tuple[tuple[str, int], ...]) -> tuple[dict[Step, list[Step]], dict[Step, list[Step]]]:
+    """The steps of both programs, each with those that it comes after."""
     forward: dict[Step, list[Step]] = {}
     backward: dict[Step, list[Step]] = {}
-    arrived: list[Step] = []  # the KV heads that a group attends to may have come with it or with any before
-    last = len(kinds) - 1
-    for group, here in enumerate(kinds):
-        for kind in here:
+    groups = range(len(kinds))
+    for of, group in starts:
+        start, finish, back = Step("start", of, group), Step("finish", of, group), Step("finish", "d" + of, group)
+        forward[start], forward[finish] = [Step("project", kind, group) for kind in of], [start]
+        attended = [group] if of == "q" else groups[group:]  # by whom
+        backward[back._replace(act="start")] = [Step("attend", "do", at) for at in attended]
+        backward[back] = [back._replace(act="start")]
+        for kind in of:
             forward[Step("project", kind, group)] = []
-            forward[Step("start", kind, group)] = [Step("project", kind, group)]
-            forward[Step("finish", kind, group)] = [Step("start", kind, group)]
-            backward[Step("finish", "d" + kind, group)] = [Step("start", "d" + kind, group)]
-            for act in ("dgrad", "wgrad"):
-                backward[Step(act, kind, group)] = [Step("finish", "d" + kind, group)]
-            attended = range(group, group + 1 if kind == "q" else last + 1)  # by whom
-            backward[Step("start", "d" + kind, group)] = [Step("attend", "do", at) for at in attended]
-        arrived += [Step("finish", kind, group) for kind in here if kind != "q"]
-        forward[Step("attend", "o", group)] = [Step("finish", "q", group), *arrived]
+            backward[Step("dgrad", kind, group)] = backward[Step("wgrad", kind, group)] = [back]
+    for group in groups:
+        # The KV heads that a group attends to may have come with it or with any before.
+        arrived = [Step("finish", of, at) for of, at in starts if at == group or at < group and of != "q"]
+        forward[Step("attend", "o", group)] = arrived
         forward[Step("start", "o", group)] = [Step("attend", "o", group)]
         forward[Step("finish", "o", group)] = [Step("start", "o", group)]
         forward[Step("merge", "o", group)] = [Step("finish", "o", group)]

@@ -14,7 +14,7 @@ from ..exchange.geometry import Geometry
 from ..profiling.ranges import NOTHING, is_profiled, named
 from ..schedule import Schedule, Step
 
-Part = tuple[str, int]  # q, k, v or o of a head group
+Part = tuple[str, int]  # q, k, v or o of a head group; of an exchange also several of q, k, v
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -26,8 +26,8 @@ class Call:
     schedule     what happens when
     where        name of the layer, for errors and logs
     checked      compare each exchange with a plain one
-    by_rank      those of q, k, v and o whose local tensors have a dimension for the ranks (`Geometry.exchange`)
-    rope_tables  (cos, sin) for q and k to be rotated by on their way out (`Exchange`)
+    by_rank      those of q, k, v and o whose local tensors have a dimension for the ranks, if they travel alone (`Geometry.exchange`)
+    rope_tables  (cos, sin) for q and k to be rotated by on their way out, if they travel alone (`Exchange`)
     """
 
     by_rank: frozenset[str] = frozenset()
@@ -39,16 +39,27 @@ class Call:
         self.groups = range(geometry.groups)
         self.exchanges: dict[Part, Exchange] = {}  # that were started
 
-    def start(self, kind: str, group: int, x: Tensor, *of: Tensor) -> Tensor:
-        """Start the exchange of one group of q, k, v or o, which was computed ``of`` others; returns its token."""
-        layout = self.geometry.exchange(kind, group, x.shape[-1], kind in self.by_rank)
-        tables = self.rope_tables if kind in "qk" else None
-        name = self.schedule.name(kind, group)
-        exchange = self.exchanges[kind, group] = Exchange(self.channel, layout, self.where, name, self.checked, tables)
-        return exchange.start(x, *of)
+    @property
+    def folded(self) -> frozenset[Part]:
+        """What is rotated by the kernels that pack it."""
+        if self.rope_tables is None:
+            return frozenset()
+        return frozenset(part for part in self.schedule.starts if part[0] in ("q", "k"))
+
+    def start(self, of: str, group: int, *tensors: Tensor) -> Tensor:
+        """Start the exchange of one or several of q, k, v of a group, or of o and what it was computed of; returns its token."""
+        tables = None
+        if len(of) > 1:
+            layout = self.geometry.together(of, group, tuple(x.shape[-1] for x in tensors))
+        else:
+            layout = self.geometry.exchange(of, group, tensors[0].shape[-1], of in self.by_rank)
+            tables = self.rope_tables if of in ("q", "k") else None
+        name = self.schedule.name(of, group)
+        exchange = self.exchanges[of, group] = Exchange(self.channel, layout, self.where, name, self.checked, tables)
+        return exchange.start(*tensors)
 
     def finish(self, parts: list[Part], tokens: dict[Part, Tensor]) -> tuple[Tensor, ...]:
-        """Finish exchanges in one node; returns what was received."""
+        """Finish exchanges in one node; returns what was received, q, k and v each on its own."""
         return finish_together([self.exchanges[part] for part in parts], [tokens[part] for part in parts])
 
     def named(self, step: Step) -> Any:
@@ -64,12 +75,12 @@ def start_inputs(call: Call, project: Callable[[str, int], Tensor]) -> dict[Part
     tokens: dict[Part, Tensor] = {}
     projected: dict[Part, Tensor] = {}
     for step in call.schedule.inputs:
-        part = step.of, step.group
         if step.act == "project":
             with call.named(step):
-                projected[part] = project(*part)
+                projected[step.of, step.group] = project(step.of, step.group)
         else:
-            tokens[part] = call.start(*part, projected.pop(part))
+            of = step.of, step.group
+            tokens[of] = call.start(*of, *[projected.pop((kind, step.group)) for kind in step.of])
     return tokens
 
 
@@ -84,20 +95,18 @@ def attend_groups(
     received: dict[Part, Tensor] = {}
     attended: dict[int, tuple[Tensor, ...]] = {}  # o, and q, k, v of which it was computed
     started: dict[Part, Tensor] = {}
-    for steps in call.schedule.attention:
-        act, _, group = steps[0]
+    for node in call.schedule.attention:
+        act, _, group = step = node[0]
         if act == "finish":
-            parts = [(step.of, group) for step in steps]
-            if arrive is None:
-                received.update(zip(parts, call.finish(parts, tokens)))
-                continue
-            for part in parts:  # each is rotated under the exchanges that are still on their way
-                (x,) = call.finish([part], tokens)
-                received[part] = arrive(part[0], x)
+            # Alone where something is done on arrival: under the exchanges that are still on their way.
+            for steps in (node,) if arrive is None else [(step,) for step in node]:
+                arrived = call.finish([(of, group) for _, of, _ in steps], tokens)
+                for kind, x in zip([kind for _, of, _ in steps for kind in of], arrived):
+                    received[kind, group] = x if arrive is None else arrive(kind, x)
         elif act == "attend":
             q = received.pop(("q", group))
             k, v = with_kv(call.geometry, "k", group, received), with_kv(call.geometry, "v", group, received)
-            with call.named(steps[0]):
+            with call.named(step):
                 attended[group] = _attended(call, attend, group, q, k, v), q, k, v
             del q, k, v  # before the next are put together
         else:

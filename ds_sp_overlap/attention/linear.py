@@ -69,8 +69,10 @@ def can_call_through(module: nn.Module) -> bool:
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         return False
     kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, *_EVERYWHERE
+    if not any(kinds):
+        return True
     hooks = (getattr(hook, "__module__", "") or "" for hooks in kinds for hook in hooks.values())
-    return not any(kinds) or all(module.startswith(tuple(harmless)) for module in hooks)
+    return all(where.startswith(tuple(harmless)) for where in hooks)
 
 
 def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor) -> Any:

@@ -37,6 +37,7 @@ class Projections:
     rows      of each part
     norms     of q and k, over d of heads [.., h, d]; computed again in backward, so that nothing but their input is kept
     tables    (cos, sin) [.., 1, d_rot] by which q and k are rotated, without a gradient; or empty
+    folded    what the kernels rotate that pack it, so that `shape` does not
     head_dim  d
     plain     see `linear`
     recorded  whether there will be a backward
@@ -46,6 +47,7 @@ class Projections:
     rows: dict[Part, Rows]
     norms: dict[str, nn.Module]
     tables: tuple[Tensor, ...]
+    folded: frozenset[Part]
     head_dim: int
     plain: Plain
     recorded: bool
@@ -74,24 +76,27 @@ class Projections:
         y = projected_rows(x, parameters[2 * module], parameters[2 * module + 1], rows, ranks)
         return y.view(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim)
 
+    def is_rotated(self, part: Part, tables: tuple[Tensor, ...]) -> bool:
+        return bool(tables) and part[0] != "v" and part not in self.folded
+
     def shape(self, part: Part, heads: Tensor, tables: tuple[Tensor, ...], again: bool = False) -> Tensor:
         """Norm and rotation of what was projected, in the order of memory, which stays as it is.
 
         again   in backward, where the norm is called for its weights to be there; in forward it was (`called`)
         """
-        module = self.norms.get(part[0])
-        if part[0] == "v" or not (tables or module):
+        module, rotated = self.norms.get(part[0]), self.is_rotated(part, tables)
+        if not (rotated or module):
             return heads
         norm: Callable[..., Tensor] | None = module if module is None or again else module.forward
         ranks = self.rows[part].ranks
         heads = heads.movedim(2, 0) if ranks else heads
         heads = heads if norm is None else norm(heads)
-        heads = rotate(heads, *tables) if tables else heads
+        heads = rotate(heads, *tables) if rotated else heads
         return heads.movedim(0, 2) if ranks else heads
 
 
 class _StartInputs(torch.autograd.Function):
-    """Tokens of q, k and v of all groups.
+    """Tokens of the exchanges of q, k and v of all groups.
 
     x [.., m]     parameters   w [n, m] and b [n] of each linear layer, then what is learned in the norms
 
@@ -107,6 +112,7 @@ class _StartInputs(torch.autograd.Function):
         linear = 2 * len(made.modules)
         tables, made.tables = made.tables, ()  # saved where autograd watches, and let go with the rest
         normed: dict[Part, Tensor] = {}
+        unneeded: list[Tensor] = []
 
         def is_needed(part: Part) -> bool:
             at = 2 * made.rows[part].module
@@ -121,7 +127,11 @@ class _StartInputs(torch.autograd.Function):
 
         tokens = start_inputs(call, project)
         if not of_x:
-            ctx.mark_non_differentiable(*(token for part, token in tokens.items() if not is_needed(part)))
+            for (of, group), token in tokens.items():
+                call.exchanges[of, group].needed = needed = [is_needed((kind, group)) for kind in of]
+                if not any(needed):
+                    unneeded.append(token)
+            ctx.mark_non_differentiable(*unneeded)
         ctx.shapes, ctx.normed, ctx.tables = [None if p is None else p.shape for p in parameters], list(normed), len(tables)
         if normed:
             enabled = torch.is_autocast_enabled(device)
@@ -129,7 +139,7 @@ class _StartInputs(torch.autograd.Function):
         # Only what some gradient reads: dx the weights, dw x, and a norm's its input.
         weights = (p if of_x and at % 2 == 0 else None for at, p in enumerate(parameters[:linear]))
         ctx.save_for_backward(x if any(of_parameters[:linear:2]) else None, *weights, *tables, *normed.values())
-        return tuple(tokens[part] for part in call.schedule.parts)
+        return tuple(tokens[exchange] for exchange in call.schedule.starts)
 
     @staticmethod
     def backward(ctx, *tokens):
@@ -140,7 +150,7 @@ class _StartInputs(torch.autograd.Function):
         normed = dict(zip(ctx.normed, saved[linear + len(tables) :]))
         del saved
         ctx.maybe_clear_saved_tensors()
-        reached = {part for part, token in zip(call.schedule.parts, tokens) if token is not None}
+        reached = {exchange for exchange, token in zip(call.schedule.starts, tokens) if token is not None}
         gradients: dict[Part, Tensor] = {}
         halved: set[Part] = set()  # either dgrad or wgrad is done
         pieces: list[list[tuple[Ranges, Tensor]]] = [[] for _ in range(linear)]
@@ -150,7 +160,7 @@ class _StartInputs(torch.autograd.Function):
         def unshaped(part: Part, dy: Tensor) -> Tensor:
             """The gradient of what was projected, [.., n], of that of what was sent."""
             if part not in normed:
-                if tables and part[0] != "v":
+                if made.is_rotated(part, tables):
                     dy = rotate_back(dy.flatten(2, -2), *tables).to(ctx.dtype)
                 return dy.flatten(2)
             leaf, of_norm = normed.pop(part).detach().requires_grad_(), list(made.norms[part[0]].parameters())
@@ -166,11 +176,14 @@ class _StartInputs(torch.autograd.Function):
             return dy.flatten(2)
 
         for act, of, group in call.schedule.backward_of_inputs:
-            part = of[-1], group
-            if part not in reached:
-                continue
+            part = of, group
             if act == "finish":
-                gradients[part] = unshaped(part, call.exchanges[part].finish_gradient())
+                if (of[1:], group) in reached:
+                    for kind, dy in zip(of[1:], call.exchanges[of[1:], group].finish_gradient()):
+                        if dy is not None:
+                            gradients[kind, group] = unshaped((kind, group), dy)
+                continue
+            if part not in gradients:
                 continue
             (module, rows, _), dy = made.rows[part], gradients[part]
             at = 2 * module
@@ -199,7 +212,7 @@ class _StartInputs(torch.autograd.Function):
 
 
 def start_projected(call: Call, made: Projections, x: Tensor) -> tuple[Tensor, ...]:
-    """Walk the section of the inputs with projections of ``x`` [.., m]; returns the tokens in the order of the starts.
+    """Walk the section of the inputs with projections of ``x`` [.., m]; returns the tokens in the order of their starts.
 
     To be called inside `linear.call_through`.
     """
@@ -274,7 +287,7 @@ class _FinishOutput(torch.autograd.Function):
             elif act == "dgrad" and of_tokens[group]:
                 computed[group] = dgrad(group)
             elif act == "start" and of_tokens[group]:
-                call.exchanges["o", group].start_gradient(computed.pop(group))
+                call.exchanges["o", group].start_gradient([computed.pop(group)])
         db = matrix(dy).sum(0) if of_bias else None
         token = dy.new_empty(0)
         return None, dw, db, *(token if needed else None for needed in of_tokens)

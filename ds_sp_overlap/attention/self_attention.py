@@ -161,11 +161,10 @@ class SelfAttention:
     def _overlapped(self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict) -> Tensor:
         split = self.split_projections()
         rope = self._folded()
-        folded = None if rope is None else rope.of_tokens(position_embeddings, self.head_dim)
-        tables = () if self.rope is None or folded is not None else self._tables(position_embeddings)
+        call.rope_tables = None if rope is None else rope.of_tokens(position_embeddings, self.head_dim)
+        tables = self._tables(position_embeddings)
         if tables is None:  # they learn
             split = [module for module in split if module is self.o_proj]
-        call.rope_tables = folded
         call.by_rank = self._by_rank(call, hidden_states, split)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -174,9 +173,10 @@ class SelfAttention:
         if self._inputs[0] in split:
             assert tables is not None
             norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
-            made = Projections(self._inputs, self._rows(call), norms, tables, self.head_dim, self.plain, torch.is_grad_enabled())
+            recorded = torch.is_grad_enabled()
+            made = Projections(self._inputs, self._rows(call), norms, tables, call.folded, self.head_dim, self.plain, recorded)
             started = call_through(made.called, lambda x: start_projected(call, made, x), hidden_states)
-            tokens = dict(zip(call.schedule.parts, started))
+            tokens = dict(zip(call.schedule.starts, started))
         else:
             tokens = start_inputs(call, self._whole(call, hidden_states, position_embeddings))
         tokens = attend_groups(call, tokens, attend)
@@ -204,7 +204,7 @@ class SelfAttention:
         rows = {}
         for kind, group in call.schedule.parts:
             module, first = self._projections[kind]
-            ranks = call.geometry.sp_size if kind in call.by_rank else 0
+            ranks = call.geometry.sp_size if kind in call.by_rank and (kind, group) in call.schedule.starts else 0
             rows[kind, group] = Rows(module, call.geometry.elements_of(kind, group, first, self.head_dim), ranks)
         return rows
 
@@ -223,7 +223,7 @@ class SelfAttention:
             if kind == "v":
                 return heads
             heads = heads if self._norms[kind] is None else self._norms[kind](heads)
-            return heads if self.rope is None or call.rope_tables is not None else self.rope(heads, position_embeddings)
+            return heads if self.rope is None or (kind, group) in call.folded else self.rope(heads, position_embeddings)
 
         return project
 

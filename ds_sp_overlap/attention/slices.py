@@ -17,24 +17,22 @@ Ranges = tuple[Range, ...]  # of a part
 
 
 @lru_cache(maxsize=4096)
-def _evenly(ranges: Ranges) -> tuple[int, int, int] | None:
-    """Start of the first, size of each and step between them, if they are equal and evenly spaced."""
+def _strided(shape: Sequence[int], strides: Sequence[int], dim: int, ranges: Ranges) -> tuple | None:
+    """Shape, strides and offset of `_slices`."""
     (first, stop), (second, _), *_ = ranges
-    size, step = stop - first, second - first
-    even = all(r == (first + i * step, first + i * step + size) for i, r in enumerate(ranges))
-    return (first, size, step) if even else None
+    size, step, stride = stop - first, second - first, strides[dim]
+    if any(r != (first + i * step, first + i * step + size) for i, r in enumerate(ranges)):
+        return None
+    wide = (*shape[:dim], len(ranges), size, *shape[dim + 1 :])
+    return wide, (*strides[:dim], step * stride, stride, *strides[dim + 1 :]), first * stride
 
 
 def _slices(x: Tensor, dim: int, ranges: Ranges) -> Tensor | None:
     """Equal, evenly spaced slices of ``x`` as one view, ``[.., count, slice, ..]`` in place of ``dim``; None if they are not."""
-    if (even := _evenly(ranges)) is None:
+    if (view := _strided(x.shape, x.stride(), dim, ranges)) is None:
         return None
-    (first, size, step), shape, strides, stride = even, x.shape, x.stride(), x.stride(dim)
-    return x.as_strided(
-        (*shape[:dim], len(ranges), size, *shape[dim + 1 :]),
-        (*strides[:dim], step * stride, stride, *strides[dim + 1 :]),
-        x.storage_offset() + first * stride,
-    )
+    shape, strides, offset = view
+    return x.as_strided(shape, strides, x.storage_offset() + offset)
 
 
 def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:

@@ -17,6 +17,10 @@ The token carries no data. What is in flight hangs on the `Exchange`, which belo
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -28,6 +32,7 @@ from ..relayout import ops
 from . import check
 from .channel import Channel, HostStream, SideStream
 from .geometry import Layout, Side
+from .joined import join, split
 
 Tables = tuple[Tensor, Tensor]
 
@@ -64,10 +69,10 @@ class _InFlight:
 
     # From `launch` on.
     side: HostStream | SideStream
-    source: Tensor | None  # None once it has been read
+    sources: Sequence[Tensor]  # empty once they have been read
     send: Tensor
     recv: Tensor
-    out: Tensor  # None while unpacking is put off
+    outs: tuple[Tensor, ...]  # empty while unpacking is put off
     unpacks: bool
     track: Track | Untracked
     received: Any  # mark of the side stream
@@ -75,27 +80,32 @@ class _InFlight:
     def __init__(self, channel: Channel, layout: Layout, name: str, rope: Tables | None = None, rope_back: Tables | None = None):
         self.channel, self.layout, self.name = channel, layout, name
         self.rope, self.rope_back = rope, rope_back
-        self.expected: Tensor | None = None
+        self.expected: list[Tensor] = []
         self.handle: Any = None
 
-    def launch(self, x: Tensor, checked: bool) -> _InFlight:
-        """Pack ``x`` and launch its transfer. Collective."""
-        channel, source, target = self.channel, self.layout.source, self.layout.target
-        if x.shape != source.shape:
-            raise ValueError(f"{self.name}: expected a tensor of shape {list(source.shape)}, got {list(x.shape)}")
+    def launch(self, xs: Sequence[Tensor], checked: bool) -> _InFlight:
+        """Pack ``xs`` and launch their transfer. Collective."""
+        channel, layout, x = self.channel, self.layout, xs[0]
+        source, target = layout.source, layout.target
+        for each, given in zip(layout.each, xs):
+            if given.shape != each.source.shape:
+                raise ValueError(f"{self.name}: expected a tensor of shape {list(each.source.shape)}, got {list(given.shape)}")
         if checked:
-            self.expected = check.plain_exchange(channel, self.layout, x, self.name, self.rope, self.rope_back)
+            plain = partial(check.plain_exchange, channel, name=self.name, rope=self.rope, rope_back=self.rope_back)
+            self.expected = [plain(each, given) for each, given in zip(layout.each, xs)]
         self.side = channel.side(x.device)
-        self.source = x  # guard: read by the transfer, so kept alive until it is over
-        ready = _as_it_travels(x, source) if self.rope is None else None
+        self.sources = xs  # guard: read by the transfer, so kept alive until it is over
+        joined = len(xs) > 1
+        ready = None if joined or self.rope is not None else _as_it_travels(x, source)
         packs = ready is None
-        self.send = x.new_empty(source.elements) if ready is None else ready
-        self.unpacks = self.rope_back is not None or not target.is_wire_layout
+        wire = x if not joined else x.new_empty(0, dtype=functools.reduce(torch.promote_types, (given.dtype for given in xs)))
+        self.send = wire.new_empty(layout.send_elements) if ready is None else ready
+        self.unpacks = joined or self.rope_back is not None or not target.is_wire_layout
         # Where unpacking is put off, so is its memory; else it must come from the compute stream, here.
-        put_off = self.unpacks and self.side.deferred_unpack
-        self.out = None if put_off else x.new_empty(target.shape)  # type: ignore[assignment]  # `finish` replaces None
+        self.dtypes = [given.dtype for given in xs] if joined else None
+        self.outs = () if self.unpacks and self.side.deferred_unpack else self._new_outs(x)
         # What is received as it lies is no view: its owner may change it in place, as he may what was unpacked.
-        self.recv = x.new_empty(target.elements) if self.unpacks else self.out.view(-1)
+        self.recv = wire.new_empty(layout.recv_elements) if self.unpacks else self.outs[0].view(-1)
         self.track = channel.timeline.exchange(self.name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
         self.track.mark("issued")
         with named(self.name, "start"), self.side.after_compute():
@@ -103,11 +113,11 @@ class _InFlight:
             if packs:
                 self._pack()
                 if self.side.packs_at_once:
-                    self.source = None
+                    self.sources = ()
             self.track.mark("packed")
             try:
                 self.handle = channel.transport.launch(
-                    self.send, self.recv, source.split_sizes, target.split_sizes, channel.group, self.name
+                    self.send, self.recv, layout.send_sizes, layout.recv_sizes, channel.group, self.name
                 )
             except RuntimeError as error:
                 raise channel.failed(self.name, "the exchange", error) from error
@@ -117,8 +127,13 @@ class _InFlight:
         self.track.mark("launched")
         return self
 
+    def _new_outs(self, like: Tensor) -> tuple[Tensor, ...]:
+        if self.dtypes is None:
+            return (like.new_empty(self.layout.target.shape),)
+        return tuple(like.new_empty(each.target.shape, dtype=dtype) for each, dtype in zip(self.layout.each, self.dtypes))
+
     def _sent_bytes(self) -> int:
-        sizes = self.layout.source.split_sizes
+        sizes = self.layout.send_sizes
         return (sum(sizes) - sizes[self.channel.rank]) * self.send.element_size()
 
     def _receive(self) -> None:
@@ -134,32 +149,38 @@ class _InFlight:
 
     def _pack(self) -> None:
         relayout, source = ops.implementation(self.channel.kernels), self.layout.source
-        if self.rope is None:
-            relayout.pack(self.source, source.dim, *source.edges, self.send)
+        if self.layout.also:
+            join(self.sources, [each.source for each in self.layout.each], self.send)
+        elif self.rope is None:
+            relayout.pack(*self.sources, source.dim, *source.edges, self.send)
         else:
-            relayout.pack_qkv([self.source], [], *self.rope, False, 1, *source.edges, [self.send])
+            relayout.pack_qkv([*self.sources], [], *self.rope, False, 1, *source.edges, [self.send])
 
     def _unpack(self) -> None:
         relayout, target = ops.implementation(self.channel.kernels), self.layout.target
-        if self.rope_back is None:
-            relayout.unpack(self.recv, target.dim, *target.edges, self.out)
+        if self.layout.also:
+            split(self.recv, [each.target for each in self.layout.each], self.outs)
+        elif self.rope_back is None:
+            relayout.unpack(self.recv, target.dim, *target.edges, *self.outs)
         else:
-            relayout.unpack_qkv([self.recv], *self.rope_back, False, 1, *target.edges, [self.out])
+            relayout.unpack_qkv([self.recv], *self.rope_back, False, 1, *target.edges, [*self.outs])
 
-    def finish(self) -> Tensor:
-        """Wait, and hand over the received tensor."""
+    def finish(self) -> tuple[Tensor, ...]:
+        """Wait, and hand over what was received."""
         self.track.mark("wait")
         with named(self.name, "finish"):
             if self.side.deferred_unpack:
-                self.out = self.recv.new_empty(self.layout.target.shape) if self.out is None else self.out
+                self.outs = self.outs or self._new_outs(self.recv)
                 with self.side.after_compute():
                     self._receive()
             self.side.before_compute(self.received)
         self.track.mark("go")
         self.handle = None
-        if self.expected is not None:
-            check.compare(self.channel, self.out, self.expected, self.name, rotated=(self.rope or self.rope_back) is not None)
-        return self.out
+        if self.expected:
+            rotated = (self.rope or self.rope_back) is not None
+            for out, expected in zip(self.outs, self.expected):
+                check.compare(self.channel, out, expected, self.name, rotated)
+        return self.outs
 
     def __del__(self) -> None:
         # Abandoned (an exception between start and finish). On the side stream the memory must not return to the compute
@@ -182,77 +203,84 @@ class Exchange:
     def __init__(self, channel: Channel, layout: Layout, where: str, what: str, checked: bool = False, rope: Tables | None = None):
         self.channel, self.layout, self.where, self.what = channel, layout, where, what
         self.checked, self.rope = checked, rope
+        self.needed: Sequence[bool] = layout.alike  # whether there will be a gradient of each tensor
         self.forward: _InFlight | None = None
         self.gradient: _InFlight | None = None
 
-    def start(self, x: Tensor, *of: Tensor) -> Tensor:
-        """Launch the exchange of ``x`` and return at once.
+    def start(self, *tensors: Tensor) -> Tensor:
+        """Launch the exchange and return at once.
 
-        x       shape of ``layout.source``; kept alive until finished
-        of      for o: q, k and v of which it was computed. Whatever local attention does with them on one rank, every rank
-                finds their nodes behind the token in backward, and takes part in the exchanges of do, dq, dk and dv
-        token   [0]   tracked by autograd; give it to ``finish``
+        tensors   what is sent, in the shapes of ``layout.each``' sources; kept alive until finished. For o behind it q, k and v of
+                  which it was computed: whatever local attention does with them on one rank, every rank finds their nodes behind
+                  the token in backward, and takes part in the exchanges of do, dq, dk and dv
+        token     [0]   tracked by autograd; give it to ``finish``
 
         Collective: every rank of the sp group starts the same exchanges in the same order.
-        Raises ValueError, before any communication, if ``x`` has another shape.
+        Raises ValueError, before any communication, if a tensor has another shape.
         """
         if not torch.is_grad_enabled():
-            self.start_forward(x)
-            return _token(x)
-        return _Start.apply(x, self, *of)
+            self.start_forward(tensors[: len(self.layout.each)])
+            return _token(tensors[0])
+        return _Start.apply(self, *tensors)
 
-    def finish(self, token: Tensor) -> Tensor:
-        """Order the compute stream after the exchange and return what was received, in the shape of ``layout.target``."""
-        (y,) = finish_together([self], [token])
-        return y
+    def finish(self, token: Tensor) -> tuple[Tensor, ...]:
+        """Order the compute stream after the exchange and return what was received, in the shapes of ``layout.each``' targets."""
+        return finish_together([self], [token])
 
-    def start_forward(self, x: Tensor) -> None:
+    def start_forward(self, xs: Sequence[Tensor]) -> None:
         """The first half of the forward, for a node that does more than that."""
         name = f"{self.where} {self.what}"
-        self.forward = _InFlight(self.channel, self.layout, name, rope=self.rope).launch(x, self.checked)
+        self.forward = _InFlight(self.channel, self.layout, name, self.rope).launch(xs, self.checked)
 
-    def finish_forward(self) -> Tensor:
+    def finish_forward(self) -> tuple[Tensor, ...]:
         """The second half."""
         if self.forward is None:
             raise RuntimeError(f"{self.where} {self.what}: finished without having been started, or finished twice")
         in_flight, self.forward = self.forward, None
         return in_flight.finish()
 
-    def start_gradient(self, dy: Tensor) -> None:
-        """The first half of the backward."""
-        name = f"{self.where} d{self.what}"
-        self.gradient = _InFlight(self.channel, self.layout.inverse, name, rope_back=self.rope).launch(dy, self.checked)
+    def start_gradient(self, dys: Sequence[Tensor]) -> None:
+        """The first half of the backward, with the gradients of those tensors that are `needed`."""
+        name, layout = f"{self.where} d{self.what}", self.layout.only(self.needed).inverse
+        self.gradient = _InFlight(self.channel, layout, name, None, self.rope).launch(dys, self.checked)
 
-    def finish_gradient(self) -> Tensor:
-        """The second half."""
+    def finish_gradient(self) -> tuple[Tensor | None, ...]:
+        """The second half; None for tensors that need none."""
         if self.gradient is None:
             raise RuntimeError(
                 f"{self.where} d{self.what}: finished without having been started; gradients of a layer's inputs and of its "
                 "weights come of one backward, ask for them together"
             )
         in_flight, self.gradient = self.gradient, None
-        return in_flight.finish()
+        found = in_flight.finish()
+        if len(found) == len(self.needed):
+            return found
+        given = iter(found)
+        return tuple(next(given) if needed else None for needed in self.needed)
 
 
 def finish_together(exchanges: list[Exchange], tokens: list[Tensor]) -> tuple[Tensor, ...]:
     """`Exchange.finish` of several, in one node: their gradients are started when all are known, the last one first."""
     if not torch.is_grad_enabled():
-        return tuple(exchange.finish_forward() for exchange in exchanges)
+        return tuple(chain.from_iterable(exchange.finish_forward() for exchange in exchanges))
     return _Finish.apply(exchanges, *tokens)
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, exchange, *of):
-        ctx.exchange = exchange
+    def forward(ctx, exchange, *tensors):
+        sent = len(exchange.layout.each)
+        ctx.exchange, ctx.unsent = exchange, [None] * (len(tensors) - sent)
         ctx.set_materialize_grads(False)
-        exchange.start_forward(x)
-        return _token(x)
+        exchange.needed = ctx.needs_input_grad[1 : 1 + sent]
+        exchange.start_forward(tensors[:sent])
+        return _token(tensors[0])
 
     @staticmethod
     def backward(ctx, token):
         """Before: dx = all_to_all(dy). Now: that exchange is under way since `_Finish.backward`; wait for it."""
-        return None if token is None else ctx.exchange.finish_gradient(), None, None, None, None
+        found = [None] * len(ctx.exchange.needed) if token is None else ctx.exchange.finish_gradient()
+        return None, *found, *ctx.unsent
 
 
 def _token(x: Tensor) -> Tensor:
@@ -263,9 +291,14 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, exchanges, *tokens):
         ctx.exchanges = exchanges
-        received = tuple(exchange.finish_forward() for exchange in exchanges)
-        ctx.mark_non_differentiable(*(y for y, needed in zip(received, ctx.needs_input_grad[1:]) if not needed))
-        return received
+        received, unwanted = [], []
+        for exchange, is_tracked in zip(exchanges, ctx.needs_input_grad[1:]):
+            outs = exchange.finish_forward()
+            received += outs
+            if not is_tracked or not all(exchange.needed):
+                unwanted += [out for out, needed in zip(outs, exchange.needed) if not (needed and is_tracked)]
+        ctx.mark_non_differentiable(*unwanted)
+        return tuple(received)
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -274,9 +307,11 @@ class _Finish(torch.autograd.Function):
         Zeros where nothing depends on y here: elsewhere something may.
         """
         refuse_second_derivatives(ctx.exchanges[0].where)
-        needed = ctx.needs_input_grad[1:]
-        for exchange, dy, launched in reversed(list(zip(ctx.exchanges, gradients, needed))):
+        tokens, end = [], len(gradients)
+        for exchange, launched in zip(reversed(ctx.exchanges), reversed(ctx.needs_input_grad[1:])):
+            begin = end - len(exchange.needed)
             if launched:
-                exchange.start_gradient(dy)
-        token = next(_token(dy) for dy, launched in zip(gradients, needed) if launched)
-        return None, *(token if launched else None for launched in needed)
+                exchange.start_gradient(list(compress(gradients[begin:end], exchange.needed)))
+            tokens.append(_token(gradients[begin]) if launched else None)
+            end = begin
+        return None, *reversed(tokens)

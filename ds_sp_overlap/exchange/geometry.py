@@ -20,7 +20,8 @@ DeepSpeed's ``DistributedAttention`` and ``UlyssesSPAttentionHF``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 Range = tuple[int, int]  # [start, stop)
@@ -63,6 +64,18 @@ class Side:
         return edges[-1] == self.shape[self.dim] and all(part[0] == edge for part, edge in zip(self.parts, edges))
 
     @cached_property
+    def tiled(self) -> tuple[int, ...]:
+        """Shape of a tensor [., ., h, d] with a dimension for the peers in front of the one that is cut, and h and d in one; empty if
+        the parts don't tile it equally."""
+        shape, peers = self.shape, len(self.parts)
+        if len(shape) != 4 or not self.tiles or len({stop - start for start, stop in self.parts}) > 1:
+            return ()
+        each = shape[self.dim] // peers
+        return (*shape[:2], peers, each * shape[3]) if self.dim == 2 else (
+            *shape[: self.dim], peers, each, *shape[self.dim + 1 : 2], shape[2] * shape[3]
+        )  # fmt: skip
+
+    @cached_property
     def is_wire_layout(self) -> bool:
         """Whether a contiguous tensor of this shape already is the buffer that travels, so that nothing is moved."""
         return self.tiles and math.prod(self.shape[: self.dim]) == 1
@@ -75,15 +88,54 @@ class Side:
 
 @dataclass(frozen=True)
 class Layout:
-    """An exchange as this rank sees it: the tensor it gives and the tensor it gets."""
+    """An exchange as this rank sees it: the tensor it gives and the tensor it gets.
+
+    also   of other tensors that travel with it: each peer is sent its part of the first, then of the second, and so on
+    """
 
     source: Side
     target: Side
+    also: tuple[Layout, ...] = ()
+
+    @cached_property
+    def each(self) -> tuple[Layout, ...]:
+        """Of every tensor."""
+        return self, *self.also
+
+    @cached_property
+    def alike(self) -> tuple[bool, ...]:
+        """True for every tensor."""
+        return (True,) * len(self.each)
+
+    @cached_property
+    def send_sizes(self) -> list[int]:
+        """Elements to each peer, of all tensors together."""
+        return [sum(sizes) for sizes in zip(*(layout.source.split_sizes for layout in self.each))]
+
+    @cached_property
+    def recv_sizes(self) -> list[int]:
+        """Elements from each peer."""
+        return [sum(sizes) for sizes in zip(*(layout.target.split_sizes for layout in self.each))]
+
+    @cached_property
+    def send_elements(self) -> int:
+        return sum(self.send_sizes)
+
+    @cached_property
+    def recv_elements(self) -> int:
+        return sum(self.recv_sizes)
 
     @cached_property
     def inverse(self) -> Layout:
         """The exchange of the gradient."""
-        return Layout(self.target, self.source)
+        return Layout(self.target, self.source, tuple(layout.inverse for layout in self.also))
+
+    def only(self, wanted: Sequence[bool]) -> Layout:
+        """The exchange of some of its tensors."""
+        if all(wanted):
+            return self
+        first, *also = (layout for layout, is_wanted in zip(self.each, wanted) if is_wanted)
+        return Layout(first.source, first.target, tuple(also))
 
 
 @dataclass(frozen=True)
@@ -250,6 +302,12 @@ class Geometry:
             shape = (*local.shape[:2], self.sp_size, len(first) // self.sp_size, head_dim)
             local = Side(shape, 2, tuple((rank, rank + 1) for rank in range(self.sp_size)))
         return Layout(source=local, target=whole)
+
+    @lru_cache(maxsize=4096)
+    def together(self, kinds: str, group: int, head_dims: tuple[int, ...]) -> Layout:
+        """One exchange for several of q, k, v of a group."""
+        first, *also = (self.exchange(kind, group, head_dim) for kind, head_dim in zip(kinds, head_dims))
+        return replace(first, also=tuple(also))
 
     def _shape(self, seq: int, heads: int, head_dim: int) -> tuple[int, ...]:
         return (self.batch, seq, heads, head_dim) if self.batch_first else (seq, self.batch, heads, head_dim)

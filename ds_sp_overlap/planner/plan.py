@@ -94,9 +94,10 @@ class Costs:
 
     def _sizes(self, step: Step) -> tuple[list[int], list[int]]:
         """Elements to and from each rank."""
-        layout = self.geometry.exchange(step.of[-1], step.group, self.layer.head_dim)
+        kinds = step.of.removeprefix("d")
+        layout = self.geometry.together(kinds, step.group, (self.layer.head_dim,) * len(kinds))
         layout = layout.inverse if step.of[0] == "d" else layout
-        return layout.source.split_sizes, layout.target.split_sizes
+        return layout.send_sizes, layout.recv_sizes
 
     def played(self, schedule: Schedule) -> Played:
         """A whole transformer layer: forward, the MLP, and backward."""

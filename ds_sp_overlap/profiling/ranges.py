@@ -11,8 +11,7 @@ from torch.autograd.profiler import record_function
 NOTHING = contextlib.nullcontext()
 
 
-def is_profiled() -> bool:
-    return torch.autograd._profiler_enabled()
+is_profiled = torch.autograd._profiler_enabled
 
 
 def named(*words: str) -> Any:

@@ -269,8 +269,10 @@ def _between(schedule: Schedule, program: Program, exchanged: set[str]) -> dict[
         if step.on_wire and name in exchanged:
             stop = (">" if step.act == "start" else "<") + name
             found[before, stop], before, label = label, stop, ""
-        elif not step.on_wire and (step.of == "o" or step.of == "do" or step.act == "project" or "d" + name in exchanged):
-            label = label or schedule.label(step)
+        elif not step.on_wire:
+            of = schedule.exchange_of.get((step.of, step.group))
+            if of is None or step.act == "project" or "d" + schedule.name(of, step.group) in exchanged:
+                label = label or schedule.label(step)
     if before != "[":
         found[before, "]"] = label
     return found

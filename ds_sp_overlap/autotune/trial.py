@@ -105,11 +105,11 @@ class Trial:
         self.chosen, self.marks = best if best in self.slowest_ms else self.default, {}
 
     def __str__(self) -> str:
+        def name(candidate: Candidate | None) -> str:
+            return f"G = {candidate}" if isinstance(candidate, int) else candidate or "nothing yet"
+
         if not self.slowest_ms:
-            return f"sp_overlap: {self.what}: no call was timed, G = {self.chosen}"
-        names: dict[Candidate | None, Candidate] = {
-            candidate: candidate if candidate == OFF else f"G = {candidate}" for candidate in self.slowest_ms
-        }
-        times = ", ".join(f"{names[candidate]} {ms:.2f} ms" for candidate, ms in self.slowest_ms.items())
-        kept = "off, stock is fastest here" if self.chosen == OFF else names[self.chosen]
+            return f"sp_overlap: {self.what}: no call was timed, {name(self.chosen)}"
+        times = ", ".join(f"{name(candidate)} {ms:.2f} ms" for candidate, ms in self.slowest_ms.items())
+        kept = "off, stock is fastest here" if self.chosen == OFF else name(self.chosen)
         return f"sp_overlap: {self.what}: {times} a layer, forward and backward on the slowest rank; kept: {kept}"

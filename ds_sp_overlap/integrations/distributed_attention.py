@@ -10,7 +10,8 @@ from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from torch import nn
 
-from ..attention.drop_in import ProjectedAttention, drop_in_forward
+from ..attention.drop_in import ProjectedAttention
+from ..attention.layer import Layer
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
@@ -55,7 +56,7 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
 def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, config: SpOverlapConfig, policy: Policy | None) -> Undo:
     """Rebind DeepSpeed's class to the drop-in; returns what undoes it."""
     channel = Channel(module.spg or channel.group, config.transport, module.sp_stream, config.kernels)
-    attend, original = ProjectedAttention(channel, config, name, policy), module.forward
+    attend, original = ProjectedAttention(Layer(channel, config, name, policy)), module.forward
     dims: set[int] = set()
     same_group = module.spg is not None or channel.size == dist.get_world_size()  # None is all ranks to DeepSpeed's class
 
@@ -74,9 +75,10 @@ def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, conf
             and not (query.shape[2] % channel.size or key.shape[2] % channel.size)
             and (rotary_pos_emb is None or not batch_dim_idx)
         )
-        y = drop_in_forward(
-            attend, module.local_attn, module.num_kv_heads, query, key, value, batch_dim_idx, rotary_pos_emb, *args,
-            sequence_lengths=sequence_lengths, baseline=baseline if alike else None, **kwargs,
+        batch_first, arrive = attend.translated(query, batch_dim_idx, rotary_pos_emb)
+        y = attend(
+            module.local_attn, query, key, value, args, kwargs, batch_first=batch_first, num_kv_heads=module.num_kv_heads,
+            arrive=arrive, sequence_lengths=sequence_lengths, baseline=baseline if alike else None,
         )  # fmt: skip
         dims.add(y.dim())
         return y

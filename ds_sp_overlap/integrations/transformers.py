@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.drop_in import ProjectedAttention
+from ..attention.layer import Layer
 from ..attention.linear import PURE
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
@@ -241,7 +242,8 @@ def _bind_function(
     if not isinstance(functions[implementation], Dispatch):
         functions[implementation] = Dispatch(functions[implementation])
     dispatch = functions[implementation]
-    dispatch.attend[module] = ProjectedAttention(channel, config, name, policy, heads_alike=True), forwards, name
+    attend = ProjectedAttention(Layer(channel, config, name, policy, heads_alike=True))
+    dispatch.attend[module] = attend, forwards, name
 
     def undo(module: nn.Module) -> None:
         del dispatch.attend[module]

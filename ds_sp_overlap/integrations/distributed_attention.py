@@ -12,10 +12,8 @@ from torch import nn
 
 from ..attention.drop_in import ProjectedAttention
 from ..attention.layer import Layer
-from ..autotune.policy import Policy
-from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
-from .layers import Found
+from .layers import Found, Overlap
 from .rebinding import Undo, rebind
 
 
@@ -30,12 +28,12 @@ def find_group(model: nn.Module) -> Any:
         return None
 
 
-def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None) -> list[Found]:
+def find_layers(model: nn.Module, overlap: Overlap) -> list[Found]:
     """DeepSpeed's ``DistributedAttention`` modules, whoever calls them. Raises ValueError where one has another sp group.
 
     What AutoSP has wrapped stays AutoSP's: it gathers the whole sequence around attention of its own.
     """
-    found = []
+    channel, found = overlap.channel, []
     for name, module in model.named_modules():
         if type(module).__name__ == "UlyssesSPViTAttention":
             inside = tuple(module.modules())[1:]
@@ -48,15 +46,16 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
                 f"{name} was made with an sp group of ranks {own}, and enable() is to use ranks {channel.ranks}; give both one group"
             )
         got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
-        bind = functools.partial(bind_drop_in, name, module, channel, config, policy)
+        bind = functools.partial(bind_drop_in, name, module, overlap)
         found.append(Found(name, module, got, "the projections belong to its caller", bind))
     return found
 
 
-def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, config: SpOverlapConfig, policy: Policy | None) -> Undo:
+def bind_drop_in(name: str, module: DistributedAttention, overlap: Overlap) -> Undo:
     """Rebind DeepSpeed's class to the drop-in; returns what undoes it."""
-    channel = Channel(module.spg or channel.group, config.transport, module.sp_stream, config.kernels)
-    attend, original = ProjectedAttention(Layer(channel, config, name, policy)), module.forward
+    config, original = overlap.config, module.forward
+    channel = Channel(module.spg or overlap.channel.group, config.transport, module.sp_stream, config.kernels)
+    attend = ProjectedAttention(Layer(channel, config, name, overlap.policy))
     dims: set[int] = set()
     same_group = module.spg is not None or channel.size == dist.get_world_size()  # None is all ranks to DeepSpeed's class
 

@@ -22,12 +22,9 @@ from ..attention.drop_in import ProjectedAttention
 from ..attention.layer import Layer
 from ..attention.linear import PURE
 from ..attention.self_attention import SelfAttention
-from ..autotune.policy import Policy
-from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
-from ..exchange.geometry import Geometry
 from ..rotary import Rotary
-from .layers import Around, Found, driven, groups_in_words
+from .layers import Around, Found, Overlap
 from .masks import Pattern
 from .positions import GlobalSequence
 from .rebinding import Undo, rebind
@@ -135,9 +132,7 @@ def _stock_does_the_same(
     return fits and len(set(sequence.lengths)) == 1 and whole and given.get("position_ids") is not None
 
 
-def _drive(
-    name: str, module: Any, forwards: Forwards, channel: Channel, config: SpOverlapConfig, policy: Policy | None
-) -> tuple[SelfAttention, Callable]:
+def _drive(name: str, module: Any, forwards: Forwards, overlap: Overlap) -> tuple[SelfAttention, Callable]:
     """The block over a layer of a known family, and a forward for the layer that calls it."""
     names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
 
@@ -154,10 +149,10 @@ def _drive(
             lambda tables: tuple(table.unsqueeze(2) for table in tables),
             partial=(getattr(module.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0,
         ),
-        sequence_process_group=channel.group,
-        config=config,
+        sequence_process_group=overlap.channel.group,
+        config=overlap.config,
         name=name,
-        policy=policy,
+        policy=overlap.policy,
         heads_alike=True,
         pure=PURE | {type(norm).forward for child, norm in children().items() if child.endswith("_norm") and _is_theirs(norm)},
     )
@@ -176,7 +171,7 @@ def _drive(
         def stock(x):
             return original(x, position_embeddings, attention_mask, None, **given)[0]
 
-        alike = policy and _stock_does_the_same(module, hidden_states, sequence, pattern, channel, given)
+        alike = overlap.policy and _stock_does_the_same(module, hidden_states, sequence, pattern, overlap.channel, given)
         o = block(
             hidden_states, position_embeddings=position_embeddings, sequence_lengths=sequence.lengths,
             baseline=stock if alike else None, sequence=sequence, pattern=pattern, **kwargs,
@@ -234,15 +229,13 @@ def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: 
     return q * right[:, None, None]
 
 
-def _bind_function(
-    name: str, module: Any, forwards: Forwards, channel: Channel, config: SpOverlapConfig, policy: Policy | None
-) -> Undo:
+def _bind_function(name: str, module: Any, forwards: Forwards, overlap: Overlap) -> Undo:
     """Overlap the attention function of a layer of an unknown family; its projections stay its own."""
     functions, implementation = attention_functions(), module.config._attn_implementation
     if not isinstance(functions[implementation], Dispatch):
         functions[implementation] = Dispatch(functions[implementation])
     dispatch = functions[implementation]
-    attend = ProjectedAttention(Layer(channel, config, name, policy, heads_alike=True))
+    attend = ProjectedAttention(Layer(overlap.channel, overlap.config, name, overlap.policy, heads_alike=True))
     dispatch.attend[module] = attend, forwards, name
 
     def undo(module: nn.Module) -> None:
@@ -256,16 +249,14 @@ def _bind_function(
 # What is found.
 
 
-def find_layers(
-    model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None
-) -> tuple[list[Found], list[Around]]:
+def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[Around]]:
     """The attention layers of a transformers model, and the modules around them.
 
     Raises ValueError where ``head_groups`` is out of range, or tokens meet where no exchange covers it.
     """
     if attention_functions() is None:
         return [], []
-    forwards, modules, found = Forwards(channel, config), dict(model.named_modules()), []
+    forwards, modules, found = Forwards(overlap.channel, overlap.config), dict(model.named_modules()), []
     refuse_unexchanged(modules)
     hosts: dict[str, dict[str, nn.Module]] = {}  # the layers that are bound by the models that they are in
     witnessed: set[str] = set()  # they count on the layer to call its attention function
@@ -284,18 +275,16 @@ def find_layers(
             continue
         heads = inner.num_attention_heads
         kv_heads = getattr(inner, "num_key_value_heads", None) or heads
-        groups = config.groups_for(heads, channel.size)
-        Geometry(channel.size, channel.rank, (0,) * channel.size, 0, heads, kv_heads, groups)  # refuses what can't work
+        groups = overlap.groups_for(heads, kv_heads)
         if _is_known(module):
-            block, forward = _drive(name, module, forwards, channel, config, policy)
+            block, forward = _drive(name, module, forwards, overlap)
             linear = {name: child for name, child in module.named_children() if name.endswith("_proj")}
-            got, lacks = driven(block, linear, groups, policy)
+            got, lacks = overlap.of_driven(block, linear, groups)
             bind = functools.partial(rebind, module, forward)
         else:
-            got = f"attention function, {groups_in_words(groups, policy)}"
-            lacks = f"{type(module).__name__}: unknown family, projections stay its own"
-            lacks += "; one query head a rank" if groups == 1 and config.head_groups == "auto" else ""
-            bind = functools.partial(_bind_function, name, module, forwards, channel, config, policy)
+            got = f"attention function, {overlap.in_words(groups)}"
+            lacks = overlap.why_not_more(f"{type(module).__name__}: unknown family, projections stay its own", groups)
+            bind = functools.partial(_bind_function, name, module, forwards, overlap)
             witnessed.add(name)
         found.append(Found(name, module, got, lacks, bind))
         for at, outer in models:

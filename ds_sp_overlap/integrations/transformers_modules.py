@@ -20,7 +20,7 @@ def attention_functions() -> Any:
 
 def stock_of(function: Any) -> Any:
     """The ``UlyssesSPAttentionHF`` behind an attention function that ``register_with_transformers`` put in place, or None."""
-    function = getattr(function, "before", function)  # of `transformers.Dispatch`
+    function = getattr(function, "before", function)  # of `transformers_attention.Dispatch`
     cells = getattr(function, "__closure__", None) or ()
     inside = [cell.cell_contents for cell in cells]
     return next((x for x in inside if type(x).__name__ == "UlyssesSPAttentionHF"), None)

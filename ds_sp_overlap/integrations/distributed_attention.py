@@ -31,7 +31,7 @@ def find_group(model: nn.Module) -> Any:
 def find_layers(model: nn.Module, overlap: Overlap) -> list[Found]:
     """DeepSpeed's ``DistributedAttention`` modules, whoever calls them. Raises ValueError where one has another sp group.
 
-    What AutoSP has wrapped stays AutoSP's: it gathers the whole sequence around attention of its own.
+    A layer that AutoSP has wrapped stays as it is: AutoSP gathers the global sequence around attention of its own.
     """
     channel, found = overlap.channel, []
     for name, module in model.named_modules():

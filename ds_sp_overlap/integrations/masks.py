@@ -1,10 +1,10 @@
 """What a transformers model asks its masks to say, read off the mask functions.
 
-The mask itself is of no use where the sequence is split: it is made for a rank's tokens, and short slices hide a window.
+The mask itself is of no use where the sequence is split: a mask is made for a rank's tokens, and short slices hide a window.
 But all of transformers' ``create_*_mask`` end in ``ALL_MASK_ATTENTION_FUNCTIONS[implementation](mask_function=...)``.
-While a model's forward runs something else stands there (`asked`): it reads the mask function and gives the model a
-placeholder of the mask's shape and one byte. The layers find in it what to apply, and for which tokens, also when a
-checkpoint runs them again.
+While a model's forward runs, another function stands there (`asked`). This function reads the mask function and gives the model
+a placeholder of the mask's shape and one byte. By the placeholder a layer finds the pattern to apply and the global sequence to
+apply it to, also when a checkpoint runs the layer again.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Ten
     q, k, v = (x.contiguous() for x in (q, k, v))
     if module.use_flash_attn:
         return local(q, k, v)
-    width = local.hidden_size_per_partition  # of all heads of a rank; here there are those of one head group
+    width = local.hidden_size_per_partition  # of all heads of a rank; q has those of one head group
     local.hidden_size_per_partition = q.shape[2] * q.shape[3]
     try:
         return local(q, k, v, *mask)
@@ -58,7 +58,7 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Ten
 def _tables(rotary: Any, rank: int, local_seq: int, sp_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """This rank's positions of cos and sin [s, 1, 1, d_rot]; nothing for a model without RoPE.
 
-    RoPE is elementwise, so that before the exchange it gives the same bits as after it, and its time is hidden.
+    RoPE is elementwise: before the exchange the bits are the same as behind it, and the time is hidden.
     """
     if rotary is None:
         return ()
@@ -113,7 +113,7 @@ def _drive(name: str, module: Any, overlap: Overlap) -> tuple[SelfAttention, Cal
         encoder_output=None,
         inference_params=None,
         rotary_pos_emb=None,
-        cpu_offloading=False,  # HEAD tries with it first, and again without where that is a TypeError
+        cpu_offloading=False,  # HEAD gives it first, and calls again without it after a TypeError
     ):
         tables: tuple[Tensor, ...] = ()
         try:
@@ -133,7 +133,7 @@ def _drive(name: str, module: Any, overlap: Overlap) -> tuple[SelfAttention, Cal
         baseline = stock if overlap.policy and stock_is_right else None
         try:
             return block(hidden_states, position_embeddings=tables, mask=(attention_mask,), baseline=baseline)
-        except TypeError as error:  # HEAD would take it for its own and run the layer a second time, on this rank alone
+        except TypeError as error:  # HEAD would take this one for its own and call again, on this rank alone
             raise RuntimeError(f"{name}: {error}") from error
 
     return block, forward

@@ -117,7 +117,7 @@ class Positions:
     def __init__(self, channel: Channel, documents: str):
         self.channel = channel
         self.current: GlobalSequence | None = None  # of the model's forward that is running
-        self._may_restart = documents == "per_rank"  # or a forward was seen in which they did not start anew on every rank
+        self._may_restart = documents == "per_rank"  # or positions were seen that did not start anew on every rank
         self._caches: weakref.WeakSet = weakref.WeakSet()
 
     @contextlib.contextmanager
@@ -171,7 +171,7 @@ class Positions:
         if cache is not None:
             if cache in self._caches or cache.get_seq_length() > 0:
                 return "cache"
-            self._caches.add(cache)  # comes new and empty by default; seen again, it is to be decoded from
+            self._caches.add(cache)  # a cache comes new and empty by default; one that is seen again is decoded from
         if not isinstance(position_ids, Tensor):
             return "missing"
         if position_ids.dim() not in (2, 3):
@@ -195,7 +195,7 @@ class Positions:
             raise ValueError(f"{where}: position_ids differ in batch or axes over the sp ranks ({'; '.join(told)})")
 
     def _refuse_restart(self, where: str, position_ids: Tensor, lengths: list[int]) -> None:
-        """Refuse positions that count each rank's tokens; once others were seen they are taken for documents that end there."""
+        """Refuse positions that start anew on every rank; once others were seen, documents end there."""
         starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]
         if self._may_restart or len(starts) == 1:
             return

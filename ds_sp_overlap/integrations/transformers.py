@@ -1,8 +1,8 @@
 """transformers: finding the attention layers of a model, and driving whole those of the families we know.
 
 Stock Ulysses (``UlyssesSPAttentionHF``) sits behind ``ALL_ATTENTION_FUNCTIONS``, after the projections, and gathers
-``position_ids`` in every layer. Here the layer itself is driven, and they are gathered once in each forward of the model
-(`host`), with its attention mask: packed documents, padding, windows and chunks are those of the whole sequence, where
+``position_ids`` in every layer. Here the layer itself is driven, and ``position_ids`` are gathered once in each forward of the
+model (`host`), with the attention mask: packed documents, padding, windows and chunks are those of the global sequence, where
 stock drops them. What can't be honoured is refused on all ranks.
 """
 
@@ -111,8 +111,8 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
         return [], []
     forwards, modules, found = Forwards(overlap.channel, overlap.config), dict(model.named_modules()), []
     refuse_unexchanged(modules)
-    hosts: dict[str, dict[str, nn.Module]] = {}  # the layers that are bound by the models that they are in
-    witnessed: set[str] = set()  # they count on the layer to call its attention function
+    hosts: dict[str, dict[str, nn.Module]] = {}  # bound layers, by the models around them
+    witnessed: set[str] = set()  # layers that must be seen to call their attention function
     for name, module in modules.items():
         inner: Any = getattr(module, "config", None)
         if not is_attention(module) or not hasattr(inner, "_attn_implementation"):

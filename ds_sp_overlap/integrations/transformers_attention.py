@@ -26,7 +26,7 @@ from .transformers_modules import attention_functions, off_in_eval, stock_of, un
 def _core(module: Any) -> tuple[str, Callable]:
     """Name and function of the attention that the model was configured for, without sequence parallelism around it."""
     name = module.config._attn_implementation
-    if (reason := unfit(name)) is not None:  # it was switched after `enable`
+    if (reason := unfit(name)) is not None:  # of another attention than at `enable`
         raise ValueError(f"sp_overlap: {type(module).__name__}: {reason}")
     function = attention_functions()[name]
     stock = stock_of(function)

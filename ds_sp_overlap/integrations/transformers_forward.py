@@ -1,4 +1,4 @@
-"""A transformers model's forward around its attention layers: what their ranks must know is gathered in it."""
+"""A transformers model's forward around its attention layers: what the ranks must know is gathered in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .transformers_modules import first_of, off_in_eval
 
 
 class Forwards:
-    """What the layers of a model know of the whole sequence: in the model's forward, in a checkpoint's, in a call of their own."""
+    """The forwards of a model, and the global sequence of each: its own, a checkpoint's, a layer's that is called by itself."""
 
     def __init__(self, channel: Channel, config: SpOverlapConfig):
         self.positions, self.masks = Positions(channel, config.documents), Masks()
@@ -89,7 +89,7 @@ def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[Non
 
 
 def stretched(module: nn.Module, forwards: Forwards) -> tuple[Callable]:
-    """A forward for a rotary embedding that goes by the largest position: it is shown that of the whole sequence."""
+    """A forward for a rotary embedding that goes by the largest position: shown is that of the global sequence."""
     original = module.forward
 
     def forward(x, position_ids, *args, **kwargs):

@@ -109,7 +109,7 @@ def trace(every: list[list]) -> dict:
 
 
 class Panel(NamedTuple):
-    """A part of the timeline: a title, and when it begins and ends on each rank's own clock."""
+    """A stretch of the timeline: its title, and its begin and end on each rank's own clock."""
 
     title: str
     spans: list[tuple[float, float]]

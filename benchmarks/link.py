@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
 
 def configs(args: argparse.Namespace) -> dict[str, dict]:
     """Ours: the ``sp_overlap`` section of each variant."""
-    best = max(g for g in args.groups if g <= 2)
+    best = max((g for g in args.groups if g <= 2), default=min(args.groups))
     every = {f"G = {g}": {"head_groups": g} for g in args.groups}
     if not args.no_switches:
         every[f"G = {best}, projections off"] = {"head_groups": best, "projections": False}
@@ -140,7 +140,7 @@ def work(args: argparse.Namespace) -> None:
         with free_wire():  # memory that other threads give back would not be seen
             peak = {"DeepSpeed": layer.peak_bytes(stock), "five of eight": layer.peak_bytes(layer.five_of_eight(Silent()))}
             peak |= {name: layer.peak_bytes(layer.ours(Silent(), **config)) for name, config in configs(args).items()}
-        peak["G = auto"] = peak["DeepSpeed" if kept == "off" else f"G = {kept}"]
+            peak["G = auto"] = layer.peak_bytes(stock if kept == "off" else layer.ours(Silent(), head_groups=kept))
         predicted = predict(shape, args)
         launch = layer.exchanges()
 

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sp_overlap
 import ds_sp_overlap.integrations.registry
 import ds_sp_overlap.integrations.transformers as integration
+from ds_sp_overlap.integrations import transformers_attention
 
 VOCABULARY, SEQ, BATCH = 64, 32, 2
 
@@ -104,12 +105,13 @@ def warned():
 @contextlib.contextmanager
 def scaled_values(factor):
     """A planted fault: overlapped attention sees v times ``factor``."""
-    right = integration._attend
-    integration._attend = lambda module, q, k, v, **options: right(module, q, k, v * factor, **options)
+    right = integration.local_attention
+    for module in (integration, transformers_attention):
+        module.local_attention = lambda module, q, k, v, **options: right(module, q, k, v * factor, **options)
     try:
         yield
     finally:
-        integration._attend = right
+        integration.local_attention = transformers_attention.local_attention = right
 
 
 def overlapped_layers(model):

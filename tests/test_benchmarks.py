@@ -15,6 +15,7 @@ from ranks import on_ranks
 from transports import Recording
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import link  # noqa: E402
 from variants import Layer, Shape, check_parity  # noqa: E402
 from wire import Wire  # noqa: E402
 
@@ -79,6 +80,11 @@ def test_link_says_that_it_needs_root():
     words += "; runpy.run_path(sys.argv[0], run_name='__main__')"
     ran = script("-c", words, BENCHMARKS / "link.py")
     assert ran.returncode == 1 and "network namespaces need root and the commands ip and tc" in ran.stderr
+
+
+def test_link_turns_switches_off_at_the_groups_that_were_asked_for():
+    named = link.configs(SimpleNamespace(groups=[4, 8], no_switches=False))
+    assert list(named) == ["G = 4", "G = 8", "G = 4, projections off", "G = 4, wgrad off"]
 
 
 def test_host_times_every_variant_and_writes_it(tmp_path):

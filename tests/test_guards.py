@@ -422,20 +422,20 @@ WATCHED = {
         test_masks.faults_of_window,
     ),
     "RoPE goes by the longest position of all ranks": Watched(
-        Guard("integrations.transformers_forward:stretched", "longest = step.longest.to", "longest = position_ids.max().to"),
+        Guard("integrations.transformers_forward:stretched", "longest = sequence.longest.to", "longest = position_ids.max().to"),
         test_masks.faults_of_length,
     ),
     "padding before a document is one of its own": Watched(
-        Guard("integrations.positions:Step.__init__", "if mask is not None and not mask.all():", "if False:"),
+        Guard("integrations.positions:GlobalSequence.__init__", "if mask is not None and not mask.all():", "if False:"),
         test_masks.faults_of_padding,
     ),
-    "a layer goes by the step of its own forward": Watched(
+    "a layer goes by the sequence of its own forward": Watched(
         Guard(
             "integrations.masks:Masks.find",
             "self._given.get(mask.untyped_storage()._cdata) if isinstance(mask, Tensor) else None",
             "list(self._given.values())[-1]",
         ),
-        test_masks.faults_of_steps,
+        test_masks.faults_of_sequences,
         raises=True,  # a checkpoint computes another graph than it saved
     ),
 }

@@ -250,7 +250,7 @@ def test_a_layer_that_runs_without_its_attention_function_is_found_in_the_first_
         assert second is None
 
 
-# One step for one forward.
+# One global sequence for one forward.
 
 LAYOUTS = [[[32], [32]], [[10, 22], [3, 13, 16]], [[5, 27], [32]]]
 
@@ -287,8 +287,8 @@ def steps_of_their_own(rank, how, options):
     return errors
 
 
-def faults_of_steps(rank):
-    """Guard: what a checkpoint runs again finds its step in the mask it was given."""
+def faults_of_sequences(rank):
+    """Guard: what a checkpoint runs again finds its sequence in the mask it was given."""
     return [f"{error}" for error in steps_of_their_own(rank, "new tensors", {}) if error > FP64]
 
 
@@ -297,7 +297,7 @@ def test_each_forward_and_its_recomputation_go_by_the_documents_of_that_forward(
     assert all(max(errors) < FP64 for errors in on_ranks(2, steps_of_their_own, how, {}))
 
 
-def test_recomputed_layers_that_are_never_handed_position_ids_find_their_step():
+def test_recomputed_layers_that_are_never_handed_position_ids_find_their_sequence():
     options = {**LLAMA4, "attention_chunk_size": 64, "attn_temperature_tuning": False}
     assert all(max(errors) < IN_FP32["llama4_text"] for errors in on_ranks(2, steps_of_their_own, "new tensors", options))
 

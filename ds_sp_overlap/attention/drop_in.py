@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
@@ -28,10 +27,32 @@ class ProjectedAttention:
     dv with the backward of the caller's projections.
     """
 
-    def __init__(
-        self, channel: Channel, config: SpOverlapConfig, where: str, policy: Policy | None = None, heads_alike: bool = False
-    ):
-        self.layer = Layer(channel, config, where, policy, heads_alike)
+    def __init__(self, layer: Layer):
+        self.layer = layer
+
+    def translated(
+        self, query: Tensor, batch_dim_idx: Any, rotary_pos_emb: tuple[Tensor, Tensor] | None
+    ) -> tuple[bool, Callable[[str, Tensor], Tensor] | None]:
+        """``batch_first`` and ``arrive`` for arguments as DeepSpeed's class takes them, whose indices end here."""
+        if isinstance(batch_dim_idx, (bool, Tensor)) or batch_dim_idx not in (0, 1):
+            got = f"a tensor of shape {list(batch_dim_idx.shape)}" if isinstance(batch_dim_idx, Tensor) else repr(batch_dim_idx)
+            self.layer.refuse(ValueError(f"batch_dim_idx must be 0 (batch first) or 1 (sequence first), got {got}"))
+        batch_first = batch_dim_idx == 0
+        if rotary_pos_emb is None:
+            return batch_first, None
+        try:
+            check_tables(rotary_pos_emb, query.shape[-1], partial=True)
+        except ValueError as error:
+            self.layer.refuse(error)
+        tables = rotary_pos_emb
+
+        def arrive(kind: str, x: Tensor) -> Tensor:
+            if kind == "v":
+                return x
+            cos, sin = (table.transpose(0, 1) if batch_first else table for table in tables)
+            return rotate(x, cos, sin)
+
+        return batch_first, arrive
 
     @torch.compiler.disable
     def __call__(
@@ -174,7 +195,7 @@ class DistributedAttention(nn.Module):
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
         parsed = SpOverlapConfig.parse(config or {})
         channel = Channel(sequence_process_group or dist.group.WORLD, transport or parsed.transport, sp_stream, parsed.kernels)
-        self._attend = ProjectedAttention(channel, parsed, name, heads_alike=heads_alike)
+        self._attend = ProjectedAttention(Layer(channel, parsed, name, heads_alike=heads_alike))
 
     @property
     def spg(self) -> Any:
@@ -203,47 +224,8 @@ class DistributedAttention(nn.Module):
         The remaining arguments go to ``local_attention`` (once per head group); tensors among them have the same shape on
         every rank, but for a dimension of heads.
         """
-        return drop_in_forward(
-            self._attend, self.local_attn, self.num_kv_heads, query, key, value, batch_dim_idx, rotary_pos_emb, *args,
-            sequence_lengths=sequence_lengths, **kwargs
+        batch_first, arrive = self._attend.translated(query, batch_dim_idx, rotary_pos_emb)
+        return self._attend(
+            self.local_attn, query, key, value, args, kwargs,
+            batch_first=batch_first, num_kv_heads=self.num_kv_heads, arrive=arrive, sequence_lengths=sequence_lengths,
         )  # fmt: skip
-
-
-def drop_in_forward(
-    attend: ProjectedAttention,
-    local_attention: Callable[..., Tensor],
-    num_kv_heads: int | None,
-    /,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    batch_dim_idx: int,
-    rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
-    *args: Any,
-    sequence_lengths: list[int] | None = None,
-    baseline: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """``DistributedAttention.forward`` for a module of this class or of DeepSpeed's; its indices end here."""
-    if isinstance(batch_dim_idx, (bool, Tensor)) or batch_dim_idx not in (0, 1):
-        got = f"a tensor of shape {list(batch_dim_idx.shape)}" if isinstance(batch_dim_idx, Tensor) else repr(batch_dim_idx)
-        attend.layer.refuse(ValueError(f"batch_dim_idx must be 0 (batch first) or 1 (sequence first), got {got}"))
-    batch_first = batch_dim_idx == 0
-    if rotary_pos_emb is not None:
-        try:
-            check_tables(rotary_pos_emb, query.shape[-1], partial=True)
-        except ValueError as error:
-            attend.layer.refuse(error)
-
-    def arrive(kind: str, x: Tensor) -> Tensor:
-        if kind == "v":
-            return x
-        tables: Any = rotary_pos_emb  # there are some where this is called
-        cos, sin = (table.transpose(0, 1) if batch_first else table for table in tables)
-        return rotate(x, cos, sin)
-
-    return attend(
-        local_attention, query, key, value, args, kwargs,
-        batch_first=batch_first, num_kv_heads=num_kv_heads, arrive=None if rotary_pos_emb is None else arrive,
-        sequence_lengths=sequence_lengths, baseline=baseline,
-    )  # fmt: skip

@@ -1,7 +1,7 @@
 """Which G, or none: tried in the first steps of training on the ranks themselves, and never asked again.
 
 Candidates are "off", the layer's own forward, where there is one that computes the same thing, and G = 1, 2, 4 as far as
-the heads go. They take turns of one optimizer step each; within a step the layers of a model run different ones, so that
+the heads go. Each is tried for an optimizer step at a time; within a step the layers of a model run different ones, so that
 whatever else happens to the machine happens to all of them. With C = 4 candidates, warmup_steps = 16 and no loser yet:
 
     step     | 0       | 1   2   3   4     | 5   6   7   8   9  10  11  12  13  14  15  16 | 17 ...
@@ -14,11 +14,11 @@ checkpointing would compute another graph than it saved, and gradient accumulati
 tried before the first optimizer step, nor for shapes without a backward: a program that doesn't train runs the default.
 
 Timed are forward, and backward from the arrival of the output's gradient to its end, in calls that record a graph, per
-token. What the slowest rank measured counts, since the others wait for it.
+token. What the slowest rank measured counts, since the others wait for that rank.
 
 Ranks of an sp group launch the same exchanges only if they run the same candidate, whatever else one of them does: an
-optimizer of its own, a step that the others don't make, a model that it collected before the others did. So nothing collective
-hangs on these. What all ranks of an sp group do alike is to call layers and to run their backwards:
+optimizer of its own, a step that the others don't make, a model that is garbage earlier than elsewhere. So nothing collective
+hangs on these. Alike on all ranks of an sp group are calls of layers, and their backwards:
 
     backwards of layers           come back (`Policy._back`); only then there is something to ask
     optimizer steps               are noted; nobody waits
@@ -28,9 +28,9 @@ hangs on these. What all ranks of an sp group do alike is to call layers and to 
 Beside data parallelism the sp groups are replicas, each with batches of its own. Ranks that reduce gradients together run the
 same candidate for the same layer in the same step and keep the same: ZeRO gathers weights and reduces gradients in the order in
 which they come, so that replicas whose orders differed would sum gradients of different parameters without a word. (Every G
-delivers them in one order, which a test holds; nothing else hangs on it.) No layer call is common to them; one may evaluate
-alone. So each rank tells the others what it met and measured when its optimizer steps (`Board`), which waits for nobody, and the
-first layer call after that acts on what all have told.
+delivers gradients in one order, which a test holds.) No layer call is common to the replicas: one of them may evaluate alone. So
+each rank tells the others what it met and measured when its optimizer steps (`Board`), which waits for nobody, and the first layer
+call after that acts on what all have told.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ WAIT_S = 60  # for replicas whose optimizers have not stepped, before nothing is
 class Board:
     """Where replicas tell one another, in the store of the world: telling waits for nobody.
 
-    What was told of a step is put together by whoever tells last. A rank that waits for that longer than `WAIT_S` gives up for
-    all of them; what is written first holds.
+    The rank that tells last of a step puts together what all have told. A rank that waits for this longer than `WAIT_S` gives up
+    for all. Whichever of the two is written first holds.
     """
 
     made = itertools.count()  # alike on every rank, since replicas make their policies in one order
@@ -119,7 +119,7 @@ class Policy:
         self.over = False  # nothing is tried any more
         self.clock: Any = None
         self.step = self._layers = 0
-        self._back_since = self._due = self._stepped = False  # of this step: a backward was seen; since the last question; a step
+        self._back_since = self._due = self._stepped = False  # in this step: a backward; one since the last question; a step
         self._hook = Listener(self._note)
 
     @classmethod
@@ -169,7 +169,7 @@ class Policy:
         trial.met, self._back_since, self._due = self.step, True, True
 
     def _note(self) -> None:
-        """An optimizer of this process has stepped. Beside replicas it tells them, the first time in a step."""
+        """An optimizer of this process has stepped. Beside replicas they are told, the first time in a step."""
         if self._back_since and not self._stepped:
             self._stepped = True
             if self.board is not None:

@@ -1,4 +1,4 @@
-"""The candidates for layers of one shape, told apart by what they took. When they are tried is for `policy` to say."""
+"""The candidates for layers of one shape, told apart by what they took. `policy` says when each is tried."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Trial:
     """The candidates for layers of one shape, their times, and finally the chosen one.
 
     what           the shape, in words
-    candidates     chosen at once where it is only one
+    candidates     chosen at once where there is only one
     default        the G of calls before the first step of trying, and the choice if nothing was ever timed
     warmup_steps   at most so many steps
     """
@@ -63,8 +63,8 @@ class Trial:
         """Of a layer on this rank, for each candidate that is left; inf for one that was not timed.
 
         Medians of the times per token, for as many tokens as calls here have on average: no candidate gains by short batches
-        on its turns, and the rank with the long ones is the slow one. A forward computed again, or without a backward, counts
-        as often as there were such for all candidates together: none loses by what happened on its turns.
+        while it was tried, and the rank with the long ones is the slow one. A forward computed again, or without a backward, counts
+        as often as there were such for all candidates together: none loses by what happened while it was tried.
         """
         marks = [self.marks[candidate] for candidate in self.left]
         forwards, backwards = ([mark for each in marks for mark in each[which]] for which in (0, 1))
@@ -105,11 +105,11 @@ class Trial:
         self.chosen, self.marks = best if best in self.slowest_ms else self.default, {}
 
     def __str__(self) -> str:
+        def name(candidate: Candidate | None) -> str:
+            return f"G = {candidate}" if isinstance(candidate, int) else candidate or "nothing yet"
+
         if not self.slowest_ms:
-            return f"sp_overlap: {self.what}: no call was timed, G = {self.chosen}"
-        names: dict[Candidate | None, Candidate] = {
-            candidate: candidate if candidate == OFF else f"G = {candidate}" for candidate in self.slowest_ms
-        }
-        times = ", ".join(f"{names[candidate]} {ms:.2f} ms" for candidate, ms in self.slowest_ms.items())
-        kept = "off, stock is fastest here" if self.chosen == OFF else names[self.chosen]
+            return f"sp_overlap: {self.what}: no call was timed, {name(self.chosen)}"
+        times = ", ".join(f"{name(candidate)} {ms:.2f} ms" for candidate, ms in self.slowest_ms.items())
+        kept = "off, stock is fastest here" if self.chosen == OFF else name(self.chosen)
         return f"sp_overlap: {self.what}: {times} a layer, forward and backward on the slowest rank; kept: {kept}"

@@ -10,11 +10,10 @@ from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from torch import nn
 
-from ..attention.drop_in import ProjectedAttention, drop_in_forward
-from ..autotune.policy import Policy
-from ..config import SpOverlapConfig
+from ..attention.drop_in import ProjectedAttention
+from ..attention.layer import Layer
 from ..exchange.channel import Channel
-from .layers import Found
+from .layers import Found, Overlap
 from .rebinding import Undo, rebind
 
 
@@ -29,12 +28,12 @@ def find_group(model: nn.Module) -> Any:
         return None
 
 
-def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None) -> list[Found]:
+def find_layers(model: nn.Module, overlap: Overlap) -> list[Found]:
     """DeepSpeed's ``DistributedAttention`` modules, whoever calls them. Raises ValueError where one has another sp group.
 
-    What AutoSP has wrapped stays AutoSP's: it gathers the whole sequence around attention of its own.
+    A layer that AutoSP has wrapped stays as it is: AutoSP gathers the global sequence around attention of its own.
     """
-    found = []
+    channel, found = overlap.channel, []
     for name, module in model.named_modules():
         if type(module).__name__ == "UlyssesSPViTAttention":
             inside = tuple(module.modules())[1:]
@@ -47,15 +46,16 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
                 f"{name} was made with an sp group of ranks {own}, and enable() is to use ranks {channel.ranks}; give both one group"
             )
         got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
-        bind = functools.partial(bind_drop_in, name, module, channel, config, policy)
+        bind = functools.partial(bind_drop_in, name, module, overlap)
         found.append(Found(name, module, got, "the projections belong to its caller", bind))
     return found
 
 
-def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, config: SpOverlapConfig, policy: Policy | None) -> Undo:
+def bind_drop_in(name: str, module: DistributedAttention, overlap: Overlap) -> Undo:
     """Rebind DeepSpeed's class to the drop-in; returns what undoes it."""
-    channel = Channel(module.spg or channel.group, config.transport, module.sp_stream, config.kernels)
-    attend, original = ProjectedAttention(channel, config, name, policy), module.forward
+    config, original = overlap.config, module.forward
+    channel = Channel(module.spg or overlap.channel.group, config.transport, module.sp_stream, config.kernels)
+    attend = ProjectedAttention(Layer(channel, config, name, overlap.policy))
     dims: set[int] = set()
     same_group = module.spg is not None or channel.size == dist.get_world_size()  # None is all ranks to DeepSpeed's class
 
@@ -74,9 +74,10 @@ def bind_drop_in(name: str, module: DistributedAttention, channel: Channel, conf
             and not (query.shape[2] % channel.size or key.shape[2] % channel.size)
             and (rotary_pos_emb is None or not batch_dim_idx)
         )
-        y = drop_in_forward(
-            attend, module.local_attn, module.num_kv_heads, query, key, value, batch_dim_idx, rotary_pos_emb, *args,
-            sequence_lengths=sequence_lengths, baseline=baseline if alike else None, **kwargs,
+        batch_first, arrive = attend.translated(query, batch_dim_idx, rotary_pos_emb)
+        y = attend(
+            module.local_attn, query, key, value, args, kwargs, batch_first=batch_first, num_kv_heads=module.num_kv_heads,
+            arrive=arrive, sequence_lengths=sequence_lengths, baseline=baseline if alike else None,
         )  # fmt: skip
         dims.add(y.dim())
         return y

@@ -11,7 +11,7 @@ _LONG = 8  # a document longer than an eighth of a row is attended to by itself
 _BATCH = 2**15  # what every attention kernel takes
 
 
-class Pieces:
+class Documents:
     """The documents of every row, and how attention takes them.
 
     long    slices, one call each, or one for all rows where they share it
@@ -21,13 +21,13 @@ class Pieces:
     So there are at most 8 calls a row and one for each power of two below an eighth of the sequence.
     """
 
-    def __init__(self, documents: Tensor, rows: int, seq: int, device: torch.device):
-        self.rows, length = rows, documents[:, 2] - documents[:, 1]
+    def __init__(self, bounds: Tensor, rows: int, seq: int, device: torch.device):
+        self.rows, length = rows, bounds[:, 2] - bounds[:, 1]
         placed = []  # which tokens come out of each call, of all rows one after the other
 
         self.long: list[tuple[slice, int, int]] = []
         shared: dict[tuple[int, int], list[int]] = {}
-        for row, start, stop in documents[length * _LONG > seq].tolist():
+        for row, start, stop in bounds[length * _LONG > seq].tolist():
             shared.setdefault((start, stop), []).append(row)
         for (start, stop), those in sorted(shared.items()):
             for some in [slice(None)] if len(those) == rows else [slice(row, row + 1) for row in those]:
@@ -36,7 +36,7 @@ class Pieces:
         self.in_order = all(rows == slice(None) for rows, _, _ in self.long) and bool((length * _LONG > seq).all())
 
         self.short: list[tuple[Tensor, Tensor]] = []
-        first, power = documents[:, 0] * seq + documents[:, 1], 2
+        first, power = bounds[:, 0] * seq + bounds[:, 1], 2
         while power // 2 * _LONG <= seq:
             alike = (length * _LONG <= seq) & (length > power // 2) & (length <= power)
             for at, long in zip(first[alike].split(_BATCH), length[alike].split(_BATCH)):

@@ -10,6 +10,9 @@ from torch import nn
 
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
+from ..config import SpOverlapConfig
+from ..exchange.channel import Channel
+from ..exchange.geometry import Geometry
 from .rebinding import Undo
 
 
@@ -40,15 +43,31 @@ class Around(NamedTuple):
     bind: Callable[[], Undo]
 
 
-def groups_in_words(groups: int, policy: Policy | None) -> str:
-    return f"G = {groups}" if policy is None else f"G by timing in the first {policy.warmup_steps} steps"
+class Overlap(NamedTuple):
+    """What the layers of a model have in common: the sp group, the section, and who chooses G (None: the section does)."""
 
+    channel: Channel
+    config: SpOverlapConfig
+    policy: Policy | None
 
-def driven(block: SelfAttention, linear: dict[str, nn.Module], groups: int, policy: Policy | None) -> tuple[str, str]:
-    """What a layer that is driven whole gets, and what it doesn't; ``linear`` are its projections by name."""
-    apart = block.split_projections()
-    whole = [f"{name} ({type(child).__name__})" for name, child in linear.items() if child not in apart]
-    names = ", ".join(name for name, child in linear.items() if child in apart)
-    got = f"all eight exchanges, {groups_in_words(groups, policy)}" + (f", {names} under them" if names else "")
-    few = "one query head a rank" if groups == 1 and block.layer.config.head_groups == "auto" else ""
-    return got, "; ".join(filter(None, (f"called whole: {', '.join(whole)}" if whole else "", few)))
+    def groups_for(self, heads: int, kv_heads: int) -> int:
+        """Head groups of a layer. Raises ValueError where ``head_groups`` is out of range, or a rank would have no head."""
+        size, groups = self.channel.size, self.config.groups_for(heads, self.channel.size)
+        Geometry(size, self.channel.rank, (0,) * size, 0, heads, kv_heads, groups)  # refuses
+        return groups
+
+    def in_words(self, groups: int) -> str:
+        return f"G = {groups}" if self.policy is None else f"G by timing in the first {self.policy.warmup_steps} steps"
+
+    def why_not_more(self, reason: str, groups: int) -> str:
+        """The ``reason``, if any, and the lack of heads, if any."""
+        few = "one query head a rank" if groups == 1 and self.config.head_groups == "auto" else ""
+        return "; ".join(filter(None, (reason, few)))
+
+    def of_driven(self, block: SelfAttention, linear: dict[str, nn.Module], groups: int) -> tuple[str, str]:
+        """What a layer that is driven whole gets, and what it doesn't; ``linear`` are its projections by name."""
+        split = block.split_projections()
+        names = ", ".join(name for name, child in linear.items() if child in split)
+        whole = ", ".join(f"{name} ({type(child).__name__})" for name, child in linear.items() if child not in split)
+        got = f"all eight exchanges, {self.in_words(groups)}" + (f", {names} under them" if names else "")
+        return got, self.why_not_more(f"called whole: {whole}" if whole else "", groups)

@@ -1,10 +1,10 @@
 """What a transformers model asks its masks to say, read off the mask functions.
 
-The mask itself is of no use where the sequence is split: it is made for a rank's tokens, and short slices hide a window.
+The mask itself is of no use where the sequence is split: a mask is made for a rank's tokens, and short slices hide a window.
 But all of transformers' ``create_*_mask`` end in ``ALL_MASK_ATTENTION_FUNCTIONS[implementation](mask_function=...)``.
-While a model's forward runs something else stands there (`asked`): it reads the mask function and gives the model a
-placeholder of the mask's shape and one byte. The layers find in it what to apply, and for which tokens, also when a
-checkpoint runs them again.
+While a model's forward runs, another function stands there (`asked`). This function reads the mask function and gives the model
+a placeholder of the mask's shape and one byte. By the placeholder a layer finds the pattern to apply and the global sequence to
+apply it to, also when a checkpoint runs the layer again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .positions import Step
+from .positions import GlobalSequence
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def _read(function: Callable, said: dict[str, Any]) -> None:
     if maker == "causal_mask_function":
         said["causal"] = True
     elif maker == "and_masks":
-        for part in inside["mask_functions"]:
-            _read(part, said)
+        for joined in inside["mask_functions"]:
+            _read(joined, said)
     elif maker == "sliding_window_overlay":
         said["window"] = min(inside["sliding_window"], said.get("window", inside["sliding_window"]))
     elif maker == "chunked_overlay" and said.get("chunk") in (None, inside["chunk_size"]):
@@ -67,14 +67,14 @@ class Masks:
     """The placeholders that are in use; each is known by its memory, which views and detached tensors share."""
 
     def __init__(self) -> None:
-        self._given: dict[int, tuple[StorageWeakRef, Step, Pattern]] = {}
+        self._given: dict[int, tuple[StorageWeakRef, GlobalSequence, Pattern]] = {}
 
-    def find(self, mask: Any) -> tuple[Step, Pattern] | None:
+    def find(self, mask: Any) -> tuple[GlobalSequence, Pattern] | None:
         found = self._given.get(mask.untyped_storage()._cdata) if isinstance(mask, Tensor) else None
         return found and found[1:]
 
     @contextlib.contextmanager
-    def asked(self, where: str, step: Step, implementation: str, configs: Iterable[Any]) -> Iterator[None]:
+    def asked(self, where: str, sequence: GlobalSequence, implementation: str, configs: Iterable[Any]) -> Iterator[None]:
         """While the body runs, placeholders take the place of the masks that models of ``configs`` make."""
         functions: Any = getattr(sys.modules.get("transformers.masking_utils"), "ALL_MASK_ATTENTION_FUNCTIONS", {})
         if implementation not in functions:  # masks aren't asked for
@@ -94,7 +94,7 @@ class Masks:
             shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]
             mask = torch.ones((), dtype=torch.bool, device=kwargs["device"]).expand(shape)
             storage = mask.untyped_storage()
-            self._given[storage._cdata] = StorageWeakRef(storage), step, pattern
+            self._given[storage._cdata] = StorageWeakRef(storage), sequence, pattern
             return mask
 
         own = functions._local_mapping.get(implementation)

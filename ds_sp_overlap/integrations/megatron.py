@@ -23,13 +23,9 @@ from torch import Tensor, nn
 
 from ..attention.linear import Plain
 from ..attention.self_attention import SelfAttention
-from ..autotune.policy import Policy
-from ..config import SpOverlapConfig
-from ..exchange.channel import Channel
-from ..exchange.geometry import Geometry
 from ..rotary import Rotary
 from .distributed_attention import DistributedAttention, bind_drop_in
-from .layers import Found, driven
+from .layers import Found, Overlap
 from .rebinding import rebind
 
 FORWARD = ("hidden_states", "attention_mask", "encoder_output", "inference_params", "rotary_pos_emb")
@@ -51,7 +47,7 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Ten
     q, k, v = (x.contiguous() for x in (q, k, v))
     if module.use_flash_attn:
         return local(q, k, v)
-    width = local.hidden_size_per_partition  # of all heads of a rank; here there are those of one head group
+    width = local.hidden_size_per_partition  # of all heads of a rank; q has those of one head group
     local.hidden_size_per_partition = q.shape[2] * q.shape[3]
     try:
         return local(q, k, v, *mask)
@@ -62,7 +58,7 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Ten
 def _tables(rotary: Any, rank: int, local_seq: int, sp_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """This rank's positions of cos and sin [s, 1, 1, d_rot]; nothing for a model without RoPE.
 
-    RoPE is elementwise, so that before the exchange it gives the same bits as after it, and its time is hidden.
+    RoPE is elementwise: before the exchange the bits are the same as behind it, and the time is hidden.
     """
     if rotary is None:
         return ()
@@ -86,11 +82,9 @@ def _check_mask(mask: Any, seq: int) -> None:
 # Layers.
 
 
-def _drive(
-    name: str, module: Any, channel: Channel, config: SpOverlapConfig, policy: Policy | None
-) -> tuple[SelfAttention, Callable]:
+def _drive(name: str, module: Any, overlap: Overlap) -> tuple[SelfAttention, Callable]:
     """The block over a layer, and a forward for the layer that calls it."""
-    original = module.forward
+    original, channel = module.forward, overlap.channel
     flash = module.use_flash_attn and not module.use_flash_attn_triton
     same_heads = module.num_attention_heads == module.num_key_value_heads
     stock_is_right = flash and same_heads and module.num_attention_heads % channel.size == 0
@@ -106,9 +100,9 @@ def _drive(
         rope=Rotary(lambda tables: tables or None, partial=True),  # --rotary-percent
         sequence_process_group=channel.group,
         batch_first=False,
-        config=config,
+        config=overlap.config,
         name=name,
-        policy=policy,
+        policy=overlap.policy,
         plain=_plain([*projections.values(), module.dense]),
         heads_alike=True,
     )
@@ -119,7 +113,7 @@ def _drive(
         encoder_output=None,
         inference_params=None,
         rotary_pos_emb=None,
-        cpu_offloading=False,  # HEAD tries with it first, and again without where that is a TypeError
+        cpu_offloading=False,  # HEAD gives it first, and calls again without it after a TypeError
     ):
         tables: tuple[Tensor, ...] = ()
         try:
@@ -136,10 +130,10 @@ def _drive(
         def stock(x):
             return original(x, attention_mask, encoder_output, inference_params, rotary_pos_emb)
 
-        baseline = stock if policy and stock_is_right else None
+        baseline = stock if overlap.policy and stock_is_right else None
         try:
             return block(hidden_states, position_embeddings=tables, mask=(attention_mask,), baseline=baseline)
-        except TypeError as error:  # HEAD would take it for its own and run the layer a second time, on this rank alone
+        except TypeError as error:  # HEAD would take this one for its own and call again, on this rank alone
             raise RuntimeError(f"{name}: {error}") from error
 
     return block, forward
@@ -179,7 +173,7 @@ def _why_not(module: nn.Module) -> tuple[str, bool]:
     return "", True
 
 
-def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None) -> list[Found]:
+def find_layers(model: nn.Module, overlap: Overlap) -> list[Found]:
     """The ``ParallelAttention`` layers of a model. Raises ValueError where ``head_groups`` is out of range."""
     found = []
     for name, module in model.named_modules():
@@ -188,19 +182,17 @@ def find_layers(model: nn.Module, channel: Channel, config: SpOverlapConfig, pol
         inside = (module.dist_attn,)
         reason, exchanges = _why_not(module)
         if reason and exchanges:
-            bind = functools.partial(bind_drop_in, f"{name}.dist_attn", module.dist_attn, channel, config, policy)
+            bind = functools.partial(bind_drop_in, f"{name}.dist_attn", module.dist_attn, overlap)
             got = "q, k, v and o, dq, dk, dv and do with one another and with attention"
             found.append(Found(f"{name}.dist_attn", module.dist_attn, got, reason, bind, inside))
             continue
         if reason:
             found.append(Found(name, module, "", reason, None, inside))
             continue
-        heads, kv_heads = module.num_attention_heads, module.num_key_value_heads
-        groups = config.groups_for(heads, channel.size)
-        Geometry(channel.size, channel.rank, (0,) * channel.size, 0, heads, kv_heads, groups)  # refuses what can't work
-        block, forward = _drive(name, module, channel, config, policy)
+        groups = overlap.groups_for(module.num_attention_heads, module.num_key_value_heads)
+        block, forward = _drive(name, module, overlap)
         linear = {name: child for name, child in module.named_children() if name != "dist_attn"}
-        got, lacks = driven(block, linear, groups, policy)
+        got, lacks = overlap.of_driven(block, linear, groups)
         bind = functools.partial(rebind, module, forward)
         found.append(Found(name, module, got, lacks, bind, inside))
     return found

@@ -18,7 +18,7 @@ import deepspeed
 class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """``deepspeed.compression.compress``, which HEAD imports and DeepSpeed removed: present, and no more than that.
 
-    Last of all finders, so that a DeepSpeed that has it is left alone, and only in a process that uses Megatron.
+    Last of all finders, so that a DeepSpeed that has the module is left alone, and only in a process that uses Megatron.
     """
 
     names = ("deepspeed.compression", "deepspeed.compression.compress")

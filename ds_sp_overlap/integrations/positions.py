@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..exchange.channel import Channel
-from .documents import Pieces
+from .documents import Documents
 
 _NEEDED = "those of the whole sequence, cut over the ranks like input_ids"
 _FAULTS: dict[str, tuple[type[Exception], str]] = {
@@ -34,15 +34,15 @@ _FAULTS: dict[str, tuple[type[Exception], str]] = {
 _CODES = [None, *_FAULTS]
 
 
-class Step:
-    """What attention needs to know of the whole sequence in one forward.
+class GlobalSequence:
+    """What attention needs to know of the global sequence in one forward.
 
     position_ids  [b, s]   of all ranks, from 0 in each document if ``padded``; None where they have axes for images alone
     longest       []       the largest position there is
     lengths       local sequence length of every rank
     rows          b
-    documents     [n, 3]   row, start, stop of each document, on the host; None if every row is one document
-    padded        whether it took the attention mask to tell documents apart
+    bounds        [n, 3]   row, start, stop of each document, on the host; None if every row is one document
+    padded        whether documents could be told apart with the attention mask only
     """
 
     def __init__(self, position_ids: Tensor, lengths: list[int], rows: int, mask: Tensor | None, where: str):
@@ -60,11 +60,11 @@ class Step:
         if mask is not None and not mask.all():
             starts = self._behind_padding(starts, mask, where)
         row, start = starts.nonzero().cpu().unbind(1)
-        self.documents: Tensor | None = None
+        self.bounds: Tensor | None = None
         if len(row) > rows:
             stop = torch.where(row.diff(append=torch.tensor([rows])) == 0, start.roll(-1), sum(lengths))
-            self.documents = torch.stack([row, start, stop], 1)
-        self._pieces: dict[int | None, Pieces | None] = {}
+            self.bounds = torch.stack([row, start, stop], 1)
+        self._documents: dict[int | None, Documents | None] = {}
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def _behind_padding(self, starts: Tensor, mask: Tensor, where: str) -> Tensor:
@@ -83,21 +83,21 @@ class Step:
             self.position_ids = at - torch.where(starts, at, 0).cummax(1).values
         return starts
 
-    def pieces(self, chunk: int | None = None) -> Pieces | None:
-        """The documents, cut every ``chunk`` tokens; None if every row is one piece."""
-        if chunk not in self._pieces:
-            seq, documents = sum(self.lengths), self.documents
+    def documents(self, chunk: int | None = None) -> Documents | None:
+        """The documents, cut every ``chunk`` tokens; None if every row is one document."""
+        if chunk not in self._documents:
+            seq, bounds = sum(self.lengths), self.bounds
             if chunk is not None and chunk < seq:
                 rows = torch.arange(self.rows)
-                documents = torch.stack([rows, rows * 0, rows * 0 + seq], 1) if documents is None else documents
-                row, start, stop = documents.unbind(1)
+                bounds = torch.stack([rows, rows * 0, rows * 0 + seq], 1) if bounds is None else bounds
+                row, start, stop = bounds.unbind(1)
                 count = (stop - start + chunk - 1) // chunk
                 nth = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
                 row, start, stop = (x.repeat_interleave(count) for x in (row, start, stop))
                 start = start + nth * chunk
-                documents = torch.stack([row, start, torch.minimum(start + chunk, stop)], 1)
-            self._pieces[chunk] = None if documents is None else Pieces(documents, self.rows, seq, self.longest.device)
-        return self._pieces[chunk]
+                bounds = torch.stack([row, start, torch.minimum(start + chunk, stop)], 1)
+            self._documents[chunk] = None if bounds is None else Documents(bounds, self.rows, seq, self.longest.device)
+        return self._documents[chunk]
 
     def window_mask(self, length: int, window: int) -> Tensor:
         """Causal mask [1, 1, length, length] of a sliding window, made once a forward."""
@@ -116,12 +116,12 @@ class Positions:
 
     def __init__(self, channel: Channel, documents: str):
         self.channel = channel
-        self.current: Step | None = None  # of the model's forward that is running
-        self._may_restart = documents == "per_rank"  # or a forward was seen in which they did not start anew on every rank
+        self.current: GlobalSequence | None = None  # of the model's forward that is running
+        self._may_restart = documents == "per_rank"  # or positions were seen that did not start anew on every rank
         self._caches: weakref.WeakSet = weakref.WeakSet()
 
     @contextlib.contextmanager
-    def forward(self, where: str, given: dict[str, Any]) -> Iterator[Step]:
+    def forward(self, where: str, given: dict[str, Any]) -> Iterator[GlobalSequence]:
         """The body is the forward of the model ``where`` with the arguments ``given``. Collective."""
         tokens = next((x for x in map(given.get, ("input_ids", "inputs_embeds")) if x is not None), None)
         mask, cache = given.get("attention_mask"), given.get("past_key_values")
@@ -132,8 +132,8 @@ class Positions:
             self.current = None
 
     @torch.compiler.disable
-    def gather(self, where: str, tokens: Tensor | None, position_ids: Any, mask: Any = None, cache: Any = None) -> Step:
-        """The step of a call with ``tokens`` [b, s/P, ..], the same on all ranks. Collective, and so is every refusal."""
+    def gather(self, where: str, tokens: Tensor | None, position_ids: Any, mask: Any = None, cache: Any = None) -> GlobalSequence:
+        """The global sequence of a call with ``tokens`` [b, s/P, ..], the same on all ranks. Collective, and so is every refusal."""
         fault = self._fault(tokens, position_ids, mask, cache)
         if fault is None:
             position_ids, tokens = position_ids.long(), position_ids if tokens is None else tokens
@@ -160,18 +160,18 @@ class Positions:
             sent = torch.cat([sent, (mask != 0).long().to(device)])
         padded = sent.new_zeros(sent.shape[0], max(lengths))
         padded[:, : sent.shape[1]] = sent
-        whole = torch.cat([part[:, :length] for part, length in zip(self._every(padded), lengths)], dim=1)
+        whole = torch.cat([local[:, :length] for local, length in zip(self._every(padded), lengths)], dim=1)
         mask = whole[-batch:].bool() if masked else None
         whole = whole[: max(axes, 1) * rows].unflatten(0, (axes, rows) if axes else (rows,))
         self._refuse_restart(where, whole, lengths)
-        return Step(whole, lengths, batch, mask, where)
+        return GlobalSequence(whole, lengths, batch, mask, where)
 
     def _fault(self, tokens: Tensor | None, position_ids: Any, mask: Any, cache: Any) -> str | None:
         """What is wrong with the arguments on this rank; None if nothing is."""
         if cache is not None:
             if cache in self._caches or cache.get_seq_length() > 0:
                 return "cache"
-            self._caches.add(cache)  # comes new and empty by default; seen again, it is to be decoded from
+            self._caches.add(cache)  # a cache comes new and empty by default; one that is seen again is decoded from
         if not isinstance(position_ids, Tensor):
             return "missing"
         if position_ids.dim() not in (2, 3):
@@ -195,7 +195,7 @@ class Positions:
             raise ValueError(f"{where}: position_ids differ in batch or axes over the sp ranks ({'; '.join(told)})")
 
     def _refuse_restart(self, where: str, position_ids: Tensor, lengths: list[int]) -> None:
-        """Refuse positions that count each rank's tokens; once others were seen they are taken for documents that end there."""
+        """Refuse positions that start anew on every rank; once others were seen, documents end there."""
         starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]
         if self._may_restart or len(starts) == 1:
             return

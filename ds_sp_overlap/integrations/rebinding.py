@@ -19,7 +19,7 @@ def is_ours(module: nn.Module) -> bool:
 
 
 def rebind(module: nn.Module, forward: Callable, whole: bool = True) -> Undo:
-    """Put ``forward`` in place of the module's; returns what takes it away again. A compiler steps over it, ``whole`` or not.
+    """Put ``forward`` in place of the module's; returns what undoes that. A compiler steps over ``forward``, ``whole`` or not.
 
     A copy of the module (an EMA, a frozen reference model) gets its class's forward: ``forward`` drives the original.
     """
@@ -35,13 +35,13 @@ def rebind(module: nn.Module, forward: Callable, whole: bool = True) -> Undo:
         return forward(*args, **kwargs)
 
     def undo(module: nn.Module) -> None:
-        active.clear()  # where somebody wrapped ours, theirs stays, and ours passes through
+        active.clear()  # where somebody wrapped ours, the wrapper stays, and ours passes calls on
         if is_ours(module):
             del module.forward
             if before is not None:
                 module.forward = before
 
-    dispatch.__name__ = "forward"  # a pickle names a method: what is loaded from it has its class's forward
+    dispatch.__name__ = "forward"  # a pickle names a method: a module that is loaded from one has its class's forward
     dispatch.__sp_overlap__ = True
     module.forward = types.MethodType(dispatch, module)
     return undo

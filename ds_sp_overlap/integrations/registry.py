@@ -20,7 +20,7 @@ from ..profiling.timeline import Timeline
 from ..relayout import ops
 from ..say import say_once
 from . import distributed_attention, megatron, transformers
-from .layers import Around, Found
+from .layers import Around, Found, Overlap
 from .rebinding import Undo, is_ours
 
 
@@ -84,19 +84,18 @@ def enable(
     found: list[Found] = []
     around: list[Around] = []
     policy, timeline = Policy.of(config, channel, gradient_process_group), Timeline.of(config, channel)
+    overlap = Overlap(channel, config, policy)
 
     def describe() -> str:
         ops.implementation(config.kernels)  # refused here, on every rank, where this one lacks them
         if timeline is not None:
             timeline.check()
-        found.extend(megatron.find_layers(model, channel, config, policy))
-        of_transformers, hosts = transformers.find_layers(model, channel, config, policy)
+        found.extend(megatron.find_layers(model, overlap))
+        of_transformers, hosts = transformers.find_layers(model, overlap)
         found.extend(of_transformers)
         around.extend(hosts)
         inside = {module for layer in found for module in layer.inside}
-        found.extend(
-            layer for layer in distributed_attention.find_layers(model, channel, config, policy) if layer.module not in inside
-        )
+        found.extend(layer for layer in distributed_attention.find_layers(model, overlap) if layer.module not in inside)
         left = {module: layer for layer in found if layer.bind is None for module in layer.inside}
         for layer in found:
             if layer.bind is not None and layer.module in left:

@@ -1,36 +1,26 @@
-"""transformers: attention layers of the families we know, and the attention function of the others.
+"""transformers: finding the attention layers of a model, and driving whole those of the families we know.
 
 Stock Ulysses (``UlyssesSPAttentionHF``) sits behind ``ALL_ATTENTION_FUNCTIONS``, after the projections, and gathers
-``position_ids`` in every layer. Here the layer itself is driven, and they are gathered once in each forward of the model
-(`host`), with its attention mask: packed documents, padding, windows and chunks are those of the whole sequence, where
+``position_ids`` in every layer. Here the layer itself is driven, and ``position_ids`` are gathered once in each forward of the
+model (`host`), with the attention mask: packed documents, padding, windows and chunks are those of the global sequence, where
 stock drops them. What can't be honoured is refused on all ranks.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from ..attention.drop_in import ProjectedAttention
 from ..attention.linear import PURE
 from ..attention.self_attention import SelfAttention
-from ..autotune.policy import Policy
-from ..config import SpOverlapConfig
-from ..exchange.channel import Channel
-from ..exchange.geometry import Geometry
 from ..rotary import Rotary
-from .layers import Around, Found, driven, groups_in_words
-from .masks import Pattern
-from .positions import Step
-from .rebinding import Undo, rebind
-from .transformers_forward import Sequence, host, stretched
+from .layers import Around, Found, Overlap
+from .rebinding import rebind
+from .transformers_attention import bind_function, local_attention, stock_does_the_same
+from .transformers_forward import Forwards, host, stretched
 from .transformers_modules import (
     attention_functions,
     goes_by_length,
@@ -63,107 +53,38 @@ def find_group(model: nn.Module) -> Any:
     return None if stock is None else stock.process_group
 
 
-# Attention over the whole sequence with this rank's heads.
-
-
-def _core(module: Any) -> tuple[str, Callable]:
-    """Name and function of the attention that the model was configured for, without sequence parallelism around it."""
-    name = module.config._attn_implementation
-    if (reason := unfit(name)) is not None:  # it was switched after `enable`
-        raise ValueError(f"sp_overlap: {type(module).__name__}: {reason}")
-    function = attention_functions()[name]
-    stock = stock_of(function)
-    if stock is not None:
-        return name, stock.attn
-    return name, function.before if isinstance(function, Dispatch) else function
-
-
-def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, step: Step, pattern: Pattern, **options: Any) -> Tensor:
-    """q, k, v [b, s, h/P, d] -> o [b, s, h/P, d], through transformers' own attention function.
-
-    As on one rank, sdpa goes by what the mask says, and a flash attention by its own arguments.
-    """
-    name, function = _core(module)
-    told = vars(module).get("num_key_value_groups")
-    heads_per_kv = q.shape[2] // k.shape[2]
-    module.num_key_value_groups = heads_per_kv  # of this rank, where ranks share KV heads
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
-        return function(module, *(x.transpose(1, 2) for x in (q, k, v)), mask, **options, **more)[0]
-
-    def document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        length, window = q.shape[1], pattern.window
-        return attention(q, k, v, step.window_mask(length, window) if window is not None and window < length else None)
-
-    def alone(v: Tensor) -> Tensor:
-        kept = F.dropout(v.new_ones(len(v), v.shape[1] * heads_per_kv, 1), options.get("dropout", 0.0))
-        return v.repeat_interleave(heads_per_kv, 1) * kept
-
-    try:
-        if name == "sdpa":
-            pieces = step.pieces(pattern.chunk)
-            return document(q, k, v) if pieces is None else pieces.attend(document, alone, q, k, v)
-        if pattern.chunk is not None and pattern.chunk < q.shape[1]:
-            raise ValueError(f'{type(module).__name__}: "{name}" has no attention in chunks of {pattern.chunk}; use "sdpa"')
-        if step.documents is None or q.shape[0] == 1:  # it finds documents in position_ids, of one row
-            return attention(q, k, v, None, position_ids=step.position_ids)
-        assert step.position_ids is not None  # which told the documents
-        rows = [slice(row, row + 1) for row in range(q.shape[0])]
-        return torch.cat([attention(q[row], k[row], v[row], None, position_ids=step.position_ids[row]) for row in rows])
-    finally:
-        if told is not None:
-            module.num_key_value_groups = told
-        else:
-            del module.num_key_value_groups
-
-
-# Layers.
-
-
-def _stock_does_the_same(module: Any, x: Tensor, step: Step, pattern: Pattern, channel: Channel, given: dict[str, Any]) -> bool:
-    """Whether stock Ulysses is registered for a call with ``x`` [b, s/P, ..] and would compute what we do."""
-    stock = stock_of(attention_functions().get(module.config._attn_implementation))
-    if stock is None or dist.get_process_group_ranks(stock.process_group) != dist.get_process_group_ranks(channel.group):
-        return False
-    fits = x.shape[0] == stock.batch_size and (stock.seq_length_is_variable or x.shape[1] == stock.local_seq_length)
-    whole = step.documents is None and all(size is None or size >= sum(step.lengths) for size in (pattern.window, pattern.chunk))
-    return fits and len(set(step.lengths)) == 1 and whole and given.get("position_ids") is not None
-
-
-def _drive(
-    name: str, module: Any, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None
-) -> tuple[SelfAttention, Callable]:
+def _drive(name: str, module: Any, forwards: Forwards, overlap: Overlap) -> tuple[SelfAttention, Callable]:
     """The block over a layer of a known family, and a forward for the layer that calls it."""
     names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
 
-    def parts() -> dict[str, Any]:
-        return {part: child for part in names if (child := getattr(module, part, None)) is not None}
+    def children() -> dict[str, Any]:
+        return {name: child for name in names if (child := getattr(module, name, None)) is not None}
 
     block = SelfAttention(
-        local_attention=lambda q, k, v, **options: _attend(module, q, k, v, **options),
+        local_attention=functools.partial(local_attention, module),
         num_heads=module.config.num_attention_heads,
         num_kv_heads=module.config.num_key_value_heads,
         head_dim=module.head_dim,
-        **parts(),
+        **children(),
         rope=Rotary(
             lambda tables: tuple(table.unsqueeze(2) for table in tables),
             partial=(getattr(module.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0,
         ),
-        sequence_process_group=channel.group,
-        config=config,
+        sequence_process_group=overlap.channel.group,
+        config=overlap.config,
         name=name,
-        policy=policy,
+        policy=overlap.policy,
         heads_alike=True,
-        pure=PURE | {type(norm).forward for name, norm in parts().items() if name.endswith("_norm") and _is_theirs(norm)},
+        pure=PURE | {type(norm).forward for child, norm in children().items() if child.endswith("_norm") and _is_theirs(norm)},
     )
     original = module.forward
 
     def forward(hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
         if off_in_eval(module):
             return original(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        block.use(**parts())
+        block.use(**children())
         given = dict(kwargs)
-        step, pattern = sequence.of(name, module, hidden_states, attention_mask, kwargs)
+        sequence, pattern = forwards.of(name, module, hidden_states, attention_mask, kwargs)
         kwargs["dropout"] = module.attention_dropout if module.training else 0.0
         kwargs["scaling"] = module.scaling
         kwargs["sliding_window"] = FAMILIES[type(module).__name__](module)
@@ -171,98 +92,27 @@ def _drive(
         def stock(x):
             return original(x, position_embeddings, attention_mask, None, **given)[0]
 
-        alike = policy and _stock_does_the_same(module, hidden_states, step, pattern, channel, given)
+        alike = overlap.policy and stock_does_the_same(module, hidden_states, sequence, pattern, overlap.channel, given)
         o = block(
-            hidden_states, position_embeddings=position_embeddings, sequence_lengths=step.lengths,
-            baseline=stock if alike else None, step=step, pattern=pattern, **kwargs,
+            hidden_states, position_embeddings=position_embeddings, sequence_lengths=sequence.lengths,
+            baseline=stock if alike else None, sequence=sequence, pattern=pattern, **kwargs,
         )  # fmt: skip
         return o, None
 
     return block, forward
 
 
-class Dispatch:
-    """An attention function that overlaps the modules it was given, and passes on all others."""
-
-    def __init__(self, before: Callable):
-        self.before = before
-        self.attend: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()
-
-    @torch.compiler.disable
-    def __call__(self, module, query, key, value, attention_mask, **kwargs):
-        if module not in self.attend or off_in_eval(module):
-            return self.before(module, query, key, value, attention_mask, **kwargs)
-        attend, sequence, where = self.attend[module]
-        sequence.attended.add(where)
-        for argument in ("s_aux", "position_bias"):
-            if kwargs.get(argument) is not None:
-                raise ValueError(f"{where}: attention with {argument} (one value per head) can't be split over ranks here")
-        given = dict(kwargs)
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        step, pattern = sequence.of(where, module, q, attention_mask, kwargs)
-        channel = attend.layer.channel
-        q = _scaled_by_position(module, q, step, channel.rank)
-        local = functools.partial(_attend, module, step=step, pattern=pattern, **kwargs)
-
-        def stock(*qkv):
-            o = self.before(module, *(x.transpose(1, 2) for x in qkv), attention_mask, **given)[0]
-            return o.unflatten(-1, (q.shape[2], -1)) if o.dim() == 3 else o
-
-        alike = attend.layer.policy and _stock_does_the_same(module, q, step, pattern, channel, given)
-        ulysses = stock_of(self)
-        alike = alike and (q.shape[2], k.shape[2]) == (ulysses.attn_head_count, ulysses.global_kv_head_count)
-        baseline = stock if alike else None
-        o = attend(local, q, k, v, batch_first=True, sequence_lengths=step.lengths, baseline=baseline)
-        return o, None
-
-
-def _scaled_by_position(module: Any, q: Tensor, step: Step, rank: int) -> Tensor:
-    """Llama 4 scales q [b, s/P, h, d] of layers without RoPE by position, which it counts from this rank's first token."""
-    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
-        return q
-    local = torch.arange(q.shape[1], device=q.device, dtype=torch.float32)
-
-    def scale(position: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((position + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
-
-    right = scale(local + sum(step.lengths[:rank])).to(q.dtype) / scale(local).to(q.dtype)
-    return q * right[:, None, None]
-
-
-def _bind_function(
-    name: str, module: Any, sequence: Sequence, channel: Channel, config: SpOverlapConfig, policy: Policy | None
-) -> Undo:
-    """Overlap the attention function of a layer of an unknown family; its projections stay its own."""
-    functions, implementation = attention_functions(), module.config._attn_implementation
-    if not isinstance(functions[implementation], Dispatch):
-        functions[implementation] = Dispatch(functions[implementation])
-    dispatch = functions[implementation]
-    dispatch.attend[module] = ProjectedAttention(channel, config, name, policy, heads_alike=True), sequence, name
-
-    def undo(module: nn.Module) -> None:
-        del dispatch.attend[module]
-        if not dispatch.attend and functions[implementation] is dispatch:
-            functions[implementation] = dispatch.before
-
-    return undo
-
-
-# What is found.
-
-
-def find_layers(
-    model: nn.Module, channel: Channel, config: SpOverlapConfig, policy: Policy | None = None
-) -> tuple[list[Found], list[Around]]:
+def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[Around]]:
     """The attention layers of a transformers model, and the modules around them.
 
     Raises ValueError where ``head_groups`` is out of range, or tokens meet where no exchange covers it.
     """
     if attention_functions() is None:
         return [], []
-    sequence, modules, found = Sequence(channel, config), dict(model.named_modules()), []
+    forwards, modules, found = Forwards(overlap.channel, overlap.config), dict(model.named_modules()), []
     refuse_unexchanged(modules)
-    hosts: dict[str, dict[str, nn.Module]] = {}  # the layers that are bound by the models that they are in
-    witnessed: set[str] = set()  # they count on the layer to call its attention function
+    hosts: dict[str, dict[str, nn.Module]] = {}  # bound layers, by the models around them
+    witnessed: set[str] = set()  # layers that must be seen to call their attention function
     for name, module in modules.items():
         inner: Any = getattr(module, "config", None)
         if not is_attention(module) or not hasattr(inner, "_attn_implementation"):
@@ -278,18 +128,16 @@ def find_layers(
             continue
         heads = inner.num_attention_heads
         kv_heads = getattr(inner, "num_key_value_heads", None) or heads
-        groups = config.groups_for(heads, channel.size)
-        Geometry(channel.size, channel.rank, (0,) * channel.size, 0, heads, kv_heads, groups)  # refuses what can't work
+        groups = overlap.groups_for(heads, kv_heads)
         if _is_known(module):
-            block, forward = _drive(name, module, sequence, channel, config, policy)
+            block, forward = _drive(name, module, forwards, overlap)
             linear = {name: child for name, child in module.named_children() if name.endswith("_proj")}
-            got, lacks = driven(block, linear, groups, policy)
+            got, lacks = overlap.of_driven(block, linear, groups)
             bind = functools.partial(rebind, module, forward)
         else:
-            got = f"attention function, {groups_in_words(groups, policy)}"
-            lacks = f"{type(module).__name__}: unknown family, projections stay its own"
-            lacks += "; one query head a rank" if groups == 1 and config.head_groups == "auto" else ""
-            bind = functools.partial(_bind_function, name, module, sequence, channel, config, policy)
+            got = f"attention function, {overlap.in_words(groups)}"
+            lacks = overlap.why_not_more(f"{type(module).__name__}: unknown family, projections stay its own", groups)
+            bind = functools.partial(bind_function, name, module, forwards, overlap)
             witnessed.add(name)
         found.append(Found(name, module, got, lacks, bind))
         for at, outer in models:
@@ -297,10 +145,10 @@ def find_layers(
                 hosts.setdefault(at, {})[name] = module
     configs = [config for at in hosts for config in (modules[at].config, modules[at].config.get_text_config())]
     hosting: list[tuple[nn.Module, tuple]] = [
-        (modules[at], host(at or type(model).__name__, modules[at], sequence, layers, witnessed, configs))
+        (modules[at], host(at or type(model).__name__, modules[at], forwards, layers, witnessed, configs))
         for at, layers in hosts.items()
     ]
-    hosting += [(module, stretched(module, sequence)) for module in modules.values() if goes_by_length(module)]
+    hosting += [(module, stretched(module, forwards)) for module in modules.values() if goes_by_length(module)]
     return found, [Around(module, functools.partial(rebind, module, *forward)) for module, forward in hosting]
 
 

@@ -20,7 +20,7 @@ def attention_functions() -> Any:
 
 def stock_of(function: Any) -> Any:
     """The ``UlyssesSPAttentionHF`` behind an attention function that ``register_with_transformers`` put in place, or None."""
-    function = getattr(function, "before", function)  # of `transformers.Dispatch`
+    function = getattr(function, "before", function)  # of `transformers_attention.Dispatch`
     cells = getattr(function, "__closure__", None) or ()
     inside = [cell.cell_contents for cell in cells]
     return next((x for x in inside if type(x).__name__ == "UlyssesSPAttentionHF"), None)
@@ -79,7 +79,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def mixes(module: nn.Module) -> bool:
-    """Whether a module takes what only concerns a sequence: it looks at more than one token."""
+    """Whether a module looks at more than one token: some argument only concerns a sequence."""
     return not _OF_SEQUENCE.isdisjoint(_arguments(type(module))) and not isinstance(module, nn.Embedding)
 
 
@@ -94,7 +94,7 @@ def models_around(name: str, modules: dict[str, nn.Module]) -> list[tuple[str, n
 
 
 def takes_tokens(model: nn.Module) -> bool:
-    """Whether it is a model of the sequence that is split, rather than of images or sound, which every rank has whole."""
+    """Whether ``model`` is one of the sequence that is split, rather than of images or sound, which every rank has whole."""
     return not _arguments(type(model)).isdisjoint(("input_ids", "inputs_embeds"))
 
 

@@ -69,7 +69,7 @@ def rates(layer: LayerShape, group: Any, device: torch.device) -> Rates:
         recv = torch.empty_like(send)
         return _seconds(lambda: dist.all_to_all_single(recv, send, group=group), group, device)
 
-    part = tokens * layer.heads // layer.sp_size * layer.head_dim
-    latency, whole = exchange_s(1), exchange_s(part)
-    wire = (layer.sp_size - 1) * part * layer.element_bytes / max(whole - latency, 1e-9)
+    per_peer = tokens * layer.heads // layer.sp_size * layer.head_dim
+    latency, whole = exchange_s(1), exchange_s(per_peer)
+    wire = (layer.sp_size - 1) * per_peer * layer.element_bytes / max(whole - latency, 1e-9)
     return Rates(matmul, attention, wire, 1e3 * latency)

@@ -1,6 +1,6 @@
 """``python -m ds_sp_overlap plan``: what overlap would be worth, before anything is run.
 
-The schedules that layers run by, and what others do, are played with the costs of a layer (`schedule.play`).
+The schedules that layers run by, and those of DeepSpeed's class, are played with the costs of a layer (`schedule.play`).
 
 What the model leaves out: relayout copies, kernel launches, the smaller matrix products of more head groups, and what an
 exchange takes from the compute units while it is under way. Each makes the real step longer, or more groups less attractive.

@@ -1,9 +1,10 @@
-"""A timeline for people: tables, a trace for Perfetto or chrome://tracing, a page and a picture."""
+"""A timeline for people: tables, a trace for Perfetto or chrome://tracing, and one drawing as a page and as a picture."""
 
 from __future__ import annotations
 
 import csv
 import html
+import io
 import json
 import os
 from collections import defaultdict
@@ -108,7 +109,7 @@ def trace(every: list[list]) -> dict:
 
 
 class Panel(NamedTuple):
-    """A part of the timeline: a title, and when it begins and ends on each rank's own clock."""
+    """A stretch of the timeline: its title, and its begin and end on each rank's own clock."""
 
     title: str
     spans: list[tuple[float, float]]
@@ -150,40 +151,8 @@ def bars(every: list[list], panel: Panel) -> tuple[list[str], list[tuple[int, fl
     return names, placed
 
 
-def svg(every: list[list], panel: Panel) -> str:
-    """One panel as an SVG element."""
-    names, placed = bars(every, panel)
-    width, height, left = 1200, 24, 110
-    scale = (width - left) / max(panel.duration, 1e-9)
-    parts = [f'<svg viewBox="0 0 {width} {height * len(names) + 18}" width="100%" font-family="sans-serif" font-size="11">']
-    parts += [f'<text x="0" y="{line * height + 15}">{html.escape(name)}</text>' for line, name in enumerate(names)]
-    for line, begin, end, row in placed:
-        x, wide = left + begin * scale, max((end - begin) * scale, 0.3)
-        thin = 7 if row.kind in ("pack", "unpack") else 0
-        hint = html.escape(f"{row.layer} {row.kind} {row.what}: {row.end - row.begin:.3f} ms")
-        place = f'x="{x:.2f}" y="{line * height + 2 + thin}" width="{wide:.2f}" height="{height - 4 - 2 * thin}"'
-        parts.append(f'<rect {place} fill="{COLOURS[row.kind]}" stroke="#fff" stroke-width="0.4"><title>{hint}</title></rect>')
-        if row.kind in ("compute", "transfer") and wide > 6.5 * len(row.what):
-            label = html.escape(row.what)
-            parts.append(f'<text x="{x + 2:.2f}" y="{line * height + 16}" pointer-events="none">{label}</text>')
-    parts.append(f'<text x="{left}" y="{height * len(names) + 14}">0 ms</text>')
-    parts.append(f'<text x="{width}" y="{height * len(names) + 14}" text-anchor="end">{panel.duration:.3f} ms</text></svg>')
-    return "".join(parts)
-
-
-def page(every: list[list]) -> str:
-    """All of it in one self-contained HTML page."""
-    legend = " ".join(f'<span style="background:{COLOURS[kind]};padding:2px 8px">{word}</span>' for kind, word in WORDS.items())
-    drawings = "".join(f"<h2>{html.escape(panel.title)}</h2>{svg(every, panel)}" for panel in panels(every))
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>ds_sp_overlap timeline</title>'
-        '<body style="font-family:sans-serif;margin:2em"><h1>ds_sp_overlap timeline</h1>'
-        f"<p>{legend}, each rank on its own clock</p>{drawings}<pre>{html.escape(tables(every))}</pre></body></html>\n"
-    )
-
-
-def draw(every: list[list], path: str) -> None:
-    """The panels as a PNG. Raises ImportError without matplotlib."""
+def draw(every: list[list]) -> Any:
+    """The panels as a matplotlib figure. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -192,13 +161,14 @@ def draw(every: list[list], path: str) -> None:
     figure = Figure(figsize=(14, 1.5 * len(shown) + 0.35 * sum(heights)), layout="constrained")
     axes = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (panel, names, placed) in zip(axes, shown):
+        alike: dict[tuple[int, str], list] = defaultdict(list)
         for line, begin, end, row in placed:
-            half = 0.2 if row.kind in ("pack", "unpack") else 0.4
-            axis.broken_barh(
-                [(begin, end - begin)], (line - half, 2 * half), facecolor=COLOURS[row.kind], edgecolor="white", linewidth=0.3
-            )
+            alike[line, row.kind].append((begin, end - begin))
             if row.kind in ("compute", "transfer") and end - begin > 0.008 * len(row.what) * panel.duration:
                 axis.text((begin + end) / 2, line, row.what, ha="center", va="center", fontsize=7)
+        for (line, kind), spans in alike.items():
+            half = 0.2 if kind in ("pack", "unpack") else 0.4
+            axis.broken_barh(spans, (line - half, 2 * half), facecolor=COLOURS[kind], edgecolor="white", linewidth=0.3)
         axis.set(
             title=panel.title, xlabel="ms, each rank on its own clock", xlim=(0, panel.duration), ylim=(len(names) - 0.5, -0.5)
         )
@@ -206,18 +176,34 @@ def draw(every: list[list], path: str) -> None:
     figure.legend(
         handles=[Patch(color=COLOURS[kind], label=word) for kind, word in WORDS.items()], loc="outside upper right", ncols=4
     )
-    figure.savefig(path, dpi=110)
+    return figure
+
+
+def page(figure: Any, text: str) -> str:
+    """The figure and the tables in one self-contained HTML page."""
+    from matplotlib import rc_context
+
+    drawn = io.StringIO()
+    with rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    drawing = drawn.getvalue()
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>ds_sp_overlap timeline</title>'
+        "<style>svg {width: 100%; height: auto}</style>"
+        f"{drawing[drawing.index('<svg') :]}<pre>{html.escape(text)}</pre></html>\n"
+    )
 
 
 def write(folder: str, every: list[list]) -> None:
-    """Write ``every`` rank's rows into ``folder``: timeline.txt, exchanges.csv, trace.json, timeline.html, timeline.png."""
+    """Write ``every`` rank's rows into ``folder``: timeline.txt, exchanges.csv, trace.json; with matplotlib timeline.html, timeline.png."""
     os.makedirs(folder, exist_ok=True)
 
     def path(name: str) -> str:
         return os.path.join(folder, name)
 
+    text = tables(every)
     with open(path("timeline.txt"), "w") as file:
-        file.write(tables(every))
+        file.write(text)
     with open(path("exchanges.csv"), "w", newline="") as file:
         lines = csv.writer(file)
         lines.writerow(("sp_rank", "step", "layer", "exchange", "calls", "bytes", *(h.replace(" ", "_") for h in HEADERS[2:])))
@@ -225,11 +211,12 @@ def write(folder: str, every: list[list]) -> None:
             lines.writerows((rank, *key, *values) for key, values in costs(rows).items())
     with open(path("trace.json"), "w") as file:
         json.dump(trace(every), file)
-    with open(path("timeline.html"), "w") as file:
-        file.write(page(every))
     try:
-        draw(every, path("timeline.png"))
-        missing = ""
+        figure = draw(every)
     except ImportError:
-        missing = "; pip install matplotlib for timeline.png"
-    print(f"sp_overlap: timeline in {folder}{missing}", flush=True)
+        print(f"sp_overlap: timeline in {folder}; pip install matplotlib for timeline.html and timeline.png", flush=True)
+        return
+    figure.savefig(path("timeline.png"), dpi=110)
+    with open(path("timeline.html"), "w") as file:
+        file.write(page(figure, text))
+    print(f"sp_overlap: timeline in {folder}", flush=True)

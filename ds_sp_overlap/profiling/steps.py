@@ -14,7 +14,7 @@ class Listener:
     """A bound method that is called whenever an optimizer of this process has stepped; its object is not kept alive for it."""
 
     _all: set[Listener] = set()
-    _hook: Any = None  # of all of them; there while there is one
+    _hook: Any = None  # of all listeners; None where there are none
 
     def __init__(self, method: Callable[[], None]):
         self.method = weakref.WeakMethod(method)
@@ -41,12 +41,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Steps:
+class OptimizerSteps:
     """Counts optimizer steps, alike on every rank that looks at the count between steps and steps its optimizers alike.
 
     The count moves at the first look after an optimizer has stepped, and never during backward: there a checkpointed
     layer is computed again and must find what its first computation found. However often optimizers step in between
-    (ZeRO-3 steps once a sub-group), it moves by one.
+    (ZeRO-3 steps once a sub-group), the count moves by one.
     """
 
     def __init__(self) -> None:

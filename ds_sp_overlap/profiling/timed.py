@@ -74,7 +74,7 @@ class Run:
         self.at_end(timed.end)
 
     def at_end(self, function: Callable[[Any], None]) -> None:
-        """Have it called with what the body returns, the last one first."""
+        """Have ``function`` called with what the body returns; the one that came last is called first."""
         self._at_end.insert(0, function)
 
     def end(self, y: Any) -> Any:

@@ -6,12 +6,12 @@ Where an exchange is marked; ``C`` on the compute stream, ``S`` on the side stre
     side    |        started S | pack | packed S  ..transfer..  arrived S | unpack | done S
 
     exchange   pack + transfer + unpack
-    exposed    what the compute row stood still for it: go - wait; on CPU, where the host packs and unpacks, that as well
+    exposed    how long the compute row stood still: go - wait; on CPU, where the host packs and unpacks, pack and unpack as well
     hidden     exchange - exposed
 
 Nothing waits for a device before the last of the steps is over. Then each rank leaves its rows in the store of the world, and
-sp rank 0 writes them (`picture`) once all are there. So no rank waits for another one, whichever optimizers it steps. What ran
-on the compute row is read off the layer's schedule, see `computing`.
+sp rank 0 writes all of them (`picture`) once they are there. So no rank waits for another one, whichever optimizers each steps.
+What ran on the compute row is read off the layer's schedule, see `computing`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..config import SpOverlapConfig
 from ..schedule import Program, Schedule
 from . import picture
 from .clocks import clock_of
-from .steps import Steps
+from .steps import OptimizerSteps
 from .timed import Timed
 
 
@@ -104,12 +104,12 @@ class Timeline:
         self.folder, (self.first, self.last), self.rank, self.size = folder, steps, rank, size
         name = f"sp_overlap timeline {next(self.made)}"
         self.store: Any = dist.PrefixStore(name, _get_default_store()) if size > 1 else None  # takes bytes, which its stub denies
-        self.steps: Steps | None = Steps()  # None when it is over
+        self.steps: OptimizerSteps | None = OptimizerSteps()  # None when the recording is over
         self.clock: Any = None
         self.tracks: list[Track] = []
         self.layers: list[tuple[int, str, str, Any, Any]] = []
         self.schedules: dict[tuple[int, str], Schedule] = {}  # by step and layer
-        self.left: list[Row] = []  # of this rank, when it is over
+        self.left: list[Row] = []  # of this rank, when the recording is over
 
     @classmethod
     def of(cls, config: SpOverlapConfig, channel: Any) -> Timeline | None:
@@ -136,7 +136,7 @@ class Timeline:
             ) from None
 
     def recording(self) -> bool:
-        return self.steps is not None and self.first <= self.steps.now()  # past the last step, `look` has ended it
+        return self.steps is not None and self.first <= self.steps.now()  # past the last step, `look` has ended the recording
 
     # While it records.
 
@@ -236,7 +236,7 @@ class Timeline:
 def computing(rows: list[Row], step: int, schedules: dict[tuple[int, str], Schedule]) -> list[Row]:
     """What the compute row did between its stops: starts and finishes of exchanges, begin and end of layers.
 
-    Between two stops of a layer it did what its schedule has between them.
+    Between two stops of a layer the row did what the layer's schedule has between them.
     """
     stops: list[tuple[float, float, str, Row]] = []
     for row in rows:

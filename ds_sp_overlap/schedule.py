@@ -15,11 +15,11 @@ The wire carries one exchange at a time. ``Wo wgrad`` is one product a group. In
 
     forward
     compute | Wq0 Wk0 Wv0 Wq1 Wk1 Wv1 attention 0 attention 1 Wo0 Wo1
-    wire    |     q0  k0  v0  q1  k1  v1          o0          o1
+    wire    |     q0  k0  v0          qkv1        o0          o1
 
     backward
     compute | Wo1 dgrad Wo0 dgrad Wo wgrad attention 1 attention 0 Wv1 Wk1 Wq1 Wv0 Wk0 Wq0
-    wire    |           do1       do0                  dv1 dk1 dq1 dv0 dk0 dq0
+    wire    |           do1       do0                  dqkv1       dv0 dk0 dq0
 
 With one head group nothing hides v, o and dv. There is no other choice where a rank attends with one query head:
 
@@ -32,7 +32,8 @@ With one head group nothing hides v, o and dv. There is no other choice where a 
     wire    |          do                 dv dk dq
 
 A KV head travels once, with the first group that needs it. A group that needs no new one sends q alone. Autograd sums dk and dv
-over the groups before they start.
+over the groups before they start. q, k and v of the first group travel one by one, each under the next projection; those of a later
+group are hidden by attention anyway, and travel in one exchange.
 
 Who reads it: `execution` walks forward. `nodes` walks the two ends of backward; autograd does its middle. `plan` plays it with
 costs. `timeline` names measured bars by it. Tests hold a recorded layer against it.

@@ -1,0 +1,820 @@
+"""Uses in which DeepSpeed's own overlap is wrong or raises, and others a layer must survive: on 2 ranks, fp64, 1e-12.
+
+Each use is written once and run on the overlapped layer and on the reference (`layers.block_faults`).
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ds_sp_overlap
+from ds_sp_overlap.attention.linear import can_split
+from tests.helpers import dropin, layers
+from tests.helpers.dropin import Case
+from tests.helpers.layers import Shape
+from tests.helpers.ranks import on_ranks, refusal
+from tests.helpers.transports import Recording
+
+SHAPES = [
+    Shape(kv_heads=2),
+    Shape(kv_heads=2, config={"head_groups": 1}),
+    Shape(fused=True, bias=True, batch_first=False),
+    Shape(bias=True, rotary=False),
+]
+SEPARATE = [shape for shape in SHAPES if not shape.fused]
+
+
+def faults_of(rank, use, shapes, change=None):
+    return [f"{shape}: {fault}" for shape in shapes for fault in layers.block_faults(rank, shape, use, change=change)]
+
+
+def no_faults(function, *args, **kwargs):
+    for rank, found in enumerate(on_ranks(2, function, *args, **kwargs)):
+        assert found == [], f"rank {rank}"
+
+
+# One layer, used in other ways than once forward and once backward.
+
+
+def without_grad(call, layer, x, dy):
+    with torch.no_grad():
+        y = call(x)
+    with torch.inference_mode():
+        inferred = call(x).clone()
+    assert not y.requires_grad
+    return {"output": y, "inferred": torch.tensor(inferred.tolist(), dtype=y.dtype)}
+
+
+def evaluation(call, layer, x, dy):
+    layer.eval()
+    y = call(x)
+    with torch.no_grad():
+        again = call(x)
+    y.backward(dy)
+    return {"output": y, "again": again, "dx": x.grad}
+
+
+def reentrant(call, layer, x, dy):
+    return layers.backward(lambda x: checkpoint(call, x, use_reentrant=True), layer, x, dy)
+
+
+def non_reentrant(call, layer, x, dy):
+    return layers.backward(lambda x: checkpoint(call, x, use_reentrant=False), layer, x, dy)
+
+
+def twice_before_backward(call, layer, x, dy):
+    first, second = call(x), call(x * x)
+    (first * second * dy).sum().backward()
+    return {"first": first, "second": second, "dx": x.grad}
+
+
+def fed_with_its_own_output(call, layer, x, dy):
+    return layers.backward(lambda x: call(call(x)), layer, x, dy)
+
+
+def accumulation(call, layer, x, dy):
+    """Two steps of gradient accumulation."""
+    call(x).backward(dy)
+    y = call(2 * x)
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def second_backward(call, layer, x, dy):
+    y = call(x)
+    y.backward(dy, retain_graph=True)
+    y.backward(dy * dy)
+    return {"output": y, "dx": x.grad}
+
+
+def grad_of_input_then_backward(call, layer, x, dy):
+    """What a backward that didn't reach the weights left behind doesn't reach them with the next."""
+    y = call(x)
+    (only,) = torch.autograd.grad(y, x, dy * dy, retain_graph=True)
+    y.backward(dy)
+    return {"only": only, "dx": x.grad}
+
+
+def grad_of_one_weight_then_backward(call, layer, x, dy):
+    y = call(x)
+    for parameter in layer.parameters():
+        (grad,) = torch.autograd.grad(y, parameter, dy, retain_graph=True)
+        parameter.grad = 2 * grad
+    y.backward(dy * dy)
+    return {"output": y, "dx": x.grad}
+
+
+def updated_in_place(call, layer, x, dy):
+    """As a residual, or a dropout, may be."""
+    y = call(x)
+    y += 2
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def backward_abandoned_halfway(call, layer, x, dy):
+    """A forward whose backward never comes."""
+    call(3 * x)
+    return layers.backward(call, layer, x, dy)
+
+
+USES = [
+    without_grad,
+    evaluation,
+    reentrant,
+    non_reentrant,
+    twice_before_backward,
+    fed_with_its_own_output,
+    accumulation,
+    second_backward,
+    grad_of_input_then_backward,
+    grad_of_one_weight_then_backward,
+    updated_in_place,
+    backward_abandoned_halfway,
+]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_right_in_every_use(use):
+    no_faults(faults_of, use, SHAPES)
+
+
+# Parameters that don't train, are shared or are dressed up.
+
+
+def frozen_query(layer):
+    layer["q_proj"].requires_grad_(False)
+
+
+def only_query_trains(layer):
+    layer.requires_grad_(False)
+    layer["q_proj"].requires_grad_(True)
+
+
+def only_input_trains(layer):
+    layer.requires_grad_(False)
+
+
+def frozen_output(layer):
+    layer["o_proj"].requires_grad_(False)
+
+
+def frozen_output_weight_under_a_bias(layer):
+    layer["o_proj"].bias = nn.Parameter(torch.ones_like(layer["o_proj"].weight[:, 0]))
+    layer["o_proj"].weight.requires_grad_(False)
+
+
+def key_is_value(layer):
+    layer["v_proj"] = layer["k_proj"]
+
+
+class Adapted(nn.Module):
+    """A LoRA-like wrapper."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        torch.manual_seed(7)
+        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
+        self.up = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Scaled(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def adapted_query_and_output(layer):
+    layer["q_proj"], layer["o_proj"] = Adapted(layer["q_proj"]), Adapted(layer["o_proj"])
+
+
+def all_adapted(layer):
+    for name in list(layer):
+        layer[name] = Adapted(layer[name])
+
+
+def subclasses(layer):
+    for name in ("k_proj", "o_proj"):
+        layer[name].__class__ = Scaled
+
+
+def weight_normed(layer):
+    torch.nn.utils.parametrizations.weight_norm(layer["v_proj"])
+
+
+CHANGES = [
+    frozen_query,
+    only_query_trains,
+    only_input_trains,
+    frozen_output,
+    frozen_output_weight_under_a_bias,
+    key_is_value,
+    adapted_query_and_output,
+    all_adapted,
+    subclasses,
+    weight_normed,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_right_for_projections_that_are(change):
+    no_faults(faults_of, layers.backward, SEPARATE, change)
+
+
+def input_changed_in_place(call, layer, x, dy):
+    """As by a residual connection; without the layer nothing would read it any more."""
+    hidden = x * 1
+    y = call(hidden)
+    hidden += 1
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def frozen_inputs(layer):
+    for kind in "qkv":
+        layer[f"{kind}_proj"].requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [frozen_inputs, only_input_trains], ids=lambda change: change.__name__)
+def test_an_input_that_no_weight_needs_may_be_changed_in_place_before_backward(change):
+    no_faults(faults_of, input_changed_in_place, SEPARATE, change)
+
+
+def test_a_replaced_forward_is_called_whole():
+    plain, hooked, patched = (nn.Linear(2, 2) for _ in range(3))
+    hooked.register_forward_hook(lambda *_: None)
+    patched.forward = plain.forward
+    backward_hooked = nn.Linear(2, 2)
+    backward_hooked.register_full_backward_hook(lambda *_: None)
+    scaled = Scaled(2, 2)
+    modules = (plain, hooked, patched, backward_hooked, scaled, Adapted(nn.Linear(2, 2)))
+    assert [can_split(module) for module in modules] == [True] + [False] * 5
+
+
+def hooked(rank, shape, kind):
+    """Faults of a layer one of whose projections is hooked, and what the hook saw."""
+    seen = []
+
+    def hook(module, args, output):
+        seen.append(list(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__} of parts")
+
+    def change(layer):
+        layer[f"{kind}_proj"].register_forward_hook(hook)
+
+    found = layers.block_faults(rank, shape, change=change)
+    layer = layers.projections(shape)
+    change(layer)
+    apart = layers.block(shape, layer, torch.distributed.group.WORLD).split_projections()
+    if {id(m) for m in apart} != {id(layer[f"{other}_proj"]) for other in ("o" if kind == "q" else "qkv")}:
+        found.append("taken apart although hooked, or not although not")
+    return found, seen
+
+
+@pytest.mark.parametrize("kind", "qo")
+def test_a_hook_on_a_projection_sees_its_whole_output(kind):
+    shape = Shape()
+    for found, seen in on_ranks(2, hooked, shape, kind):
+        assert found == []
+        assert seen == [[2, 12, 32], [2, 6, 32]]  # the reference's call, then the block's
+
+
+EVERY_MODULE = {
+    "forward": nn.modules.module.register_module_forward_hook,
+    "forward pre": nn.modules.module.register_module_forward_pre_hook,
+    "backward": nn.modules.module.register_module_full_backward_hook,
+    "backward pre": nn.modules.module.register_module_full_backward_pre_hook,
+}
+
+
+def hooked_everywhere(rank, kind):
+    """Faults of a layer while every module is hooked, what the hook saw of it, and what it saw of the reference."""
+    shape, seen = Shape(kv_heads=2, config={"head_groups": 2}), {}
+
+    def hook(module, *args):
+        shapes = [list(t.shape) for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+        seen.setdefault(module, []).append(shapes)
+
+    def use(call, layer, x, dy):
+        handle = EVERY_MODULE[kind](hook)
+        try:
+            result = layers.backward(call, layer, x, dy)
+        finally:
+            handle.remove()
+        of_layer = [seen.pop(module, None) for module in layer.values()]
+        every.append(of_layer)
+        return result
+
+    every = []
+    found = layers.block_faults(rank, shape, use)
+    whole, mine = (str(shapes).replace("12, ", "6, ") for shapes in every)
+    return found + [f"{kind} hooks of all modules saw {mine} instead of {whole}"] * (mine != whole)
+
+
+@pytest.mark.parametrize("kind", EVERY_MODULE)
+def test_hooks_of_all_modules_see_whole_projections(kind):
+    no_faults(hooked_everywhere, kind)
+
+
+def hooked_between_calls(rank):
+    """A hook of all modules that comes after the first call and goes again."""
+    shape, seen = Shape(), []
+    layer = layers.projections(shape)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    counts = []
+    for hooked in (False, True, False):
+        handle = EVERY_MODULE["forward"](lambda module, args, output: seen.append(list(output.shape))) if hooked else None
+        layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]))
+        counts.append(len(attend.split_projections()))
+        if hooked:
+            handle.remove()
+    return counts, seen
+
+
+def test_hooks_of_all_modules_count_in_the_call_they_are_there_for():
+    for counts, seen in on_ranks(2, hooked_between_calls):
+        assert counts == [4, 0, 4] and seen == [[2, 6, 32]] * 4
+
+
+def reversed_values(q, k, v):
+    return v.flip(1)
+
+
+def attention_without_keys(rank, rotary=False):
+    """Gradients of a fused projection whose q and k rows nothing depends on: zero there, right elsewhere.
+
+    Zeros travel to where q and k come from; a rope of one's own may let them go there.
+    """
+    shape = Shape(fused=True, bias=True, rotary=rotary)
+    x, dy = layers.whole_inputs(shape)
+    mine, whole = layers.projections(shape), layers.projections(shape)
+    values = whole["qkv_proj"](x).chunk(3, -1)[2]
+    whole["o_proj"](values.flip(1)).backward(dy)
+    attend = layers.block(shape, mine, torch.distributed.group.WORLD, local_attention=reversed_values)
+    if not rotary:
+        attend.rope = lambda heads, tables: Once.apply(heads, [None])
+    layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, x)).backward(layers.my_slice(shape, rank, dy))
+    pairs = {}
+    for name, parameter in mine.named_parameters():
+        total = parameter.grad.clone()
+        torch.distributed.all_reduce(total)
+        pairs[name] = total, whole.get_parameter(name).grad
+    return layers.faults(1e-12, **pairs)
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_rows_that_nothing_depends_on_get_a_gradient_of_zero(rotary):
+    """Guard: `join_pieces` starts from zero where a part got no gradient."""
+    no_faults(attention_without_keys, rotary)
+
+
+class Once(torch.autograd.Function):
+    """Has a gradient the first time only."""
+
+    @staticmethod
+    def forward(ctx, x, backwards):
+        ctx.backwards = backwards
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.backwards.append(dy)
+        return dy if len(ctx.backwards) == 1 else None, None
+
+
+def stale_parts(rank, rotary=False):
+    """The second backward doesn't reach q and k, whose parts the first one computed for nobody."""
+    shape, backwards = Shape(fused=True, rotary=rotary, config={"head_groups": 1}), []
+    layer = layers.projections(shape)
+
+    def attention(q, k, v):
+        return v.flip(1) + (Once.apply(q + k, backwards) if rotary else q + k)
+
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=attention)
+    if not rotary:
+        attend.rope = lambda heads, tables: Once.apply(heads, [])
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    y = layers.call_block(shape, attend, rank, x.requires_grad_())
+    torch.autograd.grad(y, x, dy, retain_graph=True)
+    y.backward(dy)
+    q, k, v = (rows.abs().max().item() for rows in layer["qkv_proj"].weight.grad.chunk(3))
+    return [] if q == k == 0 < v else [f"gradients of q, k, v up to {q}, {k}, {v}"]
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_parts_that_this_backward_does_not_reach_get_a_gradient_of_zero(rotary):
+    """Guard: `Gradient.collect` takes what this backward left."""
+    no_faults(stale_parts, rotary)
+
+
+def exchanges_of_frozen_parts(rank):
+    """Exchanges in backward where the query alone trains and nobody asks for the input's gradient."""
+    shape, mover = Shape(config={"head_groups": 2}), Recording()
+    layer = layers.projections(shape)
+    only_query_trains(layer)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    y = layers.call_block(shape, attend, rank, x)
+    mover.log.clear()
+    y.backward(dy)
+    started = [what for what in mover.log if what.startswith(">")]
+    return [] if started == [">do1", ">do0", ">dq1", ">dq0"] else [str(started)]
+
+
+def test_gradients_that_nobody_needs_are_not_exchanged():
+    no_faults(exchanges_of_frozen_parts)
+
+
+def tables_changed_before_backward(rank):
+    shape = Shape()
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    cos, sin = (torch.ones(6, 8, dtype=x.dtype) for _ in range(2))
+    y = attend(x.requires_grad_(), position_embeddings=(cos, sin))
+    cos.mul_(0.5)
+    return refusal(y.backward, dy)
+
+
+def test_rotary_tables_that_were_changed_before_backward_are_noticed():
+    """Guard: they are saved where autograd watches over them."""
+    for kind, message in on_ranks(2, tables_changed_before_backward):
+        assert kind == "RuntimeError" and "modified by an inplace operation" in message
+
+
+def backward_under_autocast(rank):
+    """Relative distance of dx from that of a backward without autocast."""
+    shape, dx = Shape(dtype=torch.float32, config={"head_groups": 2}), []
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    for enabled in (False, True):
+        x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+        y = layers.call_block(shape, attend, rank, x.requires_grad_())
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y.backward(dy)
+        dx.append(x.grad)
+    return layers.reference.relative_error(dx[1], dx[0])
+
+
+def test_backward_may_run_under_autocast_though_forward_did_not():
+    for error in on_ranks(2, backward_under_autocast):
+        assert 0 < error < 0.05  # bf16 has 8 bits
+
+
+def of_another_memory_order(rank, lengths):
+    """Faults where attention's output lies sequence first in memory, and there are as many tokens as ranks."""
+    shape = Shape(lengths=lengths, batch=2)
+    x, dy = layers.whole_inputs(shape)
+    whole, mine = layers.projections(shape), layers.projections(shape)
+    expected = layers.backward(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
+
+    def attention(q, k, v):
+        return layers.reference.attention(q, k, v).transpose(0, 1).contiguous().transpose(0, 1)
+
+    attend = layers.block(shape, mine, torch.distributed.group.WORLD, local_attention=attention)
+    local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
+    got = layers.backward(lambda x: layers.call_block(shape, attend, rank, x), mine, local_x.requires_grad_(), local_dy)
+    return layers.faults(1e-12, **{n: (got[n].detach(), layers.my_slice(shape, rank, expected[n].detach())) for n in expected})
+
+
+@pytest.mark.parametrize("lengths", [(2, 0), (1, 1)], ids=str)
+def test_a_dimension_as_long_as_there_are_ranks_is_cut_where_the_lengths_say(lengths):
+    """Guard: a part is one slice only if it has one element."""
+    no_faults(of_another_memory_order, lengths)
+
+
+# Several layers.
+
+
+def two_models(rank):
+    """Different head counts, one process, calls interleaved in forward and backward."""
+    shapes = [Shape(heads=4, kv_heads=4), Shape(heads=6, kv_heads=3, batch_first=False, config={"head_groups": 3})]
+    pairs = {}
+    mine, whole = ([layers.projections(shape) for shape in shapes] for _ in range(2))
+    blocks = [layers.block(shape, layer, torch.distributed.group.WORLD) for shape, layer in zip(shapes, mine)]
+    inputs = [layers.whole_inputs(shape) for shape in shapes]
+    xs = [layers.my_slice(shape, rank, x).requires_grad_() for shape, (x, _) in zip(shapes, inputs)]
+    ys = [layers.call_block(shape, attend, rank, x) for shape, attend, x in zip(shapes, blocks, xs)]
+    sum((y * layers.my_slice(shape, rank, dy)).sum() for shape, y, (_, dy) in zip(shapes, ys, inputs)).backward()
+    for i, (shape, layer, reference_layer, (x, dy)) in enumerate(zip(shapes, mine, whole, inputs)):
+        expected = layers.backward(
+            lambda x: layers.reference_layer(shape, reference_layer, x), None, x.clone().requires_grad_(), dy
+        )  # noqa: B023
+        pairs[f"output {i}"] = ys[i].detach(), layers.my_slice(shape, rank, expected["output"].detach())
+        pairs[f"dx {i}"] = xs[i].grad, layers.my_slice(shape, rank, expected["dx"])
+        for name, parameter in layer.named_parameters():
+            total = parameter.grad.clone()
+            torch.distributed.all_reduce(total)
+            pairs[f"{name} {i}"] = total, reference_layer.get_parameter(name).grad
+    return layers.faults(1e-12, **pairs)
+
+
+def test_two_models_live_in_one_process():
+    no_faults(two_models)
+
+
+# The drop-in.
+
+
+def key_is_value_tensor(call, q, k, v, do):
+    o = call(q, k, k)
+    o.backward(do)
+    return {"output": o, "dq": q.grad, "dk": k.grad}
+
+
+def all_one_tensor(call, q, k, v, do):
+    o = call(q, q, q)
+    o.backward(do)
+    return {"output": o, "dq": q.grad}
+
+
+def query_in_an_auxiliary_loss(call, q, k, v, do):
+    projected = 2 * q
+    loss = (call(projected, k, v) * do).sum() + (projected**3).sum()
+    loss.backward()
+    return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def projections_first_then_both_calls(call, q, k, v, do):
+    """One module called twice, with both sets of projections done first."""
+    first, second = [t * 1.5 for t in (q, k, v)], [t * 0.5 for t in (q, k, v)]
+    ((call(*first) + call(*second) ** 2) * do).sum().backward()
+    return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def frozen_key(call, q, k, v, do):
+    o = call(q, k.detach(), v)
+    o.backward(do)
+    return {"output": o, "dq": q.grad, "dv": v.grad}
+
+
+def backward_again(call, q, k, v, do):
+    o = call(q, k, v)
+    o.backward(do, retain_graph=True)
+    o.backward(do)
+    return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def strided_inputs_and_cotangent(call, q, k, v, do):
+    """Guard: `_InFlight` makes contiguous what it sends as it is."""
+    strided = [t.transpose(0, 2).contiguous().transpose(0, 2) for t in (q, k, v)]
+    o = call(*strided)
+    o.backward(do.transpose(1, 3).contiguous().transpose(1, 3))
+    return {"output": o, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def output_changed_in_place(call, q, k, v, do):
+    o = call(q, k, v)
+    o.mul_(3)
+    o += 1
+    o.backward(do)
+    return {"output": o, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def in_evaluation(call, q, k, v, do):
+    with torch.no_grad():
+        o = call(q, k, v).mul_(3)
+    with torch.inference_mode():
+        inferred = call(q, k, v).mul_(3)
+    return {"output": o, "inferred": torch.tensor(inferred.tolist(), dtype=o.dtype)}
+
+
+DROPIN_USES = [
+    key_is_value_tensor,
+    all_one_tensor,
+    query_in_an_auxiliary_loss,
+    projections_first_then_both_calls,
+    frozen_key,
+    backward_again,
+    strided_inputs_and_cotangent,
+]
+
+
+def dropin_faults_of(rank, use, cases):
+    return [f"{case}: {fault}" for case in cases for fault in dropin.dropin_faults(rank, case, use)]
+
+
+@pytest.mark.parametrize("use", DROPIN_USES, ids=lambda use: use.__name__)
+def test_dropin_is_right_in_every_use(use):
+    cases = [
+        Case(batch=batch, batch_first=batch_first, rotary_dims=8, config={"head_groups": groups}, lengths=lengths)
+        for batch in (1, 2)
+        for batch_first in (True, False)
+        for groups in (1, 2)
+        for lengths in ((6, 6), (1, 1))
+    ]
+    no_faults(dropin_faults_of, use, cases)
+
+
+IN_PLACE = [
+    Case(heads, kv_heads, batch=batch, batch_first=batch_first, flat=flat, lengths=lengths, config={"head_groups": groups})
+    for heads, kv_heads, groups in ((4, 4, 1), (4, 4, 2), (8, 4, 2), (8, 2, 1), (6, 3, 1), (7, 7, 2))
+    for batch, batch_first, flat in ((1, True, False), (1, False, True), (2, True, True), (2, False, False))
+    for lengths in ((6, 6), (5, 1))
+]
+
+
+def in_place(rank, use, cases):
+    """Faults where local attention changes what it receives in place, on this rank and in the reference."""
+    found = []
+    for case in cases:
+
+        def whole(q, k, v):
+            return layers.reference.attention(q * 0.5, k + 0.1, v * 2)
+
+        def local(q, k, v):
+            order = (lambda t: t) if case.batch_first else (lambda t: t.transpose(0, 1))  # noqa: B023
+            for t, change in ((q, lambda t: t.mul_(0.5)), (k, lambda t: t.add_(0.1)), (v, lambda t: t.mul_(2))):
+                change(t)
+            o = order(layers.reference.attention(*map(order, (q, k, v))))
+            return o.flatten(2) if case.flat else o  # noqa: B023
+
+        with (
+            mock.patch.object(dropin, "whole_attention", lambda case: whole),
+            mock.patch.object(
+                dropin,
+                "local_attention",
+                lambda case: local,  # noqa: B023
+            ),
+        ):
+            found += [f"{case}: {fault}" for fault in dropin.dropin_faults(rank, case, use)]
+    return found
+
+
+@pytest.mark.parametrize("use", [dropin.backward, output_changed_in_place, in_evaluation], ids=lambda use: use.__name__)
+def test_what_a_dropin_receives_and_returns_may_be_changed_in_place(use):
+    """Guard: what an exchange hands over is no view, for any layout, batch or length: ranks of one call may differ in these."""
+    no_faults(in_place, use, IN_PLACE)
+
+
+def changed_in_place_though_shared(rank, lengths=(6, 6)):
+    """Refusals where local attention changes keys that two head groups read, and what it gets in inference mode."""
+    case = Case(heads=8, kv_heads=2, lengths=lengths, config={"head_groups": 2})
+    local = lambda q, k, v: layers.reference.attention(q, k.add_(0.1), v)  # noqa: E731
+    attend = dropin.module(case, local=local)
+    *qkv, _ = (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case))
+    call = lambda: attend(*qkv, 0, sequence_lengths=lengths)  # noqa: E731
+    q, k, v, _ = dropin.whole_inputs(case)
+    with torch.inference_mode():
+        inferred = call().tolist()
+    expected = dropin.my_slice(case, rank, layers.reference.attention(q, k + 0.1, v))
+    found = layers.faults(1e-12, inferred=(torch.tensor(inferred, dtype=q.dtype), expected))
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            refused = refusal(call)
+        if not refused or "attention: local attention changes k or v in place" not in refused[1]:
+            found.append(str(refused))
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (5, 1)], ids=str)
+def test_keys_that_two_head_groups_read_are_not_changed_in_place_in_silence(lengths):
+    """Guard: `Call.attended` looks whether they were changed."""
+    no_faults(changed_in_place_though_shared, lengths)
+
+
+# bf16.
+
+
+def autocast_errors(rank, shape):
+    """Error of everything, overlapped and reference under autocast, each against the reference in fp32."""
+
+    def run(call, layer, x, dy, autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = call(x)
+        y.backward(dy.to(y.dtype))
+        return y, x.grad
+
+    x, dy = layers.whole_inputs(shape)
+    whole = []
+    for autocast in (False, True):
+        layer = layers.projections(shape)
+        y, dx = run(lambda x: layers.reference_layer(shape, layer, x), layer, x.clone().requires_grad_(), dy, autocast)  # noqa: B023
+        whole.append({"y": y.detach().float(), "dx": dx} | {n: p.grad for n, p in layer.named_parameters()})
+    layer = layers.projections(shape)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
+    y, dx = run(lambda x: layers.call_block(shape, attend, rank, x), layer, local_x.requires_grad_(), local_dy, True)
+    assert y.dtype == torch.bfloat16 and dx.dtype == torch.float32
+    got = {"y": y.detach().float(), "dx": dx}
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        got[name] = parameter.grad.clone()
+        torch.distributed.all_reduce(got[name])
+    errors = {}
+    for name in got:
+        exact, rounded = (layers.my_slice(shape, rank, t[name]) if name in ("y", "dx") else t[name] for t in whole)
+        errors[name] = (
+            layers.reference.relative_error(got[name], exact),
+            layers.reference.relative_error(rounded, exact),
+        )
+    return errors
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(dtype=torch.float32, bias=True), Shape(dtype=torch.float32, fused=True)], ids=["apart", "fused"]
+)
+def test_autocast_rounds_no_more_than_the_reference_does(shape):
+    """At most 3 times: partial sums over 2 groups and 2 ranks add roundings; a wrong factor is off by hundreds."""
+    for errors in on_ranks(2, autocast_errors, shape):
+        for name, (overlapped, noise) in errors.items():
+            assert 0 < noise < 0.05 and overlapped <= 3 * noise, (name, overlapped, noise)
+
+
+# What is left behind.
+
+
+def traces(rank, shape):
+    """What a forward and backward change in the modules that were given."""
+    layer = layers.projections(shape)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    seen = {name: sorted(vars(module)) for name, module in layer.named_modules()}
+    addresses = [p.data_ptr() for p in layer.parameters()]
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    layers.call_block(shape, layers.block(shape, layer, torch.distributed.group.WORLD), rank, x.requires_grad_()).backward(dy)
+    found = []
+    after = layer.state_dict()
+    if list(after) != list(before) or not all(torch.equal(after[name], before[name]) for name in before):
+        found.append("the state changed")
+    if seen != {name: sorted(vars(module)) for name, module in layer.named_modules()}:
+        found.append("an attribute was left behind")
+    if addresses != [p.data_ptr() for p in layer.parameters()]:
+        found.append("a parameter was moved or replaced")
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["separate", "one group", "fused", "node by node"])
+def test_the_modules_are_as_they_were(shape):
+    no_faults(traces, shape)
+
+
+def dropin_state(rank):
+    local = nn.ModuleDict({"inner": nn.Linear(2, 2)})
+    module = ds_sp_overlap.DistributedAttention(local, torch.distributed.group.WORLD)
+    return list(module.state_dict()), [name for name, _ in module.named_parameters()]
+
+
+def test_dropin_has_no_parameters_of_its_own():
+    for state, parameters in on_ranks(2, dropin_state):
+        assert state == parameters == ["local_attn.inner.weight", "local_attn.inner.bias"]
+
+
+class Deliberate(Exception):
+    pass
+
+
+def fails_between_start_and_finish(rank, shape, place):
+    """An exception in the middle of a call: nothing left on the modules, and the next call is right."""
+
+    def broken(*args):
+        raise Deliberate(place)
+
+    layer = layers.projections(shape)
+    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    if place == "attention":
+        attend.local_attention = broken
+    elif place == "rope":
+        attend.rope = broken
+    elif place == "hook":
+        broken.__module__ = "deepspeed.hook"  # one that doesn't keep a projection from being taken apart
+        layer["k_proj"].register_forward_pre_hook(broken)
+    elif place == "output hook":
+        broken.__module__ = "deepspeed.hook"
+        layer["o_proj"].register_forward_pre_hook(broken)
+    refused = refusal(layers.call_block, shape, attend, rank, x.requires_grad_())
+    found = [] if refused == ("Deliberate", place) else [f"raised {refused}"]
+    found += [f"{name} kept its forward" for name, module in layer.named_modules() if "forward" in vars(module)]
+    return found + layers.block_faults(rank, shape)
+
+
+@pytest.mark.parametrize("place", ["attention", "rope", "hook", "output hook"])
+def test_an_exception_halfway_leaves_modules_and_process_group_usable(place):
+    """Guard: `call_through` takes the forward away again where a hook raises before it is reached."""
+    no_faults(fails_between_start_and_finish, Shape(), place)
+
+
+def forwards_inside(rank, shape):
+    """Whether a projection has its own forward back while the layer's inside runs."""
+    layer = layers.projections(shape)
+    inside = []
+
+    class Look(Recording):
+        def launch(self, *args):
+            inside.extend(name for name, module in layer.named_modules() if "forward" in vars(module))
+            return super().launch(*args)
+
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, Look())
+    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    layers.call_block(shape, attend, rank, x)
+    return inside
+
+
+def test_projections_have_their_own_forward_while_the_inside_runs():
+    """Guard: `call_through` deletes the attribute before anything else runs."""
+    no_faults(forwards_inside, Shape())

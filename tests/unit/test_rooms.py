@@ -1,0 +1,109 @@
+"""Rooms of the package: imports point downwards only, in no circle, and no framework is known outside integrations."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
+LEVELS = (
+    ("say", "config", "schedule", "rotary"),
+    ("relayout", "profiling"),
+    ("exchange",),
+    ("autotune",),
+    ("attention",),
+    ("integrations",),
+    ("planner",),
+    ("doctor",),
+    ("cli",),
+    ("__init__", "__main__"),
+)
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+FRAMEWORKS = {"deepspeed", "transformers", "megatron", "accelerate", "peft"}
+
+
+def module_of(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def package_of(path):
+    return list(path.relative_to(PACKAGE).parts[:-1])
+
+
+def imports(path, source=None):
+    """Modules of the package that a file imports, wherever in it, as far as they exist; and top-level names of others."""
+    inside, outside = set(), set()
+    for node in ast.walk(ast.parse(source or path.read_text())):
+        if isinstance(node, ast.Import):
+            outside |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            outside.add(node.module.split(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            package = package_of(path)
+            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                found = [".".join((*base, alias.name)), ".".join(base)]
+                inside.add(next((name for name in found if name in MODULES), "__init__"))
+    return inside - {module_of(path)}, outside
+
+
+MODULES = {module_of(path) for path in PACKAGE.rglob("*.py")}
+FILES = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def room(module):
+    return module.split(".")[0]
+
+
+def upwards(module, inside):
+    return [other for other in inside if room(other) != room(module) and LEVEL[room(other)] >= LEVEL[room(module)]]
+
+
+def circle(graph):
+    """Modules of a circle, in its order; empty if there is none."""
+    done, path = set(), []
+
+    def visit(module):
+        if module in path:
+            return path[path.index(module) :]
+        if module in done:
+            return []
+        path.append(module)
+        found = next(filter(None, map(visit, sorted(graph[module]))), [])
+        path.pop()
+        done.add(module)
+        return found
+
+    return next(filter(None, map(visit, sorted(graph))), [])
+
+
+GRAPH = {module: imports(path)[0] for module, path in FILES.items()}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_point_downwards(module):
+    assert room(module) in LEVEL, "a room that LEVELS doesn't know"
+    assert upwards(module, GRAPH[module]) == []
+
+
+def test_there_is_no_circle():
+    assert circle(GRAPH) == []
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if room(module) != "integrations"])
+def test_no_framework_is_known_outside_integrations(module):
+    assert not imports(FILES[module])[1] & FRAMEWORKS
+
+
+def test_the_schedule_needs_no_torch():
+    inside, outside = imports(FILES["schedule"])
+    assert inside == set() and outside <= set(sys.stdlib_module_names) | {"__future__"}
+
+
+def test_an_import_upwards_a_circle_and_a_framework_are_seen():
+    path = FILES["exchange.channel"]
+    inside, outside = imports(path, "def late():\n    from ..attention.layer import Layer\n    import deepspeed.comm")
+    assert upwards("exchange.channel", inside) == ["attention.layer"] and outside == {"deepspeed"}
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]

@@ -5,13 +5,25 @@ Held against the model on the whole sequence, as in `test_transformers`.
 
 import pytest
 import torch
-from test_transformers import EXACT, FP64, document_by_document, outcome, packed, worst
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 from ds_sp_overlap.integrations import masks
-from tests.helpers.models import BATCH, SEQ, batches, cut, sequence_parallel_model, tiny
+from tests.helpers.models import (
+    BATCH,
+    EXACT,
+    FP64,
+    SEQ,
+    batches,
+    cut,
+    document_by_document,
+    outcome,
+    packed,
+    sequence_parallel_model,
+    tiny,
+    worst,
+)
 from tests.helpers.ranks import on_ranks, refusal
 
 WINDOW = dict(family="qwen2_moe", mlp_only_layers=[0, 1], use_sliding_window=True, sliding_window=5, max_window_layers=1)

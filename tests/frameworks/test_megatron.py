@@ -21,7 +21,7 @@ from ds_sp_overlap.integrations import deepspeed as integration
 from ds_sp_overlap.integrations import megatron_bridge
 from tests.helpers import megatron_layers
 from tests.helpers.megatron_layers import ParallelAttention, Shape
-from tests.helpers.ranks import RankError, on_ranks, refusal
+from tests.helpers.ranks import RankError, no_faults, on_ranks, refusal
 
 ATTENTIONS = ("flash", "flash v1", "triton", "core")
 GROUPED = [
@@ -31,11 +31,6 @@ GROUPED = [
         (8, 8, True, True, 1), (8, 8, False, False, 2), (8, 4, True, True, 2), (8, 2, False, True, 1), (8, 1, True, False, 2)
     )
 ]  # fmt: skip
-
-
-def no_faults(ranks, function, *args):
-    for rank, found in enumerate(on_ranks(ranks, function, *args)):
-        assert found == [], f"rank {rank}"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

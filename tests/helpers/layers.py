@@ -9,6 +9,12 @@ from torch import nn
 import ds_sp_overlap
 from tests.helpers import reference
 
+HEADS = [(4, 4), (8, 8), (8, 4), (8, 2), (4, 1), (6, 3), (7, 7)]
+
+
+def groups_for(heads, size):
+    return [g for g in (1, 2, 4) if g <= heads // size]
+
 
 @dataclass(frozen=True)
 class Shape:

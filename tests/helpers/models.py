@@ -243,3 +243,50 @@ def train_run(
         return run
     finally:
         forget_sequence_parallel()
+
+
+# Against the whole sequence.
+
+FP64 = 1e-10
+EXACT = dict(dtype=torch.float64, initializer_range=0.2)
+
+
+def outcome(model, tokens, rank, size, group, positions=None):
+    """Logits of the whole sequence, and every gradient summed over the sp group."""
+    inputs = cut(tokens, rank, size, positions)
+    model.zero_grad()
+    logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+    share = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
+    share.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    logits = logits.detach()
+    if group is not None:
+        for gradient in found.values():
+            torch.distributed.all_reduce(gradient, group=group)
+        parts = [torch.empty_like(logits) for _ in range(size)]
+        torch.distributed.all_gather(parts, logits.contiguous(), group=group)
+        logits = torch.cat(parts, 1)
+    return {"logits": logits, **found}
+
+
+def worst(found, expected):
+    assert found.keys() == expected.keys()
+    return max(relative_error(found[name], x) for name, x in expected.items())
+
+
+def packed(lengths_of_rows):
+    """position_ids [b, s] that restart with each document."""
+    return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in lengths_of_rows])
+
+
+def document_by_document(model, tokens, lengths_of_rows):
+    """What `outcome` gives if every document is run alone; its labels still run on into the next document."""
+    labels = cut(tokens, 0, 1)["labels"]
+    model.zero_grad()
+    rows = []
+    for row, lengths in enumerate(lengths_of_rows):
+        pieces = tokens[row].split(lengths)
+        rows.append(torch.cat([model(input_ids=piece[None], use_cache=False).logits[0] for piece in pieces]))
+    logits = torch.stack(rows)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    return {"logits": logits.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}

@@ -132,6 +132,12 @@ def on_ranks(size, function, *args, timeout_s=180):
     return pool.run(function, args, timeout_s)
 
 
+def no_faults(size, function, *args):
+    """``function(rank, *args)`` finds nothing on any of ``size`` ranks."""
+    for rank, found in enumerate(on_ranks(size, function, *args)):
+        assert found == [], f"rank {rank}: {found}"
+
+
 @atexit.register
 def _close_all():
     for pool in list(_pools.values()):

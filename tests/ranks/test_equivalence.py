@@ -7,19 +7,8 @@ from deepspeed.sequence.layer import DistributedAttention as Upstream
 import ds_sp_overlap
 from tests.helpers import dropin, layers, reference
 from tests.helpers.dropin import Case
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import on_ranks
-
-HEADS = [(4, 4), (8, 8), (8, 4), (8, 2), (4, 1), (6, 3), (7, 7)]
-
-
-def no_faults(size, function, *args):
-    for rank, found in enumerate(on_ranks(size, function, *args)):
-        assert found == [], f"rank {rank}"
-
-
-def groups_for(heads, size):
-    return [g for g in (1, 2, 4) if g <= heads // size]
+from tests.helpers.layers import HEADS, Shape, groups_for
+from tests.helpers.ranks import no_faults, on_ranks
 
 
 @pytest.mark.parametrize("size", [2, 4])

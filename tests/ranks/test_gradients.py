@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.helpers import dropin, layers
 from tests.helpers.dropin import Case
 from tests.helpers.layers import Shape
-from tests.helpers.ranks import on_ranks, refusal
+from tests.helpers.ranks import no_faults, on_ranks, refusal
 from tests.helpers.transports import Recording
 
 BLOCKS = {
@@ -231,20 +231,15 @@ ODD_SHAPES = [
 ]
 
 
-def no_faults(function, *args):
-    for rank, found in enumerate(on_ranks(2, function, *args, timeout_s=60)):
-        assert found == [], f"rank {rank}"
-
-
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
 def test_local_attention_may_lack_gradients_on_one_rank(odd):
     """Guards: `_Finish.backward` launches what the graph needs; o's token leads to q, k and v whatever attention does."""
-    no_faults(odd_on_one_rank, ODD_SHAPES, odd)
+    no_faults(2, odd_on_one_rank, ODD_SHAPES, odd)
 
 
 def test_local_attention_may_lack_gradients_on_one_rank_beside_frozen_inputs():
     for freeze in ("q", "k", "qv"):
-        no_faults(odd_on_one_rank, ODD_SHAPES, constant, freeze)
+        no_faults(2, odd_on_one_rank, ODD_SHAPES, constant, freeze)
 
 
 def exchanges_of_a_constant(rank):
@@ -260,8 +255,8 @@ def exchanges_of_a_constant(rank):
 
 def test_every_rank_exchanges_the_same_whatever_its_attention_uses():
     """Guard: `Exchange.start` of o takes the edges to q, k and v."""
-    no_faults(exchanges_of_a_constant)
+    no_faults(2, exchanges_of_a_constant)
 
 
 def test_the_output_may_get_no_gradient_on_one_rank():
-    no_faults(odd_on_one_rank, ODD_SHAPES)
+    no_faults(2, odd_on_one_rank, ODD_SHAPES)

@@ -25,14 +25,14 @@ import torch
 
 from ds_sp_overlap.attention.linear import can_split
 from ds_sp_overlap.relayout import ops
-from tests.helpers import layers
+from tests.helpers import layers, uses
 from tests.helpers.guards import Guard, removed
 from tests.helpers.layers import Shape
 from tests.helpers.ranks import on_ranks
 
 
 def key_is_value(rank):
-    return test_usage.faults_of(rank, test_usage.layers.backward, test_usage.SHAPES[:1], test_usage.key_is_value)
+    return test_usage.faults_of(rank, test_usage.layers.backward, test_usage.SHAPES[:1], uses.key_is_value)
 
 
 def hook_raises(rank):

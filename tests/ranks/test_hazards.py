@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from test_send_buffers import OPERATORS, always, counted, kinds
 
 from ds_sp_overlap.exchange.channel import Channel, SideStream
 from ds_sp_overlap.exchange.exchange import Exchange, _InFlight
@@ -21,8 +20,17 @@ from tests.helpers import dropin, layers, transports
 from tests.helpers.dropin import Case
 from tests.helpers.guards import Guard, removed
 from tests.helpers.layers import Shape
-from tests.helpers.ranks import on_ranks, refusal
+from tests.helpers.moving import kinds, moving
+from tests.helpers.ranks import no_faults, on_ranks, refusal
 from tests.helpers.streams import Backend, Stream
+from tests.helpers.uses import (
+    adapted_query_and_output,
+    grad_of_input_then_backward,
+    reentrant,
+    second_backward,
+    strided_inputs_and_cotangent,
+    twice_before_backward,
+)
 
 SHAPES = [
     Shape(
@@ -58,11 +66,6 @@ CASES = [
 ]
 
 
-def no_faults(size, function, *args):
-    for rank, found in enumerate(on_ranks(size, function, *args)):
-        assert found == [], f"rank {rank}"
-
-
 PLANTED = {  # each of them computes what it should, as long as nobody spoils the buffer that it has no right to read
     "a send buffer read after delivery": Guard(
         "exchange.exchange:_InFlight._receive",
@@ -77,19 +80,6 @@ PLANTED = {  # each of them computes what it should, as long as nobody spoils th
         "exchange.exchange:_InFlight._receive", "self._unpack()", "[self._unpack() for _ in '12']"
     ),
 }
-
-
-@contextlib.contextmanager
-def moving(kernels, direct):
-    """Run with an implementation of pack and unpack, which rotates in them unless it is "torch"; with send buffers written by
-    the projections' GEMM if ``direct``."""
-    seen = Counter()
-    with contextlib.ExitStack() as stack:
-        if kernels != "torch":
-            stack.enter_context(counted(seen, True, OPERATORS[kernels]))
-        if direct:
-            stack.enter_context(always)
-        yield seen
 
 
 def spoiled(rank, transport, shapes, cases):
@@ -215,14 +205,6 @@ def test_four_ranks_do_not_depend_on_it_either():
 
 
 def spoiled_uses(rank):
-    from test_usage import (
-        adapted_query_and_output,
-        grad_of_input_then_backward,
-        reentrant,
-        second_backward,
-        twice_before_backward,
-    )
-
     found = []
     with transports.spoiled_buffers():
         for use in (twice_before_backward, second_backward, reentrant, grad_of_input_then_backward):
@@ -247,8 +229,6 @@ def late_delivery_of_replicas(rank):
 
 def one_position_a_rank(rank):
     """Local sequences of one token, attention whose output has other strides: sources that travel as they lie."""
-    from test_usage import strided_inputs_and_cotangent
-
     found = []
     for case in (Case(batch=1, lengths=(1, 1)), Case(batch=2, batch_first=False)):
         found += dropin.dropin_faults(rank, case, strided_inputs_and_cotangent)

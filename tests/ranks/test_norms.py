@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from test_usage import no_faults
 
 import ds_sp_overlap
 from tests.helpers import layers
 from tests.helpers.layers import Shape
-from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks import no_faults, on_ranks
 
 
 def known(shape):
@@ -162,16 +161,16 @@ def splits(kind):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_norms_are_those_of_the_whole_sequence(kind, groups):
     assert splits(kind) == (kind in KNOWN)
-    no_faults(faults, kind, groups)
+    no_faults(2, faults, kind, groups)
 
 
 @pytest.mark.parametrize("frozen", ["norms", "layer", "layer.q_proj"])
 def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(frozen):
-    no_faults(faults, known, 2, frozen)
+    no_faults(2, faults, known, 2, frozen)
 
 
 def test_a_graph_that_is_kept_gives_the_same_again():
-    no_faults(faults, known, 2, None, as_it_is, True)
+    no_faults(2, faults, known, 2, None, as_it_is, True)
 
 
 def calls(rank):
@@ -192,7 +191,7 @@ def as_a_function(norm):
 
 
 def test_a_norm_that_is_no_module_is_right_with_projections_called_whole():
-    no_faults(faults, known, 2, None, as_a_function)
+    no_faults(2, faults, known, 2, None, as_a_function)
 
 
 def dropping(rank):
@@ -225,7 +224,7 @@ def dropping(rank):
 
 
 def test_dropout_before_a_norm_is_the_same_in_backward():
-    no_faults(dropping)
+    no_faults(2, dropping)
 
 
 def in_bf16(rank):
@@ -249,7 +248,7 @@ def in_bf16(rank):
 
 
 def test_autocast_is_for_a_norm_in_backward_what_it_was_in_forward():
-    no_faults(in_bf16)
+    no_faults(2, in_bf16)
 
 
 def hooked(rank):
@@ -281,7 +280,7 @@ def learned_tables(rank, groups):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_tables_that_learn_get_a_gradient(groups):
-    no_faults(learned_tables, groups)
+    no_faults(2, learned_tables, groups)
 
 
 def test_the_package_says_which_projections_it_splits_beside_another_rope():

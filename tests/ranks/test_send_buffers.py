@@ -6,16 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
-from test_equivalence import HEADS, groups_for, no_faults
 
 from ds_sp_overlap.attention import self_attention
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.relayout import kernels, ops
+from ds_sp_overlap.relayout import ops
 from tests.helpers import layers
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import on_ranks
-
-always = mock.patch.object(self_attention, "batched_pays", lambda x, rows, dgrad=False: True)
+from tests.helpers.layers import HEADS, Shape, groups_for
+from tests.helpers.moving import OPERATORS, always, counted, kinds
+from tests.helpers.ranks import no_faults, on_ranks
 
 
 def faults_written_by_the_gemm(rank, shapes):
@@ -52,20 +50,6 @@ def test_the_block_equals_the_reference_with(options):
     no_faults(2, faults_written_by_the_gemm, shapes_for(2, 8, 4, **options))
 
 
-def counted(seen, folds, operators=torch.ops.ds_sp_overlap):
-    """An implementation that counts what is called."""
-
-    def count(name):
-        def move(*args):
-            seen[name] += 1
-            getattr(operators, name)(*args)
-
-        return move
-
-    moves = {name: count(name) for name in ("pack", "unpack", "pack_qkv", "unpack_qkv")}
-    return mock.patch.object(ops, "implementation", lambda which: ops.Relayout(**moves, folds=folds))
-
-
 def relayouts(rank, rotary, batch_first):
     """What a layer is found to get wrong, and what is packed and unpacked in its forward and backward."""
     seen = Counter()
@@ -83,18 +67,6 @@ def test_nothing_is_packed_and_o_dq_dk_dv_are_unpacked(rotary, batch_first):
 
 
 # Rotary embedding in the kernels that move q, k, dq and dk.
-
-OPERATORS = {"reference": torch.ops.ds_sp_overlap, "compiled": torch.ops.ds_sp_overlap_compiled}
-kinds = pytest.mark.parametrize(
-    "kind",
-    [
-        "reference",
-        pytest.param(
-            "compiled",
-            marks=pytest.mark.skipif(kernels.library().path is None, reason=f"no compiled kernels: {kernels.library().reason}"),
-        ),
-    ],
-)
 
 
 def folded(rank, shapes, kind, direct):

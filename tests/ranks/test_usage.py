@@ -8,15 +8,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
 from ds_sp_overlap.attention.linear import can_split
 from tests.helpers import dropin, layers
 from tests.helpers.dropin import Case
 from tests.helpers.layers import Shape
-from tests.helpers.ranks import on_ranks, refusal
+from tests.helpers.ranks import no_faults, on_ranks, refusal
 from tests.helpers.transports import Recording
+from tests.helpers.uses import CHANGES, DROPIN_USES, USES, Adapted, Scaled, only_input_trains, only_query_trains
 
 SHAPES = [
     Shape(kv_heads=2),
@@ -31,202 +31,20 @@ def faults_of(rank, use, shapes, change=None):
     return [f"{shape}: {fault}" for shape in shapes for fault in layers.block_faults(rank, shape, use, change=change)]
 
 
-def no_faults(function, *args, **kwargs):
-    for rank, found in enumerate(on_ranks(2, function, *args, **kwargs)):
-        assert found == [], f"rank {rank}"
-
-
 # One layer, used in other ways than once forward and once backward.
-
-
-def without_grad(call, layer, x, dy):
-    with torch.no_grad():
-        y = call(x)
-    with torch.inference_mode():
-        inferred = call(x).clone()
-    assert not y.requires_grad
-    return {"output": y, "inferred": torch.tensor(inferred.tolist(), dtype=y.dtype)}
-
-
-def evaluation(call, layer, x, dy):
-    layer.eval()
-    y = call(x)
-    with torch.no_grad():
-        again = call(x)
-    y.backward(dy)
-    return {"output": y, "again": again, "dx": x.grad}
-
-
-def reentrant(call, layer, x, dy):
-    return layers.backward(lambda x: checkpoint(call, x, use_reentrant=True), layer, x, dy)
-
-
-def non_reentrant(call, layer, x, dy):
-    return layers.backward(lambda x: checkpoint(call, x, use_reentrant=False), layer, x, dy)
-
-
-def twice_before_backward(call, layer, x, dy):
-    first, second = call(x), call(x * x)
-    (first * second * dy).sum().backward()
-    return {"first": first, "second": second, "dx": x.grad}
-
-
-def fed_with_its_own_output(call, layer, x, dy):
-    return layers.backward(lambda x: call(call(x)), layer, x, dy)
-
-
-def accumulation(call, layer, x, dy):
-    """Two steps of gradient accumulation."""
-    call(x).backward(dy)
-    y = call(2 * x)
-    y.backward(dy)
-    return {"output": y, "dx": x.grad}
-
-
-def second_backward(call, layer, x, dy):
-    y = call(x)
-    y.backward(dy, retain_graph=True)
-    y.backward(dy * dy)
-    return {"output": y, "dx": x.grad}
-
-
-def grad_of_input_then_backward(call, layer, x, dy):
-    """What a backward that didn't reach the weights left behind doesn't reach them with the next."""
-    y = call(x)
-    (only,) = torch.autograd.grad(y, x, dy * dy, retain_graph=True)
-    y.backward(dy)
-    return {"only": only, "dx": x.grad}
-
-
-def grad_of_one_weight_then_backward(call, layer, x, dy):
-    y = call(x)
-    for parameter in layer.parameters():
-        (grad,) = torch.autograd.grad(y, parameter, dy, retain_graph=True)
-        parameter.grad = 2 * grad
-    y.backward(dy * dy)
-    return {"output": y, "dx": x.grad}
-
-
-def updated_in_place(call, layer, x, dy):
-    """As a residual, or a dropout, may be."""
-    y = call(x)
-    y += 2
-    y.backward(dy)
-    return {"output": y, "dx": x.grad}
-
-
-def backward_abandoned_halfway(call, layer, x, dy):
-    """A forward whose backward never comes."""
-    call(3 * x)
-    return layers.backward(call, layer, x, dy)
-
-
-USES = [
-    without_grad,
-    evaluation,
-    reentrant,
-    non_reentrant,
-    twice_before_backward,
-    fed_with_its_own_output,
-    accumulation,
-    second_backward,
-    grad_of_input_then_backward,
-    grad_of_one_weight_then_backward,
-    updated_in_place,
-    backward_abandoned_halfway,
-]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_right_in_every_use(use):
-    no_faults(faults_of, use, SHAPES)
+    no_faults(2, faults_of, use, SHAPES)
 
 
 # Parameters that don't train, are shared or are dressed up.
 
 
-def frozen_query(layer):
-    layer["q_proj"].requires_grad_(False)
-
-
-def only_query_trains(layer):
-    layer.requires_grad_(False)
-    layer["q_proj"].requires_grad_(True)
-
-
-def only_input_trains(layer):
-    layer.requires_grad_(False)
-
-
-def frozen_output(layer):
-    layer["o_proj"].requires_grad_(False)
-
-
-def frozen_output_weight_under_a_bias(layer):
-    layer["o_proj"].bias = nn.Parameter(torch.ones_like(layer["o_proj"].weight[:, 0]))
-    layer["o_proj"].weight.requires_grad_(False)
-
-
-def key_is_value(layer):
-    layer["v_proj"] = layer["k_proj"]
-
-
-class Adapted(nn.Module):
-    """A LoRA-like wrapper."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        torch.manual_seed(7)
-        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
-        self.up = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-class Scaled(nn.Linear):
-    """A subclass with a forward of its own."""
-
-    def forward(self, x):
-        return 3 * super().forward(x)
-
-
-def adapted_query_and_output(layer):
-    layer["q_proj"], layer["o_proj"] = Adapted(layer["q_proj"]), Adapted(layer["o_proj"])
-
-
-def all_adapted(layer):
-    for name in list(layer):
-        layer[name] = Adapted(layer[name])
-
-
-def subclasses(layer):
-    for name in ("k_proj", "o_proj"):
-        layer[name].__class__ = Scaled
-
-
-def weight_normed(layer):
-    torch.nn.utils.parametrizations.weight_norm(layer["v_proj"])
-
-
-CHANGES = [
-    frozen_query,
-    only_query_trains,
-    only_input_trains,
-    frozen_output,
-    frozen_output_weight_under_a_bias,
-    key_is_value,
-    adapted_query_and_output,
-    all_adapted,
-    subclasses,
-    weight_normed,
-]
-
-
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_right_for_projections_that_are(change):
-    no_faults(faults_of, layers.backward, SEPARATE, change)
+    no_faults(2, faults_of, layers.backward, SEPARATE, change)
 
 
 def input_changed_in_place(call, layer, x, dy):
@@ -245,7 +63,7 @@ def frozen_inputs(layer):
 
 @pytest.mark.parametrize("change", [frozen_inputs, only_input_trains], ids=lambda change: change.__name__)
 def test_an_input_that_no_weight_needs_may_be_changed_in_place_before_backward(change):
-    no_faults(faults_of, input_changed_in_place, SEPARATE, change)
+    no_faults(2, faults_of, input_changed_in_place, SEPARATE, change)
 
 
 def test_a_replaced_forward_is_called_whole():
@@ -320,7 +138,7 @@ def hooked_everywhere(rank, kind):
 
 @pytest.mark.parametrize("kind", EVERY_MODULE)
 def test_hooks_of_all_modules_see_whole_projections(kind):
-    no_faults(hooked_everywhere, kind)
+    no_faults(2, hooked_everywhere, kind)
 
 
 def hooked_between_calls(rank):
@@ -372,7 +190,7 @@ def attention_without_keys(rank, rotary=False):
 @pytest.mark.parametrize("rotary", [True, False])
 def test_rows_that_nothing_depends_on_get_a_gradient_of_zero(rotary):
     """Guard: `join_pieces` starts from zero where a part got no gradient."""
-    no_faults(attention_without_keys, rotary)
+    no_faults(2, attention_without_keys, rotary)
 
 
 class Once(torch.autograd.Function):
@@ -411,7 +229,7 @@ def stale_parts(rank, rotary=False):
 @pytest.mark.parametrize("rotary", [True, False])
 def test_parts_that_this_backward_does_not_reach_get_a_gradient_of_zero(rotary):
     """Guard: `Gradient.collect` takes what this backward left."""
-    no_faults(stale_parts, rotary)
+    no_faults(2, stale_parts, rotary)
 
 
 def exchanges_of_frozen_parts(rank):
@@ -429,7 +247,7 @@ def exchanges_of_frozen_parts(rank):
 
 
 def test_gradients_that_nobody_needs_are_not_exchanged():
-    no_faults(exchanges_of_frozen_parts)
+    no_faults(2, exchanges_of_frozen_parts)
 
 
 def tables_changed_before_backward(rank):
@@ -485,7 +303,7 @@ def of_another_memory_order(rank, lengths):
 @pytest.mark.parametrize("lengths", [(2, 0), (1, 1)], ids=str)
 def test_a_dimension_as_long_as_there_are_ranks_is_cut_where_the_lengths_say(lengths):
     """Guard: a part is one slice only if it has one element."""
-    no_faults(of_another_memory_order, lengths)
+    no_faults(2, of_another_memory_order, lengths)
 
 
 # Several layers.
@@ -515,57 +333,10 @@ def two_models(rank):
 
 
 def test_two_models_live_in_one_process():
-    no_faults(two_models)
+    no_faults(2, two_models)
 
 
 # The drop-in.
-
-
-def key_is_value_tensor(call, q, k, v, do):
-    o = call(q, k, k)
-    o.backward(do)
-    return {"output": o, "dq": q.grad, "dk": k.grad}
-
-
-def all_one_tensor(call, q, k, v, do):
-    o = call(q, q, q)
-    o.backward(do)
-    return {"output": o, "dq": q.grad}
-
-
-def query_in_an_auxiliary_loss(call, q, k, v, do):
-    projected = 2 * q
-    loss = (call(projected, k, v) * do).sum() + (projected**3).sum()
-    loss.backward()
-    return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
-
-
-def projections_first_then_both_calls(call, q, k, v, do):
-    """One module called twice, with both sets of projections done first."""
-    first, second = [t * 1.5 for t in (q, k, v)], [t * 0.5 for t in (q, k, v)]
-    ((call(*first) + call(*second) ** 2) * do).sum().backward()
-    return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
-
-
-def frozen_key(call, q, k, v, do):
-    o = call(q, k.detach(), v)
-    o.backward(do)
-    return {"output": o, "dq": q.grad, "dv": v.grad}
-
-
-def backward_again(call, q, k, v, do):
-    o = call(q, k, v)
-    o.backward(do, retain_graph=True)
-    o.backward(do)
-    return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
-
-
-def strided_inputs_and_cotangent(call, q, k, v, do):
-    """Guard: `_InFlight` makes contiguous what it sends as it is."""
-    strided = [t.transpose(0, 2).contiguous().transpose(0, 2) for t in (q, k, v)]
-    o = call(*strided)
-    o.backward(do.transpose(1, 3).contiguous().transpose(1, 3))
-    return {"output": o, "dq": q.grad, "dk": k.grad, "dv": v.grad}
 
 
 def output_changed_in_place(call, q, k, v, do):
@@ -584,17 +355,6 @@ def in_evaluation(call, q, k, v, do):
     return {"output": o, "inferred": torch.tensor(inferred.tolist(), dtype=o.dtype)}
 
 
-DROPIN_USES = [
-    key_is_value_tensor,
-    all_one_tensor,
-    query_in_an_auxiliary_loss,
-    projections_first_then_both_calls,
-    frozen_key,
-    backward_again,
-    strided_inputs_and_cotangent,
-]
-
-
 def dropin_faults_of(rank, use, cases):
     return [f"{case}: {fault}" for case in cases for fault in dropin.dropin_faults(rank, case, use)]
 
@@ -608,7 +368,7 @@ def test_dropin_is_right_in_every_use(use):
         for groups in (1, 2)
         for lengths in ((6, 6), (1, 1))
     ]
-    no_faults(dropin_faults_of, use, cases)
+    no_faults(2, dropin_faults_of, use, cases)
 
 
 IN_PLACE = [
@@ -649,7 +409,7 @@ def in_place(rank, use, cases):
 @pytest.mark.parametrize("use", [dropin.backward, output_changed_in_place, in_evaluation], ids=lambda use: use.__name__)
 def test_what_a_dropin_receives_and_returns_may_be_changed_in_place(use):
     """Guard: what an exchange hands over is no view, for any layout, batch or length: ranks of one call may differ in these."""
-    no_faults(in_place, use, IN_PLACE)
+    no_faults(2, in_place, use, IN_PLACE)
 
 
 def changed_in_place_though_shared(rank, lengths=(6, 6)):
@@ -675,7 +435,7 @@ def changed_in_place_though_shared(rank, lengths=(6, 6)):
 @pytest.mark.parametrize("lengths", [(6, 6), (5, 1)], ids=str)
 def test_keys_that_two_head_groups_read_are_not_changed_in_place_in_silence(lengths):
     """Guard: `Call.attended` looks whether they were changed."""
-    no_faults(changed_in_place_though_shared, lengths)
+    no_faults(2, changed_in_place_though_shared, lengths)
 
 
 # bf16.
@@ -750,7 +510,7 @@ def traces(rank, shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["separate", "one group", "fused", "node by node"])
 def test_the_modules_are_as_they_were(shape):
-    no_faults(traces, shape)
+    no_faults(2, traces, shape)
 
 
 def dropin_state(rank):
@@ -796,7 +556,7 @@ def fails_between_start_and_finish(rank, shape, place):
 @pytest.mark.parametrize("place", ["attention", "rope", "hook", "output hook"])
 def test_an_exception_halfway_leaves_modules_and_process_group_usable(place):
     """Guard: `call_through` takes the forward away again where a hook raises before it is reached."""
-    no_faults(fails_between_start_and_finish, Shape(), place)
+    no_faults(2, fails_between_start_and_finish, Shape(), place)
 
 
 def forwards_inside(rank, shape):
@@ -817,4 +577,4 @@ def forwards_inside(rank, shape):
 
 def test_projections_have_their_own_forward_while_the_inside_runs():
     """Guard: `call_through` deletes the attribute before anything else runs."""
-    no_faults(forwards_inside, Shape())
+    no_faults(2, forwards_inside, Shape())

@@ -1,11 +1,11 @@
 """The overlapped layer holds no more memory, at once or until its backward, than DeepSpeed's class on the same layer."""
 
 import pytest
-import test_usage
 import torch
 
 from benchmarks.one_gpu import Emulated, communication
 from benchmarks.variants import Layer, Shape, Silent, held_bytes, peak_bytes
+from tests.helpers import uses
 
 
 def peak(shape, make, size=2):
@@ -54,17 +54,17 @@ def frozen_projections(layer):
 def lora_of_query_and_value(layer):
     layer.requires_grad_(False)
     for kind in "qv":
-        layer[f"{kind}_proj"] = test_usage.Adapted(layer[f"{kind}_proj"])
+        layer[f"{kind}_proj"] = uses.Adapted(layer[f"{kind}_proj"])
 
 
 CHANGES = [
     None,
     frozen_projections,
-    test_usage.only_query_trains,
-    test_usage.only_input_trains,
-    test_usage.frozen_output,
+    uses.only_query_trains,
+    uses.only_input_trains,
+    uses.frozen_output,
     lora_of_query_and_value,
-    test_usage.all_adapted,
+    uses.all_adapted,
 ]
 
 

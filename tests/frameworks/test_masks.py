@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 from ds_sp_overlap.integrations import masks
+from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.models import (
     BATCH,
     EXACT,
@@ -355,3 +356,39 @@ def test_many_short_documents_are_right_and_take_few_calls(options):
             assert error < FP64, (name, error)
             documents = sum(map(len, MANY[name]))
             assert 0 < calls <= 2 * 2 * (3 + 2) < 2 * 2 * documents, (name, calls)
+
+
+# Guards.
+
+WATCHED = {
+    "a window is read off the mask function": Watched(
+        Guard(
+            "integrations.masks:_read",
+            'said["window"] = min(inside["sliding_window"], said.get("window", inside["sliding_window"]))',
+            "pass",
+        ),
+        faults_of_window,
+    ),
+    "RoPE goes by the longest position of all ranks": Watched(
+        Guard("integrations.transformers_forward:stretched", "longest = step.longest.to", "longest = position_ids.max().to"),
+        faults_of_length,
+    ),
+    "padding before a document is one of its own": Watched(
+        Guard("integrations.positions:Step.__init__", "if mask is not None and not mask.all():", "if False:"),
+        faults_of_padding,
+    ),
+    "a layer goes by the step of its own forward": Watched(
+        Guard(
+            "integrations.masks:Masks.find",
+            "self._given.get(mask.untyped_storage()._cdata) if isinstance(mask, Tensor) else None",
+            "list(self._given.values())[-1]",
+        ),
+        faults_of_steps,
+        raises=True,  # a checkpoint computes another graph than it saved
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

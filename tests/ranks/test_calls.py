@@ -11,6 +11,7 @@ import ds_sp_overlap
 from ds_sp_overlap.exchange.calls import Calls
 from tests.helpers import dropin
 from tests.helpers.dropin import Case
+from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.ranks import on_ranks, refusal
 
 CASE = Case(heads=2, kv_heads=2, head_dim=2, value_dim=2, batch=1, lengths=(2, 2))
@@ -141,3 +142,21 @@ def test_a_comparison_that_fails_names_the_layer(collective):
     for rank, refused in enumerate(on_ranks(2, failing, collective, timeout_s=60)):
         assert refused[1] == "RuntimeError" and refused[2].startswith("layers.7") and f"failed on sp rank {rank}; " in refused[2]
         assert "look for the first error on the other ranks: connection reset by peer" in refused[2]
+
+
+# Guards.
+
+WATCHED = {
+    "first calls of other layers are noticed": Watched(
+        Guard("attention.layer:Layer._comparable", "{self.where}, call {self.channel.calls.number + 1} over", "over"),
+        first_calls_unnoticed,
+    ),
+    "later calls of other layers are noticed": Watched(
+        Guard("exchange.calls:Calls.count", "self.names.append(name)", 'self.names.append("")'), later_calls_unnoticed
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

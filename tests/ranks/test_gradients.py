@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import dropin, layers
 from tests.helpers.dropin import Case
+from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
 from tests.helpers.ranks import no_faults, on_ranks, refusal
 from tests.helpers.transports import Recording
@@ -260,3 +261,22 @@ def test_every_rank_exchanges_the_same_whatever_its_attention_uses():
 
 def test_the_output_may_get_no_gradient_on_one_rank():
     no_faults(2, odd_on_one_rank, ODD_SHAPES)
+
+
+# Guards.
+
+WATCHED = {
+    "o leads to q, k and v whatever attention does": Watched(
+        Guard("exchange.exchange:Exchange.start", "_Start.apply(x, self, *of)", "_Start.apply(x, self)"),
+        exchanges_of_a_constant,
+    ),
+    "a backward with a graph is refused": Watched(
+        Guard("exchange.exchange:refuse_second_derivatives", "if torch.is_grad_enabled():", "if False:"),
+        product_unnoticed,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

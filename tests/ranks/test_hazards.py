@@ -1,6 +1,6 @@
 """Results are unchanged under transports that do their worst (`transports`), and buffers live as long as they must.
 
-Each test names the guard it watches; `test_guards` takes the guards out, one by one, and sees these checks fail.
+Each test names the guard it watches; at the end the guards are taken out, one by one, and these checks must fail.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.relayout import ops
 from tests.helpers import dropin, layers, transports
 from tests.helpers.dropin import Case
-from tests.helpers.guards import Guard, removed
+from tests.helpers.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice, removed
 from tests.helpers.layers import Shape
 from tests.helpers.moving import kinds, moving
 from tests.helpers.ranks import no_faults, on_ranks, refusal
@@ -460,3 +460,100 @@ def finished_twice(rank):
 
 def test_a_half_out_of_place_is_refused():
     no_faults(2, finished_twice)
+
+
+# Guards.
+
+WATCHED = {
+    "a half waits before it reads": Watched(SEEN_BY_PROGRAMS["a half waits before it reads"], late_delivery),
+    "the send buffer is kept until the exchange is finished": Watched(
+        Guard(
+            "exchange.exchange:_InFlight.launch",
+            "if not self.side.deferred_unpack:",
+            "self.send = None\n        if not self.side.deferred_unpack:",
+        ),
+        late_delivery,
+    ),
+    "the source is kept until the exchange is finished": Watched(
+        Guard("exchange.exchange:_InFlight.launch", "if self.side.packs_at_once:", "if True:"), held_until_finished
+    ),
+    "what travels as it lies is contiguous": Watched(
+        SEEN_BY_PROGRAMS["what travels as it lies is contiguous"],
+        one_position_a_rank,
+    ),
+    "what was received is unpacked into other memory": Watched(
+        Guard(
+            "exchange.exchange:_InFlight.finish",
+            "self.recv.new_empty(self.layout.target.shape)",
+            # Where replicas are summed, else torch itself refuses to copy.
+            "self.recv.new_empty(self.layout.target.shape) if self.layout.target.tiles else "
+            "self.recv[: self.recv.new_empty(self.layout.target.shape).numel()].view(self.layout.target.shape)",
+        ),
+        late_delivery_of_replicas,
+    ),
+    **{f"there is no {what.removeprefix('a ')}": Watched(guard, late_delivery) for what, guard in PLANTED.items()},
+    "what is rotated on its way is packed": Watched(
+        Guard("exchange.exchange:_InFlight.launch", "source) if self.rope is None else None", "source)"),
+        rotated_as_it_lies,
+    ),
+    "what is rotated on its way back is unpacked": Watched(
+        Guard("exchange.exchange:_InFlight.launch", "self.rope_back is not None or not target", "not target"),
+        rotated_as_it_lies,
+    ),
+    "memory of an abandoned exchange returns in order": Watched(
+        Guard("exchange.exchange:_InFlight.__del__", "self.side.before_compute(self.side.mark())", "pass"), abandoned
+    ),
+    "the compute stream waits at finish": Watched(
+        Guard("exchange.exchange:_InFlight.finish", "self.side.before_compute(self.received)", "pass"), stream_order
+    ),
+    "the side stream waits at launch": Watched(
+        Guard(
+            "exchange.channel:SideStream.after_compute", "self.stream.wait_stream(self.backend.current_stream(self.device))", "pass"
+        ),
+        stream_order,
+    ),
+    "the compute stream waits for one exchange, not for later ones": Watched(
+        Guard("exchange.channel:SideStream.before_compute", ".wait_event(mark)", ".wait_stream(self.stream)"),
+        stream_order,
+    ),
+    "a mark stands for the unpack too": Watched(
+        Guard(
+            "exchange.exchange:_InFlight._receive",
+            'if self.unpacks:\n        self._unpack()\n    self.track.mark("done")\n    self.received = self.side.mark()',
+            'self.received = self.side.mark()\n    if self.unpacks:\n        self._unpack()\n    self.track.mark("done")',
+        ),
+        marked_too_early,
+    ),
+    "a finished transfer waits for nothing when it is freed": Watched(
+        Guard("exchange.exchange:_InFlight.finish", "self.handle = None", "pass"), stream_order
+    ),
+    "a finished transfer is let go": Watched(
+        Guard(
+            "exchange.exchange:Exchange.finish_forward",
+            "in_flight, self.forward = self.forward, None",
+            "in_flight = self.forward",
+        ),
+        nothing_stays_in_flight,
+    ),
+    "a gradient's finished transfer is let go": Watched(
+        Guard(
+            "exchange.exchange:Exchange.finish_gradient",
+            "in_flight, self.gradient = self.gradient, None",
+            "in_flight = self.gradient",
+        ),
+        nothing_stays_in_flight,
+    ),
+    "overlapping parts are summed": Watched(SEEN_BY_PROGRAMS["overlapping parts are summed"], late_delivery_of_replicas),
+    "a half out of place is refused": Watched(
+        Guard("exchange.exchange:_InFlight.launch", "if x.shape != source.shape:", "if False:"), finished_twice
+    ),
+    "a launch that fails names its exchange": Watched(
+        Guard("exchange.exchange:_InFlight.launch", "except RuntimeError as error:", "except LookupError as error:"),
+        launch_that_fails,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import ds_sp_overlap
 from tests.helpers import dropin, layers, reference
 from tests.helpers.dropin import Case
+from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
 from tests.helpers.models import warned
 from tests.helpers.ranks import on_ranks
@@ -309,3 +310,36 @@ def of_harmless(rank, kind):
 @pytest.mark.parametrize("kind", HARMLESS)
 def test_what_is_no_difference_of_heads_costs_no_head_group(kind):
     assert on_ranks(2, of_harmless, kind) == [(2, [])] * 2
+
+
+# Guards.
+
+WATCHED = {
+    "attention that needs all heads gets them": Watched(
+        Guard("attention.layer:Layer.begin", "and not self._may_divide(call, inputs, local)", "and False"),
+        misses_slopes,
+    ),
+    "what one rank has found counts on all": Watched(
+        Guard("attention.layer:Layer._may_divide", "enumerate(found)", "enumerate(found[:1])"),
+        misses_what_the_other_rank_found,
+    ),
+    "modules are tried out in evaluation": Watched(
+        Guard("attention.heads:_evaluating", "module.training = False", "pass"), modes_differ
+    ),
+    "modules train again as they did": Watched(
+        Guard("attention.heads:_evaluating", "module.training = training", "module.training = True"), modes_differ
+    ),
+    "trying out takes no random numbers": Watched(
+        Guard(
+            "attention.heads:fault",
+            'torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")',
+            "contextlib.nullcontext()",
+        ),
+        random_numbers_differ,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -1,10 +1,13 @@
 """A norm of q and k between projection and exchange: computed in the node of the projections, and again in its backward."""
 
+import functools
+
 import pytest
 import torch
 
 import ds_sp_overlap
 from tests.helpers import layers
+from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
 from tests.helpers.ranks import no_faults, on_ranks
 
@@ -289,3 +292,27 @@ def test_the_package_says_which_projections_it_splits_beside_another_rope():
         **{f"{kind}_proj": torch.nn.Linear(32, 32) for kind in "qkvo"},
     )  # fmt: skip
     assert attend.split_projections() == [attend.o_proj]
+
+
+# Guards.
+
+WATCHED = {
+    "only norms that are known are computed again": Watched(
+        Guard("attention.linear:can_compute_again", "type(norm).forward not in pure", "False"), dropping
+    ),
+    "a hook on a norm's weight runs once": Watched(
+        Guard(
+            "attention.linear:can_compute_again", "not any(parameter._backward_hooks for parameter in norm.parameters())", "True"
+        ),
+        functools.partial(faults, kind=weight_is_hooked, groups=2),
+    ),
+    "autocast in backward is that of forward": Watched(
+        Guard("attention.nodes:_StartInputs.forward", "enabled=enabled", "enabled=False"),
+        in_bf16,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

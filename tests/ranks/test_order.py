@@ -1,5 +1,7 @@
 """Exchanges start and finish in the order of the schedule."""
 
+import functools
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -8,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_sp_overlap
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.helpers import layers, models, reference
+from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
 from tests.helpers.ranks import on_ranks
 from tests.helpers.transports import Recording
@@ -178,3 +181,38 @@ def test_parameters_get_their_gradients_in_one_order_for_every_number_of_groups(
     """ZeRO reduces gradients in the order in which they come, over replicas that may differ in G (see `policy`)."""
     for one, two, four in on_ranks(2, order_of_gradients, family, adapted):
         assert len(one) >= 8 and one == two == four
+
+
+# Guards.
+
+WATCHED = {
+    "exchanges start in the order drawn": Watched(
+        Guard(
+            "attention.execution:start_inputs",
+            "in call.schedule.inputs",
+            "in sorted(call.schedule.inputs, key=lambda step: -step.group)",
+        ),
+        functools.partial(order_differs, groups=2),
+    ),
+    "gradients start in the order drawn": Watched(
+        Guard(
+            "exchange.exchange:_Finish.backward",
+            "reversed(list(zip(ctx.exchanges, gradients, needed)))",
+            "zip(ctx.exchanges, gradients, needed)",
+        ),
+        functools.partial(order_differs, groups=2),
+    ),
+    "the wgrad waits for the starts": Watched(
+        Guard(
+            "attention.nodes:_FinishOutput.backward",
+            "in call.schedule.backward_of_output",
+            'in sorted(call.schedule.backward_of_output, key=lambda step: (-step.group, "wgrad dgrad start".index(step.act)))',
+        ),
+        functools.partial(wgrad_out_of_place, groups=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

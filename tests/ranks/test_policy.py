@@ -20,6 +20,7 @@ from ds_sp_overlap.profiling.steps import Listener
 from ds_sp_overlap.profiling.timed import Run, Timed
 from tests.helpers import dropin, layers, models
 from tests.helpers.dropin import Case
+from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
 from tests.helpers.ranks import on_ranks
 from tests.helpers.transports import Recording
@@ -767,3 +768,42 @@ def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stag
         assert off["losses"] <= 1e-5 and off["norms"] <= 1e-4 and off["gradients"] <= 1e-4, off  # 18 steps in fp32
         assert {candidate for _, candidate in ran} == {1, 2, 4} and len({c for s, c in ran if s == 1}) == 2
         assert ran == every[0][1] and ran[-1][1] == 2, "every rank runs the same"
+
+
+# Guards.
+
+WATCHED = {
+    "a candidate stays for its backward": Watched(
+        Guard("autotune.policy:Policy._look", "or in_backward()", ""),
+        another_optimizer_before_backward,
+    ),
+    "the slowest rank counts": Watched(
+        Guard("autotune.trial:merged", "[max(times) for times in zip(*every)]", "[min(times) for times in zip(*every)]"),
+        choices_differ,
+    ),
+    "replicas choose together": Watched(
+        Guard("autotune.policy:Policy._look", "if self.board is None else self.board.told(self.step)", ""),
+        replicas_differ,
+        4,
+    ),
+    "replicas tell no shapes apart by lengths": Watched(
+        Guard("autotune.policy:Policy.trial", "() if self.replicas else (geometry.batch", "(geometry.batch"),
+        replicas_differ,
+        4,
+    ),
+    "replicas never run stock": Watched(
+        Guard("autotune.policy:Policy.trial", "off and not self.replicas", "off"),
+        replicas_differ_where_one_could_run_stock,
+        4,
+    ),
+    "no candidate loses by evaluations on its turns": Watched(
+        Guard("autotune.trial:Trial.milliseconds", "len(forwards) / len(backwards)", "len(each[0]) / len(each[1])"),
+        evaluations_decide,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

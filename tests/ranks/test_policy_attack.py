@@ -18,6 +18,7 @@ from ds_sp_overlap.autotune import policy as policies
 from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.exchange.channel import Channel
 from tests.helpers import layers
+from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
 from tests.helpers.ranks import on_ranks, refusal
 
@@ -425,3 +426,20 @@ def test_replicas_whose_optimizers_do_not_step_are_not_waited_for():
 def test_beside_replicas_an_optimizer_stepped_on_one_rank_only_makes_nobody_wait():
     for faults, ran, chosen, said in on_ranks(4, stepping, [0]):
         assert faults == [] and ran == [2, 1, 2, 4, 1] + [2] * 7 and chosen == [None] and said == []
+
+
+# Guards.
+
+WATCHED = {
+    "a layer whose input needs no gradient is timed": Watched(
+        Guard(
+            "autotune.policy:Policy.follow", "if trial.timed and torch", "if trial.timed and run.inputs[0].requires_grad and torch"
+        ),
+        not_timed,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -8,10 +8,9 @@ from collections import Counter
 from unittest import mock
 
 import pytest
-from test_guards import WATCHED
 
 from tests.helpers import programs
-from tests.helpers.guards import removed
+from tests.helpers.guards import SEEN_BY_PROGRAMS, removed
 from tests.helpers.programs import Backward, Call, ChangeInput, Hook, InPlace, Mix, Raises, Step
 
 SEEDS = range(1000)
@@ -164,19 +163,11 @@ def test_a_seed_draws_the_same_program_again():
 
 
 def run_without(rank, seeds, name):
-    with removed(WATCHED[name].guard):
+    with removed(SEEN_BY_PROGRAMS[name]):
         return programs.run(rank, seeds)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a half waits before it reads",
-        "overlapping parts are summed",
-        "gradients of shared rows are summed",
-        "what travels as it lies is contiguous",
-    ],
-)
+@pytest.mark.parametrize("name", SEEN_BY_PROGRAMS)
 def test_the_programs_notice_without_the_guard_that(name):
     """The negative control, within the programs of the first test."""
     reports, _ = programs.check([seed for seed in SEEDS if programs.ranks_of(seed) == 2], run_without, name, enough=1)

@@ -13,6 +13,7 @@ from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.geometry import Geometry
 from tests.helpers import dropin, layers, models
 from tests.helpers.dropin import Case
+from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
 from tests.helpers.ranks import RankError, on_ranks, refusal
 from tests.helpers.transports import Corrupting, Failing, Recording, Silent
@@ -606,3 +607,55 @@ def test_check_mode_finds_ranks_that_launch_in_another_order():
             "torch.float32 [3, 1, 4, 8] "
             "-> [6, 1, 2, 8]; sp rank 1: layers.7 v torch.float32 [3, 1, 4, 8] -> [6, 1, 2, 8])",
         )
+
+
+# Guards.
+
+
+def fault_of_one_rank(rank):
+    case, changes, message = REFUSED["a fault of one rank only"]
+    refused = give_dropin(rank, case, changes)
+    return [] if refused == ("ValueError", message) else [str(refused)]
+
+
+def failure_names_the_exchange(rank):
+    refused = run_block(rank, Shape(), Failing("do0"))
+    return [] if refused and refused[1].startswith("layer do0: ") else [str(refused)]
+
+
+WATCHED = {
+    "tables that rotate half of a head are refused": Watched(
+        Guard("rotary:check_tables", "(width == head_dim or partial and width < head_dim)", "width <= head_dim"),
+        narrow_tables_pass,
+    ),
+    "RoPE without tables is refused": Watched(
+        Guard("rotary:Rotary.of", "if position_embeddings is None:", "if False:"), rope_is_left_out
+    ),
+    "a block without a group is refused": Watched(
+        Guard("attention.layer:Layer._comparable", "if world > 1:", "if False:"), missing_group_passes
+    ),
+    "a module of another group is refused": Watched(
+        Guard("integrations.distributed_attention:find_layers", "if own != channel.ranks:", "if False:"),
+        other_group_passes,
+    ),
+    "ranks compare what they are about to exchange": Watched(
+        Guard("exchange.channel:Channel.agree", "if not alike:", "if False:"),
+        disagreement_goes_unnoticed,
+    ),
+    "a fault of one rank is everybody's": Watched(
+        Guard("exchange.channel:Channel.agree", "if faults:", "if not mine[0]:"), fault_of_one_rank
+    ),
+    "check mode compares": Watched(
+        Guard("exchange.exchange:_InFlight.finish", "if self.expected is not None:", "if False:"),
+        corruption_goes_unnoticed,
+    ),
+    "a failure names its exchange": Watched(
+        Guard("exchange.exchange:_InFlight._receive", "except RuntimeError as error:", "except LookupError as error:"),
+        failure_names_the_exchange,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

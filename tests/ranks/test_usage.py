@@ -3,6 +3,7 @@
 Each use is written once and run on the overlapped layer and on the reference (`layers.block_faults`).
 """
 
+import functools
 from unittest import mock
 
 import pytest
@@ -13,10 +14,11 @@ import ds_sp_overlap
 from ds_sp_overlap.attention.linear import can_split
 from tests.helpers import dropin, layers
 from tests.helpers.dropin import Case
+from tests.helpers.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice
 from tests.helpers.layers import Shape
 from tests.helpers.ranks import no_faults, on_ranks, refusal
 from tests.helpers.transports import Recording
-from tests.helpers.uses import CHANGES, DROPIN_USES, USES, Adapted, Scaled, only_input_trains, only_query_trains
+from tests.helpers.uses import CHANGES, DROPIN_USES, USES, Adapted, Scaled, key_is_value, only_input_trains, only_query_trains
 
 SHAPES = [
     Shape(kv_heads=2),
@@ -578,3 +580,79 @@ def forwards_inside(rank, shape):
 def test_projections_have_their_own_forward_while_the_inside_runs():
     """Guard: `call_through` deletes the attribute before anything else runs."""
     no_faults(2, forwards_inside, Shape())
+
+
+# Guards.
+
+
+def hook_sees_all(rank):
+    found, seen = hooked(rank, Shape(), "q")
+    return found + [f"hook saw {seen}"] * (seen != [[2, 12, 32], [2, 6, 32]])
+
+
+def tables_are_watched(rank):
+    return [] if tables_changed_before_backward(rank) else ["nobody noticed that they changed"]
+
+
+def forward_of_a_class():
+    return ["taken apart"] * can_split(Scaled(2, 2))
+
+
+def replaced_forward():
+    linear = torch.nn.Linear(2, 2)
+    linear.forward = lambda x: 2 * torch.nn.Linear.forward(linear, x)
+    return ["taken apart"] * can_split(linear)
+
+
+WATCHED = {
+    "a part travels as it lies only if it has one element": Watched(
+        Guard("exchange.exchange:_as_it_travels", "if not side.is_cut_into_slices:", "if len(side.parts) != side.shape[side.dim]:"),
+        functools.partial(of_another_memory_order, lengths=(2, 0)),
+    ),
+    "gradients of shared rows are summed": Watched(
+        SEEN_BY_PROGRAMS["gradients of shared rows are summed"],
+        functools.partial(faults_of, use=layers.backward, shapes=SHAPES[:1], change=key_is_value),
+    ),
+    "rotary tables are saved where autograd watches": Watched(
+        Guard("attention.nodes:_StartInputs.forward", "*tables, *normed", "*(table.data for table in tables), *normed"),
+        tables_are_watched,
+    ),
+    "rows without a gradient get zero": Watched(
+        Guard("attention.slices:join_pieces", "if once else like.new_zeros(shape)", "if once else like.new_ones(shape)"),
+        attention_without_keys,
+    ),
+    "keys of two groups stay as they are": Watched(
+        Guard("attention.execution:_attended", "if (k._version, v._version) != before:", "if False:"),
+        changed_in_place_though_shared,
+    ),
+    "a forward is given back where a hook raises": Watched(
+        Guard("attention.linear:call_through", 'vars(first).pop("forward", None)', "pass"),
+        functools.partial(fails_between_start_and_finish, shape=Shape(), place="output hook"),
+    ),
+    "a forward is given back before anything else runs": Watched(
+        Guard("attention.linear:call_through", 'del vars(first)["forward"]', "pass"),
+        functools.partial(forwards_inside, shape=Shape()),
+    ),
+    "a hooked module is called whole": Watched(
+        Guard("attention.linear:can_call_through", "tuple(harmless)", '("",)'), hook_sees_all
+    ),
+    "a replaced forward is called": Watched(
+        Guard("attention.linear:can_call_through", '"forward" in vars(module) or ', ""), replaced_forward, ranks=0
+    ),
+    "a forward of a class of its own is called": Watched(
+        Guard("attention.linear:can_split", "type(module).forward not in plain or ", ""), forward_of_a_class, ranks=0
+    ),
+    "hooks of all modules count": Watched(
+        Guard("attention.linear:can_call_through", ", *_EVERYWHERE", ""),
+        functools.partial(hooked_everywhere, kind="forward"),
+    ),
+    "a part that needs no gradient is not exchanged": Watched(
+        Guard("attention.nodes:_StartInputs.forward", "if not is_needed(part)))", "if False))"),
+        exchanges_of_frozen_parts,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ds_sp_overlap.exchange.geometry import Geometry, Layout
 from ds_sp_overlap.exchange.transport import all_equal
+from tests.helpers.guards import Guard, Watched, must_notice
 
 settings.register_profile("layout", deadline=None, max_examples=150, derandomize=True)
 settings.load_profile("layout")
@@ -278,3 +279,21 @@ def test_impossible_counts_are_refused_with_the_values_and_the_limit(arguments, 
     with pytest.raises(ValueError) as refused:
         Geometry(**{**good, **arguments})
     assert str(refused.value) == message
+
+
+# Guards.
+
+WATCHED = {
+    "every rank reads each piece of KV heads": Watched(
+        Guard(
+            "exchange.geometry:Geometry.kv_pieces", 'low < high or (sent == group and "k" in self.kinds_of(group))', "low < high"
+        ),
+        pieces_are_read_where_a_rank_gets_none,
+        ranks=0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap.relayout.ops import pack, unpack
+from tests.helpers import layers
+from tests.helpers.guards import Guard, Watched, must_notice
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -172,3 +174,35 @@ def test_the_operators_say_what_they_do_to_their_arguments(op, parts):
     first, second = (x, wire) if op is pack else (wire, torch.zeros(shape, dtype=torch.float64))
     checks = torch.library.opcheck(op.default, (first, 1, *starts_stops(parts), second))
     assert set(checks.values()) == {"SUCCESS"}, checks
+
+
+# Guards.
+
+
+def unequal_parts():
+    """Parts as many times the first one as there are, but not all alike: local sequences of 2, 1 and 3 tokens."""
+    x, wire, back = torch.arange(12.0).view(2, 6), torch.empty(12), torch.empty(2, 6)
+    parts = [0, 2, 3], [2, 3, 6]
+    pack(x, 1, *parts, wire)
+    unpack(wire, 1, *parts, back)
+    expected = torch.cat([x[:, start:stop].flatten() for start, stop in zip(*parts)])
+    return layers.faults(0, pack=(wire, expected), unpack=(back, x))
+
+
+WATCHED = {
+    "halves are summed in fp32": Watched(
+        Guard("relayout.ops:_copy_in", "half = out.dtype in (torch.float16, torch.bfloat16)", "half = False"),
+        halves_summed_in_fp32,
+        ranks=0,
+    ),
+    "parts are tiles only if they lie in order": Watched(
+        Guard("relayout.ops:_are_equal_tiles", "count * size == extent and all", "count * size == extent or False and all"),
+        unequal_parts,
+        ranks=0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -11,7 +11,6 @@ import weakref
 
 import pytest
 import torch
-from test_policy import optimizer_step, scripted, two_replicas
 
 import ds_sp_overlap
 from ds_sp_overlap.autotune import policy as policies
@@ -20,6 +19,7 @@ from ds_sp_overlap.exchange.channel import Channel
 from tests.helpers import layers
 from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
+from tests.helpers.policies import optimizer_step, scripted, two_replicas
 from tests.helpers.ranks import on_ranks, refusal
 
 COSTS = {1: 1.3, 2: 1.2, 4: 1.0}

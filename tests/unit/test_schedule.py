@@ -1,31 +1,17 @@
 """The schedule as a value: what is refused, what is drawn, and one more of them that a real layer runs by."""
 
-import inspect
 import re
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap import schedule
-from ds_sp_overlap.schedule import Schedule, Step, by_head_groups, check, draw, order, play
-from tests.helpers import layers
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import on_ranks
-from tests.helpers.transports import Recording
+from ds_sp_overlap.schedule import Schedule, by_head_groups, check, draw, play
+from tests.helpers.schedules import merged_last, step_of
 
 README = Path(__file__).parents[2] / "README.md"
-
-
-def merged_last(kinds, wgrad_last=True):
-    """All exchanges of o are finished before the first merge."""
-    groups, base = range(len(kinds)), by_head_groups(kinds, wgrad_last)
-    finishes = [Step("finish", "o", group) for group in groups]
-    merges = [Step("merge", "o", group) for group in groups]
-    start = base.forward.index(finishes[0])
-    return Schedule((*base.forward[:start], *finishes, *merges), base.backward)
 
 
 kinds = st.lists(st.sampled_from(["qkv", "q"]), max_size=4).map(lambda more: ("qkv", *more))
@@ -69,11 +55,6 @@ REFUSED = {
     "attention among the projections": ("forward", "finish q 0", "project v 1", "its sections are inputs, attention, inputs, attention, output"),
     "starts in another order than autograd's": ("backward", "start dq 1", "start dv 1", "start dq 1, where autograd has start dv 1"),
 }  # fmt: skip
-
-
-def step_of(words):
-    act, of, group = words.split()
-    return Step(act, of, int(group))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -121,50 +102,3 @@ def test_one_exchange_at_a_time_is_on_the_wire_and_waits_are_what_is_exposed():
     # Behind Wv1, at 6, it waits for q0 k0 v0 until 31, attends until 32, waits for v1 until 61, and for o0, o1 until 71 and 81.
     assert played.exposed_ms == {"q0": 5, "k0": 10, "v0": 10, "q1": 9, "k1": 10, "v1": 10, "o0": 9, "o1": 9}
     assert (played.step_ms, played.compute_ms, played.wire_ms, played.held) == (82, 10, 80, 18)
-
-
-# A schedule of one's own.
-
-
-def run_by(rank, function, groups, kv_heads):
-    """Faults of a block that runs by it, on this rank; and what it recorded, forward and backward."""
-    shape = Shape(kv_heads=kv_heads, config={"head_groups": groups})
-    mover, block = Recording(), layers.block
-
-    def of_ours(*args, **kwargs):
-        made = block(*args, **kwargs)
-        made.layer.schedule = function
-        return made
-
-    layers.block = of_ours
-    try:
-        found = layers.block_faults(rank, shape, transport=mover)
-    finally:
-        layers.block = block
-    return found, mover.log
-
-
-@pytest.mark.parametrize("kv_heads, kinds", [(4, ("qkv", "qkv")), (2, ("qkv", "q"))])
-def test_a_schedule_that_is_added_is_run_recorded_drawn_and_played(kv_heads, kinds):
-    made = merged_last(kinds)
-    assert len(inspect.getsource(merged_last).splitlines()) < 30
-    for found, log in on_ranks(2, run_by, merged_last, 2, kv_heads):
-        assert found == [] and log == order(made, made.forward) + order(made, made.backward)
-    assert made.forward[-4:] == tuple(map(step_of, ("finish o 0", "finish o 1", "merge o 0", "merge o 1")))
-    one, other = (play(s, s.forward, lambda step: 2.0 if step.on_wire else 1.0) for s in (by_head_groups(kinds), made))
-    assert other.exposed_ms["o1"] == one.exposed_ms["o1"] + 1, "the first merge no longer hides it"
-    assert draw(made, made.forward) != draw(by_head_groups(kinds), by_head_groups(kinds).forward)
-
-
-def by_a_wrong_one(rank, kinds):
-    layer = layers.block(Shape(), layers.projections(Shape()), torch.distributed.group.WORLD)
-    layer.layer.schedule = lambda kinds, wgrad_last: Schedule(by_head_groups(kinds).forward[1:], by_head_groups(kinds).backward)
-    try:
-        layers.call_block(Shape(), layer, rank, torch.zeros(2, 6, 32, dtype=torch.float64))
-    except ValueError as error:
-        return str(error)
-
-
-def test_a_layer_refuses_a_schedule_that_cannot_be_run():
-    for said in on_ranks(2, by_a_wrong_one, ("qkv", "qkv")):
-        assert said == "schedule, forward: start q 0 comes before project q 0"

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap.relayout import kernels, ops
+from tests.helpers.operators import opchecks
 
 LIBRARY = kernels.library()
 compiled = torch.ops.ds_sp_overlap_compiled
@@ -516,21 +517,6 @@ def test_more_dimensions_than_a_kernel_counts_are_refused_not_misread():
 def test_the_operators_say_what_they_do_to_their_arguments(namespace):
     for name, verdicts in opchecks(namespace).items():
         assert set(verdicts.values()) == {"SUCCESS"}, (name, verdicts)
-
-
-def opchecks(namespace):
-    op = getattr(torch.ops, namespace)
-    q, k = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
-    tables = torch.randn(3, 4), torch.randn(3, 4)
-    starts, stops = [0, 2, 0, 0, 0, 1], [2, 4, 1, 2, 1, 2]
-    wires = [torch.zeros(96), torch.zeros(72), torch.zeros(48)]
-    calls = {
-        "pack": (q, 1, [0, 1], [2, 4], torch.zeros(120)),
-        "unpack": (torch.zeros(120), 1, [0, 1], [2, 4], q.clone()),
-        "pack_qkv": ([q, k, k], [torch.zeros(4, 8), None, None], *tables, False, 2, starts, stops, wires),
-        "unpack_qkv": (wires, *tables, True, 2, starts, stops, [q.clone(), k.clone(), k.clone()]),
-    }
-    return {name: torch.library.opcheck(getattr(op, name).default, call) for name, call in calls.items()}
 
 
 # On a GPU: the same cases there, and the two things only a device can get wrong.

@@ -6,6 +6,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import layers
+from tests.helpers.layers import Shape
+
+SHAPES = [
+    Shape(kv_heads=2),
+    Shape(kv_heads=2, config={"head_groups": 1}),
+    Shape(fused=True, bias=True, batch_first=False),
+    Shape(bias=True, rotary=False),
+]
 
 # One layer, used in other ways than once forward and once backward.
 

@@ -1,4 +1,7 @@
-"""Rooms of the package: imports point downwards only, in no circle, and no framework is known outside integrations."""
+"""Rooms of the package: imports point downwards only, in no circle, and no framework is known outside integrations.
+
+And of the tests: what they share is in helpers, and nothing is loaded by path.
+"""
 
 import ast
 import sys
@@ -107,3 +110,35 @@ def test_an_import_upwards_a_circle_and_a_framework_are_seen():
     inside, outside = imports(path, "def late():\n    from ..attention.layer import Layer\n    import deepspeed.comm")
     assert upwards("exchange.channel", inside) == ["attention.layer"] and outside == {"deepspeed"}
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
+TESTS = Path(__file__).parents[1]
+TEST_MODULES = {path.stem for path in TESTS.rglob("test_*.py")}
+LOADERS = {"spec_from_file_location", "SourceFileLoader", "run_path"}
+
+
+def reached(source):
+    """Test modules that a file imports, and its ways to load one by path."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found |= {part for name in names for part in name.split(".")} & (TEST_MODULES | LOADERS)
+        elif isinstance(node, (ast.Attribute, ast.Subscript)):
+            if ast.unparse(node.value) == "sys.path":  # an append to it, an element or a slice of it
+                found.add("sys.path")
+            found |= {getattr(node, "attr", None)} & LOADERS
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: path.stem)
+def test_a_file_stands_in_its_folder_and_reaches_for_no_test(path):
+    assert path.relative_to(TESTS).parts[0] in ("unit", "ranks", "frameworks", "training", "helpers")
+    assert reached(path.read_text()) == set()
+
+
+def test_another_test_and_a_path_are_seen():
+    assert reached("def late():\n    from test_plan import x") == {"test_plan"}
+    assert reached("import tests.unit.test_plan as t") == reached("from tests.unit import test_plan") == {"test_plan"}
+    assert reached("sys.path.append('benchmarks')") == reached("sys.path[:0] = ['benchmarks']") == {"sys.path"}
+    assert reached("spec = util.spec_from_file_location('link', path)") == {"spec_from_file_location"}

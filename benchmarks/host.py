@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import deepspeed
-import record
 import torch
 import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention
@@ -27,6 +28,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_sp_overlap
+from benchmarks import record
 
 
 def main() -> None:

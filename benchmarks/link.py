@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from wire import PAYLOAD, Wire, join  # noqa: E402
+from benchmarks.wire import PAYLOAD, Wire, join  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
@@ -112,7 +112,8 @@ def predict(shape, args: argparse.Namespace) -> dict[str, float]:
 
 def work(args: argparse.Namespace) -> None:
     import torch.distributed as dist
-    from variants import Layer, Shape, Silent, check_parity, free_wire
+
+    from benchmarks.variants import Layer, Shape, Silent, check_parity, free_wire
 
     join(args.rank, args.ranks)
     shape = Shape(args.seq, args.heads, args.head_dim, args.kv_heads or args.heads, args.batch)
@@ -228,7 +229,7 @@ def main() -> None:
     args = arguments()
     if args.rank is not None:
         return work(args)
-    import record
+    from benchmarks import record
 
     words, rows, notes = sys.argv, [], []
     with Wire(args.ranks) as wire:

@@ -33,11 +33,11 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import deepspeed.runtime.sequence_parallel.ulysses_sp as alst  # noqa: E402
 import deepspeed.sequence.layer as stock_layer  # noqa: E402
-import record  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from variants import Layer, Shape, Silent  # noqa: E402
 
+from benchmarks import record  # noqa: E402
+from benchmarks.variants import Layer, Shape, Silent  # noqa: E402
 from ds_sp_overlap.exchange.channel import Channel, SideStream  # noqa: E402
 
 MODELS = {"7b": (32, 32, 128), "70b": (64, 8, 128), "rehearsal": (8, 4, 16)}  # query heads, KV heads, head dim

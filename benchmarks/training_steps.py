@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from wire import Wire, join  # noqa: E402
+from benchmarks.wire import Wire, join  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
@@ -168,7 +168,7 @@ def main() -> None:
     args = arguments()
     if args.rank is not None:
         return work(args)
-    import record
+    from benchmarks import record
 
     rows, notes, words = [], [], list(sys.argv)
     with Wire(args.ranks) as wire:

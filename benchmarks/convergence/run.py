@@ -40,8 +40,9 @@ import time
 import warnings
 from pathlib import Path
 
-import verdict
-from training import MODELS, NOISE, Variant, text, train, variants
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.convergence import verdict  # noqa: E402
+from benchmarks.convergence.training import MODELS, NOISE, Variant, text, train, variants
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -1,0 +1,610 @@
+"""Training through DeepSpeed with an ``sp_overlap`` section, against the same training without it.
+
+Weights are drawn with a standard deviation of 0.2 instead of 0.02, so that attention matters: a fault in it that the
+loss would hide at 0.02 shows here.
+"""
+
+import base64
+import copy
+import functools
+import json
+import logging
+import types
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.sequence.layer import DistributedAttention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import ds_sp_overlap
+import ds_sp_overlap.attention.linear
+import ds_sp_overlap.integrations.deepspeed
+from tests.helpers.models import (
+    batches,
+    cut,
+    ds_config,
+    forget_sequence_parallel,
+    mean_loss,
+    overlapped_layers,
+    scaled_values,
+    sequence_parallel,
+    sequence_parallel_model,
+    step,
+    tiny,
+    train_run,
+)  # fmt: skip
+from tests.helpers.ranks import on_ranks, refusal
+from tests.helpers.reference import attention, relative_error
+
+WIDE = {"initializer_range": 0.2}
+
+# Two head groups add each output row's products in another order: a few roundings (6e-8 in fp32) over a handful of
+# layers, seen as 1e-6. `test_the_fp32_tolerances_catch_a_fault_of_a_tenth_of_a_percent` proves that they are tight enough.
+FP32 = {"gradients": 1e-5, "losses": 1e-6, "norms": 2e-6}
+
+# In bf16 the noise is measured, not guessed: how far stock's gradients are from those of the same weights in fp32. Two
+# head groups round o's projection once more (8 bits), which may add to it, but not half of it again.
+BF16 = 1.5
+
+
+def compared_with_stock(rank, stage):
+    """Of each accumulation: whether G = 1 is stock bit for bit, and what G = 2 is off by."""
+    figures = {}
+    for accumulation in (1, 4):
+        train = functools.partial(train_run, rank, 2, stage=stage, accumulation=accumulation, **WIDE)
+        stock = train(None)
+        figures[accumulation] = train({"head_groups": 1}).equals(stock), train({"head_groups": 2}).distance(stock)
+    return figures
+
+
+def in_bf16(model):
+    return model.bfloat16().float()
+
+
+def compared_with_stock_in_bf16(rank, stage, accumulations=(1, 4), factor=1.0):
+    """Of each accumulation: whether G = 1 is stock bit for bit, and the error of stock's and of G = 2's gradients."""
+    figures = {}
+    for accumulation in accumulations:
+        train = functools.partial(train_run, rank, 2, stage=stage, accumulation=accumulation, **WIDE)
+        exact = train(None, steps=1, prepare=in_bf16)
+        stock = train(None, dtype=torch.bfloat16)
+        one = train({"head_groups": 1}, dtype=torch.bfloat16)
+        with scaled_values(factor):
+            two = train({"head_groups": 2}, dtype=torch.bfloat16)
+        figures[accumulation] = (
+            one.equals(stock),
+            stock.gradient_error(exact),
+            two.gradient_error(exact),
+            two.distance(stock),
+        )
+    return figures
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_in_fp32_equals_stock(stage):
+    """G = 1 computes the very numbers that stock does: gradients, losses, grad norms and parameters of five steps."""
+    for rank, figures in enumerate(on_ranks(2, compared_with_stock, stage)):
+        for accumulation, (identical, off) in figures.items():
+            assert identical, f"rank {rank}, accumulation {accumulation}: G = 1"
+            assert all(off[what] <= FP32[what] for what in FP32), f"rank {rank}, accumulation {accumulation}: G = 2 off by {off}"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_in_bf16_equals_stock(stage):
+    for rank, figures in enumerate(on_ranks(2, compared_with_stock_in_bf16, stage)):
+        for accumulation, (identical, stock, two, off) in figures.items():
+            assert identical, f"rank {rank}, accumulation {accumulation}: G = 1"
+            assert 0 < two <= BF16 * stock, f"rank {rank}, accumulation {accumulation}: G = 2 {two}, stock {stock}"
+            assert off["losses"] <= 2**-8, f"rank {rank}, accumulation {accumulation}: {off}"  # one rounding in bf16
+
+
+def faulty(rank, factor):
+    stock = train_run(rank, 2, None, stage=1, **WIDE)
+    with scaled_values(factor):
+        return train_run(rank, 2, {"head_groups": 2}, stage=1, **WIDE).distance(stock)
+
+
+def test_the_fp32_tolerances_catch_a_fault_of_a_tenth_of_a_percent():
+    for off in on_ranks(2, faulty, 1.001):
+        assert all(off[what] > 10 * FP32[what] for what in FP32), off
+
+
+def test_the_bf16_tolerance_catches_a_fault():
+    """A fault of 0.1 % is below the rounding of bf16 itself (0.4 %), so a coarser one is planted here."""
+    for figures in on_ranks(2, compared_with_stock_in_bf16, 1, (1,), 1.5):
+        for _, stock, two, _ in figures.values():
+            assert two > 10 * BF16 * stock
+
+
+# ZeRO-3.
+
+
+def weights_read(rank, born_partitioned, head_groups):
+    """Status of a weight each time that the package reads it, in forward and backward; of all parameters afterwards."""
+    config = ds_config(3, optimizer="SGD", sp_overlap={"head_groups": head_groups})
+    reads, cut_ranges, phase = [], ds_sp_overlap.attention.linear.cut_ranges, ["forward"]
+
+    def reading(parameter, dim, ranges):
+        reads.append((phase[0], parameter.ds_status.name, parameter.numel() == parameter.ds_numel))
+        return cut_ranges(parameter, dim, ranges)
+
+    ds_sp_overlap.attention.linear.cut_ranges = ds_sp_overlap.attention.nodes.cut_ranges = reading
+    try:
+        with deepspeed.zero.Init(config_dict_or_path=config, enabled=born_partitioned):
+            model = tiny(pad_token_id=None)  # transformers would zero the padding row of a weight that isn't there
+        mpu = sequence_parallel(model, 2)
+        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+        group, after = mpu.get_sequence_parallel_group(), []
+
+        def statuses():
+            return {p.ds_status.name for p in engine.module.parameters()}
+
+        for tokens in batches(3):
+            phase[0] = "forward"
+            loss = mean_loss(engine, cut(tokens, rank, 2), group)
+            phase[0] = "backward"
+            engine.backward(loss)
+            after.append(statuses())
+            engine.step()
+        layer = engine.module.model.layers[0].self_attn
+        before = len(reads)
+        refusal(reading, layer.q_proj.weight, 0, ((0, 1),))  # the instrument sees a weight that is not there
+        control = reads[before:]
+        ds_sp_overlap.disable(engine.module)
+        engine.destroy()
+        return reads[:before], after, control
+    finally:
+        ds_sp_overlap.attention.linear.cut_ranges = ds_sp_overlap.attention.nodes.cut_ranges = cut_ranges
+        forget_sequence_parallel()
+
+
+@pytest.mark.parametrize("born_partitioned", [False, True])
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_zero3_reads_no_weight_while_it_is_partitioned_and_partitions_all_again(born_partitioned, head_groups):
+    for reads, after, control in on_ranks(2, weights_read, born_partitioned, head_groups):
+        # two layers, three steps; q and o once a head group, k and v once, as a rank has one KV head for both groups
+        for phase in ("forward", "backward"):
+            assert len([read for read in reads if read[0] == phase]) == 2 * 3 * (2 * head_groups + 2)
+        assert {read[1:] for read in reads} == {(ZeroParamStatus.AVAILABLE.name, True)}
+        assert after == [{ZeroParamStatus.NOT_AVAILABLE.name}] * 3
+        assert control == [("backward", ZeroParamStatus.NOT_AVAILABLE.name, False)]
+
+
+# Checkpoints.
+
+
+def resumed(rank, folder, stage, dtype):
+    """Losses of steps 3 to 5 after a checkpoint of step 2, for every way of saving and loading; and the keys saved."""
+
+    def engine(section):
+        model = tiny(**WIDE)
+        mpu = sequence_parallel(model, 2)
+        more = {} if section is None else {"sp_overlap": section}
+        config = ds_config(stage, 1, dtype, "AdamW", **more)
+        return deepspeed.initialize(model=model, config=config, mpu=mpu)[0], mpu.get_sequence_parallel_group()
+
+    def train(engine, group, tokens):
+        return [step(engine, microbatch[None], rank, 2, group) for microbatch in tokens]
+
+    def done(engine):
+        ds_sp_overlap.disable(engine.module)
+        engine.destroy()
+        forget_sequence_parallel()
+
+    tokens, plugin, losses, keys = batches(5), {"head_groups": 1}, {}, {}
+    for saving in (None, plugin):
+        name = f"{folder}/{'plain' if saving is None else 'overlapped'}"
+        trained, group = engine(saving)
+        train(trained, group, tokens[:2])
+        trained.save_checkpoint(name, tag="two")
+        keys[saving is not None] = list(trained.module.state_dict())
+        losses[f"{saving} on"] = train(trained, group, tokens[2:])
+        done(trained)
+        for loading in (None, plugin):
+            fresh, group = engine(loading)
+            with (
+                torch.no_grad(),
+                deepspeed.zero.GatheredParameters(list(fresh.module.parameters()), enabled=stage == 3),
+            ):
+                for parameter in fresh.module.parameters():
+                    parameter.zero_()  # so that a checkpoint that isn't loaded is noticed
+            fresh.load_checkpoint(name, tag="two")
+            losses[f"{saving} {loading}"] = train(fresh, group, tokens[2:])
+            done(fresh)
+    return losses, keys
+
+
+@pytest.mark.parametrize("stage, dtype", [(2, torch.bfloat16), (3, torch.float32)])
+def test_a_checkpoint_saved_with_the_plugin_resumes_without_it_and_the_other_way_round(stage, dtype, tmp_path):
+    """The same losses to the last bit, whoever saved and whoever loaded, as of the run that was never interrupted."""
+    for losses, keys in on_ranks(2, resumed, str(tmp_path), stage, dtype):
+        assert keys[False] == keys[True]
+        assert len(losses) == 6 and len(set(losses["None on"])) == 3
+        assert all(curve == losses["None on"] for curve in losses.values()), losses
+
+
+# Where the section is found.
+
+
+def bound_layers(rank, folder):
+    """The layers that are overlapped after `deepspeed.initialize`, for every way of giving it the config."""
+    plain = ds_config(0, sp_overlap={"head_groups": 1})
+    path = f"{folder}/rank{rank}.json"
+    with open(path, "w") as file:
+        json.dump(plain, file)
+    encoded = base64.urlsafe_b64encode(json.dumps(plain).encode()).decode()
+    arguments = types.SimpleNamespace(deepspeed_config=path)
+    ways = {
+        "dict": lambda model, mpu: deepspeed.initialize(model=model, mpu=mpu, config=copy.deepcopy(plain)),
+        "path": lambda model, mpu: deepspeed.initialize(model=model, mpu=mpu, config=path),
+        "base64": lambda model, mpu: deepspeed.initialize(model=model, mpu=mpu, config=encoded),
+        "args": lambda model, mpu: deepspeed.initialize(args=arguments, model=model, mpu=mpu),
+        "config_params": lambda model, mpu: deepspeed.initialize(model=model, mpu=mpu, config_params=copy.deepcopy(plain)),
+        "positional": lambda model, mpu: deepspeed.initialize(
+            None, model, None, None, None, None, 29500, mpu, None, None, copy.deepcopy(plain)
+        ),
+    }
+    bound = {}
+    for way, initialize in ways.items():
+        model = tiny()
+        try:
+            engine, *_ = initialize(model, sequence_parallel(model, 2))
+            bound[way] = overlapped_layers(engine.module)
+            ds_sp_overlap.disable(engine.module)
+            bound[way] += overlapped_layers(engine.module)
+            engine.destroy()
+        finally:
+            forget_sequence_parallel()
+    return bound
+
+
+def test_the_section_is_read_from_wherever_deepspeed_reads_its_config(tmp_path):
+    for bound in on_ranks(2, bound_layers, str(tmp_path)):
+        assert len(bound) == 6
+        assert set(map(tuple, bound.values())) == {("model.layers.0.self_attn", "model.layers.1.self_attn")}, bound
+
+
+def untouched(rank, section):
+    """What `deepspeed.initialize` with this section, or none, changed in the model and in transformers."""
+    config = ds_config(0) if section is None else ds_config(0, sp_overlap=section)
+    model = tiny()
+    forwards = [module.forward for module in model.modules()]
+    try:
+        mpu = sequence_parallel(model, 2)
+        function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+        changed = [module for module, forward in zip(model.modules(), forwards) if module.forward != forward]
+        same = ALL_ATTENTION_FUNCTIONS["sdpa"] is function
+        engine.destroy()
+        return len(changed), same
+    finally:
+        forget_sequence_parallel()
+
+
+def test_without_the_section_or_with_enabled_false_nothing_changes():
+    assert on_ranks(2, untouched, None) == [(0, True)] * 2
+    assert on_ranks(2, untouched, {"enabled": False, "head_groups": 2}) == [(0, True)] * 2
+    assert on_ranks(2, untouched, {}) == [(4, True)] * 2, (
+        "two layers and the models around them: an empty section means the defaults; the instrument sees it"
+    )
+
+
+def refused_section(rank, section):
+    return refused_config(rank, {"sp_overlap": section})
+
+
+def refused_config(rank, more):
+    """What `deepspeed.initialize` says to a config, and whether DeepSpeed had started by then."""
+    started, config_class = [], deepspeed.DeepSpeedConfig
+
+    def begin(*args, **kwargs):
+        started.append("DeepSpeed")
+        return config_class(*args, **kwargs)
+
+    deepspeed.DeepSpeedConfig = begin
+    try:
+        model = tiny()
+        mpu = sequence_parallel(model, 2)
+        said = refusal(deepspeed.initialize, model=model, config=ds_config(0, **more), mpu=mpu)
+        return said, started, overlapped_layers(model)
+    finally:
+        deepspeed.DeepSpeedConfig = config_class
+        forget_sequence_parallel()
+
+
+def test_an_invalid_section_is_refused_before_deepspeed_starts():
+    sections = {
+        "head_group": ({"head_group": 2}, "did you mean 'head_groups'"),
+        "type": ({"head_groups": "two"}, "sp_overlap.head_groups must be a whole number of at least 1"),
+        "zero": ({"head_groups": 0}, "at least 1, got 0"),
+        "bool": ({"enabled": "yes"}, "sp_overlap.enabled must be true or false, got 'yes'"),
+        "list": ([1], "expected a section such as"),
+    }
+    for section, expected in sections.values():
+        for said, started, bound in on_ranks(2, refused_section, section):
+            assert said[0] == "ValueError" and expected in said[1], said
+            assert started == [] and bound == []
+
+
+MISPLACED = {
+    "sp_overlaps": {"sp_overlaps": {}},
+    "sp-overlap": {"sp-overlap": {}},
+    "spOverlap": {"spOverlap": {}, "sp_overlap": {}},
+    "sp_ovrelap": {"sp_ovrelap": {}},
+    "ds_sp_overlap": {"ds_sp_overlap": {}},
+    "zero_optimization.sp_overlap": {"zero_optimization": {"stage": 0, "sp_overlap": {}}},
+    "bf16.sp_overlaps": {"bf16": {"enabled": False, "sp_overlaps": {}}},
+}
+
+
+@pytest.mark.parametrize("place", MISPLACED)
+def test_a_section_under_another_name_or_at_another_place_is_refused_before_deepspeed_starts(place):
+    for said, started, bound in on_ranks(2, refused_config, MISPLACED[place]):
+        assert said[0] == "ValueError" and f'nobody reads "{place}"; the section is called "sp_overlap"' in said[1], said
+        assert started == [] and bound == []
+
+
+def test_keys_of_others_and_keys_that_are_commented_out_are_no_misplaced_sections():
+    others = ["sp_overlap", "my_sp", "sp_size", "tp_overlap", "pp_overlap", "tsp_overlap", "overlap_comm", "sequence_parallel_size"]
+    config = {
+        **dict.fromkeys([*others, "_sp_overlap", "#sp_overlap", "//sp_overlap"], {}),
+        "zero_optimization": {"overlap_comm": True},
+    }
+    assert list(ds_sp_overlap.integrations.deepspeed._misplaced(config)) == []
+
+
+def said_without_a_section(rank, size, more):
+    """What DeepSpeed's logger was told of the plugin while two engines were made."""
+    ds_sp_overlap.integrations.deepspeed._say_once.cache_clear()
+    records, handler = [], logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    deepspeed.utils.logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            model = tiny()
+            engine, *_ = deepspeed.initialize(model=model, config=ds_config(0, **more), mpu=sequence_parallel(model, size))
+            ds_sp_overlap.disable(model)
+            engine.destroy()
+            forget_sequence_parallel()
+    finally:
+        deepspeed.utils.logger.removeHandler(handler)
+        forget_sequence_parallel()
+    return [record for record in records if "sp_overlap" in record]
+
+
+def test_sequence_parallelism_without_a_section_is_said_once_on_rank_0():
+    (said,), nothing = on_ranks(2, said_without_a_section, 2, {})
+    assert 'sp size 2) and ds_sp_overlap imported, but the DeepSpeed config has no "sp_overlap" section: nothing is' in said
+    assert nothing == []
+
+
+def test_without_sequence_parallelism_or_with_a_section_nothing_is_said_of_a_missing_one():
+    assert on_ranks(1, said_without_a_section, 1, {}) == [[]]
+    assert on_ranks(2, said_without_a_section, 2, {"sp_overlap": {"enabled": False}}) == [[], []]
+
+
+def bound_by_name_before(rank, more):
+    """`from deepspeed import initialize` before the import of this package: DeepSpeed's own function."""
+    initialize = deepspeed.initialize.__wrapped__
+    model = tiny()
+    try:
+        mpu = sequence_parallel(model, 2)
+        said = refusal(lambda: initialize(model=model, config=ds_config(0, **more), mpu=mpu)[0].destroy())
+        return said, overlapped_layers(model)
+    finally:
+        ds_sp_overlap.disable(model)
+        forget_sequence_parallel()
+
+
+def test_an_initialize_that_was_imported_by_name_before_the_package_honours_the_section():
+    assert (
+        on_ranks(2, bound_by_name_before, {"sp_overlap": {"head_groups": 2}})
+        == [(None, ["model.layers.0.self_attn", "model.layers.1.self_attn"])] * 2
+    )
+    for said, bound in on_ranks(2, bound_by_name_before, {"sp_overlap": {"head_group": 2}}):
+        assert said[0] == "ValueError" and "did you mean 'head_groups'" in said[1] and bound == []
+
+
+def test_the_report_counts_the_layers_that_are_overlapped():
+    layer = ds_sp_overlap.integrations.layers.Found
+    report = ds_sp_overlap.Report([layer("a", None, "", "unknown"), layer("b", None, "", "unknown")], 2)
+    assert "sp_overlap over sp size 2: 0 of 2 layers overlapped" in str(report)
+
+
+def test_head_groups_out_of_range_for_the_model_is_refused_on_every_rank_with_the_model_unchanged():
+    """Known only once the model is seen; the two query heads a rank has at sp size 2 are the limit."""
+    for said, _, bound in on_ranks(2, refused_section, {"head_groups": 3}):
+        assert said[0] == "ValueError"
+        assert "sp_overlap.head_groups must be between 1 and 2 for 4 heads at sp size 2, got 3" in said[1]
+        assert bound == []
+
+
+@pytest.mark.parametrize("version", ["0.19.6", "0.18.2", "0.19.6+cu128"])
+def test_a_deepspeed_with_wrong_gradients_is_refused_with_the_reason(monkeypatch, version):
+    monkeypatch.setattr(deepspeed, "__version__", version)
+    with pytest.raises(ImportError, match=f"needs DeepSpeed >= 0.19.7, found {version.replace('+', '.')}.*gradients.*wrong"):
+        ds_sp_overlap.integrations.deepspeed.install()
+
+
+@pytest.mark.parametrize("version", ["0.19.7", "0.19.8+unknown", "0.20.0.dev1"])
+def test_a_right_deepspeed_is_accepted_and_wrapped_once(monkeypatch, version):
+    monkeypatch.setattr(deepspeed, "__version__", version)
+    before = deepspeed.initialize
+    ds_sp_overlap.integrations.deepspeed.install()
+    assert deepspeed.initialize is before and hasattr(before, "__sp_overlap__")
+
+
+# The sp group out of DeepSpeed's own mesh.
+
+
+def whole_gradients(tokens):
+    """Gradients of a model that sees the whole sequence, in one process without sequence parallelism."""
+    model = tiny(**WIDE)
+    mean_loss(model, cut(tokens, 0, 1), None).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def on_a_mesh(rank, stage):
+    """Two replicas of two ranks, the group taken from DeepSpeed's mesh: gradients as DeepSpeed leaves them, stock and
+    overlapped, and those of the whole sequence."""
+    tokens = batches(2)
+    expected = [whole_gradients(microbatch) for microbatch in tokens]
+    expected = {name: expected[0][name] + expected[1][name] for name in expected[0]}
+    replica, sp_rank = divmod(rank, 2)
+    found, seen = {}, None
+    for overlap in (False, True):
+        config = ds_config(stage, optimizer="SGD", sequence_parallel_size=2, data_parallel_size=2)
+        if overlap:
+            config["sp_overlap"] = {"head_groups": 1}
+        model = tiny(**WIDE)
+        try:
+            if not overlap:
+                sequence_parallel(model, 2)  # its mpu stays here: DeepSpeed has the mesh
+            engine, *_ = deepspeed.initialize(model=model, config=config)
+            group = deepspeed.utils.groups._get_sequence_parallel_group()
+            engine.backward(mean_loss(engine, cut(tokens[replica], sp_rank, 2), group))
+            found[overlap] = {name: deepspeed.utils.safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters()}
+            seen = torch.distributed.get_process_group_ranks(group), overlapped_layers(engine.module)
+            ds_sp_overlap.disable(engine.module)
+            engine.destroy()
+        finally:
+            forget_sequence_parallel()
+    identical = all(torch.equal(found[True][name], x) for name, x in found[False].items())
+    as_left = max(relative_error(found[True][name], x) for name, x in expected.items())
+    for gradient in found[True].values():
+        torch.distributed.all_reduce(gradient, group=torch.distributed.new_subgroups(2)[0])
+    summed = max(relative_error(found[True][name], x) for name, x in expected.items())
+    return *seen, identical, as_left, summed
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_mesh_of_two_replicas_of_two_ranks_needs_no_mpu(stage):
+    """The group is found, and the gradients are stock's, bit for bit.
+
+    With a mesh DeepSpeed (0.19.8) sums them over the replicas, without averaging, and leaves the sum over the sp group
+    to the caller, with the plugin and without. Should ``as_left`` become small, DeepSpeed has mended that: tell the README.
+    """
+    for rank, (members, bound, identical, as_left, summed) in enumerate(on_ranks(4, on_a_mesh, stage)):
+        assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert len(bound) == 2
+        assert identical
+        assert as_left > 0.1
+        assert summed < FP32["gradients"]
+
+
+# DeepSpeed's own DistributedAttention.
+
+
+class Custom(torch.nn.Module):
+    """A layer that is nobody's but its author's, over DeepSpeed's class, batch first."""
+
+    def __init__(self, group, heads=4, head_dim=8):
+        super().__init__()
+        width = heads * head_dim
+        self.shape = (heads, head_dim)
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(4))
+        self.attend = DistributedAttention(attention, group, scatter_idx=2, gather_idx=1)
+
+    def forward(self, x):
+        q, k, v = (projection(x).unflatten(-1, self.shape) for projection in (self.q, self.k, self.v))
+        return self.o(self.attend(q, k, v, 0).flatten(2))
+
+
+def custom_layer(rank, head_groups):
+    """The layer before `enable`, after it, and after `disable`: output and gradients."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(Custom(torch.distributed.group.WORLD), Custom(torch.distributed.group.WORLD))
+    whole = torch.randn(2, 12, 32, dtype=torch.float64)
+
+    def outcome():
+        model.zero_grad()
+        x = whole.chunk(2, 1)[rank].clone().requires_grad_()
+        y = model(x)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+    keys = list(model.state_dict())
+    stock = outcome()
+    report = ds_sp_overlap.enable(model, {"head_groups": head_groups})
+    bound, overlapped = overlapped_layers(model), outcome()
+    same_keys = list(model.state_dict()) == keys
+    ds_sp_overlap.disable(model)
+    restored = all(torch.equal(a, b) for a, b in zip(stock, outcome()))
+    clean = "forward" not in vars(model[0].attend) and not overlapped_layers(model)
+    return bound, str(report), max(map(relative_error, overlapped, stock)), same_keys, restored and clean
+
+
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_a_distributed_attention_of_deepspeeds_is_overlapped_in_any_model_and_given_back(head_groups):
+    for bound, report, error, same_keys, restored in on_ranks(2, custom_layer, head_groups):
+        assert bound == ["0.attend", "1.attend"]
+        assert "the projections belong to its caller" in report and "(2 layers)" in report
+        assert error < 1e-12  # fp64, sums in another order
+        assert same_keys and restored
+
+
+# Several models, and recomputation.
+
+
+def two_models(rank):
+    """Gradients of two models that take turns, one of them disabled before the other's backward; and each alone."""
+    tokens = cut(batches(1)[0], rank, 2)
+    options = [dict(seed=1, **WIDE), dict(seed=2, family="qwen3", **WIDE)]
+
+    def gradients(model):
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    alone = []
+    for option in options:
+        with sequence_parallel_model(2, **option) as (model, group):
+            mean_loss(model, tokens, group).backward()
+            alone.append(gradients(model))
+    with sequence_parallel_model(2, **options[0]) as (first, group):
+        second = tiny(**options[1])
+        ds_sp_overlap.enable(first, {"head_groups": 1})
+        ds_sp_overlap.enable(second, {"head_groups": 1})
+        losses = [mean_loss(model, tokens, group) for model in (first, second)]
+        losses[0].backward()
+        ds_sp_overlap.disable(first)
+        losses[1].backward()
+        together = [gradients(model) for model in (first, second)]
+        left = overlapped_layers(first), overlapped_layers(second)
+        ds_sp_overlap.disable(second)
+    return left, max(relative_error(b[name], a[name]) for a, b in zip(alone, together) for name in b)
+
+
+def test_two_models_in_one_process_do_not_meet():
+    for (first, second), error in on_ranks(2, two_models):
+        assert first == [] and len(second) == 2
+        assert error < FP32["gradients"]
+
+
+def recomputing(kind):
+    def prepare(model):
+        model.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
+        if kind == "deepspeed":
+            deepspeed.checkpointing.configure(None, partition_activations=False)
+            for layer in model.model.layers:
+                layer._gradient_checkpointing_func = deepspeed.checkpointing.checkpoint
+        model.train()
+        return model
+
+    return prepare
+
+
+def with_recomputation(rank, kind, stage):
+    train = functools.partial(train_run, rank, 2, stage=stage, accumulation=2, steps=2, **WIDE)
+    stored = train({"head_groups": 1})
+    prepare = recomputing(kind)
+    one, two = (train({"head_groups": groups}, prepare=prepare) for groups in (1, 2))
+    return one.equals(stored), two.distance(stored)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["non-reentrant", "reentrant", "deepspeed"])
+def test_recomputed_activations_give_the_same_training(kind, stage):
+    for identical, off in on_ranks(2, with_recomputation, kind, stage):
+        assert identical
+        assert all(off[what] <= FP32[what] for what in FP32), off

@@ -1,0 +1,72 @@
+"""The README's table of loss recipes: which gives the whole sequence's gradient, under which ZeRO setting.
+
+It is DeepSpeed's behaviour, not the plugin's, and the plugin must not change it: each case runs with the overlap on.
+"""
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_grad
+
+from tests.helpers import models
+from tests.helpers.ranks import on_ranks
+
+RANKS = 2
+
+
+def local_share(total, count, group):
+    """Sum of this rank's token losses over the token count of all ranks."""
+    torch.distributed.all_reduce(count, group=group)
+    return total / count
+
+
+def gathered_mean(total, count, group):
+    """The weighted mean of differentiably gathered losses, as in DeepSpeed's ALST tutorial."""
+    losses = torch.distributed.nn.functional.all_gather(total / count, group=group)
+    counts = torch.distributed.nn.functional.all_gather(count, group=group)
+    return sum(loss * n for loss, n in zip(losses, counts)) / sum(counts)
+
+
+RECIPES = {"local share": local_share, "gathered mean": gathered_mean}
+
+
+def gradient(rank, size, recipe, stage, reduce_scatter):
+    """Gradient of one MLP weight after one backward, by DeepSpeed."""
+    model = models.tiny("llama")
+    mpu = models.sequence_parallel(model, size) if size > 1 else None
+    config = models.ds_config(stage)
+    config["zero_optimization"]["reduce_scatter"] = reduce_scatter
+    if size > 1:
+        config["sp_overlap"] = {"enabled": True}
+    try:
+        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+        inputs = models.cut(models.batches(1)[0], rank % size, size)
+        logits = engine(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+        total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
+        count = (inputs["labels"] != -100).sum()
+        engine.backward(total / count if mpu is None else RECIPES[recipe](total, count, mpu.get_sequence_parallel_group()))
+        found = safe_get_full_grad(dict(engine.module.named_parameters())["model.layers.1.mlp.down_proj.weight"]).clone()
+        engine.destroy()
+        return found
+    finally:
+        models.forget_sequence_parallel()
+
+
+@pytest.mark.parametrize(
+    "recipe, stage, reduce_scatter, factor",
+    [
+        ("local share", 0, True, 1),
+        ("local share", 2, True, 1),
+        ("local share", 3, False, 1),
+        ("local share", 3, True, 1 / RANKS),
+        ("gathered mean", 0, True, RANKS),
+        ("gathered mean", 2, True, RANKS),
+        ("gathered mean", 3, False, RANKS),
+        ("gathered mean", 3, True, 1),
+    ],
+)
+def test_the_gradient_is_this_multiple_of_the_whole_sequences(recipe, stage, reduce_scatter, factor):
+    whole = on_ranks(RANKS, gradient, 1, None, 0, True)[0]
+    for found in on_ranks(RANKS, gradient, RANKS, recipe, stage, reduce_scatter):
+        # fp32 sums in another order; a wrong factor is off by at least a half
+        torch.testing.assert_close(found, factor * whole, rtol=0, atol=1e-5 * whole.abs().max().item())

@@ -1,0 +1,394 @@
+"""What only the whole sequence tells: padding, windows, chunks, the length that RoPE goes by; and what is refused.
+
+Held against the model on the whole sequence, as in `test_transformers`.
+"""
+
+import pytest
+import torch
+from transformers import masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import ds_sp_overlap
+from ds_sp_overlap.integrations import masks
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.models import (
+    BATCH,
+    EXACT,
+    FP64,
+    SEQ,
+    batches,
+    cut,
+    document_by_document,
+    outcome,
+    packed,
+    sequence_parallel_model,
+    tiny,
+    worst,
+)
+from tests.helpers.ranks import on_ranks, refusal
+
+WINDOW = dict(family="qwen2_moe", mlp_only_layers=[0, 1], use_sliding_window=True, sliding_window=5, max_window_layers=1)
+LLAMA4 = dict(
+    family="llama4_text", head_dim=8, intermediate_size_mlp=48, moe_layers=[], attention_chunk_size=12, no_rope_layers=[1, 0],
+    floor_scale=4, layer_types=["chunked_attention", "full_attention"],
+)  # fmt: skip
+IN_FP32 = {"llama4_text": 1e-6}  # its RoPE is in fp32 whatever the model is in: roundings of 6e-8, which vary with the length
+FIRST = 20  # tokens that a longer RoPE begins behind: more than a rank's 16, fewer than all 32
+LONGROPE = dict(
+    family="phi3", original_max_position_embeddings=FIRST,
+    rope_parameters=dict(rope_type="longrope", rope_theta=1e4, factor=4.0, short_factor=[1.0] * 4, long_factor=[2.0] * 4,
+                         original_max_position_embeddings=FIRST),
+)  # fmt: skip
+DYNAMIC = dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0), max_position_embeddings=FIRST)
+
+
+def against_whole(rank, cases):
+    """Of each case: the errors of stock (inf where it raises), and of one and two head groups."""
+    tokens, figures = batches(1)[0], []
+    for options in cases:
+        whole = outcome(tiny(**EXACT, **options), tokens, 0, 1, None)
+        with sequence_parallel_model(2, **EXACT, **options) as (model, group):
+            stock = refusal(outcome, model, tokens, rank, 2, group)
+            errors = [torch.inf if stock else worst(outcome(model, tokens, rank, 2, group), whole)]
+            for head_groups in (1, 2):
+                ds_sp_overlap.enable(model, {"head_groups": head_groups, "on_unsupported": "error"})
+                errors.append(worst(outcome(model, tokens, rank, 2, group), whole))
+            figures.append(errors)
+    return figures
+
+
+def check(cases):
+    for figures in on_ranks(2, against_whole, cases):
+        for case, (stock, *errors) in zip(cases, figures, strict=True):
+            assert stock > 1e-3, f"{case}: stock is right as well, so that the case shows nothing"
+            assert max(errors) < FP64, (case, errors)
+
+
+def test_windows_and_chunks_that_only_the_mask_knows_are_those_of_the_whole_sequence():
+    """Chunks of 12 and a scale by position in Llama 4, whose layers are not handed position_ids at all."""
+    check([WINDOW, {**WINDOW, "sliding_window": 20}, LLAMA4])
+
+
+def faults_of_window(rank):
+    """Guard: a window is read off the mask function."""
+    return [f"{error}" for error in against_whole(rank, [WINDOW])[0][1:] if error > FP64]
+
+
+def faults_of_length(rank):
+    """Guard: RoPE that goes by length is shown the longest position of all ranks."""
+    return [f"{error}" for error in against_whole(rank, [LONGROPE])[0][1:] if error > FP64]
+
+
+def test_rope_that_goes_by_length_goes_by_that_of_the_whole_sequence():
+    check([LONGROPE, DYNAMIC, dict(family="qwen2", **DYNAMIC), dict(family="starcoder2", **DYNAMIC)])
+
+
+# Padding.
+
+
+def padded_outcome(model, tokens, mask, positions, rank, size, group, head=None):
+    """Logits of the tokens that count, and every gradient summed over the sp group."""
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100).masked_fill(mask == 0, -100)
+    ids, labels, mask, positions = (x.chunk(size, 1)[rank] for x in (tokens, labels, mask, positions))
+    model.zero_grad()
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    logits = logits.detach() * mask[..., None]
+    if group is not None:
+        for gradient in found.values():
+            torch.distributed.all_reduce(gradient, group=group)
+        parts = [torch.empty_like(logits) for _ in range(size)]
+        torch.distributed.all_gather(parts, logits.contiguous(), group=group)
+        logits = torch.cat(parts, 1)
+    return {"logits": logits, **found}
+
+
+def mask_of(*rows):
+    """[b, s] of ones where a row counts; a row is (first, stop)."""
+    at = torch.arange(SEQ)
+    return torch.stack([((at >= first) & (at < stop)).long() for first, stop in rows])
+
+
+PADDING = {
+    "none": mask_of((0, 32), (0, 32)),
+    "right": mask_of((0, 32), (0, 11)),
+    "left": mask_of((0, 32), (5, 32)),
+    "left, beyond a rank": mask_of((21, 32), (5, 32)),
+    "both sides": mask_of((3, 30), (17, 20)),
+}
+
+
+def padding(rank, cases):
+    tokens, errors = batches(1)[0], {}
+    for family, which, counted in cases:
+        mask, options = PADDING[which], dict(family=family, **EXACT)
+        positions = (mask.cumsum(1) - 1).clamp_min(0) if counted else torch.arange(SEQ).expand_as(mask)
+        whole = padded_outcome(tiny(**options), tokens, mask, positions, 0, 1, None)
+        with sequence_parallel_model(2, **options) as (model, group):
+            errors[family, which, counted] = []
+            for on in (False, True):
+                if on:
+                    ds_sp_overlap.enable(model)
+                found = padded_outcome(model, tokens, mask, positions, rank, 2, group)
+                errors[family, which, counted].append(worst(found, whole))
+    return errors
+
+
+def test_tokens_that_count_see_no_padding():
+    """Positions from the first token that counts, and from the first in the row."""
+    cases = [(family, which, counted) for family in ("llama", "starcoder2") for which in PADDING for counted in (True, False)]
+    for errors in on_ranks(2, padding, cases):
+        for (family, which, counted), (stock, ours) in errors.items():
+            assert ours < FP64, (family, which, counted, ours)
+            assert ("left" in which or which == "both sides") == (stock > 1e-3), (family, which, counted, stock)
+
+
+def faults_of_padding(rank):
+    """Guard: padding before a document is a document of its own."""
+    return [f"{case}: {ours}" for case, (_, ours) in padding(rank, [("llama", "left", False)]).items() if ours > FP64]
+
+
+def refused_masks(rank):
+    with sequence_parallel_model(2) as (model, _):
+        ds_sp_overlap.enable(model)
+        inputs = cut(batches(1)[0], rank, 2)
+        del inputs["labels"]
+        hole = torch.ones(BATCH, SEQ).index_fill(1, torch.tensor([7]), 0).chunk(2, 1)[rank]  # on one rank
+        masks = {
+            "hole": hole,
+            "4-D": torch.ones(BATCH, 1, 16, 16, dtype=torch.bool),
+            "dict": {"full_attention": None},
+            "of the whole sequence": torch.ones(BATCH, SEQ),
+            "one rank": torch.ones(BATCH, 1, 16, 16) if rank else None,
+            "fine": torch.ones(BATCH, 16) if rank else None,
+        }
+        said = {name: refusal(model, **inputs, attention_mask=mask, use_cache=False) for name, mask in masks.items()}
+        layer, hidden = model.model.layers[0].self_attn, torch.zeros(BATCH, 16, 32)
+        tables = model.model.rotary_emb(hidden, inputs["position_ids"])
+        options = dict(position_embeddings=tables, position_ids=inputs["position_ids"])
+        said["layer"] = refusal(layer, hidden, attention_mask=masks["4-D"], **options)
+        return said
+
+
+MASKS = {
+    "hole": "LlamaForCausalLM: attention_mask has padding between the tokens of a document",
+    "4-D": "LlamaForCausalLM: of a sequence that is split over ranks only a 2-D attention_mask [b, s/P]",
+    "dict": "LlamaForCausalLM: of a sequence that is split over ranks only a 2-D attention_mask [b, s/P]",
+    "of the whole sequence": "LlamaForCausalLM: attention_mask must be [b, s/P], cut over the ranks like input_ids",
+    "one rank": "LlamaForCausalLM: sp rank 1: of a sequence that is split over ranks only a 2-D attention_mask",
+    "layer": "model.layers.0.self_attn: LlamaAttention is given a mask that is not as transformers' mask functions made it",
+}
+
+
+def test_a_mask_that_says_more_than_padding_is_refused_on_every_rank():
+    for said in on_ranks(2, refused_masks):
+        assert said.pop("fine") is None
+        for name, message in MASKS.items():
+            assert said[name] is not None and said[name][0] == "ValueError" and message in said[name][1], (name, said[name])
+
+
+def test_a_mask_function_that_says_more_than_windows_and_chunks_is_refused_by_name():
+    causal = masking_utils.causal_mask_function
+    assert masks.read(causal) == masks.Pattern()
+    for function, why in (
+        (masking_utils.or_masks(causal, causal), "a mask with or_masks"),
+        (masking_utils.and_masks(causal, lambda *_: True), "a mask with .*lambda"),
+        (masking_utils.and_masks(masking_utils.sliding_window_overlay(5)), "not causal"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            masks.read(function)
+
+
+# What no exchange covers.
+
+
+def refused_at_enable(rank, families):
+    said = {}
+    for name, options in families.items():
+        options = {"family": name, **options}
+        switch = options.pop("switch", None)
+        try:
+            model = tiny(**options)
+        except ValueError:  # it has no sdpa
+            model = tiny(**options, implementation="eager")
+        model.config._attn_implementation = switch or model.config._attn_implementation
+        said[name] = refusal(ds_sp_overlap.enable, model, {"on_unsupported": "warn"}, torch.distributed.group.WORLD)
+    return said
+
+
+MIXING = {
+    "qwen3_next": (dict(num_experts=2, num_experts_per_tok=1, head_dim=8), "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet"),
+    "lfm2": (dict(layer_types=["conv", "full_attention"]), "model.layers.0.conv (Lfm2ShortConv)"),
+    "mamba": (dict(), "MambaMixer"),
+    "rwkv": (dict(attention_hidden_size=32), "RwkvSelfAttention"),
+    "falcon": (dict(), "transformer.h.0.self_attention (FalconAttention, and 1 more) mixes tokens without"),
+    "doge": (dict(keep_window_size=8), "model.layers.0.self_attn (DogeAttention, and 1 more) mixes tokens without"),
+    "gptj": (dict(rotary_dim=4), "GPTJAttention"),
+}
+UNFIT = {
+    "gpt_oss": (dict(num_local_experts=2, switch="flash_attention_2"), "GptOssAttention): attention with sinks"),
+    "gpt_oss eager": (dict(family="gpt_oss", num_local_experts=2), 'attention "eager" needs a mask'),
+    "bert": (dict(), "BertSelfAttention): its attention is not causal"),
+    "bart": (dict(), "BartDecoder takes no position_ids"),
+}
+
+
+@pytest.mark.parametrize("cases", [MIXING, UNFIT], ids=["mixing", "unfit"])
+def test_layers_that_nobody_exchanges_are_refused_by_name_whatever_on_unsupported_says(cases):
+    for said in on_ranks(2, refused_at_enable, {family: options for family, (options, _) in cases.items()}):
+        for family, (_, message) in cases.items():
+            assert said[family] is not None and said[family][0] == "ValueError", family
+            assert message in said[family][1] and "not supported with sequence parallelism" in said[family][1], said[family]
+
+
+def local_attention(rank, family):
+    """A layer that reaches for another attention than transformers' functions; stands for code that can't be read."""
+    with sequence_parallel_model(2, family=family) as (model, _):
+        ds_sp_overlap.enable(model)
+        inputs = cut(batches(1)[0], rank, 2)
+        del inputs["labels"]
+        dispatch, module = ALL_ATTENTION_FUNCTIONS["sdpa"], model.model.layers[1].self_attn
+        attended = dispatch.attend[module]
+        del dispatch.attend[module]  # what is called instead knows nothing of the layer
+        first = refusal(model, **inputs, use_cache=False)
+        dispatch.attend[module] = attended
+        return first, refusal(model, **inputs, use_cache=False)
+
+
+def test_a_layer_that_runs_without_its_attention_function_is_found_in_the_first_forward():
+    for first, second in on_ranks(2, local_attention, "starcoder2"):
+        assert first[0] == "RuntimeError"
+        assert "model.layers.1.self_attn (Starcoder2Attention) attends without" in first[1]
+        assert second is None
+
+
+# One global sequence for one forward.
+
+LAYOUTS = [[[32], [32]], [[10, 22], [3, 13, 16]], [[5, 27], [32]]]
+
+
+def steps_of_their_own(rank, how, options):
+    """Gradient errors of two forwards whose losses are summed, under checkpointing; position_ids come as ``how`` says."""
+    steps, buffer = batches(2), torch.empty(BATCH, 16, dtype=torch.long)
+    alone = tiny(**EXACT, **options)
+    expected = None
+    for tokens, lengths in zip(steps, LAYOUTS[1:]):
+        found = document_by_document(alone, tokens, lengths)
+        found.pop("logits")
+        expected = found if expected is None else {name: expected[name] + x for name, x in found.items()}
+    errors = []
+    for reentrant in (True, False):
+        with sequence_parallel_model(2, **EXACT, **options) as (model, group):
+            ds_sp_overlap.enable(model)
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.train()
+            loss = 0
+            for tokens, lengths in zip(steps, LAYOUTS[1:]):
+                inputs = cut(tokens, rank, 2, packed(lengths))
+                positions = inputs["position_ids"]
+                if how == "one buffer" or (how == "one rank's buffer" and rank):
+                    buffer.numpy()[...] = positions.numpy()  # autograd's version counter doesn't see it
+                    positions = buffer
+                logits = model(input_ids=inputs["input_ids"], position_ids=positions, use_cache=False).logits
+                loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
+            loss.backward()
+            found = {name: p.grad for name, p in model.named_parameters()}
+            for gradient in found.values():
+                torch.distributed.all_reduce(gradient, group=group)
+            errors.append(worst(found, expected))
+    return errors
+
+
+def faults_of_sequences(rank):
+    """Guard: what a checkpoint runs again finds its sequence in the mask it was given."""
+    return [f"{error}" for error in steps_of_their_own(rank, "new tensors", {}) if error > FP64]
+
+
+@pytest.mark.parametrize("how", ["new tensors", "one buffer", "one rank's buffer"])
+def test_each_forward_and_its_recomputation_go_by_the_documents_of_that_forward(how):
+    assert all(max(errors) < FP64 for errors in on_ranks(2, steps_of_their_own, how, {}))
+
+
+def test_recomputed_layers_that_are_never_handed_position_ids_find_their_sequence():
+    options = {**LLAMA4, "attention_chunk_size": 64, "attn_temperature_tuning": False}
+    assert all(max(errors) < IN_FP32["llama4_text"] for errors in on_ranks(2, steps_of_their_own, "new tensors", options))
+
+
+# Many documents.
+
+MANY = {
+    "padding of one token each": [[20] + [1] * 12, [1] * 31 + [1]],
+    "short ones": [[2, 3, 1, 2, 4, 3, 1, 1, 2, 13], [3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 2]],
+    "one token": [[1] * 16 + [16], [32]],
+}
+
+
+def many_documents(rank, options):
+    """Of each packing: the error against every document alone, and how often sdpa was called in a forward."""
+    tokens, seen = batches(1)[0], {}
+    calls, counted = [0], torch.nn.functional.scaled_dot_product_attention
+
+    def counting(*args, **kwargs):
+        calls[0] += 1
+        return counted(*args, **kwargs)
+
+    for name, lengths in MANY.items():
+        alone = document_by_document(tiny(**EXACT, **options), tokens, lengths)
+        with sequence_parallel_model(2, **EXACT, **options) as (model, group):
+            ds_sp_overlap.enable(model, {"head_groups": 2})
+            outcome(model, tokens, rank, 2, group, packed(lengths))  # the first call tries attention out
+            calls[0] = 0
+            torch.nn.functional.scaled_dot_product_attention = counting
+            try:
+                error = worst(outcome(model, tokens, rank, 2, group, packed(lengths)), alone)
+            finally:
+                torch.nn.functional.scaled_dot_product_attention = counted
+            seen[name] = error, calls[0]
+    return seen
+
+
+@pytest.mark.parametrize("options", [{}, dict(family="mistral", sliding_window=2), dict(family="starcoder2", kv_heads=1)], ids=str)
+def test_many_short_documents_are_right_and_take_few_calls(options):
+    """Two layers of two head groups; a row of 32 tokens has up to 8 long documents, and lengths of 2 and up to 4 beside."""
+    for seen in on_ranks(2, many_documents, options):
+        for name, (error, calls) in seen.items():
+            assert error < FP64, (name, error)
+            documents = sum(map(len, MANY[name]))
+            assert 0 < calls <= 2 * 2 * (3 + 2) < 2 * 2 * documents, (name, calls)
+
+
+# Guards.
+
+WATCHED = {
+    "a window is read off the mask function": Watched(
+        Guard(
+            "integrations.masks:_read",
+            'said["window"] = min(inside["sliding_window"], said.get("window", inside["sliding_window"]))',
+            "pass",
+        ),
+        faults_of_window,
+    ),
+    "RoPE goes by the longest position of all ranks": Watched(
+        Guard("integrations.transformers_forward:stretched", "longest = sequence.longest.to", "longest = position_ids.max().to"),
+        faults_of_length,
+    ),
+    "padding before a document is one of its own": Watched(
+        Guard("integrations.positions:GlobalSequence.__init__", "if mask is not None and not mask.all():", "if False:"),
+        faults_of_padding,
+    ),
+    "a layer goes by the sequence of its own forward": Watched(
+        Guard(
+            "integrations.masks:Masks.find",
+            "self._given.get(mask.untyped_storage()._cdata) if isinstance(mask, Tensor) else None",
+            "list(self._given.values())[-1]",
+        ),
+        faults_of_sequences,
+        raises=True,  # a checkpoint computes another graph than it saved
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -1,0 +1,427 @@
+"""Megatron-DeepSpeed's attention layer, by a stand-in for its contract (`megatron_layers`): fp64, 1e-12, gloo ranks.
+
+Its real pretrain_gpt.py is trained in test_megatron_training.py, where a checkout is given.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ds_sp_overlap
+from ds_sp_overlap.exchange.transport import C10d
+from ds_sp_overlap.integrations import deepspeed as integration
+from ds_sp_overlap.integrations import megatron_bridge
+from tests.helpers import megatron_layers
+from tests.helpers.megatron_layers import ParallelAttention, Shape
+from tests.helpers.ranks import RankError, no_faults, on_ranks, refusal
+
+ATTENTIONS = ("flash", "flash v1", "triton", "core")
+GROUPED = [
+    Shape(attention, heads, kv_heads, rope=rope, bias=bias, config={"head_groups": groups})
+    for attention in ATTENTIONS
+    for heads, kv_heads, rope, bias, groups in (
+        (8, 8, True, True, 1), (8, 8, False, False, 2), (8, 4, True, True, 2), (8, 2, False, True, 1), (8, 1, True, False, 2)
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_attention_with_any_count_of_heads(ranks):
+    no_faults(ranks, megatron_layers.faults_of_all, GROUPED)
+
+
+@pytest.mark.parametrize("switched_off", ["projections", "wgrad"])
+def test_each_switch_alone(switched_off):
+    shapes = [Shape("core", 8, 2, config={switched_off: False}), Shape(config={switched_off: False, "head_groups": 1})]
+    no_faults(2, megatron_layers.faults_of_all, shapes)
+
+
+def test_checked():
+    no_faults(2, megatron_layers.faults_of_all, [Shape("core", 8, 2, config={"check": True})])
+
+
+def test_separate_projections_of_pull_request_415():
+    no_faults(2, megatron_layers.faults_of_all, [Shape(split=True), Shape("core", 8, 2, split=True)])
+
+
+def without_grad(call, x, dy):
+    with torch.no_grad():
+        y = call(x)
+    assert not y.requires_grad
+    return {"output": y}
+
+
+def recomputed(call, x, dy):
+    return megatron_layers.backward(lambda x: checkpoint(call, x, use_reentrant=True), x, dy)
+
+
+def recomputed_without_reentry(call, x, dy):
+    return megatron_layers.backward(lambda x: checkpoint(call, x, use_reentrant=False), x, dy)
+
+
+def accumulated(call, x, dy):
+    call(x).backward(dy)
+    return megatron_layers.backward(call, x, dy)
+
+
+@pytest.mark.parametrize("use", [without_grad, recomputed, recomputed_without_reentry, accumulated], ids=lambda f: f.__name__)
+def test_in_every_use(use):
+    no_faults(2, megatron_layers.faults_of_all, [Shape(), Shape("core", 8, 2)], use)
+
+
+# What HEAD itself can do and can't: the stand-in is honest about both.
+
+
+def stock_faults(rank, shape):
+    return megatron_layers.layer_faults(rank, shape, overlap=False)
+
+
+def test_the_stand_in_alone_is_right_where_head_is():
+    no_faults(2, stock_faults, Shape("flash"))
+
+
+def stock_refusal(rank, shape):
+    return refusal(stock_faults, rank, shape)
+
+
+@pytest.mark.parametrize("attention, kv_heads", [("core", 4), ("flash", 2)])
+def test_the_stand_in_alone_fails_where_head_does(attention, kv_heads):
+    assert all(on_ranks(2, stock_refusal, Shape(attention, kv_heads=kv_heads)))
+
+
+# What it does to the model.
+
+
+def bytes_sent(rank, shape):
+    """Bytes of q, k and v that leave this rank for the others and itself, by kind."""
+    sent = {}
+    launch = C10d.launch
+
+    def counting(self, send, recv, send_sizes, recv_sizes, group, name):
+        kind = name.split()[-1].rstrip("0123456789")
+        sent[kind] = sent.get(kind, 0) + send.numel() * send.element_size()
+        return launch(self, send, recv, send_sizes, recv_sizes, group, name)
+
+    C10d.launch = counting
+    try:
+        faults = megatron_layers.layer_faults(rank, shape)
+    finally:
+        C10d.launch = launch
+    return faults, sent
+
+
+@pytest.mark.parametrize("ranks, kv_heads", [(2, 2), (2, 1), (4, 4), (4, 2)])
+def test_kv_heads_travel_before_they_are_repeated(ranks, kv_heads):
+    shape = Shape("flash v1", 8, kv_heads)
+    one = shape.seq // ranks * shape.batch * shape.head_dim * 8  # bytes of one head on one rank
+    for faults, sent in on_ranks(ranks, bytes_sent, shape):
+        assert faults == []
+        travelling = max(kv_heads, ranks)  # a head that several ranks need travels to each
+        assert sent == {
+            "q": 8 * one, "k": travelling * one, "v": travelling * one, "o": 8 * one,
+            "dq": 8 * one, "dk": travelling * one, "dv": travelling * one, "do": 8 * one,
+        }  # fmt: skip
+
+
+def model_before_and_after(rank):
+    group = torch.distributed.group.WORLD
+    model = megatron_layers.layer(Shape(), group)
+    names, state = [name for name, _ in model.named_modules()], {k: v.clone() for k, v in model.state_dict().items()}
+    report = ds_sp_overlap.enable(model, {"head_groups": 2})
+    same = names == [name for name, _ in model.named_modules()] and list(state) == list(model.state_dict())
+    driven = "forward" in vars(model.self_attention), "forward" in vars(model.self_attention.dist_attn)
+    ds_sp_overlap.disable(model)
+    left = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    return same, driven, left, str(report)
+
+
+def test_only_forward_is_rebound_and_the_layer_is_listed_once():
+    for same, driven, left, report in on_ranks(2, model_before_and_after):
+        assert same and driven == (True, False) and left == []
+        assert report.count("\n") == 3, report
+        assert "all eight exchanges, G = 2, query_key_value, dense under them  -" in report
+
+
+class Hidden(nn.Linear):
+    """A projection of somebody else's."""
+
+
+def reasons(rank, changes):
+    """What the table says of a layer that was changed, what is rebound, and the warnings."""
+    model = megatron_layers.layer(Shape(), torch.distributed.group.WORLD)
+    changes(model.self_attention)
+    ds_sp_overlap.say.say_once.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        report = ds_sp_overlap.enable(model)
+    bound = [name for name, module in model.named_modules() if "forward" in vars(module) and name]
+    said = [str(warning.message) for warning in said if "left as it is" in str(warning.message)]
+    return [(layer.name, layer.got, layer.lacks) for layer in report.layers], bound, said
+
+
+def cross_attention(attention):
+    attention.key_value = attention.query_key_value
+    del attention.query_key_value
+
+
+def tensor_parallel(attention):
+    attention.num_attention_heads_per_partition = 2
+
+
+def megatron_sequence_parallel(attention):
+    attention.sequence_parallel = True
+
+
+def somebody_elses_projection(attention):
+    attention.dense = Hidden(32, 32)
+
+
+def another_version(attention):
+    class Later(ParallelAttention):
+        def forward(self, hidden_states, attention_mask, packed_sequences=None):
+            pass
+
+    attention.__class__ = Later
+
+
+def adapted(attention):
+    class LoRA(megatron_layers.RowParallelLinear):
+        def forward(self, input_):
+            return super().forward(input_)
+
+    attention.dense.__class__ = LoRA
+
+
+def patched(attention):
+    """A forward that somebody put into the class."""
+
+    class RowParallelLinear(megatron_layers.RowParallelLinear):
+        pass
+
+    def forward(self, input_):
+        return self.compute(input_)
+
+    RowParallelLinear.forward, RowParallelLinear.__qualname__ = forward, "RowParallelLinear"
+    attention.dense.__class__ = RowParallelLinear
+
+
+@pytest.mark.parametrize(
+    "changes, reason, bound",
+    [
+        (cross_attention, "cross attention", []),
+        (tensor_parallel, "tensor parallelism; the projections belong to it", ["self_attention.dist_attn"]),
+        (megatron_sequence_parallel, "tensor parallelism; the projections belong to it", ["self_attention.dist_attn"]),
+        (somebody_elses_projection, "its projections are not Megatron's", ["self_attention.dist_attn"]),
+        (another_version, "its forward is not the known one (packed_sequences)", ["self_attention.dist_attn"]),
+        (adapted, "called whole: dense (LoRA)", ["self_attention"]),
+        (patched, "called whole: dense (RowParallelLinear)", ["self_attention"]),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_what_is_not_driven_says_why(changes, reason, bound):
+    for layers, rebound, said in on_ranks(2, reasons, changes):
+        ((name, got, lacks),) = layers
+        assert lacks == reason and rebound == bound
+        assert (got == "") == (bound == []) == bool(said)
+
+
+def adapted_faults(rank):
+    """A projection that is called whole, because it isn't known."""
+    shape = Shape("core", 8, 2)
+    original = megatron_layers.layer
+
+    def changed(*args):
+        made = original(*args)
+        adapted(made.self_attention)
+        return made
+
+    megatron_layers.layer = changed
+    try:
+        return megatron_layers.layer_faults(rank, shape)
+    finally:
+        megatron_layers.layer = original
+
+
+def test_a_projection_that_is_called_whole():
+    no_faults(2, adapted_faults)
+
+
+# How it is called.
+
+
+def calls_of_one_forward(rank):
+    model = megatron_layers.layer(Shape(), torch.distributed.group.WORLD)
+    x, _, mask, tables = megatron_layers.inputs(Shape())
+    calls = []
+    model.self_attention.register_forward_pre_hook(lambda module, args: calls.append(1))
+    model(x.chunk(2)[rank], mask, tables)
+    stock = len(calls)
+    ds_sp_overlap.enable(model)
+    model(x.chunk(2)[rank], mask, tables)
+    return stock, len(calls) - stock
+
+
+def test_the_layer_is_called_once():
+    assert on_ranks(2, calls_of_one_forward) == [(2, 1)] * 2
+
+
+def type_error_inside(rank):
+    model = megatron_layers.layer(Shape(), torch.distributed.group.WORLD)
+    x, _, mask, tables = megatron_layers.inputs(Shape())
+    calls = []
+
+    def faulty(q, k, v):
+        calls.append(1)
+        raise TypeError("unsupported operand")
+
+    model.self_attention.dist_attn.local_attn.flash_attn_func = faulty
+    ds_sp_overlap.enable(model)
+    return refusal(model, x.chunk(2)[rank], mask, tables), len(calls)
+
+
+def test_a_type_error_in_attention_is_not_taken_for_an_unknown_argument():
+    for error, calls in on_ranks(2, type_error_inside):
+        assert error == ("RuntimeError", "self_attention: unsupported operand") and calls == 1
+
+
+def refused_call(rank, attention, only, changes):
+    """One call with ``changes`` of its arguments, on rank ``only`` or on every one."""
+    shape = Shape(attention)
+    model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
+    x, _, mask, tables = megatron_layers.inputs(shape)
+    arguments = {"attention_mask": mask, "rotary_pos_emb": tables, **(changes if only in (None, rank) else {})}
+    ds_sp_overlap.enable(model)
+    return refusal(model.self_attention, x.chunk(2)[rank], **arguments)
+
+
+@pytest.mark.parametrize("only", [None, 1])
+@pytest.mark.parametrize(
+    "attention, changes, message",
+    [
+        ("flash", {"inference_params": object()}, "generation with a KV cache does not work on a sequence that is split"),
+        ("flash", {"rotary_pos_emb": torch.ones(12, 1, 1, 8)}, "rotary_pos_emb must be (cos, sin) of the whole sequence"),
+        ("flash", {"rotary_pos_emb": (torch.ones(6, 1, 1, 8),) * 2}, "rotary_pos_emb has 6 positions, the whole sequence 12"),
+        ("core", {"attention_mask": torch.ones(1, 1, 6, 6) > 0}, "attention_mask must cover the whole sequence"),
+    ],
+)
+def test_refused_on_every_rank(attention, changes, message, only):
+    refusals = on_ranks(2, refused_call, attention, only, changes)
+    assert {kind for kind, _ in refusals} == {"ValueError"}
+    assert all(message in text and "self_attention" in text for _, text in refusals), refusals
+
+
+def longer_tables_and_lists(rank):
+    """A shorter sequence than the tables were made for (curriculum), in the list that HEAD gives then."""
+    shape = Shape()
+    group = torch.distributed.group.WORLD
+    x, dy, mask, tables = megatron_layers.inputs(shape)
+    model = megatron_layers.layer(shape, group)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    ds_sp_overlap.enable(model)
+    expected = megatron_layers.reference_layer(shape, weights, x[:8], mask[..., :8, :8], tuple(t[:8] for t in tables))
+    got = model(x[:8].chunk(2)[rank], mask, list(tables))
+    return (got - expected.chunk(2)[rank]).abs().max().item()
+
+
+def test_a_sequence_that_is_shorter_than_its_tables():
+    assert max(on_ranks(2, longer_tables_and_lists)) < 1e-12
+
+
+# The ways in.
+
+
+def test_flags_of_pull_request_415_stand_for_the_section():
+    flags = types.SimpleNamespace(ds_sequence_parallel_overlap_comm=True, split_qkv_linear=True)
+    assert integration._section({"args": flags, "config": {"train_batch_size": 1}}) == {"enabled": True}
+    assert integration._section({"args": flags, "config": {"sp_overlap": {"wgrad": False}}}) == {"wgrad": False}
+    unset = types.SimpleNamespace(ds_sequence_parallel_overlap_comm=False)
+    assert integration._section({"args": unset, "config": {"train_batch_size": 1}}) is None
+
+
+def in_a_new_process(code):
+    env = {**os.environ, "DS_ACCELERATOR": "cpu"}  # else DeepSpeed warns on stdout that it found none
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    return done.stdout.strip().splitlines()[-1:], done.stderr
+
+
+IMPORT = "from deepspeed.compression.compress import init_compression as f"
+
+
+def test_what_head_imports_is_there_for_megatron_alone():
+    import deepspeed.compression
+
+    if importlib.machinery.PathFinder.find_spec("deepspeed.compression.compress", deepspeed.compression.__path__):
+        pytest.skip("this DeepSpeed has deepspeed.compression.compress")
+    uses = "import sys, types, ds_sp_overlap; sys.modules['megatron'] = types.ModuleType('megatron'); "
+    said, error = in_a_new_process(f"{uses}{IMPORT}\ntry: f(1, 2)\nexcept RuntimeError as error: print(error)")
+    assert "init_compression: DeepSpeed" in said[0] and "take" in said[0], error
+    said, error = in_a_new_process(f"import ds_sp_overlap\n{IMPORT}")
+    assert said == [] and "ModuleNotFoundError: No module named 'deepspeed.compression.compress'" in error
+
+
+def test_a_deepspeed_that_has_it_keeps_it():
+    finders = [finder for finder in sys.meta_path if isinstance(finder, megatron_bridge._Compression)]
+    assert len(finders) == 1 and sys.meta_path.index(importlib.machinery.PathFinder) < sys.meta_path.index(finders[0])
+    megatron_bridge.bridge()
+    assert sum(isinstance(finder, megatron_bridge._Compression) for finder in sys.meta_path) == 1
+
+
+def impossible(rank):
+    ds_sp_overlap.enable(megatron_layers.layer(Shape(), torch.distributed.group.WORLD), {"head_groups": 3})
+
+
+def test_impossible_head_groups_are_refused():
+    with pytest.raises(RankError) as error:
+        on_ranks(2, impossible)
+    assert all("head_groups must be between 1 and 2 for 4 heads at sp size 2, got 3" in m for m in error.value.messages)
+
+
+def width_after_a_call(rank):
+    shape = Shape("core", config={"head_groups": 2})
+    model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
+    x, _, mask, tables = megatron_layers.inputs(shape)
+    core = model.self_attention.dist_attn.local_attn
+    before = core.hidden_size_per_partition
+    ds_sp_overlap.enable(model, shape.config)
+    model(x.chunk(2)[rank], mask, tables)
+    return before, core.hidden_size_per_partition
+
+
+def test_core_attention_is_left_as_it_was():
+    assert on_ranks(2, width_after_a_call) == [(16, 16)] * 2
+
+
+# What `run` says of errors that are HEAD's own.
+
+
+def raised(function):
+    with pytest.raises(Exception) as error:
+        function()
+    return error.value
+
+
+def mask_for_an_index(batch_dim_idx=torch.ones(2)):
+    if batch_dim_idx == 0:
+        pass
+
+
+def test_known_errors_are_explained():
+    assert "core attention works where the overlap is on" in megatron_bridge.explain(raised(mask_for_an_index))
+    assert "--no-pipeline-parallel" in megatron_bridge.explain(AssertionError("Invalid Grid"))
+    assert megatron_bridge.explain(raised(lambda: 1 / 0)) is None
+
+
+def test_run_adds_the_advice_to_the_error(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise AssertionError('Invalid Grid')")
+    done = subprocess.run([sys.executable, "-m", "ds_sp_overlap", "run", str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "AssertionError: Invalid Grid" in done.stderr
+    assert "ds_sp_overlap run: pipeline modules know no sequence parallelism; add --no-pipeline-parallel" in done.stderr

@@ -1,0 +1,688 @@
+"""transformers models under `UlyssesSPAttentionHF`, overlapped: against the model on the whole sequence, and stock.
+
+The models are in fp64: what remains are roundings (1e-16) over two layers and sums in another order, seen below 1e-14.
+RoPE's tables and the mean square in a norm are in fp32, token by token, alike on both sides. So FP64 leaves room for
+four more digits; `test_the_tolerance_catches_a_fault` proves that it is tight enough.
+"""
+
+import itertools
+
+import deepspeed.comm
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import ds_sp_overlap
+from tests.helpers.accelerate_script import train_with_accelerate
+from tests.helpers.models import (
+    BATCH,
+    EXACT,
+    FP64,
+    batches,
+    cut,
+    document_by_document,
+    forget_sequence_parallel,
+    outcome,
+    overlapped_layers,
+    packed,
+    scaled_values,
+    sequence_parallel,
+    sequence_parallel_model,
+    tiny,
+    warned,
+    worst,
+)  # fmt: skip
+from tests.helpers.ranks import on_ranks, refusal
+from tests.helpers.reference import relative_error
+
+# Equality with the whole sequence, and with stock.
+
+
+def prepared(options):
+    options = {**EXACT, **options}
+    prepare = options.pop("prepare", lambda model: model)
+    return prepare, options
+
+
+def against_whole_and_stock(rank, size, cases):
+    """Of each case and each number of head groups: the error against the whole sequence, and against stock."""
+    tokens, figures = batches(1)[0], []
+    for options in cases:
+        prepare, options = prepared(options)
+        whole = outcome(prepare(tiny(**options)), tokens, 0, 1, None)
+        with sequence_parallel_model(size, **options) as (model, group):
+            model = prepare(model)
+            stock = outcome(model, tokens, rank, size, group)
+            errors = {"stock": worst(stock, whole)}
+            most = model.config.num_attention_heads // size
+            for head_groups in range(1, min(most, 2) + 1):
+                ds_sp_overlap.enable(model, {"head_groups": head_groups, "on_unsupported": "error"})
+                found = outcome(model, tokens, rank, size, group)
+                errors[head_groups] = worst(found, whole), worst(found, stock)
+                ds_sp_overlap.disable(model)
+            figures.append((len(overlapped_layers(model)), errors))
+    return figures
+
+
+FAMILY = [dict(family=family) for family in ("llama", "mistral", "qwen2", "qwen3", "phi3")]
+HEADS = [dict(heads=8, kv_heads=kv_heads) for kv_heads in (8, 2, 1)]
+FEW_KV_HEADS = [dict(heads=8, kv_heads=2, **family) for family in FAMILY]
+BIASES = [dict(attention_bias=True), dict(family="qwen3", attention_bias=True)]
+
+
+@pytest.mark.parametrize("size, cases", [(2, FAMILY + HEADS + BIASES), (4, FAMILY[:1] + FEW_KV_HEADS)])
+def test_logits_and_every_gradient_equal_the_whole_sequences_and_stocks(size, cases):
+    """Sizes 2 and 4, so that there are KV heads fewer than ranks; one and two head groups where there are two heads."""
+    for figures in on_ranks(size, against_whole_and_stock, size, cases):
+        for case, (left, errors) in zip(cases, figures, strict=True):
+            assert errors.pop("stock") < FP64, case
+            assert len(errors) == (2 if case.get("heads", 4) // size > 1 else 1)
+            assert all(off < FP64 for pair in errors.values() for off in pair), (case, errors)
+            assert left == 0
+
+
+def with_fault(rank, factor):
+    tokens = batches(1)[0]
+    whole = outcome(tiny(**EXACT), tokens, 0, 1, None)
+    with sequence_parallel_model(2, **EXACT) as (model, group), scaled_values(factor):
+        ds_sp_overlap.enable(model)
+        return worst(outcome(model, tokens, rank, 2, group), whole)
+
+
+def test_the_tolerance_catches_a_fault():
+    assert all(error > 10 * FP64 for error in on_ranks(2, with_fault, 1 + 1e-7))
+    assert all(error < FP64 for error in on_ranks(2, with_fault, 1.0))
+
+
+def beyond_stock(rank, size, cases):
+    """Of each case: the errors of one and two head groups against the whole sequence, and stock's."""
+    tokens, figures = batches(1)[0], []
+    for options in cases:
+        whole = outcome(tiny(**EXACT, **options), tokens, 0, 1, None)
+        with sequence_parallel_model(size, **EXACT, **options) as (model, group):
+            errors = [worst(outcome(model, tokens, rank, size, group), whole)]
+            for head_groups in (1, 2):
+                ds_sp_overlap.enable(model, {"head_groups": head_groups})
+                errors.append(worst(outcome(model, tokens, rank, size, group), whole))
+            figures.append(errors)
+    return figures
+
+
+WINDOWS = [
+    dict(family="mistral", sliding_window=5),
+    dict(family="phi3", sliding_window=20),
+    dict(family="qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    dict(family="qwen3", use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    dict(family="starcoder2", sliding_window=5),
+]
+
+
+def test_a_sliding_window_is_that_of_the_whole_sequence_where_stock_has_none():
+    """Windows shorter and longer than a local sequence of 16; the second of two layers only for qwen."""
+    for figures in on_ranks(2, beyond_stock, 2, WINDOWS):
+        for case, (stock, *errors) in zip(WINDOWS, figures, strict=True):
+            assert stock > 1e-3, "stock honours the window now: this is no longer beyond it"
+            assert max(errors) < FP64, case
+
+
+# The model is the same before and after.
+
+
+def before_and_after(rank, family):
+    """What `enable` and `disable` leave of a model."""
+    with sequence_parallel_model(2, family=family) as (model, _):
+        state = {name: x.clone() for name, x in model.state_dict().items()}
+        modules = list(map(id, model.modules()))
+        own = [(set(vars(module)), module.forward) for module in model.modules()]
+        function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+        def unchanged():
+            now = model.state_dict()
+            return (
+                list(now) == list(state)
+                and all(torch.equal(now[name], x) for name, x in state.items())
+                and list(map(id, model.modules())) == modules
+            )
+
+        def restored():
+            now = [(set(vars(module)), module.forward) for module in model.modules()]
+            return now == own and ALL_ATTENTION_FUNCTIONS["sdpa"] is function and not overlapped_layers(model)
+
+        report = ds_sp_overlap.enable(model)
+        while_on = unchanged(), restored(), len(overlapped_layers(model)), len(report.layers)
+        ds_sp_overlap.enable(model, {"head_groups": 1})  # twice is once
+        again = len(overlapped_layers(model))
+        ds_sp_overlap.disable(model)
+        ds_sp_overlap.disable(model)
+        return while_on, again, unchanged(), restored()
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "starcoder2"])
+def test_enabling_adds_nothing_to_the_state_dict_and_disabling_restores_every_forward(family):
+    for while_on, again, unchanged, restored in on_ranks(2, before_and_after, family):
+        assert while_on == (True, False, 2, 2)
+        assert again == 2
+        assert unchanged and restored
+
+
+# Packed documents.
+
+
+ROWS = {
+    "the same in every row": [[10, 6, 16], [10, 6, 16]],
+    "different from row to row": [[10, 22], [3, 13, 1, 15]],
+    "one row is one document": [[32], [7, 25]],
+    "cut where the ranks are cut in one row": [[16, 16], [12, 20]],
+    "documents of one token": [[1, 1, 30], [30, 1, 1]],
+}
+
+
+def packed_cases(rank, cases):
+    tokens, figures = batches(1)[0], []
+    for lengths, options in cases:
+        alone = document_by_document(tiny(**EXACT, **options), tokens, lengths)
+        with sequence_parallel_model(2, **EXACT, **options) as (model, group):
+            positions = packed(lengths)
+            errors = [worst(outcome(model, tokens, rank, 2, group, positions), alone)]
+            for head_groups in (1, 2):
+                ds_sp_overlap.enable(model, {"head_groups": head_groups})
+                errors.append(worst(outcome(model, tokens, rank, 2, group, positions), alone))
+            figures.append(errors)
+    return figures
+
+
+def test_a_packed_document_sees_itself_alone_where_stock_lets_it_see_the_ones_before():
+    cases = [(lengths, {}) for lengths in ROWS.values()]
+    cases += [(ROWS["different from row to row"], options) for options in (*FAMILY[1:], dict(family="starcoder2"), WINDOWS[0])]
+    for figures in on_ranks(2, packed_cases, cases):
+        for case, (stock, *errors) in zip(cases, figures, strict=True):
+            assert stock > 1e-3, "stock honours documents now: this is no longer beyond it"
+            assert max(errors) < FP64, (case, errors)
+
+
+def gathers(rank, layers, checkpointing):
+    """Calls of all_gather: in stock's forward, and in forward and backward of two overlapped steps."""
+    calls, comm, counted = [0], deepspeed.comm, torch.distributed.all_gather
+
+    def counting(*args, **kwargs):
+        calls[0] += 1
+        return counted(*args, **kwargs)
+
+    def lap():
+        calls[0], before = 0, calls[0]
+        return before
+
+    tokens = cut(batches(1)[0], rank, 2)
+    options = dict(input_ids=tokens["input_ids"], position_ids=tokens["position_ids"], use_cache=False)
+    seen = {}
+    with sequence_parallel_model(2, layers=layers) as (model, _):
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+            model.train()
+        torch.distributed.all_gather = counting
+        comm_gather = comm.all_gather
+        comm.all_gather = lambda *args, **kwargs: (calls.__setitem__(0, calls[0] + 1), comm_gather(*args, **kwargs))[1]
+        try:
+            model(**options).logits.sum()
+            seen["stock"] = lap()
+            ds_sp_overlap.enable(model)
+            model(**options)
+            lap()
+            for what in ("first", "second"):
+                options["position_ids"] = options["position_ids"].clone()
+                loss = model(**options).logits.sum()
+                seen[what] = lap()
+                loss.backward()
+                seen[f"{what} backward"] = lap()
+        finally:
+            torch.distributed.all_gather, comm.all_gather = counted, comm_gather
+    return seen
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+def test_position_ids_are_gathered_once_a_step_and_not_once_a_layer(checkpointing):
+    few, many = (on_ranks(2, gathers, layers, checkpointing)[0] for layers in (1, 3))
+    assert many["stock"] == 3 * few["stock"] > 0, "the instrument counts stock's gathers"
+    once = 2  # shapes and values
+    for seen in (few, many):
+        assert seen["first"] == seen["second"] == once
+        assert seen["first backward"] == seen["second backward"] == 0
+
+
+def reused_buffer(rank):
+    """Errors of two steps whose position_ids come in one buffer that is written anew."""
+    tokens, errors = batches(2), []
+    layouts = [[[32], [32]], [[10, 22], [3, 13, 16]]]
+    alone = [document_by_document(tiny(**EXACT), step, lengths) for step, lengths in zip(tokens, layouts)]
+    with sequence_parallel_model(2, **EXACT) as (model, _):
+        ds_sp_overlap.enable(model)
+        buffer = torch.empty(BATCH, 16, dtype=torch.long)
+        for step, lengths, expected in zip(tokens, layouts, alone):
+            buffer.copy_(packed(lengths).chunk(2, 1)[rank])
+            model.zero_grad()
+            inputs = cut(step, rank, 2)
+            logits = model(input_ids=inputs["input_ids"], position_ids=buffer, use_cache=False).logits
+            errors.append(relative_error(logits, expected["logits"].chunk(2, 1)[rank]))
+    return errors
+
+
+def test_position_ids_written_anew_in_place_are_noticed():
+    assert all(max(errors) < FP64 for errors in on_ranks(2, reused_buffer))
+
+
+# Accelerate.
+
+
+def test_accelerates_deepspeed_backend_runs_overlapped_and_trains_like_stock():
+    stock, overlapped = (on_ranks(2, train_with_accelerate, section) for section in (None, {"head_groups": 1}))
+    for (losses, bound), (same, also_bound) in zip(stock, overlapped):
+        assert bound == [] and len(also_bound) == 2
+        assert losses == same and len(losses) > 2
+        assert losses[-1] != losses[0]
+
+
+def refused_by_accelerate(rank, section):
+    return refusal(train_with_accelerate, rank, section)
+
+
+def test_accelerate_takes_auto_for_a_value_of_its_own_so_the_key_is_left_out():
+    """Accelerate fills in every "auto" of the config and stops at one it doesn't know; "auto" is the default anyway."""
+    for said in on_ranks(2, refused_by_accelerate, {"head_groups": "auto"}):
+        assert said is not None and "`sp_overlap.head_groups` not found in kwargs" in said[1]
+    for losses, bound in on_ranks(2, train_with_accelerate, {}):
+        assert len(bound) == 2 and len(losses) > 2
+
+
+# LoRA and frozen projections.
+
+
+def with_lora(targets, seed=4):
+    """Adapters on the named projections, none of them zero."""
+
+    def prepare(model):
+        adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False))
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
+        return adapted
+
+    return prepare
+
+
+def with_frozen(targets):
+    def prepare(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(target in name for target in targets))
+        return model
+
+    return prepare
+
+
+def reported(rank, kind, targets, family):
+    """Error of one and two head groups against the whole sequence, and what the report says."""
+    prepare = {"lora": with_lora, "frozen": with_frozen}[kind](targets)
+    figures = against_whole_and_stock(rank, 2, [dict(family=family, prepare=prepare)])[0]
+    with sequence_parallel_model(2, family=family) as (model, _):
+        model = prepare(model)
+        report = ds_sp_overlap.enable(model)
+        ds_sp_overlap.disable(model)
+    return figures, {(layer.got, layer.lacks) for layer in report.layers}
+
+
+SOME = [
+    ("q_proj",),
+    ("k_proj",),
+    ("v_proj",),
+    ("o_proj",),
+    ("q_proj", "v_proj"),
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+]
+
+
+@pytest.mark.parametrize("targets", SOME, ids=",".join)
+def test_lora_on_any_projection_equals_stock_and_the_report_says_which_are_called_whole(targets):
+    for (left, errors), said in on_ranks(2, reported, "lora", list(targets), "llama"):
+        assert left == 0
+        assert errors.pop("stock") < FP64
+        assert all(off < FP64 for pair in errors.values() for off in pair), errors
+        ((got, lacks),) = said
+        assert got.startswith("all eight exchanges, G by timing in the first 16 steps")
+        inputs = [name for name in SOME[-1][:3] if set(SOME[-1][:3]) & set(targets)]  # one of them called whole, all are
+        whole = inputs + [name for name in targets if name == "o_proj"]
+        assert lacks == "called whole: " + ", ".join(f"{name} (Linear)" for name in whole)
+        for name in SOME[-1]:
+            assert (name in got) == (name not in whole)
+
+
+@pytest.mark.parametrize("targets", [("q_proj",), ("k_proj", "v_proj"), ("o_proj",), SOME[-1], ("embed", "layers.0")], ids=",".join)
+def test_frozen_projections_equal_stock(targets):
+    """The last one leaves the first layer nothing to compute a gradient for."""
+    for (_, errors), said in on_ranks(2, reported, "frozen", list(targets), "llama"):
+        assert errors.pop("stock") < FP64
+        assert all(off < FP64 for pair in errors.values() for off in pair), errors
+        assert {lacks for _, lacks in said} == {""}
+
+
+def test_lora_on_a_fused_projection_equals_stock():
+    for (_, errors), said in on_ranks(2, reported, "lora", ["qkv_proj"], "phi3"):
+        assert all(off < FP64 for pair in (errors[1], errors[2]) for off in pair), errors
+        assert {lacks for _, lacks in said} == {"called whole: qkv_proj (Linear)"}
+
+
+# Families that aren't known.
+
+STRANGERS = ["olmo2", "starcoder2", "cohere", "gemma"]
+
+# The norms of these two compute in fp32 whatever the model is in, so that splitting the sequence splits sums in fp32:
+# a few roundings of 6e-8 in the gradients of their weights, in stock as in ours.
+IN_FP32 = {"cohere": 1e-6, "gemma": 1e-6}
+
+
+def strangers(rank, families):
+    figures = against_whole_and_stock(rank, 2, [dict(family=family) for family in families])
+    said = []
+    for family in families:
+        with sequence_parallel_model(2, family=family) as (model, _):
+            said.append(str(ds_sp_overlap.enable(model)))
+    return figures, said
+
+
+def test_an_unknown_family_is_overlapped_at_the_attention_function_only_and_says_so():
+    for figures, said in on_ranks(2, strangers, STRANGERS):
+        for family, (left, errors), report in zip(STRANGERS, figures, said, strict=True):
+            assert left == 0
+            limit = IN_FP32.get(family, FP64)
+            assert errors.pop("stock") < limit, family
+            assert set(errors) == {1, 2}
+            assert all(whole < limit and stock < FP64 for whole, stock in errors.values()), (family, errors)
+            assert "attention function, G by timing in the first 16 steps" in report
+            assert f"{family}attention: unknown family, projections stay its own" in report.lower()
+
+
+def stranger_beside_a_friend(rank):
+    """A second model enabled while the attention function is already in hand; errors of both."""
+    tokens = batches(1)[0]
+    whole = [outcome(tiny(family=family, **EXACT), tokens, 0, 1, None) for family in ("starcoder2", "llama")]
+    with sequence_parallel_model(2, family="starcoder2", **EXACT) as (first, group):
+        second = tiny(family="llama", **EXACT)
+        ds_sp_overlap.enable(first)
+        ds_sp_overlap.enable(second)
+        errors = [worst(outcome(model, tokens, rank, 2, group), x) for model, x in zip((first, second), whole)]
+        ds_sp_overlap.disable(second)
+    return errors
+
+
+def test_a_model_is_enabled_beside_one_of_an_unknown_family():
+    assert all(max(errors) < FP64 for errors in on_ranks(2, stranger_beside_a_friend))
+
+
+# Attention implementations.
+
+
+def under_eager(rank, on_unsupported):
+    """What `enable` does to a model that was set to eager attention."""
+    with sequence_parallel_model(2) as (model, _):
+        model.config._attn_implementation = "eager"
+        group = torch.distributed.group.WORLD
+        return refusal(ds_sp_overlap.enable, model, {"on_unsupported": on_unsupported}, group), overlapped_layers(model)
+
+
+def test_eager_attention_which_nobody_exchanges_is_refused():
+    reason = 'attention "eager" needs a mask of the whole sequence; use "sdpa" or a flash attention'
+    for on_unsupported in ("warn", "error"):
+        for raised, bound in on_ranks(2, under_eager, on_unsupported):
+            assert raised[0] == "ValueError" and bound == []
+            assert f"model.layers.0.self_attn (LlamaAttention): {reason}" in raised[1]
+
+
+def stand_in(seen):
+    """A flash attention of transformers' kind that notes what it is given."""
+
+    def flash(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=0.0,
+        scaling=None,
+        sliding_window=None,
+        position_ids=None,
+        **_,
+    ):
+        seen.append((tuple(query.shape), tuple(key.shape), position_ids.tolist(), attention_mask, sliding_window))
+        o = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=True, enable_gqa=True)
+        return o.transpose(1, 2), None
+
+    return flash
+
+
+def flash_calls(rank, family, options):
+    """What a flash attention is given by one forward; and the error against sdpa on the whole sequence."""
+    seen, tokens = [], batches(1)[0]
+    whole = outcome(tiny(family=family, **EXACT), tokens, 0, 1, None)
+    before = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = stand_in(seen)
+    try:
+        model = tiny(family=family, **EXACT)
+        model.config._attn_implementation = "flash_attention_2"
+        mpu = sequence_parallel(model, 2, "flash_attention_2")
+        model.config._attn_implementation = "flash_attention_2"
+        ds_sp_overlap.enable(model, {"head_groups": 2})
+        error = worst(outcome(model, tokens, rank, 2, mpu.get_sequence_parallel_group()), whole)
+        ds_sp_overlap.disable(model)
+        return seen, error
+    finally:
+        ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = before
+        forget_sequence_parallel()
+
+
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+def test_flash_attention_gets_the_position_ids_of_the_whole_sequence_and_this_ranks_heads(family):
+    for seen, error in on_ranks(2, flash_calls, family, None):
+        assert error < FP64
+        assert len(seen) == 2 * 2, "two layers, two head groups"
+        for query, key, position_ids, attention_mask, _ in seen:
+            assert query == (BATCH, 1, 32, 8) and key == (BATCH, 1, 32, 8)
+            assert position_ids == [list(range(32))] * BATCH
+            assert attention_mask is None
+
+
+# Evaluation and generation.
+
+
+def evaluations(rank, disable_in_eval, family):
+    """Errors of logits in eval mode, with gradients, without, and in inference mode; against the whole sequence."""
+    tokens = batches(1)[0]
+    whole = tiny(family=family, **EXACT)(input_ids=tokens, use_cache=False).logits.chunk(2, 1)[rank].detach()
+    alone = tiny(family=family, **EXACT)(**{k: x for k, x in cut(tokens, rank, 2).items() if k != "labels"}, use_cache=False)
+    errors = {}
+    with sequence_parallel_model(2, family=family, stock={"disable_in_eval": disable_in_eval}, **EXACT) as (model, _):
+        ds_sp_overlap.enable(model)
+        modes = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+        for (what, mode), training in itertools.product(modes.items(), (True, False)):
+            model.train(training)
+            with mode():
+                inputs = cut(tokens, rank, 2)
+                logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+            expected = alone.logits if disable_in_eval and not training else whole
+            errors[what, training] = relative_error(logits.detach(), expected.detach())
+    return errors, relative_error(alone.logits.detach(), whole)
+
+
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+@pytest.mark.parametrize("disable_in_eval", [False, True])
+def test_evaluation_is_parallel_unless_stock_was_told_to_leave_it_alone(disable_in_eval, family):
+    """With ``disable_in_eval`` each rank runs its own batch in eval mode, here its slice."""
+    for rank, (errors, apart) in enumerate(on_ranks(2, evaluations, disable_in_eval, family)):
+        assert len(errors) == 6
+        assert all(error < FP64 for error in errors.values()), errors
+        assert apart > 1e-3 or rank == 0, "the two are told apart, but for the first slice, which is causal"
+
+
+def generating(rank, family):
+    """What a step with a filled cache says, and what the first step, which only fills it, gives."""
+    tokens = batches(1)[0]
+    whole = tiny(family=family, **EXACT)(input_ids=tokens, use_cache=False).logits.chunk(2, 1)[rank].detach()
+    with sequence_parallel_model(2, family=family, **EXACT) as (model, _), torch.no_grad():
+        ds_sp_overlap.enable(model)
+        inputs = cut(tokens, rank, 2)
+        del inputs["labels"]
+        filled = DynamicCache(config=model.config)
+        for layer in range(2):
+            filled.update(*torch.zeros(2, BATCH, 2, 3, 8, dtype=torch.float64), layer)
+        said = refusal(model, **inputs, past_key_values=filled, use_cache=True)
+        error = relative_error(model(**inputs, use_cache=True).logits, whole)
+        ds_sp_overlap.disable(model)
+        return said, error
+
+
+def test_decoding_from_a_filled_cache_is_refused_and_a_cache_that_is_empty_is_not():
+    for said, error in on_ranks(2, generating, "llama"):
+        assert said is not None and said[0] == "RuntimeError"
+        assert "generation with a KV cache does not work" in said[1] and "ds_sp_overlap.disable(model)" in said[1]
+        assert error < FP64
+
+
+# Positions that are missing or local.
+
+
+def positions_said(rank):
+    """What is said where position_ids are missing in a layer's call and in the model's, on all ranks and on one."""
+    said = {}
+    with sequence_parallel_model(2) as (model, _):
+        ds_sp_overlap.enable(model)
+        inputs = cut(batches(1)[0], rank, 2)
+        ids, positions = inputs["input_ids"], inputs["position_ids"]
+        layer = model.model.layers[0].self_attn
+        hidden = torch.zeros(BATCH, 16, 32)
+        tables = model.model.rotary_emb(hidden, positions)
+        said["layer"] = refusal(layer, hidden, position_embeddings=tables)
+        said["model"] = refusal(model, input_ids=ids, use_cache=False)
+        said["one rank"] = refusal(model, input_ids=ids, position_ids=positions if rank else None, use_cache=False)
+        said["inner model"] = refusal(model.model, input_ids=ids, use_cache=False)
+        said["axes"] = refusal(model, input_ids=ids, position_ids=positions[0], use_cache=False)
+        said["length"] = refusal(model, input_ids=ids, position_ids=positions[:, : 8 + 8 * rank], use_cache=False)
+        said["fine"] = refusal(model, input_ids=ids, position_ids=positions, use_cache=False)
+    return said
+
+
+NEEDED = "sequence parallelism needs position_ids in every forward: those of the whole sequence, cut over the ranks like input_ids"
+POSITIONS = {
+    "layer": f"model.layers.0.self_attn: {NEEDED}",
+    "model": f"LlamaForCausalLM: {NEEDED}",
+    "one rank": f"LlamaForCausalLM: sp rank 0: {NEEDED}",
+    "inner model": f"model: {NEEDED}",
+    "axes": "LlamaForCausalLM: position_ids must be [b, s/P] or [axes, b, s/P]",
+    "length": "LlamaForCausalLM: sp rank 0: position_ids and input_ids differ in batch or length",
+}
+
+
+def test_missing_and_misshapen_position_ids_are_refused_on_every_rank():
+    for said in on_ranks(2, positions_said):
+        assert said.pop("fine") is None
+        for where, message in POSITIONS.items():
+            assert said[where] is not None and said[where][0] == "ValueError", where
+            assert message in said[where][1], where
+
+
+def restarting(rank, section):
+    """What is said of positions that start anew on every rank, first and after others."""
+    with sequence_parallel_model(2) as (model, _):
+        ds_sp_overlap.enable(model, section)
+        ids = cut(batches(1)[0], rank, 2)["input_ids"]
+        local, whole = torch.arange(16).expand(BATCH, -1), torch.arange(16 * rank, 16 * rank + 16).expand(BATCH, -1)
+        return [refusal(model, input_ids=ids, position_ids=positions, use_cache=False) for positions in (local, whole, local)]
+
+
+def test_position_ids_that_count_each_ranks_tokens_are_refused_unless_documents_may_begin_so():
+    """Documents that end with every rank by chance, behind a forward in which they did not, are no reason to stop."""
+    for first, whole, later in on_ranks(2, restarting, {}):
+        assert first[0] == "ValueError" and "position_ids start anew on every rank" in first[1]
+        assert 'set sp_overlap.documents to "per_rank"' in first[1]
+        assert whole is None and later is None
+    assert on_ranks(2, restarting, {"documents": "per_rank"}) == [[None] * 3] * 2
+
+
+# Nothing to do, and bad input.
+
+
+def at_size_one(rank):
+    """Reports of enabling two models over a group of one, and what was said."""
+    groups = [torch.distributed.new_group([r]) for r in range(2)]
+    models = [tiny(), tiny(seed=1)]
+    with warned() as said:
+        reports = [str(ds_sp_overlap.enable(model, {"head_groups": 2}, groups[rank])) for model in models]
+    return reports, said, [overlapped_layers(model) for model in models]
+
+
+def test_sp_size_one_is_a_no_op_that_is_said_once():
+    for reports, said, bound in on_ranks(2, at_size_one):
+        assert reports == ["sp_overlap: nothing to do at sp size 1"] * 2
+        assert len(said) == 1 and "sequence-parallel size is 1" in said[0]
+        assert bound == [[], []]
+
+
+class Peculiar(torch.nn.Module):
+    """An MLP: no attention in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(4, 4)
+
+
+def bad_input(rank):
+    """What `enable` says to each fault, and what it left behind."""
+    world = torch.distributed.group.WORLD
+    faults = {
+        "no group": (tiny(), {}, None),
+        "no attention": (Peculiar(), {}, world),
+        "meta": (tiny().to("meta"), {}, world),
+        "too many groups": (tiny(), {"head_groups": 3}, world),
+        "too few heads": (tiny(heads=1, kv_heads=1), {}, world),
+        "unknown key": (tiny(), {"headgroups": 2}, world),
+        "not a section": (tiny(), ["head_groups"], world),
+        "ranks differ": (tiny(), {"head_groups": 1 + rank}, world),
+        "one rank wrong": (tiny(), {"head_groups": 2 + rank}, world),
+        "layers differ": (tiny(layers=2 + rank), {}, world),
+    }
+    said = {}
+    for fault, (model, section, group) in faults.items():
+        before = [set(vars(module)) for module in model.modules()]
+        raised = refusal(ds_sp_overlap.enable, model, section, group)
+        said[fault] = (
+            raised,
+            [set(vars(module)) for module in model.modules()] == before and not overlapped_layers(model),
+        )
+    return said
+
+
+BAD = {
+    "no group": "no sequence-parallel group; give deepspeed.initialize the mpu",
+    "no attention": "no attention layer found in Peculiar",
+    "meta": "model.layers.0.self_attn is on the meta device (2 of 2 layers); load the weights first",
+    "too many groups": "sp_overlap.head_groups must be between 1 and 2 for 4 heads at sp size 2, got 3",
+    "too few heads": "1 heads leave a rank of sp size 2 with no head to attend with",
+    "unknown key": "sp_overlap.headgroups: unknown key; did you mean 'head_groups'?",
+    "not a section": "expected a section such as",
+    "ranks differ": "the ranks of the sp group are about to exchange different things",
+    "one rank wrong": "sp rank 1: sp_overlap.head_groups must be between 1 and 2 for 4 heads at sp size 2, got 3",
+    "layers differ": "the ranks of the sp group are about to exchange different things",
+}
+
+
+@pytest.fixture(scope="module")
+def bad_inputs():
+    return on_ranks(2, bad_input)
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_bad_input_is_a_clear_error_on_every_rank_and_changes_nothing(bad_inputs, fault):
+    for said in bad_inputs:
+        raised, unchanged = said[fault]
+        assert raised is not None, "nothing was raised"
+        assert raised[0] == "ValueError" and BAD[fault] in raised[1], raised
+        assert unchanged

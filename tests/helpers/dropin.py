@@ -1,0 +1,105 @@
+"""The drop-in `DistributedAttention` in each rank of a test, and attention on the whole sequence."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+import ds_sp_overlap
+from tests.helpers import reference
+from tests.helpers.layers import faults
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 8
+    value_dim: int = 8
+    batch: int = 2
+    lengths: tuple = (6, 6)
+    batch_first: bool = True
+    rotary_dims: int = 0
+    flat: bool = False  # the local attention flattens heads and head dim
+    config: dict = field(default_factory=dict, hash=False)
+
+
+def whole_inputs(case):
+    """q, k, v [b, s, heads, d] of the whole sequence and a cotangent for the output."""
+    torch.manual_seed(3)
+    sizes = (
+        (case.heads, case.head_dim),
+        (case.kv_heads, case.head_dim),
+        (case.kv_heads, case.value_dim),
+        (case.heads, case.value_dim),
+    )
+    return [torch.randn(case.batch, sum(case.lengths), *size, dtype=torch.float64) for size in sizes]
+
+
+def my_slice(case, rank, x):
+    start = sum(case.lengths[:rank])
+    x = x[:, start : start + case.lengths[rank]]
+    return (x if case.batch_first else x.transpose(0, 1)).contiguous()
+
+
+def tables(case):
+    """(cos, sin), each [s, 1, 1, d_rot], as Megatron gives them; None without RoPE."""
+    if not case.rotary_dims:
+        return None
+    positions = torch.arange(sum(case.lengths))
+    return tuple(t[:, None, None] for t in reference.rope_tables(positions, case.rotary_dims, torch.float64))
+
+
+def whole_attention(case):
+    """The reference, q, k, v -> o."""
+
+    def attend(q, k, v):
+        if case.rotary_dims:
+            cos, sin = (t[:, 0, 0] for t in tables(case))
+            q, k = reference.rope(q, cos, sin), reference.rope(k, cos, sin)
+        return reference.attention(q, k, v)
+
+    return attend
+
+
+def local_attention(case):
+    attend = reference.attention if case.batch_first else reference.sequence_first_attention
+    return (lambda q, k, v: attend(q, k, v).flatten(2)) if case.flat else attend
+
+
+def module(case, transport=None, cls=ds_sp_overlap.DistributedAttention, local=None, **arguments):
+    if cls is ds_sp_overlap.DistributedAttention:
+        arguments.update(config=case.config, transport=transport)
+    group = torch.distributed.group.WORLD
+    return cls(local or local_attention(case), group, gather_idx=1 if case.batch_first else 0, **arguments)
+
+
+def backward(call, q, k, v, do):
+    o = call(q, k, v)
+    o.backward(do)
+    return {"output": o, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def dropin_faults(rank, case, use=backward, transport=None, tolerance=1e-12):
+    """What the drop-in computes on this rank that the reference does not; ``use`` as in `layers.block_faults`."""
+    inputs = whole_inputs(case)
+    expected = use(whole_attention(case), *(t.clone().requires_grad_() for t in inputs[:3]), inputs[3])
+    attend = module(case, transport)
+    *qkv, do = (my_slice(case, rank, t) for t in inputs)
+    lengths = {"sequence_lengths": case.lengths} if len(set(case.lengths)) > 1 else {}
+
+    def call(q, k, v):
+        o = attend(q, k, v, 0 if case.batch_first else 1, tables(case), **lengths)
+        assert o.dim() == (3 if case.flat else 4)
+        return o.unflatten(2, (case.heads, -1)) if case.flat else o
+
+    got = use(call, *(t.requires_grad_() for t in qkv), do)
+    return faults(tolerance, **{name: (got[name].detach(), my_slice(case, rank, expected[name].detach())) for name in expected})
+
+
+def faults_of_all(rank, cases, transport=None):
+    every = []
+    for case in cases:
+        mover = transport() if transport else None
+        found = dropin_faults(rank, case, transport=mover) + (mover.faults if mover else [])
+        every += [f"{case}: {fault}" for fault in found]
+    return every

@@ -1,0 +1,160 @@
+"""A self-attention layer built in each rank of a test, and the same layer on the whole sequence."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+import ds_sp_overlap
+from tests.helpers import reference
+
+HEADS = [(4, 4), (8, 8), (8, 4), (8, 2), (4, 1), (6, 3), (7, 7)]
+
+
+def groups_for(heads, size):
+    return [g for g in (1, 2, 4) if g <= heads // size]
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 8
+    batch: int = 2
+    lengths: tuple = (6, 6)  # local sequence of each rank
+    batch_first: bool = True
+    rope: bool = True
+    rotary: bool = True  # rope as a `ds_sp_overlap.Rotary`, which lets the projections be one node, or as a function
+    bias: bool = False
+    fused: bool = False
+    dtype: torch.dtype = torch.float64
+    config: dict = field(default_factory=dict, hash=False)
+
+    @property
+    def width(self):
+        return self.heads * self.head_dim
+
+
+def projections(shape, seed=1):
+    """The projections of the layer, alike on every rank."""
+    torch.manual_seed(seed)
+    linear = lambda n, m: nn.Linear(n, m, bias=shape.bias, dtype=shape.dtype)  # noqa: E731
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    layer = nn.ModuleDict({"o_proj": linear(q, shape.width)})
+    if shape.fused:
+        layer["qkv_proj"] = linear(shape.width, q + 2 * kv)
+    else:
+        layer.update({f"{kind}_proj": linear(shape.width, rows) for kind, rows in zip("qkv", (q, kv, kv))})
+    return layer
+
+
+def whole_inputs(shape, seed=2):
+    """Hidden states [b, s, m] and a cotangent for the output, of the whole sequence."""
+    torch.manual_seed(seed)
+    size = (shape.batch, sum(shape.lengths), shape.width)
+    return torch.randn(size, dtype=shape.dtype), torch.randn(size, dtype=shape.dtype)
+
+
+def reference_layer(shape, layer, x):
+    """Output [b, s, m] of the layer on the whole sequence."""
+    split = (shape.heads * shape.head_dim, *[shape.kv_heads * shape.head_dim] * 2)
+    if shape.fused:
+        q, k, v = layer["qkv_proj"](x).split(split, -1)
+    else:
+        q, k, v = (layer[f"{kind}_proj"](x) for kind in "qkv")
+    q, k, v = (t.unflatten(-1, (-1, shape.head_dim)) for t in (q, k, v))
+    if shape.rope:
+        tables = reference.rope_tables(torch.arange(x.shape[1]), shape.head_dim, shape.dtype)
+        q, k = reference.rope(q, *tables), reference.rope(k, *tables)
+    return layer["o_proj"](reference.attention(q, k, v).flatten(2))
+
+
+def block(shape, layer, group, transport=None, local_attention=None, heads_alike=False):
+    """The overlapped block over the layer's own modules."""
+    local = reference.attention if shape.batch_first else reference.sequence_first_attention
+
+    def heads_last(tables):
+        return tuple(table[:, None] if shape.batch_first else table[:, None, None] for table in tables)
+
+    def rope(x, tables):
+        x = x if shape.batch_first else x.transpose(0, 1)
+        x = reference.rope(x, *tables)
+        return x if shape.batch_first else x.transpose(0, 1)
+
+    return ds_sp_overlap.SelfAttention(
+        local_attention=local_attention or local,
+        num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+        rope=(ds_sp_overlap.Rotary(heads_last) if shape.rotary else rope) if shape.rope else None, sequence_process_group=group, batch_first=shape.batch_first,
+        config=shape.config, transport=transport, name="layer", heads_alike=heads_alike, **layer,
+    )  # fmt: skip
+
+
+def my_slice(shape, rank, x, batch_first=None):
+    """This rank's part [.., s_r, ..] of a whole tensor [b, s, ...], in the layout of the shape."""
+    start = sum(shape.lengths[:rank])
+    x = x[:, start : start + shape.lengths[rank]]
+    return (x if shape.batch_first else x.transpose(0, 1)).contiguous()
+
+
+def call_block(shape, attend, rank, x):
+    tables = None
+    if shape.rope:
+        start = sum(shape.lengths[:rank])
+        tables = reference.rope_tables(torch.arange(start, start + shape.lengths[rank]), shape.head_dim, shape.dtype)
+    lengths = shape.lengths if len(set(shape.lengths)) > 1 else None
+    return attend(x, position_embeddings=tables, sequence_lengths=lengths)
+
+
+def faults(tolerance, **pairs):
+    """A line for each ``name=(got, expected)`` that differs by more than the tolerance, relative."""
+    errors = {}
+    for name, (got, expected) in pairs.items():
+        if got is None or expected is None:
+            errors[name] = 0.0 if got is expected else math.inf
+        else:
+            errors[name] = reference.relative_error(got, expected)
+    return [f"{name} differs by {error:.3g}" for name, error in errors.items() if not error <= tolerance]
+
+
+def backward(call, layer, x, dy):
+    """The plainest use of a layer: one forward, one backward."""
+    y = call(x)
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def block_faults(rank, shape, use=backward, transport=None, tolerance=1e-12, change=None):
+    """What the block computes on this rank that the reference on the whole sequence does not.
+
+    use      ``use(call, layer, x, dy)`` -> tensors along the sequence by name; run on the block and on the reference,
+             as are ``layer``'s weight gradients afterwards, which are summed over the ranks
+    change   ``change(layer)`` -> what is done to the projections first
+
+    fp64 gives 1e-15 to 1e-14 for these sizes; the smallest mistake in a head, a token or a factor gives more than 1e-3.
+    """
+    mine, whole = projections(shape), projections(shape)
+    for layer in (mine, whole) if change else ():
+        change(layer)
+    x, dy = whole_inputs(shape)
+    expected = use(lambda x: reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
+    attend = block(shape, mine, torch.distributed.group.WORLD, transport)
+    local_x, local_dy = (my_slice(shape, rank, t) for t in (x, dy))
+    got = use(lambda x: call_block(shape, attend, rank, x), mine, local_x.requires_grad_(), local_dy)
+    pairs = {name: (got[name].detach(), my_slice(shape, rank, expected[name].detach())) for name in expected}
+    for name, parameter in mine.named_parameters():
+        total = None if parameter.grad is None else parameter.grad.clone()
+        if total is not None:
+            torch.distributed.all_reduce(total)
+        pairs["d " + name] = total, whole.get_parameter(name).grad
+    return faults(tolerance, **pairs)
+
+
+def faults_of_all(rank, shapes, transport=None):
+    """`block_faults` of many shapes, each with its shape; ``transport`` is a class."""
+    every = []
+    for shape in shapes:
+        mover = transport() if transport else None
+        found = block_faults(rank, shape, transport=mover) + (mover.faults if mover else [])
+        every += [f"{shape}: {fault}" for fault in found]
+    return every

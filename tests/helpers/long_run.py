@@ -1,0 +1,142 @@
+"""Train for long with everything on that keeps state, and look whether anything grows: two ranks, gloo.
+
+    python -m tests.helpers.long_run --steps 2000
+
+A small LLaMA through DeepSpeed with "auto", and a timeline that records some steps. Every tenth step an exception in local
+attention on all ranks, in forward and in backward by turns, after which training goes on; every fifth an evaluation. From a
+third of the run on nothing may grow: things by not one, memory by no more than `MEMORY_BYTES` a step.
+"""
+
+import argparse
+import gc
+import sys
+import tempfile
+import threading
+import weakref
+
+import deepspeed
+import psutil
+import torch
+from tabulate import tabulate
+from torch.optim import optimizer
+
+import ds_sp_overlap
+from ds_sp_overlap.exchange.exchange import _InFlight
+from tests.helpers import models
+from tests.helpers.faulty_training import attention_raises
+from tests.helpers.ranks import on_ranks
+
+SAMPLES = 12
+MEMORY_BYTES = 2048  # a step: of a float tensor of one element that nobody lets go, with the pages of its thousands
+COUNT = 0.01  # a step, of anything that is counted: what is left behind by every tenth step, the rarest that there are, is ten times that
+
+
+def census(model):
+    """How much of each sort there is."""
+    gc.collect()
+    things, process = gc.get_objects(), psutil.Process()
+    owners = [*model.modules(), *model.parameters()]
+    hooks = [getattr(owner, name) for owner in owners for name in dir(owner) if name.endswith("_hooks")]
+    return {
+        "memory": process.memory_info().rss,
+        "threads": process.num_threads(),
+        "descriptors": process.num_fds(),
+        "tensors": sum(issubclass(type(thing), torch.Tensor) for thing in things),
+        "exchanges in flight": sum(type(thing) is _InFlight for thing in things),
+        "hooks": len(optimizer._global_optimizer_post_hooks) + sum(len(hook) for hook in hooks if isinstance(hook, dict)),
+        "finalizers": len(weakref.finalize._registry),
+        "objects": len(things),
+    }
+
+
+class Leak:
+    """What a step of a faulty package would leave behind: a tensor, a thread and a descriptor."""
+
+    def __init__(self, planted):
+        self.planted, self.kept, self.over = planted, [], threading.Event()
+
+    def __call__(self):
+        if self.planted:
+            self.kept += [torch.ones(1), tempfile.TemporaryFile()]
+            threading.Thread(target=self.over.wait, daemon=True).start()
+
+    def close(self):
+        self.over.set()
+        self.kept.clear()
+
+
+def train(rank, folder, steps, planted=False):
+    """Samples of `census`, by step, and how many exceptions and evaluations there were."""
+    model, leak, samples, happened = models.tiny(), Leak(planted), {}, {"exceptions": 0, "evaluations": 0}
+    mpu = models.sequence_parallel(model, 2)
+    section = {"head_groups": "auto", "timeline": {"path": folder, "steps": [steps // 6, steps // 6 + 5]}}
+    try:
+        engine, *_ = deepspeed.initialize(model=model, config={**models.ds_config(), "sp_overlap": section}, mpu=mpu)
+        group, tokens = mpu.get_sequence_parallel_group(), models.batches(8)[:, None]
+        for step in range(1, steps + 1):
+            batch = tokens[step % len(tokens)]
+            if not step % 10:
+                with attention_raises(1, backward=not step % 20):
+                    models.step(engine, batch, rank, 2, group)
+                engine.zero_grad()
+                happened["exceptions"] += 1
+            if not step % 5:
+                engine.eval()
+                with torch.no_grad():
+                    models.mean_loss(engine, models.cut(batch[0], rank, 2), group)
+                engine.train()
+                happened["evaluations"] += 1
+            models.step(engine, batch, rank, 2, group)
+            leak()
+            if step >= steps // 3 and not (steps - step) % max(1, steps * 2 // 3 // SAMPLES):
+                samples[step] = census(model)
+        ds_sp_overlap.disable(model)
+        engine.destroy()
+        return samples, happened
+    finally:
+        leak.close()
+        models.forget_sequence_parallel()
+
+
+def growth(samples):
+    """Of each sort: its first and last count, and what it grows by in a step (memory: by least squares)."""
+    steps = torch.tensor([*samples], dtype=torch.float64)
+    found = {}
+    for sort in next(iter(samples.values())):
+        counts = torch.tensor([sample[sort] for sample in samples.values()], dtype=torch.float64)
+        away = steps - steps.mean()
+        slope = (
+            (away @ counts / (away @ away)).item()
+            if sort == "memory"
+            else (counts[-1] - counts[0]).item() / (steps[-1] - steps[0]).item()
+        )
+        found[sort] = int(counts[0]), int(counts[-1]), slope
+    return found
+
+
+def what_grows(samples):
+    return [
+        sort
+        for sort, (first, last, slope) in growth(samples).items()
+        if (slope > MEMORY_BYTES if sort == "memory" else slope > COUNT and last > first + 1)  # one more may be a cache of Python's
+    ]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--leak", action="store_true", help="leave a tensor, a thread and a descriptor behind in each step")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        every = on_ranks(2, train, folder, args.steps, args.leak, timeout_s=24 * 3600)
+    for rank, (samples, happened) in enumerate(every):
+        print(f"rank {rank}: {args.steps} steps, {happened}, {len(samples)} samples from step {min(samples)} on")
+        rows = [(sort, first, last, f"{slope:.3f}") for sort, (first, last, slope) in growth(samples).items()]
+        print(tabulate(rows, headers=("", "first", "last", "a step"), tablefmt="github"))
+    grows = {rank: what for rank, (samples, _) in enumerate(every) if (what := what_grows(samples))}
+    print(f"grows: {grows or 'nothing'}")
+    sys.exit(bool(grows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Run Megatron-DeepSpeed's own pretrain_gpt.py, unedited, on CPU with gloo; its checkout is in MEGATRON_DEEPSPEED.
+
+What the machine lacks is in `megatron_on_cpu`, which the ranks find on PYTHONPATH.
+"""
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).parent
+VOCABULARY, SEQ, WIDTH = 128, 64, 64
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 1 --init-method-std 0.2 "
+    "--attention-dropout 0 --hidden-dropout 0 --no-bias-gelu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion "
+    "--no-gradient-accumulation-fusion --lr 3e-4 --min-lr 3e-4 --lr-decay-style constant --weight-decay 0 --clip-grad 0 "
+    "--optimizer adam --eval-interval 1000 --eval-iters 0 --log-interval 1 --num-workers 0 --data-impl mmap --split 90,10,0 "
+    "--distributed-backend gloo --deepspeed --no-query-key-layer-scaling"
+).split()
+
+
+def write_data(folder):
+    """A tokenized corpus in the format of ``--data-path``: random tokens with some structure to learn."""
+    prefix = folder / "corpus"
+    draw = np.random.default_rng(3)
+    documents = [np.cumsum(draw.integers(1, 4, 300)) % (VOCABULARY - 1) for _ in range(40)]
+    sizes = [len(document) for document in documents]
+    np.concatenate(documents).astype(np.uint16).tofile(f"{prefix}.bin")
+    with open(f"{prefix}.idx", "wb") as index:
+        index.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(sizes), len(sizes) + 1))
+        index.write(np.array(sizes, np.int32).tobytes())
+        index.write((np.cumsum([0, *sizes[:-1]]) * 2).astype(np.int64).tobytes())
+        index.write(np.arange(len(sizes) + 1).astype(np.int64).tobytes())
+    return prefix
+
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _environment(checkout, record, steps, stand_ins):
+    """``stand_ins``: what `megatron_on_cpu.stand_ins` brings besides what every run needs."""
+    return {
+        **os.environ,
+        "MEGATRON_ON_CPU": ",".join(["flash", *stand_ins]),
+        "MEGATRON_RECORD": str(record),
+        "MEGATRON_RECORD_STEPS": str(steps),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE / "megatron_on_cpu"), str(HERE.parents[1]), str(checkout), *sys.path]),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+
+
+def _launch(ranks, module, arguments, env, folder):
+    """Run ``module`` on several ranks; exit status and output."""
+    ranks_of = {"torch.distributed.run": "--nproc_per_node", "deepspeed.launcher.runner": "--num_gpus"}
+    with subprocess.Popen(
+        [sys.executable, "-m", module, f"{ranks_of[module]}={ranks}", f"--master_port={_free_port()}", *arguments],
+        env={**env, "LOCAL_SIZE": str(ranks)}, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as running:  # fmt: skip
+        try:
+            output, _ = running.communicate(timeout=900)
+        except BaseException:
+            running.terminate()  # a launcher that is told to stop takes its ranks with it
+            raise
+    return running.returncode, output
+
+
+def train(
+    checkout, folder, section=None, way="run", ranks=2, sp=2, steps=50, stage=0, accumulation=1, dtype="fp32",
+    flash="--use-flash-attn-v2", pipeline=False, more=(), planted=(), must_fail=False,
+):  # fmt: skip
+    """Train with pretrain_gpt.py; what `recorder` saw, and the output.
+
+    section   of the DeepSpeed config; None for none
+    way       "run": torchrun -m ds_sp_overlap run; "deepspeed": its launcher, --module ds_sp_overlap run; "import": a copy
+              of the script with one line more; "stock": the script by itself, no plugin in sight
+    more      arguments
+    planted   "wrong": an error in v; "reference": attention of our own, with grouped queries, which HEAD has not at sp size 1
+    must_fail the output of a run that fails
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    data, record, micro = write_data(folder), folder / "record.pt", 2
+    batch = micro * accumulation * (ranks // sp)
+    config = {
+        "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation, "train_batch_size": batch,
+        "zero_optimization": {"stage": stage}, **({} if dtype == "fp32" else {dtype: {"enabled": True}}),
+        **({} if section is None else {"sp_overlap": section}),
+    }  # fmt: skip
+    (folder / "ds.json").write_text(json.dumps(config))
+    arguments = [
+        *MODEL, *([flash] if flash else []), *([] if pipeline else ["--no-pipeline-parallel"]),
+        *([] if dtype == "fp32" else [f"--{dtype}"]), "--ds-sequence-parallel-size", str(sp), "--zero-stage", str(stage),
+        "--train-iters", str(steps), "--micro-batch-size", str(micro), "--global-batch-size", str(batch),
+        "--data-path", str(data), "--deepspeed_config", str(folder / "ds.json"), *more,
+    ]  # fmt: skip
+    script = Path(checkout) / "pretrain_gpt.py"
+    if way == "import":
+        copy = folder / script.name
+        copy.write_text("import ds_sp_overlap\n" + script.read_text())
+        script = copy
+    head = {"run": ["-m", "ds_sp_overlap", "run"], "deepspeed": ["--module", "ds_sp_overlap", "run"]}.get(way, [])
+    stand_ins = [*planted, *(["compress"] if way == "stock" else []), *(["builder"] if flash and "builder" in flash else [])]
+    launcher = "deepspeed.launcher.runner" if way == "deepspeed" else "torch.distributed.run"
+    env = _environment(checkout, record, steps, stand_ins)
+    code, output = _launch(ranks, launcher, [*head, str(script), *arguments], env, folder)
+    if must_fail:
+        assert code != 0, f"trained, which it must not\n{output[-3000:]}"
+        return output
+    assert code == 0, f"exit status {code}\n{output[-6000:]}"
+    return types.SimpleNamespace(**torch.load(record, weights_only=False), output=output)
+
+
+def apart(one, other, rope=False):
+    """Largest relative differences of two runs: of loss and gradient norm over the steps, of a parameter's gradient in
+    the first step, before training amplifies rounding, and of a parameter at the end.
+
+    But for k's bias with learned positions: softmax takes no notice of it, so that its gradient is nothing but rounding,
+    which Adam turns into whole steps.
+    """
+    assert len(one.losses) == len(other.losses) and one.parameters.keys() == other.parameters.keys()
+
+    def far(a, b):
+        return max(abs(x - y) / abs(y) for x, y in zip(a, b))
+
+    def farthest(ones, others):
+        found = {}
+        for name, x in others.items():
+            y = ones[name]
+            if name.endswith("query_key_value.bias") and not rope:
+                kv = (len(x) - WIDTH) // 2  # [q | k | v]
+                x, y = (torch.cat((bias[:WIDTH], bias[WIDTH + kv :])) for bias in (x, y))
+            found[name] = ((y - x).norm() / x.norm()).item()
+        return max(found.values())
+
+    return {
+        "loss": far(one.losses, other.losses), "norm": far(one.norms, other.norms),
+        "gradients": farthest(one.gradients, other.gradients), "parameters": farthest(one.parameters, other.parameters),
+    }  # fmt: skip

@@ -1,0 +1,294 @@
+"""Small transformers models, trained for a few steps through DeepSpeed on each rank of a test."""
+
+import contextlib
+import gc
+import warnings
+from dataclasses import dataclass, field
+
+import deepspeed
+import deepspeed.comm
+import torch
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import ds_sp_overlap
+import ds_sp_overlap.integrations.registry
+import ds_sp_overlap.integrations.transformers as integration
+from ds_sp_overlap.integrations import transformers_attention
+from tests.helpers.reference import relative_error
+
+VOCABULARY, SEQ, BATCH = 64, 32, 2
+
+
+def tiny(family="llama", heads=4, kv_heads=2, layers=2, dtype=torch.float32, implementation="sdpa", seed=0, **more):
+    """A model of random weights, alike on every rank; ``seed`` None takes them from the generator as it is."""
+    sizes = dict(
+        vocab_size=VOCABULARY, hidden_size=8 * heads, intermediate_size=48, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=256, pad_token_id=0,
+    )  # fmt: skip
+    if family == "qwen3":
+        sizes["head_dim"] = 16
+    config = AutoConfig.for_model(family, **{**sizes, **more})
+    config._attn_implementation = implementation
+    if seed is not None:
+        torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def batches(steps, batch=BATCH, seq=SEQ, seed=5):
+    """Token ids [steps, b, s]."""
+    return torch.randint(1, VOCABULARY, (steps, batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+def cut(tokens, rank, size, positions=None):
+    """This rank's slice of input_ids, labels (shifted over the whole sequence) and position_ids."""
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens) if positions is None else positions
+    return {
+        key: value.chunk(size, dim=1)[rank].contiguous()
+        for key, value in (("input_ids", tokens), ("labels", labels), ("position_ids", positions))
+    }
+
+
+def mean_loss(model, inputs, group):
+    """Token mean over the sp group; its gradient is this rank's share, which sums to the whole sequence's."""
+    logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+    labels = inputs["labels"]
+    share = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+    total, count = share.detach().clone(), (labels != -100).sum()
+    if group is not None:
+        torch.distributed.all_reduce(total, group=group)
+        torch.distributed.all_reduce(count, group=group)
+    return (share + (total - share).detach()) / count
+
+
+def sequence_parallel(model, size, implementation="sdpa", **more):
+    """Register stock Ulysses; returns its mpu."""
+    return UlyssesSPAttentionHF.register_with_transformers(model, implementation, size, BATCH, **more)
+
+
+def forget_sequence_parallel():
+    """Back to a process that never heard of sequence parallelism."""
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
+    parallel_state_sp._release_sequence_parallel_groups()
+    deepspeed.utils.groups.mpu = None
+    deepspeed.utils.groups.mesh_device = None
+    gc.collect()
+
+
+@contextlib.contextmanager
+def sequence_parallel_model(size, *args, stock=None, **options):
+    """A tiny model under stock Ulysses, and its sp group; ``stock`` are options of `sequence_parallel`."""
+    model = tiny(*args, **options)
+    try:
+        mpu = sequence_parallel(model, size, model.config._attn_implementation, **(stock or {}))
+        yield model, mpu.get_sequence_parallel_group()
+        ds_sp_overlap.disable(model)
+    finally:
+        forget_sequence_parallel()
+
+
+@contextlib.contextmanager
+def warned():
+    """The messages of warnings raised inside, those that are said once included."""
+    ds_sp_overlap.say.say_once.cache_clear()
+    messages = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(warning.message) for warning in caught]
+
+
+@contextlib.contextmanager
+def scaled_values(factor):
+    """A planted fault: overlapped attention sees v times ``factor``."""
+    right = integration.local_attention
+    for module in (integration, transformers_attention):
+        module.local_attention = lambda module, q, k, v, **options: right(module, q, k, v * factor, **options)
+    try:
+        yield
+    finally:
+        integration.local_attention = transformers_attention.local_attention = right
+
+
+def overlapped_layers(model):
+    """Names of the attention layers that the package drives."""
+    bound = ds_sp_overlap.integrations.registry._undo
+    return [name for name, module in model.named_modules() if module in bound and "ttention" in type(module).__name__]
+
+
+def ds_config(stage=0, accumulation=1, dtype=torch.float32, optimizer="AdamW", **more):
+    parameters = {"lr": 1e-2, "torch_adam": True} if optimizer == "AdamW" else {"lr": 0.1}
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": optimizer, "params": parameters},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "overlap_comm": True, "stage3_param_persistence_threshold": 0,
+                              "reduce_scatter": stage != 3},
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+    if dtype == torch.bfloat16:
+        config["bf16"] = {"enabled": True}
+    return {**config, **more}
+
+
+@dataclass
+class Run:
+    """What a training run left: of each step the last loss and the grad norm, of the first step the gradients."""
+
+    losses: list = field(default_factory=list)
+    norms: list = field(default_factory=list)
+    gradients: dict = field(default_factory=dict)
+    parameters: dict = field(default_factory=dict)
+
+    def equals(self, other):
+        """Bit for bit."""
+        return (
+            self.losses == other.losses
+            and self.norms == other.norms
+            and self.gradients.keys() == other.gradients.keys()
+            and all(torch.equal(self.gradients[name], x) for name, x in other.gradients.items())
+            and all(torch.equal(self.parameters[name], x) for name, x in other.parameters.items())
+        )
+
+    def distance(self, other):
+        """Largest relative difference of gradients, losses and grad norms."""
+
+        def far(mine, theirs):
+            return max((abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True)), default=0.0)
+
+        return {
+            "gradients": max(relative_error(self.gradients[name], x) for name, x in other.gradients.items()),
+            "losses": far(self.losses, other.losses),
+            "norms": far(self.norms, other.norms),
+        }
+
+    def gradient_error(self, other):
+        """Norm of the difference of all gradients, over the norm of the other's."""
+        off = sum((self.gradients[name] - x).double().square().sum() for name, x in other.gradients.items())
+        return (off / sum(x.double().square().sum() for x in other.gradients.values())).sqrt().item()
+
+
+def step(engine, tokens, rank, size, group, at_gradients=None):
+    """One optimizer step over the microbatches in ``tokens``; returns the loss of the last."""
+    for microbatch in tokens:
+        loss = mean_loss(engine, cut(microbatch, rank, size), group)
+        engine.backward(loss)
+        if at_gradients is not None and engine.is_gradient_accumulation_boundary():
+            at_gradients(engine)
+        engine.step()
+    return loss.item()
+
+
+def train(
+    rank,
+    size,
+    family,
+    section,
+    steps=5,
+    accumulation=1,
+    stage=0,
+    dtype=torch.float32,
+    prepare=None,
+    more_config=None,
+    **model_options,
+):
+    """Losses and grad norms of each step, parameters at the end; ``section`` None trains stock."""
+    run = train_run(
+        rank, size, section, family=family, steps=steps, accumulation=accumulation, stage=stage, dtype=dtype,
+        prepare=prepare, optimizer="AdamW", more_config=more_config, **model_options,
+    )  # fmt: skip
+    return run.losses, run.norms, run.parameters
+
+
+def train_run(
+    rank, size, section, family="llama", steps=5, accumulation=1, stage=0, dtype=torch.float32, prepare=None,
+    optimizer="SGD", more_config=None, **model_options,
+):  # fmt: skip
+    """Train for a few steps; ``section`` None trains stock. SGD, because AdamW's first steps amplify rounding.
+
+    More ranks than ``size`` are replicas, each with batches of a length of its own.
+    """
+    replica, rank = divmod(rank, size)
+    model = tiny(family, **model_options)
+    if prepare is not None:
+        model = prepare(model)
+    mpu = sequence_parallel(model, size)
+    config = ds_config(stage, accumulation, dtype, optimizer, **(more_config or {}))
+    if section is not None:
+        config["sp_overlap"] = section
+    run = Run()
+
+    def note_gradients(engine):
+        if not run.gradients:
+            named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+            run.gradients = {name: deepspeed.utils.safe_get_full_grad(p).clone().float() for name, p in named}
+
+    try:
+        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+        group = mpu.get_sequence_parallel_group()
+        tokens = batches(steps * accumulation, seq=SEQ * (1 + replica), seed=5 + replica)
+        for tokens in tokens.unflatten(0, (steps, accumulation)):
+            run.losses.append(step(engine, tokens, rank, size, group, note_gradients))
+            norm = engine.get_global_grad_norm()  # None where no ZeRO optimizer computes it (stage 0 in fp32)
+            run.norms += [] if norm is None else [float(norm)]
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
+            run.parameters = {name: p.detach().clone().float() for name, p in engine.module.named_parameters()}
+        ds_sp_overlap.disable(engine.module)
+        engine.destroy()
+        return run
+    finally:
+        forget_sequence_parallel()
+
+
+# Against the whole sequence.
+
+FP64 = 1e-10
+EXACT = dict(dtype=torch.float64, initializer_range=0.2)
+
+
+def outcome(model, tokens, rank, size, group, positions=None):
+    """Logits of the whole sequence, and every gradient summed over the sp group."""
+    inputs = cut(tokens, rank, size, positions)
+    model.zero_grad()
+    logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+    share = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
+    share.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    logits = logits.detach()
+    if group is not None:
+        for gradient in found.values():
+            torch.distributed.all_reduce(gradient, group=group)
+        parts = [torch.empty_like(logits) for _ in range(size)]
+        torch.distributed.all_gather(parts, logits.contiguous(), group=group)
+        logits = torch.cat(parts, 1)
+    return {"logits": logits, **found}
+
+
+def worst(found, expected):
+    assert found.keys() == expected.keys()
+    return max(relative_error(found[name], x) for name, x in expected.items())
+
+
+def packed(lengths_of_rows):
+    """position_ids [b, s] that restart with each document."""
+    return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in lengths_of_rows])
+
+
+def document_by_document(model, tokens, lengths_of_rows):
+    """What `outcome` gives if every document is run alone; its labels still run on into the next document."""
+    labels = cut(tokens, 0, 1)["labels"]
+    model.zero_grad()
+    rows = []
+    for row, lengths in enumerate(lengths_of_rows):
+        pieces = tokens[row].split(lengths)
+        rows.append(torch.cat([model(input_ids=piece[None], use_cache=False).logits[0] for piece in pieces]))
+    logits = torch.stack(rows)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    return {"logits": logits.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}

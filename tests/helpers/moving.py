@@ -1,0 +1,51 @@
+"""Which kernels move a layer's data, and who writes its send buffers: for a test to choose and to count."""
+
+import contextlib
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+
+from ds_sp_overlap.attention import self_attention
+from ds_sp_overlap.relayout import kernels, ops
+
+OPERATORS = {"reference": torch.ops.ds_sp_overlap, "compiled": torch.ops.ds_sp_overlap_compiled}
+kinds = pytest.mark.parametrize(
+    "kind",
+    [
+        "reference",
+        pytest.param(
+            "compiled",
+            marks=pytest.mark.skipif(kernels.library().path is None, reason=f"no compiled kernels: {kernels.library().reason}"),
+        ),
+    ],
+)
+always = mock.patch.object(self_attention, "batched_pays", lambda x, rows, dgrad=False: True)
+
+
+def counted(seen, folds, operators=torch.ops.ds_sp_overlap):
+    """An implementation that counts what is called."""
+
+    def count(name):
+        def move(*args):
+            seen[name] += 1
+            getattr(operators, name)(*args)
+
+        return move
+
+    moves = {name: count(name) for name in ("pack", "unpack", "pack_qkv", "unpack_qkv")}
+    return mock.patch.object(ops, "implementation", lambda which: ops.Relayout(**moves, folds=folds))
+
+
+@contextlib.contextmanager
+def moving(kernels, direct):
+    """Run with an implementation of pack and unpack, which rotates in them unless it is "torch"; with send buffers written by
+    the projections' GEMM if ``direct``."""
+    seen = Counter()
+    with contextlib.ExitStack() as stack:
+        if kernels != "torch":
+            stack.enter_context(counted(seen, True, OPERATORS[kernels]))
+        if direct:
+            stack.enter_context(always)
+        yield seen

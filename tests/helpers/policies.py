@@ -1,0 +1,85 @@
+"""Policies whose time is scripted: a clock that moves by what a candidate is said to cost, when it runs."""
+
+import contextlib
+
+import torch
+
+from ds_sp_overlap.autotune import policy as policies
+from ds_sp_overlap.autotune.policy import Policy
+from ds_sp_overlap.profiling.steps import Listener
+from ds_sp_overlap.profiling.timed import Run
+
+
+class ScriptedClock:
+    """Stands still but for what it is told."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def mark(self):
+        return self.now
+
+    def between_ms(self, begin, end):
+        return end - begin
+
+
+class Tick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, clock, cost):
+        ctx.clock, ctx.cost = clock, cost
+        clock.now += cost
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.clock.now += ctx.cost
+        return dy, None, None
+
+
+@contextlib.contextmanager
+def scripted(costs):
+    """Run the body with every candidate costing ``costs[candidate]`` in forward and in backward, or as a function of the
+    tokens of a call; yields what was run."""
+    clock, follow, clock_of, ran = ScriptedClock(), Policy.follow, policies.clock_of, []
+
+    def ticking(self, run, trial, candidate, tokens):
+        ran.append((self.step, candidate))
+        cost = costs[candidate](tokens) if callable(costs[candidate]) else costs[candidate]
+        follow(self, run, trial, candidate, tokens)
+        end = run.end
+        run.end = lambda y: end(Tick.apply(y, clock, cost))
+
+    Policy.follow, policies.clock_of = ticking, lambda device: clock
+    try:
+        yield ran
+    finally:
+        Policy.follow, policies.clock_of = follow, clock_of
+
+
+def followed(policy, trial, candidate, tokens, body, *inputs):
+    """``body(*inputs)`` while the policy looks on."""
+    run = Run(inputs)
+    policy.follow(run, trial, candidate, tokens)
+    return run.end(body(*run.inputs))
+
+
+def optimizer_step():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def hooks():
+    """Listeners to optimizer steps, which have one hook together."""
+    assert (Listener._hook is not None) == bool(Listener._all)
+    return len(Listener._all)
+
+
+@contextlib.contextmanager
+def two_replicas(rank):
+    """The sp group of this rank."""
+    pairs = [torch.distributed.new_group(pair) for pair in ([0, 1], [2, 3])]
+    try:
+        yield pairs[rank // 2]
+    finally:
+        torch.distributed.destroy_process_group(pairs[rank // 2])

@@ -1,0 +1,1143 @@
+"""Random programs: a few layers, used in as many ways as a seed says, on 2 to 4 ranks and on the whole sequence in one process.
+
+    python -m tests.helpers.programs --seed 123                       one program, written out, and what it gets wrong
+    python -m tests.helpers.programs --programs 20000 --first 5000    many
+
+A program is drawn from its seed alone, the number of ranks included. It runs twice: in the `World` of a rank, where attention
+is the package's and tensors are the rank's tokens, and in the world of the whole sequence, where attention is `reference`'s and
+nothing is the package's. Both write down every output, every gradient (parameters' summed over the ranks), whether an output
+needs a gradient, what hooks saw and how often a parameter got its gradient; ``faults`` compares.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import itertools
+import random
+import sys
+import warnings
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ds_sp_overlap
+from ds_sp_overlap.attention import linear, self_attention
+from ds_sp_overlap.relayout import ops
+from tests.helpers import reference, transports
+from tests.helpers.ranks import RankError, on_ranks
+
+BATCH = 25  # programs a task of the ranks
+PATIENCE_S = 30  # with a program on its own; two more for each other one
+
+
+class Written:
+    """A dataclass that prints what isn't its default."""
+
+    def __repr__(self):
+        said = (f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return f"{type(self).__name__}({', '.join(said)})"
+
+
+@dataclass(frozen=True, repr=False)
+class LayerSpec(Written):
+    """
+    block        a `SelfAttention`; else the drop-in, between projections of the caller's
+    view         given a transposed view where the layout asks for another order, instead of a copy
+    norms        kinds with a norm for each head
+    rope         "Rotary", "function" (block) or "tables" (drop-in), of ``rotary_dims`` of each head's dims
+    learned      RoPE's tables need a gradient; ``by_row``: other positions for each batch element
+    gain         attention takes a factor a head as another argument: "constant" or "learned"
+    output       form of local attention's output: "4-D", "flat" or "strided"
+    same         the value is the key: one module (block), one tensor (drop-in)
+    query        the drop-in's query is used elsewhere too, or changed in place afterwards
+    in_place     what is changed in place: "query" that local attention is given, or the drop-in's "output"
+    frozen       names of parameters begin with one of these
+    wrapped      (projection, how)
+    hooks        (projection or "attention" or "parameters", kind)
+    shares       (another layer, names of modules or of weights that are its)
+    lengths      said though they are equal
+    alike        ``heads_alike``: local attention isn't tried out
+    """
+
+    block: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    batch_first: bool = True
+    view: bool = False
+    fused: bool = False
+    bias: bool = False
+    norms: str = ""
+    rope: str = ""
+    rotary_dims: int = 0
+    learned: bool = False
+    by_row: bool = False
+    causal: bool = True
+    gain: str = ""
+    output: str = "4-D"
+    same: bool = False
+    query: str = ""
+    in_place: str = ""
+    frozen: tuple = ()
+    wrapped: tuple = ()
+    hooks: tuple = ()
+    shares: tuple = ()
+    lengths: bool = False
+    alike: bool = False
+    config: tuple = ()
+
+    @property
+    def projections(self):
+        return ("qkv_proj",) if self.fused else ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True, repr=False)
+class Program(Written):
+    """
+    shapes      local lengths by batch size: a tensor's first dimension says whose tokens it has
+    transport   "plain", "late" or "delayed": the last two with spoiled buffers (`transports`)
+    autocast    of fp64, which it leaves alone; of fp32 to bf16 if ``half``
+    rank_major  projections write the send buffers wherever that is possible, not from 256 rows on
+    folds       rotation in the operators that move q and k
+    """
+
+    seed: int
+    ranks: int
+    width: int
+    shapes: dict
+    layers: tuple
+    statements: tuple
+    autocast: bool = False
+    half: bool = False
+    transport: str = "plain"
+    rank_major: bool = False
+    folds: bool = False
+    counts: bool = False
+
+    def __str__(self):
+        head = dataclasses.replace(self, layers=(), statements=())
+        lines = [repr(head), *(f"  layer {i}: {layer}" for i, layer in enumerate(self.layers))]
+        return "\n".join([*lines, *(f"  {statement}" for statement in self.statements)])
+
+
+# What happens in a program, one statement after another.
+
+
+@dataclass(frozen=True, repr=False)
+class Input(Written):
+    out: str
+    batch: int
+    trains: bool = True
+
+    def run(self, world):
+        x = world.part(world.random(self.out, self.batch)).clone().requires_grad_(self.trains)
+        world.values[self.out] = world.leaves[self.out] = x
+
+
+@dataclass(frozen=True, repr=False)
+class Call(Written):
+    """Layers, one after another, on a value.
+
+    how   "plain"; "reentrant" or "non-reentrant" checkpointing; "saved": with hooks on saved tensors; "no_grad", "inference"
+    """
+
+    out: str
+    x: str
+    layers: tuple
+    how: str = "plain"
+
+    def run(self, world):
+        x = world.values[self.x]
+
+        def body(x):
+            for index in self.layers:
+                x = world.layers[index](x)
+            return x
+
+        with world.autocast():
+            if self.how.endswith("reentrant"):
+                y = checkpoint(body, x, use_reentrant=self.how == "reentrant")
+            elif self.how == "no_grad":
+                with torch.no_grad():
+                    y = body(x)
+            elif self.how == "inference":
+                with torch.inference_mode():
+                    y = body(x)
+            elif self.how == "saved":
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+                    y = body(x)
+            else:
+                y = body(x)
+        world.note(f"output {self.out}", y)
+        world.note(f"{self.out} needs a gradient", y.requires_grad)
+        if self.how not in ("no_grad", "inference"):
+            world.values[self.out] = y
+
+
+@dataclass(frozen=True, repr=False)
+class Mix(Written):
+    """Two values of one shape: "add", "gate"; or one: "detach"."""
+
+    out: str
+    x: str
+    y: str
+    how: str
+
+    def run(self, world):
+        x, y = world.values[self.x], world.values[self.y]
+        world.values[self.out] = x + y if self.how == "add" else x * y.tanh() if self.how == "gate" else x.detach()
+
+
+@dataclass(frozen=True, repr=False)
+class InPlace(Written):
+    """A layer's output changed in place."""
+
+    x: str
+    how: str
+
+    def run(self, world):
+        x = world.values[self.x]
+        x.mul_(1.5) if self.how == "mul_" else x.add_(1)
+
+
+@dataclass(frozen=True, repr=False)
+class ChangeInput(Written):
+    """A layer's input changed in place after the call."""
+
+    x: str
+
+    def run(self, world):
+        with torch.no_grad():
+            world.values[self.x].mul_(2)
+
+
+@dataclass(frozen=True, repr=False)
+class Hook(Written):
+    """A hook on a value's gradient: "halves", "sees" or "retains" it."""
+
+    x: str
+    how: str
+
+    def run(self, world):
+        x = world.values[self.x]
+        if not x.requires_grad:
+            return
+        if self.how == "retains":
+            x.retain_grad()
+            world.retained[self.x] = x
+        elif self.how == "halves":
+            x.register_hook(lambda grad: grad * 0.5)
+        else:
+            x.register_hook(lambda grad: world.note(f"gradient of {self.x} seen", grad))
+
+
+@dataclass(frozen=True, repr=False)
+class Term(Written):
+    """Part of a loss: tokens ``windows[rank]`` of a value, on each rank.
+
+    form   "dot" with a random cotangent, the rest masked out; "slice": the rest cut off; "sum"; "square"; "direct": no loss,
+           the cotangent is given to backward; "strided": in another memory order
+    """
+
+    value: str
+    windows: tuple
+    form: str = "dot"
+
+    def ends(self, world, index):
+        """The tensor that backward starts from and its gradient; None where it needs none."""
+        y = world.values[self.value]
+        if not y.requires_grad:
+            return None
+        lengths = world.program.shapes[len(y)]
+        mask = [torch.zeros(length).index_fill(0, torch.arange(*window), 1) for length, window in zip(lengths, self.windows)]
+        mask = torch.cat(mask)[None, :, None].expand(len(y), -1, -1)
+        cotangent = world.random(f"cotangent {index}", len(y))
+        mask, cotangent = (world.part(t).to(y.dtype) for t in (mask, cotangent))
+        if self.form == "direct":
+            return y, cotangent * mask
+        if self.form == "strided":
+            return y, (cotangent * mask).transpose(1, 2).contiguous().transpose(1, 2)
+        if self.form in ("slice", "sum") and not world.whole:
+            start, stop = self.windows[world.rank]
+            y, cotangent, mask = (t[:, start:stop] for t in (y, cotangent, mask))
+        if self.form == "sum":
+            return (y.sum() if not world.whole else (y * mask).sum()), None
+        return ((y * y if self.form == "square" else y) * cotangent * mask).sum(), None
+
+
+@dataclass(frozen=True, repr=False)
+class Backward(Written):
+    """From some terms at once.
+
+    via    "backward"; "inputs": of a subset alone; "grad": `torch.autograd.grad` of a subset
+    pick   a seed for the subset of leaves, values and parameters
+    """
+
+    terms: tuple
+    via: str = "backward"
+    pick: int = 0
+    retain: bool = False
+
+    def run(self, world):
+        ends = [end for i, term in enumerate(self.terms) if (end := term.ends(world, i)) is not None]
+        if not ends:
+            return
+        tensors, grads = zip(*ends)
+        names = [name for name, _ in world.subset(self.pick)] if self.via != "backward" else []
+        wanted = [tensor for _, tensor in world.subset(self.pick)]
+        if self.via != "backward" and not wanted:
+            return
+        world.in_backward = True
+        if self.via == "grad":
+            found = torch.autograd.grad(tensors, wanted, grads, retain_graph=self.retain, allow_unused=True)
+            for name, grad in zip(names, found):
+                world.note(f"grad of {name}", grad, name in world.values)
+        elif self.via == "inputs":
+            torch.autograd.backward(tensors, grads, retain_graph=self.retain, inputs=wanted)
+        else:
+            torch.autograd.backward(tensors, grads, retain_graph=self.retain)
+        world.in_backward = False
+
+
+@dataclass(frozen=True, repr=False)
+class Raises(Written):
+    """Local attention raises on all ranks, in its ``group``-th call or in its backward; gradients so far are thrown away."""
+
+    x: str
+    layer: int
+    where: str
+    group: int = 0
+
+    def run(self, world):
+        layer, x = world.layers[self.layer], world.values[self.x].detach()
+        kept, faults = dict(world.records), len(world.mover.faults) if world.mover else 0
+        layer.raises = self.where, 0 if world.whole else self.group
+        try:
+            with world.autocast():
+                y = layer(x.requires_grad_(world.values[self.x].requires_grad))
+            if y.requires_grad:
+                y.sum().backward()
+            raised = False
+        except Deliberate:
+            raised = True
+        layer.raises = None
+        world.settle()
+        if world.mover:  # buffers of exchanges that were abandoned: c10d holds them itself
+            del world.mover.faults[faults:]
+        world.clear()
+        world.records = kept
+        world.note(f"raised in {self.where}", raised)
+
+
+@dataclass(frozen=True, repr=False)
+class Step(Written):
+    """A step of gradient descent; the graphs so far are gone."""
+
+    def run(self, world):
+        world.note_gradients()
+        parameters = [parameter for _, parameter in world.parameters() if parameter.requires_grad]
+        totals = world.total([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+        with torch.no_grad():
+            for parameter, total in zip(parameters, totals):
+                if parameter.grad is not None:
+                    parameter -= 0.1 * total / (1 + total.abs().max())
+        world.clear()
+        world.values.clear()
+        world.leaves.clear()
+        world.retained.clear()
+
+
+# The two worlds.
+
+
+class Deliberate(Exception):
+    pass
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise Deliberate
+
+
+class Vector(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size, dtype=torch.float64))
+
+
+class Adapted(nn.Module):
+    """A LoRA-like wrapper."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(2, base.out_features, bias=False, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 1.5 * super().forward(x)
+
+
+def modules_of(spec, width, others):
+    """The modules of a layer; random numbers in the same order for every layer of its kind."""
+    made = nn.ModuleDict()
+    sizes = {
+        "q_proj": spec.heads * spec.head_dim,
+        "k_proj": spec.kv_heads * spec.head_dim,
+        "v_proj": spec.kv_heads * spec.value_dim,
+    }
+    if spec.fused:
+        sizes = {"qkv_proj": sum(sizes.values())}
+    for name, rows in sizes.items():
+        made[name] = nn.Linear(width, rows, spec.bias, dtype=torch.float64)
+    made["o_proj"] = nn.Linear(spec.heads * spec.value_dim, width, spec.bias, dtype=torch.float64)
+    for parameter in made.parameters():  # attention that isn't nearly uniform
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    for kind in spec.norms:
+        made[f"{kind}_norm"] = nn.RMSNorm(spec.head_dim, eps=1e-6, dtype=torch.float64)
+        nn.init.normal_(made[f"{kind}_norm"].weight, mean=1, std=0.3)
+    if spec.learned:
+        made["turn"] = Vector(spec.rotary_dims)
+    if spec.gain:
+        made["gain"] = Vector(spec.heads).requires_grad_(spec.gain == "learned")
+    if spec.same and spec.block:
+        made["v_proj"] = made["k_proj"]
+    if spec.same and not spec.block:
+        del made["v_proj"]
+    for name, how in spec.wrapped:
+        if how == "LoRA":
+            made[name] = Adapted(made[name])
+        elif how == "subclass":
+            made[name].__class__ = Scaled
+        else:
+            nn.utils.parametrizations.weight_norm(made[name])
+    if spec.shares:
+        other, what, names = spec.shares
+        for name in names:
+            if what == "modules":
+                made[name] = others[other][name]
+            else:
+                made[name].weight = others[other][name].weight
+    for name, parameter in made.named_parameters():
+        if name.startswith(spec.frozen or ("none",)):
+            parameter.requires_grad_(False)
+    return made
+
+
+class Layer:
+    """A layer of a program in one of the worlds: [b, s, width] -> [b, s, width]."""
+
+    def __init__(self, world, index, spec, modules):
+        self.world, self.index, self.spec, self.modules, self.raises = world, index, spec, modules, None
+        self.module = None
+        if world.whole:
+            if not spec.block:
+                self.module = Whole(self)
+        elif spec.block:
+            self.block = ds_sp_overlap.SelfAttention(
+                local_attention=self.local_attention, num_heads=spec.heads, num_kv_heads=spec.kv_heads, head_dim=spec.head_dim,
+                rope={"": None, "Rotary": ds_sp_overlap.Rotary(self.tables_of, partial=True), "function": self.rope}[spec.rope],
+                sequence_process_group=dist.group.WORLD, batch_first=spec.batch_first, config=dict(spec.config),
+                transport=world.mover, name=f"layer {index}", heads_alike=spec.alike,
+                **{name: module for name, module in modules.items() if name.endswith(("_proj", "_norm"))},
+            )  # fmt: skip
+        else:
+            self.module = ds_sp_overlap.DistributedAttention(
+                self.local_attention, dist.group.WORLD, gather_idx=1 if spec.batch_first else 0, config=dict(spec.config),
+                transport=world.mover, name=f"layer {index}", heads_alike=spec.alike,
+            )  # fmt: skip
+        for name, kind in spec.hooks:
+            self.hook(name, kind)
+
+    def hook(self, name, kind):
+        module = self.module if name == "attention" else self.modules[name]
+        if module is None:
+            return
+        what = f"{name} of layer {self.index}"
+
+        def note(say, tensor):
+            if not self.world.whole and not self.spec.batch_first and (self.spec.block or name == "attention"):
+                tensor = tensor.transpose(0, 1)
+            self.world.note(f"{what} {say}", tensor)
+
+        def sees(module, args, output):
+            if not self.world.in_backward:  # how much of a forward is run again depends on what it saves
+                note("gave", output.flatten(2))
+
+        def counts(module, args, output):
+            if not self.world.in_backward:
+                self.world.note(f"{what} called", True)
+
+        counts.__module__ = "deepspeed.hooks"
+        if kind == "sees output":
+            module.register_forward_hook(sees)
+        elif kind == "deepspeed's":
+            module.register_forward_hook(counts)
+        elif kind == "scales output":
+            module.register_forward_hook(lambda module, args, output: 1.25 * output)
+        elif kind == "scales input":
+            module.register_forward_pre_hook(lambda module, args: (1.25 * args[0], *args[1:]))
+        else:
+            module.register_full_backward_hook(lambda module, dx, dy: note("was given", dy[0].flatten(2)))
+
+    # Called by the program.
+
+    def __call__(self, x):
+        world, spec = self.world, self.spec
+        if world.whole or not spec.block:
+            return self.outside(x, self.whole_attention if world.whole else self.drop_in)
+        extra = (self.gain(),) if spec.gain else ()
+        given = x if spec.batch_first else x.transpose(0, 1)
+        y = self.block(
+            given if spec.view else given.contiguous(), *extra,
+            position_embeddings=self.tables(len(x)) if spec.rope else None, sequence_lengths=self.lengths(len(x)),
+        )  # fmt: skip
+        return y if spec.batch_first else y.transpose(0, 1)
+
+    def outside(self, x, attend):
+        """Projections and norms around ``attend``; nothing of the package."""
+        spec, modules = self.spec, self.modules
+        if spec.fused:
+            sizes = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.value_dim
+            q, k, v = modules["qkv_proj"](x).split(sizes, -1)
+        else:
+            q, k = modules["q_proj"](x), modules["k_proj"](x)
+            v = modules["v_proj"](x) if "v_proj" in modules else k
+        q, k, v = (t.unflatten(-1, (n, -1)) for t, n in zip((q, k, v), (spec.heads, spec.kv_heads, spec.kv_heads)))
+        q, k = (modules[f"{kind}_norm"](t) if f"{kind}_norm" in modules else t for kind, t in zip("qk", (q, k)))
+        if spec.same and not spec.block:
+            v = k
+        o = attend(q, k, v)
+        if spec.in_place == "output":
+            o.mul_(1.5)
+        y = modules["o_proj"](o.flatten(2))
+        if spec.query == "elsewhere":
+            y = y + q.sum((2, 3))[..., None]
+        if spec.query == "changed":
+            q.mul_(3)
+        return y
+
+    def drop_in(self, q, k, v):
+        spec = self.spec
+        extra = (self.gain(),) if spec.gain else ()
+        tables, lengths = None, self.lengths(len(q))
+        if spec.rope:
+            tables = tuple(table[0][:, None, None] for table in self.whole_tables(len(q)))
+        if not spec.batch_first:
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        if not spec.view:
+            q, k, v = q.contiguous(), k.contiguous(), v if v is k else v.contiguous()
+        o = self.module(q, k, v, 0 if spec.batch_first else 1, tables, *extra, sequence_lengths=lengths)
+        o = o.unflatten(2, (spec.heads, -1)) if spec.output == "flat" else o
+        return o if spec.batch_first else o.transpose(0, 1)
+
+    def whole_attention(self, q, k, v):
+        if self.module is None:
+            return self.attention(q, k, v)
+        return self.module(q, k, v)
+
+    # Of attention itself.
+
+    def attention(self, q, k, v):
+        """On the whole sequence."""
+        if self.spec.query == "changed" or self.spec.in_place == "query":
+            q = q.clone()
+        if self.spec.rope:
+            cos, sin = self.whole_tables(len(q))
+            q, k = self.turned(q, cos, sin), self.turned(k, cos, sin)
+        return self.attended(q, k, v, self.modules["gain"].weight if self.spec.gain else None)
+
+    def local_attention(self, q, k, v, gain=None):
+        if not self.spec.batch_first:
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        o = self.attended(q, k, v, gain)
+        if self.spec.output == "strided":
+            o = o.transpose(0, 1).contiguous().transpose(0, 1)
+        o = o if self.spec.batch_first else o.transpose(0, 1)
+        return o.flatten(2) if self.spec.output == "flat" else o
+
+    def attended(self, q, k, v, gain):
+        if self.raises:
+            where, after = self.raises
+            self.raises = where, after - 1
+            if where == "attention" and after <= 0:
+                raise Deliberate
+        if self.spec.in_place == "query":
+            q.mul_(1.5)
+        o = reference.attention(q, k, v, self.spec.causal)
+        o = o if gain is None else o * gain[:, None]
+        return _Raise.apply(o) if self.raises and self.raises[0] == "backward" else o
+
+    def gain(self):
+        """This rank's; the first ranks have one head more where the heads don't divide."""
+        ranks, rank = self.world.program.ranks, self.world.rank
+        small, larger = divmod(self.spec.heads, ranks)
+        start = rank * small + min(rank, larger)
+        return self.modules["gain"].weight[start : start + small + (rank < larger)]
+
+    def lengths(self, batch):
+        lengths = self.world.program.shapes[batch]
+        return lengths if self.spec.lengths or len(set(lengths)) > 1 else None
+
+    # RoPE.
+
+    def whole_tables(self, batch):
+        """cos and sin [b or 1, s, rotary dims] of all tokens."""
+        rows = []
+        for row in range(batch if self.spec.by_row else 1):
+            positions = torch.arange(sum(self.world.program.shapes[batch])) + 3 * row
+            rows.append(reference.rope_tables(positions, self.spec.rotary_dims, self.world.dtype))
+        tables = (torch.stack(each) for each in zip(*rows))
+        return [table * self.modules["turn"].weight if self.spec.learned else table for table in tables]
+
+    def tables(self, batch):
+        return [self.world.part(table, batch) for table in self.whole_tables(batch)]
+
+    def tables_of(self, tables):
+        return tuple((t if self.spec.batch_first else t.transpose(0, 1)).unsqueeze(-2) for t in tables)
+
+    def turned(self, x, cos, sin):
+        rows = [reference.rope(x[i : i + 1], cos[i % len(cos)], sin[i % len(sin)]) for i in range(len(x))]
+        return torch.cat(rows)
+
+    def rope(self, x, tables):
+        x = x if self.spec.batch_first else x.transpose(0, 1)
+        x = self.turned(x, *tables)
+        return x if self.spec.batch_first else x.transpose(0, 1)
+
+
+class Whole(nn.Module):
+    """In the place of the drop-in, for hooks on it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = [layer]
+
+    def forward(self, q, k, v):
+        return self.layer[0].attention(q, k, v)
+
+
+class World:
+    """Where a program runs: the whole sequence (``rank`` None), or a rank's tokens under the package.
+
+    values    by name, [b, s, width]
+    records   what is compared, by name: (tensor or flag, whether it has tokens [b, s, ..])
+    """
+
+    def __init__(self, program, rank=None, mover=None, exact=True, nudged=None):
+        self.program, self.rank, self.whole, self.mover = program, rank, rank is None, mover
+        self.exact = exact and self.whole
+        self.dtype = torch.float32 if program.half and not self.exact else torch.float64
+        self.values, self.leaves, self.retained, self.records = {}, {}, {}, {}
+        self.in_backward = False
+        torch.manual_seed(program.seed)
+        made = []
+        for spec in program.layers:
+            made.append(modules_of(spec, program.width, made))
+        if program.half:
+            for modules in made:
+                modules.float().to(self.dtype)
+        self.made = nn.ModuleList(made)
+        if nudged is not None:
+            torch.manual_seed(nudged)
+            for parameter in self.made.parameters():
+                parameter.data *= 1 + 2.0**-50 * torch.randn_like(parameter)
+        self.layers = [Layer(self, i, spec, modules) for i, (spec, modules) in enumerate(zip(program.layers, made))]
+        if program.counts:
+            for name, parameter in self.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.note(f"{name} delivered", True))
+
+    def run(self):
+        for statement in self.program.statements:
+            statement.run(self)
+        self.note_gradients()
+        return self.records
+
+    def random(self, name, batch):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.program.seed} {name}".encode()))
+        size = batch, sum(self.program.shapes[batch]), self.program.width
+        x = torch.randn(size, dtype=torch.float64, generator=generator)
+        return (x.float() if self.program.half else x).to(self.dtype)
+
+    def part(self, x, batch=None):
+        """This rank's tokens of ``x`` [b, s, ..]."""
+        lengths = self.program.shapes[batch or len(x)]
+        return x if self.whole else x.narrow(1, sum(lengths[: self.rank]), lengths[self.rank])
+
+    def autocast(self):
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.program.autocast and not (self.program.half and self.exact))
+
+    def parameters(self):
+        return list(self.made.named_parameters())
+
+    def subset(self, pick):
+        """Some of what needs a gradient."""
+        everything = [(name, x) for name, x in self.values.items() if x.requires_grad]
+        everything += [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
+        chosen = random.Random(pick)
+        share = chosen.choice((0.2, 0.5, 0.8))
+        return [(name, x) for name, x in everything if chosen.random() < share]
+
+    def note(self, name, what, tokens=True):
+        count = sum(other == name or other.startswith(name + " #") for other in self.records)
+        what = what.detach().clone() if isinstance(what, torch.Tensor) else what
+        self.records[f"{name} #{count}" if count else name] = what, tokens
+
+    def note_gradients(self):
+        for name, x in self.leaves.items():
+            self.note(f"gradient of {name}", x.grad)
+        for name, x in self.retained.items():
+            self.note(f"retained gradient of {name}", x.grad)
+        for name, parameter in self.parameters():
+            self.note(f"gradient of {name}", parameter.grad, tokens=False)
+
+    def clear(self):
+        for tensor in [*self.made.parameters(), *self.values.values()]:
+            if tensor.is_leaf:
+                tensor.grad = None
+        self.in_backward = False
+
+    def total(self, tensors):
+        """Sums over the ranks."""
+        if self.whole or not tensors:
+            return tensors
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat)
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
+
+    def settle(self):
+        """Let a thread that moves bytes come to rest."""
+        if isinstance(self.mover, Delayed):
+            self.mover.settle()
+
+
+@functools.cache
+def group_of_the_thread():
+    return dist.new_group()
+
+
+class Delayed(transports.Delayed):
+    """Over a group of its own, so that its thread can't overtake what the ranks compare; waits for what was abandoned."""
+
+    def __init__(self):
+        super().__init__(longest_s=0.001)
+        self.handles, self.group = [], group_of_the_thread()
+
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        self.handles.append(super().launch(send, recv, send_sizes, recv_sizes, self.group, name))
+        return self.handles[-1]
+
+    def settle(self):
+        while self.handles:
+            self.handles.pop().wait()
+
+
+def errors(world, got, expected):
+    """What differs in the records of this rank from the whole sequence's: by name, the relative error or what else is wrong."""
+    tensors = {name: what for name, (what, _) in expected.items() if isinstance(what, torch.Tensor)}
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise AssertionError("the reference isn't finite")
+    # A key's bias has no gradient but rounding where nothing rotates: what is that small is held against the rest.
+    least = 1e-3 * max((tensor.abs().max().item() for tensor in tensors.values() if tensor.numel()), default=0)
+    sums = [name for name in tensors if not expected[name][1]]
+    mine = [got.get(name, (None,))[0] for name in sums]
+    totals = world.total([tensors[n].new_zeros(tensors[n].shape) if t is None else t.double() for n, t in zip(sums, mine)])
+    found = {name: "is no record of the whole sequence" for name in got.keys() - expected.keys()}
+    for name, (wanted, tokens) in expected.items():
+        what = got[name][0] if name in got else "nothing"
+        if name in sums and isinstance(what, torch.Tensor):
+            what = totals[sums.index(name)]
+        wanted = world.part(wanted) if name in tensors and tokens else wanted
+        found[name] = difference(what, wanted, least)
+    return found
+
+
+def difference(what, wanted, least):
+    if not isinstance(wanted, torch.Tensor) or not isinstance(what, torch.Tensor) or what.shape != wanted.shape:
+        said = [f"a tensor {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in (what, wanted)]
+        return 0.0 if said[0] == said[1] else f"is {said[0]} instead of {said[1]}"
+    if not wanted.numel():
+        return 0.0
+    return (what - wanted).abs().max().item() / max(wanted.abs().max().item(), least, 1e-300)
+
+
+def faults(rank, program, delayed, acted):
+    """What a program gets wrong on this rank; ``acted`` counts what it really did."""
+    expected = World(program).run()
+    tolerance = 1e-12
+    if program.half:  # nobody is nearer than the whole sequence in one process is
+        rounded = World(program, exact=False)
+        tolerance = 0.02 + 4 * max(errors(rounded, rounded.run(), expected).values())
+    mover = {"plain": None, "late": transports.Late(), "delayed": delayed}[program.transport]
+    by_rank = linear.by_rank
+
+    def counting(*args, **kwargs):
+        acted["rank-major"] += 1
+        return by_rank(*args, **kwargs)
+
+    def pays(x, rows, dgrad=False):
+        return x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
+
+    with contextlib.ExitStack() as stack:
+        if mover is not None:
+            stack.enter_context(transports.spoiled_buffers())
+        if program.rank_major:
+            stack.enter_context(mock.patch.object(self_attention, "batched_pays", pays))
+            stack.enter_context(mock.patch.object(linear, "by_rank", counting))
+        if program.folds:
+            stack.enter_context(mock.patch.object(ops, "_TORCH", ops._TORCH._replace(folds=True)))
+        world = World(program, rank, mover)
+        got = world.run()
+        world.settle()
+    wrong = errors(world, got, expected)
+    if not program.half and any(isinstance(e, float) and e > tolerance for e in wrong.values()):
+        # Some stacks of squared layers magnify roundings: no more is asked than of the reference itself, its weights off by a few.
+        worlds = [World(program, nudged=seed) for seed in range(3)]
+        tolerance = max(
+            tolerance, *(4 * e for world in worlds for e in errors(world, world.run(), expected).values() if isinstance(e, float))
+        )
+        acted["magnifies"] += 1
+    said = {name: f"differs by {e:.3g}" if isinstance(e, float) else e for name, e in wrong.items()}
+    found = [f"{name} {said[name]}" for name, e in wrong.items() if not isinstance(e, float) or not e <= tolerance]
+    acted["raised"] += sum(what is True for name, (what, _) in got.items() if name.startswith("raised"))
+    acted["hooks"] += sum(" gave" in name or " was given" in name or " seen" in name for name in got)
+    acted["compared"] += len(expected)
+    if mover is not None:
+        acted["transfers"] += len(getattr(mover, "transfers", ()))
+        found += mover.faults
+        mover.faults.clear()
+    kind = "worst bf16" if program.half else "worst"
+    acted[kind] = max([acted[kind], *(e for e in wrong.values() if isinstance(e, float))])
+    return found
+
+
+def run(rank, seeds):
+    """``([(seed, fault)], acted)`` of some programs of as many ranks as these."""
+    warnings.simplefilter("ignore")
+    delayed, found, acted = Delayed(), [], Counter()
+    for seed in seeds:
+        found += [(seed, fault) for fault in faults(rank, draw(seed), delayed, acted)]
+    return found, acted
+
+
+# Drawing.
+
+
+def ranks_of(seed):
+    return (2, 3, 2, 4)[seed % 4]
+
+
+def draw(seed):
+    return _Draw(seed).program
+
+
+class _Draw:
+    def __init__(self, seed):
+        self.random, self.ranks = random.Random(seed), ranks_of(seed)
+        self.half = self.chance(0.05)
+        self.shapes = {self.some(1, 3): self.lengths() for _ in range(self.some(1, 2))}
+        self.transport = self.pick("plain", "plain", "plain", "late", "delayed")
+        self.layers = []
+        for _ in range(self.pick(1, 1, 2, 2, 3)):
+            self.layers.append(self.layer())
+        self.reentrant = self.chance(0.3)
+        self.statements, self.values, self.names = [], {}, 0
+        for turn in range(self.pick(1, 1, 2)):
+            if turn and self.chance(0.5):
+                self.statements.append(Step())
+                self.values = {}
+            self.round()
+        self.program = Program(
+            seed=seed, ranks=self.ranks, width=self.some(2, 8), shapes=self.shapes, layers=tuple(self.layers),
+            statements=tuple(self.with_retained()),
+            half=self.half, autocast=self.half or self.chance(0.2),
+            transport=self.transport, rank_major=self.chance(0.3), folds=self.chance(0.15), counts=self.chance(0.3),
+        )  # fmt: skip
+
+    def chance(self, share):
+        return self.random.random() < share
+
+    def pick(self, *choices):
+        return self.random.choice(choices)
+
+    def some(self, low, high):
+        return self.random.randint(low, high)
+
+    def lengths(self):
+        lengths = tuple(self.pick(*([self.some(1, 4)] * 3), 0, 1, 2, 3) for _ in range(self.ranks))
+        if self.chance(0.4):
+            lengths = (self.some(1, 4),) * self.ranks
+        return lengths if sum(lengths) else (1,) * self.ranks
+
+    def layer(self):
+        if self.layers and self.chance(0.3):
+            return self.relative(self.some(0, len(self.layers) - 1))
+        block, head_dim = self.chance(0.65), self.some(1, 7)
+        heads = self.some(self.ranks, self.ranks + 5)
+        kv_heads = self.pick(*(n for n in range(1, heads + 1) if heads % n == 0))
+        value_dim = head_dim if block or self.chance(0.5) else self.some(1, 7)
+        same = self.chance(0.12)
+        value_dim = head_dim if same else value_dim
+        fused = not same and self.chance(0.25)
+        names = ("qkv_proj", "o_proj") if fused else ("q_proj", "k_proj", "v_proj", "o_proj")
+        norms = self.pick("", "", "", "q", "k", "qk") if head_dim > 1 else ""
+        rope = self.pick("", "Rotary", "Rotary", "function") if block else self.pick("", "tables")
+        rope = rope if head_dim > 1 else ""
+        hooks, wrapped, frozen = [], [], ()
+        for name in names if block else ("attention",):
+            if name == "v_proj" and same:
+                continue
+            if self.chance(0.08):
+                kinds = ["scales output", "scales input"][: 1 + block]
+                if not (same and name == "k_proj"):  # which may be called once for both
+                    kinds += ["sees output", "sees gradient", "deepspeed's"]
+                hooks.append((name, self.pick(*kinds)))
+            elif block and self.chance(0.08):
+                wrapped.append((name, self.pick("LoRA", "LoRA", "subclass", "weight_norm")))
+        if self.chance(0.3):
+            frozen = self.pick(
+                ("q_proj",), ("k_proj", "v_proj"), ("o_proj",), names, names[:-1], ("qkv_proj", "q_proj.weight"),
+                ("o_proj.weight",), ("",), ("q_norm", "k_norm", "turn"),
+            )  # fmt: skip
+        query = "" if block or fused or ("attention", "sees gradient") in hooks else self.pick("", "", "elsewhere", "changed")
+        gain = self.pick(*[""] * 6, "constant", "learned")
+        in_place = "query" if self.chance(0.1) else ""
+        if not block and ("attention", "sees gradient") not in hooks and self.chance(0.15):
+            in_place = "output"
+        return LayerSpec(
+            block=block, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, same=same, fused=fused,
+            norms=norms, rope=rope, rotary_dims=2 * self.some(1, head_dim // 2) if rope else 0,
+            learned=bool(rope) and self.chance(0.15), by_row=rope in ("Rotary", "function") and self.chance(0.2),
+            bias=self.chance(0.4), causal=self.chance(0.7), gain=gain, output=self.pick("4-D", "4-D", "flat", "strided"),
+            query=query, in_place=in_place, hooks=tuple(hooks), wrapped=tuple(wrapped), frozen=frozen, **self.manner(heads),
+        )  # fmt: skip
+
+    def manner(self, heads):
+        """What may differ between two layers of the same modules."""
+        config = {"head_groups": self.pick("auto", *range(1, heads // self.ranks + 1))}
+        if self.chance(0.15):
+            config["projections"] = False
+        if self.chance(0.15):
+            config["wgrad"] = False
+        if self.chance(0.1):
+            config["check"] = True
+        return dict(
+            batch_first=self.chance(0.5),
+            view=self.chance(0.4),
+            lengths=self.chance(0.3),
+            alike=self.chance(0.4),
+            config=tuple(config.items()),
+        )
+
+    def relative(self, other):
+        """A layer that shares modules or weights with one there is."""
+        spec = self.layers[other]
+        names = (*(n for n in spec.projections if not (spec.same and n == "v_proj")), "o_proj")
+        names = self.pick(names, names[-1:], names[:-1])
+        what = "modules" if spec.wrapped else self.pick("modules", "weights")
+        manner = self.manner(spec.heads)
+        return dataclasses.replace(spec, hooks=(), wrapped=(), frozen=(), shares=(other, what, names), **manner)
+
+    # Statements.
+
+    def new(self):
+        self.names += 1
+        return f"v{self.names}"
+
+    def round(self):
+        fresh = []
+        for _ in range(self.pick(1, 1, 2)):
+            name, batch = self.new(), self.pick(*self.shapes)
+            self.statements.append(Input(name, batch, self.chance(0.8)))
+            self.values[name] = batch
+        for step in range(self.some(1, 5)):
+            x = self.pick(*self.values)
+            kind = "call" if step == 0 else self.pick(*["call"] * 7, "mix", "mix", "quiet", "raises", "raises", "backward")
+            if kind == "call":
+                fresh.append(self.call(x))
+            elif kind == "mix":
+                y = self.pick(*(other for other, batch in self.values.items() if batch == self.values[x]))
+                out = self.new()
+                self.statements.append(Mix(out, x, y, self.pick("add", "gate", "gate", "detach")))
+                self.values[out] = self.values[x]
+                fresh.append(out)
+            elif kind == "quiet":
+                layer = self.some(0, len(self.layers) - 1)
+                self.statements.append(Call(self.new(), x, (layer,), self.pick("no_grad", "inference")))
+            elif kind == "raises":
+                layer = self.some(0, len(self.layers) - 1)
+                groups = dict(self.layers[layer].config)["head_groups"]
+                last = groups - 1 if self.layers[layer].alike and groups != "auto" and not self.layers[layer].gain else 0
+                self.statements.append(Raises(x, layer, self.pick(*["attention"] * 2, "backward"), self.pick(0, last, last)))
+            elif fresh:
+                self.backward([self.pick(*fresh)])
+        used = [value for value in fresh if self.chance(0.85)] or fresh[-1:]
+        if self.chance(0.3):  # one after another, each through what it shares with the others
+            self.random.shuffle(used)
+            for value in used:
+                self.backward([value])
+        else:
+            self.backward(used)
+        if self.chance(0.2):
+            self.statements.append(self.statements[-1])
+
+    def call(self, x):
+        out, layers = self.new(), tuple(self.some(0, len(self.layers) - 1) for _ in range(self.pick(1, 1, 1, 2)))
+        how = self.pick("plain", "plain", "plain", "plain", "saved", "non-reentrant", *["reentrant"] * 3 * self.reentrant)
+        last = self.layers[layers[-1]]
+        if how == "plain" and len(layers) == 1 and self.lets_input_go(last):
+            given = self.new()
+            self.statements += [Mix(given, x, x, "add"), Call(out, given, layers), ChangeInput(given)]
+        else:
+            self.statements.append(Call(out, x, layers, how))
+        self.values[out] = self.values[x]
+        if ("o_proj", "sees gradient") not in self.every_hook(layers[-1]) and how != "reentrant" and self.chance(0.2):
+            if last.query != "elsewhere":
+                self.statements.append(InPlace(out, self.pick("mul_", "add_")))
+        if self.chance(0.2):
+            self.statements.append(Hook(out, self.pick("halves", "sees", "retains")))
+        return out
+
+    def lets_input_go(self, spec):
+        """Whether nothing reads a layer's input in backward."""
+        return set(spec.projections) <= set(spec.frozen) and not (spec.wrapped or spec.hooks or spec.shares)
+
+    def every_hook(self, index):
+        spec = self.layers[index]
+        return spec.hooks + (self.every_hook(spec.shares[0]) if spec.shares else ())
+
+    def backward(self, values):
+        terms = []
+        for value in values:
+            lengths = self.shapes[self.values[value]]
+            windows = [(0, length) for length in lengths]
+            kind = self.pick("all", "all", "window", "not on one rank", "on one rank")
+            if kind == "window":
+                starts = [self.some(0, length) for length in lengths]
+                windows = [(start, self.some(start, length)) for start, length in zip(starts, lengths)]
+            one = self.some(0, self.ranks - 1)
+            if kind.endswith("one rank"):
+                windows = [w if (r == one) == (kind == "on one rank") else (0, 0) for r, w in enumerate(windows)]
+            terms.append(Term(value, tuple(windows), self.pick("dot", "slice", "sum", "square", "direct", "strided")))
+        via = "backward" if self.reentrant else self.pick("backward", "backward", "backward", "inputs", "grad")
+        self.statements.append(Backward(tuple(terms), via, self.some(0, 999) if via != "backward" else 0))
+
+    def with_retained(self):
+        """The statements, with graphs kept that a later backward goes through."""
+        later, kept = set(), []
+        for statement in reversed(self.statements):
+            if isinstance(statement, Step):
+                later = set()
+            if isinstance(statement, Backward):
+                through = set().union(*(self.all_ancestors(term.value) for term in statement.terms))
+                if through & later or self.chance(0.1):
+                    statement = dataclasses.replace(statement, retain=True)
+                later |= through
+            kept.append(statement)
+        return reversed(kept)
+
+    def all_ancestors(self, value):
+        found = {value}
+        for statement in self.statements:
+            if getattr(statement, "out", None) == value and not isinstance(statement, Input):
+                for source in {statement.x, getattr(statement, "y", statement.x)}:
+                    found |= self.all_ancestors(source)
+        return {name for name in found if not any(isinstance(s, Input) and s.out == name for s in self.statements)}
+
+
+# Many of them.
+
+
+def check(seeds, task=run, *args, enough=5):
+    """Run programs on their ranks; ``(reports, acted)``: a report for each that is wrong, raises or hangs, up to ``enough``."""
+    reports, acted = [], Counter()
+    for size in (2, 3, 4):
+        mine = [seed for seed in seeds if ranks_of(seed) == size]
+        for start in range(0, len(mine), BATCH):
+            batch = mine[start : start + BATCH]
+            try:
+                reports += told(batch, on_ranks(size, task, batch, *args, timeout_s=PATIENCE_S + 2 * len(batch)), acted)
+            except RankError as error:  # by which of them? The ranks start anew
+                alone = (report for seed in batch for report in on_its_own(seed, task, args, acted))
+                reports += list(itertools.islice(alone, enough)) or [f"seeds {batch}, together only:\n{raised(error)}"]
+            if len(reports) >= enough:
+                return reports, acted
+    return reports, acted
+
+
+def on_its_own(seed, task, args, acted):
+    try:
+        return told([seed], on_ranks(ranks_of(seed), task, [seed], *args, timeout_s=PATIENCE_S), acted)
+    except RankError as error:
+        return [f"{announced(seed)}\n{raised(error)}"]
+
+
+def raised(error):
+    """What each rank raised, or where it hangs."""
+    lines = []
+    for text in str(error).split("--- ")[1:]:
+        rank, *said = text.strip().splitlines()
+        threads = [i for i, line in enumerate(said) if "hread 0x" in line]  # the main one is the last
+        said = [said[0], *said[threads[-1] + 1 :][:12]] if threads else said[-12:]
+        lines += [f"  {rank}", *(f"    {line}" for line in said)]
+    return "\n".join(lines)
+
+
+def announced(seed):
+    return f"seed {seed} (python -m tests.helpers.programs --seed {seed})\n{draw(seed)}"
+
+
+def told(batch, results, acted):
+    for _, counts in results:
+        for kind in ("worst", "worst bf16"):
+            acted[kind] = max(acted[kind], counts.pop(kind, 0))
+        acted.update(counts)
+    reports = []
+    for seed in batch:
+        lines = [f"  rank {rank}: {fault}" for rank, (found, _) in enumerate(results) for s, fault in found if s == seed]
+        if lines:
+            reports.append("\n".join([announced(seed), *lines]))
+    return reports
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        print(draw(arguments.seed))
+        seeds = [arguments.seed]
+    else:
+        seeds = range(arguments.first, arguments.first + arguments.programs)
+    reports, acted = check(seeds)
+    print("\n\n".join(reports))
+    print(f"{len(seeds)} programs, {len(reports)} wrong; {dict(acted)}")
+    sys.exit(bool(reports))
+
+
+if __name__ == "__main__":
+    from tests.helpers import programs  # under the name by which the ranks know it
+
+    programs.main()

@@ -1,0 +1,144 @@
+"""Run a function on P gloo ranks and bring the results home.
+
+The workers are started once a P and kept: each holds a process group and runs what it is sent. A worker that fails or
+does not answer in time takes its pool with it, and the next test gets a new one.
+"""
+
+import atexit
+import faulthandler
+import gc
+import os
+import queue
+import signal
+import tempfile
+import time
+import traceback
+
+import torch
+import torch.multiprocessing
+from torch.distributed.distributed_c10d import _world
+
+_context = torch.multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "deepspeed", "ds_sp_overlap", "tests.helpers.models"])
+_pools: dict[int, "Pool"] = {}
+
+
+class RankError(AssertionError):
+    """What the ranks raised, rank by rank; ``kinds`` and ``messages`` in rank order, None for a rank that was fine."""
+
+    def __init__(self, failures):
+        self.kinds = [None if failure is None else failure[0] for failure in failures]
+        self.messages = [None if failure is None else failure[1] for failure in failures]
+        super().__init__("\n".join(f"--- rank {r}\n{f[2]}" for r, f in enumerate(failures) if f is not None))
+
+
+def _work(rank, size, store, tasks, results):
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size), OMP_NUM_THREADS="1",
+        DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", CROSS_RANK="0", CROSS_SIZE="1",
+    )  # fmt: skip
+    stacks = open(f"{store}.stacks{rank}", "w")  # kept for as long as the worker lives
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    torch.set_num_threads(1)
+    import deepspeed
+
+    from ds_sp_overlap.exchange.calls import Calls
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else each pool would build it, behind a file lock
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
+    gc.freeze()  # libraries stay; a collection, of which tests ask for many, looks at what came after them
+    linear, of_deepspeed = torch.nn.functional.linear, dict(vars(deepspeed.utils.groups))
+    while True:
+        try:
+            if (task := tasks.get()) is None:
+                return
+            function, args = task
+            torch.manual_seed(0)
+            torch.nn.functional.linear = linear  # ZeRO-3 puts its own there for the rest of the process
+            Calls._of_groups.clear()  # each task's first call is call 1, so that none is compared with another task's
+            results.put((rank, None, function(rank, *args)))
+        except BaseException as error:  # sent to the test, which decides
+            results.put((rank, (type(error).__name__, str(error), traceback.format_exc()), None))
+        made = [group for group in _world.pg_map if group is not torch.distributed.group.WORLD]
+        for group in made:  # each has threads, which never sleep for long
+            torch.distributed.destroy_process_group(group)
+        if made:
+            vars(deepspeed.utils.groups).update(of_deepspeed)
+            gc.collect()
+
+
+class Pool:
+    def __init__(self, size):
+        self.size = size
+        self.folder = tempfile.TemporaryDirectory(prefix="ds_sp_overlap_")
+        store = self.store = f"{self.folder.name}/store"
+        self.results = _context.Queue()
+        self.tasks = [_context.Queue() for _ in range(size)]
+        self.workers = [
+            _context.Process(target=_work, args=(rank, size, store, self.tasks[rank], self.results), daemon=True)
+            for rank in range(size)
+        ]
+        for worker in self.workers:
+            worker.start()
+
+    def run(self, function, args, timeout_s):
+        for tasks in self.tasks:
+            tasks.put((function, args))
+        failures, returned = [None] * self.size, [None] * self.size
+        for _ in range(self.size):
+            try:
+                rank, failure, value = self.results.get(timeout=timeout_s if not any(failures) else min(timeout_s, 20))
+            except queue.Empty:
+                hangs = [("Timeout", "no answer", f"no answer: a hang in\n{stack}") for stack in self.stacks()]
+                self.close()
+                raise RankError([failure or hang for failure, hang in zip(failures, hangs)]) from None
+            failures[rank], returned[rank] = failure, value
+        if any(failures):
+            self.close()
+            raise RankError(failures)
+        return returned
+
+    def stacks(self):
+        """Where each worker is."""
+        for worker in self.workers:
+            if worker.is_alive():
+                os.kill(worker.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return [open(f"{self.store}.stacks{rank}").read() for rank in range(self.size)]
+
+    def close(self):
+        for worker in self.workers:
+            worker.kill()
+            worker.join()
+        self.folder.cleanup()
+        _pools.pop(self.size, None)
+
+
+def refusal(function, *args, **kwargs):
+    """``(kind, message)`` of what ``function`` raises, None if it raises nothing; keeps a rank, and its pool, alive."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def on_ranks(size, function, *args, timeout_s=180):
+    """``[function(rank, *args) for rank in range(size)]``, each on its own rank. ``function`` must be importable."""
+    pool = _pools.get(size)
+    if pool is None:
+        pool = _pools[size] = Pool(size)
+    return pool.run(function, args, timeout_s)
+
+
+def no_faults(size, function, *args):
+    """``function(rank, *args)`` finds nothing on any of ``size`` ranks."""
+    for rank, found in enumerate(on_ranks(size, function, *args)):
+        assert found == [], f"rank {rank}: {found}"
+
+
+@atexit.register
+def _close_all():
+    for pool in list(_pools.values()):
+        pool.close()

@@ -1,0 +1,349 @@
+"""One type of causal model, on the whole sequence against two ranks: stock, overlapped, and with a planted fault.
+
+The oracle is transformers' model itself on the whole sequence, in fp64 with weights of which every one matters.
+"""
+
+import collections
+import contextlib
+import inspect
+import math
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from transformers.modeling_outputs import ModelOutput
+
+import ds_sp_overlap
+import ds_sp_overlap.exchange.channel
+from ds_sp_overlap.attention.nodes import Projections
+from tests.helpers.families import configs, tiny_model
+from tests.helpers.models import forget_sequence_parallel, sequence_parallel
+from tests.helpers.transports import move
+
+SEQ, SIZE = 32, 2
+PACKAGE = str(Path(ds_sp_overlap.__file__).parent)
+
+
+FP64 = 1e-10  # roundings (1e-16) over a few layers and sums in another order stay below 1e-13
+FAULT = 1e-6
+
+
+class Double(TorchFunctionMode):
+    """fp64 where a model asks for fp32 (norms, routers, rotary tables), whose roundings would hide small errors or look like them."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+        return function(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()})
+
+
+@contextlib.contextmanager
+def in_double():
+    shape = Projections.shape
+
+    def in_backward_too(*args, **kwargs):  # where norms are computed again, and PyTorch has no modes
+        with Double():
+            return shape(*args, **kwargs)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Double(), mock.patch.object(Projections, "shape", in_backward_too):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Off:
+    """A planted fault: one element of each exchange ``what`` that rank 1 receives is off by `FAULT`."""
+
+    def __init__(self, what):
+        self.what, self.times = what, 0
+
+    def prepare(self, channel):
+        pass
+
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        move(send, recv, send_sizes, recv_sizes, group)
+        if name.split()[-1].rstrip("0123456789") == self.what and dist.get_rank(group) == 1:
+            recv.view(-1)[recv.numel() // 2] += FAULT
+            self.times += 1
+        return self
+
+    def wait(self):
+        pass
+
+
+@contextlib.contextmanager
+def transport(made):
+    by_name = ds_sp_overlap.exchange.channel.by_name
+    ds_sp_overlap.exchange.channel.by_name = lambda name, size: made
+    try:
+        yield
+    finally:
+        ds_sp_overlap.exchange.channel.by_name = by_name
+
+
+# Batches: of two rows that are one document each; packed with three documents, one of which spans both ranks; padded.
+BATCHES = ("packed", "mask of ones", "right padding", "left padding", "left padding, by the mask alone")
+
+
+def batch_of(kind):
+    """input_ids, labels, position_ids, and attention_mask or None [b, s] of the whole sequence."""
+    tokens = torch.randint(1, 64, (1 if kind == "packed" else 2, SEQ), generator=torch.Generator().manual_seed(3))
+    positions, mask = torch.arange(SEQ).repeat(len(tokens), 1), torch.ones_like(tokens)
+    if kind == "packed":
+        positions = torch.cat([torch.arange(n) for n in (7, 18, 7)])[None]
+    elif kind == "right padding":
+        mask[1, -5:] = 0
+    elif kind.startswith("left padding"):
+        mask[1, :5] = 0
+        if kind == "left padding":
+            positions = (mask.cumsum(1) - 1).clamp_min(0)
+    tokens = tokens * mask
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    labels[(mask == 0) | (mask.roll(-1, 1) == 0)] = -100
+    if kind == "packed":
+        labels[positions.roll(-1, 1) == 0] = -100
+    return tokens, labels, positions, mask if kind in BATCHES[1:] else None
+
+
+def forward(model, tokens, labels, positions, mask):
+    """Logits, and the sum of the losses of all tokens with a label."""
+    known = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    given = dict(position_ids=positions, attention_mask=mask, use_cache=False)
+    given = {name: x for name, x in given.items() if (name in known or takes_any) and x is not None}
+    out = model(input_ids=tokens, **given)
+    logits = out.logits if isinstance(out, ModelOutput) else out[0]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), ignore_index=-100, reduction="sum")
+    return logits, loss
+
+
+def gradients(model):
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def whole(model, batch, apart=False):
+    """Logits of the tokens that have a label, and every gradient, on the whole sequence; ``apart``: documents one by one."""
+    tokens, labels, positions, mask = batch
+    model.zero_grad()
+    edges = [*(positions[0] == 0).nonzero().flatten().tolist(), SEQ] if apart else [0, SEQ]
+    logits = []
+    for start, stop in zip(edges, edges[1:]):
+        one, loss = forward(model, *(None if x is None else x[:, start:stop] for x in batch))
+        loss.backward()
+        logits.append(one.detach())
+    return {"logits": torch.cat(logits, 1)[labels != -100], **gradients(model)}
+
+
+def split(model, batch, rank, group):
+    """The same over the ranks: logits gathered, gradients summed."""
+    labels = batch[1]
+    model.zero_grad()
+    logits, loss = forward(model, *(None if x is None else x.chunk(SIZE, 1)[rank].contiguous() for x in batch))
+    loss.backward()
+    found = gradients(model)
+    flat = torch.cat([x.flatten() for x in found.values()])
+    dist.all_reduce(flat, group=group)
+    flat = flat.split([x.numel() for x in found.values()])
+    found = {name: x.view_as(found[name]) for name, x in zip(found, flat)}
+    parts = [torch.empty_like(logits) for _ in range(SIZE)]
+    dist.all_gather(parts, logits.detach().contiguous(), group=group)
+    return {"logits": torch.cat(parts, 1)[labels != -100], **found}
+
+
+def errors(found, expected):
+    """Of the logits, and of the worst gradient: over the largest magnitude in it, or a thousandth of that in any gradient.
+
+    The latter because some are zero but for rounding: the softmax doesn't see a bias of all keys.
+    """
+    least = max(x.abs().max().item() for name, x in expected.items() if name != "logits") / 1e3
+    off = {
+        name: ((found[name] - x).abs().max() / max(x.abs().max().item(), 0 if name == "logits" else least)).item()
+        for name, x in expected.items()
+        if x.numel()
+    }
+    off = {name: math.inf if math.isnan(x) else x for name, x in off.items()}
+    return off.pop("logits"), max(off.values())
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What was raised; ``refusal``: by the package, and meant for the user."""
+
+    message: str
+    refusal: bool
+
+
+def attempt(function, *args):
+    """What it returns, or `Raised`."""
+    try:
+        return function(*args)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        refusal = frame.filename.startswith(PACKAGE) and isinstance(error, (ValueError, RuntimeError))
+        where = "" if refusal else f" ({Path(frame.filename).name}:{frame.lineno})"
+        said = str(error).split("\n")[0] if refusal else f"{type(error).__name__}: {str(error).strip()}".split("\n")[0] + where
+        return Raised(said, refusal)
+
+
+@dataclass
+class Trial:
+    """What one rank found of one model and batch.
+
+    stock, ours  errors (logits, worst gradient), or what was raised; ours for each number of head groups
+    got          of each attention layer what is overlapped in it
+    faults       of each planted fault the error that it made, and how often it acted
+    """
+
+    stock: tuple | Raised | None = None
+    ours: dict = field(default_factory=dict)
+    got: list = field(default_factory=list)
+    faults: dict = field(default_factory=dict)
+
+
+def overlapped(model, batch, rank, groups, *expected, trial=None):
+    """Errors of the overlapped model against the nearest of ``expected``, or what was raised."""
+    group = dist.group.WORLD
+    report = attempt(ds_sp_overlap.enable, model, {"head_groups": groups}, group)
+    try:
+        if isinstance(report, Raised):
+            return report
+        if trial is not None:
+            trial.got = [layer.got.split(",")[0] for layer in report.layers]
+        found = attempt(split, model, batch, rank, group)
+        return found if isinstance(found, Raised) else min((errors(found, x) for x in expected), key=max)
+    finally:
+        ds_sp_overlap.disable(model)
+
+
+def judge(rank, kind, small=False):
+    """``kind`` in all its configs and batches: {name: `Trial`}, or `Raised` where the whole sequence can't be had.
+
+    small   the first config and batch, and packed documents alone
+    """
+    warnings.simplefilter("ignore")
+    with in_double():
+        first = attempt(tiny_model, kind)
+        if isinstance(first, Raised):
+            return {"first": first}
+        trials = {"first": _first(rank, first)}
+        if not isinstance(trials["first"], Trial) or any(isinstance(x, Raised) for x in trials["first"].ours.values()):
+            return trials  # nobody gets any further
+        for batch in BATCHES[: 1 if small else None]:
+            trials[batch] = _more(rank, first, batch)
+        for name, changes in {} if small else configs(kind).items():
+            trials[name] = _more(rank, attempt(lambda: tiny_model(kind, **changes)), "first")
+    return trials
+
+
+def _first(rank, model):
+    """The first config and batch: stock, one and two head groups, and faults that must be seen."""
+    trial, batch = Trial(), batch_of("first")
+    expected = attempt(whole, model, batch)
+    if isinstance(expected, Raised):
+        return expected
+    try:
+        registered = attempt(sequence_parallel, model, SIZE, model.config._attn_implementation)
+        found = registered if isinstance(registered, Raised) else attempt(split, model, batch, rank, dist.group.WORLD)
+        trial.stock = found if isinstance(found, Raised) else errors(found, expected)
+        for groups in (1, 2):
+            trial.ours[groups] = overlapped(model, batch, rank, groups, expected, trial=trial)
+        if not any(isinstance(x, Raised) for x in trial.ours.values()):
+            for what in ("q", "dk"):
+                with transport(fault := Off(what)):
+                    trial.faults[what] = max(overlapped(model, batch, rank, 2, expected)), fault.times
+    finally:
+        forget_sequence_parallel()
+    return trial
+
+
+def _more(rank, model, name):
+    """Another config or batch: two head groups, and stock Ulysses not registered.
+
+    Packed documents are right one by one, or as transformers computes a packed row: it counts Llama 4's temperature by row.
+    """
+    batch = batch_of(name)
+    expected = model if isinstance(model, Raised) else attempt(whole, model, batch)
+    if isinstance(expected, Raised):
+        return expected
+    expected = [expected, whole(model, batch, apart=True)] if name == "packed" else [expected]
+    return Trial(ours={2: overlapped(model, batch, rank, 2, *expected)})
+
+
+# Verdicts.
+
+
+@dataclass
+class Verdict:
+    """
+    word    whole, attention function, whole and attention function: right. refused. not built. Failures: wrong, blind, crashes, hangs
+    why     of what isn't whole or right; which of its configs and batches are refused
+    ours, stock   largest errors of logits and gradients, as text
+    """
+
+    word: str
+    why: str = ""
+    ours: str = "-"
+    stock: str = "-"
+
+
+FAILURES = ("wrong", "blind", "crashes", "hangs")
+
+
+def _text(pairs):
+    return " / ".join(f"{max(column):.0e}" for column in zip(*pairs))
+
+
+def verdict(ranks):
+    """What the trials of all ranks come to."""
+    first = [trials["first"] for trials in ranks]
+    for other in first:
+        if isinstance(other, Raised):
+            return Verdict("not built", other.message)
+    raised = [trial.stock for trial in first if isinstance(trial.stock, Raised)]
+    stock = raised[0].message if raised else _text([trial.stock for trial in first])
+    faults, refused, right = [], [], []
+    for name in ranks[0]:
+        for rank, trials in enumerate(ranks):
+            if isinstance(trial := trials[name], Raised):
+                continue  # this config has no whole sequence to compare with
+            for groups, found in trial.ours.items():
+                if not isinstance(found, Raised):
+                    right.append(found)
+                    if max(found) > FP64:
+                        faults.append(("wrong", f"{name}: {_text([found])} at G = {groups}"))
+                elif found.refusal:
+                    refused.append((name, found.message))
+                else:
+                    faults.append(("crashes", f"{name}: {found.message}"))
+    for what in first[0].faults:
+        seen, times = zip(*(trial.faults[what] for trial in first))
+        if not sum(times) or min(seen) <= FP64:
+            faults.append(("blind", f"{what} off by {FAULT:.0e} on {sum(times)} occasions makes {min(seen):.0e}"))
+    if faults:
+        word = next(word for word in FAILURES if word in dict(faults))
+        return Verdict(word, "; ".join(dict.fromkeys(why for w, why in faults if w == word)), _text(right) if right else "-", stock)
+    if any(name == "first" for name, _ in refused):
+        return Verdict("refused", dict(refused)["first"], stock=stock)
+    got = {"all eight exchanges": "whole", "attention function": "attention function"}
+    words = sorted({got[what] for what in first[0].got if what}, reverse=True)
+    why = "; ".join(f"{name} refused" for name in dict(refused))
+    return Verdict(" and ".join(words), why, _text(right), stock)
+
+
+def table(verdicts):
+    """Markdown of {type: `Verdict`}."""
+    count = collections.Counter(verdict.word for verdict in verdicts.values())
+    lines = [", ".join(f"{number} {word}" for word, number in count.most_common()) + ".", ""]
+    lines += ["| type | verdict | why | largest error, logits / gradients | stock's |", "|---|---|---|---|---|"]
+    for kind, found in sorted(verdicts.items()):
+        cells = kind, found.word, found.why, found.ours, found.stock
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

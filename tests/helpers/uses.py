@@ -1,0 +1,259 @@
+"""Uses of a layer, each written once, for the overlapped one and for the reference (`layers.block_faults`); and its projections
+that don't train, are shared or are dressed up."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers import layers
+from tests.helpers.layers import Shape
+
+SHAPES = [
+    Shape(kv_heads=2),
+    Shape(kv_heads=2, config={"head_groups": 1}),
+    Shape(fused=True, bias=True, batch_first=False),
+    Shape(bias=True, rotary=False),
+]
+
+# One layer, used in other ways than once forward and once backward.
+
+
+def without_grad(call, layer, x, dy):
+    with torch.no_grad():
+        y = call(x)
+    with torch.inference_mode():
+        inferred = call(x).clone()
+    assert not y.requires_grad
+    return {"output": y, "inferred": torch.tensor(inferred.tolist(), dtype=y.dtype)}
+
+
+def evaluation(call, layer, x, dy):
+    layer.eval()
+    y = call(x)
+    with torch.no_grad():
+        again = call(x)
+    y.backward(dy)
+    return {"output": y, "again": again, "dx": x.grad}
+
+
+def reentrant(call, layer, x, dy):
+    return layers.backward(lambda x: checkpoint(call, x, use_reentrant=True), layer, x, dy)
+
+
+def non_reentrant(call, layer, x, dy):
+    return layers.backward(lambda x: checkpoint(call, x, use_reentrant=False), layer, x, dy)
+
+
+def twice_before_backward(call, layer, x, dy):
+    first, second = call(x), call(x * x)
+    (first * second * dy).sum().backward()
+    return {"first": first, "second": second, "dx": x.grad}
+
+
+def fed_with_its_own_output(call, layer, x, dy):
+    return layers.backward(lambda x: call(call(x)), layer, x, dy)
+
+
+def accumulation(call, layer, x, dy):
+    """Two steps of gradient accumulation."""
+    call(x).backward(dy)
+    y = call(2 * x)
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def second_backward(call, layer, x, dy):
+    y = call(x)
+    y.backward(dy, retain_graph=True)
+    y.backward(dy * dy)
+    return {"output": y, "dx": x.grad}
+
+
+def grad_of_input_then_backward(call, layer, x, dy):
+    """What a backward that didn't reach the weights left behind doesn't reach them with the next."""
+    y = call(x)
+    (only,) = torch.autograd.grad(y, x, dy * dy, retain_graph=True)
+    y.backward(dy)
+    return {"only": only, "dx": x.grad}
+
+
+def grad_of_one_weight_then_backward(call, layer, x, dy):
+    y = call(x)
+    for parameter in layer.parameters():
+        (grad,) = torch.autograd.grad(y, parameter, dy, retain_graph=True)
+        parameter.grad = 2 * grad
+    y.backward(dy * dy)
+    return {"output": y, "dx": x.grad}
+
+
+def updated_in_place(call, layer, x, dy):
+    """As a residual, or a dropout, may be."""
+    y = call(x)
+    y += 2
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def backward_abandoned_halfway(call, layer, x, dy):
+    """A forward whose backward never comes."""
+    call(3 * x)
+    return layers.backward(call, layer, x, dy)
+
+
+USES = [
+    without_grad,
+    evaluation,
+    reentrant,
+    non_reentrant,
+    twice_before_backward,
+    fed_with_its_own_output,
+    accumulation,
+    second_backward,
+    grad_of_input_then_backward,
+    grad_of_one_weight_then_backward,
+    updated_in_place,
+    backward_abandoned_halfway,
+]
+
+
+# What is done to its projections.
+
+
+def frozen_query(layer):
+    layer["q_proj"].requires_grad_(False)
+
+
+def only_query_trains(layer):
+    layer.requires_grad_(False)
+    layer["q_proj"].requires_grad_(True)
+
+
+def only_input_trains(layer):
+    layer.requires_grad_(False)
+
+
+def frozen_output(layer):
+    layer["o_proj"].requires_grad_(False)
+
+
+def frozen_output_weight_under_a_bias(layer):
+    layer["o_proj"].bias = nn.Parameter(torch.ones_like(layer["o_proj"].weight[:, 0]))
+    layer["o_proj"].weight.requires_grad_(False)
+
+
+def key_is_value(layer):
+    layer["v_proj"] = layer["k_proj"]
+
+
+class Adapted(nn.Module):
+    """A LoRA-like wrapper."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        torch.manual_seed(7)
+        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
+        self.up = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Scaled(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def adapted_query_and_output(layer):
+    layer["q_proj"], layer["o_proj"] = Adapted(layer["q_proj"]), Adapted(layer["o_proj"])
+
+
+def all_adapted(layer):
+    for name in list(layer):
+        layer[name] = Adapted(layer[name])
+
+
+def subclasses(layer):
+    for name in ("k_proj", "o_proj"):
+        layer[name].__class__ = Scaled
+
+
+def weight_normed(layer):
+    torch.nn.utils.parametrizations.weight_norm(layer["v_proj"])
+
+
+CHANGES = [
+    frozen_query,
+    only_query_trains,
+    only_input_trains,
+    frozen_output,
+    frozen_output_weight_under_a_bias,
+    key_is_value,
+    adapted_query_and_output,
+    all_adapted,
+    subclasses,
+    weight_normed,
+]
+
+
+# The drop-in.
+
+
+def key_is_value_tensor(call, q, k, v, do):
+    o = call(q, k, k)
+    o.backward(do)
+    return {"output": o, "dq": q.grad, "dk": k.grad}
+
+
+def all_one_tensor(call, q, k, v, do):
+    o = call(q, q, q)
+    o.backward(do)
+    return {"output": o, "dq": q.grad}
+
+
+def query_in_an_auxiliary_loss(call, q, k, v, do):
+    projected = 2 * q
+    loss = (call(projected, k, v) * do).sum() + (projected**3).sum()
+    loss.backward()
+    return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def projections_first_then_both_calls(call, q, k, v, do):
+    """One module called twice, with both sets of projections done first."""
+    first, second = [t * 1.5 for t in (q, k, v)], [t * 0.5 for t in (q, k, v)]
+    ((call(*first) + call(*second) ** 2) * do).sum().backward()
+    return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def frozen_key(call, q, k, v, do):
+    o = call(q, k.detach(), v)
+    o.backward(do)
+    return {"output": o, "dq": q.grad, "dv": v.grad}
+
+
+def backward_again(call, q, k, v, do):
+    o = call(q, k, v)
+    o.backward(do, retain_graph=True)
+    o.backward(do)
+    return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def strided_inputs_and_cotangent(call, q, k, v, do):
+    """Guard: `_InFlight` makes contiguous what it sends as it is."""
+    strided = [t.transpose(0, 2).contiguous().transpose(0, 2) for t in (q, k, v)]
+    o = call(*strided)
+    o.backward(do.transpose(1, 3).contiguous().transpose(1, 3))
+    return {"output": o, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+DROPIN_USES = [
+    key_is_value_tensor,
+    all_one_tensor,
+    query_in_an_auxiliary_loss,
+    projections_first_then_both_calls,
+    frozen_key,
+    backward_again,
+    strided_inputs_and_cotangent,
+]

@@ -1,0 +1,95 @@
+"""The benchmarks' own parts: the five-of-eight schedule, and scripts that must run where there is no GPU and no root."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import link
+from benchmarks.variants import Layer, Shape, check_parity
+from benchmarks.wire import Wire
+from ds_sp_overlap.planner.plan import FIVE
+from ds_sp_overlap.schedule import order
+from tests.helpers.ranks import on_ranks
+from tests.helpers.transports import Recording
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def script(*words):
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *map(str, words)], env=env, capture_output=True, text=True, timeout=200)
+
+
+def five_of_eight(rank, size):
+    """The order in which it starts and waits, forward and backward; it must give what DeepSpeed's class gives."""
+    layer = Layer(Shape(8 * size, 4, 8, 4, dtype=torch.float64), rank, size, torch.distributed.group.WORLD)
+    mover = Recording()
+    got = layer.step(layer.five_of_eight(mover))
+    check_parity("five of eight", got, layer.step(layer.stock()), 1e-12)
+    return mover.log
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_five_of_eight_is_right_and_is_the_program_that_plan_plays(size):
+    expected = order(FIVE, FIVE.forward) + order(FIVE, FIVE.backward)
+    assert on_ranks(size, five_of_eight, size) == [expected] * size
+
+
+@pytest.mark.parametrize("cores, says", [(4, "4 ranks"), (2, "4 ranks on 2 cores: no claim about time")])
+def test_figures_of_a_link_say_whether_its_ranks_share_cores(monkeypatch, cores, says):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert Wire.kind.fget(SimpleNamespace(ranks=4)) == f"rate-limited link (veth and token bucket), {says}"
+
+
+def test_one_gpu_rehearses_on_a_cpu_and_labels_what_it_writes(tmp_path):
+    ran = script(BENCHMARKS / "one_gpu.py", "--rehearse", "--out", tmp_path / "emulated")
+    assert ran.returncode == 0, ran.stderr
+    assert "EMULATED network" in ran.stdout and "REHEARSED ON A CPU: no claim about time" in ran.stdout
+    table = (tmp_path / "emulated.csv").read_text()
+    assert table.startswith("emulated,") and all(name in table for name in ("ALST", "DeepSpeed", "five of eight", "G = 2"))
+    assert "EMULATED" in (tmp_path / "emulated.json").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would run")
+def test_one_gpu_refuses_to_run_without_a_gpu():
+    ran = script(BENCHMARKS / "one_gpu.py")
+    assert ran.returncode == 2 and "no CUDA device; --rehearse runs the same steps on a CPU" in ran.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_the_throttled_copy_compiles_without_spilling(architecture, tmp_path):
+    words = ["nvcc", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", BENCHMARKS / "throttled.cu", "-o", tmp_path / "cubin"]
+    ran = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in ran.stderr
+
+
+def test_link_says_that_it_needs_root():
+    words = "import os, runpy, sys; os.geteuid = lambda: 1000; del sys.argv[0]"
+    words += "; runpy.run_path(sys.argv[0], run_name='__main__')"
+    ran = script("-c", words, BENCHMARKS / "link.py")
+    assert ran.returncode == 1 and "network namespaces need root and the commands ip and tc" in ran.stderr
+
+
+def test_link_turns_switches_off_at_the_groups_that_were_asked_for():
+    named = link.configs(SimpleNamespace(groups=[4, 8], no_switches=False))
+    assert list(named) == ["G = 4", "G = 8", "G = 4, projections off", "G = 4, wgrad off"]
+
+
+def test_host_times_every_variant_and_writes_it(tmp_path):
+    ran = script(BENCHMARKS / "host.py", "--steps", 2, "--groups", 1, 2, "--out", tmp_path / "host")
+    assert ran.returncode == 0, ran.stderr
+    with (tmp_path / "host.csv").open() as file:
+        rows = {row["variant"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["stock", "drop-in, G = 1", "G = 1", "G = 2"]
+    assert all(0 < int(row["min"]) <= int(row["median"]) <= int(row["max"]) for row in rows.values())
+    assert "nothing moved" in json.loads((tmp_path / "host.json").read_text())["kind"]

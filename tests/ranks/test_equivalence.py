@@ -1,0 +1,359 @@
+"""Outputs and gradients equal those of attention on the whole sequence, fp64, to 1e-12 (see `layers.block_faults`)."""
+
+import pytest
+import torch
+from deepspeed.sequence.layer import DistributedAttention as Upstream
+
+import ds_sp_overlap
+from tests.helpers import dropin, layers, reference
+from tests.helpers.dropin import Case
+from tests.helpers.layers import HEADS, Shape, groups_for
+from tests.helpers.ranks import no_faults, on_ranks
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("heads,kv_heads", HEADS)
+def test_block_equals_the_reference_for_all_layouts_batches_and_groups(heads, kv_heads, size):
+    shapes = [
+        Shape(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=4,
+            batch=batch,
+            lengths=(3,) * size,
+            batch_first=batch_first,
+            rope=rope,
+            rotary=rotary,
+            config={"head_groups": groups},
+        )
+        for batch in (1, 3)
+        for batch_first in (True, False)
+        for rope, rotary in ((True, True), (True, False), (False, False))
+        for groups in groups_for(heads, size)
+    ]
+    no_faults(size, layers.faults_of_all, shapes)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("switch", [{}, {"projections": False}, {"wgrad": False}, {"check": True}], ids=str)
+def test_block_equals_the_reference_for_all_projections_and_switches(switch, size):
+    shapes = [
+        Shape(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=4,
+            lengths=(3,) * size,
+            batch_first=batch_first,
+            bias=bias,
+            fused=fused,
+            rotary=rotary,
+            config={"head_groups": groups, **switch},
+        )
+        for heads, kv_heads in ((8, 2), (9, 3))
+        for batch_first in (True, False)
+        for bias in (True, False)
+        for fused in (True, False)
+        for rotary in (True, False)
+        for groups in groups_for(heads, size)
+    ]
+    no_faults(size, layers.faults_of_all, shapes)
+
+
+@pytest.mark.parametrize("lengths", [(5, 2), (1, 1), (0, 4), (3, 1, 4, 2), (0, 5, 0, 1)], ids=str)
+def test_block_equals_the_reference_for_unequal_local_sequences(lengths):
+    shapes = [
+        Shape(
+            heads=8,
+            kv_heads=kv_heads,
+            head_dim=4,
+            batch=batch,
+            lengths=lengths,
+            batch_first=batch_first,
+            rotary=rotary,
+            config={"head_groups": groups},
+        )
+        for kv_heads in (8, 2)
+        for rotary in (True, False)
+        for batch in (1, 3)
+        for batch_first in (True, False)
+        for groups in (1, 2)
+    ]
+    no_faults(len(lengths), layers.faults_of_all, shapes)
+
+
+def one_rank(rank, shapes):
+    """The block without a process group against the reference."""
+    every = []
+    for shape in shapes:
+        layer, whole = layers.projections(shape), layers.projections(shape)
+        x, dy = layers.whole_inputs(shape)
+        attend = layers.block(shape, layer, None)
+        got = layers.backward(lambda x: layers.call_block(shape, attend, 0, x), layer, x.clone().requires_grad_(), dy)
+        expected = layers.backward(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
+        pairs = {name: (got[name].detach(), expected[name].detach()) for name in expected}
+        pairs |= {name: (p.grad, whole.get_parameter(name).grad) for name, p in layer.named_parameters()}
+        every += layers.faults(1e-12, **pairs)
+    return every
+
+
+def test_block_equals_the_reference_on_one_rank():
+    assert one_rank(0, [Shape(kv_heads=2, lengths=(12,), config={"head_groups": groups}) for groups in (1, 2, 4)]) == []
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("heads,kv_heads", HEADS)
+def test_dropin_equals_the_reference_for_all_layouts_batches_and_groups(heads, kv_heads, size):
+    cases = [
+        Case(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=4,
+            value_dim=value_dim,
+            batch=batch,
+            lengths=(3,) * size,
+            batch_first=batch_first,
+            rotary_dims=rotary_dims,
+            flat=flat,
+            config={"head_groups": groups},
+        )
+        for batch, value_dim, flat, rotary_dims in (
+            (1, 4, False, 4),
+            (3, 4, True, 0),
+            (3, 6, False, 2),
+            (1, 6, True, 4),
+        )
+        for batch_first in (True, False)
+        for groups in groups_for(heads, size)
+    ]
+    no_faults(size, dropin.faults_of_all, cases)
+
+
+@pytest.mark.parametrize("lengths", [(5, 2), (0, 4), (3, 1, 4, 2)], ids=str)
+def test_dropin_equals_the_reference_for_unequal_local_sequences_and_in_check_mode(lengths):
+    cases = [
+        Case(heads=8, kv_heads=4, lengths=lengths, batch_first=batch_first, rotary_dims=8, config={"check": check})
+        for batch_first in (True, False)
+        for check in (True, False)
+    ]
+    no_faults(len(lengths), dropin.faults_of_all, cases)
+
+
+class Biased:
+    """Local attention with more arguments; ``bias`` has a slice for each of the rank's heads."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, q, k, v, scale, bias=None, note=None):
+        self.calls.append((q.shape[2], scale, note))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2)) * scale
+        if bias is not None:
+            scores = scores + bias
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.repeat_interleave(q.shape[2] // v.shape[2], 2))
+
+
+def with_bias(rank, case, bias_shape):
+    torch.manual_seed(5)
+    bias = torch.randn(bias_shape, dtype=torch.float64)
+    per_head = bias_shape[0] == case.heads
+    counts = [case.heads // 2 + (r < case.heads % 2) for r in range(2)]
+    start = sum(counts[:rank])
+    mine = bias[start : start + counts[rank]] if per_head else bias
+    inputs = dropin.whole_inputs(case)
+    expected = Biased()(*inputs[:3], 0.3, bias=bias)
+    local = Biased()
+    q, k, v = (dropin.my_slice(case, rank, t) for t in inputs[:3])
+    got = dropin.module(case, local=local, heads_alike=True)(q, k, v, 0, None, 0.3, bias=mine, note="mine")
+    return layers.faults(1e-12, output=(got, dropin.my_slice(case, rank, expected))), local.calls
+
+
+def test_arguments_reach_local_attention_once_a_head_group():
+    for found, calls in on_ranks(2, with_bias, Case(heads=8, kv_heads=4), (12, 12)):
+        assert found == []
+        assert calls == [(2, 0.3, "mine")] * 2
+
+
+@pytest.mark.parametrize("heads", [8, 5])
+def test_an_argument_with_a_slice_for_each_head_forces_one_group(heads):
+    results = on_ranks(2, with_bias, Case(heads=heads, kv_heads=heads), (heads, 12, 12))
+    for (found, calls), mine in zip(results, (heads - heads // 2, heads // 2)):
+        assert found == []
+        assert calls == [(mine, 0.3, "mine")]
+
+
+class Sloped:
+    """Local attention that reads one factor a head from the front of a vector, as a kernel reads ALiBi slopes."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, q, k, v, slopes):
+        self.calls += 1
+        return reference.attention(q, k, v) * slopes[: q.shape[2]].view(1, 1, -1, 1)
+
+
+def with_slopes(rank, case):
+    inputs = dropin.whole_inputs(case)
+    slopes = torch.arange(1, case.heads + 1, dtype=torch.float64)
+    expected = Sloped()(*inputs[:3], slopes)
+    q, k, v = (dropin.my_slice(case, rank, t) for t in inputs[:3])
+    local = Sloped()
+    got = dropin.module(case, local=local)(q, k, v, 0, None, slopes.chunk(2)[rank])
+    return layers.faults(1e-12, output=(got, dropin.my_slice(case, rank, expected))) + ["groups"] * (local.calls != 1)
+
+
+def test_a_vector_with_one_element_for_each_head_forces_one_group():
+    """With two groups both would get the slopes of the first, and nothing would say so."""
+    no_faults(2, with_slopes, Case(heads=8, kv_heads=8))
+
+
+def block_with_slopes(rank, shape):
+    slopes, local, group = torch.arange(1, 9, dtype=torch.float64), Sloped(), torch.distributed.group.WORLD
+    inputs, _ = layers.whole_inputs(shape)
+    q, k, v = (layers.projections(shape)[f"{kind}_proj"](inputs).unflatten(-1, (-1, shape.head_dim)) for kind in "qkv")
+    expected = layers.projections(shape)["o_proj"](Sloped()(q, k, v, slopes).flatten(2))
+    attend = layers.block(shape, layers.projections(shape), group, local_attention=local)
+    got = attend(layers.my_slice(shape, rank, inputs), slopes.chunk(2)[rank])
+    return layers.faults(1e-12, output=(got, layers.my_slice(shape, rank, expected))) + ["groups"] * (local.calls != 1)
+
+
+def test_the_block_too_makes_one_group_of_heads_with_a_vector_for_each_head():
+    no_faults(2, block_with_slopes, Shape(heads=8, kv_heads=8, rope=False))
+
+
+def with_a_tensor_of_three_slices(rank, case):
+    """A tensor whose slices happen to be as many as the heads of one rank; attention makes nothing of it."""
+    sizes = []
+
+    def attend(q, k, v, extra):
+        sizes.append(q.shape[2])
+        return reference.attention(q, k, v)
+
+    inputs = dropin.whole_inputs(case)
+    q, k, v = (dropin.my_slice(case, rank, t) for t in inputs[:3])
+    got = dropin.module(case, local=attend)(q, k, v, 0, extra=torch.zeros(3, 12, 12))
+    expected = dropin.my_slice(case, rank, reference.attention(*inputs[:3]))
+    return layers.faults(1e-12, output=(got, expected)) + [f"groups {sizes}"] * (len(sizes) != 1)
+
+
+def test_ranks_with_different_head_counts_agree_on_the_number_of_groups():
+    """5 heads on 2 ranks, 3 and 2: an argument with 3 slices means heads to one rank only, if each looks at its own."""
+    no_faults(2, with_a_tensor_of_three_slices, Case(heads=5, kv_heads=5))
+
+
+def against_upstream(rank, cases):
+    every = []
+    for case in cases:
+        inputs = dropin.whole_inputs(case)
+        seen = []
+        for cls in (Upstream, None):
+            q, k, v = (dropin.my_slice(case, rank, t).requires_grad_() for t in inputs[:3])
+            attend = dropin.module(case, cls=cls) if cls else dropin.module(case)
+            o = attend(q, k, v, 0 if case.batch_first else 1)
+            o.backward(dropin.my_slice(case, rank, inputs[3]))
+            seen.append((o.detach(), q.grad, k.grad, v.grad))
+        pairs = {name: (got, expected) for name, expected, got in zip(("o", "dq", "dk", "dv"), *seen)}
+        every += [f"{case}: {fault}" for fault in layers.faults(1e-12, **pairs)]
+    return every
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_dropin_equals_deepspeeds_own_class(size):
+    cases = [
+        Case(
+            heads=8,
+            kv_heads=kv_heads,
+            batch=batch,
+            lengths=(3,) * size,
+            batch_first=batch_first,
+            config={"head_groups": groups},
+        )
+        for kv_heads in (8, 4)
+        for batch in (1, 3)
+        for batch_first in (True, False)
+        for groups in (1, 2)
+    ]
+    no_faults(size, against_upstream, cases)
+
+
+def over_the_world(rank, case):
+    """Without a group, as DeepSpeed's class and as the drop-in."""
+    inputs, seen = dropin.whole_inputs(case), []
+    for cls in (Upstream, ds_sp_overlap.DistributedAttention):
+        q, k, v = (dropin.my_slice(case, rank, t).requires_grad_() for t in inputs[:3])
+        o = cls(dropin.local_attention(case), None, gather_idx=1)(q, k, v, 0)
+        o.backward(dropin.my_slice(case, rank, inputs[3]))
+        seen.append((o.detach(), q.grad, k.grad, v.grad))
+    return layers.faults(1e-12, **{name: (got, want) for name, want, got in zip(("o", "dq", "dk", "dv"), *seen)})
+
+
+def test_no_group_is_all_ranks_as_in_deepspeeds_own_class():
+    no_faults(2, over_the_world, Case())
+
+
+def enabled_without_a_group_of_their_own(rank, case):
+    """Modules made without a group, over the group that `enable` is given: the two halves of four ranks."""
+    halves = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    inputs = dropin.whole_inputs(case)
+    model = torch.nn.Sequential(Upstream(dropin.local_attention(case), None, gather_idx=1))
+    report = ds_sp_overlap.enable(model, case.config, halves[rank // 2])
+    q, k, v = (dropin.my_slice(case, rank % 2, t).requires_grad_() for t in inputs[:3])
+    o = model[0](q, k, v, 0)
+    o.backward(dropin.my_slice(case, rank % 2, inputs[3]))
+    ds_sp_overlap.disable(model)
+    whole = [t.requires_grad_() for t in inputs[:3]]
+    expected = reference.attention(*whole)
+    expected.backward(inputs[3])
+    pairs = {n: (t.grad, dropin.my_slice(case, rank % 2, w.grad)) for n, t, w in zip(("dq", "dk", "dv"), (q, k, v), whole)}
+    found = layers.faults(1e-12, o=(o.detach(), dropin.my_slice(case, rank % 2, expected.detach())), **pairs)
+    return found + [f"sp size {report.sp_size}"] * (report.sp_size != 2)
+
+
+def test_modules_without_a_group_take_the_one_that_enable_is_given():
+    no_faults(4, enabled_without_a_group_of_their_own, Case())
+
+
+def partly_rotated(rank, shape):
+    """Tables of half the width, asked for, for projections as one node and node by node."""
+    x, dy = layers.whole_inputs(shape)
+    tables = reference.rope_tables(torch.arange(sum(shape.lengths)), shape.head_dim // 2, shape.dtype)
+    whole, mine = layers.projections(shape), layers.projections(shape)
+    x = x.requires_grad_()
+    q, k, v = (whole[f"{kind}_proj"](x).unflatten(-1, (-1, shape.head_dim)) for kind in "qkv")
+    y = whole["o_proj"](reference.attention(reference.rope(q, *tables), reference.rope(k, *tables), v).flatten(2))
+    y.backward(dy)
+    attend = layers.block(shape, mine, torch.distributed.group.WORLD)
+    attend.rope = ds_sp_overlap.Rotary(attend.rope.tables, partial=True)
+    local_x = layers.my_slice(shape, rank, x.detach()).requires_grad_()
+    got = attend(local_x, position_embeddings=[t.chunk(2)[rank] for t in tables])
+    got.backward(layers.my_slice(shape, rank, dy))
+    return layers.faults(
+        1e-12, y=(got.detach(), layers.my_slice(shape, rank, y.detach())), dx=(local_x.grad, layers.my_slice(shape, rank, x.grad))
+    )
+
+
+def test_partial_rotary_embedding_that_is_asked_for():
+    no_faults(2, partly_rotated, Shape(kv_heads=2))
+
+
+def constructor_like_upstream(rank):
+    """Constructed and read as DeepSpeed's class is."""
+    group = torch.distributed.group.WORLD
+    local = torch.nn.Identity()
+    ours = ds_sp_overlap.DistributedAttention(local, group, 2, 1, None, 4)
+    theirs = Upstream(local, group, 2, 1, None, 4)
+    names = ("local_attn", "spg", "scatter_idx", "gather_idx", "num_kv_heads", "sp_stream")
+    return [name for name in names if getattr(ours, name) is not getattr(theirs, name)] + list(ours.state_dict())
+
+
+def test_dropin_is_constructed_and_read_like_deepspeeds_class():
+    no_faults(2, constructor_like_upstream)
+
+
+def test_reference_is_scaled_dot_product_attention():
+    """The oracle itself, against PyTorch's."""
+    q, k, v = (torch.randn(2, 5, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    assert layers.faults(1e-12, output=(reference.attention(q, k, v), expected)) == []

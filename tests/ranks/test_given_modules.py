@@ -1,0 +1,250 @@
+"""Modules that a layer was given: hooked, patched or with a forward of their own they are called whole, and they stay as they were."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import ds_sp_overlap
+from ds_sp_overlap.attention.linear import can_split
+from tests.helpers import layers
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.layers import Shape
+from tests.helpers.ranks import no_faults, on_ranks, refusal
+from tests.helpers.transports import Recording
+from tests.helpers.uses import SHAPES, Adapted, Scaled
+
+
+def test_a_replaced_forward_is_called_whole():
+    plain, hooked, patched = (nn.Linear(2, 2) for _ in range(3))
+    hooked.register_forward_hook(lambda *_: None)
+    patched.forward = plain.forward
+    backward_hooked = nn.Linear(2, 2)
+    backward_hooked.register_full_backward_hook(lambda *_: None)
+    scaled = Scaled(2, 2)
+    modules = (plain, hooked, patched, backward_hooked, scaled, Adapted(nn.Linear(2, 2)))
+    assert [can_split(module) for module in modules] == [True] + [False] * 5
+
+
+def hooked(rank, shape, kind):
+    """Faults of a layer one of whose projections is hooked, and what the hook saw."""
+    seen = []
+
+    def hook(module, args, output):
+        seen.append(list(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__} of parts")
+
+    def change(layer):
+        layer[f"{kind}_proj"].register_forward_hook(hook)
+
+    found = layers.block_faults(rank, shape, change=change)
+    layer = layers.projections(shape)
+    change(layer)
+    apart = layers.block(shape, layer, torch.distributed.group.WORLD).split_projections()
+    if {id(m) for m in apart} != {id(layer[f"{other}_proj"]) for other in ("o" if kind == "q" else "qkv")}:
+        found.append("taken apart although hooked, or not although not")
+    return found, seen
+
+
+@pytest.mark.parametrize("kind", "qo")
+def test_a_hook_on_a_projection_sees_its_whole_output(kind):
+    shape = Shape()
+    for found, seen in on_ranks(2, hooked, shape, kind):
+        assert found == []
+        assert seen == [[2, 12, 32], [2, 6, 32]]  # the reference's call, then the block's
+
+
+EVERY_MODULE = {
+    "forward": nn.modules.module.register_module_forward_hook,
+    "forward pre": nn.modules.module.register_module_forward_pre_hook,
+    "backward": nn.modules.module.register_module_full_backward_hook,
+    "backward pre": nn.modules.module.register_module_full_backward_pre_hook,
+}
+
+
+def hooked_everywhere(rank, kind):
+    """Faults of a layer while every module is hooked, what the hook saw of it, and what it saw of the reference."""
+    shape, seen = Shape(kv_heads=2, config={"head_groups": 2}), {}
+
+    def hook(module, *args):
+        shapes = [list(t.shape) for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+        seen.setdefault(module, []).append(shapes)
+
+    def use(call, layer, x, dy):
+        handle = EVERY_MODULE[kind](hook)
+        try:
+            result = layers.backward(call, layer, x, dy)
+        finally:
+            handle.remove()
+        of_layer = [seen.pop(module, None) for module in layer.values()]
+        every.append(of_layer)
+        return result
+
+    every = []
+    found = layers.block_faults(rank, shape, use)
+    whole, mine = (str(shapes).replace("12, ", "6, ") for shapes in every)
+    return found + [f"{kind} hooks of all modules saw {mine} instead of {whole}"] * (mine != whole)
+
+
+@pytest.mark.parametrize("kind", EVERY_MODULE)
+def test_hooks_of_all_modules_see_whole_projections(kind):
+    no_faults(2, hooked_everywhere, kind)
+
+
+def hooked_between_calls(rank):
+    """A hook of all modules that comes after the first call and goes again."""
+    shape, seen = Shape(), []
+    layer = layers.projections(shape)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    counts = []
+    for hooked in (False, True, False):
+        handle = EVERY_MODULE["forward"](lambda module, args, output: seen.append(list(output.shape))) if hooked else None
+        layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]))
+        counts.append(len(attend.split_projections()))
+        if hooked:
+            handle.remove()
+    return counts, seen
+
+
+def test_hooks_of_all_modules_count_in_the_call_they_are_there_for():
+    for counts, seen in on_ranks(2, hooked_between_calls):
+        assert counts == [4, 0, 4] and seen == [[2, 6, 32]] * 4
+
+
+def traces(rank, shape):
+    """What a forward and backward change in the modules that were given."""
+    layer = layers.projections(shape)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    seen = {name: sorted(vars(module)) for name, module in layer.named_modules()}
+    addresses = [p.data_ptr() for p in layer.parameters()]
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    layers.call_block(shape, layers.block(shape, layer, torch.distributed.group.WORLD), rank, x.requires_grad_()).backward(dy)
+    found = []
+    after = layer.state_dict()
+    if list(after) != list(before) or not all(torch.equal(after[name], before[name]) for name in before):
+        found.append("the state changed")
+    if seen != {name: sorted(vars(module)) for name, module in layer.named_modules()}:
+        found.append("an attribute was left behind")
+    if addresses != [p.data_ptr() for p in layer.parameters()]:
+        found.append("a parameter was moved or replaced")
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["separate", "one group", "fused", "node by node"])
+def test_the_modules_are_as_they_were(shape):
+    no_faults(2, traces, shape)
+
+
+def dropin_state(rank):
+    local = nn.ModuleDict({"inner": nn.Linear(2, 2)})
+    module = ds_sp_overlap.DistributedAttention(local, torch.distributed.group.WORLD)
+    return list(module.state_dict()), [name for name, _ in module.named_parameters()]
+
+
+def test_dropin_has_no_parameters_of_its_own():
+    for state, parameters in on_ranks(2, dropin_state):
+        assert state == parameters == ["local_attn.inner.weight", "local_attn.inner.bias"]
+
+
+class Deliberate(Exception):
+    pass
+
+
+def fails_between_start_and_finish(rank, shape, place):
+    """An exception in the middle of a call: nothing left on the modules, and the next call is right."""
+
+    def broken(*args):
+        raise Deliberate(place)
+
+    layer = layers.projections(shape)
+    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    if place == "attention":
+        attend.local_attention = broken
+    elif place == "rope":
+        attend.rope = broken
+    elif place == "hook":
+        broken.__module__ = "deepspeed.hook"  # one that doesn't keep a projection from being taken apart
+        layer["k_proj"].register_forward_pre_hook(broken)
+    elif place == "output hook":
+        broken.__module__ = "deepspeed.hook"
+        layer["o_proj"].register_forward_pre_hook(broken)
+    refused = refusal(layers.call_block, shape, attend, rank, x.requires_grad_())
+    found = [] if refused == ("Deliberate", place) else [f"raised {refused}"]
+    found += [f"{name} kept its forward" for name, module in layer.named_modules() if "forward" in vars(module)]
+    return found + layers.block_faults(rank, shape)
+
+
+@pytest.mark.parametrize("place", ["attention", "rope", "hook", "output hook"])
+def test_an_exception_halfway_leaves_modules_and_process_group_usable(place):
+    """Guard: `call_through` takes the forward away again where a hook raises before it is reached."""
+    no_faults(2, fails_between_start_and_finish, Shape(), place)
+
+
+def forwards_inside(rank, shape):
+    """Whether a projection has its own forward back while the layer's inside runs."""
+    layer = layers.projections(shape)
+    inside = []
+
+    class Look(Recording):
+        def launch(self, *args):
+            inside.extend(name for name, module in layer.named_modules() if "forward" in vars(module))
+            return super().launch(*args)
+
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, Look())
+    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    layers.call_block(shape, attend, rank, x)
+    return inside
+
+
+def test_projections_have_their_own_forward_while_the_inside_runs():
+    """Guard: `call_through` deletes the attribute before anything else runs."""
+    no_faults(2, forwards_inside, Shape())
+
+
+# Guards.
+
+
+def hook_sees_all(rank):
+    found, seen = hooked(rank, Shape(), "q")
+    return found + [f"hook saw {seen}"] * (seen != [[2, 12, 32], [2, 6, 32]])
+
+
+def forward_of_a_class():
+    return ["taken apart"] * can_split(Scaled(2, 2))
+
+
+def replaced_forward():
+    linear = torch.nn.Linear(2, 2)
+    linear.forward = lambda x: 2 * torch.nn.Linear.forward(linear, x)
+    return ["taken apart"] * can_split(linear)
+
+
+WATCHED = {
+    "a forward is given back where a hook raises": Watched(
+        Guard("attention.linear:call_through", 'vars(first).pop("forward", None)', "pass"),
+        functools.partial(fails_between_start_and_finish, shape=Shape(), place="output hook"),
+    ),
+    "a forward is given back before anything else runs": Watched(
+        Guard("attention.linear:call_through", 'del vars(first)["forward"]', "pass"),
+        functools.partial(forwards_inside, shape=Shape()),
+    ),
+    "a hooked module is called whole": Watched(
+        Guard("attention.linear:can_call_through", "tuple(harmless)", '("",)'), hook_sees_all
+    ),
+    "a replaced forward is called": Watched(
+        Guard("attention.linear:can_call_through", '"forward" in vars(module) or ', ""), replaced_forward, ranks=0
+    ),
+    "a forward of a class of its own is called": Watched(
+        Guard("attention.linear:can_split", "type(module).forward not in plain or ", ""), forward_of_a_class, ranks=0
+    ),
+    "hooks of all modules count": Watched(
+        Guard("attention.linear:can_call_through", ", *_EVERYWHERE", ""),
+        functools.partial(hooked_everywhere, kind="forward"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -1,0 +1,282 @@
+"""Gradients that a rank does not get, does not need, or wants to be differentiated again: on 2 ranks, fp64, 1e-12."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers import dropin, layers
+from tests.helpers.dropin import Case
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.layers import Shape
+from tests.helpers.ranks import no_faults, on_ranks, refusal
+from tests.helpers.transports import Recording
+
+BLOCKS = {
+    "G = 1": Shape(config={"head_groups": 1}),
+    "G = 2": Shape(config={"head_groups": 2}),
+    "fused": Shape(fused=True, bias=True),
+    "node by node": Shape(rotary=False),
+}
+DROPINS = {
+    "drop-in, G = 1": Case(config={"head_groups": 1}),
+    "drop-in, G = 2": Case(config={"head_groups": 2}),
+    "drop-in with RoPE": Case(rotary_dims=8),
+}
+
+
+# Second derivatives.
+
+
+def layer_of(rank, shape, mover=None, local=None, change=None):
+    """``(call, inputs, parameters, dy)`` of a block or a drop-in on this rank."""
+    if isinstance(shape, Case):
+        attend = dropin.module(shape, mover, local=local)
+        *qkv, dy = (dropin.my_slice(shape, rank, t) for t in dropin.whole_inputs(shape))
+        return (
+            lambda *qkv: attend(*qkv, 0 if shape.batch_first else 1, dropin.tables(shape)),
+            [t.requires_grad_() for t in qkv],
+            [],
+            dy,
+        )
+    layer = layers.projections(shape)
+    if change:
+        change(layer)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover, local)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    return lambda x: layers.call_block(shape, attend, rank, x), [x.requires_grad_()], list(layer.parameters()), dy
+
+
+def differentiated_twice(rank, shape, way):
+    """What a differentiable backward raises, and what it has launched."""
+    mover = Recording()
+    call, inputs, parameters, dy = layer_of(rank, shape, mover)
+    leaves = [*inputs, *parameters]
+    if way == "functional":
+        call(*inputs)  # the first call compares what the ranks are about to do
+        mover.log.clear()
+        return refusal(torch.func.grad(lambda x: (call(x, *inputs[1:]) * dy).sum()), inputs[0]), mover.log
+    y = call(*inputs)
+    mover.log.clear()
+    if way == "backward":
+        return refusal(y.backward, dy, create_graph=True), mover.log
+    if way == "penalty":
+        return refusal(torch.autograd.grad, y.pow(2).sum(), inputs[:1], create_graph=True), mover.log
+
+    def product():
+        """Of the loss's Hessian with ones; the loss is linear in y, whose cotangent has no graph."""
+        grads = torch.autograd.grad((y * dy).sum(), leaves, create_graph=True)
+        torch.autograd.grad(grads, leaves, [torch.ones_like(g) for g in grads], allow_unused=True)
+
+    return refusal(product), mover.log
+
+
+def product_unnoticed(rank):
+    refused, launched = differentiated_twice(rank, BLOCKS["G = 2"], "product")
+    return [] if refused and "create_graph=True" in refused[1] and not launched else [str(refused)]
+
+
+@pytest.mark.parametrize("way", ["product", "backward", "penalty"])
+@pytest.mark.parametrize("name", [*BLOCKS, *DROPINS])
+def test_a_backward_that_is_to_be_differentiated_is_refused_before_it_exchanges(name, way):
+    """Guard: `refuse_second_derivatives` where a layer's backward begins; products of all gradients were silently wrong."""
+    for refused, launched in on_ranks(2, differentiated_twice, {**BLOCKS, **DROPINS}[name], way, timeout_s=60):
+        kind, message = refused
+        assert kind == "RuntimeError" and message.startswith("layer: " if name in BLOCKS else "attention: ")
+        assert "create_graph=True" in message and launched == []
+
+
+@pytest.mark.parametrize("name", ["G = 2", "drop-in, G = 1", "drop-in, G = 2"])
+def test_functional_transforms_are_refused_by_torch(name):
+    for refused, launched in on_ranks(2, differentiated_twice, {**BLOCKS, **DROPINS}[name], "functional", timeout_s=60):
+        assert refused[0] == "RuntimeError" and "functorch" in refused[1] and launched == []
+
+
+def checkpointed_under_a_differentiated_loss(rank):
+    """Reentrant checkpointing runs a backward of its own, which is not differentiated."""
+    call, (x,), parameters, dy = layer_of(rank, BLOCKS["G = 2"])
+    (checkpoint(call, x, use_reentrant=True) * dy).sum().backward()
+    return [] if x.grad is not None and all(p.grad is not None for p in parameters) else ["no gradient"]
+
+
+def test_reentrant_checkpointing_is_no_second_derivative():
+    for found in on_ranks(2, checkpointed_under_a_differentiated_loss):
+        assert found == []
+
+
+# Gradients that one rank does not get.
+
+
+class Lost(torch.autograd.Function):
+    """Has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def values_only(attention, q, k, v):
+    return v.flip(1).repeat_interleave(q.shape[2] // k.shape[2], 2)
+
+
+def constant(attention, q, k, v):
+    return torch.ones_like(q)
+
+
+def key_without_gradient(attention, q, k, v):
+    return attention(q, Lost.apply(k), v)
+
+
+def query_and_value_without_gradient(attention, q, k, v):
+    return attention(Lost.apply(q), k, v.detach())
+
+
+def nothing_with_gradient(attention, q, k, v):
+    with torch.no_grad():
+        return attention(q, k, v)
+
+
+def output_without_gradient(attention, q, k, v):
+    return Lost.apply(attention(q, k, v))
+
+
+ODD = [
+    values_only,
+    constant,
+    key_without_gradient,
+    query_and_value_without_gradient,
+    nothing_with_gradient,
+    output_without_gradient,
+]
+
+
+def odd_heads(odd, kv_heads):
+    """Attention over all heads, those of rank 1 the odd way; the attention of this rank is ``odd`` on rank 1 alone."""
+    plain = layers.reference.attention
+
+    def whole(q, k, v):
+        halves = [t.chunk(2, 2) for t in (q, k, v)] if kv_heads > 1 else [q.chunk(2, 2), (k, k), (v, v)]
+        first, second = zip(*halves)
+        return torch.cat([plain(*first), odd(plain, *second)], 2)
+
+    return whole, lambda rank: (lambda q, k, v: odd(plain, q, k, v)) if rank == 1 else plain
+
+
+def gradients(call, inputs, parameters, dy, tail):
+    """Output and gradients by name; zero where there is none, as on a rank whose heads have none."""
+    y = call(*inputs)
+    tail(y).backward(dy)
+    leaves = {f"input {i}": t for i, t in enumerate(inputs)} | {f"parameter {i}": t for i, t in enumerate(parameters)}
+    grads = {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves.items() if t.requires_grad}
+    return {"output": y.detach(), **grads}
+
+
+def odd_on_one_rank(rank, shapes, odd=None, freeze=""):
+    """Faults where rank 1 attends another way; without ``odd``, where its output gets no gradient. Frozen: some of q, k, v."""
+    found = []
+    tail = Lost.apply if rank == 1 and not odd else torch.clone
+
+    def whole_tail(y):
+        first, second = y.chunk(2, 1)  # of the sequence
+        return y.clone() if odd else torch.cat([first, second.detach()], 1)
+
+    for shape in shapes:
+        is_block = isinstance(shape, Shape)
+        whole, mine = odd_heads(odd, shape.kv_heads) if odd else (layers.reference.attention, lambda rank: None)
+
+        def change(layer):
+            for kind in freeze:
+                layer[f"{kind}_proj"].requires_grad_(False)
+
+        call, inputs, parameters, dy = layer_of(rank, shape, None, mine(rank), change)
+        if is_block:
+            layer = layers.projections(shape)
+            change(layer)
+            x, whole_dy = layers.whole_inputs(shape)
+            with mock.patch.object(layers.reference, "attention", whole):
+                expected = gradients(
+                    lambda x: layers.reference_layer(shape, layer, x),
+                    [x.requires_grad_()],
+                    list(layer.parameters()),
+                    whole_dy,
+                    whole_tail,
+                )
+        else:
+            *qkv, whole_dy = dropin.whole_inputs(shape)
+            for kind in freeze:
+                inputs["qkv".index(kind)].requires_grad_(False)
+            with mock.patch.object(layers.reference, "attention", whole):
+                qkv = [t.requires_grad_(x.requires_grad) for t, x in zip(qkv, inputs)]
+                expected = gradients(dropin.whole_attention(shape), qkv, [], whole_dy, whole_tail)
+        got = gradients(call, inputs, parameters, dy, tail)
+        for name in got:
+            if name.startswith("parameter"):
+                torch.distributed.all_reduce(got[name])
+            else:
+                expected[name] = layers.my_slice(shape, rank, expected[name])
+        pairs = {name: (got[name], expected[name]) for name in expected}
+        found += [f"{shape}: {fault}" for fault in layers.faults(1e-12, **pairs)]
+    return found
+
+
+ODD_SHAPES = [
+    *(Shape(rope=False, rotary=rotary, config={"head_groups": groups}) for rotary in (True, False) for groups in (1, 2)),
+    Shape(kv_heads=2, rope=False),
+    *(Case(config={"head_groups": groups}, rotary_dims=dims) for groups in (1, 2) for dims in (0, 8)),
+    Case(heads=8, kv_heads=2, value_dim=8),
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
+def test_local_attention_may_lack_gradients_on_one_rank(odd):
+    """Guards: `_Finish.backward` launches what the graph needs; o's token leads to q, k and v whatever attention does."""
+    no_faults(2, odd_on_one_rank, ODD_SHAPES, odd)
+
+
+def test_local_attention_may_lack_gradients_on_one_rank_beside_frozen_inputs():
+    for freeze in ("q", "k", "qv"):
+        no_faults(2, odd_on_one_rank, ODD_SHAPES, constant, freeze)
+
+
+def exchanges_of_a_constant(rank):
+    """A line if the backward of a layer whose attention uses nothing exchanges less than that of another."""
+    shape, logs = BLOCKS["G = 2"], []
+    for local in (None, lambda q, k, v: torch.ones_like(q)):
+        mover = Recording()
+        call, inputs, _, dy = layer_of(rank, shape, mover, local)
+        call(*inputs).backward(dy)
+        logs.append(mover.log)
+    return [] if logs[0] == logs[1] else [str(logs[1])]
+
+
+def test_every_rank_exchanges_the_same_whatever_its_attention_uses():
+    """Guard: `Exchange.start` of o takes the edges to q, k and v."""
+    no_faults(2, exchanges_of_a_constant)
+
+
+def test_the_output_may_get_no_gradient_on_one_rank():
+    no_faults(2, odd_on_one_rank, ODD_SHAPES)
+
+
+# Guards.
+
+WATCHED = {
+    "o leads to q, k and v whatever attention does": Watched(
+        Guard("exchange.exchange:Exchange.start", "_Start.apply(x, self, *of)", "_Start.apply(x, self)"),
+        exchanges_of_a_constant,
+    ),
+    "a backward with a graph is refused": Watched(
+        Guard("exchange.exchange:refuse_second_derivatives", "if torch.is_grad_enabled():", "if False:"),
+        product_unnoticed,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

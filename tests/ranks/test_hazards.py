@@ -1,0 +1,288 @@
+"""Results are unchanged under transports that do their worst (`transports`).
+
+Each test names the guard it watches; at the end the guards are taken out, one by one, and these checks must fail.
+"""
+
+import contextlib
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.helpers import dropin, layers, transports
+from tests.helpers.dropin import Case
+from tests.helpers.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice, removed
+from tests.helpers.layers import Shape
+from tests.helpers.moving import kinds, moving
+from tests.helpers.ranks import no_faults, on_ranks, refusal
+from tests.helpers.uses import (
+    adapted_query_and_output,
+    grad_of_input_then_backward,
+    reentrant,
+    second_backward,
+    strided_inputs_and_cotangent,
+    twice_before_backward,
+)
+
+SHAPES = [
+    Shape(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=4,
+        batch=batch,
+        batch_first=batch_first,
+        fused=fused,
+        bias=fused,
+        rotary=batch_first,
+        lengths=lengths,
+        config={"head_groups": groups},
+    )
+    for heads, kv_heads, lengths in ((4, 4, (3, 3)), (8, 2, (3, 2)), (6, 3, (1, 1)))
+    for batch, batch_first, fused in ((1, True, False), (2, True, True), (2, False, False))
+    for groups in (1, 2)
+]
+CASES = [
+    Case(
+        heads=heads,
+        kv_heads=kv_heads,
+        batch=batch,
+        batch_first=batch_first,
+        rotary_dims=rotary_dims,
+        flat=flat,
+        lengths=lengths,
+        config={"head_groups": groups},
+    )
+    for heads, kv_heads, lengths in ((4, 4, (3, 3)), (8, 2, (3, 2)), (7, 7, (1, 1)))
+    for batch, batch_first, rotary_dims, flat in ((1, True, 8, False), (2, True, 0, True), (2, False, 8, False))
+    for groups in (1, 2)
+]
+
+
+PLANTED = {  # each of them computes what it should, as long as nobody spoils the buffer that it has no right to read
+    "a send buffer read after delivery": Guard(
+        "exchange.exchange:_InFlight._receive",
+        'self.track.mark("unpacking")',
+        "sent, got = (side.split_sizes for side in (self.layout.source, self.layout.target))\n    "
+        "self.recv.split(got)[self.channel.rank].copy_(self.send.split(sent)[self.channel.rank])",  # which needn't travel
+    ),
+    "a received buffer read after its unpack": Guard(
+        "exchange.exchange:_InFlight.finish", 'self.track.mark("go")', "self.unpacks and self._unpack()"
+    ),
+    "a received buffer unpacked twice": Guard(
+        "exchange.exchange:_InFlight._receive", "self._unpack()", "[self._unpack() for _ in '12']"
+    ),
+}
+
+
+def spoiled(rank, transport, shapes, cases):
+    """What shapes and cases get wrong while buffers are spoiled."""
+    with transports.spoiled_buffers():
+        return layers.faults_of_all(rank, shapes, transport) + dropin.faults_of_all(rank, cases, transport)
+
+
+def spoiled_with_control(rank, transport, shapes, cases, kernels="torch", direct=False):
+    """The same; BLIND, where a reader of a released buffer, planted in the same run, isn't seen."""
+    control = [Shape(lengths=(3,) * torch.distributed.get_world_size())]
+    with moving(kernels, direct):
+        found = spoiled(rank, transport, shapes, cases)
+        for what, guard in PLANTED.items():
+            with removed(guard):
+                if not spoiled(rank, transport, control, []):
+                    found.append(f"BLIND: {what} was not seen")
+    return found
+
+
+@pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
+def test_results_do_not_depend_on_when_the_bytes_move(transport):
+    """Guards: each half waits before it reads; send buffers are held until then and written by nobody; what was
+    received and unpacked is not read again; all of an output is written."""
+    no_faults(2, spoiled_with_control, transport, SHAPES, CASES)
+
+
+@kinds
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
+def test_nor_where_kernels_rotate_and_the_gemm_writes_the_send_buffers(transport, direct, kind):
+    no_faults(2, spoiled_with_control, transport, SHAPES[:12], CASES[:6], kind, direct)
+
+
+def counts(rank, what, direct, kernels):
+    """What the fixture did in one forward and backward, and which operators moved its data."""
+    run = layers.faults_of_all if isinstance(what, Shape) else dropin.faults_of_all
+    with moving(kernels, direct) as operators, transports.spoiled_buffers() as armed:
+        assert run(rank, [what], transports.Late) == []
+    return armed.acted, set(operators)
+
+
+@pytest.mark.parametrize(
+    "what,direct,owned,packed,unpacked",
+    [
+        (Case(batch=2), False, 16, 16, 16),
+        # With one batch element q, k, v and do arrive as they are used, o and dq, dk, dv leave as they are given; but this
+        # attention's dk isn't contiguous, and the copy that travels is the package's own.
+        (Case(batch=1), False, 10, 8, 8),
+        (Shape(batch=1), False, 10, 8, 8),
+        (Shape(batch=1), True, 10, 0, 8),
+        (Shape(batch=2), True, 16, 8, 16),
+        (Shape(batch=1, lengths=(1, 1)), False, 2, 0, 0),
+    ],
+    ids=str,
+)
+def test_every_buffer_that_may_be_reused_is_spoiled(what, direct, owned, packed, unpacked):
+    """Of sixteen exchanges of two head groups."""
+    for acted, _ in on_ranks(2, counts, what, direct, "torch"):
+        assert acted == Counter(delayed=16, owned=owned, spoiled=owned, filled=packed + unpacked, poisoned=unpacked)
+
+
+@kinds
+def test_and_so_with_kernels_that_rotate(kind):
+    """q and k are packed though a GEMM could write their send buffers, v and do are not."""
+    for acted, operators in on_ranks(2, counts, Shape(batch=1), True, kind):
+        assert acted == Counter(delayed=16, owned=10, spoiled=10, filled=4 + 8, poisoned=8)
+        assert operators == {"pack_qkv", "unpack_qkv", "unpack"}
+
+
+INERT = {  # ways in which the fixture may cease to act, and what it says then
+    "no transport of ours": (contextlib.nullcontext, None, "delayed, owned, spoiled"),
+    "owned buffers aren't recognised": (
+        lambda: mock.patch.object(transports.Armed, "owns", lambda *_: False), transports.Late, "owned, spoiled",
+    ),
+    "nothing is spoiled": (
+        lambda: mock.patch.object(transports, "spoil", lambda buffer: False), transports.Late, "poisoned, spoiled",
+    ),
+    "memory isn't filled": (
+        lambda: mock.patch.object(torch, "use_deterministic_algorithms"), transports.Late, "filled",
+    ),
+    "nothing is exchanged": (
+        lambda: mock.patch.object(layers, "faults_of_all", lambda *_: []), transports.Late, "exchanges",
+    ),
+}  # fmt: skip
+
+
+def inert(rank, how):
+    change, transport, _ = INERT[how]
+
+    def run():
+        with change(), transports.spoiled_buffers():
+            layers.faults_of_all(rank, [Shape()], transport)
+
+    return refusal(run)
+
+
+@pytest.mark.parametrize("how", INERT)
+def test_a_fixture_that_does_not_act_is_blind(how):
+    for kind, message in on_ranks(2, inert, how):
+        assert kind == "AssertionError" and message.startswith(f"BLIND: too few {INERT[how][2]}: acted"), message
+
+
+def blind(rank):
+    with mock.patch.object(transports, "spoil", lambda buffer: buffer.numel() > 0):  # says that it acted
+        return spoiled_with_control(rank, transports.Late, SHAPES[:1], [])
+
+
+def test_readers_of_released_buffers_are_seen_by_nobody_who_does_not_spoil_them():
+    """The control of the control: they compute what they should."""
+    for found in on_ranks(2, blind):
+        assert found == [f"BLIND: {what} was not seen" for what in PLANTED]
+
+
+def test_four_ranks_do_not_depend_on_it_either():
+    """The same guards, with replicated KV heads and ranks that delay differently."""
+    shapes = [Shape(heads=8, kv_heads=2, head_dim=4, lengths=(2, 1, 2, 3)), Shape(kv_heads=1, lengths=(2,) * 4)]
+    cases = [
+        Case(heads=9, kv_heads=3, lengths=(2,) * 4, batch_first=False),
+        Case(heads=4, kv_heads=2, lengths=(1, 2, 3, 4)),
+    ]
+    no_faults(4, spoiled_with_control, transports.Delayed, shapes, cases)
+
+
+def spoiled_uses(rank):
+    found = []
+    with transports.spoiled_buffers():
+        for use in (twice_before_backward, second_backward, reentrant, grad_of_input_then_backward):
+            for change in (None, adapted_query_and_output):
+                mover = transports.Late()
+                found += layers.block_faults(rank, Shape(kv_heads=2), use, mover, change=change) + mover.faults + mover.unfinished()
+    return found
+
+
+def test_repeated_calls_and_backwards_do_not_depend_on_it_either():
+    """The same guards, where two calls are in flight at once or one is run again."""
+    no_faults(2, spoiled_uses)
+
+
+def late_delivery(rank):
+    return spoiled(rank, transports.Late, SHAPES[:2], CASES[:6])
+
+
+def late_delivery_of_replicas(rank):
+    return spoiled(rank, transports.Late, [Shape(kv_heads=1)], [Case(heads=6, kv_heads=3)])
+
+
+def one_position_a_rank(rank):
+    """Local sequences of one token, attention whose output has other strides: sources that travel as they lie."""
+    found = []
+    for case in (Case(batch=1, lengths=(1, 1)), Case(batch=2, batch_first=False)):
+        found += dropin.dropin_faults(rank, case, strided_inputs_and_cotangent)
+    return found
+
+
+def test_what_travels_as_it_lies_is_contiguous():
+    """Guard: `_InFlight` makes its source contiguous where that is the send buffer."""
+    no_faults(2, one_position_a_rank)
+
+
+def rotated_as_it_lies(rank):
+    """One token a rank and one batch element: everything could travel as it lies, but for what is rotated on its way."""
+    with moving("reference", direct=False):
+        return layers.faults_of_all(rank, [Shape(batch=1, lengths=(1, 1))])
+
+
+def test_what_is_rotated_on_its_way_is_packed_and_unpacked_though_it_could_travel_as_it_lies():
+    """Guard: `_InFlight` asks for that before it asks how its source lies."""
+    no_faults(2, rotated_as_it_lies)
+
+
+# Guards.
+
+WATCHED = {
+    "a half waits before it reads": Watched(SEEN_BY_PROGRAMS["a half waits before it reads"], late_delivery),
+    "the send buffer is kept until the exchange is finished": Watched(
+        Guard(
+            "exchange.exchange:_InFlight.launch",
+            "if not self.side.deferred_unpack:",
+            "self.send = None\n        if not self.side.deferred_unpack:",
+        ),
+        late_delivery,
+    ),
+    "what travels as it lies is contiguous": Watched(
+        SEEN_BY_PROGRAMS["what travels as it lies is contiguous"],
+        one_position_a_rank,
+    ),
+    "what was received is unpacked into other memory": Watched(
+        Guard(
+            "exchange.exchange:_InFlight.finish",
+            "self.recv.new_empty(self.layout.target.shape)",
+            # Where replicas are summed, else torch itself refuses to copy.
+            "self.recv.new_empty(self.layout.target.shape) if self.layout.target.tiles else "
+            "self.recv[: self.recv.new_empty(self.layout.target.shape).numel()].view(self.layout.target.shape)",
+        ),
+        late_delivery_of_replicas,
+    ),
+    **{f"there is no {what.removeprefix('a ')}": Watched(guard, late_delivery) for what, guard in PLANTED.items()},
+    "what is rotated on its way is packed": Watched(
+        Guard("exchange.exchange:_InFlight.launch", "source) if self.rope is None else None", "source)"),
+        rotated_as_it_lies,
+    ),
+    "what is rotated on its way back is unpacked": Watched(
+        Guard("exchange.exchange:_InFlight.launch", "self.rope_back is not None or not target", "not target"),
+        rotated_as_it_lies,
+    ),
+    "overlapping parts are summed": Watched(SEEN_BY_PROGRAMS["overlapping parts are summed"], late_delivery_of_replicas),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -1,0 +1,345 @@
+"""Local attention that keeps something for each head gets all of a rank's heads at once, and others their head groups."""
+
+import functools
+
+import pytest
+import torch
+from deepspeed.sequence.layer import DistributedAttention as Upstream
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ds_sp_overlap
+from tests.helpers import dropin, layers, reference
+from tests.helpers.dropin import Case
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.layers import Shape
+from tests.helpers.models import warned
+from tests.helpers.ranks import on_ranks
+from tests.helpers.transports import Recording
+
+HEADS, KV_HEADS = 8, 4  # on two ranks, in two groups of two query heads
+
+
+def scaled(q, k, v, of_query, of_key):
+    """The oracle: attention whose heads have factors of their own."""
+    return reference.attention(q, k * of_key.view(-1, 1), v) * of_query.view(-1, 1)
+
+
+def factors(heads, rank=None):
+    """Of all heads, or of a rank's."""
+    every = torch.linspace(0.5, 2.0, heads, dtype=torch.float64)
+    return every if rank is None else every.chunk(2)[rank]
+
+
+class Alibi(nn.Module):
+    """Holds slopes of this rank's heads and takes as many of them as it is given heads."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.register_buffer("slopes", factors(HEADS, rank))
+
+    def forward(self, q, k, v):
+        return scaled(q, k, v, self.slopes[: q.shape[2]], torch.ones(k.shape[2]).double())
+
+
+class KeyScale(nn.Module):
+    """A learnt factor of each KV head; of queries none."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.scale = nn.Parameter(factors(KV_HEADS, rank))
+
+    def forward(self, q, k, v):
+        return scaled(q, k, v, torch.ones(q.shape[2]).double(), self.scale[: k.shape[2]])
+
+
+def given(q, k, v, slopes):
+    """Takes slopes in whatever they come."""
+    while not isinstance(slopes, torch.Tensor):
+        slopes = next(iter(slopes.values())) if isinstance(slopes, dict) else slopes[0]
+    return scaled(q, k, v, slopes[: q.shape[2]], torch.ones(k.shape[2]).double())
+
+
+def padded(q, k, v, slopes):
+    """Takes slopes from a tensor in which no dimension is as long as a rank has heads."""
+    return given(q, k, v, slopes["slopes"][:, 0])
+
+
+def kinds(rank):
+    """Local attention and its keywords, and the factors of all heads that the oracle takes, for each kind of state."""
+    ones, slopes = torch.ones(HEADS).double(), factors(HEADS, rank)
+    of_heads, of_keys = (factors(HEADS), torch.ones(KV_HEADS).double()), (ones, factors(KV_HEADS))
+    return {
+        "slopes of a module": (Alibi(rank), {}, of_heads),
+        "a scale of each KV head": (KeyScale(rank), {}, of_keys),
+        "slopes in a dict": (given, {"slopes": {"slopes": slopes}}, of_heads),
+        "slopes in a tuple of lists": (given, {"slopes": ([slopes], None)}, of_heads),
+        "slopes among more": (padded, {"slopes": {"slopes": torch.cat((slopes, slopes))[:, None]}}, of_heads),
+        "slopes that the other rank has not": (Alibi(rank) if rank else reference.attention, {}, None),
+    }
+
+
+def stateful(rank, kind, config, wrapped=None):
+    """Faults of output and gradients, whether there was one head group, and the warnings."""
+    case = Case(heads=HEADS, kv_heads=KV_HEADS, config=config)
+    local, keywords, of = kinds(rank)[kind]
+    of = of or (torch.cat((torch.ones(HEADS // 2).double(), factors(HEADS, 1))), torch.ones(KV_HEADS).double())
+    inputs, mover = dropin.whole_inputs(case), Recording()
+    q, k, v = (t.clone().requires_grad_() for t in inputs[:3])
+    expected = scaled(q, k, v, *of)
+    expected.backward(inputs[3])
+    attend = dropin.module(case, mover, local=local)
+    mine = [dropin.my_slice(case, rank, t).requires_grad_() for t in inputs[:3]]
+
+    def call(q, k, v):
+        return attend(q, k, v, 0, **keywords)
+
+    state = torch.get_rng_state()
+    with warned() as messages:
+        o = call(*mine) if wrapped is None else checkpoint(call, *mine, use_reentrant=wrapped == "reentrant")
+    found = [] if torch.equal(state, torch.get_rng_state()) else ["the random state changed"]
+    o.backward(dropin.my_slice(case, rank, inputs[3]))
+    pairs = {"o": (o, expected), **dict(zip(("dq", "dk", "dv"), ((t.grad, w.grad) for t, w in zip(mine, (q, k, v)))))}
+    found += layers.faults(1e-12, **{n: (t.detach(), dropin.my_slice(case, rank, w.detach())) for n, (t, w) in pairs.items()})
+    if isinstance(local, KeyScale):
+        grad = torch.autograd.grad(scaled(*inputs[:3], of[0], p := of[1].clone().requires_grad_()), p, inputs[3])[0]
+        found += layers.faults(1e-12, scale=(local.scale.grad, grad.chunk(2)[rank]))
+    return found, sorted({what for what in mover.log if what[1] == "q"}), messages
+
+
+@pytest.mark.parametrize("config", [{}, {"head_groups": 4}, {"head_groups": 2, "check": True}], ids=str)
+@pytest.mark.parametrize("kind", kinds(0))
+def test_right_in_one_head_group_for(kind, config):
+    """At the two groups of the default it would be wrong by 0.3."""
+    for found, queries, messages in on_ranks(2, stateful, kind, config):
+        assert found == []
+        assert queries == ["<q", ">q"]
+        if kind not in ("slopes in a dict", "slopes in a tuple of lists"):  # those are seen in the arguments
+            (said,) = messages
+            assert "runs in one head group" in said and "sp rank 1: " in said and "heads_alike=True" in said
+
+
+@pytest.mark.parametrize("wrapped", ["reentrant", "non-reentrant"])
+def test_a_first_call_under_checkpointing_and_its_recomputation_are_one_graph(wrapped):
+    for found, queries, _ in on_ranks(2, stateful, "slopes of a module", {}, wrapped):
+        assert found == [] and queries == ["<q", ">q"]
+
+
+class Dropout(nn.Module):
+    """Draws random numbers while it trains, and so does a part of it that doesn't always train with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.frozen = nn.Dropout(0.5), nn.Dropout(0.5).eval()
+        self.modes = []
+
+    def forward(self, q, k, v):
+        self.modes.append((self.training, self.drop.training, self.frozen.training))
+        return self.frozen(self.drop(reference.attention(q, k, v)))
+
+
+def functional(q, k, v):
+    return nn.functional.dropout(reference.attention(q, k, v), 0.5)
+
+
+class Raising(nn.Module):
+    """Raises the first time on rank 1."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.left = rank
+
+    def forward(self, q, k, v):
+        self.left -= 1
+        if self.left == 0:
+            raise LookupError("not yet")
+        return reference.attention(q, k, v)
+
+
+LOCALS = {
+    "plain": lambda rank: reference.attention,
+    "dropout": lambda rank: Dropout(),
+    "dropout of a closure": lambda rank: (lambda module: lambda q, k, v: module(q, k, v))(Dropout()),
+    "dropout of a method": lambda rank: Dropout().forward,
+    "functional dropout": lambda rank: functional,
+    "raising": Raising,
+}
+
+
+def groups_of(rank, kind, alike=False, shape=None):
+    """Head groups of two calls of the drop-in, or of the block; the random state before and after; what was said."""
+    local, mover = LOCALS[kind](rank), Recording()
+    with warned() as messages:
+        if shape is None:
+            case = Case(heads=HEADS, kv_heads=2)
+            attend = dropin.module(case, mover, local=local, heads_alike=alike)
+            inputs = [dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]]
+            calls = [lambda: attend(*inputs, 0)] * 2
+        else:
+            attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, mover, local)
+            x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
+            calls = [lambda: layers.call_block(shape, attend, rank, x)] * 2
+        groups = []
+        for call in calls:
+            mover.log.clear()
+            call()
+            groups.append(len([what for what in mover.log if what.startswith(">q")]))
+    return groups, messages, getattr(local, "modes", None)
+
+
+def test_attention_that_treats_its_heads_alike_keeps_its_head_groups():
+    for shape in (None, Shape(heads=HEADS, kv_heads=2), Shape(heads=5, kv_heads=1), Shape(heads=6, kv_heads=3, batch_first=False)):
+        for groups, messages, _ in on_ranks(2, groups_of, "plain", False, shape):
+            assert groups == [2, 2] and messages == []
+
+
+@pytest.mark.parametrize("kind", ["dropout", "dropout of a closure", "dropout of a method"])
+def test_modules_are_tried_out_in_evaluation_and_then_train_as_before(kind):
+    for groups, messages, modes in on_ranks(2, groups_of, kind):
+        assert groups == [2, 2] and messages == []
+        # tried out over all heads and twice by groups, then called for two times two groups
+        assert modes is None or modes == [(False,) * 3] * 3 + [(True, True, False)] * 4
+
+
+def test_attention_that_draws_random_numbers_anyway_runs_in_one_group_and_says_so():
+    for groups, messages, _ in on_ranks(2, groups_of, "functional dropout"):
+        assert groups == [1, 1]
+        assert ["sp rank 0: draws random numbers" in message for message in messages] == [True]
+
+
+def test_attention_that_is_said_to_treat_heads_alike_is_not_tried_out():
+    for groups, messages, _ in on_ranks(2, groups_of, "functional dropout", True):
+        assert groups == [2, 2] and messages == []
+
+
+def random_numbers_differ(rank):
+    """Whether a first call draws others than a call that nothing was tried out for."""
+    case, outputs = Case(heads=HEADS, kv_heads=2), []
+    for config in ({"head_groups": 1}, {"head_groups": 2}):
+        attend = dropin.module(Case(heads=HEADS, kv_heads=2, config=config), local=functional)
+        torch.manual_seed(11)
+        outputs.append(attend(*(dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]), 0))
+    return [] if torch.equal(*outputs) else ["other random numbers"]
+
+
+def test_random_numbers_are_those_of_a_run_in_which_nothing_was_tried_out():
+    assert on_ranks(2, random_numbers_differ) == [[], []]
+
+
+# For test_guards.
+
+
+def misses_slopes(rank):
+    return stateful(rank, "slopes of a module", {})[0]
+
+
+def misses_what_the_other_rank_found(rank):
+    return stateful(rank, "slopes that the other rank has not", {})[0]
+
+
+def modes_differ(rank):
+    groups, _, modes = groups_of(rank, "dropout")
+    fine = groups == [2, 2] and modes == [(False,) * 3] * 3 + [(True, True, False)] * 4
+    return [] if fine else [f"groups {groups}, modes {modes}"]
+
+
+def test_attention_that_raises_when_it_is_tried_out_on_one_rank_keeps_nobody_waiting():
+    for groups, messages, _ in on_ranks(2, groups_of, "raising"):
+        assert groups == [1, 1]
+        assert ["(sp rank 1: raises LookupError: not yet)" in message for message in messages] == [True]
+
+
+def trained_by_timing(rank):
+    """Modules of DeepSpeed's own class that `enable` overlaps with "auto": which G their exchanges had, and the faults."""
+    case, seen = Case(heads=HEADS, kv_heads=KV_HEADS), set()
+    inputs, group = dropin.whole_inputs(case), torch.distributed.group.WORLD
+    model = nn.Sequential(Upstream(Alibi(rank), group, gather_idx=1))
+    mine = [dropin.my_slice(case, rank, t).requires_grad_() for t in inputs[:3]]
+    q, k, v = inputs[:3]
+    expected = dropin.my_slice(case, rank, scaled(q, k, v, factors(HEADS), torch.ones(KV_HEADS).double()))
+    optimizer, found = torch.optim.SGD(mine, lr=0.0), []
+    with warned() as messages:
+        ds_sp_overlap.enable(model, {"policy": {"warmup_steps": 8}}, group)
+        inner = model[0].local_attn.forward
+        model[0].local_attn.forward = lambda q, k, v: seen.add(q.shape[2]) or inner(q, k, v)
+        for step in range(12):
+            seen.clear() if step else None
+            o = model[0](*mine, 0)
+            found += layers.faults(1e-12, **{f"step {step}": (o.detach(), expected)})
+            o.sum().backward()
+            optimizer.step()
+            found += [f"heads {seen} in step {step}"] * (step > 0 and seen != {HEADS // 2})
+    ds_sp_overlap.disable(model)
+    return found, sum("runs in one head group" in message for message in messages)
+
+
+def test_auto_tries_no_more_than_one_group_of_what_needs_all_heads():
+    for found, said in on_ranks(2, trained_by_timing):
+        assert found == [] and said == 1
+
+
+def flagged(q, k, v, *, causal):
+    assert causal is True
+    return reference.attention(q, k, v)
+
+
+def rounding(q, k, v):
+    return reference.attention(q, k, v) * (1 + 1e-6 * q.shape[2])  # as another order of sums would in fp32
+
+
+def partial_of_dropout():
+    return functools.partial(lambda module, q, k, v: module(q, k, v), Dropout())
+
+
+HARMLESS = {
+    "a keyword": (lambda: flagged, {"causal": True}),
+    "dropout": (partial_of_dropout, {}),
+    "rounding": (lambda: rounding, {}),
+}
+
+
+def of_harmless(rank, kind):
+    """Head groups of a local attention that treats all heads alike, and what was said of it."""
+    (local, kwargs), mover, case = HARMLESS[kind], Recording(), Case(heads=8, kv_heads=2)
+    attend = dropin.module(case, mover, local=local())
+    with warned() as messages:
+        attend(*[dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]], 0, **kwargs)
+    return len([what for what in mover.log if what.startswith(">q")]), messages
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_is_no_difference_of_heads_costs_no_head_group(kind):
+    assert on_ranks(2, of_harmless, kind) == [(2, [])] * 2
+
+
+# Guards.
+
+WATCHED = {
+    "attention that needs all heads gets them": Watched(
+        Guard("attention.layer:Layer.begin", "and not self._may_divide(call, inputs, local)", "and False"),
+        misses_slopes,
+    ),
+    "what one rank has found counts on all": Watched(
+        Guard("attention.layer:Layer._may_divide", "enumerate(found)", "enumerate(found[:1])"),
+        misses_what_the_other_rank_found,
+    ),
+    "modules are tried out in evaluation": Watched(
+        Guard("attention.heads:_evaluating", "module.training = False", "pass"), modes_differ
+    ),
+    "modules train again as they did": Watched(
+        Guard("attention.heads:_evaluating", "module.training = training", "module.training = True"), modes_differ
+    ),
+    "trying out takes no random numbers": Watched(
+        Guard(
+            "attention.heads:fault",
+            'torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")',
+            "contextlib.nullcontext()",
+        ),
+        random_numbers_differ,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -1,0 +1,318 @@
+"""A norm of q and k between projection and exchange: computed in the node of the projections, and again in its backward."""
+
+import functools
+
+import pytest
+import torch
+
+import ds_sp_overlap
+from tests.helpers import layers
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.layers import Shape
+from tests.helpers.ranks import no_faults, on_ranks
+
+
+def known(shape):
+    """A norm of PyTorch's, whose weight is not all ones."""
+    norm = torch.nn.RMSNorm(shape.head_dim, dtype=shape.dtype)
+    torch.nn.init.uniform_(norm.weight, 0.5, 2)
+    return norm
+
+
+def layer_norm(shape):
+    norm = torch.nn.LayerNorm(shape.head_dim, dtype=shape.dtype)
+    torch.nn.init.uniform_(norm.weight, 0.5, 2)
+    torch.nn.init.uniform_(norm.bias)
+    return norm
+
+
+class Rms(torch.nn.Module):
+    """One that nobody knows."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 2, shape.head_dim, dtype=shape.dtype))
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class InPlace(Rms):
+    def forward(self, x):
+        return x.mul_(self.weight)
+
+
+class View(Rms):
+    """Its weight is a view of another parameter, as FSDP leaves them."""
+
+    def __init__(self, shape):
+        super().__init__(shape)
+        self.flat = [self.weight]
+        del self.weight
+        self.weight = self.flat[0].view(-1)
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Counting(Rms):
+    """Its buffer moves on with every call."""
+
+    def __init__(self, shape):
+        super().__init__(shape)
+        self.register_buffer("calls", torch.zeros((), dtype=shape.dtype))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Keeping(Rms):
+    """It keeps something of each call."""
+
+    def forward(self, x):
+        self.last = x.pow(2).mean()
+        return super().forward(x)
+
+
+class Nested(torch.nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.inner, self.scale = Rms(shape), torch.nn.Parameter(torch.full((shape.head_dim,), 1.5, dtype=shape.dtype))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+def weight_is_hooked(shape):
+    """Its weight's gradient is doubled by a hook."""
+    norm = known(shape)
+    norm.weight.register_hook(lambda gradient: 2 * gradient)
+    return norm
+
+
+class Both(torch.nn.Module):
+    """The whole layer on this rank; ``owned`` are the parameters of its norms."""
+
+    def __init__(self, shape, kind):
+        super().__init__()
+        self.shape, self.layer = shape, layers.projections(shape)
+        torch.manual_seed(5)
+        self.norms = torch.nn.ModuleDict({f"{name}_norm": kind(shape) for name in "qk"})
+
+    def named(self):
+        flat = ((f"{name}.flat", norm.flat[0]) for name, norm in self.norms.items() if hasattr(norm, "flat"))
+        return {**dict(self.named_parameters()), **dict(flat)}
+
+    def expected(self, x):
+        reference, layer = layers.reference, self.layer
+        q, k, v = (layer[f"{kind}_proj"](x).unflatten(-1, (-1, self.shape.head_dim)) for kind in "qkv")
+        q, k = self.norms["q_norm"](q), self.norms["k_norm"](k)
+        tables = reference.rope_tables(torch.arange(x.shape[1]), self.shape.head_dim, self.shape.dtype)
+        return layer["o_proj"](reference.attention(reference.rope(q, *tables), reference.rope(k, *tables), v).flatten(2))
+
+    def block(self, wrap=lambda norm: norm):
+        made = layers.block(self.shape, self.layer, torch.distributed.group.WORLD)
+        made.use(**self.layer, **{name: wrap(norm) for name, norm in self.norms.items()})
+        return made
+
+
+def as_it_is(norm):
+    return norm
+
+
+def faults(rank, kind, groups, frozen=None, wrap=as_it_is, twice=False, kv_heads=2):
+    """Of the output and every gradient, on this rank; ``frozen`` are left without a gradient."""
+    shape = Shape(kv_heads=kv_heads, config={"head_groups": groups})
+    mine, whole = Both(shape, kind), Both(shape, kind)
+    for model in (mine, whole):
+        for name, parameter in model.named().items():
+            parameter.requires_grad_(frozen is None or not name.startswith(frozen))
+    x, dy = layers.whole_inputs(shape)
+    x.requires_grad_(frozen != "layer")
+    y = whole.expected(x)
+    y.backward(dy)
+    local = layers.my_slice(shape, rank, x.detach()).requires_grad_(frozen != "layer")
+    attend = mine.block(wrap)
+    got = layers.call_block(shape, attend, rank, local)
+    for again in range(1 + twice):  # gradients of a backward that is thrown away, then of one that isn't
+        for parameter in (*mine.named().values(), local):
+            parameter.grad = None
+        got.backward(layers.my_slice(shape, rank, dy), retain_graph=not again and twice)
+    pairs = {"output": (got.detach(), layers.my_slice(shape, rank, y.detach()))}
+    if local.requires_grad:
+        pairs["dx"] = local.grad, layers.my_slice(shape, rank, x.grad)
+    for name, parameter in mine.named().items():
+        if parameter.grad is not None:
+            torch.distributed.all_reduce(parameter.grad)
+        pairs["d " + name] = parameter.grad, whole.named()[name].grad
+    return layers.faults(1e-12, **pairs)  # as in `layers.block_faults`
+
+
+KNOWN, OTHERS = [known, layer_norm], [Rms, InPlace, View, Counting, Keeping, Nested, weight_is_hooked]
+
+
+def splits(kind):
+    """Whether q, k and v are computed by parts beside it."""
+    shape = Shape()
+    made = layers.block(shape, layers.projections(shape), None)
+    made.use(**layers.projections(shape), q_norm=kind(shape), k_norm=kind(shape))
+    return len(made.split_projections()) == 4
+
+
+@pytest.mark.parametrize("kind", KNOWN + OTHERS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_norms_are_those_of_the_whole_sequence(kind, groups):
+    assert splits(kind) == (kind in KNOWN)
+    no_faults(2, faults, kind, groups)
+
+
+@pytest.mark.parametrize("frozen", ["norms", "layer", "layer.q_proj"])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(frozen):
+    no_faults(2, faults, known, 2, frozen)
+
+
+def test_a_graph_that_is_kept_gives_the_same_again():
+    no_faults(2, faults, known, 2, None, as_it_is, True)
+
+
+def calls(rank):
+    """How often a norm that counts was called in a forward and backward of two groups."""
+    shape = Shape(config={"head_groups": 2})
+    model = Both(shape, Counting)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    layers.call_block(shape, model.block(), rank, x.requires_grad_()).backward(dy)
+    return [norm.calls.item() for norm in model.norms.values()]
+
+
+def test_a_norm_with_a_buffer_is_called_once_a_group():
+    assert on_ranks(2, calls) == [[2, 2]] * 2
+
+
+def as_a_function(norm):
+    return lambda heads: norm(heads)
+
+
+def test_a_norm_that_is_no_module_is_right_with_projections_called_whole():
+    no_faults(2, faults, known, 2, None, as_a_function)
+
+
+def dropping(rank):
+    """Gradient of a norm's weight under dropout, by autograd and by differences; the same random numbers each time."""
+    shape = Shape(config={"head_groups": 1})
+
+    class Drop(Rms):
+        def forward(self, x):
+            return super().forward(torch.nn.functional.dropout(x, 0.5))
+
+    model = Both(shape, Drop)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    attend, weight = model.block(), model.norms["q_norm"].weight
+
+    def loss():
+        torch.manual_seed(3)
+        return (layers.call_block(shape, attend, rank, x) * dy).sum()
+
+    loss().backward()
+    here, step, found = weight.grad[0].clone(), 1e-6, []
+    torch.distributed.all_reduce(here)
+    with torch.no_grad():
+        for sign in (1, -1):
+            weight[0] += sign * step
+            found.append(loss())
+            weight[0] -= sign * step
+    difference = (found[0] - found[1]) / (2 * step)
+    torch.distributed.all_reduce(difference)
+    return [] if abs(here - difference) < 1e-6 * abs(here) else [f"{here} by autograd, {difference} by differences"]
+
+
+def test_dropout_before_a_norm_is_the_same_in_backward():
+    no_faults(2, dropping)
+
+
+def in_bf16(rank):
+    """Whether autocast is for the norm in backward what it was in forward."""
+    shape, seen = Shape(dtype=torch.float32), []
+    model = Both(shape, Rms)
+
+    class Seen(Rms):
+        def forward(self, x):
+            seen.append((torch.is_autocast_enabled("cpu"), x.dtype, super().forward(x).dtype))
+            return super().forward(x)
+
+    model.norms = torch.nn.ModuleDict({f"{name}_norm": Seen(shape) for name in "qk"})
+    attend = model.block()
+    attend.pure = frozenset((Seen.forward,))
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layers.call_block(shape, attend, rank, x.requires_grad_())
+    y.backward(dy.to(y.dtype))
+    return [] if len(seen) == 8 and len(set(seen)) == 1 and seen[0][:2] == (True, torch.bfloat16) else [str(seen)]
+
+
+def test_autocast_is_for_a_norm_in_backward_what_it_was_in_forward():
+    no_faults(2, in_bf16)
+
+
+def hooked(rank):
+    """What a hook on a norm sees, and whether the projections were split."""
+    shape, seen = Shape(config={"head_groups": 1}), []
+    model = Both(shape, known)
+    attend = model.block()
+    split = len(attend.split_projections())
+    model.norms["q_norm"].register_forward_hook(lambda module, args, output: seen.append(list(output.shape)))
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
+    return split, len(attend.split_projections()), seen
+
+
+def test_a_hook_on_a_norm_sees_it_once():
+    assert on_ranks(2, hooked) == [(4, 1, [[2, 6, 4, 8]])] * 2
+
+
+def learned_tables(rank, groups):
+    """RoPE whose tables learn: no node of ours can give them their gradient."""
+    shape = Shape(config={"head_groups": groups})
+    layer = layers.projections(shape)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    tables = [t.requires_grad_() for t in layers.reference.rope_tables(torch.arange(6 * rank, 6 * rank + 6), 8, shape.dtype)]
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    attend(x, position_embeddings=tables).backward(dy)
+    return [] if all(t.grad is not None and t.grad.abs().max() > 1e-3 for t in tables) else ["no gradient"]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_tables_that_learn_get_a_gradient(groups):
+    no_faults(2, learned_tables, groups)
+
+
+def test_the_package_says_which_projections_it_splits_beside_another_rope():
+    attend = ds_sp_overlap.SelfAttention(
+        local_attention=layers.reference.attention, num_heads=4, head_dim=8, rope=lambda x, tables: x,
+        **{f"{kind}_proj": torch.nn.Linear(32, 32) for kind in "qkvo"},
+    )  # fmt: skip
+    assert attend.split_projections() == [attend.o_proj]
+
+
+# Guards.
+
+WATCHED = {
+    "only norms that are known are computed again": Watched(
+        Guard("attention.linear:can_compute_again", "type(norm).forward not in pure", "False"), dropping
+    ),
+    "a hook on a norm's weight runs once": Watched(
+        Guard(
+            "attention.linear:can_compute_again", "not any(parameter._backward_hooks for parameter in norm.parameters())", "True"
+        ),
+        functools.partial(faults, kind=weight_is_hooked, groups=2),
+    ),
+    "autocast in backward is that of forward": Watched(
+        Guard("attention.nodes:_StartInputs.forward", "enabled=enabled", "enabled=False"),
+        in_bf16,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

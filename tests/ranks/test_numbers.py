@@ -1,0 +1,243 @@
+"""Numbers that are none, overflow, dropout, and bits that come again: as with DeepSpeed's own class."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from deepspeed.sequence.layer import DistributedAttention as Upstream
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers import dropin, layers
+from tests.helpers.dropin import Case
+from tests.helpers.layers import Shape
+from tests.helpers.ranks import on_ranks
+
+
+class Stock(nn.Module):
+    """The layer of `layers.projections` around DeepSpeed's class."""
+
+    def __init__(self, shape, layer):
+        super().__init__()
+        self.shape, self.layer = shape, layer
+        self.attend = Upstream(layers.reference.attention, torch.distributed.group.WORLD, gather_idx=1)
+
+    def forward(self, x):
+        q, k, v = (self.layer[f"{kind}_proj"](x).unflatten(-1, (-1, self.shape.head_dim)) for kind in "qkv")
+        return self.layer["o_proj"](self.attend(q, k, v, 0).flatten(2))
+
+
+def overlapped(shape, layer):
+    return layers.block(shape, layer, torch.distributed.group.WORLD)
+
+
+# NaN and Inf.
+
+
+def unlike(got, expected):
+    """Where one is a number, NaN, Inf or -Inf, so must the other be; numbers are alike to 1e-12 of the largest one."""
+    kinds = [torch.stack((t.isnan(), t == math.inf, t == -math.inf)) for t in (got, expected)]
+    if not torch.equal(*kinds):
+        return f"{(kinds[0] != kinds[1]).any(0).sum()} elements are NaN or Inf in one of them only"
+    numbers = [torch.where(t.isfinite(), t, 0) for t in (got, expected)]
+    return "; ".join(layers.faults(1e-12, numbers=numbers))
+
+
+PLACES = [("x", math.nan), ("x", math.inf), ("x", -math.inf), ("dy", math.nan), ("dy", math.inf), ("weight", math.nan)]
+
+
+def with_strange_numbers(rank, shape, place, value):
+    """What differs from stock where one element on rank 1, or of a weight, is no number; and how many are none in stock."""
+    seen, strange = [], 0
+    for build in (Stock, overlapped):
+        layer = layers.projections(shape)
+        x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+        if place == "weight":
+            layer["k_proj"].weight.data[3, 5] = value
+        elif rank == 1:
+            (x if place == "x" else dy)[0, 2, 7] = value
+        attend = build(shape, layer)
+        y = (attend if build is Stock else lambda x: attend(x))(x.requires_grad_())
+        y.backward(dy)
+        seen.append({"y": y.detach(), "dx": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
+    expected, got = seen
+    strange = sum((~t.isfinite()).sum().item() for t in expected.values())
+    return [f"{name}: {fault}" for name in expected if (fault := unlike(got[name], expected[name]))], strange
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("place,value", PLACES, ids=str)
+def test_a_number_that_is_none_goes_where_it_goes_in_stock(place, value, groups):
+    for shape in (Shape(kv_heads=2, rope=False, bias=True, config={"head_groups": groups}),):
+        both = on_ranks(2, with_strange_numbers, shape, place, value)
+        assert [found for found, _ in both] == [[], []]
+        assert sum(strange for _, strange in both) > 100  # the control: it spreads
+
+
+# Overflow.
+
+
+def scaled_training(rank, build, shape, steps=10):
+    """Loss scales, whether each step was skipped, and the weights, of fp16 autocast whose first scales overflow."""
+    layer = layers.projections(shape)
+    attend = build(shape, layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    scales, skipped = [], []
+    for step in range(steps):
+        x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape, seed=step))
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            y = attend(x)
+        scaler.scale((y * dy.half()).sum() / 1000).backward()
+        for parameter in layer.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+        before = layer["q_proj"].weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        skipped.append(torch.equal(before, layer["q_proj"].weight))
+    return scales, skipped, [p.detach() for p in layer.parameters()]
+
+
+def scaled(rank, groups):
+    shape = Shape(rope=False, dtype=torch.float32, config={"head_groups": groups})
+    stock, ours = (scaled_training(rank, build, shape) for build in (Stock, overlapped))
+    errors = [layers.reference.relative_error(*pair) for pair in zip(ours[2], stock[2])]
+    return stock[:2], ours[:2], max(errors)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_steps_that_overflow_are_skipped_as_in_stock(groups):
+    for stock, ours, error in on_ranks(2, scaled, groups):
+        assert ours == stock
+        assert any(stock[1]) and not all(stock[1])
+        assert error < 1e-3  # fp16 has 11 bits, and these are steps of it on weights in fp32
+
+
+# Dropout.
+
+
+class Drop(nn.Module):
+    """Attention that drops what it attends to: v of ones and a cotangent of ones show the mask, twice."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.drop = nn.Dropout(p)
+
+    def forward(self, q, k, v):
+        return self.drop(v) + 0 * (q + k)
+
+
+P_DROP, LENGTHS = 0.25, (64, 64)
+
+
+def masks(rank, groups, how):
+    """The mask of each head of a rank, [h/P, n], in the output and in the gradient."""
+    torch.manual_seed(100 + rank)
+    case = Case(heads=8, kv_heads=8, lengths=LENGTHS, config={"head_groups": groups})
+    attend = dropin.module(case, local=Drop(P_DROP))
+    ones = [torch.ones(2, LENGTHS[rank], 8, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+    def call(q, k, v):
+        return attend(q, k, v, 0)
+
+    o = call(*ones) if how is None else checkpoint(call, *ones, use_reentrant=how == "reentrant")
+    o.sum().backward()
+    return [t.detach().movedim(2, 0).flatten(1) for t in (o, ones[2].grad)]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("how", [None, "reentrant", "non-reentrant"])
+def test_dropout_has_its_rate_in_every_head_and_no_two_heads_share_a_mask(groups, how):
+    """Within 5 standard deviations: 8 rates and 28 pairs; a shared mask is off by 30.
+
+    n elements of which each is dropped with p: the rate deviates by sqrt(p q / n); two masks agree with p^2 + q^2.
+    """
+    outputs, gradients = zip(*on_ranks(2, masks, groups, how))
+    outputs, gradients = torch.cat(outputs, 1), torch.cat(gradients, 1)
+    assert torch.equal(outputs, gradients)  # the same mask backward, also where it is drawn again
+    assert set(outputs.unique().tolist()) == {0.0, 1 / (1 - P_DROP)}
+    dropped = outputs == 0
+    n, agree = dropped.shape[1], P_DROP**2 + (1 - P_DROP) ** 2
+    for head, mask in enumerate(dropped):
+        assert abs(mask.double().mean() - P_DROP) < 5 * math.sqrt(P_DROP * (1 - P_DROP) / n), head
+        for other in range(head):
+            same = (mask == dropped[other]).double().mean()
+            assert abs(same - agree) < 5 * math.sqrt(agree * (1 - agree) / n), (other, head)
+
+
+# Bits that come again.
+
+
+def two_calls(rank, groups):
+    """Share of what two calls drop alike."""
+    torch.manual_seed(100 + rank)
+    case = Case(heads=8, kv_heads=8, lengths=LENGTHS, config={"head_groups": groups})
+    attend = dropin.module(case, local=Drop(P_DROP))
+    ones = [torch.ones(2, LENGTHS[rank], 8, 8, dtype=torch.float64) for _ in range(3)]
+    one, other = attend(*ones, 0), attend(*ones, 0)
+    return ((one == 0) == (other == 0)).double().mean().item()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_two_calls_drop_independently(groups):
+    for same in on_ranks(2, two_calls, groups):
+        assert abs(same - (P_DROP**2 + (1 - P_DROP) ** 2)) < 0.08, same  # five sigma of 1024 masks; one mask twice is all alike
+
+
+def finite_gradients(rank, build, shape):
+    """Which parameters have a finite gradient at 28 scales of the output's, in fp16."""
+    layer, seen = layers.projections(shape), []
+    attend = build(shape, layer)
+    for step in range(28):
+        x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            y = attend(x.requires_grad_())
+        y.backward((dy * 2.0 ** (18 - step / 4)).clamp(-60000, 60000).half())  # finite itself
+        seen.append([bool(p.grad.isfinite().all()) for p in layer.parameters()])
+    return seen
+
+
+def overflows(rank, groups):
+    shape = Shape(rope=False, dtype=torch.float32, config={"head_groups": groups})
+    return [finite_gradients(rank, build, shape) for build in (Stock, overlapped)]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_overflow_inside_the_layer_where_stocks_do(groups):
+    for stock, ours in on_ranks(2, overflows, groups):
+        assert stock == ours and {all(finite) for finite in stock} == {True, False}
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def runs_differ(rank, shape):
+    """Whether two runs give other bits, of everything; uninitialised memory is NaN, so that it would show."""
+    runs = []
+    with deterministic():
+        for _ in range(2):
+            layer = layers.projections(shape)
+            x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+            y = layers.call_block(shape, overlapped(shape, layer), rank, x.requires_grad_())
+            y.backward(dy)
+            runs.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    finite = all(t.isfinite().all() for t in runs[0])
+    return [] if finite and all(torch.equal(*pair) for pair in zip(*runs)) else [str(shape)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("heads, kv_heads, bias", [(4, 4, True), (4, 1, True), (6, 3, False)])  # the last: rows that overlap
+def test_deterministic_mode_gives_the_same_bits_again(heads, kv_heads, bias, groups, dtype):
+    shape = Shape(heads=heads, kv_heads=kv_heads, dtype=dtype, bias=bias, config={"head_groups": groups})
+    assert on_ranks(2, runs_differ, shape) == [[], []]

@@ -1,0 +1,218 @@
+"""Exchanges start and finish in the order of the schedule."""
+
+import functools
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ds_sp_overlap
+from ds_sp_overlap.schedule import by_head_groups, order
+from tests.helpers import layers, models, reference
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.layers import Shape
+from tests.helpers.ranks import on_ranks
+from tests.helpers.transports import Recording
+
+HIDDEN, HEADS, DIM = 20, 4, 8  # no two matrix products of the layer have the same shape
+
+
+def drawn(groups):
+    """(forward, backward) as the schedule has it for G = ``groups``."""
+    made = by_head_groups(("qkv",) * groups)
+    return order(made, made.forward), order(made, made.backward)
+
+
+class Products(TorchDispatchMode):
+    """Writes the matrix products that are weight gradients into a log, told by their shape."""
+
+    def __init__(self, log, rows):
+        super().__init__()
+        self.log, self.rows = log, rows
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.mm.default:
+            if result.shape[0] == HIDDEN and result.shape[1] in self.rows:
+                self.log.append("dWo")
+            elif result.shape[1] == HIDDEN and result.shape[0] in self.rows:
+                self.log.append("dW")
+        return result
+
+
+def recorded(rank, size, kv_heads, config, compute=False):
+    """(forward, backward) of a block of its own, with its weight gradients among the exchanges if ``compute``."""
+    torch.manual_seed(1)
+    mover = Recording()
+    linear = lambda n, m: torch.nn.Linear(n, m, bias=False)  # noqa: E731
+    attend = ds_sp_overlap.SelfAttention(
+        local_attention=reference.attention,
+        num_heads=HEADS,
+        num_kv_heads=kv_heads,
+        head_dim=DIM,
+        config=config,
+        q_proj=linear(HIDDEN, HEADS * DIM),
+        k_proj=linear(HIDDEN, kv_heads * DIM),
+        v_proj=linear(HIDDEN, kv_heads * DIM),
+        o_proj=linear(HEADS * DIM, HIDDEN),
+        transport=mover,
+        sequence_process_group=torch.distributed.group.WORLD if size > 1 else None,
+    )
+    y = attend(torch.randn(1, 7, HIDDEN, requires_grad=True))
+    forward, mover.log[:] = list(mover.log), []
+    if compute:
+        with Products(mover.log, {DIM * n for n in range(1, HEADS + 1)}):
+            y.sum().backward()
+    else:
+        y.sum().backward()
+    return forward, list(mover.log)
+
+
+def on(size, *args):
+    """`recorded` on every rank of an sp group of ``size``."""
+    return [recorded(0, 1, *args)] if size == 1 else on_ranks(size, recorded, size, *args)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_exchanges_start_and_finish_as_drawn(groups, size):
+    forward, backward = drawn(groups)
+    assert len(forward) == len(backward) == 8 * groups and len(set(forward)) == len(set(backward)) == 8 * groups
+    for seen in on(size, HEADS, {"head_groups": groups}):
+        assert seen == (forward, backward)
+
+
+def order_differs(rank, groups):
+    """A line if the order isn't the one drawn."""
+    seen = recorded(rank, 2, HEADS, {"head_groups": groups})
+    return [] if seen == drawn(groups) else [str(seen)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_kv_head_shared_by_two_groups_travels_with_the_first_in_both_directions(size):
+    """MQA on one rank, one KV head a rank on two: group 1 has its q only, its dk and dv are summed before they go."""
+    for forward, backward in on(size, size, {"head_groups": 2}):
+        assert forward == ">q0 >k0 >v0 >q1 <q0 <k0 <v0 >o0 <q1 >o1 <o0 <o1".split()
+        assert backward == ">do1 >do0 <do1 >dq1 <do0 >dv0 >dk0 >dq0 <dq1 <dv0 <dk0 <dq0".split()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("groups,between", [(1, (">do", "<do")), (2, (">do0", "<do1"))])
+def test_wgrad_of_the_output_projection_runs_under_the_exchange_of_do(groups, between, size):
+    """Guard: `_FinishOutput.backward` computes it after it has started the gradients of all groups."""
+    for _, log in on(size, HEADS, {"head_groups": groups}, True):
+        at = [i for i, what in enumerate(log) if what == "dWo"]
+        assert len(at) == groups
+        assert log.index(between[0]) < min(at) and max(at) < log.index(between[1]), log
+
+
+def wgrad_out_of_place(rank, groups):
+    _, log = recorded(rank, 2, HEADS, {"head_groups": groups}, True)
+    at = [i for i, what in enumerate(log) if what == "dWo"]
+    first, last = (">do", "<do") if groups == 1 else (">do0", "<do1")
+    return [] if log.index(first) < min(at) and max(at) < log.index(last) else [str(log)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_wgrads_of_the_projections_run_under_the_exchanges_that_are_left(groups, size):
+    """Every wgrad of Wv and Wk, of Wq too but for the very last, runs while an exchange is in flight."""
+    for _, log in on(size, HEADS, {"head_groups": groups}, True):
+        wgrads = [i for i, what in enumerate(log) if what == "dW"]
+        assert len(wgrads) == 3 * groups
+        last = log.index("<dq" if groups == 1 else "<dq0")
+        assert [i for i in wgrads if i > last] == [len(log) - 1], log
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_without_the_switch_the_wgrad_runs_with_its_dgrad(groups):
+    for _, log in on(2, HEADS, {"head_groups": groups, "wgrad": False}, True):
+        at = [i for i, what in enumerate(log) if what == "dWo"]
+        assert len(at) == groups and max(at) < log.index(">do" if groups == 1 else ">do0"), log
+
+
+def order_of_uses(rank, config):
+    """Exchanges under no_grad, in a module called whole, and of a frozen layer."""
+    seen = {}
+    for name, change in (("whole", {"projections": False}), ("fused", {})):
+        mover = Recording()
+        shape = Shape(fused=name == "fused", config={**config, **change})
+        layer = layers.projections(shape)
+        x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+        y = layers.call_block(shape, layers.block(shape, layer, torch.distributed.group.WORLD, mover), rank, x.requires_grad_())
+        forward, mover.log[:] = list(mover.log), []
+        y.backward(dy)
+        seen[name] = forward, list(mover.log)
+    return seen
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_order_is_the_same_for_fused_and_whole_projections(groups):
+    """Starts and finishes in forward as drawn; in backward a module called whole needs all its gradients first."""
+    for seen in on_ranks(2, order_of_uses, {"head_groups": groups}):
+        assert seen["fused"] == drawn(groups)
+        assert seen["whole"][0] == drawn(groups)[0]
+        assert sorted(seen["whole"][1]) == sorted(drawn(groups)[1])
+
+
+def order_of_gradients(rank, family, adapted):
+    """Names of a model's parameters in the order in which autograd delivers their gradients, for G = 1, 2, 4."""
+    orders = []
+    for groups in (1, 2, 4):
+        with models.sequence_parallel_model(2, family=family, heads=8, kv_heads=8 if family == "gpt_neox" else 4) as (model, group):
+            if adapted:
+                lora = LoraConfig(target_modules=["q_proj", "o_proj"], r=2, init_lora_weights=False)
+                model = get_peft_model(model, lora)
+            ds_sp_overlap.enable(model, {"head_groups": groups, "on_unsupported": "error"}, group)
+            order = []
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))  # noqa: B023
+            models.mean_loss(model, models.cut(models.batches(1)[0], rank, 2), group).backward()
+            orders.append(order)
+    return orders
+
+
+@pytest.mark.parametrize(
+    "family,adapted", [*((f, False) for f in ("llama", "qwen2", "qwen3", "phi3", "gpt_neox")), ("qwen3", True)]
+)
+def test_parameters_get_their_gradients_in_one_order_for_every_number_of_groups(family, adapted):
+    """ZeRO reduces gradients in the order in which they come, over replicas that may differ in G (see `policy`)."""
+    for one, two, four in on_ranks(2, order_of_gradients, family, adapted):
+        assert len(one) >= 8 and one == two == four
+
+
+# Guards.
+
+WATCHED = {
+    "exchanges start in the order drawn": Watched(
+        Guard(
+            "attention.execution:start_inputs",
+            "in call.schedule.inputs",
+            "in sorted(call.schedule.inputs, key=lambda step: -step.group)",
+        ),
+        functools.partial(order_differs, groups=2),
+    ),
+    "gradients start in the order drawn": Watched(
+        Guard(
+            "exchange.exchange:_Finish.backward",
+            "reversed(list(zip(ctx.exchanges, gradients, needed)))",
+            "zip(ctx.exchanges, gradients, needed)",
+        ),
+        functools.partial(order_differs, groups=2),
+    ),
+    "the wgrad waits for the starts": Watched(
+        Guard(
+            "attention.nodes:_FinishOutput.backward",
+            "in call.schedule.backward_of_output",
+            'in sorted(call.schedule.backward_of_output, key=lambda step: (-step.group, "wgrad dgrad start".index(step.act)))',
+        ),
+        functools.partial(wgrad_out_of_place, groups=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

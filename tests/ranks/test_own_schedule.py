@@ -1,0 +1,57 @@
+"""A schedule of one's own: a layer runs by it, records it and refuses it where it can't be run."""
+
+import inspect
+
+import pytest
+import torch
+
+from ds_sp_overlap.schedule import Schedule, by_head_groups, draw, order, play
+from tests.helpers import layers
+from tests.helpers.layers import Shape
+from tests.helpers.ranks import on_ranks
+from tests.helpers.schedules import merged_last, step_of
+from tests.helpers.transports import Recording
+
+
+def run_by(rank, function, groups, kv_heads):
+    """Faults of a block that runs by it, on this rank; and what it recorded, forward and backward."""
+    shape = Shape(kv_heads=kv_heads, config={"head_groups": groups})
+    mover, block = Recording(), layers.block
+
+    def of_ours(*args, **kwargs):
+        made = block(*args, **kwargs)
+        made.layer.schedule = function
+        return made
+
+    layers.block = of_ours
+    try:
+        found = layers.block_faults(rank, shape, transport=mover)
+    finally:
+        layers.block = block
+    return found, mover.log
+
+
+@pytest.mark.parametrize("kv_heads, kinds", [(4, ("qkv", "qkv")), (2, ("qkv", "q"))])
+def test_a_schedule_that_is_added_is_run_recorded_drawn_and_played(kv_heads, kinds):
+    made = merged_last(kinds)
+    assert len(inspect.getsource(merged_last).splitlines()) < 30
+    for found, log in on_ranks(2, run_by, merged_last, 2, kv_heads):
+        assert found == [] and log == order(made, made.forward) + order(made, made.backward)
+    assert made.forward[-4:] == tuple(map(step_of, ("finish o 0", "finish o 1", "merge o 0", "merge o 1")))
+    one, other = (play(s, s.forward, lambda step: 2.0 if step.on_wire else 1.0) for s in (by_head_groups(kinds), made))
+    assert other.exposed_ms["o1"] == one.exposed_ms["o1"] + 1, "the first merge no longer hides it"
+    assert draw(made, made.forward) != draw(by_head_groups(kinds), by_head_groups(kinds).forward)
+
+
+def by_a_wrong_one(rank, kinds):
+    layer = layers.block(Shape(), layers.projections(Shape()), torch.distributed.group.WORLD)
+    layer.layer.schedule = lambda kinds, wgrad_last: Schedule(by_head_groups(kinds).forward[1:], by_head_groups(kinds).backward)
+    try:
+        layers.call_block(Shape(), layer, rank, torch.zeros(2, 6, 32, dtype=torch.float64))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_layer_refuses_a_schedule_that_cannot_be_run():
+    for said in on_ranks(2, by_a_wrong_one, ("qkv", "qkv")):
+        assert said == "schedule, forward: start q 0 comes before project q 0"

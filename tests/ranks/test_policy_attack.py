@@ -1,0 +1,445 @@
+"""The policy under attack: programs that do, on some ranks only, whatever they like between calls of layers.
+
+Each layer call is compared with the reference on the whole sequence, whatever candidate it ran; what ran is compared over
+the ranks. A rank that waits for another one forever is a failure of `on_ranks`, as is an exchange of unequal sizes.
+"""
+
+import contextlib
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+
+import ds_sp_overlap
+from ds_sp_overlap.autotune import policy as policies
+from ds_sp_overlap.autotune.policy import Policy
+from ds_sp_overlap.exchange.channel import Channel
+from tests.helpers import layers
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.layers import Shape
+from tests.helpers.policies import optimizer_step, scripted, two_replicas
+from tests.helpers.ranks import on_ranks, refusal
+
+COSTS = {1: 1.3, 2: 1.2, 4: 1.0}
+
+
+class Planned(Exception):
+    """Raised by local attention, on all ranks alike."""
+
+
+class Model:
+    """A layer of its own policy, on one rank of an sp group, driven step by step and compared with the reference.
+
+    ran      what each forward ran, in order
+    faults   what was not as the reference has it
+    """
+
+    def __init__(self, group, policy=None, heads=8, seed=1):
+        self.group, self.rank, self.size = group, torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        self.heads, self.raising, self.faults, self.said, self.in_flight = heads, None, [], [], []
+        shape = self.shape(1, 4)
+        self.layer, self.whole = layers.projections(shape, seed), layers.projections(shape, seed)
+        self.attend = layers.block(shape, self.layer, group, local_attention=self.local)
+        if policy is not None:
+            self.attend.layer.policy, self.attend.layer.index = policy, policy.join()
+        self.policy = self.attend.layer.policy
+        self.policy.say = self.said.append
+        self.sgd = torch.optim.SGD(self.layer.parameters(), lr=0.0)
+        self.beside = False  # replicas, which reduce gradients together
+
+    def shape(self, batch, length):
+        return Shape(heads=self.heads, kv_heads=self.heads, head_dim=4, batch=batch, lengths=(length,) * self.size, rope=False)
+
+    def local(self, q, k, v):
+        if self.raising == "forward":
+            raise Planned
+        o = layers.reference.attention(q, k, v)
+        if self.raising == "backward" and o.requires_grad:
+            o.register_hook(self._raise)
+        return o
+
+    def _raise(self, _):
+        raise Planned
+
+    def forward(self, batch=1, length=4, checkpoint=None, needs_gradient=True):
+        """One forward, with or without gradients as the caller has it; what is in flight then is for `backward`."""
+        shape = self.shape(batch, length)
+        x, dy = layers.whole_inputs(shape)
+        mine, my_dy = (layers.my_slice(shape, self.rank, t).clone() for t in (x, dy))
+        mine.requires_grad_(needs_gradient)
+        call = lambda x: layers.call_block(shape, self.attend, self.rank, x)  # noqa: E731
+        with contextlib.suppress(Planned):
+            y = call(mine) if checkpoint is None else torch.utils.checkpoint.checkpoint(call, mine, use_reentrant=checkpoint)
+            with torch.enable_grad():
+                x.requires_grad_()
+                expected = layers.reference_layer(shape, self.whole, x)
+            self.faults += layers.faults(1e-12, output=(y.detach(), layers.my_slice(shape, self.rank, expected.detach())))
+            if y.requires_grad:
+                self.in_flight.append((shape, mine, y, my_dy, x, expected, dy))
+
+    def backward(self, which=0):
+        """Of the oldest forward in flight, or another."""
+        if not self.in_flight:
+            return
+        shape, mine, y, my_dy, x, expected, dy = self.in_flight.pop(which)
+        with contextlib.suppress(Planned):
+            y.backward(my_dy)
+            expected.backward(dy)
+            if mine.requires_grad:
+                self.faults += layers.faults(1e-12, dx=(mine.grad, layers.my_slice(shape, self.rank, x.grad)))
+
+    def drop(self):
+        """Let go of what is in flight."""
+        self.in_flight.clear()
+
+    def step(self):
+        if self.beside:
+            gradient = torch.ones(1)
+            torch.distributed.all_reduce(gradient)
+            self.faults += [] if gradient.item() == torch.distributed.get_world_size() else ["gradients were reduced with others"]
+        self.sgd.step()
+
+    def train(self, **options):
+        self.forward(**options)
+        self.backward()
+        self.step()
+
+    def chosen(self):
+        return [trial.chosen for trial in self.policy.trials.values()]
+
+
+# What a program does in each of its steps; only ``rank`` may make ranks differ.
+
+
+def changing_lengths(model, step, rank):
+    model.train(batch=1 + step % 2, length=(3, 9)[step // 2 % 2])
+
+
+def evaluation(model, step, rank):
+    model.forward(length=4)
+    with torch.no_grad():
+        model.forward(length=4 + step % 2)
+    model.backward()
+    with torch.inference_mode(step % 2 == 0):
+        with torch.no_grad():
+            model.forward(length=9)
+    model.step()
+    model.forward()  # an evaluation that records a graph, which nobody needs
+    model.drop()
+
+
+def helper_of_one_rank(model, step, rank, which=0):
+    def helper(place):
+        if rank == which and (step >> place) % 2:
+            optimizer_step()
+
+    for microbatch in range(2):
+        helper(0)
+        model.forward()
+        helper(1)
+        model.backward()
+        with torch.no_grad():
+            helper(2)
+            model.forward()
+            helper(3)
+            model.forward()
+    model.step()
+    with torch.no_grad():
+        model.forward()
+        helper(4)
+        model.forward()
+
+
+def exceptions(model, step, rank):
+    model.raising = (None, None, "forward", None, "backward")[step % 5]
+    model.forward()
+    model.backward()
+    model.raising = None
+    model.train()
+
+
+def accumulation(model, step, rank):
+    for microbatch in range(3):
+        model.forward(checkpoint=(None, True, False)[(step + microbatch) % 3])
+    for which in (1, 0, 0):
+        model.backward(which)
+    model.train(checkpoint=False)
+
+
+def its_input_needs_no_gradient(model, step, rank):
+    model.train(needs_gradient=False)
+
+
+PROGRAMS = [changing_lengths, evaluation, helper_of_one_rank, exceptions, accumulation, its_input_needs_no_gradient]
+
+
+def attacked(rank, program, steps):
+    with scripted(COSTS) as ran:
+        model = Model(torch.distributed.group.WORLD)
+        for step in range(steps):
+            program(model, step, rank)
+    return model.faults, ran, model.chosen(), model.said
+
+
+def not_timed(rank):
+    """What is kept where no layer's input needs a gradient."""
+    chosen = attacked(rank, its_input_needs_no_gradient, 18)[2]
+    return [] if chosen == [4] else [f"kept {chosen}"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_two_ranks_try_and_choose_alike(program):
+    every = on_ranks(2, attacked, program, 20 if program is not changing_lengths else 72)
+    (faults, ran, chosen, said), *others = every
+    assert faults == [] and all(other[:3] == ([], ran, chosen) and other[3] == [] for other in others)
+    trained = 4 if program is changing_lengths else 1
+    assert chosen.count(4) == trained == len(said) and {candidate for _, candidate in ran} == set(COSTS), (chosen, said)
+
+
+def test_four_ranks_try_and_choose_alike():
+    (faults, ran, chosen, _), *others = on_ranks(4, attacked, helper_of_one_rank, 18)
+    assert faults == [] and chosen == [2] and all(other == ([], ran, chosen, []) for other in others)
+
+
+def rank_0_steps_alone(rank):
+    with scripted(COSTS) as ran:
+        model = Model(torch.distributed.group.WORLD)
+        for step in range(20):
+            model.forward()
+            model.backward()
+            if rank == 0:
+                model.step()
+    return model.faults, {candidate for _, candidate in ran}, model.chosen()
+
+
+def test_with_an_optimizer_stepped_on_one_rank_only_the_default_runs():
+    assert on_ranks(2, rank_0_steps_alone) == [([], {2}, [None])] * 2
+
+
+def off_on_one_rank(rank):
+    model = Model(torch.distributed.group.WORLD)
+    shape = model.shape(1, 4)
+    for _ in range(3):
+        x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]).clone().requires_grad_()
+        model.attend(x, **({"baseline": lambda x: x} if rank else {})).sum().backward()
+        model.step()
+
+
+def test_ranks_that_would_try_different_things_are_told_so_before_they_do():
+    for kind, message in on_ranks(2, refused):
+        assert kind == "RuntimeError" and 'sp_overlap.head_groups "auto": the ranks' in message, message
+
+
+def refused(rank):
+    return refusal(off_on_one_rank, rank)
+
+
+def with_another_model(rank, collects):
+    """A second model with a policy of its own; dropped in mid-trial before the step of the first one's optimizer."""
+    gc.disable()
+    try:
+        with scripted(COSTS) as ran:
+            model, other = Model(torch.distributed.group.WORLD), Model(torch.distributed.group.WORLD, heads=16, seed=2)
+            for step in range(24):
+                model.forward()
+                if step < 10:
+                    other.forward()
+                    other.backward()
+                model.backward()
+                if step == 9:
+                    faults, gone = other.faults, weakref.ref(other.policy)
+                    other.itself = other
+                    del other
+                    if rank in collects:
+                        gc.collect()
+                    assert (gone() is None) == (rank in collects)
+                model.step()
+                if step % 3 == 0 and step < 9:
+                    other.step()
+        return model.faults + faults, ran, model.chosen()
+    finally:
+        gc.enable()
+
+
+def test_a_model_may_go_in_mid_trial_and_be_collected_on_one_rank_only():
+    first, second = on_ranks(2, with_another_model, [1])
+    assert first == second and first[0] == [] and first[2] == [4]
+
+
+# Beside data parallelism: two replicas of two ranks, which reduce gradients together.
+
+
+def beside_replicas(group, heads):
+    policy = Policy.of(ds_sp_overlap.SpOverlapConfig(), Channel(group), torch.distributed.group.WORLD)
+    model = Model(group, policy, heads)
+    model.beside = True
+    return model
+
+
+@contextlib.contextmanager
+def replica_models(rank, *heads):
+    with two_replicas(rank) as group:
+        yield [beside_replicas(group, each) for each in heads]
+
+
+def differing_replicas(rank, steps):
+    """Other lengths, an evaluation of one replica alone, a helper of one rank, exceptions in one replica's forward."""
+    replica = rank // 2
+    with replica_models(rank, 8) as (model,), scripted(COSTS) as ran:
+
+        def evaluate(place):
+            if replica == (step + place) % 2:
+                with torch.no_grad():
+                    model.forward(length=11)
+            if rank == 0 and (step >> place) % 2:
+                optimizer_step()
+
+        for step in range(steps):
+            for microbatch in range(2):
+                evaluate(0)
+                model.forward(length=3 + replica + step % 2, checkpoint=(None, True, False)[step % 3])
+                evaluate(1)
+                if microbatch == replica == step % 2:
+                    model.raising = "forward"
+                    model.forward()
+                    model.raising = None
+                model.backward()
+            evaluate(2)
+            model.step()
+            evaluate(0)
+        trained = {step: {candidate for s, candidate in ran if s == step} for step in range(steps)}
+    return model.faults, trained, model.chosen(), model.said
+
+
+def test_replicas_try_and_choose_alike_whatever_one_of_them_does_beside():
+    every = on_ranks(4, differing_replicas, 19)
+    faults, trained, chosen, said = every[0]
+    assert faults == [] and chosen == [4] and len(said) == 1
+    assert all(other == ([], trained, [4], []) for other in every[1:])
+    assert [trained[step] for step in range(18)] == [{2}, *[{1}, {2}, {4}] * 5, {4}, {4}]
+
+
+def dropped_beside_replicas(rank, collects):
+    gc.disable()
+    try:
+        with replica_models(rank, 8, 16) as models, scripted(COSTS) as ran:
+            model, other = models
+            models.clear()
+            for step in range(20):
+                model.forward(length=4 + rank // 2)
+                if step < 9:
+                    other.forward()
+                    other.backward()
+                model.backward()
+                if step == 8:
+                    faults, gone = other.faults, weakref.ref(other.policy)
+                    other.itself = other
+                    del other
+                    if rank in collects:
+                        gc.collect()
+                    assert (gone() is None) == (rank in collects)
+                model.step()
+        return model.faults + faults, ran, model.chosen()
+    finally:
+        gc.enable()
+
+
+def test_beside_replicas_a_model_may_go_in_mid_trial_and_be_collected_on_some_ranks_only():
+    first, *others = on_ranks(4, dropped_beside_replicas, [0, 3])
+    assert first[0] == [] and first[2] == [4] and others == [first] * 3
+
+
+def helper_of_the_last_rank(model, step, rank):
+    helper_of_one_rank(model, step, rank, model.size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_helper_of_the_last_rank_changes_nothing(size):
+    (faults, ran, chosen, _), *others = on_ranks(size, attacked, helper_of_the_last_rank, 18)
+    assert faults == [] and all(other[:3] == (faults, ran, chosen) for other in others)
+    assert chosen == [{2: 4, 4: 2}[size]]
+
+
+def measuring_apart(rank, size):
+    """Choices where the last ranks would choose G = 1 by themselves."""
+    costs = COSTS if rank < size // 2 else {1: 1.0, 2: 1.2, 4: 1.1}
+    with contextlib.ExitStack() as stack:
+        if size == 4:
+            (model,) = stack.enter_context(replica_models(rank, 8))
+            ran = stack.enter_context(scripted(costs))
+        else:
+            ran = stack.enter_context(scripted(costs))
+            model = Model(torch.distributed.group.WORLD)
+        for _ in range(20):
+            model.forward()
+            model.backward()
+            model.step()
+    return model.faults, ran, model.chosen()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_measure_differently_choose_by_the_slowest(size):
+    first, *others = on_ranks(size, measuring_apart, size)
+    assert first[0] == [] and first[2] == [4] and others == [first] * (size - 1)
+
+
+def stepping(rank, steps_its_optimizer, late=()):
+    """What runs when optimizers step on some ranks only from step 5 on, and on some of these once the others have given up."""
+    wait = policies.WAIT_S
+    try:
+        with replica_models(rank, 8) as (model,), scripted(COSTS) as ran:
+            for step in range(12):
+                policies.WAIT_S = wait if step < 6 else 0.5
+                model.forward()
+                model.backward()
+                if step < 5:
+                    model.step()
+                    continue
+                if step == 5 and rank in late:
+                    time.sleep(1.5)
+                if rank in steps_its_optimizer:
+                    model.sgd.step()
+            return model.faults, [candidate for _, candidate in ran], model.chosen(), model.said
+    finally:
+        policies.WAIT_S = wait
+
+
+def test_what_one_replica_gives_up_the_late_one_gives_up_too():
+    for rank, (faults, ran, chosen, said) in enumerate(on_ranks(4, stepping, range(4), [2, 3])):
+        assert faults == [] and set(ran[6:]) == {2} and chosen == [2] and len(said) == (rank == 0)
+
+
+def test_replicas_whose_optimizers_do_not_step_are_not_waited_for():
+    """The other replica gives up for all of them, and says so where the choice would be said."""
+    every = on_ranks(4, stepping, [2, 3])
+    for rank, (faults, ran, chosen, said) in enumerate(every):
+        assert faults == [] and ran[:6] == [2, 1, 2, 4, 1, 2]
+        if rank > 1:
+            assert chosen == [2] and set(ran[6:]) == {2} and said == []
+    every = on_ranks(4, stepping, [0, 1])
+    assert [len(said) for *_, said in every] == [1, 0, 0, 0]
+    assert "no optimizer of ranks [2, 3] has stepped" in every[0][3][0]
+
+
+def test_beside_replicas_an_optimizer_stepped_on_one_rank_only_makes_nobody_wait():
+    for faults, ran, chosen, said in on_ranks(4, stepping, [0]):
+        assert faults == [] and ran == [2, 1, 2, 4, 1] + [2] * 7 and chosen == [None] and said == []
+
+
+# Guards.
+
+WATCHED = {
+    "a layer whose input needs no gradient is timed": Watched(
+        Guard(
+            "autotune.policy:Policy.follow", "if trial.timed and torch", "if trial.timed and run.inputs[0].requires_grad and torch"
+        ),
+        not_timed,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

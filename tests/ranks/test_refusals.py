@@ -1,0 +1,661 @@
+"""Bad input is an error on every rank, before anything is exchanged; a fault under way names its exchange."""
+
+import re
+
+import pytest
+import torch
+from deepspeed.sequence.layer import DistributedAttention as Upstream
+from torch import nn
+
+import ds_sp_overlap
+from ds_sp_overlap import SpOverlapConfig
+from ds_sp_overlap.exchange.channel import Channel
+from ds_sp_overlap.exchange.geometry import Geometry
+from tests.helpers import dropin, layers, models
+from tests.helpers.dropin import Case
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.layers import Shape
+from tests.helpers.ranks import RankError, on_ranks, refusal
+from tests.helpers.transports import Corrupting, Failing, Recording, Silent
+
+PATIENCE_S = 40  # far above what a refusal takes, far below the process group's own timeout
+
+
+def refused_on_both(function, *args):
+    """The refusals of two ranks, which must both refuse; a hang is a `RankError` of kind Timeout."""
+    both = on_ranks(2, function, *args, timeout_s=PATIENCE_S)
+    assert None not in both, both
+    return both
+
+
+class Counting(Silent):
+    """Moves nothing, and counts."""
+
+    def __init__(self):
+        self.launched = 0
+
+    def launch(self, *arguments):
+        self.launched += 1
+        return super().launch(*arguments)
+
+
+def give_dropin(rank, case, changes, arguments=()):
+    """Refusal of one call of the drop-in whose inputs on this rank were changed: ``{name: (function, value)}``."""
+    tensors = dict(zip("qkv", (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case))))
+    for name, change in changes.get(rank, changes.get("all", {})).items():
+        tensors[name] = getattr(tensors[name], change[0])(*change[1:])
+    mover = Counting()
+    options = dict(changes.get("call", {}))
+    module = dropin.module(case, mover, **changes.get("module", {}))
+    got = refusal(module, *tensors.values(), options.pop("batch_dim_idx", 0), **options)
+    assert mover.launched == 0, "something was exchanged"
+    return got
+
+
+BOTH = "attention: {0}"
+SHAPES = "query [2, 6, 4, 8], key [2, 6, 4, 8], value [2, 6, 4, 8]"
+
+REFUSED = {
+    "fewer heads than ranks": (
+        Case(heads=1, kv_heads=1),
+        {},
+        BOTH.format("head scatter of query: 1 heads leave a rank of sp size 2 with no head to attend with; use sp size 1 or less"),
+    ),
+    "KV heads that do not divide": (
+        Case(),
+        {"all": {name: ("narrow", 2, 0, 3) for name in "kv"}},
+        BOTH.format("KV heads must divide the query heads, got 4 query and 3 KV heads"),
+    ),
+    "more head groups than heads": (
+        Case(config={"head_groups": 3}),
+        {},
+        BOTH.format("sp_overlap.head_groups must be between 1 and 2 for 4 heads at sp size 2, got 3"),
+    ),
+    "mixed dtypes": (
+        Case(),
+        {"all": {"k": ("float",)}},
+        BOTH.format("query is torch.float64, key torch.float32, value torch.float64; give all three one dtype"),
+    ),
+    "a query in three dimensions": (
+        Case(),
+        {"all": {"q": ("flatten", 2)}},
+        BOTH.format(
+            "query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], got query [2, 6, 32], key [2, "
+            "6, 4, 8], "
+            "value [2, 6, 4, 8]"
+        ),
+    ),
+    "a key of another sequence": (
+        Case(),
+        {"all": {"k": ("narrow", 1, 0, 5)}},
+        BOTH.format("query, key and value don't belong together: query [2, 6, 4, 8], key [2, 5, 4, 8], value [2, 6, 4, 8]"),
+    ),
+    "a key of another head dim": (
+        Case(),
+        {"all": {"k": ("narrow", 3, 0, 7)}},
+        BOTH.format("query, key and value don't belong together: query [2, 6, 4, 8], key [2, 6, 4, 7], value [2, 6, 4, 8]"),
+    ),
+    "num_kv_heads that the key has not": (
+        Case(),
+        {"module": {"num_kv_heads": 2}},
+        BOTH.format(f"num_kv_heads is 2, but key has 4 heads before the exchange ({SHAPES})"),
+    ),
+    "too many sequence lengths": (
+        Case(),
+        {"call": {"sequence_lengths": [6, 6, 6]}},
+        BOTH.format("sequence_lengths: 3 lengths (6, 6, 6) for sp size 2; give the local length of every rank of the sp group"),
+    ),
+    "a sequence length that is not this rank's": (
+        Case(),
+        {"call": {"sequence_lengths": [7, 7]}},
+        "attention: sp rank 0: sequence_lengths: 7 for sp rank 0, whose local sequence has 6 tokens; "
+        "sp rank 1: sequence_lengths: 7 for sp rank 1, whose local sequence has 6 tokens",
+    ),
+    "a fault of one rank only": (
+        Case(),
+        {1: {"v": ("float",)}},
+        "attention: sp rank 1: query is torch.float64, key torch.float64, value torch.float32; give all three one dtype",
+    ),
+    "no batch dimension but another": (
+        Case(),
+        {"call": {"batch_dim_idx": 2}},
+        "attention: batch_dim_idx must be 0 (batch first) or 1 (sequence first), got 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case,changes,message", REFUSED.values(), ids=REFUSED)
+def test_dropin_refuses_on_every_rank_before_the_first_exchange(case, changes, message):
+    assert refused_on_both(give_dropin, case, changes) == [("ValueError", message)] * 2
+
+
+def mask_for_batch_dim_idx(rank, shape):
+    module = dropin.module(Case(), Counting())
+    q, k, v = (dropin.my_slice(Case(), rank, t) for t in dropin.whole_inputs(Case())[:3])
+    return refusal(module, q, k, v, torch.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 12, 12), (1,), ()], ids=str)
+def test_an_attention_mask_in_the_place_of_batch_dim_idx_is_refused(shape):
+    """Megatron-DeepSpeed without flash attention passes one (FACTS)."""
+    message = f"attention: batch_dim_idx must be 0 (batch first) or 1 (sequence first), got a tensor of shape {list(shape)}"
+    assert refused_on_both(mask_for_batch_dim_idx, shape) == [("ValueError", message)] * 2
+
+
+def construct(rank, arguments):
+    return refusal(ds_sp_overlap.DistributedAttention, nn.Identity(), torch.distributed.group.WORLD, **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments,got",
+    [({"scatter_idx": 1, "gather_idx": 2}, "1 and 2"), ({"scatter_idx": 3}, "3 and 0"), ({"gather_idx": 2}, "2 and 2")],
+)
+def test_other_scatter_and_gather_dimensions_are_refused(arguments, got):
+    message = (
+        f"attention: scatter_idx must be 2 (heads) and gather_idx 0 or 1 (sequence), got {got}; the exchange "
+        f"back to local "
+        "sequences is part of this module"
+    )
+    assert refused_on_both(construct, arguments) == [("ValueError", message)] * 2
+
+
+def disagree(rank, name, values):
+    """Two ranks whose shapes are each in order, but don't fit together."""
+    case = Case(**{"lengths": (6, 6), name: values[rank]})
+    q, k, v = (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3])
+    mover = Counting()
+    got = refusal(dropin.module(case, mover), q, k, v, 0)
+    return got if mover.launched == 0 else None
+
+
+@pytest.mark.parametrize(
+    "name,values,seen",
+    [
+        ("batch", (2, 3), ("batch 2", "batch 3")),
+        ("lengths", ((6, 6), (6, 5)), ("local sequence 6", "local sequence 5")),
+        ("head_dim", (8, 4), ("'torch.float64', 8", "'torch.float64', 4")),
+        ("kv_heads", (4, 2), ("4 query and 4 KV heads", "4 query and 2 KV heads")),
+        ("config", ({"head_groups": 1}, {"head_groups": 2}), ("1 head groups", "2 head groups")),
+    ],
+)
+def test_ranks_that_disagree_are_told_so_on_every_rank_with_both_shapes(name, values, seen):
+    """Guard: `Channel.agree` compares what the ranks are about to exchange."""
+    first, second = refused_on_both(disagree, name, values)
+    assert first == second and first[0] == "ValueError"
+    assert "attention: the ranks of the sp group are about to exchange different things (sp rank 0: " in first[1]
+    before, after = first[1].split("sp rank 1: ")
+    assert seen[0] in before and seen[1] in after
+
+
+def disagreement_goes_unnoticed(rank):
+    return [] if disagree(rank, "batch", (2, 3)) else ["two ranks with batches 2 and 3 were not refused"]
+
+
+def no_tensor_on_one_rank(rank):
+    q, k, v = (dropin.my_slice(Case(), rank, t) for t in dropin.whole_inputs(Case())[:3])
+    return refusal(dropin.module(Case(), Counting()), None if rank == 1 else q, k, v, 0)
+
+
+def test_a_fault_of_another_kind_on_one_rank_is_raised_on_every_rank_too():
+    """No tensor at all: an AttributeError inside, which the other rank must not wait for."""
+    for refused in refused_on_both(no_tensor_on_one_rank):
+        assert refused[0] == "ValueError" and refused[1].startswith("attention: sp rank 1: ")
+
+
+def unhandled(rank):
+    if rank == 1:
+        give = {1: {"v": ("float",)}}
+    else:
+        give = {}
+    refused = give_dropin(rank, Case(), give)
+    raise ValueError(refused[1])
+
+
+def test_a_fault_of_one_rank_ends_all_of_them():
+    """As a training script meets it: the error itself on every rank, no rank left waiting."""
+    with pytest.raises(RankError) as error:
+        on_ranks(2, unhandled, timeout_s=PATIENCE_S)
+    assert error.value.kinds == ["ValueError"] * 2
+    assert all("sp rank 1: query is torch.float64" in message for message in error.value.messages)
+
+
+def refused_then_right(rank):
+    """A refused call, then a good one of the same module: equals a fresh one."""
+    case = Case()
+    inputs = [dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]]
+    module = dropin.module(case)
+    refused = refusal(module, inputs[0].float(), *inputs[1:], 0)
+    got = module(*inputs, 0)
+    return refused is not None and torch.equal(got, dropin.module(case)(*inputs, 0))
+
+
+def test_a_refused_call_changes_nothing():
+    assert on_ranks(2, refused_then_right) == [True, True]
+
+
+def give_block(rank, shape, changes, local_attention=None):
+    layer = layers.projections(shape)
+    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=local_attention)
+    x = changes["x"](x) if "x" in changes else x
+    return refusal(attend, x, position_embeddings=None, sequence_lengths=changes.get("lengths"))
+
+
+def flattened(x):
+    return x.flatten(0, 1)
+
+
+def test_block_refuses_hidden_states_that_are_not_three_dimensional():
+    message = "layer: hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got [12, 32]"
+    assert refused_on_both(give_block, Shape(rope=False), {"x": flattened}) == [("ValueError", message)] * 2
+
+
+@pytest.mark.parametrize(
+    "name,rows,columns,message",
+    [
+        ("q_proj", 64, 32, "layer: q_proj.out_features is 64, but 4 query and 4 KV heads of 8 make it 32"),
+        ("o_proj", 32, 64, "layer: o_proj.in_features is 64, but 4 query and 4 KV heads of 8 make it 32"),
+    ],
+)
+def test_projections_of_another_size_are_refused(name, rows, columns, message):
+    projections = layers.projections(Shape())
+    projections[name] = torch.nn.Linear(columns, rows)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layers.block(Shape(), projections, None)
+
+
+def returns_a_pair(q, k, v):
+    return q, None
+
+
+def drops_a_token(q, k, v):
+    return q[:, 1:]
+
+
+def drops_a_head(q, k, v):
+    return q[:, :, :-1]
+
+
+@pytest.mark.parametrize(
+    "attention,message",
+    [
+        (returns_a_pair, "layer: local attention must return one tensor, got tuple"),
+        (
+            drops_a_token,
+            "layer: local attention of query [2, 12, 2, 8] must return that shape (another head dim is fine), or "
+            "the same "
+            "with heads and head dim flattened, got [2, 11, 2, 8]",
+        ),
+        (
+            drops_a_head,
+            "layer: local attention of query [2, 12, 2, 8] must return that shape (another head dim is fine), or "
+            "the same "
+            "with heads and head dim flattened, got [2, 12, 1, 8]",
+        ),
+    ],
+)
+def test_local_attention_that_returns_something_else_is_refused(attention, message):
+    shape = Shape(rope=False, config={"head_groups": 1})
+    assert refused_on_both(give_block, shape, {}, attention) == [("ValueError", message)] * 2
+
+
+@pytest.mark.parametrize(
+    "given", [("q_proj", "k_proj"), (), ("qkv_proj", "q_proj"), ("q_proj", "k_proj", "v_proj", "qkv_proj")], ids=str
+)
+def test_projections_are_separate_or_fused_and_complete(given):
+    modules = {name: nn.Linear(4, 4) for name in given}
+    with pytest.raises(ValueError, match="^layer: give q_proj, k_proj and v_proj, or qkv_proj alone$"):
+        ds_sp_overlap.SelfAttention(local_attention=None, o_proj=None, num_heads=2, head_dim=2, name="layer", **modules)
+
+
+def not_a_member(rank):
+    group = torch.distributed.new_group([0])
+    return refusal(Channel, group) if rank == 1 else refusal(Channel, group) is None
+
+
+def test_a_process_group_of_others_is_refused():
+    member, outsider = on_ranks(2, not_a_member)
+    assert member is True
+    assert outsider[0] == "ValueError" and "this process is not a member of it" in outsider[1]
+
+
+# The sp group.
+
+
+def without_a_group(rank, kind):
+    shape, mover = Shape(rope=False), Counting()
+    if kind == "block":
+        attend = layers.block(shape, layers.projections(shape), None, mover)
+        got = refusal(attend, layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]))
+    else:
+        model = nn.Sequential(Upstream(nn.Identity(), None)) if kind == "DeepSpeed's class" else models.tiny()
+        got = refusal(ds_sp_overlap.enable, model, {})
+    return got if mover.launched == 0 else None
+
+
+@pytest.mark.parametrize("kind", ["block", "DeepSpeed's class", "transformers"])
+def test_a_missing_group_is_refused_where_the_world_is_larger_than_one(kind):
+    for refused in refused_on_both(without_a_group, kind):
+        assert refused[0] == "ValueError" and "torch.distributed.group.WORLD for all" in refused[1]
+        assert refused[1].startswith("layer: no sp group in a world of 2 ranks; " if kind == "block" else "sp_overlap: no ")
+
+
+def built_before_there_was_a_world(rank):
+    """As in a script that makes its model first."""
+    world, torch.distributed.distributed_c10d._world.default_pg = torch.distributed.group.WORLD, None
+    try:
+        module = ds_sp_overlap.DistributedAttention(dropin.local_attention(Case()), None, transport=Counting())
+    finally:
+        torch.distributed.distributed_c10d._world.default_pg = world
+    q, k, v = (dropin.my_slice(Case(), rank, t) for t in dropin.whole_inputs(Case())[:3])
+    return refusal(module, q, k, v, 0)
+
+
+def test_a_drop_in_that_was_made_without_a_group_before_there_was_a_world_is_refused():
+    for refused in refused_on_both(built_before_there_was_a_world):
+        assert refused[0] == "ValueError" and "attention: no sp group in a world of 2 ranks" in refused[1]
+
+
+def other_groups(rank):
+    """A module made with this rank's own group, in a model that is to be overlapped over both ranks."""
+    alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
+    return refusal(ds_sp_overlap.enable, nn.Sequential(Upstream(nn.Identity(), alone)), {}, torch.distributed.group.WORLD)
+
+
+def test_a_module_of_another_group_than_the_one_given_is_refused():
+    for refused in refused_on_both(other_groups):
+        assert refused[0] == "ValueError"
+        assert "sp rank 1: 0 was made with an sp group of ranks [1], and enable() is to use ranks [0, 1]" in refused[1]
+
+
+# Rotary tables.
+
+
+def give_rotary(rank, kind, given):
+    """Refusal of a first call whose rotary tables are wrong, in the block or in the drop-in."""
+    shape, case, mover = Shape(rotary=True), Case(), Counting()
+    tables = None if given is None else tuple(torch.ones(6, width, dtype=torch.float64) for width in given)
+    if kind == "drop-in":
+        inputs = [dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]]
+        got = refusal(dropin.module(case, mover), *inputs, 0, [t[:, None, None] for t in tables])
+    else:
+        attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, mover)
+        attend.rope = ds_sp_overlap.Rotary(attend.rope.tables, partial=kind == "partial")
+        attend._norms = {"q": nn.Identity() if kind == "normed" else None, "k": None}
+        x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
+        got = refusal(attend, x, position_embeddings=tables)
+    return got if mover.launched == 0 else None
+
+
+WIDE = "rotary tables are {0} (cos) and {1} (sin) wide for heads of 8"
+
+
+@pytest.mark.parametrize(
+    "kind,given,message",
+    [
+        ("block", None, "layer: position_embeddings are missing, and without them RoPE would be left out"),
+        ("normed", None, "layer: position_embeddings are missing, and without them RoPE would be left out"),
+        ("partial", None, "layer: position_embeddings are missing, and without them RoPE would be left out"),
+        ("block", (4, 4), "layer: " + WIDE.format(4, 4)),
+        ("normed", (4, 4), "layer: " + WIDE.format(4, 4)),
+        ("block", (16, 16), "layer: " + WIDE.format(16, 16)),
+        ("partial", (16, 16), "layer: " + WIDE.format(16, 16)),
+        ("partial", (3, 3), "layer: " + WIDE.format(3, 3)),
+        ("block", (8, 1), "layer: " + WIDE.format(8, 1)),
+        ("drop-in", (3, 3), "attention: " + WIDE.format(3, 3)),
+        ("drop-in", (16, 16), "attention: " + WIDE.format(16, 16)),
+    ],
+    ids=str,
+)
+def test_rotary_tables_that_would_not_rotate_the_heads_are_refused(kind, given, message):
+    for refused in refused_on_both(give_rotary, kind, given):
+        assert refused[0] == "ValueError" and refused[1].startswith(message), refused
+
+
+def missing_later(rank):
+    """The tables of a second call are missing: nothing is exchanged either."""
+    shape, mover = Shape(), Recording()
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, mover)
+    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
+    layers.call_block(shape, attend, rank, x)
+    mover.log.clear()
+    return refusal(attend, x), refusal(attend, x, position_embeddings=(torch.ones(6, 4).double(),) * 2), mover.log
+
+
+def test_rotary_tables_that_are_missing_in_a_later_call_are_refused_too():
+    for missing, narrow, log in on_ranks(2, missing_later):
+        assert "position_embeddings are missing" in missing[1] and "are 4 (cos)" in narrow[1] and log == []
+
+
+# For test_guards.
+
+
+def narrow_tables_pass(rank):
+    return [] if give_rotary(rank, "block", (4, 4)) else ["half of each head was rotated"]
+
+
+def rope_is_left_out(rank):
+    shape = Shape()
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    attend.rope = ds_sp_overlap.Rotary(lambda tables: tables)
+    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
+    return [] if refusal(attend, x) else ["RoPE was left out"]
+
+
+def missing_group_passes(rank):
+    return [] if without_a_group(rank, "block") else ["each rank attended to its own tokens"]
+
+
+def other_group_passes(rank):
+    return [] if other_groups(rank) else ["a module of another group was overlapped"]
+
+
+# The configuration.
+
+
+CONFIG_REFUSED = [
+    (
+        {"head_group": 2},
+        "sp_overlap.head_group: unknown key; did you mean 'head_groups'? Valid keys: enabled, head_groups, "
+        "projections, "
+        "wgrad, kernels, transport, on_unsupported, documents, policy, timeline, check",
+    ),
+    ({"Wgrad": True}, "did you mean 'wgrad'?"),
+    ({"head_groups": 0}, 'sp_overlap.head_groups must be "auto" or at least 1, got 0'),
+    ({"head_groups": -1}, 'sp_overlap.head_groups must be "auto" or at least 1, got -1'),
+    ({"head_groups": "2"}, "sp_overlap.head_groups must be a whole number of at least 1, or \"auto\", got '2'"),
+    ({"head_groups": 1.5}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got 1.5'),
+    ({"head_groups": True}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got True'),
+    ({"head_groups": None}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got None'),
+    ({"enabled": "yes"}, "sp_overlap.enabled must be true or false, got 'yes'"),
+    ({"check": 1}, "sp_overlap.check must be true or false, got 1"),
+    ({"on_unsupported": "ignore"}, 'sp_overlap.on_unsupported must be "warn" or "error", got \'ignore\''),
+    ({"kernels": "triton"}, 'sp_overlap.kernels must be "auto", "cuda" or "torch", got \'triton\''),
+    (
+        {"transport": "copyengine"},
+        'sp_overlap.transport must be "auto", "c10d" or "copy_engine", got \'copyengine\'',
+    ),
+    ({"kernels": ["torch"]}, 'sp_overlap.kernels must be "auto", "cuda" or "torch", got [\'torch\']'),
+    (
+        {"policy": {"warmup_steps": 3}},
+        "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got 3",
+    ),
+    ({"policy": {"warmup_steps": -1}}, "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got -1"),
+    ({"policy": {"warmup_steps": "8"}}, "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got '8'"),
+    (
+        {"policy": {"warmup": 8}},
+        "sp_overlap.policy.warmup: unknown key; did you mean 'warmup_steps'? Valid keys: warmup_steps",
+    ),
+    ({"policy": 8}, 'sp_overlap.policy must be a section such as {"warmup_steps": 16}, got 8'),
+    ({"timeline": {"steps": [1, 2]}}, "sp_overlap.timeline.path is missing; it must be the path of a folder"),
+    ({"timeline": {"path": 3}}, "sp_overlap.timeline.path must be the path of a folder, got 3"),
+    (
+        {"timeline": {"path": "x", "steps": [5, 3]}},
+        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [5, 3]",
+    ),
+    (
+        {"timeline": {"path": "x", "steps": [1]}},
+        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [1]",
+    ),
+    (
+        {"timeline": {"path": "x", "steps": [-1, 2]}},
+        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [-1, 2]",
+    ),
+    (
+        {"timeline": {"path": "x", "steps": ["a", 2]}},
+        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got 'a'",
+    ),
+    (True, 'sp_overlap: expected a section such as {"enabled": true}, got True'),
+    ([], 'sp_overlap: expected a section such as {"enabled": true}, got []'),
+]
+
+
+@pytest.mark.parametrize("section,message", CONFIG_REFUSED, ids=lambda x: str(x)[:40])
+def test_config_is_refused_with_the_key_the_value_and_what_would_do(section, message):
+    with pytest.raises(ValueError) as refused:
+        SpOverlapConfig.parse(section)
+    assert message in str(refused.value) and (len(message) < 25 or str(refused.value) == message)
+
+
+def test_every_fault_of_a_config_is_named():
+    with pytest.raises(ValueError) as refused:
+        SpOverlapConfig.parse({"wgard": True, "enabled": 3})
+    assert "sp_overlap.wgard" in str(refused.value) and "sp_overlap.enabled" in str(refused.value)
+
+
+def test_good_configs_are_read():
+    config = SpOverlapConfig.parse({"head_groups": 2, "kernels": "torch", "transport": "c10d", "check": True})
+    assert SpOverlapConfig.parse(config) is config
+    assert (config.head_groups, config.check, config.enabled) == (2, True, True)
+    assert SpOverlapConfig.parse({}) == SpOverlapConfig()
+    with pytest.raises(ValueError):
+        config.check = False
+
+
+@pytest.mark.parametrize("heads,size,groups", [(8, 2, 2), (4, 2, 2), (2, 2, 1), (7, 4, 1), (32, 8, 2), (8, 1, 2), (1, 1, 1)])
+def test_auto_is_two_groups_where_every_rank_has_two_heads(heads, size, groups):
+    assert SpOverlapConfig().groups_for(heads, size) == groups
+
+
+def test_head_groups_out_of_range_is_refused_in_the_words_of_the_house():
+    with pytest.raises(ValueError) as refused:
+        groups = SpOverlapConfig(head_groups=5).groups_for(32, 8)
+        Geometry(sp_size=8, sp_rank=0, seq_lens=(1,) * 8, batch=1, heads=32, kv_heads=8, groups=groups)
+    assert str(refused.value) == "sp_overlap.head_groups must be between 1 and 4 for 32 heads at sp size 8, got 5"
+
+
+# Faults under way.
+
+
+def run_block(rank, shape, transport):
+    layer = layers.projections(shape)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, transport)
+    return refusal(lambda: layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy))
+
+
+@pytest.mark.parametrize("what", ["q0", "o1", "do0", "dv1"])
+def test_a_collective_that_fails_names_the_layer_and_the_exchange(what):
+    for rank, refused in enumerate(refused_on_both(run_block, Shape(), Failing(what))):
+        assert refused == (
+            "RuntimeError",
+            f"layer {what}: the exchange over the sp group (size 2) failed on sp rank {rank}; look for the first "
+            f"error on the "
+            "other ranks: connection reset by peer",
+        )
+
+
+@pytest.mark.parametrize("what", ["q0", "v1", "o0", "do1", "dv1", "dq0"])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_check_mode_finds_a_corrupted_exchange_and_names_it_on_every_rank(what, batch_first):
+    """Guard: `check.compare`; one element changed by 1e-6 on one rank."""
+    shape = Shape(batch_first=batch_first, config={"check": True})
+    for refused in refused_on_both(run_block, shape, Corrupting(what)):
+        assert refused[0] == "RuntimeError"
+        assert refused[1].startswith(
+            f"layer {what}: sp_overlap.check: the overlapped exchange differs from the plain one (sp rank 1 by "
+        )
+
+
+def corruption_goes_unnoticed(rank):
+    refused = run_block(rank, Shape(config={"check": True}), Corrupting("dv1"))
+    return [] if refused and refused[1].startswith("layer dv1:") else [f"corrupted dv1: {refused}"]
+
+
+def test_without_check_mode_nothing_is_gathered():
+    """The negative control: the corruption is there, and only check mode sees it."""
+    assert on_ranks(2, run_block, Shape(), Corrupting("dv1")) == [None, None]
+
+
+def other_order(rank):
+    """Ranks that launch different exchanges at the same time, in check mode."""
+    from ds_sp_overlap.exchange.exchange import Exchange
+    from ds_sp_overlap.exchange.geometry import Geometry
+
+    geometry = Geometry(2, rank, (3, 3), 1, 4, 4)
+    channel = Channel(torch.distributed.group.WORLD)
+    kind = "kv"[rank]
+    exchange = Exchange(channel, geometry.exchange(kind, 0, 8), "layers.7", kind, checked=True)
+    return refusal(exchange.start, torch.zeros(3, 1, 4, 8))
+
+
+def test_check_mode_finds_ranks_that_launch_in_another_order():
+    for refused in refused_on_both(other_order):
+        assert refused == (
+            "RuntimeError",
+            "sp_overlap.check: the ranks launch exchanges that don't fit together (sp rank 0: layers.7 k "
+            "torch.float32 [3, 1, 4, 8] "
+            "-> [6, 1, 2, 8]; sp rank 1: layers.7 v torch.float32 [3, 1, 4, 8] -> [6, 1, 2, 8])",
+        )
+
+
+# Guards.
+
+
+def fault_of_one_rank(rank):
+    case, changes, message = REFUSED["a fault of one rank only"]
+    refused = give_dropin(rank, case, changes)
+    return [] if refused == ("ValueError", message) else [str(refused)]
+
+
+def failure_names_the_exchange(rank):
+    refused = run_block(rank, Shape(), Failing("do0"))
+    return [] if refused and refused[1].startswith("layer do0: ") else [str(refused)]
+
+
+WATCHED = {
+    "tables that rotate half of a head are refused": Watched(
+        Guard("rotary:check_tables", "(width == head_dim or partial and width < head_dim)", "width <= head_dim"),
+        narrow_tables_pass,
+    ),
+    "RoPE without tables is refused": Watched(
+        Guard("rotary:Rotary.of", "if position_embeddings is None:", "if False:"), rope_is_left_out
+    ),
+    "a block without a group is refused": Watched(
+        Guard("attention.layer:Layer._comparable", "if world > 1:", "if False:"), missing_group_passes
+    ),
+    "a module of another group is refused": Watched(
+        Guard("integrations.distributed_attention:find_layers", "if own != channel.ranks:", "if False:"),
+        other_group_passes,
+    ),
+    "ranks compare what they are about to exchange": Watched(
+        Guard("exchange.channel:Channel.agree", "if not alike:", "if False:"),
+        disagreement_goes_unnoticed,
+    ),
+    "a fault of one rank is everybody's": Watched(
+        Guard("exchange.channel:Channel.agree", "if faults:", "if not mine[0]:"), fault_of_one_rank
+    ),
+    "check mode compares": Watched(
+        Guard("exchange.exchange:_InFlight.finish", "if self.expected is not None:", "if False:"),
+        corruption_goes_unnoticed,
+    ),
+    "a failure names its exchange": Watched(
+        Guard("exchange.exchange:_InFlight._receive", "except RuntimeError as error:", "except LookupError as error:"),
+        failure_names_the_exchange,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -1,0 +1,137 @@
+"""Send buffers written by the GEMM that projects, or by the kernel that rotates: the same layer, and fewer passes over memory."""
+
+import contextlib
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+
+from ds_sp_overlap.attention import self_attention
+from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.relayout import ops
+from tests.helpers import layers
+from tests.helpers.layers import HEADS, Shape, groups_for
+from tests.helpers.moving import OPERATORS, always, counted, kinds
+from tests.helpers.ranks import no_faults, on_ranks
+
+
+def faults_written_by_the_gemm(rank, shapes):
+    with always:
+        return layers.faults_of_all(rank, shapes)
+
+
+def shapes_for(size, heads, kv_heads, **options):
+    return [
+        Shape(
+            heads=heads, kv_heads=kv_heads, head_dim=4, batch=batch, lengths=(3,) * size, batch_first=batch_first,
+            rope=rope, rotary=rotary, config={"head_groups": groups, **options.get("config", {})},
+            **{name: value for name, value in options.items() if name != "config"},
+        )
+        for batch, batch_first in ((1, True), (3, True), (3, False))
+        for rope, rotary in ((False, False), (True, False), (True, True))
+        if rope or not options.get("bias")  # without RoPE the gradient of a key's bias is 0, and a relative error says nothing
+        for groups in groups_for(heads, size)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("heads,kv_heads", HEADS)
+def test_the_block_equals_the_reference(heads, kv_heads, size):
+    no_faults(size, faults_written_by_the_gemm, shapes_for(size, heads, kv_heads))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bias": True}, {"fused": True, "bias": True}, {"config": {"wgrad": False}}, {"config": {"check": True}}],
+    ids=str,
+)
+def test_the_block_equals_the_reference_with(options):
+    no_faults(2, faults_written_by_the_gemm, shapes_for(2, 8, 4, **options))
+
+
+def relayouts(rank, rotary, batch_first):
+    """What a layer is found to get wrong, and what is packed and unpacked in its forward and backward."""
+    seen = Counter()
+    shape = Shape(heads=4, kv_heads=4, batch=1, batch_first=batch_first, rotary=rotary, rope=rotary, config={"head_groups": 2})
+    with always, counted(seen, folds=False):
+        return layers.block_faults(rank, shape), seen
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("rotary", [True, False])
+def test_nothing_is_packed_and_o_dq_dk_dv_are_unpacked(rotary, batch_first):
+    """The table of DESIGN 3: of sixteen relayouts a layer with one batch element is left with four, for each head group."""
+    for found, seen in on_ranks(2, relayouts, rotary, batch_first):
+        assert found == [] and seen == {"unpack": 2 * 4}
+
+
+# Rotary embedding in the kernels that move q, k, dq and dk.
+
+
+def folded(rank, shapes, kind, direct):
+    seen = Counter()
+    with counted(seen, True, OPERATORS[kind]), always if direct else contextlib.nullcontext():
+        return layers.faults_of_all(rank, shapes), seen
+
+
+@kinds
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("heads,kv_heads,size", [(8, 8, 2), (8, 2, 4), (7, 7, 2), (4, 1, 2)])
+def test_the_block_equals_the_reference_where_the_kernels_rotate(heads, kv_heads, size, direct, kind):
+    shapes = [
+        Shape(
+            heads=heads, kv_heads=kv_heads, head_dim=4, batch=batch, lengths=lengths, batch_first=batch_first, rotary=True,
+            config={"head_groups": groups, "check": check},
+        )
+        for lengths in ((3,) * size, (1,) * size, (5, 2, 3, 1)[:size])
+        for batch, batch_first, check in ((1, True, False), (3, True, True), (3, False, False))
+        for groups in groups_for(heads, size)
+    ]  # fmt: skip
+    for found, seen in on_ranks(size, folded, shapes, kind, direct):
+        assert found == []
+        assert seen["pack_qkv"] == seen["unpack_qkv"] > 0
+
+
+def rotated_one_way(rank, name):
+    """The faults of a layer whose kernels forget to rotate, in one direction."""
+
+    def straight(x, *args):
+        out = args[-1]
+        getattr(torch.ops.ds_sp_overlap, name.removesuffix("_qkv"))(
+            *((x[0], x[0].dim() - 2) if name == "pack_qkv" else (x[0], out[0].dim() - 2)), *args[-3:-1], out[0]
+        )
+
+    seen = Counter()
+    with counted(seen, True):
+        relayout = ops.implementation("auto")._replace(**{name: straight})
+        with mock.patch.object(ops, "implementation", lambda which: relayout):
+            return layers.block_faults(rank, Shape(rotary=True))
+
+
+@pytest.mark.parametrize("name,wrong", [("pack_qkv", "output"), ("unpack_qkv", "dx")])
+def test_a_rotation_left_out_is_seen(name, wrong):
+    """The negative control of the test above."""
+    for found in on_ranks(2, rotated_one_way, name):
+        assert any(fault.startswith(wrong) for fault in found)
+
+
+@pytest.mark.parametrize("heads,kv_heads,size,groups,divide", [
+    (8, 8, 4, 2, "qkv"), (8, 4, 2, 2, "qkv"), (8, 2, 2, 4, "qkv"), (7, 7, 2, 1, ""), (8, 2, 4, 1, "q"), (6, 3, 2, 1, "q"), (4, 1, 2, 1, "q"),
+])  # fmt: skip
+def test_heads_divide_where_all_ranks_are_sent_as_many_and_none_twice(heads, kv_heads, size, groups, divide):
+    geometry = Geometry(size, 0, (3,) * size, 1, heads, kv_heads, groups)
+    assert "".join(kind for kind in "qkv" if geometry.divides(kind)) == divide
+
+
+@pytest.mark.parametrize(
+    "dtype,rows,dgrad,pays",
+    [
+        (torch.float32, 256, False, True),
+        (torch.float32, 255, False, False),
+        (torch.float32, 512, True, False),
+        (torch.bfloat16, 512, False, False),
+    ],
+)
+def test_the_benchmark_decides(dtype, rows, dgrad, pays):
+    assert self_attention.batched_pays(torch.empty(1, dtype=dtype), rows, dgrad) == pays

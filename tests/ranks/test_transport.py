@@ -1,0 +1,309 @@
+"""Which transport is chosen, refused or fallen back to, and that each moves the right bytes.
+
+No machine here has several GPUs: NCCL and fast-ulysses are stand-ins of the interfaces that are called, which move
+through gloo. They show choice, refusal and layout, and nothing about the libraries themselves.
+"""
+
+import contextlib
+import sys
+import types
+import warnings
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+
+import ds_sp_overlap
+from ds_sp_overlap.exchange import copy_engines, transport
+from ds_sp_overlap.exchange.channel import Channel, by_name
+from ds_sp_overlap.exchange.transport import C10d, OneRank
+from tests.helpers import layers, models
+from tests.helpers.layers import Shape
+from tests.helpers.ranks import on_ranks, refusal
+
+
+class Options:
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream, self.config = is_high_priority_stream, types.SimpleNamespace()
+
+
+class Nccl:
+    """Stands in for what of NCCL and symmetric memory is called; notes it down."""
+
+    def __init__(self, cta_policy=True, version=(2, 28, 9), new_group_error=None, groups_made=lambda: 1):
+        self.groups_made = groups_made
+        self.made, self.rendezvous, self.exchanges, self.error = [], [], [], new_group_error
+        self.version = version
+        self.group_class = type("ProcessGroupNCCL", (), {"Options": Options, **({"NCCL_CTA_POLICY_ZERO": 2} if cta_policy else {})})
+
+    def new_group(self, ranks, **options):
+        if self.error is not None:
+            raise self.error
+        self.made.append((ranks, options))
+        return dist.group.WORLD
+
+    @contextlib.contextmanager
+    def __call__(self, hosts=None):
+        transport._communicators.clear()
+        exchange = dist.all_to_all_single
+
+        def all_to_all_single(output, input, *args, **options):
+            self.exchanges.append("split" if args or options.get("output_split_sizes") else "even")
+            return exchange(output, input, *args, **options)
+
+        with contextlib.ExitStack() as stack:
+            for patch in (
+                mock.patch.object(dist, "get_backend", lambda group=None: "nccl"),
+                mock.patch.object(dist, "ProcessGroupNCCL", self.group_class, create=True),
+                mock.patch.object(dist, "new_group", self.new_group),
+                mock.patch.object(transport, "_groups_made", self.groups_made),
+                mock.patch.object(dist, "all_to_all_single", all_to_all_single),
+                mock.patch.object(torch.cuda.nccl, "version", lambda: self.version),
+                mock.patch.object(symmetric, "set_backend", lambda name: self.rendezvous.append(name)),
+                mock.patch.object(symmetric, "empty", lambda *size, **options: torch.full(size, torch.nan, **options)),
+                mock.patch.object(symmetric, "rendezvous", lambda x, group: self.rendezvous.append(x.numel())),
+                *([mock.patch.object(copy_engines.socket, "gethostname", lambda: hosts[dist.get_rank()])] if hosts else []),
+            ):
+                stack.enter_context(patch)
+            yield self
+        transport._communicators.clear()
+
+
+class UlyssesGroup:
+    """fast-ulysses's ``all_to_all_4d_async`` as its documentation has it, mode 1, even shards."""
+
+    calls = []
+
+    def __init__(self, process_group=None):
+        self.pg, self.world_size = process_group, dist.get_world_size(process_group)
+
+    def all_to_all_4d_async(self, x, *, mode, out):
+        batch, seq, heads, dim = x.shape
+        assert mode == 1 and seq % self.world_size == 0 and not x.requires_grad
+        assert out.shape == (batch, seq // self.world_size, heads * self.world_size, dim) and out.is_contiguous()
+        assert dim * x.element_size() % 16 == 0
+        self.calls.append(tuple(x.shape))
+        parts = [torch.empty(batch, seq // self.world_size, heads, dim, dtype=x.dtype) for _ in range(self.world_size)]
+        received = torch.empty_like(torch.stack(parts))
+        work = dist.all_to_all_single(received, torch.stack(x.chunk(self.world_size, 1)), group=self.pg, async_op=True)
+
+        class Result:
+            def wait(self):
+                work.wait()
+                out.copy_(torch.cat(list(received), 2))
+                return out
+
+        return Result()
+
+
+@contextlib.contextmanager
+def fast_ulysses(there=True):
+    """A process with or without fast-ulysses."""
+    module = types.ModuleType("fast_ulysses")
+    module.UlyssesGroup, UlyssesGroup.calls = UlyssesGroup, []
+    found = mock.patch.object(copy_engines.importlib.util, "find_spec", lambda name: object() if there else None)
+    with found, mock.patch.dict(sys.modules, {"fast_ulysses": module} if there else {}):
+        yield
+
+
+# The choice.
+
+
+@pytest.mark.parametrize(
+    "name,size,expected", [("auto", 1, OneRank), ("copy_engine", 1, OneRank), ("auto", 2, C10d), ("c10d", 2, C10d)]
+)
+def test_one_rank_needs_no_transport_and_several_use_c10d(name, size, expected):
+    assert type(by_name(name, size)) is expected
+    assert getattr(by_name(name, size), "own", None) == (None if size == 1 else name == "auto")
+
+
+def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lambda: 1):
+    """What is made for two layers of one sp group, and over which groups their exchanges go."""
+    nccl = Nccl(new_group_error=error, groups_made=groups_made)
+    channels = [Channel(dist.group.WORLD, name) for _ in range(2)]
+    with nccl(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if reversed_ranks:
+            stack = mock.patch.object(dist, "get_process_group_ranks", lambda group: [1, 0])
+        else:
+            stack = contextlib.nullcontext()
+        with stack:
+            for channel in channels:
+                channel.prepare()
+                channel.prepare()
+    made = [
+        (ranks, o["backend"], o["use_local_synchronization"], o["pg_options"].is_high_priority_stream, vars(o["pg_options"].config))
+        for ranks, o in nccl.made
+    ]
+    return made, [channel.transport.group is None for channel in channels], [str(w.message) for w in caught]
+
+
+def test_auto_makes_one_nccl_communicator_for_all_layers_with_its_members_alone():
+    expected = [([0, 1], "nccl", True, True, {"max_ctas": transport.MAX_CTAS})]
+    assert on_ranks(2, communicators, "auto") == [(expected, [False, False], [])] * 2
+
+
+def timeouts(rank):
+    group, nccl = dist.new_group([0, 1], timeout=timedelta(minutes=77)), Nccl()
+    with nccl():
+        Channel(group, "auto").prepare()
+    return [options["timeout"] for _, options in nccl.made]
+
+
+def test_the_communicator_waits_for_a_rank_as_long_as_the_sp_group():
+    """Else a group that waits for an hour, for a checkpoint, is ended by torch's ten minutes."""
+    assert on_ranks(2, timeouts) == [[timedelta(minutes=77)]] * 2
+
+
+def communicators_of_unequal_ranks(rank):
+    return communicators(rank, "auto", groups_made=lambda: 1 + rank)
+
+
+def test_no_communicator_is_made_where_the_ranks_would_wait_for_it_under_different_names():
+    """torch names a group that only its members make by how many groups this process has."""
+    for made, given, warned in on_ranks(2, communicators_of_unequal_ranks):
+        assert made == [] and len(warned) == 1 and "have made" in warned[0]
+
+
+def test_c10d_uses_the_group_as_it_was_given():
+    assert on_ranks(2, communicators, "c10d") == [([], [True, True], [])] * 2
+
+
+def test_a_group_whose_ranks_are_not_ascending_is_used_as_it_is_and_it_says_so_once():
+    for made, _, said in on_ranks(2, communicators, "auto", True):
+        assert made == []
+        assert said == ["sp_overlap: the sp group's ranks [1, 0] are not ascending; it is used as it is"]
+
+
+def test_where_torch_makes_no_group_by_its_members_alone_the_given_one_is_used():
+    for made, _, (said,) in on_ranks(2, communicators, "auto", False, NotImplementedError("no local synchronization")):
+        assert made == [] and "no communicator of our own (no local synchronization); the sp group is used as it is" in said
+
+
+def gloo(rank):
+    channel = Channel(dist.group.WORLD)
+    channel.prepare()
+    return channel.transport.group is None
+
+
+def test_gloo_keeps_the_group_it_was_given():
+    assert on_ranks(2, gloo) == [True, True]
+
+
+# Copy engines.
+
+
+def chosen(rank, ulysses=True, **nccl):
+    hosts = nccl.pop("hosts", None)
+    there = ulysses if isinstance(ulysses, bool) else rank in ulysses
+    with Nccl(**nccl)(hosts), fast_ulysses(there):
+        channel = Channel(dist.group.WORLD, "copy_engine")
+        said = refusal(channel.prepare)
+        return said[1] if said else type(channel.transport.engine).__name__
+
+
+@pytest.mark.parametrize(
+    "options,expected",
+    [
+        ({}, "FastUlysses"),
+        ({"ulysses": False}, "ZeroCta"),
+        ({"ulysses": [0]}, "ZeroCta"),  # not on every rank
+        (
+            {"ulysses": False, "version": (2, 27, 3)},
+            'sp_overlap.transport: "copy_engine" can\'t work here: fast-ulysses is not installed (pip install fast-ulysses); '
+            'NCCL 2.27.3 has no copy-engine all-to-all, which came with 2.28; use "auto"',
+        ),
+        (
+            {"hosts": ["one", "two"]},
+            'sp_overlap.transport: "copy_engine" can\'t work here: the sp group spans 2 nodes; copy engines reach one; use "auto"',
+        ),
+    ],
+)
+def test_the_first_engine_that_every_rank_has_is_taken_or_all_reasons_are_named(options, expected):
+    assert on_ranks(2, chosen_with, options) == [expected] * 2
+
+
+def chosen_with(rank, options):
+    return chosen(rank, **options)
+
+
+def test_torch_without_the_policy_is_refused():
+    for said in on_ranks(2, chosen_with, {"ulysses": False, "cta_policy": False}):
+        assert f"torch {torch.__version__} has no zero-CTA policy of NCCL" in said
+
+
+def refused_by_enable(rank):
+    with models.sequence_parallel_model(2) as (model, _):
+        return refusal(ds_sp_overlap.enable, model, {"transport": "copy_engine"}), models.overlapped_layers(model)
+
+
+def test_on_gloo_copy_engines_are_refused_before_training_with_the_model_unchanged():
+    for said, bound in on_ranks(2, refused_by_enable):
+        message = 'sp_overlap.transport: "copy_engine" can\'t work here: the sp group\'s backend is gloo, not nccl; use "auto"'
+        assert said == ("ValueError", message) and bound == []
+
+
+def faults_through(rank, engine, shape, steps=3):
+    """Faults of a layer whose exchanges an engine moves; what it was asked to move, and what was warned of."""
+    nccl, faults = Nccl(), []
+    with nccl(), fast_ulysses(engine == "FastUlysses"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layer = layers.projections(shape)
+        attend = layers.block(shape, layer, dist.group.WORLD)
+        whole = layers.projections(shape)
+        for _ in range(steps):
+            x, dy = layers.whole_inputs(shape)
+            expected = layers.backward(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
+            local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
+            got = layers.backward(lambda x: layers.call_block(shape, attend, rank, x), layer, local_x.requires_grad_(), local_dy)
+            faults += layers.faults(
+                1e-12, **{n: (got[n].detach(), layers.my_slice(shape, rank, t.detach())) for n, t in expected.items()}
+            )
+        kind = type(attend.layer.channel.transport.engine).__name__
+    calls = len(UlyssesGroup.calls) if engine == "FastUlysses" else nccl.exchanges.count("even")
+    return (
+        kind,
+        faults,
+        calls,
+        nccl.exchanges.count("split"),
+        len(nccl.rendezvous),
+        [str(w.message) for w in caught if "copy" in str(w.message)],
+    )
+
+
+CONFIG = {"transport": "copy_engine", "head_groups": 2}
+
+
+@pytest.mark.parametrize("engine", ["FastUlysses", "ZeroCta"])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_equal_parts_go_through_the_engine_and_arrive_where_they_belong(engine, batch_first):
+    shape = Shape(config=CONFIG, batch_first=batch_first)
+    for kind, faults, calls, split, rendezvous, said in on_ranks(2, faults_through, engine, shape):
+        assert kind == engine and faults == [] and said == []
+        assert (calls, split) == (3 * 16, 0)
+        if engine == "ZeroCta":  # a pair of buffers for each exchange that is in flight at once; NCCL named once
+            assert rendezvous == 1 + 2 * 6
+
+
+@pytest.mark.parametrize("engine", ["FastUlysses", "ZeroCta"])
+@pytest.mark.parametrize(
+    "shape", [Shape(lengths=(5, 7), config=CONFIG), Shape(heads=5, kv_heads=5, config=CONFIG)], ids=["lengths", "heads"]
+)
+def test_unequal_parts_fall_back_to_c10d_and_it_says_so_once(engine, shape):
+    for _, faults, calls, split, _, said in on_ranks(2, faults_through, engine, shape):
+        assert faults == [] and calls < 3 * 16 and split > 0
+        assert len(said) == 1 and "such exchanges go through c10d" in said[0]
+
+
+def disagree(rank):
+    shape = Shape(config={"transport": ("c10d", "auto")[rank]})
+    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
+    return refusal(lambda: layers.call_block(shape, layers.block(shape, layers.projections(shape), dist.group.WORLD), rank, x))
+
+
+def test_ranks_with_different_transports_are_refused():
+    for kind, message in on_ranks(2, disagree):
+        assert kind == "ValueError" and "sp_overlap {'transport': 'c10d'}" in message and "sp_overlap {}" in message

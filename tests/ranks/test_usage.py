@@ -1,0 +1,424 @@
+"""Uses in which DeepSpeed's own overlap is wrong or raises, and others a layer must survive: on 2 ranks, fp64, 1e-12.
+
+Each use (`helpers.uses`) is run on the overlapped layer and on the reference (`layers.block_faults`).
+"""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.helpers import dropin, layers
+from tests.helpers.dropin import Case
+from tests.helpers.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice
+from tests.helpers.layers import Shape
+from tests.helpers.ranks import no_faults, on_ranks, refusal
+from tests.helpers.transports import Recording
+from tests.helpers.uses import CHANGES, DROPIN_USES, SHAPES, USES, key_is_value, only_input_trains, only_query_trains
+
+SEPARATE = [shape for shape in SHAPES if not shape.fused]
+
+
+def faults_of(rank, use, shapes, change=None):
+    return [f"{shape}: {fault}" for shape in shapes for fault in layers.block_faults(rank, shape, use, change=change)]
+
+
+# One layer, used in other ways than once forward and once backward.
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_right_in_every_use(use):
+    no_faults(2, faults_of, use, SHAPES)
+
+
+# Parameters that don't train, are shared or are dressed up.
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_right_for_projections_that_are(change):
+    no_faults(2, faults_of, layers.backward, SEPARATE, change)
+
+
+def input_changed_in_place(call, layer, x, dy):
+    """As by a residual connection; without the layer nothing would read it any more."""
+    hidden = x * 1
+    y = call(hidden)
+    hidden += 1
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def frozen_inputs(layer):
+    for kind in "qkv":
+        layer[f"{kind}_proj"].requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [frozen_inputs, only_input_trains], ids=lambda change: change.__name__)
+def test_an_input_that_no_weight_needs_may_be_changed_in_place_before_backward(change):
+    no_faults(2, faults_of, input_changed_in_place, SEPARATE, change)
+
+
+def reversed_values(q, k, v):
+    return v.flip(1)
+
+
+def attention_without_keys(rank, rotary=False):
+    """Gradients of a fused projection whose q and k rows nothing depends on: zero there, right elsewhere.
+
+    Zeros travel to where q and k come from; a rope of one's own may let them go there.
+    """
+    shape = Shape(fused=True, bias=True, rotary=rotary)
+    x, dy = layers.whole_inputs(shape)
+    mine, whole = layers.projections(shape), layers.projections(shape)
+    values = whole["qkv_proj"](x).chunk(3, -1)[2]
+    whole["o_proj"](values.flip(1)).backward(dy)
+    attend = layers.block(shape, mine, torch.distributed.group.WORLD, local_attention=reversed_values)
+    if not rotary:
+        attend.rope = lambda heads, tables: Once.apply(heads, [None])
+    layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, x)).backward(layers.my_slice(shape, rank, dy))
+    pairs = {}
+    for name, parameter in mine.named_parameters():
+        total = parameter.grad.clone()
+        torch.distributed.all_reduce(total)
+        pairs[name] = total, whole.get_parameter(name).grad
+    return layers.faults(1e-12, **pairs)
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_rows_that_nothing_depends_on_get_a_gradient_of_zero(rotary):
+    """Guard: `join_pieces` starts from zero where a part got no gradient."""
+    no_faults(2, attention_without_keys, rotary)
+
+
+class Once(torch.autograd.Function):
+    """Has a gradient the first time only."""
+
+    @staticmethod
+    def forward(ctx, x, backwards):
+        ctx.backwards = backwards
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.backwards.append(dy)
+        return dy if len(ctx.backwards) == 1 else None, None
+
+
+def stale_parts(rank, rotary=False):
+    """The second backward doesn't reach q and k, whose parts the first one computed for nobody."""
+    shape, backwards = Shape(fused=True, rotary=rotary, config={"head_groups": 1}), []
+    layer = layers.projections(shape)
+
+    def attention(q, k, v):
+        return v.flip(1) + (Once.apply(q + k, backwards) if rotary else q + k)
+
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=attention)
+    if not rotary:
+        attend.rope = lambda heads, tables: Once.apply(heads, [])
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    y = layers.call_block(shape, attend, rank, x.requires_grad_())
+    torch.autograd.grad(y, x, dy, retain_graph=True)
+    y.backward(dy)
+    q, k, v = (rows.abs().max().item() for rows in layer["qkv_proj"].weight.grad.chunk(3))
+    return [] if q == k == 0 < v else [f"gradients of q, k, v up to {q}, {k}, {v}"]
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_parts_that_this_backward_does_not_reach_get_a_gradient_of_zero(rotary):
+    """Guard: `Gradient.collect` takes what this backward left."""
+    no_faults(2, stale_parts, rotary)
+
+
+def exchanges_of_frozen_parts(rank):
+    """Exchanges in backward where the query alone trains and nobody asks for the input's gradient."""
+    shape, mover = Shape(config={"head_groups": 2}), Recording()
+    layer = layers.projections(shape)
+    only_query_trains(layer)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    y = layers.call_block(shape, attend, rank, x)
+    mover.log.clear()
+    y.backward(dy)
+    started = [what for what in mover.log if what.startswith(">")]
+    return [] if started == [">do1", ">do0", ">dq1", ">dq0"] else [str(started)]
+
+
+def test_gradients_that_nobody_needs_are_not_exchanged():
+    no_faults(2, exchanges_of_frozen_parts)
+
+
+def tables_changed_before_backward(rank):
+    shape = Shape()
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    cos, sin = (torch.ones(6, 8, dtype=x.dtype) for _ in range(2))
+    y = attend(x.requires_grad_(), position_embeddings=(cos, sin))
+    cos.mul_(0.5)
+    return refusal(y.backward, dy)
+
+
+def test_rotary_tables_that_were_changed_before_backward_are_noticed():
+    """Guard: they are saved where autograd watches over them."""
+    for kind, message in on_ranks(2, tables_changed_before_backward):
+        assert kind == "RuntimeError" and "modified by an inplace operation" in message
+
+
+def backward_under_autocast(rank):
+    """Relative distance of dx from that of a backward without autocast."""
+    shape, dx = Shape(dtype=torch.float32, config={"head_groups": 2}), []
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    for enabled in (False, True):
+        x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+        y = layers.call_block(shape, attend, rank, x.requires_grad_())
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y.backward(dy)
+        dx.append(x.grad)
+    return layers.reference.relative_error(dx[1], dx[0])
+
+
+def test_backward_may_run_under_autocast_though_forward_did_not():
+    for error in on_ranks(2, backward_under_autocast):
+        assert 0 < error < 0.05  # bf16 has 8 bits
+
+
+def of_another_memory_order(rank, lengths):
+    """Faults where attention's output lies sequence first in memory, and there are as many tokens as ranks."""
+    shape = Shape(lengths=lengths, batch=2)
+    x, dy = layers.whole_inputs(shape)
+    whole, mine = layers.projections(shape), layers.projections(shape)
+    expected = layers.backward(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
+
+    def attention(q, k, v):
+        return layers.reference.attention(q, k, v).transpose(0, 1).contiguous().transpose(0, 1)
+
+    attend = layers.block(shape, mine, torch.distributed.group.WORLD, local_attention=attention)
+    local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
+    got = layers.backward(lambda x: layers.call_block(shape, attend, rank, x), mine, local_x.requires_grad_(), local_dy)
+    return layers.faults(1e-12, **{n: (got[n].detach(), layers.my_slice(shape, rank, expected[n].detach())) for n in expected})
+
+
+@pytest.mark.parametrize("lengths", [(2, 0), (1, 1)], ids=str)
+def test_a_dimension_as_long_as_there_are_ranks_is_cut_where_the_lengths_say(lengths):
+    """Guard: a part is one slice only if it has one element."""
+    no_faults(2, of_another_memory_order, lengths)
+
+
+# Several layers.
+
+
+def two_models(rank):
+    """Different head counts, one process, calls interleaved in forward and backward."""
+    shapes = [Shape(heads=4, kv_heads=4), Shape(heads=6, kv_heads=3, batch_first=False, config={"head_groups": 3})]
+    pairs = {}
+    mine, whole = ([layers.projections(shape) for shape in shapes] for _ in range(2))
+    blocks = [layers.block(shape, layer, torch.distributed.group.WORLD) for shape, layer in zip(shapes, mine)]
+    inputs = [layers.whole_inputs(shape) for shape in shapes]
+    xs = [layers.my_slice(shape, rank, x).requires_grad_() for shape, (x, _) in zip(shapes, inputs)]
+    ys = [layers.call_block(shape, attend, rank, x) for shape, attend, x in zip(shapes, blocks, xs)]
+    sum((y * layers.my_slice(shape, rank, dy)).sum() for shape, y, (_, dy) in zip(shapes, ys, inputs)).backward()
+    for i, (shape, layer, reference_layer, (x, dy)) in enumerate(zip(shapes, mine, whole, inputs)):
+        expected = layers.backward(
+            lambda x: layers.reference_layer(shape, reference_layer, x), None, x.clone().requires_grad_(), dy
+        )  # noqa: B023
+        pairs[f"output {i}"] = ys[i].detach(), layers.my_slice(shape, rank, expected["output"].detach())
+        pairs[f"dx {i}"] = xs[i].grad, layers.my_slice(shape, rank, expected["dx"])
+        for name, parameter in layer.named_parameters():
+            total = parameter.grad.clone()
+            torch.distributed.all_reduce(total)
+            pairs[f"{name} {i}"] = total, reference_layer.get_parameter(name).grad
+    return layers.faults(1e-12, **pairs)
+
+
+def test_two_models_live_in_one_process():
+    no_faults(2, two_models)
+
+
+# The drop-in.
+
+
+def output_changed_in_place(call, q, k, v, do):
+    o = call(q, k, v)
+    o.mul_(3)
+    o += 1
+    o.backward(do)
+    return {"output": o, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def in_evaluation(call, q, k, v, do):
+    with torch.no_grad():
+        o = call(q, k, v).mul_(3)
+    with torch.inference_mode():
+        inferred = call(q, k, v).mul_(3)
+    return {"output": o, "inferred": torch.tensor(inferred.tolist(), dtype=o.dtype)}
+
+
+def dropin_faults_of(rank, use, cases):
+    return [f"{case}: {fault}" for case in cases for fault in dropin.dropin_faults(rank, case, use)]
+
+
+@pytest.mark.parametrize("use", DROPIN_USES, ids=lambda use: use.__name__)
+def test_dropin_is_right_in_every_use(use):
+    cases = [
+        Case(batch=batch, batch_first=batch_first, rotary_dims=8, config={"head_groups": groups}, lengths=lengths)
+        for batch in (1, 2)
+        for batch_first in (True, False)
+        for groups in (1, 2)
+        for lengths in ((6, 6), (1, 1))
+    ]
+    no_faults(2, dropin_faults_of, use, cases)
+
+
+IN_PLACE = [
+    Case(heads, kv_heads, batch=batch, batch_first=batch_first, flat=flat, lengths=lengths, config={"head_groups": groups})
+    for heads, kv_heads, groups in ((4, 4, 1), (4, 4, 2), (8, 4, 2), (8, 2, 1), (6, 3, 1), (7, 7, 2))
+    for batch, batch_first, flat in ((1, True, False), (1, False, True), (2, True, True), (2, False, False))
+    for lengths in ((6, 6), (5, 1))
+]
+
+
+def in_place(rank, use, cases):
+    """Faults where local attention changes what it receives in place, on this rank and in the reference."""
+    found = []
+    for case in cases:
+
+        def whole(q, k, v):
+            return layers.reference.attention(q * 0.5, k + 0.1, v * 2)
+
+        def local(q, k, v):
+            order = (lambda t: t) if case.batch_first else (lambda t: t.transpose(0, 1))  # noqa: B023
+            for t, change in ((q, lambda t: t.mul_(0.5)), (k, lambda t: t.add_(0.1)), (v, lambda t: t.mul_(2))):
+                change(t)
+            o = order(layers.reference.attention(*map(order, (q, k, v))))
+            return o.flatten(2) if case.flat else o  # noqa: B023
+
+        with (
+            mock.patch.object(dropin, "whole_attention", lambda case: whole),
+            mock.patch.object(
+                dropin,
+                "local_attention",
+                lambda case: local,  # noqa: B023
+            ),
+        ):
+            found += [f"{case}: {fault}" for fault in dropin.dropin_faults(rank, case, use)]
+    return found
+
+
+@pytest.mark.parametrize("use", [dropin.backward, output_changed_in_place, in_evaluation], ids=lambda use: use.__name__)
+def test_what_a_dropin_receives_and_returns_may_be_changed_in_place(use):
+    """Guard: what an exchange hands over is no view, for any layout, batch or length: ranks of one call may differ in these."""
+    no_faults(2, in_place, use, IN_PLACE)
+
+
+def changed_in_place_though_shared(rank, lengths=(6, 6)):
+    """Refusals where local attention changes keys that two head groups read, and what it gets in inference mode."""
+    case = Case(heads=8, kv_heads=2, lengths=lengths, config={"head_groups": 2})
+    local = lambda q, k, v: layers.reference.attention(q, k.add_(0.1), v)  # noqa: E731
+    attend = dropin.module(case, local=local)
+    *qkv, _ = (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case))
+    call = lambda: attend(*qkv, 0, sequence_lengths=lengths)  # noqa: E731
+    q, k, v, _ = dropin.whole_inputs(case)
+    with torch.inference_mode():
+        inferred = call().tolist()
+    expected = dropin.my_slice(case, rank, layers.reference.attention(q, k + 0.1, v))
+    found = layers.faults(1e-12, inferred=(torch.tensor(inferred, dtype=q.dtype), expected))
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            refused = refusal(call)
+        if not refused or "attention: local attention changes k or v in place" not in refused[1]:
+            found.append(str(refused))
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (5, 1)], ids=str)
+def test_keys_that_two_head_groups_read_are_not_changed_in_place_in_silence(lengths):
+    """Guard: `Call.attended` looks whether they were changed."""
+    no_faults(2, changed_in_place_though_shared, lengths)
+
+
+# bf16.
+
+
+def autocast_errors(rank, shape):
+    """Error of everything, overlapped and reference under autocast, each against the reference in fp32."""
+
+    def run(call, layer, x, dy, autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = call(x)
+        y.backward(dy.to(y.dtype))
+        return y, x.grad
+
+    x, dy = layers.whole_inputs(shape)
+    whole = []
+    for autocast in (False, True):
+        layer = layers.projections(shape)
+        y, dx = run(lambda x: layers.reference_layer(shape, layer, x), layer, x.clone().requires_grad_(), dy, autocast)  # noqa: B023
+        whole.append({"y": y.detach().float(), "dx": dx} | {n: p.grad for n, p in layer.named_parameters()})
+    layer = layers.projections(shape)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
+    y, dx = run(lambda x: layers.call_block(shape, attend, rank, x), layer, local_x.requires_grad_(), local_dy, True)
+    assert y.dtype == torch.bfloat16 and dx.dtype == torch.float32
+    got = {"y": y.detach().float(), "dx": dx}
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        got[name] = parameter.grad.clone()
+        torch.distributed.all_reduce(got[name])
+    errors = {}
+    for name in got:
+        exact, rounded = (layers.my_slice(shape, rank, t[name]) if name in ("y", "dx") else t[name] for t in whole)
+        errors[name] = (
+            layers.reference.relative_error(got[name], exact),
+            layers.reference.relative_error(rounded, exact),
+        )
+    return errors
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(dtype=torch.float32, bias=True), Shape(dtype=torch.float32, fused=True)], ids=["apart", "fused"]
+)
+def test_autocast_rounds_no_more_than_the_reference_does(shape):
+    """At most 3 times: partial sums over 2 groups and 2 ranks add roundings; a wrong factor is off by hundreds."""
+    for errors in on_ranks(2, autocast_errors, shape):
+        for name, (overlapped, noise) in errors.items():
+            assert 0 < noise < 0.05 and overlapped <= 3 * noise, (name, overlapped, noise)
+
+
+# Guards.
+
+
+def tables_are_watched(rank):
+    return [] if tables_changed_before_backward(rank) else ["nobody noticed that they changed"]
+
+
+WATCHED = {
+    "a part travels as it lies only if it has one element": Watched(
+        Guard("exchange.exchange:_as_it_travels", "if not side.is_cut_into_slices:", "if len(side.parts) != side.shape[side.dim]:"),
+        functools.partial(of_another_memory_order, lengths=(2, 0)),
+    ),
+    "gradients of shared rows are summed": Watched(
+        SEEN_BY_PROGRAMS["gradients of shared rows are summed"],
+        functools.partial(faults_of, use=layers.backward, shapes=SHAPES[:1], change=key_is_value),
+    ),
+    "rotary tables are saved where autograd watches": Watched(
+        Guard("attention.nodes:_StartInputs.forward", "*tables, *normed", "*(table.data for table in tables), *normed"),
+        tables_are_watched,
+    ),
+    "rows without a gradient get zero": Watched(
+        Guard("attention.slices:join_pieces", "if once else like.new_zeros(shape)", "if once else like.new_ones(shape)"),
+        attention_without_keys,
+    ),
+    "keys of two groups stay as they are": Watched(
+        Guard("attention.execution:_attended", "if (k._version, v._version) != before:", "if False:"),
+        changed_in_place_though_shared,
+    ),
+    "a part that needs no gradient is not exchanged": Watched(
+        Guard("attention.nodes:_StartInputs.forward", "if not is_needed(part)))", "if False))"),
+        exchanges_of_frozen_parts,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

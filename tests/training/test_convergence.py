@@ -1,0 +1,50 @@
+"""The runs of the convergence benchmark train what they say. Its verdict: `unit/test_verdict.py`."""
+
+import numpy as np
+import pytest
+
+from benchmarks.convergence import run, training, verdict
+from benchmarks.convergence.verdict import Run
+from tests.helpers.ranks import on_ranks
+
+
+def test_batches_read_the_text_without_gaps_and_start_over():
+    args = run.arguments(["--seq", "4", "--batch", "2"])
+    corpus = np.arange(42, dtype=np.uint8)  # ten rows of 4, and a rest that is never read
+    read = [training.batch(corpus, step, args, group, 2) for step in range(3) for group in range(2)]
+    assert np.concatenate(read).ravel().tolist() == [*range(40), *range(8)]
+
+
+def short_runs(rank, plant):
+    args = run.arguments(["--steps", "3", "--seq", "64"])
+    corpus, reference, runs = training.text(), None, {}
+    for variant in training.variants([1, 2]):
+        args.plant_error = plant if variant.groups == 2 else 0.0
+        curve, before, after = training.train(variant, "fp32", corpus, args, lambda: None)
+        reference = reference or (before, after)
+        runs[variant.name] = Run(curve, verdict.distance(after, *reference) if rank == 0 else 0.0)
+    return runs
+
+
+def test_every_variant_trains_the_same_model_and_a_planted_fault_is_caught():
+    runs = on_ranks(2, short_runs, 1e-3)[0]
+    roles = {name: "noise" if name in training.NOISE else "judged" for name in list(runs)[1:]}
+    verdicts = {row.variant: row.verdict for row in verdict.judge("fp32", runs, roles, 3)}
+    assert verdicts["stock, again"] == verdicts["sp = 1"] == verdicts["G = 1"] == "PASS"
+    assert np.array_equal(runs["stock, again"].curve, runs["stock"].curve)
+    assert verdicts["G = 2"].startswith("FAIL")
+
+
+def test_a_run_that_did_not_overlap_is_refused():
+    variants = {variant.name: variant for variant in training.variants([2])}
+    watch = training.Watch(0.0)
+    with pytest.raises(RuntimeError, match="G = 2: expected 8 kinds .* launched {}"):
+        watch.check(variants["G = 2"], layers=1, passes=3)
+    for kind in "qkvo":
+        watch.launched["layer", kind] = watch.launched["layer", "d" + kind] = 6
+    watch.check(variants["G = 2"], layers=1, passes=3)
+    with pytest.raises(RuntimeError, match="stock: expected 0"):
+        watch.check(variants["stock"], layers=1, passes=3)
+    watch.launched["layer", "do"] = 5
+    with pytest.raises(RuntimeError, match="expected 8"):
+        watch.check(variants["G = 2"], layers=1, passes=3)

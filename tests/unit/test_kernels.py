@@ -1,0 +1,596 @@
+"""The compiled operators against PyTorch: moves bit for bit, arithmetic within its one rounding.
+
+The CPU kernels use the index maps of the CUDA kernels, so every case here is a case for those as well. Each runs with
+32-bit indices and, under a lowered limit, with 64-bit ones.
+"""
+
+import ctypes
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_sp_overlap.relayout import kernels, ops
+from tests.helpers.operators import opchecks
+
+LIBRARY = kernels.library()
+compiled = torch.ops.ds_sp_overlap_compiled
+needs_library = pytest.mark.skipif(LIBRARY.path is None, reason=f"no compiled kernels: {LIBRARY.reason}")
+_on_device = pytest.mark.skipif(
+    not (torch.cuda.is_available() and LIBRARY.cuda), reason="needs a CUDA device and a library with CUDA kernels"
+)
+
+
+def needs_cuda(test):
+    return pytest.mark.gpu(_on_device(test))
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+WIDE = 0  # a limit that no tensor keeps to
+NARROW = 2**31 - 1
+
+
+class indices:
+    """Run the body with 32-bit indices up to ``limit`` units."""
+
+    def __init__(self, limit):
+        self.set = ctypes.CDLL(str(LIBRARY.path)).ds_sp_overlap_narrow_limit
+        self.set.argtypes, self.limit = [ctypes.c_int64], limit
+
+    def __enter__(self):
+        self.set(self.limit)
+
+    def __exit__(self, *_):
+        self.set(NARROW)
+
+
+def poisoned(*shape, dtype, device="cpu"):
+    return torch.full(shape, math.nan, dtype=dtype, device=device)
+
+
+def same_bits(a, b):
+    bits = BITS[a.element_size()]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+
+
+def strided(values, order, gap, offset):
+    """``values`` in memory laid out in another order of dims, with a gap in its innermost rows and off alignment."""
+    shape = [values.shape[d] for d in order]
+    room = shape[:-1] + [shape[-1] + gap] if shape else shape
+    memory = torch.full((math.prod(room) + offset,), math.nan, dtype=values.dtype, device=values.device)
+    view = memory[offset:].view(room).narrow(-1, 0, shape[-1]) if shape else memory[offset:].view(room)
+    view = view.permute([order.index(d) for d in range(len(order))])
+    view.copy_(values)
+    return view
+
+
+@st.composite
+def geometries(draw):
+    """Shape, dim, parts, dtype, and how the tensor lies in memory."""
+    shape = draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+    shape[-1] = draw(st.sampled_from([0, 1, 2, 3, 4, 8, 16, 24, 33]))
+    dim = draw(st.integers(0, len(shape) - 1))
+    if draw(st.booleans()):
+        shape[dim] = draw(st.integers(0, 12))
+    size = shape[dim]
+    if draw(st.booleans()):
+        cuts = sorted(draw(st.lists(st.integers(0, size), max_size=5)))
+        parts = list(zip([0, *cuts], [*cuts, size]))
+    else:
+        edges = st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted).map(tuple)
+        parts = draw(st.lists(edges, min_size=1, max_size=6))
+    order = draw(st.one_of(st.just(list(range(len(shape)))), st.permutations(range(len(shape)))))
+    return (
+        shape,
+        dim,
+        parts,
+        draw(st.sampled_from(DTYPES)),
+        order,
+        draw(st.sampled_from([0, 0, 1, 8])),
+        draw(st.integers(0, 8)),
+    )
+
+
+def wire_size(shape, dim, parts):
+    return sum(stop - start for start, stop in parts) * math.prod(n for d, n in enumerate(shape) if d != dim)
+
+
+def check_pack(case, limit, device="cpu"):
+    shape, dim, parts, dtype, order, gap, offset = case
+    starts, stops = map(list, zip(*parts))
+    x = strided(torch.randn(shape, dtype=torch.float64).to(device, dtype), order, gap, offset)
+    size = wire_size(shape, dim, parts)
+    got, expected = (
+        poisoned(size + offset, dtype=dtype, device=device)[offset:],
+        poisoned(size, dtype=dtype, device=device),
+    )
+    ops._pack(x, dim, starts, stops, expected)
+    with indices(limit):
+        compiled.pack(x, dim, starts, stops, got)
+    assert not expected.isnan().any()
+    assert same_bits(got, expected)
+
+
+def check_unpack(case, limit, device="cpu"):
+    shape, dim, parts, dtype, order, gap, offset = case
+    starts, stops = map(list, zip(*parts))
+    wire = torch.randn(wire_size(shape, dim, parts), dtype=torch.float64).to(device, dtype)
+    blank = poisoned(*shape, dtype=dtype, device=device)
+    got, expected = strided(blank, order, gap, offset), blank.clone()
+    ops._unpack(wire, dim, starts, stops, expected)
+    with indices(limit):
+        compiled.unpack(wire, dim, starts, stops, got)
+    assert not expected.isnan().any()
+    assert same_bits(got + 0.0, expected + 0.0)  # a negative zero that is moved, not added to zero, stays one
+    memory = got.untyped_storage().nbytes() // got.element_size()
+    assert (
+        int(got.new_empty(0).set_(got.untyped_storage(), 0, (memory,)).isnan().sum()) == memory - got.numel()
+    )  # nothing beside it
+
+
+@needs_library
+@pytest.mark.parametrize("limit", [NARROW, WIDE], ids=["32-bit", "64-bit"])
+@given(case=geometries())
+@settings(deadline=None, max_examples=700, derandomize=True)
+def test_pack_moves_the_same_bits_as_pytorch(limit, case):
+    torch.manual_seed(0)
+    check_pack(case, limit)
+
+
+@needs_library
+@pytest.mark.parametrize("limit", [NARROW, WIDE], ids=["32-bit", "64-bit"])
+@given(case=geometries())
+@settings(deadline=None, max_examples=700, derandomize=True)
+def test_unpack_moves_and_sums_as_pytorch_and_writes_all_of_its_output_and_nothing_else(limit, case):
+    torch.manual_seed(0)
+    check_unpack(case, limit)
+
+
+@needs_library
+@pytest.mark.parametrize("limit", [NARROW, WIDE], ids=["32-bit", "64-bit"])
+@given(divisor=st.integers(1, 4), extents=st.lists(st.integers(1, 300), min_size=3, max_size=3))
+@settings(deadline=None, max_examples=50, derandomize=True)
+def test_extents_that_no_power_of_two_divides_are_divided_exactly(limit, divisor, extents):
+    """Guard: the reciprocals of `Divider`. Small extents alone would not show one that is off in its last bit."""
+    s, h, d = extents[0], extents[1] % 37 + 1, extents[2] % 90 + 1
+    cuts = [h * i // divisor for i in range(divisor + 1)]
+    case = (s, h, d), 1, list(zip(cuts, cuts[1:])), torch.float16, [0, 1, 2], 0, 0
+    check_pack(case, limit)
+    check_unpack(case, limit)
+
+
+@needs_library
+@pytest.mark.parametrize("parts", [95, 96, 97, 200])
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_more_parts_than_travel_as_kernel_arguments(parts, overlapping):
+    size = parts if not overlapping else 7
+    ranges = [(i, i + 1) for i in range(parts)] if not overlapping else [(i % 5, i % 5 + 3) for i in range(parts)]
+    case = (2, size, 16), 1, ranges, torch.bfloat16, [0, 1, 2], 0, 0
+    check_pack(case, NARROW)
+    check_unpack(case, NARROW)
+
+
+@needs_library
+@pytest.mark.parametrize("shift", [0, 1], ids=["16-byte units", "single elements"])
+def test_offsets_beyond_32_bits_reach_the_right_elements(shift):
+    """4 GB of address space, of which a few pages are touched."""
+    x = torch.empty(2**31 + 4096, dtype=torch.bfloat16)
+    first = x.numel() - 104 + shift
+    x[first : first + 96] = torch.arange(96, dtype=torch.bfloat16)
+    out = poisoned(64, dtype=torch.bfloat16)
+    compiled.pack(x, 0, [first, first + 48], [first + 16, first + 96], out)
+    assert torch.equal(out, torch.cat((x[first : first + 16], x[first + 48 : first + 96])))
+    x[2**31 + 3992 :] = torch.arange(104, dtype=torch.bfloat16)
+    rows = x.as_strided((2, 4, 8), (2**31 + 4000 + shift, 8, 1))
+    compiled.pack(rows[1:], 1, [1, 3], [3, 4], out[:24])
+    assert torch.equal(out[:24], x[2**31 + 4008 + shift : 2**31 + 4032 + shift])
+
+
+# q, k, v: against the definition of rotary embedding in fp64, written out here.
+
+
+def rotary(x, cos, sin, interleaved):
+    """x [..., h, d], cos and sin [..., rot] in fp64; https://arxiv.org/abs/2104.09864, one element after another."""
+    rot = cos.shape[-1]
+    partner = torch.arange(x.shape[-1])
+    sign = torch.zeros(x.shape[-1], dtype=x.dtype)
+    for i in range(rot):
+        if interleaved:
+            partner[i], sign[i] = (i + 1, -1.0) if i % 2 == 0 else (i - 1, 1.0)
+        else:
+            partner[i], sign[i] = (i + rot // 2, -1.0) if i < rot // 2 else (i - rot // 2, 1.0)
+    pad = (0, x.shape[-1] - rot)
+    cos = torch.nn.functional.pad(cos, pad, value=1.0).unsqueeze(-2)
+    sin = torch.nn.functional.pad(sin, pad, value=0.0).unsqueeze(-2)
+    return x * cos + x[..., partner] * sign * sin
+
+
+def allowed(exact, magnitude, dtype, terms):
+    """One rounding to ``dtype`` of a sum of ``terms`` products in fp32 (fp64 for fp64)."""
+    arithmetic = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    info = torch.finfo(dtype)
+    return exact.abs() * info.eps / 2 * 1.001 + info.tiny * info.eps + magnitude * arithmetic * (terms + 2)
+
+
+@st.composite
+def attention_inputs(draw):
+    head_dim = draw(st.sampled_from([16, 64, 80, 96, 128, 192, 256, 5, 18, 65]))
+    rot = 2 * draw(st.integers(0, head_dim // 2)) if draw(st.booleans()) else head_dim // 16 * 16
+    ranks = draw(st.integers(1, 4))
+    heads = [draw(st.integers(1, 6)), draw(st.integers(1, 3))]
+    heads = draw(st.sampled_from([[heads[0]], [heads[0], heads[1], heads[1]]]))
+    parts = []
+    for n in heads:
+        for _ in range(ranks):
+            parts.append(tuple(sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))))
+    tokens = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    return dict(
+        head_dim=head_dim, rot=rot, heads=heads, parts=parts, tokens=tokens, dtype=draw(st.sampled_from(DTYPES)),
+        interleaved=draw(st.booleans()), rotated=draw(st.integers(0, min(2, len(heads)))), tables=draw(st.booleans()),
+        broadcast=draw(st.booleans()), float_tables=draw(st.booleans()), bias=draw(st.booleans()), fused=draw(st.booleans()),
+        aligned=draw(st.booleans()),
+    )  # fmt: skip
+
+
+class Case:
+    """One call of pack_qkv and of unpack_qkv, with what exact arithmetic gives."""
+
+    def __init__(
+        self,
+        head_dim,
+        rot,
+        heads,
+        parts,
+        tokens,
+        dtype,
+        interleaved,
+        rotated,
+        tables,
+        broadcast,
+        float_tables,
+        bias,
+        fused,
+        aligned,
+        device="cpu",
+    ):
+        self.dtype, self.interleaved, self.rotated, self.heads, self.parts = dtype, interleaved, rotated, heads, parts
+        self.head_dim, self.tokens, self.fused, self.device = head_dim, tokens, fused, device
+        self.ranks = len(parts) // len(heads)
+        self.starts, self.stops = map(list, zip(*parts))
+        self.x = self.outputs(aligned)
+        for x in self.x:
+            x.copy_(torch.randn(x.shape))
+        self.cos = self.sin = None
+        if tables:
+            kind = torch.float32 if float_tables and dtype.itemsize == 2 else dtype
+            shape = [tokens[0], 1, rot] if broadcast and len(tokens) == 2 else [*tokens, rot]
+            self.cos, self.sin = (torch.randn(shape).to(device, kind) for _ in range(2))
+        self.bias = [torch.randn(n, head_dim).to(device, dtype) if j != 1 else None for j, n in enumerate(heads)] if bias else []
+
+    def outputs(self, aligned=True):
+        """[tokens..., heads, d] each; views of one buffer if fused."""
+        width = sum(self.heads) * self.head_dim
+        skip = 0 if aligned else 1
+        if self.fused:
+            memory = poisoned(math.prod(self.tokens) * width + skip, dtype=self.dtype, device=self.device)[skip:].view(
+                *self.tokens, width
+            )
+            pieces = memory.split([n * self.head_dim for n in self.heads], -1)
+        else:
+            pieces = [
+                poisoned(math.prod(self.tokens) * n * self.head_dim + skip, dtype=self.dtype, device=self.device)[skip:].view(
+                    *self.tokens, -1
+                )
+                for n in self.heads
+            ]
+        return [piece.unflatten(-1, (-1, self.head_dim)) for piece in pieces]
+
+    def of(self, j):
+        return self.parts[j * self.ranks : (j + 1) * self.ranks]
+
+    def wires(self, fill):
+        slices = [sum(stop - start for start, stop in self.of(j)) for j in range(len(self.heads))]
+        return [fill(math.prod(self.tokens) * n * self.head_dim) for n in slices]
+
+    def exact(self, x, j, magnitude=False):
+        tables = [t if t is None else t.double().cpu() for t in (self.cos, self.sin)]
+        if tables[0] is None or j >= self.rotated:
+            return x
+        if magnitude:
+            tables = [t.abs() for t in tables]
+            return rotary(x, tables[0], tables[1] * 0, self.interleaved) + (
+                rotary(x, tables[0] * 0, tables[1], self.interleaved).abs()
+            )
+        return rotary(x, *tables, self.interleaved)
+
+    def check_pack(self, op):
+        out = self.wires(lambda n: poisoned(n, dtype=self.dtype, device=self.device))
+        op(self.x, self.bias, self.cos, self.sin, self.interleaved, self.rotated, self.starts, self.stops, out)
+        for j, x in enumerate(self.x):
+            x = x.double().cpu()
+            if self.bias and self.bias[j] is not None:
+                magnitude = x.abs() + self.bias[j].double().cpu().abs()
+                x = x + self.bias[j].double().cpu()
+            else:
+                magnitude = x.abs()
+            magnitude = self.exact(magnitude, j, magnitude=True)
+            y = self.exact(x, j)
+            pieces = [[t[..., a:b, :].flatten() for a, b in self.of(j)] for t in (y, magnitude)]
+            y, magnitude = (torch.cat(piece) for piece in pieces)
+            error = (out[j].double().cpu() - y).abs()
+            moved = not self.bias and (self.cos is None or j >= self.rotated)
+            assert (error <= (0 if moved else allowed(y, magnitude, self.dtype, 3))).all()  # a NaN fails
+
+    def check_unpack(self, op):
+        wires = self.wires(lambda n: torch.randn(n).to(self.device, self.dtype))
+        out = self.outputs()
+        op(wires, self.cos, self.sin, self.interleaved, self.rotated, self.starts, self.stops, out)
+        for j, got in enumerate(out):
+            total, magnitude = torch.zeros(2, *got.shape, dtype=torch.float64)
+            at = 0
+            for a, b in self.of(j):
+                piece = total[..., a:b, :]
+                received = wires[j][at : at + piece.numel()].view(piece.shape).double().cpu()
+                at += piece.numel()
+                piece += received
+                magnitude[..., a:b, :] += received.abs()
+            # The transpose of the rotation, by autograd: nothing of its inverse is written here.
+            x = torch.zeros_like(total, requires_grad=True)
+            exact = torch.autograd.grad(self.exact(x, j), x, total)[0]
+            largest = 1.0 if self.cos is None or self.cos.numel() == 0 else float(self.cos.abs().max() + self.sin.abs().max())
+            bound = magnitude.amax(-1, keepdim=True) * max(1.0, largest)
+            error = (got.double().cpu() - exact).abs()
+            assert (error <= allowed(exact, bound, self.dtype, self.ranks + 2)).all()
+
+
+@needs_library
+@pytest.mark.parametrize("limit", [NARROW, WIDE], ids=["32-bit", "64-bit"])
+@given(inputs=attention_inputs())
+@settings(deadline=None, max_examples=400, derandomize=True)
+def test_q_k_v_are_rotated_cut_and_put_back_within_one_rounding(limit, inputs):
+    torch.manual_seed(0)
+    case = Case(**inputs)
+    with indices(limit):
+        case.check_pack(compiled.pack_qkv)
+        case.check_unpack(compiled.unpack_qkv)
+
+
+@given(inputs=attention_inputs())
+@settings(deadline=None, max_examples=100, derandomize=True)
+def test_the_reference_of_q_k_v_holds_the_same_bound(inputs):
+    torch.manual_seed(0)
+    Case(**inputs).check_pack(ops._pack_qkv)
+    Case(**inputs).check_unpack(ops._unpack_qkv)
+
+
+FULL = dict(
+    rot=64, heads=[8, 2, 2], tokens=[5, 2], dtype=torch.bfloat16, interleaved=False, rotated=2, tables=True, broadcast=True,
+    float_tables=True, bias=True, fused=True, aligned=True,
+)  # fmt: skip
+REPLICATED = [(0, 2), (2, 4), (4, 6), (6, 8), *[(0, 1), (0, 1), (1, 2), (1, 2)] * 2]
+
+
+@needs_library
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_llama_like_heads_with_replicated_kv(head_dim, dtype):
+    torch.manual_seed(0)
+    case = Case(**{**FULL, "head_dim": head_dim, "dtype": dtype, "parts": REPLICATED})
+    case.check_pack(compiled.pack_qkv)
+    case.check_unpack(compiled.unpack_qkv)
+
+
+@needs_library
+def test_forty_ranks_exceed_the_kernel_arguments_of_q_k_v():
+    torch.manual_seed(0)
+    parts = [(i, i + 1) for i in range(40)] + [(i // 20, i // 20 + 1) for i in range(40)] * 2
+    case = Case(**{**FULL, "head_dim": 64, "heads": [40, 2, 2], "parts": parts})
+    case.check_pack(compiled.pack_qkv)
+    case.check_unpack(compiled.unpack_qkv)
+
+
+# What is refused, in the same words from Python and from C++.
+
+x4 = torch.zeros(4, 6, 8)
+REFUSED = {
+    "another dtype": (
+        lambda op: op.pack(x4, 1, [0], [6], torch.zeros(192, dtype=torch.float64)),
+        r"pack: out has dtype \w+, x has",
+    ),
+    "integers": (lambda op: op.pack(x4.int(), 1, [0], [6], torch.zeros(192).int()), r"pack: dtype must be float16"),
+    "no ranks": (lambda op: op.pack(x4, 1, [], [], torch.zeros(0)), "pack: no parts given; .* sp size of 0"),
+    "no ranks to unpack": (lambda op: op.unpack(torch.zeros(0), 1, [], [], x4.clone()), "unpack: no parts given"),
+    "more starts than stops": (lambda op: op.pack(x4, 1, [0, 1], [6], torch.zeros(192)), "pack: 2 starts and 1 stops"),
+    "no such dim": (
+        lambda op: op.pack(x4, 3, [0], [6], torch.zeros(192)),
+        r"pack: dim 3 does not exist in .* \[4, 6, 8\]",
+    ),
+    "a part outside": (
+        lambda op: op.pack(x4, 1, [4], [7], torch.zeros(96)),
+        r"pack: part \(4, 7\) does not lie in dim 1 of \[4, 6, 8\]",
+    ),
+    "a part backwards": (
+        lambda op: op.unpack(torch.zeros(0), 1, [4], [3], x4.clone()),
+        r"unpack: part \(4, 3\) does not lie",
+    ),
+    "a wire too short": (
+        lambda op: op.unpack(torch.zeros(191), 1, [0], [6], x4.clone()),
+        r"unpack: parts \[\(0, 6\)\] along dim 1 of \[4, 6, 8\] hold 192 elements, the wire buffer has shape \[191\]",
+    ),
+    "a wire of two dims": (
+        lambda op: op.pack(x4, 1, [0], [6], torch.zeros(12, 16)),
+        r"the wire buffer has shape \[12, 16\]",
+    ),
+    "a wire with gaps": (
+        lambda op: op.pack(x4, 1, [0], [6], torch.zeros(384)[::2]),
+        "wire buffer must be contiguous, got stride 2",
+    ),
+    "one memory": (
+        lambda op: op.pack(x4, 1, [0], [6], x4.view(-1)),
+        r"pack: x \[4, 6, 8\] and out \[192\] share memory",
+    ),
+    "overlapping memory": (
+        lambda op: (lambda m: op.unpack(m[100:292], 1, [0], [6], m[:192].view(4, 6, 8)))(torch.zeros(292)),
+        r"unpack: out \[4, 6, 8\] and wire \[192\] share memory",
+    ),
+    "too many tensors": (
+        lambda op: op.pack_qkv([x4] * 4, [], None, None, False, 0, [0] * 4, [1] * 4, [torch.zeros(32)] * 4),
+        "4 tensors",
+    ),
+    "a tensor without a wire": (
+        lambda op: op.pack_qkv([x4, x4], [], None, None, False, 0, [0, 0], [6, 6], [torch.zeros(192)]),
+        "2 tensors in x and 1 in out",
+    ),
+    "three biases": (
+        lambda op: op.pack_qkv([x4], [None] * 3, None, None, False, 0, [0], [6], [torch.zeros(192)]),
+        "3 biases for 1 tensors",
+    ),
+    "a short bias": (
+        lambda op: op.pack_qkv([x4], [torch.zeros(40)], None, None, False, 0, [0], [6], [torch.zeros(192)]),
+        r"bias\[0\] \[40\] does not have",
+    ),
+    "cos alone": (
+        lambda op: op.pack_qkv([x4], [], torch.zeros(4, 8), None, False, 1, [0], [6], [torch.zeros(192)]),
+        "cos and sin belong together",
+    ),
+    "too many rotary dims": (
+        lambda op: op.pack_qkv([x4], [], torch.zeros(4, 10), torch.zeros(4, 10), False, 1, [0], [6], [torch.zeros(192)]),
+        r"pack_qkv: 10 rotary dims do not fit head dim 8 of x\[0\]",
+    ),
+    "odd rotary dims": (
+        lambda op: op.unpack_qkv([torch.zeros(192)], torch.zeros(4, 7), torch.zeros(4, 7), False, 1, [0], [6], [x4.clone()]),
+        "unpack_qkv: the rotary dims must be even, got 7",
+    ),
+    "tables of other tokens": (
+        lambda op: op.pack_qkv([x4], [], torch.zeros(3, 8), torch.zeros(3, 8), False, 1, [0], [6], [torch.zeros(192)]),
+        r"cos \[3, 8\] does not broadcast to the tokens of \[4, 6, 8\]",
+    ),
+    "tables of another dtype": (
+        lambda op: op.pack_qkv([x4], [], *[torch.zeros(4, 8).double()] * 2, False, 1, [0], [6], [torch.zeros(192)]),
+        "cos has dtype .*, x has .*; give tables of that dtype",
+    ),
+    "other tokens": (
+        lambda op: op.pack_qkv([x4, x4[:3]], [], None, None, False, 0, [0, 0], [6, 6], [torch.zeros(192), torch.zeros(144)]),
+        r"x\[1\] \[3, 6, 8\] and x\[0\] \[4, 6, 8\] have other tokens",
+    ),
+    "head dims of the wire": (
+        lambda op: op.unpack_qkv([torch.zeros(180)], None, None, False, 0, [0], [6], [x4.clone()]),
+        r"unpack_qkv: parts \[\(0, 6\)\] along dim 1 of \[4, 6, 8\] hold 192 elements, the wire buffer has shape \[180\]",
+    ),
+    "rotated": (
+        lambda op: op.pack_qkv([x4], [], None, None, False, 2, [0], [6], [torch.zeros(192)]),
+        "rotated must be between 0 and 1, got 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, message", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("where", ["Python", pytest.param("C++", marks=needs_library)])
+def test_bad_input_is_refused_with_the_operator_and_the_values(call, message, where):
+    with pytest.raises(ValueError, match=message) as refused:
+        call(torch.ops.ds_sp_overlap if where == "Python" else compiled)
+    assert str(refused.value).startswith("ds_sp_overlap.")
+
+
+def test_another_device_is_refused():
+    with pytest.raises(ValueError, match="ds_sp_overlap.pack: out is on meta, x is on cpu"):
+        ops._pack(x4, 1, [0], [6], torch.zeros(192, device="meta"))
+
+
+def test_no_tensors_at_all_are_refused():
+    """By Python: without a tensor the dispatcher knows no device and calls no kernel of ours."""
+    with pytest.raises(ValueError, match="pack_qkv: 0 tensors; give 1 to 3"):
+        ops.pack_qkv([], [], None, None, False, 0, [0], [1], [])
+
+
+@needs_library
+def test_more_dimensions_than_a_kernel_counts_are_refused_not_misread():
+    x = torch.zeros(2, 2, 2, 2, 2, 2, 2, 2).permute(1, 0, 3, 2, 5, 4, 7, 6)
+    with pytest.raises(ValueError, match="6 dimensions that strides don't let merge"):
+        compiled.pack(x, 6, [0], [2], torch.zeros(256))
+
+
+@pytest.mark.parametrize("namespace", ["ds_sp_overlap", pytest.param("ds_sp_overlap_compiled", marks=needs_library)])
+def test_the_operators_say_what_they_do_to_their_arguments(namespace):
+    for name, verdicts in opchecks(namespace).items():
+        assert set(verdicts.values()) == {"SUCCESS"}, (name, verdicts)
+
+
+# On a GPU: the same cases there, and the two things only a device can get wrong.
+
+
+@needs_cuda
+@pytest.mark.parametrize("limit", [NARROW, WIDE], ids=["32-bit", "64-bit"])
+@given(case=geometries())
+@settings(deadline=None, max_examples=150, derandomize=True)
+def test_moves_on_the_device(limit, case):
+    torch.manual_seed(0)
+    check_pack(case, limit, "cuda")
+    check_unpack(case, limit, "cuda")
+
+
+@needs_cuda
+@pytest.mark.parametrize("limit", [NARROW, WIDE], ids=["32-bit", "64-bit"])
+@given(inputs=attention_inputs())
+@settings(deadline=None, max_examples=100, derandomize=True)
+def test_q_k_v_on_the_device(limit, inputs):
+    torch.manual_seed(0)
+    case = Case(**inputs, device="cuda")
+    with indices(limit):
+        case.check_pack(compiled.pack_qkv)
+        case.check_unpack(compiled.unpack_qkv)
+
+
+@needs_cuda
+def test_the_kernels_run_on_the_current_stream():
+    """The input is written on a side stream that is kept busy: a kernel on another stream would read what was there before."""
+    stream = torch.cuda.Stream()
+    x, out = torch.zeros(2, 64, 1024, 128, device="cuda"), torch.empty(2 * 64 * 1024 * 128, device="cuda")
+    back = torch.empty_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        x.fill_(1.0)
+        compiled.pack(x, 2, [0, 512], [512, 1024], out)
+        compiled.unpack(out, 2, [0, 512], [512, 1024], back)
+    stream.synchronize()
+    assert torch.equal(out, torch.ones_like(out)) and torch.equal(back, x)
+
+
+@needs_cuda
+def test_descriptors_that_are_no_kernel_arguments_reach_the_device():
+    ranges = [(i % 5, i % 5 + 3) for i in range(200)]
+    case = (2, 7, 16), 1, ranges, torch.bfloat16, [0, 1, 2], 0, 0
+    check_pack(case, NARROW, "cuda")
+    check_unpack(case, NARROW, "cuda")
+
+
+@needs_cuda
+def test_more_elements_than_32_bits_count_on_the_device():
+    """Rows of odd length: single elements are the units, more than 2^31 of them; 17 GB of device memory."""
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GB of free device memory")
+    x = torch.empty(2, 2**30 + 7, dtype=torch.bfloat16, device="cuda").random_(-128, 128)
+    cut, end = 2**29 + 1, x.shape[1]
+    out = torch.full((x.numel(),), math.nan, dtype=x.dtype, device="cuda")
+    compiled.pack(x, 1, [0, cut], [cut, end], out)
+    assert torch.equal(out[: 2 * cut].view(2, -1), x[:, :cut]) and torch.equal(out[2 * cut :].view(2, -1), x[:, cut:])
+    back = torch.full_like(x, math.nan)
+    compiled.unpack(out, 1, [0, cut], [cut, end], back)
+    assert torch.equal(back, x)
+
+
+@needs_cuda
+def test_another_device_is_refused_by_the_cuda_kernels():
+    with pytest.raises(ValueError, match="pack: out is on cpu, x is on cuda:0"):
+        compiled.pack(x4.cuda(), 1, [0], [6], torch.zeros(192))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2 or not LIBRARY.cuda, reason="needs two CUDA devices and CUDA kernels")
+def test_the_device_is_the_tensor_s_and_not_the_current_one():
+    torch.cuda.set_device(0)
+    check_pack(((3, 8, 64), 1, [(0, 4), (4, 8)], torch.bfloat16, [0, 1, 2], 0, 0), NARROW, "cuda:1")
+    assert torch.cuda.current_device() == 0

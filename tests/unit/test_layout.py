@@ -1,0 +1,299 @@
+"""Geometry of the exchanges, as arithmetic: no process group, no tensor but for the plain exchange that checks it."""
+
+import math
+
+import pytest
+from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ds_sp_overlap.exchange.geometry import Geometry, Layout
+from ds_sp_overlap.exchange.transport import all_equal
+from tests.helpers.guards import Guard, Watched, must_notice
+
+settings.register_profile("layout", deadline=None, max_examples=150, derandomize=True)
+settings.load_profile("layout")
+
+
+@st.composite
+def geometries(draw):
+    """The geometry of every rank of one sp group."""
+    size = draw(st.integers(1, 5))
+    kv_heads = draw(st.integers(1, 8))
+    heads = kv_heads * draw(st.integers(max(1, -(-size // kv_heads)), max(4, -(-size // kv_heads))))
+    groups = draw(st.integers(1, min(4, heads // size)))
+    seq_lens = tuple(draw(st.lists(st.integers(0, 5), min_size=size, max_size=size)))
+    batch, batch_first = draw(st.integers(1, 3)), draw(st.booleans())
+    return [Geometry(size, rank, seq_lens, batch, heads, kv_heads, groups, batch_first) for rank in range(size)]
+
+
+def exchanges(geometry):
+    """(kind, group) of everything that travels."""
+    return [(kind, group) for group in range(geometry.groups) for kind in geometry.kinds_of(group) + "o"]
+
+
+def members(ranges):
+    return [head for start, stop in ranges for head in range(start, stop)]
+
+
+def received_kv(geometry):
+    """KV heads that a rank receives, in the order of arrival."""
+    return members(geometry.sent_range("k", geometry.sp_rank, group) for group in range(geometry.groups))
+
+
+@given(geometries())
+def test_every_query_head_belongs_to_one_rank_and_one_group(ranks):
+    dealt = [members([rank.query_range(rank.sp_rank, g)]) for rank in ranks for g in range(rank.groups)]
+    assert [head for heads in dealt for head in heads] == list(range(ranks[0].heads))
+    assert all(dealt), "a group without a head"
+    for rank in ranks:
+        per_group = [members([rank.query_range(rank.sp_rank, g)]) for g in range(rank.groups)]
+        assert sum(per_group, []) == members([rank.query_range(rank.sp_rank)])
+
+
+@given(geometries())
+def test_query_heads_are_balanced(ranks):
+    counts = [len(members([rank.query_range(rank.sp_rank)])) for rank in ranks]
+    assert max(counts) - min(counts) <= 1
+    assert counts == sorted(counts, reverse=True)
+
+
+@given(geometries())
+def test_each_rank_receives_each_kv_head_it_needs_once_and_no_other(ranks):
+    for rank in ranks:
+        shared = rank.heads // rank.kv_heads
+        needed = sorted({head // shared for head in members([rank.query_range(rank.sp_rank)])})
+        assert received_kv(rank) == needed
+
+
+@given(geometries())
+def test_every_query_head_finds_its_own_kv_head(ranks):
+    """Through `kv_pieces` and `kv_expansion`, as `Call.with_kv` reads them; GQA's ratio where there is no index."""
+    for rank in ranks:
+        shared = rank.heads // rank.kv_heads
+        arrived = [members([rank.sent_range("k", rank.sp_rank, group)]) for group in range(rank.groups)]
+        for group in range(rank.groups):
+            held = [head for sent, start, stop in rank.kv_pieces(group) for head in arrived[sent][start:stop]]
+            queries = members([rank.query_range(rank.sp_rank, group)])
+            index = rank.kv_expansion(group)
+            if index is None:
+                ratio, rest = divmod(len(queries), len(held))
+                assert rest == 0
+                index = [place // ratio for place in range(len(queries))]
+            assert [held[place] for place in index] == [head // shared for head in queries]
+
+
+@given(geometries())
+def test_every_rank_reads_each_piece_that_travels_with_a_group(ranks):
+    """Guard: `kv_pieces` names a group's own piece even where this rank gets none of it.
+
+    A rank that left it out of its graph would not start the exchange of its gradient, and the others would wait.
+    """
+    assert unread_pieces(ranks) == []
+
+
+def unread_pieces(ranks):
+    return [
+        (rank.sp_rank, group)
+        for rank in ranks
+        for group in range(rank.groups)
+        if "k" in rank.kinds_of(group) and group not in [sent for sent, _, _ in rank.kv_pieces(group)]
+    ]
+
+
+def pieces_are_read_where_a_rank_gets_none():
+    """The check of `test_every_rank_reads_each_piece_...` where it matters: 3 heads on 1 KV head, and 9 on 3."""
+    faults = []
+    for heads, kv_heads, size, groups in ((9, 3, 2, 4), (5, 5, 2, 2), (10, 5, 4, 2), (12, 4, 2, 4), (12, 4, 3, 4)):
+        faults += unread_pieces([Geometry(size, r, (2,) * size, 1, heads, kv_heads, groups) for r in range(size)])
+    return faults
+
+
+@given(geometries())
+def test_all_ranks_exchange_the_same_things(ranks):
+    assert len({tuple(exchanges(rank)) for rank in ranks}) == 1
+    assert len({tuple(rank.heads_of(kind, group) for kind, group in exchanges(rank) if kind != "o") for rank in ranks}) == 1
+
+
+@given(geometries())
+def test_each_pair_of_ranks_agrees_on_what_travels_between_them(ranks):
+    for kind, group in exchanges(ranks[0]):
+        layouts = [rank.exchange(kind, group, 3) for rank in ranks]
+        for layout_of in (lambda layout: layout, lambda layout: layout.inverse):
+            for sender, a in enumerate(map(layout_of, layouts)):
+                for receiver, b in enumerate(map(layout_of, layouts)):
+                    assert a.source.split_sizes[receiver] == b.target.split_sizes[sender], (kind, group)
+
+
+@given(geometries())
+def test_the_global_side_is_tiled_and_the_local_side_is_covered(ranks):
+    """The sequence is cut without gap or overlap; each local head is sent to somebody, to one rank only for q and o."""
+    for rank in ranks:
+        for kind, group in exchanges(rank):
+            layout = rank.exchange(kind, group, 3)
+            local, whole = (layout.target, layout.source) if kind == "o" else (layout.source, layout.target)
+            assert whole.tiles
+            assert set(members(local.parts)) == set(range(local.shape[local.dim]))
+            if kind in "qo":
+                assert local.tiles
+
+
+@given(geometries())
+def test_inverse_is_an_involution_and_swaps_the_sides(ranks):
+    for rank in ranks:
+        for kind, group in exchanges(rank):
+            layout = rank.exchange(kind, group, 3)
+            assert layout.inverse.inverse == layout
+            assert (layout.inverse.source, layout.inverse.target) == (layout.target, layout.source)
+
+
+@given(geometries())
+def test_heads_leave_once_over_all_groups(ranks):
+    """A query head with one group; a KV head at most once a rank that needs it."""
+    rank = ranks[0]
+    for kind, count in (("q", rank.heads), ("k", rank.kv_heads)):
+        sent = [head for g in range(rank.groups) for head in members(rank.heads_of(kind, g))]
+        assert set(sent) == set(range(count))
+        if kind == "q":
+            assert len(sent) == count
+
+
+@given(geometries())
+def test_shapes_are_those_of_the_chosen_layout(ranks):
+    for rank in ranks:
+        layout = rank.exchange("q", 0, 3)
+        count = len(members([rank.query_range(rank.sp_rank, 0)]))
+        local, whole = (rank.seq_lens[rank.sp_rank], rank.batch), (sum(rank.seq_lens), rank.batch)
+        if rank.batch_first:
+            local, whole = local[::-1], whole[::-1]
+        assert layout.source.shape == (*local, len(members(rank.heads_of("q", 0))), 3)
+        assert layout.target.shape == (*whole, count, 3)
+        assert rank.exchange("o", 0, 3) == layout.inverse
+
+
+@given(geometries())
+def test_wire_layout_is_claimed_only_where_the_parts_lie_in_memory_as_they_travel(ranks):
+    for rank in ranks:
+        for kind, group in exchanges(rank):
+            for side in (rank.exchange(kind, group, 3).source, rank.exchange(kind, group, 3).target):
+                if side.is_wire_layout:
+                    assert packed_order(side) == list(range(math.prod(side.shape)))
+
+
+@pytest.mark.parametrize("batch_first,batch,claimed", [(False, 1, True), (False, 3, True), (True, 1, True), (True, 3, False)])
+def test_the_global_side_travels_as_it_lies_unless_batch_comes_first(batch_first, batch, claimed):
+    layout = Geometry(2, 0, (3, 5), batch, 4, 2, 2, batch_first).exchange("q", 1, 8)
+    assert layout.target.is_wire_layout == claimed
+    assert not layout.source.is_wire_layout
+
+
+def packed_order(side):
+    """Linear indices of the tensor in the order in which its parts travel, from the definition."""
+    inner = 1
+    for n in side.shape[side.dim + 1 :]:
+        inner *= n
+    outer = 1
+    for n in side.shape[: side.dim]:
+        outer *= n
+    length = side.shape[side.dim]
+    return [
+        (o * length + at) * inner + i
+        for start, stop in side.parts
+        for o in range(outer)
+        for at in range(start, stop)
+        for i in range(inner)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [8, 16])
+def test_dividing_heads_are_split_as_deepspeed_splits_them(size, kv_heads):
+    """`DistributedAttention` and `UlyssesSPAttentionHF` cut the heads into P equal ranges; uneven ones by KV heads."""
+    heads = 2 * kv_heads
+    for rank in range(size):
+        geometry = Geometry(size, rank, (4,) * size, 1, heads, kv_heads)
+        assert geometry.query_range(rank) == (rank * heads // size, (rank + 1) * heads // size)
+        assert geometry.kv_range(rank, 0) == (rank * kv_heads // size, (rank + 1) * kv_heads // size)
+    sizes = get_shard_size_list(kv_heads, size, AutoTPMeta(num_kv_heads=kv_heads))
+    assert sizes == [stop - start for start, stop in (geometry.kv_range(rank, 0) for rank in range(size))]
+
+
+@pytest.mark.parametrize("heads,size", [(7, 4), (7, 2), (6, 4), (9, 2)])
+def test_uneven_mha_heads_are_split_as_deepspeed_splits_them(heads, size):
+    geometry = Geometry(size, 0, (4,) * size, 1, heads, heads)
+    sizes = get_shard_size_list(heads, size, AutoTPMeta(num_kv_heads=heads))
+    assert sizes == [stop - start for start, stop in map(geometry.query_range, range(size))]
+
+
+def test_a_kv_head_shared_by_two_groups_travels_with_the_first():
+    geometry = Geometry(2, 0, (4, 4), 1, heads=4, kv_heads=2, groups=2)
+    assert [geometry.kinds_of(group) for group in range(2)] == ["qkv", "q"]
+    assert geometry.heads_of("k", 0) == ((0, 2),)
+
+
+def test_mqa_sends_the_one_kv_head_to_every_rank():
+    layout = Geometry(4, 1, (2,) * 4, 1, heads=4, kv_heads=1).exchange("k", 0, 8)
+    assert layout.source.parts == ((0, 1),) * 4
+    assert layout.target.shape == (8, 1, 1, 8)
+
+
+@given(geometries())
+@example([Geometry(2, rank, (0, 6), 1, 6, 3, 3) for rank in range(2)])  # a rank that gets nothing, and has nothing
+def test_every_rank_says_the_same_of_an_exchange_of_equal_parts(ranks):
+    """Else some would call one collective and some another."""
+    for one in exchanges(ranks[0]):
+        layouts = [rank.exchange(*one, 3) for rank in ranks]
+        for way in (layouts, [layout.inverse for layout in layouts]):
+            assert len({all_equal(layout.source.split_sizes, layout.target.split_sizes) for layout in way}) == 1
+
+
+def test_geometry_is_a_value():
+    one, other = (Geometry(2, 0, (3, 5), 2, 4, 2, 2) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+    assert isinstance(one.exchange("q", 0, 8), Layout) and one.exchange("q", 0, 8) == other.exchange("q", 0, 8)
+    with pytest.raises(AttributeError):
+        one.groups = 1
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (dict(sp_rank=2), "sp rank must be between 0 and 1 at sp size 2, got 2"),
+        (
+            dict(seq_lens=(4, 4, 4)),
+            "sequence_lengths: 3 lengths (4, 4, 4) for sp size 2; give the local length of every rank of the sp group",
+        ),
+        (dict(kv_heads=3), "KV heads must divide the query heads, got 8 query and 3 KV heads"),
+        (dict(kv_heads=0), "KV heads must divide the query heads, got 8 query and 0 KV heads"),
+        (
+            dict(heads=1, kv_heads=1),
+            "head scatter of query: 1 heads leave a rank of sp size 2 with no head to attend with; use sp size 1 or less",
+        ),
+        (dict(groups=5), "sp_overlap.head_groups must be between 1 and 4 for 8 heads at sp size 2, got 5"),
+        (dict(groups=0), "sp_overlap.head_groups must be between 1 and 4 for 8 heads at sp size 2, got 0"),
+    ],
+)
+def test_impossible_counts_are_refused_with_the_values_and_the_limit(arguments, message):
+    good = dict(sp_size=2, sp_rank=0, seq_lens=(4, 4), batch=1, heads=8, kv_heads=8, groups=1)
+    Geometry(**good)
+    with pytest.raises(ValueError) as refused:
+        Geometry(**{**good, **arguments})
+    assert str(refused.value) == message
+
+
+# Guards.
+
+WATCHED = {
+    "every rank reads each piece of KV heads": Watched(
+        Guard(
+            "exchange.geometry:Geometry.kv_pieces", 'low < high or (sent == group and "k" in self.kinds_of(group))', "low < high"
+        ),
+        pieces_are_read_where_a_rank_gets_none,
+        ranks=0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -1,0 +1,144 @@
+"""Rooms of the package: imports point downwards only, in no circle, and no framework is known outside integrations.
+
+And of the tests: what they share is in helpers, and nothing is loaded by path.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
+LEVELS = (
+    ("say", "config", "schedule", "rotary"),
+    ("relayout", "profiling"),
+    ("exchange",),
+    ("autotune",),
+    ("attention",),
+    ("integrations",),
+    ("planner",),
+    ("doctor",),
+    ("cli",),
+    ("__init__", "__main__"),
+)
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+FRAMEWORKS = {"deepspeed", "transformers", "megatron", "accelerate", "peft"}
+
+
+def module_of(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def package_of(path):
+    return list(path.relative_to(PACKAGE).parts[:-1])
+
+
+def imports(path, source=None):
+    """Modules of the package that a file imports, wherever in it, as far as they exist; and top-level names of others."""
+    inside, outside = set(), set()
+    for node in ast.walk(ast.parse(source or path.read_text())):
+        if isinstance(node, ast.Import):
+            outside |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            outside.add(node.module.split(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            package = package_of(path)
+            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                found = [".".join((*base, alias.name)), ".".join(base)]
+                inside.add(next((name for name in found if name in MODULES), "__init__"))
+    return inside - {module_of(path)}, outside
+
+
+MODULES = {module_of(path) for path in PACKAGE.rglob("*.py")}
+FILES = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def room(module):
+    return module.split(".")[0]
+
+
+def upwards(module, inside):
+    return [other for other in inside if room(other) != room(module) and LEVEL[room(other)] >= LEVEL[room(module)]]
+
+
+def circle(graph):
+    """Modules of a circle, in its order; empty if there is none."""
+    done, path = set(), []
+
+    def visit(module):
+        if module in path:
+            return path[path.index(module) :]
+        if module in done:
+            return []
+        path.append(module)
+        found = next(filter(None, map(visit, sorted(graph[module]))), [])
+        path.pop()
+        done.add(module)
+        return found
+
+    return next(filter(None, map(visit, sorted(graph))), [])
+
+
+GRAPH = {module: imports(path)[0] for module, path in FILES.items()}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_point_downwards(module):
+    assert room(module) in LEVEL, "a room that LEVELS doesn't know"
+    assert upwards(module, GRAPH[module]) == []
+
+
+def test_there_is_no_circle():
+    assert circle(GRAPH) == []
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if room(module) != "integrations"])
+def test_no_framework_is_known_outside_integrations(module):
+    assert not imports(FILES[module])[1] & FRAMEWORKS
+
+
+def test_the_schedule_needs_no_torch():
+    inside, outside = imports(FILES["schedule"])
+    assert inside == set() and outside <= set(sys.stdlib_module_names) | {"__future__"}
+
+
+def test_an_import_upwards_a_circle_and_a_framework_are_seen():
+    path = FILES["exchange.channel"]
+    inside, outside = imports(path, "def late():\n    from ..attention.layer import Layer\n    import deepspeed.comm")
+    assert upwards("exchange.channel", inside) == ["attention.layer"] and outside == {"deepspeed"}
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
+TESTS = Path(__file__).parents[1]
+TEST_MODULES = {path.stem for path in TESTS.rglob("test_*.py")}
+LOADERS = {"spec_from_file_location", "SourceFileLoader", "run_path"}
+
+
+def reached(source):
+    """Test modules that a file imports, and its ways to load one by path."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found |= {part for name in names for part in name.split(".")} & (TEST_MODULES | LOADERS)
+        elif isinstance(node, (ast.Attribute, ast.Subscript)):
+            if ast.unparse(node.value) == "sys.path":  # an append to it, an element or a slice of it
+                found.add("sys.path")
+            found |= {getattr(node, "attr", None)} & LOADERS
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: path.stem)
+def test_a_file_stands_in_its_folder_and_reaches_for_no_test(path):
+    assert path.relative_to(TESTS).parts[0] in ("unit", "ranks", "frameworks", "training", "helpers")
+    assert reached(path.read_text()) == set()
+
+
+def test_another_test_and_a_path_are_seen():
+    assert reached("def late():\n    from test_plan import x") == {"test_plan"}
+    assert reached("import tests.unit.test_plan as t") == reached("from tests.unit import test_plan") == {"test_plan"}
+    assert reached("sys.path.append('benchmarks')") == reached("sys.path[:0] = ['benchmarks']") == {"sys.path"}
+    assert reached("spec = util.spec_from_file_location('link', path)") == {"spec_from_file_location"}

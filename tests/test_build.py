@@ -24,7 +24,7 @@ needs_library = pytest.mark.skipif(not kernels.library().cuda, reason=f"no compi
 
 def python(code, **environment):
     """Output of a fresh process that runs ``code`` with the package that this one tests."""
-    path = os.pathsep.join([str(Path(build.__file__).parents[1]), str(Path(__file__).parent)])
+    path = os.pathsep.join([str(build.PACKAGE.parent), str(Path(__file__).parent)])
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": path, **environment}
     ran = subprocess.run(  # elsewhere: -c puts the working directory first in sys.path
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, cwd="/"
@@ -45,13 +45,17 @@ def test_without_the_binary_everything_is_pytorch_and_opcheck_passes():
     assert last[1].startswith('sp_overlap.kernels: "cuda", but DS_SP_OVERLAP_BUILD is 0; build them with `python -m')
 
 
+def copy_of_the_package(folder):
+    """Without binaries."""
+    ignore = shutil.ignore_patterns("_kernels.*", "__pycache__")
+    shutil.copytree(build.PACKAGE, folder / "ds_sp_overlap", ignore=ignore)
+    shutil.copytree(build.sources(), folder / "csrc", dirs_exist_ok=True)
+
+
 @needs_compiler
 def test_a_package_without_binaries_builds_them_at_first_use(tmp_path):
     """By the op builder, into torch's extensions folder; a second process finds them there."""
-    root = Path(build.__file__).parents[2]
-    ignore = shutil.ignore_patterns("_kernels.*", "__pycache__")
-    shutil.copytree(root / "ds_sp_overlap", tmp_path / "ds_sp_overlap", ignore=ignore)
-    shutil.copytree(build.sources(), tmp_path / "csrc", dirs_exist_ok=True)
+    copy_of_the_package(tmp_path)
     code = (
         "import torch; from ds_sp_overlap.relayout import ops, kernels\n"
         "before = kernels.library().path; now = kernels.demanded()\n"
@@ -77,6 +81,16 @@ def test_a_build_that_is_not_wished_for_or_impossible_says_why(monkeypatch, tmp_
     with pytest.raises(build.BuildError, match="no C.. compiler found"):
         build.build(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize("command", ["-m ds_sp_overlap build cpu", "ds_sp_overlap/relayout/build.py cpu"])
+def test_what_is_built_by_hand_is_found(tmp_path, command):
+    copy_of_the_package(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+    subprocess.run([sys.executable, *command.split()], cwd=tmp_path, env=environment, check=True, timeout=300)
+    code = "from ds_sp_overlap.relayout import kernels; print(kernels.library().path)"
+    assert python(code, PYTHONPATH=str(tmp_path)).splitlines()[-1] == str(tmp_path / "ds_sp_overlap" / build.NAME)
 
 
 def test_the_arch_list_is_torch_s():

@@ -143,7 +143,9 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
             commands.append([*compile_, "-c", "-o", objects[1]])
         _run(commands)
         linker = [cuda, "-cudart", "static"] if with_cuda else [cxx]
-        _run([[*linker, "-shared", *objects, "-o", f"{scratch}/{NAME}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]])
+        # libtorch.so, of which nothing is used, brings libtorch_cuda.so where there is one: the current stream is asked for there.
+        libraries = [f"-L{root / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+        _run([[*linker, "-shared", *objects, "-o", f"{scratch}/{NAME}", *libraries]])
         version = None
         if with_cuda:
             assert cuda is not None

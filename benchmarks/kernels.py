@@ -48,7 +48,7 @@ from ds_sp_overlap.relayout import (
     ops,  # noqa: E402
 )
 
-compiled = torch.ops.ds_sp_overlap_compiled
+compiled = torch.ops.ds_sp_overlap
 THRESHOLD, THRESHOLD_BYTES = 0.93, 64 * 2**20
 
 
@@ -156,7 +156,7 @@ class Row:
             "copy again": lambda i: wire[i].copy_(x[i].view(-1)),
         }
         expected = torch.empty_like(wire[0]).fill_(float("nan"))
-        ops._pack(x[0], 1, self.starts, self.stops, expected)
+        ops.pack(x[0], 1, self.starts, self.stops, expected)
         wire[0].fill_(float("nan"))
         pack["ours"](0)
         yield "pack q", size, pack, torch.equal(wire[0], expected)
@@ -168,7 +168,7 @@ class Row:
             "copy again": lambda i: x[i].view(-1).copy_(wire[i]),
         }
         expected = torch.empty_like(x[0])
-        ops._unpack(wire[0], 1, self.starts, self.stops, expected)
+        ops.unpack(wire[0], 1, self.starts, self.stops, expected)
         x[0].fill_(float("nan"))
         unpack["ours"](0)
         yield "unpack o", size, unpack, torch.equal(x[0], expected)
@@ -195,7 +195,7 @@ class Row:
                 torch.cat([y[:, p:q].reshape(-1) for p, q in zip(a, b)])
 
         def naive_unpack(i):
-            ops._unpack_qkv(wires[i], cos, sin, False, 2, starts, stops, x[i])
+            ops.unpack_qkv(wires[i], cos, sin, False, 2, starts, stops, x[i])
 
         def parity(op, reference, args, outputs):
             for out in outputs:
@@ -216,14 +216,14 @@ class Row:
             "complex128": None,
             "copy again": lambda i: flat[0].copy_(flat[1]),
         }
-        yield "pack_qkv, RoPE", size, pack, parity(compiled.pack_qkv, ops._pack_qkv, call, wires[0])
+        yield "pack_qkv, RoPE", size, pack, parity(compiled.pack_qkv, ops.pack_qkv, call, wires[0])
         call = (wires[0], cos, sin, False, 2, starts, stops, x[0])
         unpack = {
             **pack,
             "ours": lambda i: compiled.unpack_qkv(wires[i], cos, sin, False, 2, starts, stops, x[i]),
             "naive": naive_unpack,
         }
-        yield "unpack_qkv, RoPE", size, unpack, parity(compiled.unpack_qkv, ops._unpack_qkv, call, x[0])
+        yield "unpack_qkv, RoPE", size, unpack, parity(compiled.unpack_qkv, ops.unpack_qkv, call, x[0])
 
     def gemms(self, m: int):
         """(GEMM, variants, input sets, parity): one batched GEMM that writes the send buffer, against GEMM then pack.
@@ -231,7 +231,7 @@ class Row:
         q projected, and the dgrad of the output projection; of all heads and of one of two head groups, whose rows or columns
         of the weight lie apart.
         """
-        pack = compiled.pack if self.device != "cpu" else ops._pack  # what the package uses there
+        pack = compiled.pack if self.device != "cpu" else ops.pack  # what the package uses there
         for groups in (1, 2) if self.h // self.P > 1 else (1,):
             kept = [(start, start + (stop - start) // groups) for start, stop in zip(self.starts, self.stops)]
             part = ((0, self.h * self.d),) if groups == 1 else tuple((a * self.d, b * self.d) for a, b in kept)

@@ -1,4 +1,4 @@
-// The operators of ds_sp_overlap/ops.py: checks, planning, CPU kernels, registration. The schema is Python's.
+// The operators of ds_sp_overlap/relayout/ops.py: schemas, checks, planning, CPU kernels, registration.
 //
 // torch's stable ABI only (torch/csrc/stable): one binary serves every torch from the one it targets on.
 
@@ -739,11 +739,23 @@ void unpack_qkv(
   m.impl("pack_qkv", TORCH_BOX(&ds_sp_overlap::pack_qkv)); \
   m.impl("unpack_qkv", TORCH_BOX(&ds_sp_overlap::unpack_qkv));
 
+STABLE_TORCH_LIBRARY(ds_sp_overlap, m) {
+  m.def("pack(Tensor x, int dim, int[] starts, int[] stops, Tensor(a!) out) -> ()");
+  m.def("unpack(Tensor wire, int dim, int[] starts, int[] stops, Tensor(a!) out) -> ()");
+  m.def(
+      "pack_qkv(Tensor[] x, Tensor?[] bias, Tensor? cos, Tensor? sin, bool interleaved, int rotated, int[] starts, "
+      "int[] stops, Tensor(a!)[] out) -> ()");
+  m.def(
+      "unpack_qkv(Tensor[] wire, Tensor? cos, Tensor? sin, bool interleaved, int rotated, int[] starts, int[] stops, "
+      "Tensor(a!)[] out) -> ()");
+}
+
 // The CPU kernels show that the maps are right; PyTorch's own copies are faster on a CPU and stay in charge there.
-STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap_compiled, CPU, m){OPERATORS(m)}
+STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap, CPU, m) {
+  OPERATORS(m)
+}
 #if defined(DS_SP_OVERLAP_CUDA)
-STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap_compiled, CUDA, m){
-    OPERATORS(m)} STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap, CUDA, m) {
   OPERATORS(m)
 }
 #endif

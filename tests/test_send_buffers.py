@@ -52,7 +52,7 @@ def test_the_block_equals_the_reference_with(options):
     no_faults(2, faults_written_by_the_gemm, shapes_for(2, 8, 4, **options))
 
 
-def counted(seen, folds, operators=torch.ops.ds_sp_overlap):
+def counted(seen, folds, operators=ops):
     """An implementation that counts what is called."""
 
     def count(name):
@@ -84,7 +84,7 @@ def test_nothing_is_packed_and_o_dq_dk_dv_are_unpacked(rotary, batch_first):
 
 # Rotary embedding in the kernels that move q, k, dq and dk.
 
-OPERATORS = {"reference": torch.ops.ds_sp_overlap, "compiled": torch.ops.ds_sp_overlap_compiled}
+OPERATORS = {"reference": ops, "compiled": torch.ops.ds_sp_overlap}
 kinds = pytest.mark.parametrize(
     "kind",
     [
@@ -126,7 +126,7 @@ def rotated_one_way(rank, name):
 
     def straight(x, *args):
         out = args[-1]
-        getattr(torch.ops.ds_sp_overlap, name.removesuffix("_qkv"))(
+        getattr(ops, name.removesuffix("_qkv"))(
             *((x[0], x[0].dim() - 2) if name == "pack_qkv" else (x[0], out[0].dim() - 2)), *args[-3:-1], out[0]
         )
 

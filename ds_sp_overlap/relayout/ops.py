@@ -1,17 +1,14 @@
-"""Pack and unpack: the relayout on either side of a transfer, as PyTorch operators.
+"""Pack and unpack: the relayout on either side of a transfer.
 
     pack        cut a tensor along one dimension and lay the parts, each contiguous, end to end
     unpack      the inverse; slices that several parts hold are summed, in fp32 for half precision
     pack_qkv    q, k, v cut along their heads into three send buffers, with bias and rotary embedding on the way
     unpack_qkv  its backward: three received gradients, replicas summed and rotated back
 
-All write into tensors that the caller owns, so that the caller decides on which stream's memory they lie. The
-implementations here are PyTorch's own copies and serve every device; they are the reference for the compiled ones of
-csrc/, which `kernels` loads:
-
-    torch.ops.ds_sp_overlap            compiled on CUDA where there is a binary, else the reference
-    torch.ops.ds_sp_overlap_compiled   compiled, on CPU and CUDA; the CPU kernels are there to show that the index maps
-                                       of the CUDA kernels are right, and PyTorch's copies are faster
+All write into tensors that the caller owns, so that the caller decides on which stream's memory they lie. The functions
+here are PyTorch's own copies and serve every device; they are the reference for the compiled operators of csrc/, which
+`kernels` loads as ``torch.ops.ds_sp_overlap``. Those refuse what is refused here, in the same words. Their CPU kernels are there
+to show that the index maps of the CUDA kernels are right; PyTorch's copies are faster.
 """
 
 from __future__ import annotations
@@ -25,16 +22,6 @@ from torch import Tensor
 
 from . import kernels
 from .arguments import check_qkv, check_relayout, refuse
-
-_SCHEMAS = {
-    "pack": "(Tensor x, int dim, int[] starts, int[] stops, Tensor(a!) out) -> ()",
-    "unpack": "(Tensor wire, int dim, int[] starts, int[] stops, Tensor(a!) out) -> ()",
-    "pack_qkv": "(Tensor[] x, Tensor?[] bias, Tensor? cos, Tensor? sin, bool interleaved, int rotated, int[] starts, "
-    "int[] stops, Tensor(a!)[] out) -> ()",
-    "unpack_qkv": "(Tensor[] wire, Tensor? cos, Tensor? sin, bool interleaved, int rotated, int[] starts, int[] stops, "
-    "Tensor(a!)[] out) -> ()",
-}
-_libraries = [torch.library.Library(name, "DEF") for name in ("ds_sp_overlap", "ds_sp_overlap_compiled")]
 
 
 def _parts(tensor: Tensor, wire: Tensor, dim: int, starts: list[int], stops: list[int]) -> list[tuple[Tensor, Tensor]]:
@@ -57,7 +44,7 @@ def _equal_tiles(tensor: Tensor, dim: int, starts: Sequence[int], stops: Sequenc
     return tensor.view(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]).movedim(dim, 0)
 
 
-def _pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
+def pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
     _copy_out(x, check_relayout("pack", x, "x", out, "out", dim, starts, stops), starts, stops, out)
 
 
@@ -70,7 +57,7 @@ def _copy_out(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Ten
         segment.copy_(part)
 
 
-def _unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
+def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
     _copy_in(wire, check_relayout("unpack", out, "out", wire, "wire", dim, starts, stops), starts, stops, out)
 
 
@@ -106,7 +93,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _pack_qkv(x, bias, cos, sin, interleaved, rotated, starts, stops, out) -> None:
+def pack_qkv(x, bias, cos, sin, interleaved, rotated, starts, stops, out) -> None:
     check_qkv("pack_qkv", x, "x", out, "out", bias, cos, sin, rotated, starts, stops)
     ranks = len(starts) // len(x)
     for j, (tensor, wire) in enumerate(zip(x, out)):
@@ -116,41 +103,20 @@ def _pack_qkv(x, bias, cos, sin, interleaved, rotated, starts, stops, out) -> No
         if cos is not None and j < rotated:
             y = _turn(y.to(_accumulator(x[0].dtype)), cos, sin, interleaved, back=False)
         mine = slice(j * ranks, (j + 1) * ranks)
-        _pack(y.to(tensor.dtype), tensor.dim() - 2, starts[mine], stops[mine], wire)
+        pack(y.to(tensor.dtype), tensor.dim() - 2, starts[mine], stops[mine], wire)
 
 
-def _unpack_qkv(wire, cos, sin, interleaved, rotated, starts, stops, out) -> None:
+def unpack_qkv(wire, cos, sin, interleaved, rotated, starts, stops, out) -> None:
     check_qkv("unpack_qkv", out, "out", wire, "wire", [], cos, sin, rotated, starts, stops)
     ranks = len(starts) // len(out)
     for j, (received, tensor) in enumerate(zip(wire, out)):
         mine = slice(j * ranks, (j + 1) * ranks)
         if cos is None or j >= rotated:
-            _unpack(received, tensor.dim() - 2, starts[mine], stops[mine], tensor)
+            unpack(received, tensor.dim() - 2, starts[mine], stops[mine], tensor)
             continue
         total = torch.empty(tensor.shape, dtype=_accumulator(tensor.dtype), device=tensor.device)
-        _unpack(received.to(total.dtype), tensor.dim() - 2, starts[mine], stops[mine], total)
+        unpack(received.to(total.dtype), tensor.dim() - 2, starts[mine], stops[mine], total)
         tensor.copy_(_turn(total, cos, sin, interleaved, back=True))
-
-
-_REFERENCE = {"pack": _pack, "unpack": _unpack, "pack_qkv": _pack_qkv, "unpack_qkv": _unpack_qkv}
-
-
-def _fake(*args) -> None:
-    """Shapes alone: every operator writes into what it is given and returns nothing."""
-
-
-for _library in _libraries:
-    for _name, _schema in _SCHEMAS.items():
-        _library.define(_name + _schema)
-        torch.library.register_fake(f"{_library.ns}::{_name}", _fake, lib=_library)
-for _name, _function in _REFERENCE.items():
-    _libraries[0].impl(_name, _function, "CompositeExplicitAutograd")
-kernels.library()
-
-pack = torch.ops.ds_sp_overlap.pack
-unpack = torch.ops.ds_sp_overlap.unpack
-pack_qkv = torch.ops.ds_sp_overlap.pack_qkv
-unpack_qkv = torch.ops.ds_sp_overlap.unpack_qkv
 
 
 class Relayout(NamedTuple):
@@ -163,7 +129,7 @@ class Relayout(NamedTuple):
     folds: bool  # whether rotary embedding costs less in pack_qkv than in front of pack
 
 
-_TORCH = Relayout(_copy_out, _copy_in, _pack_qkv, _unpack_qkv, folds=False)
+_TORCH = Relayout(_copy_out, _copy_in, pack_qkv, unpack_qkv, folds=False)
 
 
 def implementation(which: str) -> Relayout:
@@ -180,5 +146,5 @@ def implementation(which: str) -> Relayout:
     library = kernels.demanded()
     if not library.cuda:
         raise ValueError(f'sp_overlap.kernels: "cuda", but {library.reason}; {kernels.REMEDY}')
-    compiled = torch.ops.ds_sp_overlap_compiled
+    compiled = torch.ops.ds_sp_overlap
     return Relayout(compiled.pack, compiled.unpack, compiled.pack_qkv, compiled.unpack_qkv, folds=True)

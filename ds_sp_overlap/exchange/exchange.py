@@ -137,14 +137,14 @@ class _InFlight:
         if self.rope is None:
             relayout.pack(self.source, source.dim, *source.edges, self.send)
         else:
-            relayout.pack_qkv([self.source], [], *self.rope, False, 1, *source.edges, [self.send])
+            relayout.rotate_pack(self.source, *self.rope, *source.edges, self.send)
 
     def _unpack(self) -> None:
         relayout, target = ops.implementation(self.channel.kernels), self.layout.target
         if self.rope_back is None:
             relayout.unpack(self.recv, target.dim, *target.edges, self.out)
         else:
-            relayout.unpack_qkv([self.recv], *self.rope_back, False, 1, *target.edges, [self.out])
+            relayout.unpack_rotate_back(self.recv, *self.rope_back, *target.edges, self.out)
 
     def finish(self) -> Tensor:
         """Wait, and hand over the received tensor."""

@@ -1,9 +1,9 @@
 """Pack and unpack: the relayout on either side of a transfer.
 
-    pack        cut a tensor along one dimension and lay the parts, each contiguous, end to end
-    unpack      the inverse; slices that several parts hold are summed, in fp32 for half precision
-    pack_qkv    q, k, v cut along their heads into three send buffers, with bias and rotary embedding on the way
-    unpack_qkv  its backward: three received gradients, replicas summed and rotated back
+    pack                 cut a tensor along one dimension and lay the parts, each contiguous, end to end
+    unpack               the inverse; slices that several parts hold are summed, in fp32 for half precision
+    rotate_pack          pack of heads [tokens..., h, d], after rotary embedding: q and k on their way out
+    unpack_rotate_back   its transpose, for dq and dk: unpack, summed, and rotated back
 
 All write into tensors that the caller owns, so that the caller decides on which stream's memory they lie. The functions
 here are PyTorch's own copies and serve every device; they are the reference for the compiled operators of csrc/, which
@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..rotary import rotate, rotate_back
 from . import kernels
-from .arguments import check_qkv, check_relayout, refuse
+from .arguments import check_relayout, check_rotated, refuse
 
 
 def _parts(tensor: Tensor, wire: Tensor, dim: int, starts: list[int], stops: list[int]) -> list[tuple[Tensor, Tensor]]:
@@ -73,50 +74,32 @@ def _copy_in(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: T
     out.copy_(total)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
-    """Rotary embedding of the first dims of each head, or its transpose; the others pass through.
+def rotate_pack(x: Tensor, cos: Tensor, sin: Tensor, starts: list[int], stops: list[int], out: Tensor) -> None:
+    """Rotate ``x``, and pack its heads.
 
-    half-rotated   pairs (i, i + rot/2)      y0 = x0 cos0 - x1 sin0      back   x0 = y0 cos0 + y1 sin1
-    interleaved    pairs (2i, 2i + 1)        y1 = x1 cos1 + x0 sin1             x1 = y1 cos1 - y0 sin0
+    x          [tokens..., h, d]
+    cos, sin   [tokens..., d_rot]   or what broadcasts to it; of the dtype of ``x``, or float32 for half precision
     """
-    rot = cos.shape[-1]
-    pair = (slice(0, rot, 2), slice(1, rot, 2)) if interleaved else (slice(0, rot // 2), slice(rot // 2, rot))
-    y = x.clone()
-    (x0, x1), (y0, y1) = ([t[..., part] for part in pair] for t in (x, y))
-    (cos0, cos1), (sin0, sin1) = ([t.unsqueeze(-2).to(x.dtype)[..., part] for part in pair] for t in (cos, sin))
-    y0.copy_(x0 * cos0 + x1 * sin1 if back else x0 * cos0 - x1 * sin0)
-    y1.copy_(x1 * cos1 - x0 * sin0 if back else x1 * cos1 + x0 * sin1)
-    return y
+    dim = check_rotated("rotate_pack", x, "x", out, "out", cos, sin, starts, stops)
+    exact = _accumulator(x.dtype)
+    _copy_out(rotate(x.to(exact), *_of_heads(cos, sin, exact)).to(x.dtype), dim, starts, stops, out)
+
+
+def unpack_rotate_back(wire: Tensor, cos: Tensor, sin: Tensor, starts: list[int], stops: list[int], out: Tensor) -> None:
+    """Unpack what is the gradient of rotated heads, and rotate it back: the gradient of `rotate_pack`'s ``x``."""
+    dim = check_rotated("unpack_rotate_back", out, "out", wire, "wire", cos, sin, starts, stops)
+    exact = _accumulator(out.dtype)
+    total = torch.empty(out.shape, dtype=exact, device=out.device)
+    _copy_in(wire.to(exact), dim, starts, stops, total)
+    out.copy_(rotate_back(total, *_of_heads(cos, sin, exact)))
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def pack_qkv(x, bias, cos, sin, interleaved, rotated, starts, stops, out) -> None:
-    check_qkv("pack_qkv", x, "x", out, "out", bias, cos, sin, rotated, starts, stops)
-    ranks = len(starts) // len(x)
-    for j, (tensor, wire) in enumerate(zip(x, out)):
-        y = tensor
-        if bias and bias[j] is not None:
-            y = y.to(_accumulator(x[0].dtype)) + bias[j].view(y.shape[-2:])
-        if cos is not None and j < rotated:
-            y = _turn(y.to(_accumulator(x[0].dtype)), cos, sin, interleaved, back=False)
-        mine = slice(j * ranks, (j + 1) * ranks)
-        pack(y.to(tensor.dtype), tensor.dim() - 2, starts[mine], stops[mine], wire)
-
-
-def unpack_qkv(wire, cos, sin, interleaved, rotated, starts, stops, out) -> None:
-    check_qkv("unpack_qkv", out, "out", wire, "wire", [], cos, sin, rotated, starts, stops)
-    ranks = len(starts) // len(out)
-    for j, (received, tensor) in enumerate(zip(wire, out)):
-        mine = slice(j * ranks, (j + 1) * ranks)
-        if cos is None or j >= rotated:
-            unpack(received, tensor.dim() - 2, starts[mine], stops[mine], tensor)
-            continue
-        total = torch.empty(tensor.shape, dtype=_accumulator(tensor.dtype), device=tensor.device)
-        unpack(received.to(total.dtype), tensor.dim() - 2, starts[mine], stops[mine], total)
-        tensor.copy_(_turn(total, cos, sin, interleaved, back=True))
+def _of_heads(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return cos.unsqueeze(-2).to(dtype), sin.unsqueeze(-2).to(dtype)
 
 
 class Relayout(NamedTuple):
@@ -124,12 +107,12 @@ class Relayout(NamedTuple):
 
     pack: Callable
     unpack: Callable
-    pack_qkv: Callable
-    unpack_qkv: Callable
-    folds: bool  # whether rotary embedding costs less in pack_qkv than in front of pack
+    rotate_pack: Callable
+    unpack_rotate_back: Callable
+    folds: bool  # whether rotary embedding costs less in rotate_pack than in front of pack
 
 
-_TORCH = Relayout(_copy_out, _copy_in, pack_qkv, unpack_qkv, folds=False)
+_TORCH = Relayout(_copy_out, _copy_in, rotate_pack, unpack_rotate_back, folds=False)
 
 
 def implementation(which: str) -> Relayout:
@@ -147,4 +130,4 @@ def implementation(which: str) -> Relayout:
     if not library.cuda:
         raise ValueError(f'sp_overlap.kernels: "cuda", but {library.reason}; {kernels.REMEDY}')
     compiled = torch.ops.ds_sp_overlap
-    return Relayout(compiled.pack, compiled.unpack, compiled.pack_qkv, compiled.unpack_qkv, folds=True)
+    return Relayout(compiled.pack, compiled.unpack, compiled.rotate_pack, compiled.unpack_rotate_back, folds=True)

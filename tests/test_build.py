@@ -38,12 +38,12 @@ def test_without_the_binary_everything_is_pytorch():
         "import torch; from ds_sp_overlap.relayout import ops, kernels\n"
         "out = torch.empty(6); ops.implementation('auto').pack(torch.arange(6.0).view(2, 3), 1, [0, 1], [1, 3], out)\n"
         "print(out.tolist(), kernels.library().path)\n"
-        "try: ops.implementation('cuda')\n"
+        "try: ops.implementation('compiled')\n"
         "except ValueError as error: print(error)"
     )
     last = python(code, DS_SP_OVERLAP_BUILD="0").splitlines()[-2:]
     assert last[0] == "[0.0, 3.0, 1.0, 2.0, 4.0, 5.0] None"
-    assert last[1].startswith('sp_overlap.kernels: "cuda", but DS_SP_OVERLAP_BUILD is 0; build them with `python -m')
+    assert last[1].startswith('sp_overlap.kernels: "compiled", but DS_SP_OVERLAP_BUILD is 0; build them with `python -m')
 
 
 def copy_of_the_package(folder):
@@ -128,12 +128,9 @@ def test_a_failed_load_says_built_against_versus_found(tmp_path, abi, says):
 
 
 def test_the_config_takes_each_kind_of_kernels_and_no_other():
-    assert [SpOverlapConfig.parse({"kernels": kind}).kernels for kind in ("auto", "cuda", "torch")] == [
-        "auto",
-        "cuda",
-        "torch",
-    ]
-    with pytest.raises(ValueError, match='sp_overlap.kernels must be "auto", "cuda" or "torch", got \'triton\''):
+    kinds = {"auto": "auto", "compiled": "compiled", "cuda": "compiled", "torch": "torch"}  # "cuda" is its former name
+    assert {kind: SpOverlapConfig.parse({"kernels": kind}).kernels for kind in kinds} == kinds
+    with pytest.raises(ValueError, match='sp_overlap.kernels must be "auto", "compiled" or "torch", got \'triton\''):
         SpOverlapConfig.parse({"kernels": "triton"})
 
 
@@ -169,9 +166,9 @@ def exchanged(rank, kind):
 
 @needs_library
 def test_an_exchange_moves_the_same_with_either_kind_of_kernels():
-    for compiled, plain in zip(*(ranks.on_ranks(2, exchanged, kind) for kind in ("cuda", "torch"))):
+    for compiled, plain in zip(*(ranks.on_ranks(2, exchanged, kind) for kind in ("compiled", "torch"))):
         assert torch.equal(compiled[0], plain[0]) and torch.equal(compiled[1], plain[1])
-        assert compiled[2] == {"cuda"} and plain[2] == {"torch"}
+        assert compiled[2] == {"compiled"} and plain[2] == {"torch"}
 
 
 def refused_layer(rank):
@@ -179,7 +176,7 @@ def refused_layer(rank):
 
     if rank == 1:  # one machine lacks the library
         ops.kernels.demanded = lambda: kernels.Library(reason="this one has none")
-    layer = DistributedAttention(lambda q, k, v: q, torch.distributed.group.WORLD, config={"kernels": "cuda"})
+    layer = DistributedAttention(lambda q, k, v: q, torch.distributed.group.WORLD, config={"kernels": "compiled"})
     return ranks.refusal(layer, *(torch.randn(4, 1, 2, 8) for _ in range(3)), 1)
 
 
@@ -187,7 +184,7 @@ def refused_layer(rank):
 def test_a_rank_without_the_demanded_kernels_is_refused_on_every_rank():
     answers = ranks.on_ranks(2, refused_layer)
     assert [kind for kind, _ in answers] == ["ValueError"] * 2
-    assert all('sp rank 1: sp_overlap.kernels: "cuda", but this one has none' in message for _, message in answers)
+    assert all('sp rank 1: sp_overlap.kernels: "compiled", but this one has none' in message for _, message in answers)
 
 
 def test_the_spill_check_sees_a_spill_and_a_report_that_is_missing():

@@ -116,18 +116,18 @@ _TORCH = Relayout(_copy_out, _copy_in, rotate_pack, unpack_rotate_back, folds=Fa
 
 
 def implementation(which: str) -> Relayout:
-    """What ``sp_overlap.kernels`` asks for: "torch", the reference; "cuda", compiled; "auto", the best that is known to be right.
+    """What ``sp_overlap.kernels`` asks for: "torch", the reference; "compiled"; "auto", the best that is known to be right.
 
     "auto" is the reference as long as no GPU has run the compiled kernels (benchmarks/kernels_gpu.sh).
 
-    Raises ValueError for "cuda" where there is no binary with CUDA kernels, with the reason and the command that mends it.
+    Raises ValueError for "compiled" where there is no binary with CUDA kernels, with the reason and the command that mends it.
     """
     if which in ("auto", "torch"):
         return _TORCH
-    if which != "cuda":
-        refuse("implementation", f'kernels must be "auto", "cuda" or "torch", got {which!r}')
+    if which != "compiled":
+        refuse("implementation", f'kernels must be "auto", "compiled" or "torch", got {which!r}')
     library = kernels.demanded()
     if not library.cuda:
-        raise ValueError(f'sp_overlap.kernels: "cuda", but {library.reason}; {kernels.REMEDY}')
+        raise ValueError(f'sp_overlap.kernels: "compiled", but {library.reason}; {kernels.REMEDY}')
     compiled = torch.ops.ds_sp_overlap
     return Relayout(compiled.pack, compiled.unpack, compiled.rotate_pack, compiled.unpack_rotate_back, folds=True)

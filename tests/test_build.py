@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import deepspeed.sequence.layer
 import pytest
 import ranks
 import torch
 
+import ds_sp_overlap
 from ds_sp_overlap import SpOverlapConfig
 from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.exchange import Exchange
@@ -171,20 +174,35 @@ def test_an_exchange_moves_the_same_with_either_kind_of_kernels():
         assert compiled[2] == {"compiled"} and plain[2] == {"torch"}
 
 
-def refused_layer(rank):
-    from ds_sp_overlap import DistributedAttention
-
-    if rank == 1:  # one machine lacks the library
-        ops.kernels.demanded = lambda: kernels.Library(reason="this one has none")
-    layer = DistributedAttention(lambda q, k, v: q, torch.distributed.group.WORLD, config={"kernels": "compiled"})
-    return ranks.refusal(layer, *(torch.randn(4, 1, 2, 8) for _ in range(3)), 1)
+def refused(rank, whole_model, devices, library):
+    """What a layer that is called, or a model that is enabled, says of compiled kernels, where ranks have what is given."""
+    group = torch.distributed.group.WORLD
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: devices[rank]),
+        mock.patch.object(ops.kernels, "demanded", kernels.library if library[rank] else lambda: kernels.Library(reason="none")),
+    ):
+        if whole_model:
+            model = torch.nn.Sequential(deepspeed.sequence.layer.DistributedAttention(lambda q, k, v: q, group))
+            return ranks.refusal(ds_sp_overlap.enable, model, {"kernels": "compiled"}, group)
+        layer = ds_sp_overlap.DistributedAttention(lambda q, k, v: q, group, config={"kernels": "compiled"})
+        return ranks.refusal(layer, *(torch.randn(4, 1, 2, 8) for _ in range(3)), 1)
 
 
 @needs_library
-def test_a_rank_without_the_demanded_kernels_is_refused_on_every_rank():
-    answers = ranks.on_ranks(2, refused_layer)
-    assert [kind for kind, _ in answers] == ["ValueError"] * 2
-    assert all('sp rank 1: sp_overlap.kernels: "compiled", but this one has none' in message for _, message in answers)
+@pytest.mark.parametrize("whole_model", [True, False])
+@pytest.mark.parametrize("devices", [(False, False), (True, False)])
+def test_compiled_kernels_without_a_cuda_device_are_refused_on_every_rank(devices, whole_model):
+    """The CPU kernels would give what they should, and be slow."""
+    missing = f'sp_overlap.kernels: "compiled", but torch {torch.__version__} sees no CUDA device here; say "auto" or "torch"'
+    for kind, message in ranks.on_ranks(2, refused, whole_model, devices, (True, True)):
+        assert kind == "ValueError" and message.endswith(missing) and ("sp rank 1: " in message) == devices[0]
+
+
+@needs_library
+@pytest.mark.parametrize("whole_model", [True, False])
+def test_a_rank_without_the_demanded_kernels_is_refused_on_every_rank(whole_model):
+    for kind, message in ranks.on_ranks(2, refused, whole_model, (True, True), (True, False)):
+        assert kind == "ValueError" and 'sp rank 1: sp_overlap.kernels: "compiled", but none; build them' in message
 
 
 def test_the_spill_check_sees_a_spill_and_a_report_that_is_missing():

@@ -86,7 +86,7 @@ def enable(
     policy, timeline = Policy.of(config, channel, gradient_process_group), Timeline.of(config, channel)
 
     def describe() -> str:
-        ops.implementation(config.kernels)  # refused here, on every rank, where this one lacks them
+        ops.check_usable(config.kernels)  # refused here, on every rank, where this one can't
         if timeline is not None:
             timeline.check()
         found.extend(megatron.find_layers(model, channel, config, policy))

@@ -131,3 +131,12 @@ def implementation(which: str) -> Relayout:
         raise ValueError(f'sp_overlap.kernels: "compiled", but {library.reason}; {kernels.REMEDY}')
     compiled = torch.ops.ds_sp_overlap
     return Relayout(compiled.pack, compiled.unpack, compiled.rotate_pack, compiled.unpack_rotate_back, folds=True)
+
+
+def check_usable(which: str) -> None:
+    """Raise ValueError where this process can't do what ``sp_overlap.kernels`` asks for: no CUDA device, or no binary."""
+    if which == "compiled" and not torch.cuda.is_available():
+        raise ValueError(
+            f'sp_overlap.kernels: "compiled", but torch {torch.__version__} sees no CUDA device here; say "auto" or "torch"'
+        )
+    implementation(which)

@@ -29,35 +29,35 @@ using BFloat16 = c10::BFloat16;
 constexpr int kDims = 5;     // dimensions that can't be merged, on either side of the cut
 constexpr int kInline = 96;  // descriptors of each kind that travel as kernel arguments (4 KB in all)
 
-// Indices are 32 bits wide where the units can be counted so, and 64 beyond: a 64-bit division costs as much as the
-// access that it serves.
+// Indices are 32 bits wide where the units can be counted so, and 64 beyond.
 
+BOTH uint32_t high_half(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
+}
+BOTH uint64_t high_half(uint64_t a, uint64_t b) {
+#if defined(__CUDA_ARCH__)
+  return __umul64hi(a, b);
+#else
+  return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
+#endif
+}
+
+// Division by multiplication, exact for n and divisor below 2^31, or 2^63 (Granlund and Montgomery, PLDI 1994): an
+// instruction for division there is none, and the routine in its place costs as much as the access that it serves.
 template <class Index>
 struct Divider {
-  Index divisor;
-  BOTH Index operator()(Index n) const { return n / divisor; }
-};
-
-// Division by multiplication, exact for n and divisor below 2^31 (Granlund and Montgomery, PLDI 1994).
-template <>
-struct Divider<uint32_t> {
-  uint32_t divisor, magic, shift;
-  BOTH uint32_t operator()(uint32_t n) const {
-    return (static_cast<uint32_t>((static_cast<uint64_t>(n) * magic) >> 32) + n) >> shift;
-  }
+  Index divisor, magic;
+  uint32_t shift;
+  BOTH Index operator()(Index n) const { return (high_half(n, magic) + n) >> shift; }
 };
 
 template <class Index>
 inline Divider<Index> divide_by(uint64_t divisor) {
-  return {static_cast<Index>(divisor)};
-}
-
-template <>
-inline Divider<uint32_t> divide_by(uint64_t divisor) {
+  using Wide = unsigned __int128;
   uint32_t shift = 0;
-  while ((uint64_t(1) << shift) < divisor) ++shift;
-  const uint64_t magic = divisor == 0 ? 0 : ((uint64_t(1) << 32) * ((uint64_t(1) << shift) - divisor)) / divisor + 1;
-  return {static_cast<uint32_t>(divisor), static_cast<uint32_t>(magic), shift};
+  while ((Wide(1) << shift) < divisor) ++shift;
+  const Wide magic = divisor == 0 ? 0 : (((Wide(1) << shift) - divisor) << (8 * sizeof(Index))) / divisor + 1;
+  return {static_cast<Index>(divisor), static_cast<Index>(magic), shift};
 }
 
 // Dimensions, innermost first, that several tensors have in common.

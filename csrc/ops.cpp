@@ -25,6 +25,12 @@ extern "C" __attribute__((visibility("default"))) void ds_sp_overlap_narrow_limi
   narrow_limit = units;
 }
 
+// For tests: the kernels' division, by 32-bit or 64-bit indices.
+extern "C" __attribute__((visibility("default"))) uint64_t ds_sp_overlap_divide(uint64_t n, uint64_t divisor, bool wide) {
+  using namespace ds_sp_overlap;
+  return wide ? divide_by<uint64_t>(divisor)(n) : divide_by<uint32_t>(divisor)(static_cast<uint32_t>(n));
+}
+
 namespace ds_sp_overlap {
 
 void cuda_failed(const char* what, const char* why) {
@@ -373,7 +379,6 @@ struct Relayout {
   void run(Type type, bool sums) {
     if (sums && unit * int64_t(tensor.element_size()) < 16)
       unit = 1;  // sums know vectors of 16 bytes and single elements
-    if (sums && sizeof(Index) == 8) unit = 1;
     const bool merged = inner.size.empty();
     const int64_t cut = merged ? unit : 1;  // what a unit divides: the run,
     Dims inside = inner;                    // or the innermost dimension
@@ -631,7 +636,7 @@ struct Rotated {
     const int64_t furthest = std::max(tensor.numel(), wire.numel()) + tensor.size(tensor.dim() - 2);
     const int64_t items = furthest / (vector ? 16 / int64_t(tensor.element_size()) : 1);
     const bool narrow = items <= narrow_limit && slices.size() <= kInline && sources <= kInline;
-    narrow ? run<uint32_t>(type, vector, slices) : run<uint64_t>(type, false, slices);
+    narrow ? run<uint32_t>(type, vector, slices) : run<uint64_t>(type, vector, slices);
   }
 };
 

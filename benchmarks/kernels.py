@@ -307,7 +307,7 @@ def exercise(args) -> int:
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         args.dtype = dtype
         for d, P in ((64, 2), (80, 3), (65, 2), (128, 100)):  # 100 ranks: descriptors in device memory
-            row = Row(args, d, P, 1, 0)
+            row = Row(args, d, P, 4, 0)
             row.tokens = 37
             wrong += sum(not right for source in (row.moves, row.rotated) for _, _, _, right in source())
             out, x = row.random(3 * 37 * row.h * d), row.random(37, row.h, d)

@@ -27,6 +27,7 @@ using Half = c10::Half;
 using BFloat16 = c10::BFloat16;
 
 constexpr int kDims = 5;     // dimensions that can't be merged, on either side of the cut
+constexpr int kAtOnce = 4;   // heads that share what was read of the tables, at most
 constexpr int kInline = 96;  // descriptors of each kind that travel as kernel arguments (4 KB in all)
 
 // Indices are 32 bits wide where the units can be counted so, and 64 beyond.
@@ -212,8 +213,8 @@ BOTH void sum_unit(const Walk<Index>& walk, const Table& table, const T* wire, T
   store<T, V>(sum, out + place.tensor * V);
 }
 
-// Rotary embedding on the way. An item is two vectors of one head of one token, so that both elements of a rotated pair are
-// in one thread:
+// Rotary embedding on the way. An item is two vectors, the same ones in some neighbouring heads of a token: both elements of
+// a rotated pair are in one thread, and the tables are read once for those heads:
 //
 //     items 0..m-1            | vector i | ... | vector i + m | ...   m = rot / 2V
 //     past the rotary dims    | vector i | ... | vector i + n/2 | ... copied; the second may be missing
@@ -226,7 +227,8 @@ struct Rotation {
   Strided<Index, 3> tokens;  // offsets in tensor, cos, sin
   int64_t head_stride, inner_stride;
   int64_t cos_stride, sin_stride;  // of the rotary dimension
-  Divider<Index> items;            // of one head
+  Divider<Index> items;            // of a group of so many heads:
+  uint32_t heads;                  // of an item; they divide those of every segment
   uint32_t dim, turned;            // elements of a head; items that are rotated
   Index total;
   uint32_t segments;
@@ -254,8 +256,8 @@ BOTH void rotate_item(const Rotation<Index>& rotation, const Table& table, Index
   const Index within = item - segment.first;
   const Index token = segment.row(within);
   const Index rest = within - token * segment.row.divisor;
-  const Index which = rotation.items(rest);  // head in the segment
-  const uint32_t e = static_cast<uint32_t>(rest - which * rotation.items.divisor);
+  const Index group = rotation.items(rest);
+  const uint32_t e = static_cast<uint32_t>(rest - group * rotation.items.divisor);
 
   const bool turned = e < rotation.turned;
   uint32_t first = e, second = e + rotation.turned;
@@ -271,39 +273,39 @@ BOTH void rotate_item(const Rotation<Index>& rotation, const Table& table, Index
 
   int64_t at[3];
   rotation.tokens.offsets(token, at);
-  const int64_t head = static_cast<int64_t>(segment.start) + which;
-  T* const tensor = static_cast<T*>(rotation.tensor) + at[0] + head * rotation.head_stride;
-  T* const wire = static_cast<T*>(rotation.wire);
-  const int64_t inner = V == 1 ? rotation.inner_stride : 1;
-
-  Acc<T> a[V] = {}, b[V] = {};
-  if (kBackward) {
-    for (uint32_t s = 0; s < segment.sources; ++s) {
-      // Rows of the wire are counted in heads here, so that a segment means the same to vectors of any width.
-      const T* const from = wire + wire_unit(table, segment.source + s, token, which) * rotation.dim;
-      add<T, V>(from + first, a);
-      if (both) add<T, V>(from + second, b);
-    }
-  } else {
-    load<T, V>(tensor + first * inner, a);
-    if (both) load<T, V>(tensor + second * inner, b);
-  }
+  Acc<T> cos0[V], sin0[V], cos1[V], sin1[V];
   if (turned) {
-    Acc<T> cos0[V], sin0[V], cos1[V], sin1[V];
     load_table<T, V>(rotation.cos, at[1] + first * rotation.cos_stride, rotation.accumulator_tables, cos0);
     load_table<T, V>(rotation.sin, at[2] + first * rotation.sin_stride, rotation.accumulator_tables, sin0);
     load_table<T, V>(rotation.cos, at[1] + second * rotation.cos_stride, rotation.accumulator_tables, cos1);
     load_table<T, V>(rotation.sin, at[2] + second * rotation.sin_stride, rotation.accumulator_tables, sin1);
-    UNROLL
-    for (int i = 0; i < V; ++i) turn<kBackward>(a[i], b[i], cos0[i], sin0[i], cos1[i], sin1[i]);
   }
-  if (kBackward) {
-    store<T, V>(a, tensor + first * inner);
-    if (both) store<T, V>(b, tensor + second * inner);
-  } else {
-    T* const to = wire + wire_unit(table, segment.source, token, which) * rotation.dim;
-    store<T, V>(a, to + first);
-    if (both) store<T, V>(b, to + second);
+  const int64_t inner = V == 1 ? rotation.inner_stride : 1;
+  T* const wire = static_cast<T*>(rotation.wire);
+  Index which = group * rotation.heads;  // head in the segment
+  T* tensor = static_cast<T*>(rotation.tensor) + at[0] +
+              (static_cast<int64_t>(segment.start) + which) * rotation.head_stride;
+  for (const Index last = which + rotation.heads; which < last; ++which, tensor += rotation.head_stride) {
+    Acc<T> a[V] = {}, b[V] = {};
+    if (kBackward) {
+      for (uint32_t s = 0; s < segment.sources; ++s) {
+        // Rows of the wire are counted in heads here, so that a segment means the same to vectors of any width.
+        const T* const from = wire + wire_unit(table, segment.source + s, token, which) * rotation.dim;
+        add<T, V>(from + first, a);
+        if (both) add<T, V>(from + second, b);
+      }
+    } else {
+      load<T, V>(tensor + first * inner, a);
+      if (both) load<T, V>(tensor + second * inner, b);
+    }
+    if (turned) {
+      UNROLL
+      for (int i = 0; i < V; ++i) turn<kBackward>(a[i], b[i], cos0[i], sin0[i], cos1[i], sin1[i]);
+    }
+    T* const to = kBackward ? tensor : wire + wire_unit(table, segment.source, token, which) * rotation.dim;
+    const int64_t apart = kBackward ? inner : 1;
+    store<T, V>(a, to + first * apart);
+    if (both) store<T, V>(b, to + second * apart);
   }
 }
 

@@ -26,7 +26,8 @@ extern "C" __attribute__((visibility("default"))) void ds_sp_overlap_narrow_limi
 }
 
 // For tests: the kernels' division, by 32-bit or 64-bit indices.
-extern "C" __attribute__((visibility("default"))) uint64_t ds_sp_overlap_divide(uint64_t n, uint64_t divisor, bool wide) {
+extern "C" __attribute__((visibility("default"))) uint64_t
+ds_sp_overlap_divide(uint64_t n, uint64_t divisor, bool wide) {
   using namespace ds_sp_overlap;
   return wide ? divide_by<uint64_t>(divisor)(n) : divide_by<uint32_t>(divisor)(static_cast<uint32_t>(n));
 }
@@ -522,7 +523,8 @@ struct Rotated {
           op, which, " has dtype ", show_type(*table), ", ", name, " has ", show_type(tensor),
           "; give tables of that dtype, or float32 for half precision");
       require(
-          table->scalar_type() == cos.scalar_type(), op, "cos has dtype ", show_type(cos), ", sin has ", show_type(sin));
+          table->scalar_type() == cos.scalar_type(), op, "cos has dtype ", show_type(cos), ", sin has ",
+          show_type(sin));
       const Ints own = shape(*table);
       bool fits = !own.empty() && own.size() <= whole.size() - 1 && own.back() == rot();
       for (size_t d = 0; fits && d + 1 < own.size(); ++d) {
@@ -564,6 +566,9 @@ struct Rotated {
     const int64_t V = vector ? 16 / tensor.element_size() : 1;
     const int64_t last = tensor.dim() - 1, dim = tensor.size(last), turned = rot() / (2 * V);
     const int64_t items = turned + (dim / V - 2 * turned + 1) / 2;
+    int64_t heads = kAtOnce;
+    const auto divides = [&](const Slice& slice) { return (slice.stop - slice.start) % heads == 0; };
+    while (!std::all_of(slices.begin(), slices.end(), divides)) --heads;
     Dims tokens;
     for (int64_t d = 0; d < last - 1; ++d)
       tokens.add(tensor.size(d), {tensor.stride(d), table_stride(cos, d), table_stride(sin, d)});
@@ -578,6 +583,7 @@ struct Rotated {
     rotation.cos_stride = cos.stride(cos.dim() - 1);
     rotation.sin_stride = sin.stride(sin.dim() - 1);
     rotation.items = divide_by<Index>(items);
+    rotation.heads = static_cast<uint32_t>(heads);
     rotation.dim = static_cast<uint32_t>(dim);
     rotation.turned = static_cast<uint32_t>(turned);
     rotation.accumulator_tables = cos.scalar_type() != tensor.scalar_type();
@@ -590,7 +596,7 @@ struct Rotated {
     Descriptors<Index> descriptors;
     uint64_t total = 0;
     for (const Slice& slice : slices) {
-      const uint64_t units = (slice.stop - slice.start) * items;
+      const uint64_t units = (slice.stop - slice.start) / heads * items;
       if (units * tokens.numel() == 0) continue;
       Segment<Index> segment{};
       segment.first = static_cast<Index>(total);

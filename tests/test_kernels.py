@@ -217,10 +217,10 @@ def allowed(exact, magnitude, dtype, terms):
 def rotations(draw):
     head_dim = draw(st.sampled_from([16, 64, 80, 96, 128, 192, 256, 5, 18, 65]))
     rot = 2 * draw(st.integers(0, head_dim // 2)) if draw(st.booleans()) else head_dim // 16 * 16
-    heads = draw(st.integers(1, 6))
-    edge = st.integers(0, heads)
+    cuts, each = draw(st.integers(1, 6)), draw(st.sampled_from([1, 1, 2, 3, 4, 8]))  # the kernels take up to 4 heads at once
+    edge = st.integers(0, cuts).map(lambda cut: cut * each)
     return dict(
-        head_dim=head_dim, rot=rot, heads=heads,
+        head_dim=head_dim, rot=rot, heads=cuts * each,
         parts=draw(st.lists(st.tuples(edge, edge).map(sorted).map(tuple), min_size=1, max_size=4)),
         tokens=draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)), dtype=draw(st.sampled_from(DTYPES)),
         broadcast=draw(st.booleans()), float_tables=draw(st.booleans()), fused=draw(st.booleans()), aligned=draw(st.booleans()),

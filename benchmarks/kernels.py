@@ -11,7 +11,7 @@ the repetitions. The plain copy of as many bytes is timed twice in each loop: ho
 
     copy         out.copy_(x), contiguous, the same bytes
     ours         the compiled operator
-    naive        view, permute, contiguous; for q, k, v: torch's rotation, then that
+    naive        view, permute, contiguous; with RoPE: torch's rotation, then that
     complex128   the same permute on 16-byte elements (moves only)
 
 CPU rows carry the label CPU. They show that the script works; the CPU kernels exist to test index maps, not to be fast.
@@ -43,12 +43,10 @@ if importlib.util.find_spec("deepspeed") is None:
     sys.modules["ds_sp_overlap"] = package
 from ds_sp_overlap.attention.linear import by_rank  # noqa: E402
 from ds_sp_overlap.attention.slices import batched, cut_ranges  # noqa: E402
-from ds_sp_overlap.relayout import (
-    kernels,  # noqa: E402
-    ops,  # noqa: E402
-)
+from ds_sp_overlap.relayout import kernels, ops  # noqa: E402
+from ds_sp_overlap.rotary import rotate, rotate_back  # noqa: E402
 
-compiled = torch.ops.ds_sp_overlap_compiled
+compiled = torch.ops.ds_sp_overlap
 THRESHOLD, THRESHOLD_BYTES = 0.93, 64 * 2**20
 
 
@@ -114,12 +112,8 @@ class Row:
     def __init__(self, args, head_dim, ranks, heads_per_rank, megabytes):
         self.dtype, self.device = getattr(torch, args.dtype), args.device
         self.P, self.d, self.h = ranks, head_dim, ranks * heads_per_rank
-        self.kv = max(1, self.h // 4)
         self.tokens = max(1, megabytes * 2**20 // (self.h * head_dim * self.dtype.itemsize))
         self.starts, self.stops = balanced(self.h, ranks)
-        shared = self.h // self.kv
-        kv = [(start // shared, (stop - 1) // shared + 1) for start, stop in zip(self.starts, self.stops)]
-        self.kv_starts, self.kv_stops = map(list, zip(*kv))
         self.columns = dict(head_dim=head_dim, P=ranks, heads_per_rank=heads_per_rank, tokens=self.tokens)
 
     def random(self, *shape):
@@ -156,7 +150,7 @@ class Row:
             "copy again": lambda i: wire[i].copy_(x[i].view(-1)),
         }
         expected = torch.empty_like(wire[0]).fill_(float("nan"))
-        ops._pack(x[0], 1, self.starts, self.stops, expected)
+        ops.pack(x[0], 1, self.starts, self.stops, expected)
         wire[0].fill_(float("nan"))
         pack["ours"](0)
         yield "pack q", size, pack, torch.equal(wire[0], expected)
@@ -168,62 +162,47 @@ class Row:
             "copy again": lambda i: x[i].view(-1).copy_(wire[i]),
         }
         expected = torch.empty_like(x[0])
-        ops._unpack(wire[0], 1, self.starts, self.stops, expected)
+        ops.unpack(wire[0], 1, self.starts, self.stops, expected)
         x[0].fill_(float("nan"))
         unpack["ours"](0)
         yield "unpack o", size, unpack, torch.equal(x[0], expected)
 
-    def fused(self):
-        """pack_qkv and unpack_qkv with half-rotated RoPE, KV heads replicated where a rank needs them."""
-        width = (self.h + 2 * self.kv) * self.d
-        sent = [self.h, *[sum(b - a for a, b in zip(self.kv_starts, self.kv_stops))] * 2]
-        size = self.tokens * (width + sum(sent) * self.d) * self.dtype.itemsize
+    def rotated(self):
+        """(kernel, bytes, variants, parity) of q packed with RoPE on the way, and of dq."""
+        shape, parts = (self.tokens, self.h, self.d), (self.starts, self.stops)
+        size = 2 * self.tokens * self.h * self.d * self.dtype.itemsize
         n = self.sets(size)
-        heads = [self.h * self.d, self.kv * self.d, self.kv * self.d]
-        buffers = [self.random(self.tokens, width) for _ in range(n)]
-        x = [[t.unflatten(-1, (-1, self.d)) for t in b.split(heads, -1)] for b in buffers]
-        wires = [[self.random(self.tokens * count * self.d) for count in sent] for _ in range(n)]
-        rot = self.d - self.d % 32
-        angles = torch.rand(self.tokens, rot, device=self.device)
-        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-        starts, stops = self.starts + self.kv_starts * 2, self.stops + self.kv_stops * 2
-        flat = [torch.empty(size // 2 // self.dtype.itemsize, device=self.device, dtype=self.dtype).normal_() for _ in range(2)]
+        x = [self.random(*shape) for _ in range(n)]
+        wire = [self.random(x[0].numel()) for _ in range(n)]
+        angles = torch.rand(self.tokens, self.d - self.d % 32, device=self.device)
+        tables = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        of_heads = [table.unsqueeze(1) for table in tables]
 
-        def naive_pack(i):
-            for j, (a, b) in enumerate(((self.starts, self.stops), *[(self.kv_starts, self.kv_stops)] * 2)):
-                y = ops._turn(x[i][j], cos, sin, False, back=False) if j < 2 else x[i][j]
-                torch.cat([y[:, p:q].reshape(-1) for p, q in zip(a, b)])
-
-        def naive_unpack(i):
-            ops._unpack_qkv(wires[i], cos, sin, False, 2, starts, stops, x[i])
-
-        def parity(op, reference, args, outputs):
-            for out in outputs:
+        def parity(op, reference, args, out):
+            results = []
+            for function in (op, reference):
                 out.fill_(float("nan"))
-            reference(*args)
-            expected = [out.clone() for out in outputs]
-            for out in outputs:
-                out.fill_(float("nan"))
-            op(*args)
+                function(*args, *tables, *parts, out)
+                results.append(out.clone())
             eps = torch.finfo(self.dtype).eps
-            return all(torch.allclose(a, b, rtol=2 * eps, atol=2 * eps) for a, b in zip(outputs, expected))
+            return torch.allclose(*results, rtol=2 * eps, atol=2 * eps)
 
-        call = (x[0], [], cos, sin, False, 2, starts, stops, wires[0])
         pack = {
-            "copy": lambda i: flat[0].copy_(flat[1]),
-            "ours": lambda i: compiled.pack_qkv(x[i], [], cos, sin, False, 2, starts, stops, wires[i]),
-            "naive": naive_pack,
+            "copy": lambda i: wire[i].copy_(x[i].view(-1)),
+            "ours": lambda i: compiled.rotate_pack(x[i], *tables, *parts, wire[i]),
+            "naive": lambda i: rotate(x[i], *of_heads).view(self.tokens, self.P, -1).transpose(0, 1).contiguous(),
             "complex128": None,
-            "copy again": lambda i: flat[0].copy_(flat[1]),
+            "copy again": lambda i: wire[i].copy_(x[i].view(-1)),
         }
-        yield "pack_qkv, RoPE", size, pack, parity(compiled.pack_qkv, ops._pack_qkv, call, wires[0])
-        call = (wires[0], cos, sin, False, 2, starts, stops, x[0])
+        yield "rotate_pack q", size, pack, parity(compiled.rotate_pack, ops.rotate_pack, (x[0],), wire[0])
         unpack = {
-            **pack,
-            "ours": lambda i: compiled.unpack_qkv(wires[i], cos, sin, False, 2, starts, stops, x[i]),
-            "naive": naive_unpack,
+            "copy": lambda i: x[i].view(-1).copy_(wire[i]),
+            "ours": lambda i: compiled.unpack_rotate_back(wire[i], *tables, *parts, x[i]),
+            "naive": lambda i: rotate_back(wire[i].view(self.P, self.tokens, -1).transpose(0, 1).reshape(shape), *of_heads),
+            "complex128": None,
+            "copy again": lambda i: x[i].view(-1).copy_(wire[i]),
         }
-        yield "unpack_qkv, RoPE", size, unpack, parity(compiled.unpack_qkv, ops._unpack_qkv, call, x[0])
+        yield "unpack_rotate_back dq", size, unpack, parity(compiled.unpack_rotate_back, ops.unpack_rotate_back, (wire[0],), x[0])
 
     def gemms(self, m: int):
         """(GEMM, variants, input sets, parity): one batched GEMM that writes the send buffer, against GEMM then pack.
@@ -231,7 +210,7 @@ class Row:
         q projected, and the dgrad of the output projection; of all heads and of one of two head groups, whose rows or columns
         of the weight lie apart.
         """
-        pack = compiled.pack if self.device != "cpu" else ops._pack  # what the package uses there
+        pack = compiled.pack if self.device != "cpu" else ops.pack  # what the package uses there
         for groups in (1, 2) if self.h // self.P > 1 else (1,):
             kept = [(start, start + (stop - start) // groups) for start, stop in zip(self.starts, self.stops)]
             part = ((0, self.h * self.d),) if groups == 1 else tuple((a * self.d, b * self.d) for a, b in kept)
@@ -283,7 +262,7 @@ def measure(args) -> tuple[list[dict], list[dict], list[str]]:
             for each in args.heads_per_rank:
                 for megabytes in args.megabytes:
                     row = Row(args, d, P, each, megabytes)
-                    for source in (row.moves, row.fused):
+                    for source in (row.moves, row.rotated):
                         for kernel, size, variants, right in source():
                             where = f"{kernel} d={d} P={P} h/P={each} {megabytes} MB of q"
                             if not right:
@@ -328,11 +307,13 @@ def exercise(args) -> int:
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         args.dtype = dtype
         for d, P in ((64, 2), (80, 3), (65, 2), (128, 100)):  # 100 ranks: descriptors in device memory
-            row = Row(args, d, P, 1, 0)
+            row = Row(args, d, P, 4, 0)
             row.tokens = 37
-            wrong += sum(not right for source in (row.moves, row.fused) for _, _, _, right in source())
+            wrong += sum(not right for source in (row.moves, row.rotated) for _, _, _, right in source())
             out, x = row.random(3 * 37 * row.h * d), row.random(37, row.h, d)
+            table = row.random(37, d - d % 32)
             compiled.unpack(out, 1, [0] * 3, [row.h] * 3, x)  # replicas
+            compiled.unpack_rotate_back(out, table, table, [0] * 3, [row.h] * 3, x)
     if args.device != "cpu":
         torch.cuda.synchronize()
     print(f"exercise on {args.device}: {wrong} results differ from the reference")

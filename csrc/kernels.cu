@@ -113,25 +113,15 @@ void launch_sum(
     const Walk<Index>& walk, const Table& table, bool vector, const void* wire, void* out, cudaStream_t stream) {
   const unsigned grid = blocks(walk.total, 1);
   const T* const from = static_cast<const T*>(wire);
-  if constexpr (sizeof(Index) == 4) {  // beyond 32 bits, and with many parts, one element at a time: rare, and right
-    if (vector) {
-      sum<T, 16 / sizeof(T)><<<grid, kThreads, 0, stream>>>(walk, table, from, static_cast<T*>(out));
-      return;
-    }
-  }
-  sum<T, 1><<<grid, kThreads, 0, stream>>>(walk, table, from, static_cast<T*>(out));
+  if (vector) sum<T, 16 / sizeof(T)><<<grid, kThreads, 0, stream>>>(walk, table, from, static_cast<T*>(out));
+  else sum<T, 1><<<grid, kThreads, 0, stream>>>(walk, table, from, static_cast<T*>(out));
 }
 
 template <class T, bool kBackward, class Index, class Table>
 void launch_rotate(const Rotation<Index>& rotation, const Table& table, bool vector, cudaStream_t stream) {
   const unsigned grid = blocks(rotation.total, 1);
-  if constexpr (sizeof(Index) == 4) {
-    if (vector) {
-      rotate<T, 16 / sizeof(T), kBackward><<<grid, kThreads, 0, stream>>>(rotation, table);
-      return;
-    }
-  }
-  rotate<T, 1, kBackward><<<grid, kThreads, 0, stream>>>(rotation, table);
+  if (vector) rotate<T, 16 / sizeof(T), kBackward><<<grid, kThreads, 0, stream>>>(rotation, table);
+  else rotate<T, 1, kBackward><<<grid, kThreads, 0, stream>>>(rotation, table);
 }
 
 template <class Call>

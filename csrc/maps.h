@@ -27,38 +27,38 @@ using Half = c10::Half;
 using BFloat16 = c10::BFloat16;
 
 constexpr int kDims = 5;     // dimensions that can't be merged, on either side of the cut
+constexpr int kAtOnce = 4;   // heads that share what was read of the tables, at most
 constexpr int kInline = 96;  // descriptors of each kind that travel as kernel arguments (4 KB in all)
-constexpr int kHeads = 3;    // q, k, v
 
-// Indices are 32 bits wide where the units can be counted so, and 64 beyond: a 64-bit division costs as much as the
-// access that it serves.
+// Indices are 32 bits wide where the units can be counted so, and 64 beyond.
 
+BOTH uint32_t high_half(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
+}
+BOTH uint64_t high_half(uint64_t a, uint64_t b) {
+#if defined(__CUDA_ARCH__)
+  return __umul64hi(a, b);
+#else
+  return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
+#endif
+}
+
+// Division by multiplication, exact for n and divisor below 2^31, or 2^63 (Granlund and Montgomery, PLDI 1994): an
+// instruction for division there is none, and the routine in its place costs as much as the access that it serves.
 template <class Index>
 struct Divider {
-  Index divisor;
-  BOTH Index operator()(Index n) const { return n / divisor; }
-};
-
-// Division by multiplication, exact for n and divisor below 2^31 (Granlund and Montgomery, PLDI 1994).
-template <>
-struct Divider<uint32_t> {
-  uint32_t divisor, magic, shift;
-  BOTH uint32_t operator()(uint32_t n) const {
-    return (static_cast<uint32_t>((static_cast<uint64_t>(n) * magic) >> 32) + n) >> shift;
-  }
+  Index divisor, magic;
+  uint32_t shift;
+  BOTH Index operator()(Index n) const { return (high_half(n, magic) + n) >> shift; }
 };
 
 template <class Index>
 inline Divider<Index> divide_by(uint64_t divisor) {
-  return {static_cast<Index>(divisor)};
-}
-
-template <>
-inline Divider<uint32_t> divide_by(uint64_t divisor) {
+  using Wide = unsigned __int128;
   uint32_t shift = 0;
-  while ((uint64_t(1) << shift) < divisor) ++shift;
-  const uint64_t magic = divisor == 0 ? 0 : ((uint64_t(1) << 32) * ((uint64_t(1) << shift) - divisor)) / divisor + 1;
-  return {static_cast<uint32_t>(divisor), static_cast<uint32_t>(magic), shift};
+  while ((Wide(1) << shift) < divisor) ++shift;
+  const Wide magic = divisor == 0 ? 0 : (((Wide(1) << shift) - divisor) << (8 * sizeof(Index))) / divisor + 1;
+  return {static_cast<Index>(divisor), static_cast<Index>(magic), shift};
 }
 
 // Dimensions, innermost first, that several tensors have in common.
@@ -88,8 +88,7 @@ struct Segment {
   Divider<Index> row;  // units of one outer position
   Index start;         // along the cut dimension
   uint32_t source;     // its sources in their table
-  uint16_t sources;
-  uint16_t head;  // which of q, k, v
+  uint32_t sources;
 };
 
 // Where a segment lies in the wire: unit (outer, rest) of it is at base + outer * row + rest.
@@ -195,55 +194,44 @@ BOTH void store(const A (&from)[V], T* to) {
   *reinterpret_cast<Vector<T, V>*>(to) = written;
 }
 
-// Sum of what all sources of a segment hold for one unit, in the order of the parts; zero where there is no source.
-template <class T, int V, class Index, class Table>
-BOTH void gather(
-    const T* wire, const Table& table, const Segment<Index>& segment, Index outer, Index rest, int64_t unit,
-    Acc<T> (&sum)[V]) {
+template <class T, int V>
+BOTH void add(const T* from, Acc<T> (&to)[V]) {
+  Acc<T> piece[V];
+  load<T, V>(from, piece);
   UNROLL
-  for (int i = 0; i < V; ++i) sum[i] = 0;
-  for (uint32_t s = 0; s < segment.sources; ++s) {
-    Acc<T> piece[V];
-    load<T, V>(wire + wire_unit(table, segment.source + s, outer, rest) * unit, piece);
-    UNROLL
-    for (int i = 0; i < V; ++i) sum[i] += piece[i];
-  }
+  for (int i = 0; i < V; ++i) to[i] += piece[i];
 }
 
+// Sum of what all sources of a segment hold for one unit, in the order of the parts; zero where there is no source.
 template <class T, int V, class Index, class Table>
 BOTH void sum_unit(const Walk<Index>& walk, const Table& table, const T* wire, T* out, Index unit) {
   const Place<Index> place = locate(walk, table, unit);
-  Acc<T> sum[V];
-  gather<T, V>(wire, table, table.segment[place.segment], place.outer, place.rest, V, sum);
+  const Segment<Index>& segment = table.segment[place.segment];
+  Acc<T> sum[V] = {};
+  for (uint32_t s = 0; s < segment.sources; ++s)
+    add<T, V>(wire + wire_unit(table, segment.source + s, place.outer, place.rest) * V, sum);
   store<T, V>(sum, out + place.tensor * V);
 }
 
-// q, k, v with rotary embedding. An item is two vectors of one head of one token, so that both elements of a rotated pair
-// are in one thread:
+// Rotary embedding on the way. An item is two vectors, the same ones in some neighbouring heads of a token: both elements of
+// a rotated pair are in one thread, and the tables are read once for those heads:
 //
-//     half-rotated, items 0..m-1    | vector i | ... | vector i + m | ...   m = rot / 2V
-//     interleaved                   the same two vectors, with every pair inside a vector (V = 1: elements 2i, 2i + 1)
-//     past the rotary dims          | vector i | ... | vector i + n/2 | ... copied; the second may be missing
-
-template <class Index>
-struct Head {
-  void* tensor;  // [tokens..., heads, dim], x or the gradient's output
-  void* wire;
-  const void* bias;          // [heads, dim] or null
-  Strided<Index, 3> tokens;  // offsets in tensor, cos, sin
-  int64_t head_stride, inner_stride;
-  Divider<Index> items;  // of one head
-  uint32_t dim, turned;  // elements of a head; items that are rotated
-};
+//     items 0..m-1            | vector i | ... | vector i + m | ...   m = rot / 2V
+//     past the rotary dims    | vector i | ... | vector i + n/2 | ... copied; the second may be missing
 
 template <class Index>
 struct Rotation {
-  Head<Index> head[kHeads];
+  void* tensor;  // [tokens..., heads, dim]: x, or the gradient's output
+  void* wire;
+  const void *cos, *sin;
+  Strided<Index, 3> tokens;  // offsets in tensor, cos, sin
+  int64_t head_stride, inner_stride;
+  int64_t cos_stride, sin_stride;  // of the rotary dimension
+  Divider<Index> items;            // of a group of so many heads:
+  uint32_t heads;                  // of an item; they divide those of every segment
+  uint32_t dim, turned;            // elements of a head; items that are rotated
   Index total;
   uint32_t segments;
-  const void *cos, *sin;
-  int64_t cos_stride, sin_stride;  // of the rotary dimension
-  bool interleaved;
   bool accumulator_tables;  // cos and sin are Acc<T>, not T
 };
 
@@ -261,85 +249,63 @@ BOTH void turn(A& x0, A& x1, A cos0, A sin0, A cos1, A sin1) {
   x1 = y1;
 }
 
-// One item: forward tensor (+ bias, rotated) -> wire; backward sum of wires (rotated back) -> tensor.
+// One item: forward tensor, rotated -> wire; backward sum of wires, rotated back -> tensor.
 template <class T, int V, bool kBackward, class Index, class Table>
 BOTH void rotate_item(const Rotation<Index>& rotation, const Table& table, Index item) {
   const Segment<Index>& segment = table.segment[segment_of(table, rotation.segments, item)];
-  const Head<Index>& head = rotation.head[segment.head];
   const Index within = item - segment.first;
   const Index token = segment.row(within);
   const Index rest = within - token * segment.row.divisor;
-  const Index which = head.items(rest);  // head in the segment
-  const uint32_t e = static_cast<uint32_t>(rest - which * head.items.divisor);
+  const Index group = rotation.items(rest);
+  const uint32_t e = static_cast<uint32_t>(rest - group * rotation.items.divisor);
 
-  uint32_t first, second;
+  const bool turned = e < rotation.turned;
+  uint32_t first = e, second = e + rotation.turned;
   bool both = true;
-  const bool turned = e < head.turned;
-  if (turned) {
-    const bool beside = V == 1 && rotation.interleaved;
-    first = beside ? 2 * e : e;
-    second = beside ? 2 * e + 1 : e + head.turned;
-  } else {
-    const uint32_t left = head.dim / V - 2 * head.turned, half = (left + 1) / 2;
-    first = head.turned + e;  // = 2 turned + (e - turned)
+  if (!turned) {
+    const uint32_t left = rotation.dim / V - 2 * rotation.turned, half = (left + 1) / 2;
+    first = rotation.turned + e;  // = 2 turned + (e - turned)
     second = first + half;
-    both = e - head.turned + half < left;
+    both = e - rotation.turned + half < left;
   }
   first *= V;
   second *= V;
 
   int64_t at[3];
-  head.tokens.offsets(token, at);
-  const int64_t number = static_cast<int64_t>(segment.start) + which;
-  T* const tensor = static_cast<T*>(head.tensor) + at[0] + number * head.head_stride;
-  T* const wire = static_cast<T*>(head.wire);
-  const int64_t inner = V == 1 ? head.inner_stride : 1;
-
-  Acc<T> a[V] = {}, b[V] = {};
-  if (kBackward) {
-    // Rows of the wire are counted in heads here, so that a segment means the same to vectors of any width.
-    gather<T, V>(wire + first, table, segment, token, which, head.dim, a);
-    if (both) gather<T, V>(wire + second, table, segment, token, which, head.dim, b);
-  } else {
-    load<T, V>(tensor + first * inner, a);
-    if (both) load<T, V>(tensor + second * inner, b);
-    if (head.bias != nullptr) {
-      const T* bias = static_cast<const T*>(head.bias) + number * head.dim;
-      Acc<T> add[V];
-      load<T, V>(bias + first, add);
-      UNROLL
-      for (int i = 0; i < V; ++i) a[i] += add[i];
-      if (both) {
-        load<T, V>(bias + second, add);
-        UNROLL
-        for (int i = 0; i < V; ++i) b[i] += add[i];
-      }
-    }
-  }
+  rotation.tokens.offsets(token, at);
+  Acc<T> cos0[V], sin0[V], cos1[V], sin1[V];
   if (turned) {
-    Acc<T> cos0[V], sin0[V], cos1[V], sin1[V];
     load_table<T, V>(rotation.cos, at[1] + first * rotation.cos_stride, rotation.accumulator_tables, cos0);
     load_table<T, V>(rotation.sin, at[2] + first * rotation.sin_stride, rotation.accumulator_tables, sin0);
     load_table<T, V>(rotation.cos, at[1] + second * rotation.cos_stride, rotation.accumulator_tables, cos1);
     load_table<T, V>(rotation.sin, at[2] + second * rotation.sin_stride, rotation.accumulator_tables, sin1);
-    if (V > 1 && rotation.interleaved) {
-      UNROLL
-      for (int i = 0; i + 1 < V; i += 2) {
-        turn<kBackward>(a[i], a[i + 1], cos0[i], sin0[i], cos0[i + 1], sin0[i + 1]);
-        turn<kBackward>(b[i], b[i + 1], cos1[i], sin1[i], cos1[i + 1], sin1[i + 1]);
+  }
+  const int64_t inner = V == 1 ? rotation.inner_stride : 1;
+  T* const wire = static_cast<T*>(rotation.wire);
+  Index which = group * rotation.heads;  // head in the segment
+  T* tensor = static_cast<T*>(rotation.tensor) + at[0] +
+              (static_cast<int64_t>(segment.start) + which) * rotation.head_stride;
+  for (const Index last = which + rotation.heads; which < last; ++which, tensor += rotation.head_stride) {
+    Acc<T> a[V] = {}, b[V] = {};
+    if (kBackward) {
+      for (uint32_t s = 0; s < segment.sources; ++s) {
+        // Rows of the wire are counted in heads here, so that a segment means the same to vectors of any width.
+        const T* const from = wire + wire_unit(table, segment.source + s, token, which) * rotation.dim;
+        add<T, V>(from + first, a);
+        if (both) add<T, V>(from + second, b);
       }
     } else {
+      load<T, V>(tensor + first * inner, a);
+      if (both) load<T, V>(tensor + second * inner, b);
+    }
+    if (turned) {
       UNROLL
       for (int i = 0; i < V; ++i) turn<kBackward>(a[i], b[i], cos0[i], sin0[i], cos1[i], sin1[i]);
     }
-  }
-  if (kBackward) {
-    store<T, V>(a, tensor + first * inner);
-    if (both) store<T, V>(b, tensor + second * inner);
-  } else {
-    T* const to = wire + wire_unit(table, segment.source, token, which) * head.dim;
-    store<T, V>(a, to + first);
-    if (both) store<T, V>(b, to + second);
+    T* const to = kBackward ? tensor : wire + wire_unit(table, segment.source, token, which) * rotation.dim;
+    const int64_t apart = kBackward ? inner : 1;
+    store<T, V>(a, to + first * apart);
+    if (both) store<T, V>(b, to + second * apart);
   }
 }
 

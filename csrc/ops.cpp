@@ -1,4 +1,4 @@
-// The operators of ds_sp_overlap/ops.py: checks, planning, CPU kernels, registration. The schema is Python's.
+// The operators of ds_sp_overlap/relayout/ops.py: schemas, checks, planning, CPU kernels, registration.
 //
 // torch's stable ABI only (torch/csrc/stable): one binary serves every torch from the one it targets on.
 
@@ -23,6 +23,13 @@ aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 static int64_t narrow_limit = INT32_MAX;
 extern "C" __attribute__((visibility("default"))) void ds_sp_overlap_narrow_limit(int64_t units) {
   narrow_limit = units;
+}
+
+// For tests: the kernels' division, by 32-bit or 64-bit indices.
+extern "C" __attribute__((visibility("default"))) uint64_t
+ds_sp_overlap_divide(uint64_t n, uint64_t divisor, bool wide) {
+  using namespace ds_sp_overlap;
+  return wide ? divide_by<uint64_t>(divisor)(n) : divide_by<uint32_t>(divisor)(static_cast<uint32_t>(n));
 }
 
 namespace ds_sp_overlap {
@@ -56,10 +63,9 @@ std::string show(const Ints& values) {
 
 Ints shape(const Tensor& x) { return {x.sizes().begin(), x.sizes().end()}; }
 
-std::string show_parts(const Ints& starts, const Ints& stops, size_t first, size_t count) {
+std::string show_parts(const Ints& starts, const Ints& stops) {
   std::ostringstream text;
-  for (size_t i = first; i < first + count; ++i)
-    text << (i > first ? ", (" : "[(") << starts[i] << ", " << stops[i] << ")";
+  for (size_t i = 0; i < starts.size(); ++i) text << (i ? ", (" : "[(") << starts[i] << ", " << stops[i] << ")";
   text << "]";
   return text.str();
 }
@@ -116,13 +122,18 @@ void check_apart(const char* op, const char* a_name, const Tensor& a, const char
       show(shape(a)), " and ", b_name, " ", show(shape(b)), " share memory; give an output of its own");
 }
 
-// tensor and wire of one operator call, or of one of its tensors; number of elements in the wire.
+void check_ranges(const char* op, const Ints& starts, const Ints& stops) {
+  require(
+      starts.size() == stops.size(), op, starts.size(), " starts and ", stops.size(),
+      " stops; give one of each a part");
+  require(!starts.empty(), op, "no parts given; there is one a rank, and an sp size of 0 does not exist");
+}
+
 void check_parts(
-    const char* op, const Tensor& tensor, int64_t dim, const Ints& starts, const Ints& stops, size_t first,
-    size_t count, const Tensor& wire) {
+    const char* op, const Tensor& tensor, int64_t dim, const Ints& starts, const Ints& stops, const Tensor& wire) {
   const int64_t size = tensor.size(dim);
   int64_t slices = 0;
-  for (size_t i = first; i < first + count; ++i) {
+  for (size_t i = 0; i < starts.size(); ++i) {
     require(
         0 <= starts[i] && starts[i] <= stops[i] && stops[i] <= size, op, "part (", starts[i], ", ", stops[i],
         ") does not lie in dim ", dim, " of ", show(shape(tensor)));
@@ -131,18 +142,25 @@ void check_parts(
   int64_t row = 1;
   for (int64_t d = 0; d < tensor.dim(); ++d) row *= d == dim ? 1 : tensor.size(d);
   require(
-      wire.dim() == 1 && wire.numel() == slices * row, op, "parts ", show_parts(starts, stops, first, count),
-      " along dim ", dim, " of ", show(shape(tensor)), " hold ", slices * row, " elements, the wire buffer has shape ",
-      show(shape(wire)));
+      wire.dim() == 1 && wire.numel() == slices * row, op, "parts ", show_parts(starts, stops), " along dim ", dim,
+      " of ", show(shape(tensor)), " hold ", slices * row, " elements, the wire buffer has shape ", show(shape(wire)));
   require(wire.is_contiguous(), op, "the wire buffer must be contiguous, got stride ", wire.stride(0));
 }
 
-void check_ranges(const char* op, const Ints& starts, const Ints& stops, size_t tensors) {
+// Arguments of pack and unpack; dim is counted from the front afterwards.
+Type check_relayout(
+    const char* op, const Tensor& tensor, const char* tensor_name, const Tensor& wire, const char* wire_name,
+    int64_t& dim, const Ints& starts, const Ints& stops) {
+  const Type type = type_of(op, tensor);
+  check_like(op, wire_name, wire, tensor_name, tensor);
+  check_ranges(op, starts, stops);
   require(
-      starts.size() == stops.size() && starts.size() % tensors == 0, op, starts.size(), " starts and ", stops.size(),
-      " stops; give one of each a part", tensors > 1 ? ", for each tensor the same number" : "");
-  require(!starts.empty(), op, "no parts given; there is one a rank, and an sp size of 0 does not exist");
-  require(starts.size() / tensors <= UINT16_MAX, op, starts.size() / tensors, " parts; at most ", UINT16_MAX);
+      -tensor.dim() <= dim && dim < tensor.dim(), op, "dim ", dim, " does not exist in a tensor of shape ",
+      show(shape(tensor)));
+  if (dim < 0) dim += tensor.dim();
+  check_parts(op, tensor, dim, starts, stops, wire);
+  check_apart(op, tensor_name, tensor, wire_name, wire);
+  return type;
 }
 
 // Dimensions, outermost first, with strides in every tensor that has them; merged where all strides allow it.
@@ -190,20 +208,24 @@ struct Slice {
   std::vector<size_t> parts;
 };
 
-// The dimension cut at every edge of a part.
-std::vector<Slice> cover(const Ints& starts, const Ints& stops, size_t first, size_t count, int64_t size) {
+// pack: the parts. unpack: the dimension cut at every edge of a part.
+std::vector<Slice> cut(bool pack, const Ints& starts, const Ints& stops, int64_t size) {
+  std::vector<Slice> slices;
+  if (pack) {
+    for (size_t i = 0; i < starts.size(); ++i) slices.push_back({starts[i], stops[i], {i}});
+    return slices;
+  }
   Ints edges{0, size};
-  for (size_t i = first; i < first + count; ++i) {
+  for (size_t i = 0; i < starts.size(); ++i) {
     if (starts[i] == stops[i]) continue;
     edges.push_back(starts[i]);
     edges.push_back(stops[i]);
   }
   std::sort(edges.begin(), edges.end());
   edges.erase(std::unique(edges.begin(), edges.end()), edges.end());
-  std::vector<Slice> slices;
   for (size_t e = 0; e + 1 < edges.size(); ++e) {
     Slice slice{edges[e], edges[e + 1], {}};
-    for (size_t i = first; i < first + count; ++i) {
+    for (size_t i = 0; i < starts.size(); ++i) {
       if (starts[i] <= slice.start && slice.stop <= stops[i] && starts[i] < stops[i]) slice.parts.push_back(i);
     }
     slices.push_back(std::move(slice));
@@ -313,11 +335,7 @@ struct Relayout {
     for (int64_t d = 0; d < dim; ++d) outer.add(tensor.size(d), {tensor.stride(d)});
     for (int64_t d = dim + 1; d < tensor.dim(); ++d) inner.add(tensor.size(d), {tensor.stride(d)});
     cut_stride = tensor.stride(dim);
-    if (pack) {
-      for (size_t i = 0; i < starts.size(); ++i) slices.push_back({starts[i], stops[i], {i}});
-    } else {
-      slices = cover(starts, stops, 0, starts.size(), tensor.size(dim));
-    }
+    slices = cut(pack, starts, stops, tensor.size(dim));
     int64_t at = 0;
     for (size_t i = 0; i < starts.size(); ++i) {
       wire_first.push_back(at);
@@ -362,7 +380,6 @@ struct Relayout {
   void run(Type type, bool sums) {
     if (sums && unit * int64_t(tensor.element_size()) < 16)
       unit = 1;  // sums know vectors of 16 bytes and single elements
-    if (sums && sizeof(Index) == 8) unit = 1;
     const bool merged = inner.size.empty();
     const int64_t cut = merged ? unit : 1;  // what a unit divides: the run,
     Dims inside = inner;                    // or the innermost dimension
@@ -391,7 +408,7 @@ struct Relayout {
       segment.row = divide_by<Index>(units);
       segment.start = static_cast<Index>(slice.start * scale / cut);
       segment.source = static_cast<uint32_t>(descriptors.sources.size());
-      segment.sources = static_cast<uint16_t>(slice.parts.size());
+      segment.sources = static_cast<uint32_t>(slice.parts.size());
       for (size_t part : slice.parts) {
         const int64_t row = length[part] * scale / cut * inside_units;
         const int64_t begin = pack ? 0 : (slice.start - part_start(part)) * scale / cut * inside_units;
@@ -462,22 +479,10 @@ struct Relayout {
   int64_t part_start(size_t part) const { return (*part_starts)[part]; }
 };
 
-int64_t checked_dim(const char* op, int64_t dim, const Tensor& tensor) {
-  require(
-      -tensor.dim() <= dim && dim < tensor.dim(), op, "dim ", dim, " does not exist in a tensor of shape ",
-      show(shape(tensor)));
-  return dim < 0 ? dim + tensor.dim() : dim;
-}
-
 void relayout(
     const char* op, bool pack, const Tensor& tensor, const char* tensor_name, const Tensor& wire, const char* wire_name,
     int64_t dim, const Ints& starts, const Ints& stops) {
-  const Type type = type_of(op, tensor);
-  check_like(op, wire_name, wire, tensor_name, tensor);
-  check_ranges(op, starts, stops, 1);
-  dim = checked_dim(op, dim, tensor);
-  check_parts(op, tensor, dim, starts, stops, 0, starts.size(), wire);
-  check_apart(op, tensor_name, tensor, wire_name, wire);
+  const Type type = check_relayout(op, tensor, tensor_name, wire, wire_name, dim, starts, stops);
   if (pack ? wire.numel() == 0 : tensor.numel() == 0) return;
   Relayout(op, pack, tensor, wire, dim, starts, stops).run(type, starts);
 }
@@ -490,199 +495,133 @@ void unpack(const Tensor& wire, int64_t dim, Ints starts, Ints stops, Tensor out
   relayout("unpack", false, out, "out", wire, "wire", dim, starts, stops);
 }
 
-// Planning of pack_qkv and unpack_qkv.
+// Planning of rotate_pack and unpack_rotate_back.
 
-struct Fused {
+struct Rotated {
   const char* op;
   bool backward;
-  const std::vector<Tensor>&tensors, &wires;
-  std::vector<std::optional<Tensor>> bias;
-  std::optional<Tensor> cos, sin;
-  bool interleaved;
-  int64_t rotated;
+  const Tensor &tensor, &wire, &cos, &sin;
   const Ints &starts, &stops;
 
-  size_t ranks() const { return starts.size() / tensors.size(); }
-  int64_t rot() const { return cos ? cos->size(-1 + cos->dim()) : 0; }
+  int64_t rot() const { return cos.dim() ? cos.size(cos.dim() - 1) : 0; }
 
   Type check() const {
     const char* const name = backward ? "out" : "x";
     const char* const wire_name = backward ? "wire" : "out";
-    require(
-        !tensors.empty() && tensors.size() <= kHeads, op, tensors.size(), " tensors; give 1 to ", kHeads, " (q, k, v)");
-    require(
-        wires.size() == tensors.size(), op, tensors.size(), " tensors in ", name, " and ", wires.size(), " in ",
-        wire_name);
-    require(bias.empty() || bias.size() == tensors.size(), op, bias.size(), " biases for ", tensors.size(), " tensors");
-    require(
-        0 <= rotated && rotated <= int64_t(tensors.size()), op, "rotated must be between 0 and ", tensors.size(),
-        ", got ", rotated);
-    check_ranges(op, starts, stops, tensors.size());
-    const Type type = type_of(op, tensors[0]);
-    const Ints first = shape(tensors[0]);
-    for (size_t j = 0; j < tensors.size(); ++j) {
-      const Tensor& x = tensors[j];
-      check_like(op, name, x, name, tensors[0]);
-      check_like(op, wire_name, wires[j], name, tensors[0]);
-      const Ints own = shape(x);
-      require(own.size() >= 2, op, name, "[", j, "] must be [tokens..., heads, d], got ", show(own));
+    const Ints whole = shape(tensor);
+    require(whole.size() >= 2, op, name, " must be [tokens..., heads, d], got ", show(whole));
+    int64_t dim = -2;
+    const Type type = check_relayout(op, tensor, name, wire, wire_name, dim, starts, stops);
+    for (const Tensor* table : {&cos, &sin}) {
+      const char* const which = table == &cos ? "cos" : "sin";
       require(
-          own.size() == first.size() && std::equal(own.begin(), own.end() - 2, first.begin()), op, name, "[", j, "] ",
-          show(own), " and ", name, "[0] ", show(first), " have other tokens");
-      check_parts(op, x, x.dim() - 2, starts, stops, j * ranks(), ranks(), wires[j]);
-      for (size_t i = 0; i < tensors.size(); ++i) check_apart(op, name, x, wire_name, wires[i]);
-      if (!bias.empty() && bias[j]) {
-        const Tensor& b = *bias[j];
-        check_like(op, "bias", b, name, tensors[0]);
-        require(
-            b.numel() == x.size(x.dim() - 2) * x.size(x.dim() - 1), op, "bias[", j, "] ", show(shape(b)),
-            " does not have one element a head and dim of ", show(own));
-        require(b.is_contiguous(), op, "bias[", j, "] must be contiguous");
-        check_apart(op, "bias", b, wire_name, wires[j]);
-      }
-    }
-    require(cos.has_value() == sin.has_value(), op, "cos and sin belong together; give both or neither");
-    if (!cos) return type;
-    for (const Tensor* table : {&*cos, &*sin}) {
-      const char* const which = table == &*cos ? "cos" : "sin";
+          same_device(*table, tensor), op, which, " is on ", show_device(*table), ", ", name, " is on ",
+          show_device(tensor));
       require(
-          same_device(*table, tensors[0]), op, which, " is on ", show_device(*table), ", ", name, " is on ",
-          show_device(tensors[0]));
-      require(
-          table->scalar_type() == tensors[0].scalar_type() ||
-              (tensors[0].element_size() == 2 && table->scalar_type() == ScalarType::Float),
-          op, which, " has dtype ", show_type(*table), ", ", name, " has ", show_type(tensors[0]),
+          table->scalar_type() == tensor.scalar_type() ||
+              (tensor.element_size() == 2 && table->scalar_type() == ScalarType::Float),
+          op, which, " has dtype ", show_type(*table), ", ", name, " has ", show_type(tensor),
           "; give tables of that dtype, or float32 for half precision");
       require(
-          table->scalar_type() == cos->scalar_type(), op, "cos has dtype ", show_type(*cos), ", sin has ",
-          show_type(*sin));
+          table->scalar_type() == cos.scalar_type(), op, "cos has dtype ", show_type(cos), ", sin has ",
+          show_type(sin));
       const Ints own = shape(*table);
-      bool fits = !own.empty() && own.size() <= first.size() - 1 && own.back() == rot();
+      bool fits = !own.empty() && own.size() <= whole.size() - 1 && own.back() == rot();
       for (size_t d = 0; fits && d + 1 < own.size(); ++d) {
-        const int64_t tokens = first[first.size() - 2 - (own.size() - 1) + d];
+        const int64_t tokens = whole[whole.size() - 2 - (own.size() - 1) + d];
         fits = own[d] == tokens || own[d] == 1;
       }
       require(
-          fits, op, which, " ", show(own), " does not broadcast to the tokens of ", show(first),
+          fits, op, which, " ", show(own), " does not broadcast to the tokens of ", show(whole),
           " (expected [tokens..., rot])");
-      for (size_t j = 0; j < wires.size(); ++j)
-        check_apart(op, which, *table, backward ? "out" : "out", backward ? tensors[j] : wires[j]);
+      check_apart(op, which, *table, "out", backward ? tensor : wire);
     }
     require(rot() % 2 == 0, op, "the rotary dims must be even, got ", rot());
-    for (int64_t j = 0; j < rotated; ++j) {
-      const int64_t d = tensors[j].size(tensors[j].dim() - 1);
-      require(rot() <= d, op, rot(), " rotary dims do not fit head dim ", d, " of ", name, "[", j, "]");
-    }
+    require(rot() <= whole.back(), op, rot(), " rotary dims do not fit head dim ", whole.back(), " of ", name);
     return type;
   }
 
   // Stride of a table along a dim of the tokens; 0 where it is broadcast.
-  int64_t table_stride(const Tensor& table, int64_t dim, int64_t token_dims) const {
-    const int64_t own = dim - (token_dims - (table.dim() - 1));
+  int64_t table_stride(const Tensor& table, int64_t dim) const {
+    const int64_t own = dim - (tensor.dim() - 2 - (table.dim() - 1));
     return own < 0 || table.size(own) == 1 ? 0 : table.stride(own);
-  }
-
-  Dims tokens(const Tensor& x, bool turned) const {
-    Dims dims;
-    const int64_t token_dims = x.dim() - 2;
-    for (int64_t d = 0; d < token_dims; ++d) {
-      dims.add(
-          x.size(d), {x.stride(d), turned ? table_stride(*cos, d, token_dims) : 0,
-                      turned ? table_stride(*sin, d, token_dims) : 0});
-    }
-    return dims;
   }
 
   static bool aligned(const void* pointer, int64_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
-  bool turns(size_t j) const { return cos && int64_t(j) < rotated && rot() > 0; }
-
   bool vectors_fit() const {
-    const int64_t bytes = tensors[0].element_size(), V = 16 / bytes;
-    for (size_t j = 0; j < tensors.size(); ++j) {
-      const Tensor& x = tensors[j];
-      const int64_t last = x.dim() - 1;
-      bool fits = aligned(x.data_ptr(), 16) && aligned(wires[j].data_ptr(), 16) && x.size(last) % V == 0 &&
-                  (x.stride(last) == 1 || x.size(last) == 1) && (x.stride(last - 1) % V == 0 || x.size(last - 1) == 1);
-      for (int64_t d = 0; d < last - 1; ++d) fits &= x.stride(d) % V == 0 || x.size(d) == 1;
-      if (!bias.empty() && bias[j]) fits &= aligned(bias[j]->data_ptr(), 16);
-      if (turns(j)) {
-        fits &= rot() % (2 * V) == 0;
-        for (const Tensor* table : {&*cos, &*sin}) {
-          fits &= aligned(table->data_ptr(), V * table->element_size()) && table->stride(table->dim() - 1) == 1;
-          for (int64_t d = 0; d + 1 < table->dim(); ++d) fits &= table->stride(d) % V == 0 || table->size(d) == 1;
-        }
-      }
-      if (!fits) return false;
+    const int64_t V = 16 / tensor.element_size(), last = tensor.dim() - 1;
+    bool fits = aligned(tensor.data_ptr(), 16) && aligned(wire.data_ptr(), 16) && tensor.size(last) % V == 0 &&
+                (tensor.stride(last) == 1 || tensor.size(last) == 1) && rot() % (2 * V) == 0;
+    for (int64_t d = 0; d < last; ++d) fits &= tensor.stride(d) % V == 0 || tensor.size(d) == 1;
+    for (const Tensor* table : {&cos, &sin}) {
+      fits &= aligned(table->data_ptr(), V * table->element_size()) && table->stride(table->dim() - 1) == 1;
+      for (int64_t d = 0; d + 1 < table->dim(); ++d) fits &= table->stride(d) % V == 0 || table->size(d) == 1;
     }
-    return true;
+    return fits;
   }
 
   template <class Index>
-  void run(Type type, bool vector, const std::vector<std::vector<Slice>>& slices) const {
-    const int64_t V = vector ? 16 / tensors[0].element_size() : 1;
+  void run(Type type, bool vector, const std::vector<Slice>& slices) const {
+    const int64_t V = vector ? 16 / tensor.element_size() : 1;
+    const int64_t last = tensor.dim() - 1, dim = tensor.size(last), turned = rot() / (2 * V);
+    const int64_t items = turned + (dim / V - 2 * turned + 1) / 2;
+    int64_t heads = kAtOnce;
+    const auto divides = [&](const Slice& slice) { return (slice.stop - slice.start) % heads == 0; };
+    while (!std::all_of(slices.begin(), slices.end(), divides)) --heads;
+    Dims tokens;
+    for (int64_t d = 0; d < last - 1; ++d)
+      tokens.add(tensor.size(d), {tensor.stride(d), table_stride(cos, d), table_stride(sin, d)});
     Rotation<Index> rotation{};
-    rotation.interleaved = interleaved;
-    if (cos) {
-      rotation.cos = cos->data_ptr();
-      rotation.sin = sin->data_ptr();
-      rotation.cos_stride = cos->stride(cos->dim() - 1);
-      rotation.sin_stride = sin->stride(sin->dim() - 1);
-      rotation.accumulator_tables = cos->scalar_type() != tensors[0].scalar_type();
+    rotation.tensor = tensor.data_ptr();
+    rotation.wire = wire.data_ptr();
+    rotation.cos = cos.data_ptr();
+    rotation.sin = sin.data_ptr();
+    rotation.tokens = tokens.in_units<Index, 3>(op, 1);
+    rotation.head_stride = tensor.stride(last - 1);
+    rotation.inner_stride = tensor.stride(last);
+    rotation.cos_stride = cos.stride(cos.dim() - 1);
+    rotation.sin_stride = sin.stride(sin.dim() - 1);
+    rotation.items = divide_by<Index>(items);
+    rotation.heads = static_cast<uint32_t>(heads);
+    rotation.dim = static_cast<uint32_t>(dim);
+    rotation.turned = static_cast<uint32_t>(turned);
+    rotation.accumulator_tables = cos.scalar_type() != tensor.scalar_type();
+    Ints wire_first;  // of each part, in heads
+    int64_t at = 0;
+    for (size_t i = 0; i < starts.size(); ++i) {
+      wire_first.push_back(at);
+      at += (stops[i] - starts[i]) * tokens.numel();
     }
     Descriptors<Index> descriptors;
     uint64_t total = 0;
-    for (size_t j = 0; j < tensors.size(); ++j) {
-      const Tensor& x = tensors[j];
-      const int64_t last = x.dim() - 1, dim = x.size(last);
-      Head<Index>& head = rotation.head[j];
-      head.tensor = x.data_ptr();
-      head.wire = wires[j].data_ptr();
-      head.bias = !bias.empty() && bias[j] ? bias[j]->data_ptr() : nullptr;
-      const Dims dims = tokens(x, turns(j));
-      head.tokens = dims.in_units<Index, 3>(op, 1);
-      head.head_stride = x.stride(last - 1);
-      head.inner_stride = x.stride(last);
-      head.dim = static_cast<uint32_t>(dim);
-      head.turned = turns(j) ? static_cast<uint32_t>(rot() / (2 * V)) : 0;
-      const int64_t items = head.turned + (dim / V - 2 * int64_t(head.turned) + 1) / 2;
-      head.items = divide_by<Index>(items);
-      int64_t at = 0;  // of a part in the wire, in heads
-      std::vector<int64_t> part_first;
-      for (size_t i = j * ranks(); i < (j + 1) * ranks(); ++i) {
-        part_first.push_back(at);
-        at += (stops[i] - starts[i]) * dims.numel();
+    for (const Slice& slice : slices) {
+      const uint64_t units = (slice.stop - slice.start) / heads * items;
+      if (units * tokens.numel() == 0) continue;
+      Segment<Index> segment{};
+      segment.first = static_cast<Index>(total);
+      segment.row = divide_by<Index>(units);
+      segment.start = static_cast<Index>(slice.start);
+      segment.source = static_cast<uint32_t>(descriptors.sources.size());
+      segment.sources = static_cast<uint32_t>(slice.parts.size());
+      for (size_t part : slice.parts) {
+        descriptors.sources.push_back(
+            {static_cast<Index>(wire_first[part] + slice.start - starts[part]),
+             static_cast<Index>(stops[part] - starts[part])});
       }
-      for (const Slice& slice : slices[j]) {
-        const uint64_t units = (slice.stop - slice.start) * items;
-        if (units * dims.numel() == 0) continue;
-        Segment<Index> segment{};
-        segment.first = static_cast<Index>(total);
-        segment.row = divide_by<Index>(units);
-        segment.start = static_cast<Index>(slice.start);
-        segment.source = static_cast<uint32_t>(descriptors.sources.size());
-        segment.sources = static_cast<uint16_t>(slice.parts.size());
-        segment.head = static_cast<uint16_t>(j);
-        for (size_t part : slice.parts) {
-          descriptors.sources.push_back(
-              {static_cast<Index>(part_first[part - j * ranks()] + slice.start - starts[part]),
-               static_cast<Index>(stops[part] - starts[part])});
-        }
-        descriptors.segments.push_back(segment);
-        total += units * dims.numel();
-      }
+      descriptors.segments.push_back(segment);
+      total += units * tokens.numel();
     }
     rotation.total = static_cast<Index>(total);
     rotation.segments = static_cast<uint32_t>(descriptors.segments.size());
     check_fits(op, descriptors);
     if (total == 0) return;
 #if defined(DS_SP_OVERLAP_CUDA)
-    if (tensors[0].is_cuda()) {
-      torch::stable::accelerator::DeviceGuard guard(tensors[0].get_device_index());
-      const auto memory = descriptor_memory(descriptors, tensors[0]);
+    if (tensor.is_cuda()) {
+      torch::stable::accelerator::DeviceGuard guard(tensor.get_device_index());
+      const auto memory = descriptor_memory(descriptors, tensor);
       cuda_rotate<Index>(
-          rotation, descriptors, memory ? memory->data_ptr() : nullptr, type, vector, backward,
-          current_stream(tensors[0]));
+          rotation, descriptors, memory ? memory->data_ptr() : nullptr, type, vector, backward, current_stream(tensor));
       return;
     }
 #endif
@@ -693,57 +632,50 @@ struct Fused {
     });
   }
 
-  void run(Type type) const {
-    std::vector<std::vector<Slice>> slices(tensors.size());
-    size_t segments = 0, sources = 0;
-    int64_t furthest = 0;
-    for (size_t j = 0; j < tensors.size(); ++j) {
-      const int64_t heads = tensors[j].size(tensors[j].dim() - 2);
-      if (backward) {
-        slices[j] = cover(starts, stops, j * ranks(), ranks(), heads);
-      } else {
-        for (size_t i = j * ranks(); i < (j + 1) * ranks(); ++i) slices[j].push_back({starts[i], stops[i], {i}});
-      }
-      segments += slices[j].size();
-      for (const Slice& slice : slices[j]) sources += slice.parts.size();
-      furthest += std::max(tensors[j].numel(), wires[j].numel()) + heads;
-    }
-    bool vector = vectors_fit();
+  void run() const {
+    const Type type = check();
+    const std::vector<Slice> slices = cut(!backward, starts, stops, tensor.size(tensor.dim() - 2));
+    size_t sources = 0;
+    for (const Slice& slice : slices) sources += slice.parts.size();
+    const bool vector = vectors_fit();
     // An item is at least one element; counted as such the limit is safe for vectors too.
-    const int64_t items = furthest / (vector ? 16 / int64_t(tensors[0].element_size()) : 1);
-    const bool narrow = items <= narrow_limit && segments <= kInline && sources <= kInline;
-    narrow ? run<uint32_t>(type, vector, slices) : run<uint64_t>(type, false, slices);
+    const int64_t furthest = std::max(tensor.numel(), wire.numel()) + tensor.size(tensor.dim() - 2);
+    const int64_t items = furthest / (vector ? 16 / int64_t(tensor.element_size()) : 1);
+    const bool narrow = items <= narrow_limit && slices.size() <= kInline && sources <= kInline;
+    narrow ? run<uint32_t>(type, vector, slices) : run<uint64_t>(type, vector, slices);
   }
 };
 
-void pack_qkv(
-    std::vector<Tensor> x, std::vector<std::optional<Tensor>> bias, std::optional<Tensor> cos,
-    std::optional<Tensor> sin, bool interleaved, int64_t rotated, Ints starts, Ints stops, std::vector<Tensor> out) {
-  const Fused fused{"pack_qkv", false, x, out, bias, cos, sin, interleaved, rotated, starts, stops};
-  fused.run(fused.check());
+void rotate_pack(const Tensor& x, const Tensor& cos, const Tensor& sin, Ints starts, Ints stops, Tensor out) {
+  Rotated{"rotate_pack", false, x, out, cos, sin, starts, stops}.run();
 }
 
-void unpack_qkv(
-    std::vector<Tensor> wire, std::optional<Tensor> cos, std::optional<Tensor> sin, bool interleaved, int64_t rotated,
-    Ints starts, Ints stops, std::vector<Tensor> out) {
-  const Fused fused{"unpack_qkv", true, out, wire, {}, cos, sin, interleaved, rotated, starts, stops};
-  fused.run(fused.check());
+void unpack_rotate_back(const Tensor& wire, const Tensor& cos, const Tensor& sin, Ints starts, Ints stops, Tensor out) {
+  Rotated{"unpack_rotate_back", true, out, wire, cos, sin, starts, stops}.run();
 }
 
 }  // namespace
 }  // namespace ds_sp_overlap
 
-#define OPERATORS(m)                                       \
-  m.impl("pack", TORCH_BOX(&ds_sp_overlap::pack));         \
-  m.impl("unpack", TORCH_BOX(&ds_sp_overlap::unpack));     \
-  m.impl("pack_qkv", TORCH_BOX(&ds_sp_overlap::pack_qkv)); \
-  m.impl("unpack_qkv", TORCH_BOX(&ds_sp_overlap::unpack_qkv));
+#define OPERATORS(m)                                             \
+  m.impl("pack", TORCH_BOX(&ds_sp_overlap::pack));               \
+  m.impl("unpack", TORCH_BOX(&ds_sp_overlap::unpack));           \
+  m.impl("rotate_pack", TORCH_BOX(&ds_sp_overlap::rotate_pack)); \
+  m.impl("unpack_rotate_back", TORCH_BOX(&ds_sp_overlap::unpack_rotate_back));
+
+STABLE_TORCH_LIBRARY(ds_sp_overlap, m) {
+  m.def("pack(Tensor x, int dim, int[] starts, int[] stops, Tensor(a!) out) -> ()");
+  m.def("unpack(Tensor wire, int dim, int[] starts, int[] stops, Tensor(a!) out) -> ()");
+  m.def("rotate_pack(Tensor x, Tensor cos, Tensor sin, int[] starts, int[] stops, Tensor(a!) out) -> ()");
+  m.def("unpack_rotate_back(Tensor wire, Tensor cos, Tensor sin, int[] starts, int[] stops, Tensor(a!) out) -> ()");
+}
 
 // The CPU kernels show that the maps are right; PyTorch's own copies are faster on a CPU and stay in charge there.
-STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap_compiled, CPU, m){OPERATORS(m)}
+STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap, CPU, m) {
+  OPERATORS(m)
+}
 #if defined(DS_SP_OVERLAP_CUDA)
-STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap_compiled, CUDA, m){
-    OPERATORS(m)} STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(ds_sp_overlap, CUDA, m) {
   OPERATORS(m)
 }
 #endif

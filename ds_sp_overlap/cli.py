@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         from .relayout import build as builder
 
         try:
-            print(builder.build(Path(builder.__file__).parent, given.kind or ""))
+            print(builder.build(kind=given.kind or ""))
         except builder.BuildError as error:
             print(f"build: {error}", file=sys.stderr)
             return 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -42,8 +42,8 @@ class SpOverlapConfig(_Section):
     head_groups      G; "auto": the fastest in the first steps, by `policy`
     projections      compute q, k, v and the output projection part by part under the exchanges; False: call them whole
     wgrad            compute the output projection's wgrad under the exchange of do; False: together with its dgrad
-    kernels          which pack/unpack: "torch" is PyTorch's own copies, "cuda" the compiled ones and no others; "auto"
-                     PyTorch's, until a GPU has run the compiled ones
+    kernels          which pack/unpack: "torch" is PyTorch's own copies, "compiled" (once called "cuda") the CUDA kernels and no
+                     others; "auto" PyTorch's, until a GPU has run the compiled ones
     transport        which mover of bytes: "c10d" is deepspeed.comm over the sp group; "auto" the same over a communicator
                      of our own where it is NCCL's; "copy_engine" the GPUs' copy engines, in one node
     on_unsupported   a layer that can't be overlapped: "warn" and leave it as it is, or "error"
@@ -58,13 +58,18 @@ class SpOverlapConfig(_Section):
     head_groups: Literal["auto"] | int = "auto"
     projections: bool = True
     wgrad: bool = True
-    kernels: Literal["auto", "cuda", "torch"] = "auto"
+    kernels: Literal["auto", "compiled", "torch"] = "auto"
     transport: Literal["auto", "c10d", "copy_engine"] = "auto"
     on_unsupported: Literal["warn", "error"] = "warn"
     documents: Literal["anywhere", "per_rank"] = "anywhere"
     policy: PolicyConfig = PolicyConfig()
     timeline: TimelineConfig | None = None
     check: bool = False
+
+    @field_validator("kernels", mode="before")
+    @classmethod
+    def _once_called(cls, name: Any) -> Any:
+        return "compiled" if name == "cuda" else name
 
     def groups_for(self, heads: int, sp_size: int) -> int:
         """G for a layer of ``heads`` query heads; whether that many are possible is for `Geometry` to say.
@@ -118,7 +123,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig, "timeline": Tim
 _VALID = {
     **dict.fromkeys(("enabled", "projections", "wgrad", "check"), "true or false"),
     "head_groups": 'a whole number of at least 1, or "auto"',
-    "kernels": '"auto", "cuda" or "torch"',
+    "kernels": '"auto", "compiled" or "torch"',
     "transport": '"auto", "c10d" or "copy_engine"',
     "on_unsupported": '"warn" or "error"',
     "documents": '"anywhere" or "per_rank"',

@@ -67,7 +67,7 @@ class Rotary:
         return tables
 
     def of_tokens(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
-        """The tables without the dimension of heads, as `ops.pack_qkv` takes them; None where it can't have them."""
+        """The tables without the dimension of heads, as `ops.rotate_pack` takes them; None where it can't have them."""
         tables = self.of(position_embeddings, head_dim)
         if tables is None:
             return None

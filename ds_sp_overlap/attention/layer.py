@@ -144,7 +144,7 @@ class Layer:
                 f"no sp group in a world of {world} ranks; pass sequence_process_group= once torch.distributed is initialised "
                 "(torch.distributed.group.WORLD for all of them, a group of this rank alone for no sequence parallelism)"
             )
-        ops.implementation(self.channel.kernels)  # refused here, on every rank, where this one lacks them
+        ops.check_usable(self.channel.kernels)  # refused here, on every rank, where this one can't
         if self.channel.timeline is not None:
             self.channel.timeline.check()
         lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]

@@ -154,7 +154,7 @@ class _InFlight:
         elif self.rope is None:
             relayout.pack(*self.sources, source.dim, *source.edges, self.send)
         else:
-            relayout.pack_qkv([*self.sources], [], *self.rope, False, 1, *source.edges, [self.send])
+            relayout.rotate_pack(*self.sources, *self.rope, *source.edges, self.send)
 
     def _unpack(self) -> None:
         relayout, target = ops.implementation(self.channel.kernels), self.layout.target
@@ -163,7 +163,7 @@ class _InFlight:
         elif self.rope_back is None:
             relayout.unpack(self.recv, target.dim, *target.edges, *self.outs)
         else:
-            relayout.unpack_qkv([self.recv], *self.rope_back, False, 1, *target.edges, [*self.outs])
+            relayout.unpack_rotate_back(self.recv, *self.rope_back, *target.edges, *self.outs)
 
     def finish(self) -> tuple[Tensor, ...]:
         """Wait, and hand over what was received."""

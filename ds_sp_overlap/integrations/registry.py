@@ -87,7 +87,7 @@ def enable(
     overlap = Overlap(channel, config, policy)
 
     def describe() -> str:
-        ops.implementation(config.kernels)  # refused here, on every rank, where this one lacks them
+        ops.check_usable(config.kernels)  # refused here, on every rank, where this one can't
         if timeline is not None:
             timeline.check()
         found.extend(megatron.find_layers(model, overlap))

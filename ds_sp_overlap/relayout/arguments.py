@@ -47,11 +47,10 @@ def check_apart(op: str, a_name: str, a: Tensor, b_name: str, b: Tensor) -> None
         )  # fmt: skip
 
 
-def check_ranges(op: str, starts: list[int], stops: list[int], tensors: int = 1) -> None:
-    """A start and a stop for each part, at least one part, for each tensor the same number."""
-    if len(starts) != len(stops) or len(starts) % tensors:
-        each = ", for each tensor the same number" if tensors > 1 else ""
-        refuse(op, f"{len(starts)} starts and {len(stops)} stops; give one of each a part{each}")
+def check_ranges(op: str, starts: list[int], stops: list[int]) -> None:
+    """A start and a stop for each part, at least one part."""
+    if len(starts) != len(stops):
+        refuse(op, f"{len(starts)} starts and {len(stops)} stops; give one of each a part")
     if not starts:
         refuse(op, "no parts given; there is one a rank, and an sp size of 0 does not exist")
 
@@ -96,68 +95,43 @@ def check_relayout(
     return dim
 
 
-def check_qkv(op, tensors, name, wires, wire_name, bias, cos, sin, rotated, starts, stops) -> None:
-    """Arguments of pack_qkv and unpack_qkv."""
-    if not 1 <= len(tensors) <= 3:
-        refuse(op, f"{len(tensors)} tensors; give 1 to 3 (q, k, v)")
-    if len(wires) != len(tensors):
-        refuse(op, f"{len(tensors)} tensors in {name} and {len(wires)} in {wire_name}")
-    if bias and len(bias) != len(tensors):
-        refuse(op, f"{len(bias)} biases for {len(tensors)} tensors")
-    if not 0 <= rotated <= len(tensors):
-        refuse(op, f"rotated must be between 0 and {len(tensors)}, got {rotated}")
-    check_ranges(op, starts, stops, len(tensors))
-    check_dtype(op, tensors[0])
-    ranks, first = len(starts) // len(tensors), list(tensors[0].shape)
-    for j, (x, wire) in enumerate(zip(tensors, wires)):
-        check_like(op, name, x, name, tensors[0])
-        check_like(op, wire_name, wire, name, tensors[0])
-        if x.dim() < 2:
-            refuse(op, f"{name}[{j}] must be [tokens..., heads, d], got {list(x.shape)}")
-        if list(x.shape[:-2]) != first[:-2]:
-            refuse(op, f"{name}[{j}] {list(x.shape)} and {name}[0] {first} have other tokens")
-        mine = slice(j * ranks, (j + 1) * ranks)
-        check_parts(op, x, x.dim() - 2, starts[mine], stops[mine], wire)
-        for other in wires:
-            check_apart(op, name, x, wire_name, other)
-        if bias and bias[j] is not None:
-            check_like(op, "bias", bias[j], name, tensors[0])
-            if bias[j].numel() != x.shape[-2] * x.shape[-1]:
-                refuse(op, f"bias[{j}] {list(bias[j].shape)} does not have one element a head and dim of {list(x.shape)}")
-            if not bias[j].is_contiguous():
-                refuse(op, f"bias[{j}] must be contiguous")
-            check_apart(op, "bias", bias[j], wire_name, wire)
-    if (cos is None) != (sin is None):
-        refuse(op, "cos and sin belong together; give both or neither")
-    if cos is not None:
-        _check_tables(op, tensors, name, wires, cos, sin, rotated)
-
-
-def _check_tables(op, tensors, name, wires, cos, sin, rotated) -> None:
-    x = tensors[0]
+def check_rotated(
+    op: str,
+    tensor: Tensor,
+    tensor_name: str,
+    wire: Tensor,
+    wire_name: str,
+    cos: Tensor,
+    sin: Tensor,
+    starts: list[int],
+    stops: list[int],
+) -> int:
+    """Arguments of rotate_pack and unpack_rotate_back; returns the dim of the heads."""
+    if tensor.dim() < 2:
+        refuse(op, f"{tensor_name} must be [tokens..., heads, d], got {list(tensor.shape)}")
+    dim = check_relayout(op, tensor, tensor_name, wire, wire_name, -2, starts, stops)
     rot = cos.shape[-1] if cos.dim() else 0
     for which, table in (("cos", cos), ("sin", sin)):
-        if table.device != x.device:
-            refuse(op, f"{which} is on {table.device}, {name} is on {x.device}")
-        if table.dtype != x.dtype and not (x.element_size() == 2 and table.dtype == torch.float32):
+        if table.device != tensor.device:
+            refuse(op, f"{which} is on {table.device}, {tensor_name} is on {tensor.device}")
+        if table.dtype != tensor.dtype and not (tensor.element_size() == 2 and table.dtype == torch.float32):
             refuse(
                 op,
-                f"{which} has dtype {_dtype(table)}, {name} has {_dtype(x)}; give tables of that dtype, or float32 for half "
-                "precision",
+                f"{which} has dtype {_dtype(table)}, {tensor_name} has {_dtype(tensor)}; give tables of that dtype, or float32 "
+                "for half precision",
             )
         if table.dtype != cos.dtype:
             refuse(op, f"cos has dtype {_dtype(cos)}, sin has {_dtype(sin)}")
         own = table.shape
-        fits = 1 <= len(own) <= x.dim() - 1 and own[-1] == rot
-        if not fits or any(n not in (1, tokens) for n, tokens in zip(reversed(own[:-1]), reversed(x.shape[:-2]))):
+        fits = 1 <= len(own) <= tensor.dim() - 1 and own[-1] == rot
+        if not fits or any(n not in (1, tokens) for n, tokens in zip(reversed(own[:-1]), reversed(tensor.shape[:-2]))):
             refuse(
                 op,
-                f"{which} {list(own)} does not broadcast to the tokens of {list(x.shape)} (expected [tokens..., rot])",
+                f"{which} {list(own)} does not broadcast to the tokens of {list(tensor.shape)} (expected [tokens..., rot])",
             )
-        for other in tensors if name == "out" else wires:
-            check_apart(op, which, table, "out", other)
+        check_apart(op, which, table, "out", tensor if tensor_name == "out" else wire)
     if rot % 2:
         refuse(op, f"the rotary dims must be even, got {rot}")
-    for j, tensor in enumerate(tensors[:rotated]):
-        if rot > tensor.shape[-1]:
-            refuse(op, f"{rot} rotary dims do not fit head dim {tensor.shape[-1]} of {name}[{j}]")
+    if rot > tensor.shape[-1]:
+        refuse(op, f"{rot} rotary dims do not fit head dim {tensor.shape[-1]} of {tensor_name}")
+    return dim

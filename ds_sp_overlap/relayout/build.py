@@ -1,6 +1,6 @@
 """Compile csrc/ into one shared library, with plain nvcc and the C++ compiler. Standard library only: setup.py runs it.
 
-    python ds_sp_overlap/build.py [cpu | cuda]
+    python ds_sp_overlap/relayout/build.py [cpu | cuda]
 
 The library depends on torch's stable ABI alone (torch/csrc/stable, from ABI on) and carries the CUDA runtime inside, so one
 binary serves every later torch, with CUDA or without. What is compiled never depends on a GPU being present: CUDA kernels
@@ -26,6 +26,7 @@ from pathlib import Path
 ABI = "2.10"  # of torch; newer ones load it too
 ARCHITECTURES = "8.0;9.0+PTX"
 NAME = "_kernels.so"
+PACKAGE = Path(__file__).resolve().parents[1]  # where the library lies
 
 
 class BuildError(RuntimeError):
@@ -42,11 +43,10 @@ def wish() -> str:
 
 def sources() -> Path:
     """csrc/, inside the package where it was installed and beside it in a checkout."""
-    here = Path(__file__).resolve().parents[1]
-    for folder in (here / "csrc", here.parent / "csrc"):
+    for folder in (PACKAGE / "csrc", PACKAGE.parent / "csrc"):
         if (folder / "ops.cpp").is_file():
             return folder
-    raise BuildError(f"no csrc folder in or beside {here.name}")
+    raise BuildError(f"no csrc folder in or beside {PACKAGE.name}")
 
 
 def nvcc() -> str | None:
@@ -118,7 +118,7 @@ def _run(commands: list[list[str]]) -> None:
             raise BuildError(f"{Path(command[0]).name} failed ({code}):\n{' '.join(command)}\n{output}")
 
 
-def build(folder: Path, kind: str = "") -> Path:
+def build(folder: Path = PACKAGE, kind: str = "") -> Path:
     """Build the library into ``folder`` beside a JSON of what it was built against; returns its path.
 
     kind   "cpu", "cuda" or "" (CUDA kernels where nvcc is found)
@@ -143,7 +143,9 @@ def build(folder: Path, kind: str = "") -> Path:
             commands.append([*compile_, "-c", "-o", objects[1]])
         _run(commands)
         linker = [cuda, "-cudart", "static"] if with_cuda else [cxx]
-        _run([[*linker, "-shared", *objects, "-o", f"{scratch}/{NAME}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]])
+        # libtorch.so, of which nothing is used, brings libtorch_cuda.so where there is one: the current stream is asked for there.
+        libraries = [f"-L{root / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+        _run([[*linker, "-shared", *objects, "-o", f"{scratch}/{NAME}", *libraries]])
         version = None
         if with_cuda:
             assert cuda is not None
@@ -162,6 +164,6 @@ def build(folder: Path, kind: str = "") -> Path:
 
 if __name__ == "__main__":
     try:
-        print(build(Path(__file__).resolve().parent, sys.argv[1] if len(sys.argv) > 1 else wish()))
+        print(build(kind=sys.argv[1] if len(sys.argv) > 1 else wish()))
     except BuildError as error:
         sys.exit(f"build: {error}")

@@ -73,7 +73,7 @@ _built_here: Library | None = None
 def _installed() -> Library:
     if build.wish() == "0":
         return Library(reason="DS_SP_OVERLAP_BUILD is 0")
-    path = Path(__file__).parents[1] / build.NAME
+    path = build.PACKAGE / build.NAME
     if not path.is_file():
         return Library(reason="this package was installed without compiled kernels")
     return load(path)

@@ -1,17 +1,14 @@
-"""Pack and unpack: the relayout on either side of a transfer, as PyTorch operators.
+"""Pack and unpack: the relayout on either side of a transfer.
 
-    pack        cut a tensor along one dimension and lay the parts, each contiguous, end to end
-    unpack      the inverse; slices that several parts hold are summed, in fp32 for half precision
-    pack_qkv    q, k, v cut along their heads into three send buffers, with bias and rotary embedding on the way
-    unpack_qkv  its backward: three received gradients, replicas summed and rotated back
+    pack                 cut a tensor along one dimension and lay the parts, each contiguous, end to end
+    unpack               the inverse; slices that several parts hold are summed, in fp32 for half precision
+    rotate_pack          pack of heads [tokens..., h, d], after rotary embedding: q and k on their way out
+    unpack_rotate_back   its transpose, for dq and dk: unpack, summed, and rotated back
 
-All write into tensors that the caller owns, so that the caller decides on which stream's memory they lie. The
-implementations here are PyTorch's own copies and serve every device; they are the reference for the compiled ones of
-csrc/, which `kernels` loads:
-
-    torch.ops.ds_sp_overlap            compiled on CUDA where there is a binary, else the reference
-    torch.ops.ds_sp_overlap_compiled   compiled, on CPU and CUDA; the CPU kernels are there to show that the index maps
-                                       of the CUDA kernels are right, and PyTorch's copies are faster
+All write into tensors that the caller owns, so that the caller decides on which stream's memory they lie. The functions
+here are PyTorch's own copies and serve every device; they are the reference for the compiled operators of csrc/, which
+`kernels` loads as ``torch.ops.ds_sp_overlap``. Those refuse what is refused here, in the same words. Their CPU kernels are there
+to show that the index maps of the CUDA kernels are right; PyTorch's copies are faster.
 """
 
 from __future__ import annotations
@@ -23,18 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..rotary import rotate, rotate_back
 from . import kernels
-from .arguments import check_qkv, check_relayout, refuse
-
-_SCHEMAS = {
-    "pack": "(Tensor x, int dim, int[] starts, int[] stops, Tensor(a!) out) -> ()",
-    "unpack": "(Tensor wire, int dim, int[] starts, int[] stops, Tensor(a!) out) -> ()",
-    "pack_qkv": "(Tensor[] x, Tensor?[] bias, Tensor? cos, Tensor? sin, bool interleaved, int rotated, int[] starts, "
-    "int[] stops, Tensor(a!)[] out) -> ()",
-    "unpack_qkv": "(Tensor[] wire, Tensor? cos, Tensor? sin, bool interleaved, int rotated, int[] starts, int[] stops, "
-    "Tensor(a!)[] out) -> ()",
-}
-_libraries = [torch.library.Library(name, "DEF") for name in ("ds_sp_overlap", "ds_sp_overlap_compiled")]
+from .arguments import check_relayout, check_rotated, refuse
 
 
 def _parts(tensor: Tensor, wire: Tensor, dim: int, starts: list[int], stops: list[int]) -> list[tuple[Tensor, Tensor]]:
@@ -57,7 +45,7 @@ def _equal_tiles(tensor: Tensor, dim: int, starts: Sequence[int], stops: Sequenc
     return tensor.view(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]).movedim(dim, 0)
 
 
-def _pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
+def pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
     _copy_out(x, check_relayout("pack", x, "x", out, "out", dim, starts, stops), starts, stops, out)
 
 
@@ -70,7 +58,7 @@ def _copy_out(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Ten
         segment.copy_(part)
 
 
-def _unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
+def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
     _copy_in(wire, check_relayout("unpack", out, "out", wire, "wire", dim, starts, stops), starts, stops, out)
 
 
@@ -86,71 +74,32 @@ def _copy_in(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: T
     out.copy_(total)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
-    """Rotary embedding of the first dims of each head, or its transpose; the others pass through.
+def rotate_pack(x: Tensor, cos: Tensor, sin: Tensor, starts: list[int], stops: list[int], out: Tensor) -> None:
+    """Rotate ``x``, and pack its heads.
 
-    half-rotated   pairs (i, i + rot/2)      y0 = x0 cos0 - x1 sin0      back   x0 = y0 cos0 + y1 sin1
-    interleaved    pairs (2i, 2i + 1)        y1 = x1 cos1 + x0 sin1             x1 = y1 cos1 - y0 sin0
+    x          [tokens..., h, d]
+    cos, sin   [tokens..., d_rot]   or what broadcasts to it; of the dtype of ``x``, or float32 for half precision
     """
-    rot = cos.shape[-1]
-    pair = (slice(0, rot, 2), slice(1, rot, 2)) if interleaved else (slice(0, rot // 2), slice(rot // 2, rot))
-    y = x.clone()
-    (x0, x1), (y0, y1) = ([t[..., part] for part in pair] for t in (x, y))
-    (cos0, cos1), (sin0, sin1) = ([t.unsqueeze(-2).to(x.dtype)[..., part] for part in pair] for t in (cos, sin))
-    y0.copy_(x0 * cos0 + x1 * sin1 if back else x0 * cos0 - x1 * sin0)
-    y1.copy_(x1 * cos1 - x0 * sin0 if back else x1 * cos1 + x0 * sin1)
-    return y
+    dim = check_rotated("rotate_pack", x, "x", out, "out", cos, sin, starts, stops)
+    exact = _accumulator(x.dtype)
+    _copy_out(rotate(x.to(exact), *_of_heads(cos, sin, exact)).to(x.dtype), dim, starts, stops, out)
+
+
+def unpack_rotate_back(wire: Tensor, cos: Tensor, sin: Tensor, starts: list[int], stops: list[int], out: Tensor) -> None:
+    """Unpack what is the gradient of rotated heads, and rotate it back: the gradient of `rotate_pack`'s ``x``."""
+    dim = check_rotated("unpack_rotate_back", out, "out", wire, "wire", cos, sin, starts, stops)
+    exact = _accumulator(out.dtype)
+    total = torch.empty(out.shape, dtype=exact, device=out.device)
+    _copy_in(wire.to(exact), dim, starts, stops, total)
+    out.copy_(rotate_back(total, *_of_heads(cos, sin, exact)))
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _pack_qkv(x, bias, cos, sin, interleaved, rotated, starts, stops, out) -> None:
-    check_qkv("pack_qkv", x, "x", out, "out", bias, cos, sin, rotated, starts, stops)
-    ranks = len(starts) // len(x)
-    for j, (tensor, wire) in enumerate(zip(x, out)):
-        y = tensor
-        if bias and bias[j] is not None:
-            y = y.to(_accumulator(x[0].dtype)) + bias[j].view(y.shape[-2:])
-        if cos is not None and j < rotated:
-            y = _turn(y.to(_accumulator(x[0].dtype)), cos, sin, interleaved, back=False)
-        mine = slice(j * ranks, (j + 1) * ranks)
-        _pack(y.to(tensor.dtype), tensor.dim() - 2, starts[mine], stops[mine], wire)
-
-
-def _unpack_qkv(wire, cos, sin, interleaved, rotated, starts, stops, out) -> None:
-    check_qkv("unpack_qkv", out, "out", wire, "wire", [], cos, sin, rotated, starts, stops)
-    ranks = len(starts) // len(out)
-    for j, (received, tensor) in enumerate(zip(wire, out)):
-        mine = slice(j * ranks, (j + 1) * ranks)
-        if cos is None or j >= rotated:
-            _unpack(received, tensor.dim() - 2, starts[mine], stops[mine], tensor)
-            continue
-        total = torch.empty(tensor.shape, dtype=_accumulator(tensor.dtype), device=tensor.device)
-        _unpack(received.to(total.dtype), tensor.dim() - 2, starts[mine], stops[mine], total)
-        tensor.copy_(_turn(total, cos, sin, interleaved, back=True))
-
-
-_REFERENCE = {"pack": _pack, "unpack": _unpack, "pack_qkv": _pack_qkv, "unpack_qkv": _unpack_qkv}
-
-
-def _fake(*args) -> None:
-    """Shapes alone: every operator writes into what it is given and returns nothing."""
-
-
-for _library in _libraries:
-    for _name, _schema in _SCHEMAS.items():
-        _library.define(_name + _schema)
-        torch.library.register_fake(f"{_library.ns}::{_name}", _fake, lib=_library)
-for _name, _function in _REFERENCE.items():
-    _libraries[0].impl(_name, _function, "CompositeExplicitAutograd")
-kernels.library()
-
-pack = torch.ops.ds_sp_overlap.pack
-unpack = torch.ops.ds_sp_overlap.unpack
-pack_qkv = torch.ops.ds_sp_overlap.pack_qkv
-unpack_qkv = torch.ops.ds_sp_overlap.unpack_qkv
+def _of_heads(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return cos.unsqueeze(-2).to(dtype), sin.unsqueeze(-2).to(dtype)
 
 
 class Relayout(NamedTuple):
@@ -158,27 +107,36 @@ class Relayout(NamedTuple):
 
     pack: Callable
     unpack: Callable
-    pack_qkv: Callable
-    unpack_qkv: Callable
-    folds: bool  # whether rotary embedding costs less in pack_qkv than in front of pack
+    rotate_pack: Callable
+    unpack_rotate_back: Callable
+    folds: bool  # whether rotary embedding costs less in rotate_pack than in front of pack
 
 
-_TORCH = Relayout(_copy_out, _copy_in, _pack_qkv, _unpack_qkv, folds=False)
+_TORCH = Relayout(_copy_out, _copy_in, rotate_pack, unpack_rotate_back, folds=False)
 
 
 def implementation(which: str) -> Relayout:
-    """What ``sp_overlap.kernels`` asks for: "torch", the reference; "cuda", compiled; "auto", the best that is known to be right.
+    """What ``sp_overlap.kernels`` asks for: "torch", the reference; "compiled"; "auto", the best that is known to be right.
 
     "auto" is the reference as long as no GPU has run the compiled kernels (benchmarks/kernels_gpu.sh).
 
-    Raises ValueError for "cuda" where there is no binary with CUDA kernels, with the reason and the command that mends it.
+    Raises ValueError for "compiled" where there is no binary with CUDA kernels, with the reason and the command that mends it.
     """
     if which in ("auto", "torch"):
         return _TORCH
-    if which != "cuda":
-        refuse("implementation", f'kernels must be "auto", "cuda" or "torch", got {which!r}')
+    if which != "compiled":
+        refuse("implementation", f'kernels must be "auto", "compiled" or "torch", got {which!r}')
     library = kernels.demanded()
     if not library.cuda:
-        raise ValueError(f'sp_overlap.kernels: "cuda", but {library.reason}; {kernels.REMEDY}')
-    compiled = torch.ops.ds_sp_overlap_compiled
-    return Relayout(compiled.pack, compiled.unpack, compiled.pack_qkv, compiled.unpack_qkv, folds=True)
+        raise ValueError(f'sp_overlap.kernels: "compiled", but {library.reason}; {kernels.REMEDY}')
+    compiled = torch.ops.ds_sp_overlap
+    return Relayout(compiled.pack, compiled.unpack, compiled.rotate_pack, compiled.unpack_rotate_back, folds=True)
+
+
+def check_usable(which: str) -> None:
+    """Raise ValueError where this process can't do what ``sp_overlap.kernels`` asks for: no CUDA device, or no binary."""
+    if which == "compiled" and not torch.cuda.is_available():
+        raise ValueError(
+            f'sp_overlap.kernels: "compiled", but torch {torch.__version__} sees no CUDA device here; say "auto" or "torch"'
+        )
+    implementation(which)

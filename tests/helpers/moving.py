@@ -10,7 +10,7 @@ import torch
 from ds_sp_overlap.attention import self_attention
 from ds_sp_overlap.relayout import kernels, ops
 
-OPERATORS = {"reference": torch.ops.ds_sp_overlap, "compiled": torch.ops.ds_sp_overlap_compiled}
+OPERATORS = {"reference": ops, "compiled": torch.ops.ds_sp_overlap}
 kinds = pytest.mark.parametrize(
     "kind",
     [
@@ -24,7 +24,7 @@ kinds = pytest.mark.parametrize(
 always = mock.patch.object(self_attention, "batched_pays", lambda x, rows, dgrad=False: True)
 
 
-def counted(seen, folds, operators=torch.ops.ds_sp_overlap):
+def counted(seen, folds, operators=ops):
     """An implementation that counts what is called."""
 
     def count(name):
@@ -34,7 +34,7 @@ def counted(seen, folds, operators=torch.ops.ds_sp_overlap):
 
         return move
 
-    moves = {name: count(name) for name in ("pack", "unpack", "pack_qkv", "unpack_qkv")}
+    moves = {name: count(name) for name in ops.Relayout._fields[:4]}
     return mock.patch.object(ops, "implementation", lambda which: ops.Relayout(**moves, folds=folds))
 
 

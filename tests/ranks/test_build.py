@@ -6,10 +6,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import deepspeed.sequence.layer
 import pytest
 import torch
 
+import ds_sp_overlap
 from csrc import check_cubins
 from ds_sp_overlap import SpOverlapConfig
 from ds_sp_overlap.exchange.channel import Channel
@@ -33,30 +36,35 @@ def python(code, **environment):
     return ran.stdout
 
 
-def test_without_the_binary_everything_is_pytorch_and_opcheck_passes():
+def test_without_the_binary_everything_is_pytorch():
     code = (
-        "from tests.helpers.operators import opchecks; from ds_sp_overlap.relayout import ops, kernels\n"
-        "print(all(v == 'SUCCESS' for c in opchecks('ds_sp_overlap').values() for v in c.values()), kernels.library().path)\n"
-        "try: ops.implementation('cuda')\n"
+        "import torch; from ds_sp_overlap.relayout import ops, kernels\n"
+        "out = torch.empty(6); ops.implementation('auto').pack(torch.arange(6.0).view(2, 3), 1, [0, 1], [1, 3], out)\n"
+        "print(out.tolist(), kernels.library().path)\n"
+        "try: ops.implementation('compiled')\n"
         "except ValueError as error: print(error)"
     )
     last = python(code, DS_SP_OVERLAP_BUILD="0").splitlines()[-2:]
-    assert last[0] == "True None"
-    assert last[1].startswith('sp_overlap.kernels: "cuda", but DS_SP_OVERLAP_BUILD is 0; build them with `python -m')
+    assert last[0] == "[0.0, 3.0, 1.0, 2.0, 4.0, 5.0] None"
+    assert last[1].startswith('sp_overlap.kernels: "compiled", but DS_SP_OVERLAP_BUILD is 0; build them with `python -m')
+
+
+def copy_of_the_package(folder):
+    """Without binaries."""
+    ignore = shutil.ignore_patterns("_kernels.*", "__pycache__")
+    shutil.copytree(build.PACKAGE, folder / "ds_sp_overlap", ignore=ignore)
+    shutil.copytree(build.sources(), folder / "csrc", dirs_exist_ok=True)
 
 
 @needs_compiler
 def test_a_package_without_binaries_builds_them_at_first_use(tmp_path):
     """By the op builder, into torch's extensions folder; a second process finds them there."""
-    root = Path(build.__file__).parents[2]
-    ignore = shutil.ignore_patterns("_kernels.*", "__pycache__")
-    shutil.copytree(root / "ds_sp_overlap", tmp_path / "ds_sp_overlap", ignore=ignore)
-    shutil.copytree(build.sources(), tmp_path / "csrc", dirs_exist_ok=True)
+    copy_of_the_package(tmp_path)
     code = (
         "import torch; from ds_sp_overlap.relayout import ops, kernels\n"
         "before = kernels.library().path; now = kernels.demanded()\n"
         "out = torch.full((192,), float('nan')); x = torch.randn(4, 6, 8)\n"
-        "torch.ops.ds_sp_overlap_compiled.pack(x, 1, [0, 4], [4, 6], out)\n"
+        "torch.ops.ds_sp_overlap.pack(x, 1, [0, 4], [4, 6], out)\n"
         "assert torch.equal(out, torch.cat((x[:, :4].flatten(), x[:, 4:].flatten())))\n"
         "print(before, now.path.parent.name, now.path.stat().st_mtime_ns, now.cuda)"
     )
@@ -77,6 +85,22 @@ def test_a_build_that_is_not_wished_for_or_impossible_says_why(monkeypatch, tmp_
     with pytest.raises(build.BuildError, match="no C.. compiler found"):
         build.build(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize("command", ["-m ds_sp_overlap build cpu", "ds_sp_overlap/relayout/build.py cpu"])
+def test_what_is_built_by_hand_is_found(tmp_path, command):
+    copy_of_the_package(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+    subprocess.run([sys.executable, *command.split()], cwd=tmp_path, env=environment, check=True, timeout=300)
+    code = "from ds_sp_overlap.relayout import kernels; print(kernels.library().path)"
+    assert python(code, PYTHONPATH=str(tmp_path)).splitlines()[-1] == str(tmp_path / "ds_sp_overlap" / build.NAME)
+
+
+@needs_library
+def test_the_library_brings_along_the_half_of_torch_that_knows_cuda():
+    """libtorch.so depends on libtorch_cuda.so where there is one; without it every call on a GPU says "a torch without CUDA"."""
+    assert b"\0libtorch.so\0" in kernels.library().path.read_bytes()
 
 
 def test_the_arch_list_is_torch_s():
@@ -107,12 +131,9 @@ def test_a_failed_load_says_built_against_versus_found(tmp_path, abi, says):
 
 
 def test_the_config_takes_each_kind_of_kernels_and_no_other():
-    assert [SpOverlapConfig.parse({"kernels": kind}).kernels for kind in ("auto", "cuda", "torch")] == [
-        "auto",
-        "cuda",
-        "torch",
-    ]
-    with pytest.raises(ValueError, match='sp_overlap.kernels must be "auto", "cuda" or "torch", got \'triton\''):
+    kinds = {"auto": "auto", "compiled": "compiled", "cuda": "compiled", "torch": "torch"}  # "cuda" is its former name
+    assert {kind: SpOverlapConfig.parse({"kernels": kind}).kernels for kind in kinds} == kinds
+    with pytest.raises(ValueError, match='sp_overlap.kernels must be "auto", "compiled" or "torch", got \'triton\''):
         SpOverlapConfig.parse({"kernels": "triton"})
 
 
@@ -148,25 +169,40 @@ def exchanged(rank, kind):
 
 @needs_library
 def test_an_exchange_moves_the_same_with_either_kind_of_kernels():
-    for compiled, plain in zip(*(ranks.on_ranks(2, exchanged, kind) for kind in ("cuda", "torch"))):
+    for compiled, plain in zip(*(ranks.on_ranks(2, exchanged, kind) for kind in ("compiled", "torch"))):
         assert torch.equal(compiled[0], plain[0]) and torch.equal(compiled[1], plain[1])
-        assert compiled[2] == {"cuda"} and plain[2] == {"torch"}
+        assert compiled[2] == {"compiled"} and plain[2] == {"torch"}
 
 
-def refused_layer(rank):
-    from ds_sp_overlap import DistributedAttention
-
-    if rank == 1:  # one machine lacks the library
-        ops.kernels.demanded = lambda: kernels.Library(reason="this one has none")
-    layer = DistributedAttention(lambda q, k, v: q, torch.distributed.group.WORLD, config={"kernels": "cuda"})
-    return ranks.refusal(layer, *(torch.randn(4, 1, 2, 8) for _ in range(3)), 1)
+def refused(rank, whole_model, devices, library):
+    """What a layer that is called, or a model that is enabled, says of compiled kernels, where ranks have what is given."""
+    group = torch.distributed.group.WORLD
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: devices[rank]),
+        mock.patch.object(ops.kernels, "demanded", kernels.library if library[rank] else lambda: kernels.Library(reason="none")),
+    ):
+        if whole_model:
+            model = torch.nn.Sequential(deepspeed.sequence.layer.DistributedAttention(lambda q, k, v: q, group))
+            return ranks.refusal(ds_sp_overlap.enable, model, {"kernels": "compiled"}, group)
+        layer = ds_sp_overlap.DistributedAttention(lambda q, k, v: q, group, config={"kernels": "compiled"})
+        return ranks.refusal(layer, *(torch.randn(4, 1, 2, 8) for _ in range(3)), 1)
 
 
 @needs_library
-def test_a_rank_without_the_demanded_kernels_is_refused_on_every_rank():
-    answers = ranks.on_ranks(2, refused_layer)
-    assert [kind for kind, _ in answers] == ["ValueError"] * 2
-    assert all('sp rank 1: sp_overlap.kernels: "cuda", but this one has none' in message for _, message in answers)
+@pytest.mark.parametrize("whole_model", [True, False])
+@pytest.mark.parametrize("devices", [(False, False), (True, False)])
+def test_compiled_kernels_without_a_cuda_device_are_refused_on_every_rank(devices, whole_model):
+    """The CPU kernels would give what they should, and be slow."""
+    missing = f'sp_overlap.kernels: "compiled", but torch {torch.__version__} sees no CUDA device here; say "auto" or "torch"'
+    for kind, message in ranks.on_ranks(2, refused, whole_model, devices, (True, True)):
+        assert kind == "ValueError" and message.endswith(missing) and ("sp rank 1: " in message) == devices[0]
+
+
+@needs_library
+@pytest.mark.parametrize("whole_model", [True, False])
+def test_a_rank_without_the_demanded_kernels_is_refused_on_every_rank(whole_model):
+    for kind, message in ranks.on_ranks(2, refused, whole_model, (True, True), (True, False)):
+        assert kind == "ValueError" and 'sp rank 1: sp_overlap.kernels: "compiled", but none; build them' in message
 
 
 def test_the_spill_check_sees_a_spill_and_a_report_that_is_missing():

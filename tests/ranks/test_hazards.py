@@ -140,7 +140,7 @@ def test_and_so_with_kernels_that_rotate(kind):
     """q and k are packed though a GEMM could write their send buffers, v and do are not."""
     for acted, operators in on_ranks(2, counts, Shape(batch=1), True, kind):
         assert acted == Counter(delayed=16, owned=10, spoiled=10, filled=4 + 8, poisoned=8)
-        assert operators == {"pack_qkv", "unpack_qkv", "unpack"}
+        assert operators == {"rotate_pack", "unpack_rotate_back", "unpack"}
 
 
 INERT = {  # ways in which the fixture may cease to act, and what it says then

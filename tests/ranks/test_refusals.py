@@ -470,12 +470,12 @@ CONFIG_REFUSED = [
     ({"enabled": "yes"}, "sp_overlap.enabled must be true or false, got 'yes'"),
     ({"check": 1}, "sp_overlap.check must be true or false, got 1"),
     ({"on_unsupported": "ignore"}, 'sp_overlap.on_unsupported must be "warn" or "error", got \'ignore\''),
-    ({"kernels": "triton"}, 'sp_overlap.kernels must be "auto", "cuda" or "torch", got \'triton\''),
+    ({"kernels": "triton"}, 'sp_overlap.kernels must be "auto", "compiled" or "torch", got \'triton\''),
     (
         {"transport": "copyengine"},
         'sp_overlap.transport must be "auto", "c10d" or "copy_engine", got \'copyengine\'',
     ),
-    ({"kernels": ["torch"]}, 'sp_overlap.kernels must be "auto", "cuda" or "torch", got [\'torch\']'),
+    ({"kernels": ["torch"]}, 'sp_overlap.kernels must be "auto", "compiled" or "torch", got [\'torch\']'),
     (
         {"policy": {"warmup_steps": 3}},
         "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got 3",

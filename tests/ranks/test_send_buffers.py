@@ -90,17 +90,14 @@ def test_the_block_equals_the_reference_where_the_kernels_rotate(heads, kv_heads
     ]  # fmt: skip
     for found, seen in on_ranks(size, folded, shapes, kind, direct):
         assert found == []
-        assert seen["pack_qkv"] == seen["unpack_qkv"] > 0
+        assert seen["rotate_pack"] == seen["unpack_rotate_back"] > 0
 
 
 def rotated_one_way(rank, name):
     """The faults of a layer whose kernels forget to rotate, in one direction."""
 
-    def straight(x, *args):
-        out = args[-1]
-        getattr(torch.ops.ds_sp_overlap, name.removesuffix("_qkv"))(
-            *((x[0], x[0].dim() - 2) if name == "pack_qkv" else (x[0], out[0].dim() - 2)), *args[-3:-1], out[0]
-        )
+    def straight(source, cos, sin, *parts_and_out):
+        (ops.pack if name == "rotate_pack" else ops.unpack)(source, -2, *parts_and_out)
 
     seen = Counter()
     with counted(seen, True):
@@ -109,7 +106,7 @@ def rotated_one_way(rank, name):
             return layers.block_faults(rank, Shape(rotary=True))
 
 
-@pytest.mark.parametrize("name,wrong", [("pack_qkv", "output"), ("unpack_qkv", "dx")])
+@pytest.mark.parametrize("name,wrong", [("rotate_pack", "output"), ("unpack_rotate_back", "dx")])
 def test_a_rotation_left_out_is_seen(name, wrong):
     """The negative control of the test above."""
     for found in on_ranks(2, rotated_one_way, name):

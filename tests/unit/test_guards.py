@@ -8,6 +8,6 @@ from tests.helpers.guards import Guard, removed
 def test_a_guard_that_the_code_no_longer_holds_is_reported():
     with (
         pytest.raises(LookupError, match="holds 0 times the guard"),
-        removed(Guard("relayout.ops:_unpack", "no such text", "pass")),
+        removed(Guard("relayout.ops:_copy_in", "no such text", "pass")),
     ):
         pass

@@ -44,6 +44,7 @@ class Nccl:
         if self.error is not None:
             raise self.error
         self.made.append((ranks, options))
+        self.exchanges.append("new group")
         return dist.group.WORLD
 
     @contextlib.contextmanager
@@ -58,6 +59,8 @@ class Nccl:
         with contextlib.ExitStack() as stack:
             for patch in (
                 mock.patch.object(dist, "get_backend", lambda group=None: "nccl"),
+                mock.patch.object(transport, "_device", lambda: torch.device("cpu")),
+                mock.patch.object(torch.cuda, "synchronize", lambda device: self.exchanges.append("synchronize")),
                 mock.patch.object(dist, "ProcessGroupNCCL", self.group_class, create=True),
                 mock.patch.object(dist, "new_group", self.new_group),
                 mock.patch.object(transport, "_groups_made", self.groups_made),
@@ -184,6 +187,33 @@ def test_where_torch_makes_no_group_by_its_members_alone_the_given_one_is_used()
         assert made == [] and "no communicator of our own (no local synchronization); the sp group is used as it is" in said
 
 
+def making(rank):
+    """What is done to make a communicator, in order."""
+    nccl = Nccl()
+    with nccl():
+        Channel(dist.group.WORLD, "auto").prepare()
+    return nccl.exchanges
+
+
+def test_a_communicator_is_made_and_connected_while_the_device_does_nothing_else():
+    assert on_ranks(2, making) == [["synchronize", "new group", "even", "synchronize"]] * 2
+
+
+def made_by_enable(rank):
+    """What `enable` does to make a communicator; how often two forwards of the model exchange, and what they make."""
+    nccl = Nccl()
+    with models.sequence_parallel_model(2) as (model, group), nccl():
+        ds_sp_overlap.enable(model, {"head_groups": 1})
+        by_enable, nccl.exchanges = nccl.exchanges, []
+        for tokens in models.batches(2):
+            models.mean_loss(model, models.cut(tokens, rank, 2), group)
+    return by_enable, nccl.exchanges.count("split") > 0, "new group" in nccl.exchanges
+
+
+def test_enable_makes_the_communicator_and_the_layers_make_none():
+    assert on_ranks(2, made_by_enable) == [(["synchronize", "new group", "even", "synchronize"], True, False)] * 2
+
+
 def gloo(rank):
     channel = Channel(dist.group.WORLD)
     channel.prepare()
@@ -284,7 +314,7 @@ def test_equal_parts_go_through_the_engine_and_arrive_where_they_belong(engine, 
     shape = Shape(config=CONFIG, batch_first=batch_first)
     for kind, faults, calls, split, rendezvous, said in on_ranks(2, faults_through, engine, shape):
         assert kind == engine and faults == [] and said == []
-        assert (calls, split) == (3 * 16, 0)
+        assert (calls, split) == (3 * 16 + 2 * (engine == "ZeroCta"), 0)  # two communicators were connected
         if engine == "ZeroCta":  # a pair of buffers for each exchange that is in flight at once; NCCL named once
             assert rendezvous == 1 + 2 * 6
 

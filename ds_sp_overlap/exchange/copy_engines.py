@@ -71,7 +71,6 @@ class ZeroCta:
         policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]  # torch's stub lacks it
         self.group = communicator(group, cta_policy=policy)
         symmetric.set_backend("NCCL")
-        dist.barrier(group=self.group)  # a rendezvous needs the communicator, which is made at its first use
         self.free: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
 
     @classmethod

@@ -10,7 +10,9 @@ A transport launches one all-to-all of flat buffers and returns a handle; tests 
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -124,19 +126,55 @@ def communicator(group: Any, **settings: int) -> Any:
     elif ranks != sorted(ranks):  # the new group would number them in ascending order
         warnings.warn(f"sp_overlap: the sp group's ranks {ranks} are not ascending; it is used as it is", stacklevel=2)
     else:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        for setting, value in settings.items():
-            setattr(options.config, setting, value)
         try:
-            made = dist.new_group(
-                ranks,
-                timeout=group._get_backend(torch.device("cuda")).options._timeout,  # not torch's default
-                backend="nccl",
-                pg_options=options,
-                use_local_synchronization=True,
-                group_desc="sp_overlap",
-            )
+            made = _made(group, ranks, settings)
         except NotImplementedError as error:
             warnings.warn(f"sp_overlap: no communicator of our own ({error}); the sp group is used as it is", stacklevel=2)
     _communicators[key] = group, made
     return made
+
+
+def _made(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
+    """Make the communicator, and connect its ranks by one all-to-all.
+
+    Nothing else is under way on this rank's device meanwhile. NCCL allocates while it connects, which may wait for a kernel
+    that runs, and that kernel for a rank that is already waiting here.
+    """
+    device = _device()
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = group._get_backend(torch.device("cuda")).options._timeout  # not torch's default
+    for setting, value in settings.items():
+        setattr(options.config, setting, value)
+    torch.cuda.synchronize(device)
+    with _unbound():
+        made = dist.new_group(
+            ranks,
+            timeout=options._timeout,
+            backend="nccl",
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc="sp_overlap",
+        )
+    first = torch.zeros(len(ranks), device=device)
+    dist.all_to_all_single(torch.empty_like(first), first, group=made)
+    torch.cuda.synchronize(device)
+    return made
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextlib.contextmanager
+def _unbound() -> Iterator[None]:
+    """Run the body with the default group bound to no device.
+
+    While it is bound (DeepSpeed passes ``device_id``), torch makes every group at once, by an ncclCommSplit of the default
+    group's communicator. That waits for all of its ranks, with ``use_local_synchronization`` too.
+    """
+    world: Any = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device

@@ -23,7 +23,7 @@ from ranks import on_ranks, refusal
 import ds_sp_overlap
 from ds_sp_overlap.exchange import copy_engines, transport
 from ds_sp_overlap.exchange.channel import Channel, by_name
-from ds_sp_overlap.exchange.transport import C10d, OneRank
+from ds_sp_overlap.exchange.transport import C10d, OneRank, backend_of
 
 
 class Options:
@@ -34,8 +34,8 @@ class Options:
 class Nccl:
     """Stands in for what of NCCL and symmetric memory is called; notes it down."""
 
-    def __init__(self, cta_policy=True, version=(2, 28, 9), new_group_error=None, groups_made=lambda: 1):
-        self.groups_made = groups_made
+    def __init__(self, cta_policy=True, version=(2, 28, 9), new_group_error=None, groups_made=lambda: 1, backends="cuda:nccl"):
+        self.groups_made, self.backends = groups_made, backends
         self.made, self.rendezvous, self.exchanges, self.error = [], [], [], new_group_error
         self.version = version
         self.group_class = type("ProcessGroupNCCL", (), {"Options": Options, **({"NCCL_CTA_POLICY_ZERO": 2} if cta_policy else {})})
@@ -58,7 +58,8 @@ class Nccl:
 
         with contextlib.ExitStack() as stack:
             for patch in (
-                mock.patch.object(dist, "get_backend", lambda group=None: "nccl"),
+                mock.patch.object(dist, "get_backend", lambda group=None: self.backends.removeprefix("cuda:")),
+                mock.patch.object(dist, "get_backend_config", lambda group=None: self.backends),
                 mock.patch.object(transport, "_device", lambda: torch.device("cpu")),
                 mock.patch.object(torch.cuda, "synchronize", lambda device: self.exchanges.append("synchronize")),
                 mock.patch.object(dist, "ProcessGroupNCCL", self.group_class, create=True),
@@ -214,6 +215,32 @@ def test_enable_makes_the_communicator_and_the_layers_make_none():
     assert on_ranks(2, made_by_enable) == [(["synchronize", "new group", "even", "synchronize"], True, False)] * 2
 
 
+def of_mixed_backends(rank):
+    """How many communicators are made; whether a GPU's and a CPU's exchange go over the sp group; whether unpacking is put off."""
+    nccl, to = Nccl(backends="cpu:gloo,cuda:nccl"), []
+    with nccl(), mock.patch.object(transport, "all_to_all", lambda *arguments: to.append(arguments[4])):
+        channel = Channel(dist.group.WORLD, "auto", stream=object())
+        channel.prepare()
+        for on_gpu in (True, False):
+            send = types.SimpleNamespace(is_cuda=on_gpu)
+            channel.transport.launch(send, None, [1, 1], [1, 1], "the sp group", "q")
+        return len(nccl.made), [group == "the sp group" for group in to], channel.side(torch.device("cuda")).deferred_unpack
+
+
+def test_of_a_group_of_two_backends_what_lies_on_a_gpu_goes_over_a_communicator_of_our_own_and_the_rest_over_the_group():
+    assert on_ranks(2, of_mixed_backends) == [(1, [False, True], False)] * 2
+
+
+def defers(rank, backends):
+    group = dist.new_group([0, 1], backend=backends)
+    return Channel(group, stream=object()).side(torch.device("cuda")).deferred_unpack, backend_of(group, "cuda")
+
+
+@pytest.mark.parametrize("backends", ["gloo", "cpu:gloo,cuda:gloo"])
+def test_gloo_puts_the_unpacking_off_by_whatever_name_it_was_asked_for(backends):
+    assert on_ranks(2, defers, backends) == [(True, "gloo")] * 2
+
+
 def gloo(rank):
     channel = Channel(dist.group.WORLD)
     channel.prepare()
@@ -240,6 +267,7 @@ def chosen(rank, ulysses=True, **nccl):
     "options,expected",
     [
         ({}, "FastUlysses"),
+        ({"backends": "cpu:gloo,cuda:nccl"}, "FastUlysses"),
         ({"ulysses": False}, "ZeroCta"),
         ({"ulysses": [0]}, "ZeroCta"),  # not on every rank
         (

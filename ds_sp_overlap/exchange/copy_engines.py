@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .transport import C10d, Handle, communicator
+from .transport import C10d, Handle, backend_of, communicator
 
 OLDEST_NCCL = (2, 28)
 
@@ -127,7 +127,7 @@ class CopyEngine:
 
     def prepare(self, channel: Any) -> None:
         engines: dict[str, type[FastUlysses] | type[ZeroCta]] = {"fast-ulysses": FastUlysses, "NCCL": ZeroCta}
-        backend = dist.get_backend(channel.group)
+        backend = backend_of(channel.group, "cuda")
         if backend != "nccl":
             lacks = dict.fromkeys(engines, f"the sp group's backend is {backend}, not nccl")
         else:

@@ -49,11 +49,16 @@ class Named(Transport, Protocol):
         """
 
 
+def backend_of(group: Any, device: str) -> str | None:
+    """The backend that carries what ``group`` sends from ``device``: a group may have one for each (cpu:gloo,cuda:nccl)."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(",")).get(device)
+
+
 class C10d:
     """``all_to_all_single`` of torch.distributed.
 
-    own   over a communicator of our own: high priority, at most `MAX_CTAS` blocks, and no queue behind what others do
-          in the sp group
+    own   what lies on a GPU goes over a communicator of our own: high priority, at most `MAX_CTAS` blocks, and no queue
+          behind what others do in the sp group
     """
 
     def __init__(self, own: bool = False):
@@ -61,11 +66,12 @@ class C10d:
         self.group: Any = None  # None: the sp group
 
     def prepare(self, channel: Any) -> None:
-        if self.own and channel.group is not None and dist.get_backend(channel.group) == "nccl":
+        if self.own and channel.group is not None and backend_of(channel.group, "cuda") == "nccl":
             self.group = communicator(channel.group, max_ctas=MAX_CTAS)
 
     def launch(self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str) -> Handle:
-        group = self.group if self.group is not None else group
+        if self.group is not None and send.is_cuda:
+            group = self.group
         if all_equal(send_sizes, recv_sizes):
             send_sizes = recv_sizes = None  # which costs the host half as much
         return all_to_all(recv, send, recv_sizes, send_sizes, group, name)

@@ -21,6 +21,7 @@ from layers import Shape
 from ranks import on_ranks, refusal
 
 import ds_sp_overlap
+from ds_sp_overlap import doctor
 from ds_sp_overlap.exchange import copy_engines, transport
 from ds_sp_overlap.exchange.channel import Channel, by_name
 from ds_sp_overlap.exchange.transport import C10d, OneRank, backend_of
@@ -239,6 +240,17 @@ def defers(rank, backends):
 @pytest.mark.parametrize("backends", ["gloo", "cpu:gloo,cuda:gloo"])
 def test_gloo_puts_the_unpacking_off_by_whatever_name_it_was_asked_for(backends):
     assert on_ranks(2, defers, backends) == [(True, "gloo")] * 2
+
+
+@pytest.mark.parametrize("value,says", [("1", "1"), ("0", "0; set it to 1 for every rank, see"), (None, "not set; set it to 1")])
+def test_doctor_says_whether_communicators_launch_in_one_order(monkeypatch, value, says):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.delenv(doctor.LAUNCH_ORDER, raising=False)
+    if value is not None:
+        monkeypatch.setenv(doctor.LAUNCH_ORDER, value)
+    rows = dict(line.split(maxsplit=1) for line in doctor.versions().splitlines()[-2:])
+    assert rows["NCCL"] == "2.28.9" and rows[doctor.LAUNCH_ORDER].startswith(says)
 
 
 def gloo(rank):

@@ -26,6 +26,7 @@ from .exchange.transport import C10d, Handle
 from .relayout import kernels
 
 BOUND = 1e-12  # relative; fp64 rounding of sums over a few thousand terms stays below 1e-13
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # read by NCCL once, at a process's first launch: too early for this package to set it
 HEADS, KV_HEADS, HEAD_DIM, LOCAL_SEQ, BATCH = 8, 4, 16, 24, 2
 
 
@@ -40,6 +41,10 @@ def versions() -> str:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows.append(("devices", ", ".join(devices) or f"CPU, {os.cpu_count()} cores"))
     rows.append(("compiled kernels", str(kernels.library())))
+    if dist.is_nccl_available():
+        rows.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))
+        order = os.environ.get(LAUNCH_ORDER, "not set")
+        rows.append((LAUNCH_ORDER, order if order == "1" else f"{order}; set it to 1 for every rank, see docs/correctness.md"))
     return tabulate(rows, tablefmt="plain")
 
 

@@ -210,9 +210,11 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
     unknown, there twice or too early, if the sections are not three pieces in their order, or if backward's attention section is not
     the mirror image of forward's."""
     for group, here in enumerate(kinds):
-        sent = "".join(of for of, at in schedule.starts if at == group)
-        if sorted(sent) != sorted(here):
-            raise ValueError(f"schedule, forward: group {group} starts {sent or 'nothing'}, but what travels with it is {here}")
+        sent = [kind for of, at in dict.fromkeys(schedule.starts) if at == group for kind in of]
+        for kind in "qkv":
+            if sent.count(kind) != here.count(kind):
+                wrong = "is no step of this layer" if kind not in here else "is missing" if kind not in sent else "is there twice"
+                raise ValueError(f"schedule, forward: start {kind} {group} {wrong}")
     forward, backward = _needs(kinds, schedule.starts)
     for name, program, needs in (("forward", schedule.forward, forward), ("backward", schedule.backward, backward)):
         done: set[Step] = set()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..profiling.timeline import Timeline
 from .calls import Calls
 from .copy_engines import CopyEngine
-from .transport import C10d, Named, OneRank, Transport
+from .transport import C10d, Named, OneRank, Transport, backend_of
 
 
 class HostStream:
@@ -103,7 +103,7 @@ class Channel:
                 self._sides[device] = HostStream()
             else:
                 backend = torch.get_device_module(device)
-                blocking = self.size > 1 and dist.get_backend(self.group) == "gloo"
+                blocking = self.size > 1 and backend_of(self.group, device.type) == "gloo"
                 self._sides[device] = SideStream(backend, device, self._stream, deferred_unpack=blocking)
         return self._sides[device]
 

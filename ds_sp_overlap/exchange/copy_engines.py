@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .transport import C10d, Handle, communicator
+from .transport import C10d, Handle, backend_of, communicator
 
 OLDEST_NCCL = (2, 28)
 
@@ -71,7 +71,6 @@ class ZeroCta:
         policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]  # torch's stub lacks it
         self.group = communicator(group, cta_policy=policy)
         symmetric.set_backend("NCCL")
-        dist.barrier(group=self.group)  # a rendezvous needs the communicator, which is made at its first use
         self.free: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
 
     @classmethod
@@ -128,7 +127,7 @@ class CopyEngine:
 
     def prepare(self, channel: Any) -> None:
         engines: dict[str, type[FastUlysses] | type[ZeroCta]] = {"fast-ulysses": FastUlysses, "NCCL": ZeroCta}
-        backend = dist.get_backend(channel.group)
+        backend = backend_of(channel.group, "cuda")
         if backend != "nccl":
             lacks = dict.fromkeys(engines, f"the sp group's backend is {backend}, not nccl")
         else:

@@ -223,9 +223,10 @@ class Exchange:
             return _token(tensors[0])
         return _Start.apply(self, *tensors)
 
-    def finish(self, token: Tensor) -> tuple[Tensor, ...]:
-        """Order the compute stream after the exchange and return what was received, in the shapes of ``layout.each``' targets."""
-        return finish_together([self], [token])
+    def finish(self, token: Tensor) -> Tensor:
+        """Order the compute stream after an exchange of one tensor and return what was received, in the shape of ``layout.target``."""
+        (y,) = finish_together([self], [token])
+        return y
 
     def start_forward(self, xs: Sequence[Tensor]) -> None:
         """The first half of the forward, for a node that does more than that."""

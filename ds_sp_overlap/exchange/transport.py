@@ -10,7 +10,9 @@ A transport launches one all-to-all of flat buffers and returns a handle; tests 
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -47,11 +49,16 @@ class Named(Transport, Protocol):
         """
 
 
+def backend_of(group: Any, device: str) -> str | None:
+    """The backend that carries what ``group`` sends from ``device``: a group may have one for each (cpu:gloo,cuda:nccl)."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(",")).get(device)
+
+
 class C10d:
     """``all_to_all_single`` of torch.distributed.
 
-    own   over a communicator of our own: high priority, at most `MAX_CTAS` blocks, and no queue behind what others do
-          in the sp group
+    own   what lies on a GPU goes over a communicator of our own: high priority, at most `MAX_CTAS` blocks, and no queue
+          behind what others do in the sp group
     """
 
     def __init__(self, own: bool = False):
@@ -59,11 +66,12 @@ class C10d:
         self.group: Any = None  # None: the sp group
 
     def prepare(self, channel: Any) -> None:
-        if self.own and channel.group is not None and dist.get_backend(channel.group) == "nccl":
+        if self.own and channel.group is not None and backend_of(channel.group, "cuda") == "nccl":
             self.group = communicator(channel.group, max_ctas=MAX_CTAS)
 
     def launch(self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str) -> Handle:
-        group = self.group if self.group is not None else group
+        if self.group is not None and send.is_cuda:
+            group = self.group
         if all_equal(send_sizes, recv_sizes):
             send_sizes = recv_sizes = None  # which costs the host half as much
         return all_to_all(recv, send, recv_sizes, send_sizes, group, name)
@@ -124,19 +132,55 @@ def communicator(group: Any, **settings: int) -> Any:
     elif ranks != sorted(ranks):  # the new group would number them in ascending order
         warnings.warn(f"sp_overlap: the sp group's ranks {ranks} are not ascending; it is used as it is", stacklevel=2)
     else:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        for setting, value in settings.items():
-            setattr(options.config, setting, value)
         try:
-            made = dist.new_group(
-                ranks,
-                timeout=group._get_backend(torch.device("cuda")).options._timeout,  # not torch's default
-                backend="nccl",
-                pg_options=options,
-                use_local_synchronization=True,
-                group_desc="sp_overlap",
-            )
+            made = _made(group, ranks, settings)
         except NotImplementedError as error:
             warnings.warn(f"sp_overlap: no communicator of our own ({error}); the sp group is used as it is", stacklevel=2)
     _communicators[key] = group, made
     return made
+
+
+def _made(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
+    """Make the communicator, and connect its ranks by one all-to-all.
+
+    Nothing else is under way on this rank's device meanwhile. NCCL allocates while it connects, which may wait for a kernel
+    that runs, and that kernel for a rank that is already waiting here.
+    """
+    device = _device()
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = group._get_backend(torch.device("cuda")).options._timeout  # not torch's default
+    for setting, value in settings.items():
+        setattr(options.config, setting, value)
+    torch.cuda.synchronize(device)
+    with _unbound():
+        made = dist.new_group(
+            ranks,
+            timeout=options._timeout,
+            backend="nccl",
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc="sp_overlap",
+        )
+    first = torch.zeros(len(ranks), device=device)
+    dist.all_to_all_single(torch.empty_like(first), first, group=made)
+    torch.cuda.synchronize(device)
+    return made
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextlib.contextmanager
+def _unbound() -> Iterator[None]:
+    """Run the body with the default group bound to no device.
+
+    While it is bound (DeepSpeed passes ``device_id``), torch makes every group at once, by an ncclCommSplit of the default
+    group's communicator. That waits for all of its ranks, with ``use_local_synchronization`` too.
+    """
+    world: Any = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device

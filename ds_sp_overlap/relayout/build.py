@@ -109,6 +109,23 @@ def cuda_compile(root: Path, architecture_flags: list[str]) -> list[str]:
     return [nvcc() or "nvcc", *_flags(root), "-DDS_SP_OVERLAP_CUDA", *architecture_flags, str(sources() / "kernels.cu")]
 
 
+def linker(cuda: str | None, cxx: str) -> list[str]:
+    """Who links: nvcc with the CUDA runtime inside, or the C++ compiler where there are no CUDA kernels."""
+    return [cxx] if cuda is None else [cuda, "-cudart", "static"]
+
+
+def link(by: list[str], root: Path, objects: list[str], library: str) -> list[str]:
+    """Command by which ``by`` links ``objects`` into ``library``.
+
+    ops.cpp takes torch's current CUDA stream from a function of libtorch_cuda, which need not be where it is built. torch loads
+    its libraries locally, so a library finds there only what it depends on, and a weak symbol that isn't found is null. libtorch
+    is in every torch, and depends on libtorch_cuda in those with CUDA. Nothing of it is used by name: without --no-as-needed
+    many linkers leave it out. (-Xlinker, since nvcc takes no -Wl.)
+    """
+    libraries = ["-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+    return [*by, "-shared", *objects, "-o", library, f"-L{root / 'lib'}", *libraries]
+
+
 def _run(commands: list[list[str]]) -> None:
     """Run side by side; BuildError with the output of the first that fails."""
     running = [(c, subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)) for c in commands]
@@ -142,10 +159,7 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
             compile_ = [*cuda_compile(root, gencode(architectures)), "--threads", "2", "-Xcompiler", ",".join(hidden)]
             commands.append([*compile_, "-c", "-o", objects[1]])
         _run(commands)
-        linker = [cuda, "-cudart", "static"] if with_cuda else [cxx]
-        # libtorch.so, of which nothing is used, brings libtorch_cuda.so where there is one: the current stream is asked for there.
-        libraries = [f"-L{root / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
-        _run([[*linker, "-shared", *objects, "-o", f"{scratch}/{NAME}", *libraries]])
+        _run([link(linker(cuda if with_cuda else None, cxx), root, objects, f"{scratch}/{NAME}")])
         version = None
         if with_cuda:
             assert cuda is not None

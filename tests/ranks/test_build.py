@@ -66,12 +66,52 @@ def test_a_package_without_binaries_builds_them_at_first_use(tmp_path):
         "out = torch.full((192,), float('nan')); x = torch.randn(4, 6, 8)\n"
         "torch.ops.ds_sp_overlap.pack(x, 1, [0, 4], [4, 6], out)\n"
         "assert torch.equal(out, torch.cat((x[:, :4].flatten(), x[:, 4:].flatten())))\n"
+        "assert b'\\0libtorch.so\\0' in now.path.read_bytes()\n"  # `link` was used
         "print(before, now.path.parent.name, now.path.stat().st_mtime_ns, now.cuda)"
     )
     environment = dict(DS_SP_OVERLAP_BUILD="cpu", TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"), PYTHONPATH=str(tmp_path))
     first = python(code, **environment).splitlines()[-1]
     assert first.startswith("None ds_sp_overlap_kernels_torch") and first.endswith("False")
     assert python(code, **environment).splitlines()[-1] == first
+
+
+LIKE_TORCH = {  # library: its source, what it depends on
+    "c10": ("int of_c10;", []),
+    "torch_cpu": ("int of_cpu;", ["c10"]),
+    "torch_cuda": ("int aoti_torch_get_current_cuda_stream(int device, void** stream) { return 0; }", ["c10"]),
+    "torch": ("int of_torch;", ["torch_cpu", "torch_cuda"]),
+}
+PROBE = """extern int aoti_torch_get_current_cuda_stream(int, void**) __attribute__((weak));
+int resolved(void) { return aoti_torch_get_current_cuda_stream != 0; }"""
+
+
+def stream_is_found(folder, by, cuda=True):
+    """Whether a library linked as ours sees the stream's function of a torch that is loaded as Python loads it, locally."""
+    (folder / "lib").mkdir()
+    compiler = [shutil.which("gcc"), "-fPIC", "-xc", "-"]
+    for name, (source, needs) in LIKE_TORCH.items():
+        if cuda or name != "torch_cuda":
+            needs = [f"-l{other}" for other in needs if cuda or other != "torch_cuda"]
+            flags = ["-shared", "-Wl,--no-as-needed,-rpath,$ORIGIN", f"-Wl,-soname,lib{name}.so", f"-L{folder}/lib", *needs]
+            subprocess.run([*compiler, *flags, "-o", f"{folder}/lib/lib{name}.so"], input=source, text=True, check=True)
+    subprocess.run([*compiler, "-c", "-o", f"{folder}/probe.o"], input=PROBE, text=True, check=True)
+    left_out = [*by, "-Xlinker", "--as-needed"]  # as many distributions' compilers do by themselves
+    subprocess.run(build.link(left_out, folder, [f"{folder}/probe.o"], f"{folder}/probe.so"), check=True)
+    code = (
+        "import ctypes, sys; _, *paths = sys.argv; print([ctypes.CDLL(path, ctypes.RTLD_LOCAL) for path in paths][-1].resolved())"
+    )
+    ran = [sys.executable, "-c", code, f"{folder}/lib/libtorch.so", f"{folder}/probe.so"]
+    return bool(int(subprocess.run(ran, capture_output=True, text=True, check=True).stdout))
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None or build.compiler() is None, reason="needs C and C++ compilers")
+@pytest.mark.parametrize(
+    "linker", ["c++", pytest.param("nvcc", marks=pytest.mark.skipif(build.nvcc() is None, reason="needs nvcc"))]
+)
+@pytest.mark.parametrize("cuda", [True, False], ids=["torch with CUDA", "torch without"])
+def test_the_cuda_stream_is_found_in_a_torch_that_has_one_and_the_library_loads_in_any(tmp_path, linker, cuda):
+    by = build.linker(build.nvcc() if linker == "nvcc" else None, build.compiler())
+    assert stream_is_found(tmp_path, by, cuda) == cuda
 
 
 def test_a_build_that_is_not_wished_for_or_impossible_says_why(monkeypatch, tmp_path):

@@ -17,9 +17,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 import ds_sp_overlap
+from ds_sp_overlap import doctor
 from ds_sp_overlap.exchange import copy_engines, transport
 from ds_sp_overlap.exchange.channel import Channel, by_name
-from ds_sp_overlap.exchange.transport import C10d, OneRank
+from ds_sp_overlap.exchange.transport import C10d, OneRank, backend_of
 from tests.helpers import layers, models
 from tests.helpers.layers import Shape
 from tests.helpers.ranks import on_ranks, refusal
@@ -33,8 +34,8 @@ class Options:
 class Nccl:
     """Stands in for what of NCCL and symmetric memory is called; notes it down."""
 
-    def __init__(self, cta_policy=True, version=(2, 28, 9), new_group_error=None, groups_made=lambda: 1):
-        self.groups_made = groups_made
+    def __init__(self, cta_policy=True, version=(2, 28, 9), new_group_error=None, groups_made=lambda: 1, backends="cuda:nccl"):
+        self.groups_made, self.backends = groups_made, backends
         self.made, self.rendezvous, self.exchanges, self.error = [], [], [], new_group_error
         self.version = version
         self.group_class = type("ProcessGroupNCCL", (), {"Options": Options, **({"NCCL_CTA_POLICY_ZERO": 2} if cta_policy else {})})
@@ -43,6 +44,7 @@ class Nccl:
         if self.error is not None:
             raise self.error
         self.made.append((ranks, options))
+        self.exchanges.append("new group")
         return dist.group.WORLD
 
     @contextlib.contextmanager
@@ -56,7 +58,10 @@ class Nccl:
 
         with contextlib.ExitStack() as stack:
             for patch in (
-                mock.patch.object(dist, "get_backend", lambda group=None: "nccl"),
+                mock.patch.object(dist, "get_backend", lambda group=None: self.backends.removeprefix("cuda:")),
+                mock.patch.object(dist, "get_backend_config", lambda group=None: self.backends),
+                mock.patch.object(transport, "_device", lambda: torch.device("cpu")),
+                mock.patch.object(torch.cuda, "synchronize", lambda device: self.exchanges.append("synchronize")),
                 mock.patch.object(dist, "ProcessGroupNCCL", self.group_class, create=True),
                 mock.patch.object(dist, "new_group", self.new_group),
                 mock.patch.object(transport, "_groups_made", self.groups_made),
@@ -183,6 +188,70 @@ def test_where_torch_makes_no_group_by_its_members_alone_the_given_one_is_used()
         assert made == [] and "no communicator of our own (no local synchronization); the sp group is used as it is" in said
 
 
+def making(rank):
+    """What is done to make a communicator, in order."""
+    nccl = Nccl()
+    with nccl():
+        Channel(dist.group.WORLD, "auto").prepare()
+    return nccl.exchanges
+
+
+def test_a_communicator_is_made_and_connected_while_the_device_does_nothing_else():
+    assert on_ranks(2, making) == [["synchronize", "new group", "even", "synchronize"]] * 2
+
+
+def made_by_enable(rank):
+    """What `enable` does to make a communicator; how often two forwards of the model exchange, and what they make."""
+    nccl = Nccl()
+    with models.sequence_parallel_model(2) as (model, group), nccl():
+        ds_sp_overlap.enable(model, {"head_groups": 1})
+        by_enable, nccl.exchanges = nccl.exchanges, []
+        for tokens in models.batches(2):
+            models.mean_loss(model, models.cut(tokens, rank, 2), group)
+    return by_enable, nccl.exchanges.count("split") > 0, "new group" in nccl.exchanges
+
+
+def test_enable_makes_the_communicator_and_the_layers_make_none():
+    assert on_ranks(2, made_by_enable) == [(["synchronize", "new group", "even", "synchronize"], True, False)] * 2
+
+
+def of_mixed_backends(rank):
+    """How many communicators are made; whether a GPU's and a CPU's exchange go over the sp group; whether unpacking is put off."""
+    nccl, to = Nccl(backends="cpu:gloo,cuda:nccl"), []
+    with nccl(), mock.patch.object(transport, "all_to_all", lambda *arguments: to.append(arguments[4])):
+        channel = Channel(dist.group.WORLD, "auto", stream=object())
+        channel.prepare()
+        for on_gpu in (True, False):
+            send = types.SimpleNamespace(is_cuda=on_gpu)
+            channel.transport.launch(send, None, [1, 1], [1, 1], "the sp group", "q")
+        return len(nccl.made), [group == "the sp group" for group in to], channel.side(torch.device("cuda")).deferred_unpack
+
+
+def test_of_a_group_of_two_backends_what_lies_on_a_gpu_goes_over_a_communicator_of_our_own_and_the_rest_over_the_group():
+    assert on_ranks(2, of_mixed_backends) == [(1, [False, True], False)] * 2
+
+
+def defers(rank, backends):
+    group = dist.new_group([0, 1], backend=backends)
+    return Channel(group, stream=object()).side(torch.device("cuda")).deferred_unpack, backend_of(group, "cuda")
+
+
+@pytest.mark.parametrize("backends", ["gloo", "cpu:gloo,cuda:gloo"])
+def test_gloo_puts_the_unpacking_off_by_whatever_name_it_was_asked_for(backends):
+    assert on_ranks(2, defers, backends) == [(True, "gloo")] * 2
+
+
+@pytest.mark.parametrize("value,says", [("1", "1"), ("0", "0; set it to 1 for every rank, see"), (None, "not set; set it to 1")])
+def test_doctor_says_whether_communicators_launch_in_one_order(monkeypatch, value, says):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.delenv(doctor.LAUNCH_ORDER, raising=False)
+    if value is not None:
+        monkeypatch.setenv(doctor.LAUNCH_ORDER, value)
+    rows = dict(line.split(maxsplit=1) for line in doctor.versions().splitlines()[-2:])
+    assert rows["NCCL"] == "2.28.9" and rows[doctor.LAUNCH_ORDER].startswith(says)
+
+
 def gloo(rank):
     channel = Channel(dist.group.WORLD)
     channel.prepare()
@@ -209,6 +278,7 @@ def chosen(rank, ulysses=True, **nccl):
     "options,expected",
     [
         ({}, "FastUlysses"),
+        ({"backends": "cpu:gloo,cuda:nccl"}, "FastUlysses"),
         ({"ulysses": False}, "ZeroCta"),
         ({"ulysses": [0]}, "ZeroCta"),  # not on every rank
         (
@@ -283,7 +353,7 @@ def test_equal_parts_go_through_the_engine_and_arrive_where_they_belong(engine, 
     shape = Shape(config=CONFIG, batch_first=batch_first)
     for kind, faults, calls, split, rendezvous, said in on_ranks(2, faults_through, engine, shape):
         assert kind == engine and faults == [] and said == []
-        assert (calls, split) == (3 * 16, 0)
+        assert (calls, split) == (3 * 16 + 2 * (engine == "ZeroCta"), 0)  # two communicators were connected
         if engine == "ZeroCta":  # a pair of buffers for each exchange that is in flight at once; NCCL named once
             assert rendezvous == 1 + 2 * 6
 

@@ -43,14 +43,14 @@ def test_five_of_eight_is_played_as_by_hand():
 
 
 def test_two_groups_are_played_as_by_hand():
-    # Forward: Wq0 1, the wire carries q0 k0 v0 q1 k1 v1 from 1 to 13; attention 0 from 7 to 11, o0 13-15; attention 1 from 13 to 17, o1 to 19;
+    # Forward: Wq0 1, the wire carries q0 k0 v0 qkv1 from 1 to 13; attention 0 from 7 to 11, o0 13-15; attention 1 from 13 to 17, o1 to 19;
     # Wo0 to 18, Wo1 from 19 to 20. Backward: Wo1 dgrad 21, do1 to 23, Wo0 dgrad 22, do0 to 25, wgrads to 24, attention 1 to 34, attention 0 to
-    # 44; dv1 dk1 dq1 34-40, dv0 dk0 dq0 44-50; W1' from 44 to 50, then Wv0' Wk0' Wq0' to 56.
+    # 44; dqkv1 34-40, dv0 dk0 dq0 44-50; W1' from 44 to 50, then Wv0' Wk0' Wq0' to 56.
     result = played(by_head_groups(("qkv", "qkv")), 2)
     assert (result.step_ms, result.compute_ms, result.wire_ms) == (56, 52, 32)
-    # The compute row waits for v0 from 6 to 7, for v1 from 11 to 13, and for o1 from 18 to 19.
-    assert {what: ms for what, ms in result.exposed_ms.items() if ms} == {"v0": 1, "v1": 2, "o1": 1}
-    # All of q0 ... v1 are under way at once before the first is waited for.
+    # The compute row waits for v0 from 6 to 7, for qkv1 from 11 to 13, and for o1 from 18 to 19.
+    assert {what: ms for what, ms in result.exposed_ms.items() if ms} == {"v0": 1, "qkv1": 2, "o1": 1}
+    # All of q0 ... qkv1 are under way at once before the first is waited for.
     assert result.held == 6 * 32
 
 
@@ -106,7 +106,7 @@ def test_the_command_prints_the_table_and_advice(capsys):
     out = capsys.readouterr().out
     assert "a model's arithmetic, not a measurement" in out
     assert re.search(r"none +\d+\.\d+ +\d+\.\d+ +3[01]\.\d%", out)  # DESIGN's sources have 30.9 % at rates of their own
-    assert "worth it: G = 2" in out
+    assert "worth it: G = 4" in out
 
 
 @pytest.mark.parametrize(

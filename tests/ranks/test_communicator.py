@@ -1,0 +1,150 @@
+"""Who takes part in making a communicator of our own, while the default group is bound to a device as DeepSpeed binds it.
+
+torch's own code makes the group. NCCL stands in by gloo, on the CPU: it says whether it was made by itself or split off the
+default group's communicator, and for a split it waits for every rank of that, which is what ncclCommSplit does.
+"""
+
+import contextlib
+import time
+import types
+import uuid
+import warnings
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ds_sp_overlap.exchange import transport
+from tests.helpers.ranks import on_ranks, refusal
+
+GPU = torch.device("cuda", 0)
+TIMEOUT = timedelta(minutes=77)
+
+
+class Options:
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream, self.config, self.split_from = is_high_priority_stream, types.SimpleNamespace(), None
+        self._timeout = timedelta(minutes=10)
+
+
+class Nccl(dist.ProcessGroupGloo):
+    Options = Options
+    made = []  # kept alive: torch holds only what of them is C++
+    splits = ""  # where the ranks that came to a split are counted
+    supports_splitting = True
+
+    def __init__(self, store, rank, size, options):
+        super().__init__(store, rank, size, timeout=options._timeout)
+        self.asked_for = options
+        self.made.append(self)
+
+    def eager_connect_single_device(self, device):
+        if self.asked_for.split_from is not None:
+            split()
+
+
+def split(device=None):
+    """An ncclCommSplit of the default group's communicator."""
+    world, store = dist.get_world_size(), c10d._get_default_store()
+    came, end = store.add(Nccl.splits, 1), time.monotonic() + 3
+    while came < world:
+        if time.monotonic() > end:
+            raise TimeoutError(f"ncclCommSplit hangs: {came} of {world} ranks came")
+        time.sleep(0.01)
+        came = store.add(Nccl.splits, 0)
+
+
+@contextlib.contextmanager
+def bound_to_a_gpu():
+    """Run the body with the default group bound. Collective over all ranks."""
+    world = dist.group.WORLD
+    parent = types.SimpleNamespace(supports_splitting=True, perform_nocolor_split=split)
+    transport._communicators.clear()
+    Nccl.made.clear()
+    serial, name_of = [uuid.uuid4().hex], c10d._hash_ranks_to_str
+    dist.broadcast_object_list(serial)
+    Nccl.splits = f"splits {serial[0]}"
+    with contextlib.ExitStack() as stack:
+        for patch in (
+            mock.patch.object(dist, "ProcessGroupNCCL", Nccl, create=True),
+            mock.patch.object(c10d, "ProcessGroupNCCL", Nccl, create=True),
+            mock.patch.object(c10d, "_NCCL_AVAILABLE", True),
+            mock.patch.object(c10d, "_get_split_source", lambda group: parent),
+            # Else gloo would find what a group of this name, in an earlier test, has left in the store.
+            mock.patch.object(c10d, "_hash_ranks_to_str", lambda ranks: name_of(ranks) + serial[0]),
+            mock.patch.dict(c10d.Backend.backend_capability, nccl=["cpu", "cuda"]),
+            mock.patch.object(transport, "_device", lambda: torch.device("cpu")),
+            mock.patch.object(torch.cuda, "synchronize", lambda device: None),
+        ):
+            stack.enter_context(patch)
+        world.bound_device_id = GPU
+        try:
+            yield
+        finally:
+            world.bound_device_id = None
+            transport._communicators.clear()
+
+
+def sp_groups(rank):
+    """The sp group of this rank: ranks 0 and 1, or 2 and 3."""
+    return [dist.new_group(ranks, timeout=TIMEOUT) for ranks in ([0, 1], [2, 3])][rank // 2]
+
+
+def made_by_one_group(rank):
+    """Ranks 2 and 3 do nothing at all. Of the others: the communicator, what it moves, and what the default group is bound to."""
+    group = sp_groups(rank)
+    with bound_to_a_gpu(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if rank > 1:
+            return None
+        own = transport.communicator(group, max_ctas=4)
+        asked_for = Nccl.made[-1].asked_for
+        received = torch.empty(2)
+        dist.all_to_all_single(received, torch.tensor([10.0, 11.0]) + rank, group=own)
+        settings = asked_for.is_high_priority_stream, asked_for.config.max_ctas, asked_for._timeout, asked_for.split_from
+        return own is group, dist.get_process_group_ranks(own), settings, received.tolist(), dist.group.WORLD.bound_device_id
+
+
+def test_the_sp_group_alone_makes_its_communicator_though_the_default_group_is_bound_to_a_device():
+    settings = (True, 4, TIMEOUT, None)
+    expected = [(False, [0, 1], settings, received, GPU) for received in ([10.0, 11.0], [11.0, 12.0])]
+    assert on_ranks(4, made_by_one_group) == [*expected, None, None]
+
+
+def beside_one_that_falls_back(rank):
+    """In one sp group the ranks have made different numbers of groups. What is made, what is said."""
+    group = sp_groups(rank)
+    if rank == 3:
+        dist.new_group([3], use_local_synchronization=True)
+    with bound_to_a_gpu(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        own = transport.communicator(group)
+        return own is group, len(Nccl.made), ["have made" in str(warning.message) for warning in caught]
+
+
+def test_an_sp_group_that_keeps_its_own_does_not_hang_another():
+    assert on_ranks(4, beside_one_that_falls_back) == [(False, 1, [])] * 2 + [(True, 0, [True])] * 2
+
+
+def made_in_vain(rank):
+    group = dist.new_group([0, 1])
+    with bound_to_a_gpu(), mock.patch.object(dist, "new_group", side_effect=RuntimeError("out of memory")):
+        return refusal(transport.communicator, group), dist.group.WORLD.bound_device_id
+
+
+def test_the_default_group_stays_bound_where_the_making_fails():
+    assert on_ranks(2, made_in_vain) == [(("RuntimeError", "out of memory"), GPU)] * 2
+
+
+def bound_groups_are_split(rank):
+    """What torch does with a group that only its members make while the default group is bound."""
+    with bound_to_a_gpu():
+        if rank < 2:
+            return refusal(dist.new_group, [0, 1], backend="nccl", pg_options=Options(), use_local_synchronization=True)
+
+
+def test_the_stand_in_hangs_where_nccl_would():
+    said = ("TimeoutError", "ncclCommSplit hangs: 2 of 4 ranks came")
+    assert on_ranks(4, bound_groups_are_split) == [said, said, None, None]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ class _InFlight:
         """Pack ``xs`` and launch their transfer. Collective."""
         channel, layout, x = self.channel, self.layout, xs[0]
         source, target = layout.source, layout.target
-        for each, given in zip(layout.each, xs):
+        for each, given in zip(layout.each, xs, strict=True):
             if given.shape != each.source.shape:
                 raise ValueError(f"{self.name}: expected a tensor of shape {list(each.source.shape)}, got {list(given.shape)}")
         if checked:
@@ -308,11 +308,10 @@ class _Finish(torch.autograd.Function):
         Zeros where nothing depends on y here: elsewhere something may.
         """
         refuse_second_derivatives(ctx.exchanges[0].where)
-        tokens, end = [], len(gradients)
-        for exchange, launched in zip(reversed(ctx.exchanges), reversed(ctx.needs_input_grad[1:])):
-            begin = end - len(exchange.needed)
-            if launched:
-                exchange.start_gradient(list(compress(gradients[begin:end], exchange.needed)))
-            tokens.append(_token(gradients[begin]) if launched else None)
-            end = begin
-        return None, *reversed(tokens)
+        given = iter(gradients)
+        of_each = [list(islice(given, len(exchange.needed))) for exchange in ctx.exchanges]
+        launched = list(zip(ctx.exchanges, of_each, ctx.needs_input_grad[1:]))
+        for exchange, dys, is_tracked in reversed(launched):
+            if is_tracked:
+                exchange.start_gradient(list(compress(dys, exchange.needed)))
+        return None, *(_token(dys[0]) if is_tracked else None for _, dys, is_tracked in launched)

@@ -263,16 +263,18 @@ def computing(rows: list[Row], step: int, schedules: dict[tuple[int, str], Sched
 
 def _between(schedule: Schedule, program: Program, exchanged: set[str]) -> dict[tuple[str, str], str]:
     """What a program computes between two of its stops that follow one another, for the exchanges that there were."""
-    found, before, label = {}, "[", ""
+    found: dict[tuple[str, str], str] = {}
+    labels: list[str] = []
+    before = "["
     for step in program:
         name = schedule.name(step.of, step.group)
         if step.on_wire and name in exchanged:
             stop = (">" if step.act == "start" else "<") + name
-            found[before, stop], before, label = label, stop, ""
+            found[before, stop], before, labels = ", ".join(labels), stop, []
         elif not step.on_wire:
             of = schedule.exchange_of.get((step.of, step.group))
-            if of is None or step.act == "project" or "d" + schedule.name(of, step.group) in exchanged:
-                label = label or schedule.label(step)
+            is_done = of is None or step.act == "project" or "d" + schedule.name(of, step.group) in exchanged
+            labels += [label for label in [schedule.label(step)] if is_done and label not in labels]
     if before != "[":
-        found[before, "]"] = label
+        found[before, "]"] = ", ".join(labels)
     return found

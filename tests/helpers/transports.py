@@ -39,10 +39,10 @@ class Armed:
         """Whether ``send`` is no memory of the caller's: a copy of the source, or a source that a GEMM of ours wrote."""
         if self.launching is None:
             raise LookupError("BLIND: an exchange was launched by something else than _InFlight; follow the code in transports")
-        source = getattr(self.launching, "source", None)  # gone where it was packed and let go
-        if source is None or source.untyped_storage().data_ptr() != send.untyped_storage().data_ptr():
-            return True
-        return source.dim() == 5 and _is_written_by_ours(source)  # only what the package computes has a dimension for ranks
+        for source in getattr(self.launching, "sources", ()):  # none where they were packed and let go
+            if source.untyped_storage().data_ptr() == send.untyped_storage().data_ptr():
+                return source.dim() == 5 and _is_written_by_ours(source)  # only what the package computes has a dimension for ranks
+        return True
 
     def blind(self):
         """What it failed to do, in a line; empty if nothing."""
@@ -54,14 +54,14 @@ class Armed:
 
 def _packs(in_flight):
     """Whether the layout says so; what travels as it lies may have to be copied too."""
-    source = in_flight.layout.source
+    layout, source = in_flight.layout, in_flight.layout.source
     as_it_lies = source.is_wire_layout or source.is_cut_into_slices
-    return source.elements > 0 and (in_flight.rope is not None or not as_it_lies)
+    return layout.send_elements > 0 and bool(in_flight.rope is not None or layout.also or not as_it_lies)
 
 
 def _unpacks(in_flight):
-    target = in_flight.layout.target
-    return target.elements > 0 and (in_flight.rope_back is not None or not target.is_wire_layout)
+    layout = in_flight.layout
+    return layout.recv_elements > 0 and bool(in_flight.rope_back is not None or layout.also or not layout.target.is_wire_layout)
 
 
 def _is_written_by_ours(source):
@@ -102,7 +102,7 @@ def spoiled_buffers():
 
     @functools.wraps(unpack)
     def unpacking(self):
-        here.acted["filled"] += is_spoiled(self.out)
+        here.acted["filled"] += any(out.numel() for out in self.outs) and all(is_spoiled(out) for out in self.outs if out.numel())
         unpack(self)
         here.acted["poisoned"] += spoil(self.recv)
 

@@ -76,10 +76,15 @@ def test_an_exchange_that_was_never_finished_is_left_out():
 
 
 def played(groups):
-    """The compute row of the schedule, forward and backward: names of its bars, adjacent ones of one name as one."""
+    """The compute row of the schedule, forward and backward: what is done between two stops, adjacent bars of one name as one."""
     made = by_head_groups(("qkv",) * groups)
-    rows = [[made.label(step) for step in program if not step.on_wire] for program in (made.forward, made.backward)]
-    return [[name for name, _ in groupby(row)] for row in rows]
+    rows = []
+    for program in (made.forward, made.backward):
+        between = [
+            dict.fromkeys(map(made.label, steps)) for stops, steps in groupby(program, lambda step: step.on_wire) if not stops
+        ]
+        rows.append([name for name, _ in groupby(", ".join(labels) for labels in between)])
+    return rows
 
 
 def rows_of_a_block(rank, size, groups, folder):
@@ -108,17 +113,20 @@ def test_the_compute_row_is_the_one_that_the_schedule_plays(groups, size, tmp_pa
         assert [names["forward"], names["backward"]] == played(groups)
 
 
+EXCHANGES = {1: ("q", "k", "v", "o"), 2: ("q0", "k0", "v0", "qkv1", "o0", "o1")}  # and in backward those of their gradients
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_every_exchange_is_there_with_the_bytes_that_went_to_others(groups, tmp_path):
     shape = Shape()
     whole = shape.lengths[0] * shape.batch * shape.heads * shape.head_dim * 8  # of one of q, k, v, o on a rank, in fp64
     for rows in on_ranks(2, rows_of_a_block, 2, groups, str(tmp_path)):
         costs = picture.costs([Row(*row) for row in rows])
-        names = {f"{d}{kind}{group}" for d in ("", "d") for kind in "qkvo" for group in ((0, 1) if groups == 2 else ("",))}
+        names = {f"{d}{what}" for d in ("", "d") for what in EXCHANGES[groups]}
         assert {(step, layer) for step, layer, _ in costs} == {(0, "layer")}
         assert {what for *_, what in costs} == names
-        for calls, sent, exchange_ms, exposed_ms, hidden_ms, relayout_ms in costs.values():
-            assert (calls, sent) == (1, whole / 2 / groups)
+        for (*_, what), (calls, sent, exchange_ms, exposed_ms, hidden_ms, relayout_ms) in costs.items():
+            assert (calls, sent) == (1, whole / 2 / groups * (3 if "qkv" in what else 1))
             assert 0 <= exposed_ms <= exchange_ms and 0 < relayout_ms <= exchange_ms
             assert exposed_ms + hidden_ms == pytest.approx(exchange_ms)
 
@@ -247,7 +255,7 @@ def untracked(rank):
 
 
 def test_without_the_key_nothing_is_marked():
-    assert on_ranks(2, untracked) == [(True, True, 16)] * 2
+    assert on_ranks(2, untracked) == [(True, True, 12)] * 2
 
 
 def off_layer(rank, folder):
@@ -321,7 +329,7 @@ def ranges(rank):
 
 
 def test_profilers_see_ranges_with_the_names_of_the_drawing():
-    exchanges = [f"{d}{kind}{group}" for d in ("", "d") for kind in "qkvo" for group in (0, 1)]
+    exchanges = [d + what for d in ("", "d") for what in EXCHANGES[2]]
     expected = [f"layer {what} {half}" for what in exchanges for half in ("start", "finish")]
     expected += [f"layer {what}{group}" for what in ("Wq", "Wk", "Wv", "Wo", "attention ") for group in (0, 1)]
     assert on_ranks(2, ranges) == [sorted(expected)] * 2

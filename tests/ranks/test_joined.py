@@ -1,0 +1,175 @@
+"""Several of q, k and v in one exchange: any of them, for any heads, lengths and layouts, and what is frozen among them."""
+
+import contextlib
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+
+from ds_sp_overlap.exchange.channel import Channel
+from ds_sp_overlap.exchange.exchange import Exchange, finish_together
+from ds_sp_overlap.exchange.geometry import Geometry
+from tests.helpers import layers, transports
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.layers import Shape
+from tests.helpers.moving import moving
+from tests.helpers.ranks import no_faults, on_ranks
+from tests.helpers.schedules import travelling
+
+SENT = {"all together": ("qkv",), "k with v": ("q", "kv"), "q with k": ("qk", "v"), "v with q": ("qv", "k")}
+SHAPES = [
+    Shape(heads, kv_heads, 4, batch, lengths[:2], batch_first, config={"head_groups": groups, "check": batch == 1})
+    for heads, kv_heads in ((8, 8), (8, 2), (7, 7), (6, 3), (4, 1))
+    for batch, batch_first, lengths in ((1, True, (3, 3)), (1, False, (5, 2)), (3, True, (1, 1)), (2, False, (3, 3)))
+    for groups in (1, 2)
+]
+
+
+@contextlib.contextmanager
+def sending(sent):
+    """Blocks run by a schedule in which those of ``sent`` travel together; yields how many exchanges moved several tensors."""
+    block, start, joined = layers.block, Exchange.start_forward, []
+
+    def made(*args, **kwargs):
+        attend = block(*args, **kwargs)
+        attend.layer.schedule = travelling(*sent)
+        return attend
+
+    def started(self, xs):
+        joined.extend([self.what] * (len(xs) > 1))
+        start(self, xs)
+
+    with mock.patch.object(layers, "block", made), mock.patch.object(Exchange, "start_forward", started):
+        yield joined
+
+
+def faults(rank, sent, shapes, **kwargs):
+    found = []
+    with sending(sent) as joined:
+        for shape in shapes:
+            before = len(joined)
+            found += [f"{shape}: {fault}" for fault in layers.block_faults(rank, shape, **kwargs)]
+            found += [f"{shape}: BLIND, nothing travelled together"] * (len(joined) == before)
+    return found
+
+
+@pytest.mark.parametrize("sent", SENT)
+def test_what_travels_together_equals_the_reference(sent):
+    no_faults(2, faults, SENT[sent], SHAPES)
+
+
+def test_so_it_does_between_four_ranks():
+    """KV heads that several ranks need, and ranks of which some attend with more heads."""
+    shapes = [Shape(9, 3, 4, 2, (2, 1, 2, 3)), Shape(8, 2, 4, 1, (2,) * 4), Shape(4, 1, 4, 2, (1,) * 4, batch_first=False)]
+    no_faults(4, faults, ("qkv",), shapes)
+
+
+def spoiled(rank, kernels):
+    with moving(kernels, True), transports.spoiled_buffers():
+        mover = transports.Late()
+        return faults(rank, ("qkv",), SHAPES[:16], transport=mover) + mover.faults + mover.unfinished()
+
+
+@pytest.mark.parametrize("kernels", ["torch", "reference"])  # the second rotates what travels alone, and nothing else
+def test_no_buffer_is_read_too_early_or_after_its_use(kernels):
+    no_faults(2, spoiled, kernels)
+
+
+def only_trained(layer, kinds):
+    for kind in "qkv":
+        layer[f"{kind}_proj"].requires_grad_(kind in kinds)
+
+
+def of_a_frozen_input(call, layer, x, dy):
+    y = call(x.detach())
+    y.backward(dy)
+    return {"output": y}
+
+
+def frozen(rank, kinds, use):
+    """Faults where only ``kinds`` have weights that learn; and the elements of the gradients that travelled."""
+    sent, launched = [], transports.Recording()
+
+    def launch(send, recv, send_sizes, *others):
+        if others[-1].split()[-1].startswith("dq") or others[-1].split()[-1].startswith("dk"):
+            sent.append(send.numel())
+        return transports.Recording.launch(launched, send, recv, send_sizes, *others)
+
+    mover = mock.Mock(launch=launch)
+    shape = Shape(config={"head_groups": 1})
+    found = faults(rank, ("qkv",), [shape], use=use, transport=mover, change=lambda layer: only_trained(layer, kinds))
+    return found, sent, shape.batch * shape.lengths[rank] * shape.width
+
+
+@pytest.mark.parametrize("kinds", ["".join(k) for n in (1, 2, 3) for k in itertools.combinations("qkv", n)])
+def test_gradients_travel_for_those_that_need_one(kinds):
+    for found, sent, of_one in on_ranks(2, frozen, kinds, of_a_frozen_input):
+        assert found == [] and sent == [of_one * len(kinds)]
+
+
+@pytest.mark.parametrize("kinds", ["", "q", "kv"])
+def test_gradients_of_the_input_need_all_of_them(kinds):
+    for found, sent, of_one in on_ranks(2, frozen, kinds, layers.backward):
+        assert found == [] and sent == [of_one * 3]
+
+
+def of_two_dtypes(rank):
+    """k and v of lower precision than q: each arrives as it left, and so does its gradient."""
+    found = []
+    for lengths, batch_first in (((3, 3), True), ((5, 2), False)):
+        geometry = Geometry(2, rank, lengths, 2, 6, 6, batch_first=batch_first)
+        layout = geometry.together("qkv", 0, (8, 8, 4))
+        dtypes = torch.float32, torch.bfloat16, torch.bfloat16
+        xs = [torch.randn(each.source.shape).to(dtype).requires_grad_() for each, dtype in zip(layout.each, dtypes)]
+        channel = Channel(torch.distributed.group.WORLD)
+        exchange = Exchange(channel, layout, "layer", "qkv", checked=True)
+        ys = finish_together([exchange], [exchange.start(*xs)])
+        alone = []
+        for kind, x in zip("qkv", xs):
+            one = Exchange(channel, geometry.exchange(kind, 0, x.shape[-1]), "layer", kind)
+            alone.append(one.finish(one.start(x)))
+        dys = [torch.randn_like(y) for y in ys]
+        for got, expected in zip([*ys, *torch.autograd.grad(ys, xs, dys)], [*alone, *torch.autograd.grad(alone, xs, dys)]):
+            found += [f"{lengths}: {got.dtype} {expected.dtype}"] * (got.dtype != expected.dtype or not torch.equal(got, expected))
+    return found
+
+
+def test_tensors_of_several_dtypes_and_head_dims_arrive_as_they_left():
+    no_faults(2, of_two_dtypes)
+
+
+# Guards.
+
+
+def replicas(rank):
+    return faults(rank, ("qkv",), [Shape(kv_heads=1), Shape(6, 3, lengths=(3, 2))])
+
+
+def unequal(rank):
+    Geometry.exchange.cache_clear()  # what it returned knows how it is tiled
+    Geometry.together.cache_clear()
+    return faults(rank, ("qkv",), [Shape(lengths=(5, 1), config={"head_groups": 1})])
+
+
+def some_frozen(rank):
+    found, _, _ = frozen(rank, "k", of_a_frozen_input)
+    return found
+
+
+WATCHED = {
+    "replicas that travel together are summed": Watched(
+        Guard("exchange.joined:split", "part.add_(place)", "part.copy_(place)"), replicas
+    ),
+    "parts are side by side only if they are equal": Watched(
+        Guard("exchange.geometry:Side.tiled.func", "len({stop - start for start, stop in self.parts}) > 1", "False"), unequal
+    ),
+    "what is received of some is given to those": Watched(
+        Guard("exchange.exchange:Exchange.finish_gradient", "next(given) if needed else None", "next(given, None)"), some_frozen
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -273,7 +273,10 @@ class _Start(torch.autograd.Function):
         sent = len(exchange.layout.each)
         ctx.exchange, ctx.unsent = exchange, [None] * (len(tensors) - sent)
         ctx.set_materialize_grads(False)
-        exchange.needed = ctx.needs_input_grad[1 : 1 + sent]
+        if any(
+            needed := ctx.needs_input_grad[1 : 1 + sent]
+        ):  # else what it was computed of wants the ranks' exchange of its gradient
+            exchange.needed = needed
         exchange.start_forward(tensors[:sent])
         return _token(tensors[0])
 

@@ -554,7 +554,7 @@ def run_block(rank, shape, transport):
     return refusal(lambda: layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy))
 
 
-@pytest.mark.parametrize("what", ["q0", "o1", "do0", "dv1"])
+@pytest.mark.parametrize("what", ["q0", "o1", "do0", "dqkv1"])
 def test_a_collective_that_fails_names_the_layer_and_the_exchange(what):
     for rank, refused in enumerate(refused_on_both(run_block, Shape(), Failing(what))):
         assert refused == (
@@ -565,7 +565,7 @@ def test_a_collective_that_fails_names_the_layer_and_the_exchange(what):
         )
 
 
-@pytest.mark.parametrize("what", ["q0", "v1", "o0", "do1", "dv1", "dq0"])
+@pytest.mark.parametrize("what", ["q0", "qkv1", "o0", "do1", "dqkv1", "dq0"])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_check_mode_finds_a_corrupted_exchange_and_names_it_on_every_rank(what, batch_first):
     """Guard: `check.compare`; one element changed by 1e-6 on one rank."""
@@ -578,13 +578,13 @@ def test_check_mode_finds_a_corrupted_exchange_and_names_it_on_every_rank(what, 
 
 
 def corruption_goes_unnoticed(rank):
-    refused = run_block(rank, Shape(config={"check": True}), Corrupting("dv1"))
-    return [] if refused and refused[1].startswith("layer dv1:") else [f"corrupted dv1: {refused}"]
+    refused = run_block(rank, Shape(config={"check": True}), Corrupting("dqkv1"))
+    return [] if refused and refused[1].startswith("layer dqkv1:") else [f"corrupted dqkv1: {refused}"]
 
 
 def test_without_check_mode_nothing_is_gathered():
     """The negative control: the corruption is there, and only check mode sees it."""
-    assert on_ranks(2, run_block, Shape(), Corrupting("dv1")) == [None, None]
+    assert on_ranks(2, run_block, Shape(), Corrupting("dqkv1")) == [None, None]
 
 
 def other_order(rank):
@@ -646,7 +646,7 @@ WATCHED = {
         Guard("exchange.channel:Channel.agree", "if faults:", "if not mine[0]:"), fault_of_one_rank
     ),
     "check mode compares": Watched(
-        Guard("exchange.exchange:_InFlight.finish", "if self.expected is not None:", "if False:"),
+        Guard("exchange.exchange:_InFlight.finish", "if self.expected:", "if False:"),
         corruption_goes_unnoticed,
     ),
     "a failure names its exchange": Watched(

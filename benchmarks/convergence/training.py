@@ -65,7 +65,7 @@ def batch(corpus: np.ndarray, step: int, args: argparse.Namespace, sp_group: int
 
 
 class Watch:
-    """Counts the exchanges that the plugin launches; sends v of layer 0 as v * (1 + ``plant``)."""
+    """Counts what the plugin's exchanges move; sends v of layer 0 and the first head group as v * (1 + ``plant``)."""
 
     def __init__(self, plant: float):
         self.plant, self.launched = plant, Counter()
@@ -77,9 +77,10 @@ class Watch:
 
         def launch(transport, send, recv, send_sizes, recv_sizes, group, name):
             layer, what = name.split()
-            kind = what.rstrip("0123456789")  # of the head group
-            self.launched[layer, kind] += 1
-            if self.plant and ".layers.0." in layer and kind == "v":
+            kinds = what.rstrip("0123456789")  # without the head group; several travel together
+            gradient = "d" * kinds.startswith("d")
+            self.launched.update((layer, gradient + kind) for kind in kinds.removeprefix("d"))
+            if self.plant and ".layers.0." in layer and kinds == "v":
                 send = send * (1 + self.plant)
             return original(transport, send, recv, send_sizes, recv_sizes, group, name)
 

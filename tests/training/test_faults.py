@@ -39,14 +39,14 @@ def fails(outcome, names, sp_rank, size=2, what="the exchange"):
 # Each with the exchanges that may be under way when it happens: what was launched before has had a second to arrive.
 STRUCK = {
     "killed in forward": (Fault("killed", "k0", more={"config": TWO}), "q0 k0"),
-    "killed in backward": (Fault("killed", "dk1", step=2, more={"config": TWO}), "do0 dv1 dk1"),
+    "killed in backward": (Fault("killed", "dk0", step=2, more={"config": TWO}), "dqkv1 dv0 dk0"),
     "killed between layers": (Fault("killed", "q", more={"config": {"head_groups": 1}}), "q"),
-    "killed, one of four": (Fault("killed", "o1", ranks=4, more={"config": TWO, "heads": 8, "kv_heads": 8}), "k1 v1 o0 o1"),
-    "raises in attention": (Fault("raises", "attention", more={"config": TWO}), "q0 k0 v0 q1 k1 v1 o0"),
+    "killed, one of four": (Fault("killed", "o1", ranks=4, more={"config": TWO, "heads": 8, "kv_heads": 8}), "v0 qkv1 o0 o1"),
+    "raises in attention": (Fault("raises", "attention", more={"config": TWO}), "q0 k0 v0 qkv1 o0"),
     "raises in backward": (Fault("raises", "do0", more={"config": TWO}), "do1 do0"),
-    "stuck in forward, scripts": (Fault("stuck", "o0", script=True, more={"config": TWO}), "q1 k1 v1 o0"),
-    "stuck in backward": (Fault("stuck", "dv0", layer=0, more={"config": TWO}), "dv1 dk1 dq1 dv0"),
-    "stuck, one of three": (Fault("stuck", "v1", ranks=3, more={"config": TWO, "heads": 6, "kv_heads": 6}), "q0 k0 v0 q1 k1 v1"),
+    "stuck in forward, scripts": (Fault("stuck", "o0", script=True, more={"config": TWO}), "qkv1 o0"),
+    "stuck in backward": (Fault("stuck", "dv0", layer=0, more={"config": TWO}), "dqkv1 dv0"),
+    "stuck, one of three": (Fault("stuck", "qkv1", ranks=3, more={"config": TWO, "heads": 6, "kv_heads": 6}), "q0 k0 v0 qkv1"),
 }
 LAST = {
     "killed": lambda outcome: outcome.status == -signal.SIGKILL and not outcome.left,

@@ -32,17 +32,42 @@ def _parts(tensor: Tensor, wire: Tensor, dim: int, starts: list[int], stops: lis
 
 
 @functools.lru_cache(maxsize=4096)
-def _are_equal_tiles(extent: int, starts: Sequence[int], stops: Sequence[int]) -> bool:
-    count, size = len(starts), stops[0] - starts[0]
-    return count * size == extent and all(part == (i * size, i * size + size) for i, part in enumerate(zip(starts, stops)))
+def _repeats(extent: int, starts: Sequence[int], stops: Sequence[int]) -> int:
+    """How many parts in succession are each of the equal tiles that cover the dimension in order; 0 if the parts are no such tiles.
+
+    More than one where several ranks in succession need the same KV heads.
+    """
+    parts, size = list(zip(starts, stops)), stops[0] - starts[0]
+    tiles = extent // size if size > 0 else len(parts)
+    repeats, rest = divmod(len(parts), max(tiles, 1))
+    tiled = [(i // repeats * size, i // repeats * size + size) for i in range(len(parts))] if repeats else []
+    return repeats if tiles * size == extent and rest == 0 and parts == tiled else 0
 
 
-def _equal_tiles(tensor: Tensor, dim: int, starts: Sequence[int], stops: Sequence[int]) -> Tensor | None:
-    """View of ``tensor`` with the parts in front, if they are equal and cover the dimension in order."""
-    shape, count = tensor.shape, len(starts)
-    if not _are_equal_tiles(shape[dim], tuple(starts), tuple(stops)):
+def _equal_tiles(tensor: Tensor, dim: int, starts: Sequence[int], stops: Sequence[int]) -> tuple[Tensor, int] | None:
+    """View of ``tensor`` with the tiles in front that its parts are, and how often each is repeated."""
+    shape, repeats = tensor.shape, _repeats(tensor.shape[dim], tuple(starts), tuple(stops))
+    if not repeats:
         return None
-    return tensor.view(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]).movedim(dim, 0)
+    tiles = len(starts) // repeats
+    return tensor.view(*shape[:dim], tiles, shape[dim] // tiles, *shape[dim + 1 :]).movedim(dim, 0), repeats
+
+
+def _copy(to: Tensor, source: Tensor) -> None:
+    """``to.copy_(source)``; on a GPU 16 bytes at a time where that is possible: PyTorch's permuting copy of 2-byte elements is slow."""
+    wide_to, wide_source = (_in_16_bytes(to), _in_16_bytes(source)) if to.is_cuda else (None, None)
+    if wide_to is None or wide_source is None:
+        to.copy_(source)
+    else:
+        wide_to.copy_(wide_source)
+
+
+def _in_16_bytes(x: Tensor) -> Tensor | None:
+    """The same memory in elements of 16 bytes; None where it is not aligned to them."""
+    each, *others = 16 // x.element_size(), *x.stride()[:-1]
+    if x.shape[-1] % each or x.stride(-1) != 1 or x.data_ptr() % 16 or any(stride % each for stride in others):
+        return None
+    return x.view(torch.complex128)
 
 
 def pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
@@ -51,8 +76,12 @@ def pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) 
 
 def _copy_out(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
     """pack, of arguments that are known to fit: those of an exchange come from one `Layout`."""
-    if (tiles := _equal_tiles(x, dim, starts, stops)) is not None:  # one copy kernel instead of one a part
-        out.view(tiles.shape).copy_(tiles)
+    if (tiled := _equal_tiles(x, dim, starts, stops)) is not None:  # one copy kernel instead of one a part
+        tiles, repeats = tiled
+        if repeats == 1:
+            _copy(out.view(tiles.shape), tiles)
+        else:
+            _copy(out.view(tiles.shape[0], repeats, *tiles.shape[1:]), tiles.unsqueeze(1))
         return
     for part, segment in _parts(x, out, dim, starts, stops):
         segment.copy_(part)
@@ -64,11 +93,16 @@ def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Ten
 
 def _copy_in(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
     """unpack, of arguments that are known to fit."""
-    if (tiles := _equal_tiles(out, dim, starts, stops)) is not None:
-        tiles.copy_(wire.view(tiles.shape))
-        return
     half = out.dtype in (torch.float16, torch.bfloat16)
-    total = torch.zeros_like(out, dtype=torch.float32 if half else out.dtype)
+    exact = torch.float32 if half else out.dtype
+    if (tiled := _equal_tiles(out, dim, starts, stops)) is not None:
+        tiles, repeats = tiled
+        if repeats == 1:
+            _copy(tiles, wire.view(tiles.shape))
+        else:
+            tiles.copy_(wire.view(tiles.shape[0], repeats, *tiles.shape[1:]).sum(1, dtype=exact))
+        return
+    total = torch.zeros_like(out, dtype=exact)
     for part, segment in _parts(total, wire, dim, starts, stops):
         part.add_(segment)
     out.copy_(total)

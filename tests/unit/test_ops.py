@@ -1,13 +1,16 @@
 """Pack and unpack, bit for bit against index arithmetic that is written out here."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_sp_overlap.relayout.ops import pack, unpack
+from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.relayout.ops import _in_16_bytes, implementation, pack, unpack
 from tests.helpers import layers
 from tests.helpers.guards import Guard, Watched, must_notice
 
@@ -22,6 +25,9 @@ PARTS = {
     "no part covers all": [(1, 3), (4, 5)],
     "overlapping": [(0, 4), (2, 6), (0, 6)],
     "equal and overlapping": [(0, 3), (0, 3)],
+    "tiles that several ranks need": [(0, 3), (0, 3), (3, 6), (3, 6)],
+    "tiles that not all ranks need alike": [(0, 3), (0, 3), (0, 3), (3, 6)],
+    "one tile that all need": [(0, 6), (0, 6), (0, 6)],
     "nothing at all": [(2, 2), (0, 0)],
 }
 
@@ -126,12 +132,58 @@ def test_overlapping_halves_are_summed_in_fp32(dtype):
 
 
 def halves_summed_in_fp32(dtype=torch.bfloat16):
-    small = torch.finfo(dtype).eps / 16
-    wire, out = torch.tensor([1.0] + [small] * 64, dtype=dtype), poisoned(1, dtype=dtype)
-    unpack(wire, 0, [0] * 65, [1] * 65, out)
+    """In tiles that as many parts hold, and in others."""
+    small, found = torch.finfo(dtype).eps / 16, []
     expected = torch.tensor([1.0 + 64 * small]).to(dtype)
     assert expected.item() != 1.0  # else this could not fail
-    return [] if torch.equal(out, expected) else [f"sum is {out.item()}, not {expected.item()}"]
+    for others in ([], [0.0]):
+        starts = [0] * 65 + [1] * len(others)
+        wire, out = torch.tensor([1.0] + [small] * 64 + others, dtype=dtype), poisoned(1 + len(others), dtype=dtype)
+        unpack(wire, 0, starts, [start + 1 for start in starts], out)
+        found += [] if torch.equal(out[:1], expected) else [f"sum is {out[0].item()}, not {expected.item()}"]
+    return found
+
+
+class Operators(TorchDispatchMode):
+    """Counts the kernels that are launched: views are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.launched = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.launched[function.overloadpacket._qualified_op_name.split("::")[1]] += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def launches(kind, sp_size, kv_heads):
+    """Of pack and unpack of the exchange of q, or of k and its gradient, in half precision."""
+    layout = Geometry(sp_size, 0, (2,) * sp_size, 1, 4 * sp_size, kv_heads).exchange(kind, 0, 8)
+    x, wire = torch.randn(layout.source.shape).bfloat16(), torch.empty(layout.source.elements, dtype=torch.bfloat16)
+    copy = implementation("torch")
+    with Operators() as counted:
+        copy.pack(x, layout.source.dim, *layout.source.edges, wire)
+        copy.unpack(wire, layout.source.dim, *layout.source.edges, x)
+    return +counted.launched
+
+
+@pytest.mark.parametrize("kind,kv_heads,expected", [("q", 4, {"copy_": 2}), ("k", 4, {"copy_": 2, "sum": 1})])
+def test_the_number_of_launches_does_not_grow_with_the_ranks(kind, kv_heads, expected):
+    """KV heads that several ranks need are packed, and their gradients summed, like any others."""
+    for sp_size in (8, 64):
+        assert launches(kind, sp_size, kv_heads) == expected, sp_size
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_16_bytes_at_a_time_are_the_same_memory(dtype):
+    x = tensor((2, 3, 4, 16), dtype).transpose(0, 1)
+    x[0, 0, 0, 0] = math.nan
+    wide, to = _in_16_bytes(x), torch.zeros_like(x, memory_format=torch.contiguous_format)
+    _in_16_bytes(to).copy_(wide)
+    assert wide.dtype == torch.complex128 and torch.equal(to.view(torch.uint8), x.contiguous().view(torch.uint8))
+    each = 16 // x.element_size()
+    for unaligned in (x[..., 1:], x[..., : each - 1], x.transpose(2, 3), tensor((2, each + 1), dtype)[:, :each]):
+        assert each == 1 or unaligned.shape[-1] == 1 or _in_16_bytes(unaligned) is None
 
 
 @pytest.mark.parametrize("parts", [PARTS["equal tiles"], PARTS["unequal tiles"], PARTS["overlapping"]])
@@ -186,7 +238,7 @@ WATCHED = {
         ranks=0,
     ),
     "parts are tiles only if they lie in order": Watched(
-        Guard("relayout.ops:_are_equal_tiles", "count * size == extent and all", "count * size == extent or False and all"),
+        Guard("relayout.ops:_repeats", "rest == 0 and parts == tiled", "rest == 0"),
         unequal_parts,
         ranks=0,
     ),

@@ -104,6 +104,19 @@ class GlobalSequence:
         return (rows, rows * 0, rows * 0 + sum(self.lengths)) if self.bounds is None else tuple(self.bounds.T)
 
     @functools.cached_property
+    def for_flash(self) -> dict[str, Any]:
+        """By what transformers' flash attention keeps documents apart, all rows one after the other; empty if a row is one document.
+
+        Told by ``position_ids`` instead, it would ask the device in every call how many documents there are.
+        """
+        if self.bounds is None:
+            return {}
+        seq, (row, start, stop) = sum(self.lengths), self._each()
+        (edges,) = to_device([np.append(row * seq + start, self.rows * seq).astype(np.int32)], self.device)
+        longest = int((stop - start).max())
+        return dict(cu_seq_lens_q=edges, cu_seq_lens_k=edges, max_length_q=longest, max_length_k=longest)
+
+    @functools.cached_property
     def position_ids(self) -> Tensor:
         """[b, s], from 0 in each document."""
         seq, (row, start, stop) = sum(self.lengths), self._each()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -136,7 +137,14 @@ def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tens
         pieces.append(piece if stop - start == piece.shape[2] else piece.narrow(2, start, stop - start))
     heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
     index = geometry.kv_expansion(group)
-    return heads if index is None else heads.index_select(2, torch.tensor(index, device=heads.device))
+    return heads if index is None else heads.index_select(2, _on_device(index, heads.device))
+
+
+@functools.lru_cache(maxsize=4096)
+def _on_device(index: tuple[int, ...], device: torch.device) -> Tensor:
+    """Copied once: the host waits for such a copy."""
+    with torch.inference_mode(False):  # a later call may save it for backward
+        return torch.tensor(index, device=device)
 
 
 def _attended(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

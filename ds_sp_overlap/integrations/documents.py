@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 _LONG = 8  # a document longer than an eighth of a row is attended to by itself
 _BATCH = 2**15  # what every attention kernel takes
+
+
+def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Arrays of one type as tensors, in one copy from pinned memory, for which the host doesn't wait."""
+    host = torch.from_numpy(np.concatenate([x.ravel() for x in arrays]))
+    host = host if device.type == "cpu" else host.pin_memory()
+    parts = host.to(device, non_blocking=True).split([x.size for x in arrays])
+    return [part.view(x.shape) for part, x in zip(parts, arrays)]
 
 
 class Documents:
@@ -21,37 +30,38 @@ class Documents:
     So there are at most 8 calls a row and one for each power of two below an eighth of the sequence.
     """
 
-    def __init__(self, bounds: Tensor, rows: int, seq: int, device: torch.device):
+    def __init__(self, bounds: np.ndarray, rows: int, seq: int, device: torch.device):
         self.rows, length = rows, bounds[:, 2] - bounds[:, 1]
+        is_long = length * _LONG > seq
         placed = []  # which tokens come out of each call, of all rows one after the other
 
         self.long: list[tuple[slice, int, int]] = []
         shared: dict[tuple[int, int], list[int]] = {}
-        for row, start, stop in bounds[length * _LONG > seq].tolist():
+        for row, start, stop in bounds[is_long].tolist():
             shared.setdefault((start, stop), []).append(row)
         for (start, stop), those in sorted(shared.items()):
             for some in [slice(None)] if len(those) == rows else [slice(row, row + 1) for row in those]:
                 self.long.append((some, start, stop))
-                placed.append((torch.arange(rows)[some, None] * seq + torch.arange(start, stop)).flatten())
-        self.in_order = all(rows == slice(None) for rows, _, _ in self.long) and bool((length * _LONG > seq).all())
+                placed.append((np.arange(rows)[some, None] * seq + np.arange(start, stop)).ravel())
+        self.in_order = all(rows == slice(None) for rows, _, _ in self.long) and bool(is_long.all())
 
-        self.short: list[tuple[Tensor, Tensor]] = []
+        short: list[np.ndarray] = []
         first, power = bounds[:, 0] * seq + bounds[:, 1], 2
         while power // 2 * _LONG <= seq:
-            alike = (length * _LONG <= seq) & (length > power // 2) & (length <= power)
-            for at, long in zip(first[alike].split(_BATCH), length[alike].split(_BATCH)):
-                if len(at):
-                    nth = torch.arange(power)
-                    index = at[:, None] + torch.minimum(nth, long[:, None] - 1)
-                    real = nth < long[:, None]
-                    self.short.append((index.to(device), real.flatten().nonzero()[:, 0].to(device)))
-                    placed.append(index[real])
+            (alike,) = np.nonzero(~is_long & (length > power // 2) & (length <= power))
+            for these in np.split(alike, range(_BATCH, len(alike), _BATCH)) if len(alike) else ():
+                nth, long = np.arange(power), length[these, None]
+                index, real = first[these, None] + np.minimum(nth, long - 1), nth < long
+                short += [index, real.ravel().nonzero()[0]]
+                placed.append(index[real])
             power *= 2
 
-        alone = first[(length == 1) & (length * _LONG <= seq)]
-        self.alone = alone.to(device) if len(alone) else None
-        order = torch.cat([*placed, alone])
-        self.order = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).to(device)
+        alone = first[~is_long & (length == 1)]
+        order = np.concatenate([*placed, alone])
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        *sent, self.alone, self.order = to_device([*short, alone, place], device)
+        self.short: list[tuple[Tensor, Tensor]] = list(zip(sent[::2], sent[1::2]))
 
     def attend(
         self, attention: Callable[..., Tensor], alone: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
@@ -69,6 +79,6 @@ class Documents:
         for index, real in self.short:
             some = (x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in tokens)
             outputs.append(attention(*some).flatten(0, 1).index_select(0, real))
-        if self.alone is not None:
+        if len(self.alone):
             outputs.append(alone(tokens[2].index_select(0, self.alone)))
         return torch.cat(outputs).index_select(0, self.order).unflatten(0, (self.rows, -1))

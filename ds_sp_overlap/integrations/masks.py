@@ -63,6 +63,14 @@ def _read(function: Callable, said: dict[str, Any]) -> None:
         raise ValueError(f"a mask with {maker}")
 
 
+_FIND_DOCUMENTS = "find_packed_sequence_indices"
+
+
+def _documents_of(position_ids: Tensor) -> Tensor:
+    """Number of each token's document [b, s/P]. transformers' own waits for the device, to say None where there is one only."""
+    return (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+
 class Masks:
     """The placeholders that are in use; each is known by its memory, which views and detached tensors share."""
 
@@ -76,7 +84,8 @@ class Masks:
     @contextlib.contextmanager
     def asked(self, where: str, sequence: GlobalSequence, implementation: str, configs: Iterable[Any]) -> Iterator[None]:
         """While the body runs, placeholders take the place of the masks that models of ``configs`` make."""
-        functions: Any = getattr(sys.modules.get("transformers.masking_utils"), "ALL_MASK_ATTENTION_FUNCTIONS", {})
+        library: Any = sys.modules.get("transformers.masking_utils")
+        functions: Any = getattr(library, "ALL_MASK_ATTENTION_FUNCTIONS", {})
         if implementation not in functions:  # masks aren't asked for
             yield
             return
@@ -97,11 +106,13 @@ class Masks:
             self._given[storage._cdata] = StorageWeakRef(storage), sequence, pattern
             return mask
 
-        own = functions._local_mapping.get(implementation)
+        own, find_documents = functions._local_mapping.get(implementation), getattr(library, _FIND_DOCUMENTS, None)
         functions[implementation] = ask
+        setattr(library, _FIND_DOCUMENTS, _documents_of)
         try:
             yield
         finally:
+            setattr(library, _FIND_DOCUMENTS, find_documents)
             if own is None:
                 del functions[implementation]
             else:

@@ -35,6 +35,11 @@ def _core(module: Any) -> tuple[str, Callable]:
     return name, function.before if isinstance(function, Dispatch) else function
 
 
+def _takes_edges(function: Callable) -> bool:
+    """Whether a flash attention is transformers' own, or a partial of it; another one may find documents in position_ids alone."""
+    return getattr(getattr(function, "func", function), "__module__", "") == "transformers.integrations.flash_attention"
+
+
 def local_attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, *, sequence: GlobalSequence, pattern: Pattern, **options: Any
 ) -> Tensor:
@@ -64,9 +69,10 @@ def local_attention(
             return document(q, k, v) if documents is None else documents.attend(document, alone, q, k, v)
         if pattern.chunk is not None and pattern.chunk < q.shape[1]:
             raise ValueError(f'{type(module).__name__}: "{name}" has no attention in chunks of {pattern.chunk}; use "sdpa"')
-        if sequence.bounds is None or q.shape[0] == 1:  # flash attention finds documents in position_ids, of one row
+        if _takes_edges(function):
+            return attention(q, k, v, None, **sequence.for_flash)
+        if sequence.bounds is None or q.shape[0] == 1:  # position_ids tell the documents of one row
             return attention(q, k, v, None, position_ids=sequence.position_ids)
-        assert sequence.position_ids is not None  # which told the documents
         rows = [slice(row, row + 1) for row in range(q.shape[0])]
         return torch.cat([attention(q[row], k[row], v[row], None, position_ids=sequence.position_ids[row]) for row in rows])
     finally:

@@ -370,7 +370,7 @@ WATCHED = {
         faults_of_window,
     ),
     "RoPE goes by the longest position of all ranks": Watched(
-        Guard("integrations.transformers_forward:stretched", "longest = sequence.longest.to", "longest = position_ids.max().to"),
+        Guard("integrations.transformers_forward:stretched", "sequence.longest)", "position_ids.max().item())"),
         faults_of_length,
     ),
     "padding before a document is one of its own": Watched(

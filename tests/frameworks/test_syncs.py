@@ -1,0 +1,292 @@
+"""The host waits for the device once in a step, where it learns positions, and in no layer.
+
+On CPU nothing waits, so operations that would are counted by name: see `tests.helpers.syncs`.
+"""
+
+import contextlib
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import ds_sp_overlap
+from ds_sp_overlap.attention import execution
+from ds_sp_overlap.integrations.documents import to_device
+from tests.helpers import flash
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.models import EXACT, FP64, batches, cut, document_by_document, outcome, packed, tiny, worst
+from tests.helpers.ranks import on_ranks
+from tests.helpers.syncs import waits
+
+READ = ("cpu", "positions.py:_every")  # what all ranks said, in one piece
+SENT = ("lift_fresh", "documents.py:to_device")  # from pinned memory: see below
+EARLIER = ("tolist", "calls.py:alike")  # once in 32 calls, of what was asked 32 calls before; and it was copied to the host since
+
+# The instrument.
+
+MASK = torch.tensor([True, False, True, False])
+SEEN = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x.any()),
+    "int": lambda x: range(x.long().sum()),
+    "format": lambda x: f"{x.sum()}",
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to cpu": lambda x: x.to("cpu"),
+    "list": lambda x: torch.tensor([1, 2], device=x.device),
+    "new_tensor": lambda x: x.new_tensor([1, 2]),
+    "as_tensor": lambda x: torch.as_tensor([1, 2]),
+    "index by a list": lambda x: x[[0, 1]],
+    "index by a mask": lambda x: x[MASK],
+    "write by a mask": lambda x: x.clone().__setitem__(MASK, 1.0),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(MASK),
+    "equal": lambda x: torch.equal(x, x),
+    "masked_select": lambda x: x.masked_select(MASK),
+    "unique": lambda x: x.unique(),
+    "repeats that the host does not know": lambda x: x.repeat_interleave(x.long()),
+}
+UNSEEN = {
+    "arithmetic": lambda x: (2 * x + 1).softmax(0).sum(),
+    "index": lambda x: x.index_select(0, torch.arange(2)),
+    "mask": lambda x: torch.where(MASK, x, 0.0).masked_fill(MASK, 1.0),
+    "made there": lambda x: torch.full((3,), 2.0, device=x.device),
+    "type": lambda x: x.to(torch.float64).to(x.device),
+    "repeats": lambda x: x.repeat_interleave(2),
+}
+
+
+@pytest.mark.parametrize("what", SEEN)
+def test_the_instrument_sees(what):
+    with waits() as seen:
+        SEEN[what](torch.arange(4.0))
+    assert seen and {wait.where for wait in seen} == {"test_syncs.py:<lambda>"}
+
+
+@pytest.mark.parametrize("what", UNSEEN)
+def test_the_instrument_passes_over(what):
+    with waits() as seen:
+        UNSEEN[what](torch.arange(4.0))
+    assert not seen
+
+
+# Training steps.
+
+ROWS = {
+    "one document": [[[32]]] * 4,
+    "one document in each of two rows": [[[32], [32]]] * 4,
+    "packed": [[[10, 6, 1, 15]], [[32]], [[4, 3, 3, 1, 1, 20]], [[20, 12]]],
+    "packed in two rows": [[[10, 22], [3, 13, 1, 15]], [[32], [1, 1, 30]], [[16, 16], [12, 20]], [[5, 27], [32]]],
+    "shorter": [[[32]], [[7, 9]], [[16]], [[32]]],
+}
+IRREGULAR = dict(heads=6, kv_heads=3)  # a rank's three query heads attend to two KV heads, one of them to its own alone
+MODELS = [IRREGULAR, dict(family="starcoder2", **IRREGULAR), dict(family="mistral", sliding_window=5)]
+
+
+@contextlib.contextmanager
+def overlapped(attention, head_groups, **options):
+    """A model that is overlapped over all ranks, and the calls of flash attention."""
+    with flash.flash_attention() as calls:
+        model = tiny(**options)
+        model.config._attn_implementation = attention
+        ds_sp_overlap.enable(model, {"head_groups": head_groups}, torch.distributed.group.WORLD)
+        try:
+            yield model, calls
+        finally:
+            ds_sp_overlap.disable(model)
+
+
+def steps(rank, attention, head_groups, rows, masked=False, plant=None, **options):
+    """The waits of each training step, and the calls of flash attention in it."""
+    seen, called = [], []
+    with overlapped(attention, head_groups, **options) as (model, calls):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if plant is not None:
+            plant(model)
+        for lengths in rows:
+            positions = packed(lengths)
+            inputs = cut(batches(1, *positions.shape)[0], rank, 2, positions)
+            if masked:
+                inputs["attention_mask"] = (torch.arange(positions.shape[1]) > 4).expand_as(positions).chunk(2, 1)[rank]
+            labels = inputs.pop("labels").flatten()
+            calls.clear()
+            with waits() as step:
+                logits = model(**inputs, use_cache=False).logits
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append([tuple(wait) for wait in step])
+            called.append([None if call is None else (call[0].dtype, call[0].tolist(), call[1]) for call in calls])
+    return seen, called
+
+
+def of_layers(rank, *args, **options):
+    """Every wait behind the first step but the one for positions; for guards."""
+    later = steps(rank, *args, **options)[0][1:]
+    return [wait for step in later for wait in [*set(step) - {SENT, READ, EARLIER}, *[READ] * (step.count(READ) - 1)]]
+
+
+def all_cases(rank, attention, head_groups):
+    cases = [(rows, IRREGULAR, False) for rows in ROWS]
+    cases += [("packed in two rows", options, masked) for options in MODELS for masked in (False, True)][1:]
+    return {repr(case): steps(rank, attention, head_groups, ROWS[case[0]], case[2], **case[1])[0] for case in cases}
+
+
+@pytest.mark.parametrize("head_groups", [1, 2])
+@pytest.mark.parametrize("attention", ["sdpa", flash.NAME])
+def test_the_host_waits_once_a_step_and_in_no_layer(attention, head_groups):
+    """Behind the first step, which compares the ranks and makes what is kept."""
+    for cases in on_ranks(2, all_cases, attention, head_groups):
+        for case, (_, *later) in cases.items():
+            for step in later:
+                assert step.count(READ) == 1, (case, step)
+                assert set(step) <= {READ, SENT, EARLIER}, (case, step)
+
+
+def in_forward(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, o: o.sum().item() and None)
+
+
+def in_backward(model):
+    model.model.layers[1].mlp.register_full_backward_hook(lambda module, dx, dy: dy[0].tolist() and None)
+
+
+def planted(rank, plant):
+    return steps(rank, "sdpa", 1, ROWS["one document"], plant=plant, **IRREGULAR)
+
+
+@pytest.mark.parametrize("plant, what", [(in_forward, "_local_scalar_dense"), (in_backward, "tolist")])
+def test_a_wait_that_is_planted_in_a_layer_is_seen_in_every_step(plant, what):
+    for seen, _ in on_ranks(2, planted, plant):
+        for step in seen:
+            assert [name for name, where in step if where.startswith("test_syncs.py")] == [what]
+
+
+def longer(rank):
+    return [step.count(READ) for step in steps(rank, "sdpa", 1, [[[16]], [[16]], [[32]], [[32]], [[16]]])[0]]
+
+
+def test_a_step_that_is_longer_than_all_before_takes_one_more():
+    assert on_ranks(2, longer) == [[2, 1, 2, 1, 1]] * 2
+
+
+def test_what_the_host_knows_is_sent_in_one_copy_that_nobody_waits_for():
+    """The host waits for a copy from memory that is not pinned."""
+    arrays = [np.arange(6).reshape(2, 3), np.arange(0), np.arange(2)]
+    assert all(np.array_equal(sent.numpy(), array) for sent, array in zip(to_device(arrays, torch.device("cpu")), arrays))
+    with mock.patch("torch.from_numpy") as host:
+        host().pin_memory().to().split.return_value = []
+        host.reset_mock()
+        to_device(arrays, torch.device("cuda:0"))
+        host.return_value.to.assert_not_called()
+        host.return_value.pin_memory.return_value.to.assert_called_once_with(torch.device("cuda:0"), non_blocking=True)
+
+
+# Flash attention.
+
+
+def told(rank, rows):
+    return steps(rank, flash.NAME, 2, rows)[1]
+
+
+def test_flash_attention_is_told_documents_by_edges_and_by_nothing_where_there_are_none():
+    """int32 edges of all rows one after the other, and a Python int; two layers of two head groups."""
+    rows = [[[32]], [[32], [32]], [[10, 6, 16]], [[10, 22], [32]]]
+    for one, two, packed_row, packed_rows in on_ranks(2, told, rows):
+        assert one == two == [None] * 4
+        assert packed_row == [(torch.int32, [0, 10, 16, 32], 16)] * 4
+        assert packed_rows == [(torch.int32, [0, 10, 32, 64], 32)] * 4
+
+
+def by_positions(module, *qkv_and_mask, position_ids, **options):
+    """A flash attention of somebody else's, which goes by position_ids."""
+    edges = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    assert edges.isdisjoint(options)
+    return flash_attention_forward(module, *qkv_and_mask, position_ids=position_ids, **options)
+
+
+def against_documents_alone(rank, attention, options):
+    """Errors of one and two head groups, of each packing."""
+    errors = []
+    ALL_ATTENTION_FUNCTIONS["my_flash"] = by_positions
+    for lengths in (*ROWS["packed"], *ROWS["packed in two rows"]):
+        positions = packed(lengths)
+        tokens = batches(1, *positions.shape)[0]
+        alone = document_by_document(tiny(**EXACT, **options), tokens, lengths)
+        for head_groups in (1, 2):
+            with overlapped(attention, head_groups, **EXACT, **options) as (model, _):
+                errors.append(worst(outcome(model, tokens, rank, 2, torch.distributed.group.WORLD, positions), alone))
+    return errors
+
+
+@pytest.mark.parametrize("attention", [flash.NAME, "my_flash"])
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_documents_see_themselves_alone_in_flash_attention(attention, options):
+    for errors in on_ranks(2, against_documents_alone, attention, options):
+        assert max(errors) < FP64, errors
+
+
+# Guards.
+
+
+def faults_of_flash(rank):
+    return of_layers(rank, flash.NAME, 2, ROWS["one document"])
+
+
+def faults_of_packed_flash(rank):
+    return of_layers(rank, flash.NAME, 2, ROWS["packed"])
+
+
+def faults_of_kv(rank):
+    return of_layers(rank, "sdpa", 1, ROWS["one document"], **IRREGULAR)
+
+
+def faults_of_documents(rank):
+    return of_layers(rank, "sdpa", 1, ROWS["packed in two rows"])
+
+
+def faults_of_inference(rank):
+    execution._on_device.cache_clear()
+    with overlapped("sdpa", 1, **EXACT, **IRREGULAR) as (model, _):
+        with torch.inference_mode():
+            inputs = cut(batches(1)[0], rank, 2)
+            model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False)
+        outcome(model, batches(1)[0], rank, 2, None)
+    return []
+
+
+def faults_of_windows(rank):
+    return of_layers(rank, "sdpa", 1, ROWS["one document"], **MODELS[2])
+
+
+FLASH = "integrations.transformers_attention:local_attention"
+WATCHED = {
+    "flash attention gets no positions": Watched(
+        Guard(FLASH, "**sequence.for_flash)", "position_ids=torch.arange(q.shape[1])[None])"), faults_of_flash
+    ),
+    "flash attention gets the edges of documents": Watched(
+        Guard(FLASH, "**sequence.for_flash)", "position_ids=torch.arange(q.shape[1])[None] % 7)"),
+        faults_of_packed_flash,
+    ),
+    "an index of KV heads is kept": Watched(
+        Guard("attention.execution:with_kv", "_on_device(index, heads.device)", "torch.tensor(index, device=heads.device)"),
+        faults_of_kv,
+    ),
+    "an index that was made in inference serves training": Watched(
+        Guard("attention.execution:_on_device", "inference_mode(False)", "enable_grad()"), faults_of_inference, raises=True
+    ),
+    "transformers does not ask for the number of documents": Watched(
+        Guard("integrations.masks:Masks.asked", "setattr(library, _FIND_DOCUMENTS, _documents_of)", "pass"), faults_of_windows
+    ),
+    "shapes and values travel together": Watched(
+        Guard("integrations.positions:Positions.gather", "if needed > self._room:", "if True:"), faults_of_documents
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

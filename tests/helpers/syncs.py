@@ -1,0 +1,74 @@
+"""What makes the host wait for a GPU, seen on CPU: by the name of the operation, since here nothing waits.
+
+Not seen: a copy from the device by `to` with a `torch.device`, which looks like one that moves nothing.
+"""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+# Their results, or the sizes of these, are read by the host.
+READ = {
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_dim,
+    aten.unique_consecutive, aten.bincount,
+}  # fmt: skip
+INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}  # with a mask, which `nonzero` turns into indices
+
+_HERE = {"torch", "numpy", "contextlib.py", "syncs.py"}
+
+
+class Wait(NamedTuple):
+    what: str
+    where: str  # file:function of the innermost code that is not torch's
+
+
+def _waits(op, args, kwargs):
+    if op.overloadpacket in INDEXED:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if op is aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    return op.overloadpacket in READ or op is aten.lift_fresh.default  # the latter ends whatever makes a tensor of host data
+
+
+def _where():
+    frame = sys._getframe(1)
+    while not _HERE.isdisjoint(Path(frame.f_code.co_filename).parts):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if _waits(op, args, kwargs or {}):
+            self.seen.append(Wait(op.overloadpacket.__name__, _where()))
+        return op(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def waits():
+    """A list that the waits of the body are entered in, those of its backward included, which on CPU runs in the same thread."""
+    seen = []
+
+    def watched(method):
+        def call(x, *args, **kwargs):
+            if method.__name__ != "to" or "cpu" in (*args, kwargs.get("device")):
+                seen.append(Wait(method.__name__, _where()))
+            return method(x, *args, **kwargs)
+
+        return mock.patch.object(torch.Tensor, method.__name__, call)
+
+    with _Operations(seen), contextlib.ExitStack() as stack:
+        for method in (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.to):  # no operations where the tensor is on the host
+            stack.enter_context(watched(method))
+        yield seen

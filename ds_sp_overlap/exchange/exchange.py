@@ -203,7 +203,7 @@ class Exchange:
     def __init__(self, channel: Channel, layout: Layout, where: str, what: str, checked: bool = False, rope: Tables | None = None):
         self.channel, self.layout, self.where, self.what = channel, layout, where, what
         self.checked, self.rope = checked, rope
-        self.needed: Sequence[bool] = layout.alike  # whether there will be a gradient of each tensor
+        self.needed: Sequence[bool] = (True,) * len(layout.each)  # whether there will be a gradient of each tensor
         self.forward: _InFlight | None = None
         self.gradient: _InFlight | None = None
 

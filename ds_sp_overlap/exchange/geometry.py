@@ -103,11 +103,6 @@ class Layout:
         return self, *self.also
 
     @cached_property
-    def alike(self) -> tuple[bool, ...]:
-        """True for every tensor."""
-        return (True,) * len(self.each)
-
-    @cached_property
     def send_sizes(self) -> list[int]:
         """Elements to each peer, of all tensors together."""
         return [sum(sizes) for sizes in zip(*(layout.source.split_sizes for layout in self.each))]

@@ -1,6 +1,12 @@
-"""An accelerator's stream interface that writes down who waits for whom; everything runs on the host."""
+"""A stand-in for the stream interface of an accelerator: writes down who waits for whom; everything runs on the host."""
 
 import contextlib
+
+
+class Event:
+    """Remembers what it stands for when it is recorded."""
+
+    says = "nothing"
 
 
 class Stream:
@@ -9,25 +15,31 @@ class Stream:
     def __init__(self, backend, name):
         self.backend, self.name, self.queued = backend, name, []
 
-    def wait_stream(self, other):
-        self.backend.log.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self):
-        return list(self.queued)
+    def record_event(self, event):
+        self.backend.recorded += 1
+        event.says = " ".join(self.queued) or self.name
 
     def wait_event(self, event):
-        self.backend.log.append(f"{self.name} waits for {' '.join(event)}")
+        self.backend.log.append(f"{self.name} waits for {event.says}")
 
 
 class Backend:
-    """The part of torch.cuda that a side stream uses."""
+    """The part of torch.cuda that `SideStream` uses."""
 
     def __init__(self):
         self.log = []
+        self.streams = []  # that were asked for
+        self.events = self.recorded = 0
         self.current = self.compute = Stream(self, "compute")
 
     def Stream(self, device, priority):
-        return Stream(self, "side")
+        assert priority == -1
+        self.streams.append(Stream(self, ("transfer", "gate")[len(self.streams) % 2]))
+        return self.streams[-1]
+
+    def Event(self):
+        self.events += 1
+        return Event()
 
     def current_stream(self, device):
         return self.current
@@ -35,5 +47,7 @@ class Backend:
     @contextlib.contextmanager
     def stream(self, stream):
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before

@@ -1,4 +1,7 @@
-"""A stand-in for the stream interface of an accelerator: writes down who waits for whom; everything runs on the host."""
+"""A stand-in for the stream interface of an accelerator: writes down who waits for whom; everything runs on the host.
+
+Each stream has a vector clock: how far along every stream is what it does next is known to come after. `races` asks it.
+"""
 
 import contextlib
 
@@ -7,6 +10,7 @@ class Event:
     """Remembers what it stands for when it is recorded."""
 
     says = "nothing"
+    clock: dict = {}  # one that was never recorded is waited for by nobody, as in CUDA
 
 
 class Stream:
@@ -14,13 +18,25 @@ class Stream:
 
     def __init__(self, backend, name):
         self.backend, self.name, self.queued = backend, name, []
+        self.clock = {self: 0}
 
     def record_event(self, event):
         self.backend.recorded += 1
-        event.says = " ".join(self.queued) or self.name
+        event.says, event.clock = " ".join(self.queued) or self.name, dict(self.clock)
 
     def wait_event(self, event):
         self.backend.log.append(f"{self.name} waits for {event.says}")
+        for stream, time in event.clock.items():
+            self.clock[stream] = max(self.clock.get(stream, 0), time)
+
+    def tick(self):
+        """Something is done on it; the time of that."""
+        self.clock[self] += 1
+        return self.clock[self]
+
+    def is_after(self, stream, time):
+        """Whether what it does next comes after what ``stream`` did at ``time``."""
+        return self.clock.get(stream, 0) >= time
 
 
 class Backend:

@@ -171,6 +171,9 @@ class _InFlight:
                 self.side.before_compute(self.received)
             self.received = None
             self.track.mark("unpacking")
+            # Sent: given back before memory is taken for what was received. The handle may hold it too.
+            self.sources, self.handle = (), None
+            del self.send
             if self.unpacks:
                 self.outs = self._new_outs(self.recv)
                 self._unpack()

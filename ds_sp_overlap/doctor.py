@@ -22,6 +22,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from .attention.self_attention import SelfAttention
+from .exchange.channel import CONNECTIONS, one_queue
 from .exchange.transport import C10d, Handle
 from .relayout import kernels
 
@@ -41,6 +42,7 @@ def versions() -> str:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows.append(("devices", ", ".join(devices) or f"CPU, {os.cpu_count()} cores"))
     rows.append(("compiled kernels", str(kernels.library())))
+    rows.append((CONNECTIONS, one_queue() or os.environ.get(CONNECTIONS, "not set")))
     if dist.is_nccl_available():
         rows.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))
         order = os.environ.get(LAUNCH_ORDER, "not set")

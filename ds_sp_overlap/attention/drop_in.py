@@ -163,7 +163,7 @@ class DistributedAttention(nn.Module):
     local_attention          attention over the whole sequence with this rank's heads
     sequence_process_group   the sp group; None for all ranks, as in DeepSpeed's
     scatter_idx, gather_idx  DeepSpeed's; head scatter (2) and sequence gather (0 or 1) only
-    sp_stream                a stream to carry the exchanges; one is made if None
+    sp_stream                a stream to carry the transfers; ours, which all layers share, if None
     num_kv_heads             KV heads before the exchange; read from the key if None
     config                   an ``sp_overlap`` section
     heads_alike              the local attention treats all heads alike; else that is tried out on the first call

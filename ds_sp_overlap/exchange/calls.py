@@ -73,13 +73,13 @@ def _ask_whether_alike(channel: Any, text: str, device: torch.device) -> Callabl
         edges = torch.full((2,), number, dtype=torch.int64, device=device)
         edges[1].neg_()
         work = dist.all_reduce(edges, dist.ReduceOp.MAX, group=channel.group, async_op=True)  # the largest, minus the smallest
-        if not side.deferred_unpack:
+        if not side.blocks:
             work.wait()
             edges = edges.to("cpu", non_blocking=True)
     mark = side.mark()
 
     def alike() -> bool:
-        work.wait() if side.deferred_unpack else mark.synchronize()
+        work.wait() if side.blocks else mark.event.synchronize()
         largest, smallest = edges.tolist()
         return largest == -smallest
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,12 +16,23 @@ from .calls import Calls
 from .copy_engines import CopyEngine
 from .transport import C10d, Named, OneRank, Transport, backend_of
 
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # read by CUDA as it starts: too early for this package to set it
+
+
+def one_queue() -> str:
+    """What to say where all streams of a device share one hardware queue; else empty."""
+    if os.environ.get(CONNECTIONS) != "1":
+        return ""
+    return (
+        f"{CONNECTIONS} is 1: an exchange that is launched behind another one holds up what is computed after it, until the other "
+        "one has arrived; unset it unless something else needs it (Megatron's tensor parallelism does)"
+    )
+
 
 class HostStream:
-    """Null object where there are no streams (CPU): program order is the only order."""
+    """Null object where waiting blocks the host (CPU, and gloo for any device): program order is the only order."""
 
-    deferred_unpack = True  # waiting would block the host, so it is put off until ``finish``
-    packs_at_once = True  # what was packed has been read
+    blocks = True  # so a transfer is not waited for before ``finish``
 
     _here = contextlib.nullcontext()
 
@@ -33,34 +46,73 @@ class HostStream:
         pass
 
 
-class SideStream:
-    """The stream that carries exchanges: pack, transfer and unpack of buffers that an exchange owns.
-
-    All of them are allocated by the compute stream and kept referenced until ``before_compute``, so their memory
-    returns to the compute stream in order; no ``record_stream``.
+class Mark(NamedTuple):
+    """
+    event     what the transfer stream held
+    compute   the stream whose memory that works on
     """
 
-    packs_at_once = False
+    event: Any
+    compute: Any
 
-    def __init__(self, backend: Any, device: Any, stream: Any | None = None, deferred_unpack: bool = False):
+
+class SideStream:
+    """The streams of exchanges on an accelerator.
+
+    compute    pack and unpack, in their place in the program. Packed on another stream, behind the next kernel of this one, the
+               wire would wait for that kernel as well. Unpacked on another stream, the output would take memory from the start on.
+    transfer   collectives, which overlap with all that compute does. One follows another with nothing between them: an unpack
+               here would keep the next one from its launch until this one has arrived.
+    gate       nothing at all, so that no transfer is in front of it. Compute waits for it at each launch. So a kernel that takes
+               every SM (attention) does not run before an exchange that was started in front of it, and lock it out.
+
+    Buffers are allocated by the compute stream and kept referenced until ``before_compute``, so their memory returns to the
+    compute stream in order; no ``record_stream``.
+    """
+
+    blocks = False
+
+    def __init__(self, backend: Any, device: Any, stream: Any | None = None):
         self.backend, self.device = backend, device  # torch.cuda, or another accelerator's module of the same form
-        self.stream = stream if stream is not None else backend.Stream(device, priority=-1)
-        self.deferred_unpack = deferred_unpack
+        transfer, self.gate = _streams(backend, device)
+        self.transfer = transfer if stream is None else stream
+        self.events: list[Any] = []  # to be recorded again
 
     @contextlib.contextmanager
     def after_compute(self) -> Iterator[None]:
-        """Run the body on the side stream, after what the compute stream holds now."""
-        self.stream.wait_stream(self.backend.current_stream(self.device))
-        with self.backend.stream(self.stream):
+        """Run the body on the transfer stream, after what the compute stream holds now, which goes on when that is over."""
+        compute = self.backend.current_stream(self.device)
+        ready = self._recorded(compute)
+        self.transfer.wait_event(ready)
+        self.gate.wait_event(ready)
+        launched = self._recorded(self.gate)
+        with self.backend.stream(self.transfer):
             yield
+        compute.wait_event(launched)
+        self.events += ready, launched  # a wait is for what was recorded before it
 
-    def mark(self) -> Any:
-        """What the side stream holds now; exchanges that are started later come after it."""
-        return self.stream.record_event()
+    def mark(self) -> Mark:
+        """What the transfer stream holds now; exchanges that are started later come after it."""
+        return Mark(self._recorded(self.transfer), self.backend.current_stream(self.device))
 
-    def before_compute(self, mark: Any) -> None:
+    def before_compute(self, mark: Mark) -> None:
         """Order the compute stream after ``mark``, and not after what was started since: that is to stay hidden."""
-        self.backend.current_stream(self.device).wait_event(mark)
+        mark.compute.wait_event(mark.event)  # not the current one: the garbage collector may call from anywhere
+        self.events.append(mark.event)
+
+    def _recorded(self, stream: Any) -> Any:
+        try:
+            event = self.events.pop()
+        except IndexError:
+            event = self.backend.Event()
+        stream.record_event(event)
+        return event
+
+
+@functools.cache
+def _streams(backend: Any, device: Any) -> tuple[Any, Any]:
+    """Transfer and gate, one pair for each device: torch has 32 streams, and a layer that made its own would share one by chance."""
+    return backend.Stream(device, priority=-1), backend.Stream(device, priority=-1)
 
 
 def by_name(name: str, size: int) -> Named:
@@ -77,7 +129,7 @@ class Channel:
 
     group       process group of the sp ranks; None for one rank
     transport   mover of bytes, or what ``sp_overlap.transport`` calls it; "auto" if None
-    stream      a stream to use instead of one of our own (accelerators only)
+    stream      to carry the transfers instead of ours, which all layers share (accelerators only)
     kernels     which pack and unpack: ``sp_overlap.kernels``
     """
 
@@ -97,14 +149,12 @@ class Channel:
         self._sides: dict[torch.device, HostStream | SideStream] = {}
 
     def side(self, device: torch.device) -> HostStream | SideStream:
-        """The side stream for tensors on ``device``; made once."""
+        """What carries exchanges of tensors on ``device``; made once."""
         if device not in self._sides:
-            if device.type == "cpu":
+            if device.type == "cpu" or self.size > 1 and backend_of(self.group, device.type) == "gloo":
                 self._sides[device] = HostStream()
             else:
-                backend = torch.get_device_module(device)
-                blocking = self.size > 1 and backend_of(self.group, device.type) == "gloo"
-                self._sides[device] = SideStream(backend, device, self._stream, deferred_unpack=blocking)
+                self._sides[device] = SideStream(torch.get_device_module(device), device, self._stream)
         return self._sides[device]
 
     @property

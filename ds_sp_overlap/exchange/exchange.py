@@ -69,19 +69,19 @@ class _InFlight:
 
     # From `launch` on.
     side: HostStream | SideStream
-    sources: Sequence[Tensor]  # empty once they have been read
+    sources: Sequence[Tensor]  # empty once they have been packed
     send: Tensor
     recv: Tensor
-    outs: tuple[Tensor, ...]  # empty while unpacking is put off
+    outs: tuple[Tensor, ...]  # empty until they are unpacked
     unpacks: bool
     track: Track | Untracked
-    received: Any  # mark of the side stream
 
     def __init__(self, channel: Channel, layout: Layout, name: str, rope: Tables | None = None, rope_back: Tables | None = None):
         self.channel, self.layout, self.name = channel, layout, name
         self.rope, self.rope_back = rope, rope_back
         self.expected: list[Tensor] = []
         self.handle: Any = None
+        self.received: Any = None  # mark of the transfer stream, between launch and finish
 
     def launch(self, xs: Sequence[Tensor], checked: bool) -> _InFlight:
         """Pack ``xs`` and launch their transfer. Collective."""
@@ -101,29 +101,30 @@ class _InFlight:
         wire = x if not joined else x.new_empty(0, dtype=functools.reduce(torch.promote_types, (given.dtype for given in xs)))
         self.send = wire.new_empty(layout.send_elements) if ready is None else ready
         self.unpacks = joined or self.rope_back is not None or not target.is_wire_layout
-        # Where unpacking is put off, so is its memory; else it must come from the compute stream, here.
         self.dtypes = [given.dtype for given in xs] if joined else None
-        self.outs = () if self.unpacks and self.side.deferred_unpack else self._new_outs(x)
+        self.outs = () if self.unpacks else self._new_outs(x)
         # What is received as it lies is no view: its owner may change it in place, as he may what was unpacked.
         self.recv = wire.new_empty(layout.recv_elements) if self.unpacks else self.outs[0].view(-1)
         self.track = channel.timeline.exchange(self.name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
         self.track.mark("issued")
-        with named(self.name, "start"), self.side.after_compute():
-            self.track.mark("started")
+        with named(self.name, "start"):
             if packs:
                 self._pack()
-                if self.side.packs_at_once:
-                    self.sources = ()
+                self.sources = ()
             self.track.mark("packed")
-            try:
-                self.handle = channel.transport.launch(
-                    self.send, self.recv, layout.send_sizes, layout.recv_sizes, channel.group, self.name
-                )
-            except RuntimeError as error:
-                raise channel.failed(self.name, "the exchange", error) from error
-            self.track.follow(self.handle)
-            if not self.side.deferred_unpack:
-                self._receive()
+            with self.side.after_compute():
+                self.track.mark("started")
+                try:
+                    self.handle = channel.transport.launch(
+                        self.send, self.recv, layout.send_sizes, layout.recv_sizes, channel.group, self.name
+                    )
+                except RuntimeError as error:
+                    raise channel.failed(self.name, "the exchange", error) from error
+                self.track.follow(self.handle)
+                if not self.side.blocks:
+                    self._wait()
+                    self.track.mark("arrived")
+            self.received = self.side.mark()
         self.track.mark("launched")
         return self
 
@@ -136,16 +137,11 @@ class _InFlight:
         sizes = self.layout.send_sizes
         return (sum(sizes) - sizes[self.channel.rank]) * self.send.element_size()
 
-    def _receive(self) -> None:
+    def _wait(self) -> None:
         try:
             self.handle.wait()
         except RuntimeError as error:
             raise self.channel.failed(self.name, "the exchange", error) from error
-        self.track.mark("unpacking")
-        if self.unpacks:
-            self._unpack()
-        self.track.mark("done")
-        self.received = self.side.mark()
 
     def _pack(self) -> None:
         relayout, source = ops.implementation(self.channel.kernels), self.layout.source
@@ -169,13 +165,20 @@ class _InFlight:
         """Wait, and hand over what was received."""
         self.track.mark("wait")
         with named(self.name, "finish"):
-            if self.side.deferred_unpack:
-                self.outs = self.outs or self._new_outs(self.recv)
-                with self.side.after_compute():
-                    self._receive()
-            self.side.before_compute(self.received)
+            if self.side.blocks:
+                self._wait()
+            else:
+                self.side.before_compute(self.received)
+            self.received = None
+            self.track.mark("unpacking")
+            # Sent: given back before memory is taken for what was received. The handle may hold it too.
+            self.sources, self.handle = (), None
+            del self.send
+            if self.unpacks:
+                self.outs = self._new_outs(self.recv)
+                self._unpack()
+            self.track.mark("done")
         self.track.mark("go")
-        self.handle = None
         if self.expected:
             rotated = (self.rope or self.rope_back) is not None
             for out, expected in zip(self.outs, self.expected):
@@ -183,10 +186,10 @@ class _InFlight:
         return self.outs
 
     def __del__(self) -> None:
-        # Abandoned (an exception between start and finish). On the side stream the memory must not return to the compute
-        # stream before the transfer is over; where waiting blocks the host, c10d holds the buffers itself.
-        if self.handle is not None and not self.side.deferred_unpack:
-            self.side.before_compute(self.side.mark())
+        # Abandoned (an exception between start and finish). The memory must not return to the compute stream before the
+        # transfer is over; where waiting blocks the host there is no mark, and c10d holds the buffers itself.
+        if self.received is not None:
+            self.side.before_compute(self.received)
 
 
 class Exchange:

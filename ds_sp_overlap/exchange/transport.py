@@ -54,6 +54,16 @@ def backend_of(group: Any, device: str) -> str | None:
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(",")).get(device)
 
 
+class Done:
+    """Handle of what needs no waiting: the stream that it was launched on holds it."""
+
+    def wait(self) -> None:
+        pass
+
+
+DONE = Done()
+
+
 class C10d:
     """``all_to_all_single`` of torch.distributed.
 
@@ -63,24 +73,28 @@ class C10d:
 
     def __init__(self, own: bool = False):
         self.own = own
-        self.group: Any = None  # None: the sp group
+        self.group: Any = None  # of what lies on a GPU; None: the sp group
+        self.on_stream = False  # NCCL carries that, from torch 2.8 on in the current stream itself if not asynchronous
 
     def prepare(self, channel: Any) -> None:
-        if self.own and channel.group is not None and backend_of(channel.group, "cuda") == "nccl":
+        self.on_stream = channel.group is not None and backend_of(channel.group, "cuda") == "nccl"
+        if self.own and self.on_stream:
             self.group = communicator(channel.group, max_ctas=MAX_CTAS)
 
     def launch(self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str) -> Handle:
-        if self.group is not None and send.is_cuda:
+        on_stream = self.on_stream and send.is_cuda
+        if on_stream and self.group is not None:
             group = self.group
         if all_equal(send_sizes, recv_sizes):
             send_sizes = recv_sizes = None  # which costs the host half as much
-        return all_to_all(recv, send, recv_sizes, send_sizes, group, name)
+        return all_to_all(recv, send, recv_sizes, send_sizes, group, name, not on_stream) or DONE
 
 
 def plain_all_to_all(
-    recv: Tensor, send: Tensor, recv_sizes: list[int] | None, send_sizes: list[int] | None, group: Any, name: str
+    recv: Tensor, send: Tensor, recv_sizes: list[int] | None, send_sizes: list[int] | None, group: Any, name: str, async_op: bool
 ) -> Any:
-    return dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=True)
+    """None where ``async_op`` is false; then the current stream goes on when it is over."""
+    return dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=async_op)
 
 
 all_to_all = plain_all_to_all  # an integration puts its framework's in its place, where that keeps a log of them

@@ -71,10 +71,10 @@ def install() -> None:
     deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
 
 
-def _all_to_all(recv, send, recv_sizes, send_sizes, group, name):
+def _all_to_all(recv, send, recv_sizes, send_sizes, group, name, async_op):
     """Through ``deepspeed.comm`` while its comms logger wants to see it."""
     if not comms_logger.enabled:
-        return transport.plain_all_to_all(recv, send, recv_sizes, send_sizes, group, name)
+        return transport.plain_all_to_all(recv, send, recv_sizes, send_sizes, group, name, async_op)
     return deepspeed.comm.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=True, log_name=name)
 
 

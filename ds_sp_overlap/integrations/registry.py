@@ -15,7 +15,7 @@ from torch import nn
 
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
-from ..exchange.channel import Channel
+from ..exchange.channel import Channel, one_queue
 from ..profiling.timeline import Timeline
 from ..relayout import ops
 from ..say import say_once
@@ -42,7 +42,8 @@ class Report:
             rows.append((name, got or "nothing", lacks or "-"))
         table = tabulate(rows, headers=("attention layer", "overlapped", "why not more"), tablefmt="simple")
         overlapped = sum(layer.bind is not None for layer in self.layers)
-        return f"sp_overlap over sp size {self.sp_size}: {overlapped} of {len(self.layers)} layers overlapped\n{table}"
+        queue = f"\n{said}" if overlapped and (said := one_queue()) else ""
+        return f"sp_overlap over sp size {self.sp_size}: {overlapped} of {len(self.layers)} layers overlapped\n{table}{queue}"
 
 
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()

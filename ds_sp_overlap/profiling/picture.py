@@ -32,9 +32,7 @@ def costs(rows: list) -> dict[tuple, tuple[float, ...]]:
         took = {kind: sum(row.end - row.begin for row in of) for kind, of in kinds.items()}
         relayout = took["pack"] + took["unpack"]
         exchange = took["transfer"] + relayout
-        # Where the host itself packs, issuing takes as long as packing at least, and computes nothing meanwhile.
-        by_host = any(issue.begin <= pack.begin and pack.end <= issue.end for issue, pack in zip(kinds["issue"], kinds["pack"]))
-        exposed = min(exchange, took["wait"] + took["pack"] * by_host)
+        exposed = min(exchange, took["wait"] + took["pack"])
         size = sum(row.bytes for row in kinds["transfer"])
         table[key] = len(kinds["transfer"]), size, exchange, exposed, exchange - exposed, relayout
     return table

@@ -1,12 +1,12 @@
 """What each exchange cost in some steps of training: what was exposed, what was hidden, relayout and bytes.
 
-Where an exchange is marked; ``C`` on the compute stream, ``S`` on the side stream, all of them on the host's clock on CPU:
+Where an exchange is marked; ``C`` on the compute stream, ``S`` on the transfer stream, all of them on the host's clock on CPU:
 
-    compute | .. issued C, launched C | Wk Wv ..                        wait C | stands still | go C  attention
-    side    |        started S | pack | packed S  ..transfer..  arrived S | unpack | done S
+    compute  | .. issued C | pack | packed C, launched C | Wk Wv ..  wait C | stands still | unpacking C | unpack | done C, go C
+    transfer |                                 started S | ..transfer.. | arrived S
 
     exchange   pack + transfer + unpack
-    exposed    how long the compute row stood still: go - wait; on CPU, where the host packs and unpacks, pack and unpack as well
+    exposed    how long the compute row did nothing else: pack, and go - wait, with the unpack
     hidden     exchange - exposed
 
 Nothing waits for a device before the last of the steps is over. Then each rank leaves its rows in the store of the world, and
@@ -64,7 +64,7 @@ class Track:
         self.at[event] = self.clock.mark()
 
     def follow(self, handle: Any) -> None:
-        """Mark the arrival on the host's clock; on a device it is marked behind the handle's wait."""
+        """Mark the arrival on the host's clock; on a device it is marked on the transfer stream."""
         if hasattr(self.clock, "backend") or not hasattr(handle, "get_future"):
             return
         handle.get_future().then(lambda _: self.mark("arrived"))
@@ -226,8 +226,8 @@ class Timeline:
                 rows.append(Row(track.step, track.layer, track.what, kind, begin, max(begin, end), bytes))  # noqa: B023
 
             bar("issue", at["issued"], at["launched"])
-            bar("pack", at["started"], at["packed"])
-            bar("transfer", at["packed"], arrived, track.bytes)
+            bar("pack", at["issued"], at["packed"])
+            bar("transfer", at["started"], arrived, track.bytes)
             bar("unpack", at["unpacking"], at["done"])
             bar("wait", at["wait"], at["go"])
         return rows + [row for step in sorted({row.step for row in rows}) for row in computing(rows, step, self.schedules)]

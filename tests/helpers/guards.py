@@ -59,7 +59,7 @@ def removed(guard):
 
 
 SEEN_BY_PROGRAMS = {  # what the random programs notice too
-    "a half waits before it reads": Guard("exchange.exchange:_InFlight._receive", "self.handle.wait()", "pass"),
+    "a half waits before it reads": Guard("exchange.exchange:_InFlight._wait", "self.handle.wait()", "pass"),
     "overlapping parts are summed": Guard("relayout.ops:_copy_in", "part.add_(segment)", "part.copy_(segment)"),
     "gradients of shared rows are summed": Guard(
         "attention.slices:join_pieces",

@@ -1,6 +1,16 @@
-"""An accelerator's stream interface that writes down who waits for whom; everything runs on the host."""
+"""A stand-in for the stream interface of an accelerator: writes down who waits for whom; everything runs on the host.
+
+Each stream has a vector clock: how far along every stream is what it does next is known to come after. `races` asks it.
+"""
 
 import contextlib
+
+
+class Event:
+    """Remembers what it stands for when it is recorded."""
+
+    says = "nothing"
+    clock: dict = {}  # one that was never recorded is waited for by nobody, as in CUDA
 
 
 class Stream:
@@ -8,26 +18,44 @@ class Stream:
 
     def __init__(self, backend, name):
         self.backend, self.name, self.queued = backend, name, []
+        self.clock = {self: 0}
 
-    def wait_stream(self, other):
-        self.backend.log.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self):
-        return list(self.queued)
+    def record_event(self, event):
+        self.backend.recorded += 1
+        event.says, event.clock = " ".join(self.queued) or self.name, dict(self.clock)
 
     def wait_event(self, event):
-        self.backend.log.append(f"{self.name} waits for {' '.join(event)}")
+        self.backend.log.append(f"{self.name} waits for {event.says}")
+        for stream, time in event.clock.items():
+            self.clock[stream] = max(self.clock.get(stream, 0), time)
+
+    def tick(self):
+        """Something is done on it; the time of that."""
+        self.clock[self] += 1
+        return self.clock[self]
+
+    def is_after(self, stream, time):
+        """Whether what it does next comes after what ``stream`` did at ``time``."""
+        return self.clock.get(stream, 0) >= time
 
 
 class Backend:
-    """The part of torch.cuda that a side stream uses."""
+    """The part of torch.cuda that `SideStream` uses."""
 
     def __init__(self):
         self.log = []
+        self.streams = []  # that were asked for
+        self.events = self.recorded = 0
         self.current = self.compute = Stream(self, "compute")
 
     def Stream(self, device, priority):
-        return Stream(self, "side")
+        assert priority == -1
+        self.streams.append(Stream(self, ("transfer", "gate")[len(self.streams) % 2]))
+        return self.streams[-1]
+
+    def Event(self):
+        self.events += 1
+        return Event()
 
     def current_stream(self, device):
         return self.current
@@ -35,5 +63,7 @@ class Backend:
     @contextlib.contextmanager
     def stream(self, stream):
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before

@@ -61,16 +61,16 @@ CASES = [
 
 PLANTED = {  # each of them computes what it should, as long as nobody spoils the buffer that it has no right to read
     "a send buffer read after delivery": Guard(
-        "exchange.exchange:_InFlight._receive",
+        "exchange.exchange:_InFlight.finish",
         'self.track.mark("unpacking")',
-        "sent, got = self.layout.send_sizes, self.layout.recv_sizes\n    "
+        "sent, got = self.layout.send_sizes, self.layout.recv_sizes\n        "
         "self.recv.split(got)[self.channel.rank].copy_(self.send.split(sent)[self.channel.rank])",  # which needn't travel
     ),
     "a received buffer read after its unpack": Guard(
         "exchange.exchange:_InFlight.finish", 'self.track.mark("go")', "self.unpacks and self._unpack()"
     ),
     "a received buffer unpacked twice": Guard(
-        "exchange.exchange:_InFlight._receive", "self._unpack()", "[self._unpack() for _ in '12']"
+        "exchange.exchange:_InFlight.finish", "self._unpack()", "[self._unpack() for _ in '12']"
     ),
 }
 
@@ -251,8 +251,8 @@ WATCHED = {
     "the send buffer is kept until the exchange is finished": Watched(
         Guard(
             "exchange.exchange:_InFlight.launch",
-            "if not self.side.deferred_unpack:",
-            "self.send = None\n        if not self.side.deferred_unpack:",
+            "if not self.side.blocks:",
+            "self.send = None\n            if not self.side.blocks:",
         ),
         late_delivery,
     ),

@@ -5,7 +5,6 @@ Each test names the guard it watches, as in `test_hazards`.
 
 import gc
 import weakref
-from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +12,11 @@ import torch
 from ds_sp_overlap.exchange.channel import Channel, SideStream
 from ds_sp_overlap.exchange.exchange import Exchange, _InFlight
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.relayout import ops
 from tests.helpers import layers, transports
 from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
 from tests.helpers.ranks import no_faults, refusal
-from tests.helpers.streams import Backend, Stream
+from tests.helpers.streams import Backend
 
 
 class FailingAtLaunch(transports.Silent):
@@ -50,7 +48,7 @@ def block_with_streams(shape, streams, **arguments):
 
 
 def stream_order(rank):
-    """The side stream waits for the compute stream before it packs, and the compute stream for it at finish."""
+    """The transfer stream waits for the compute stream at launch, and the compute stream for it at finish."""
     found = []
     for groups in (1, 2):
         shape, streams = Shape(config={"head_groups": groups}), Backend()
@@ -59,12 +57,13 @@ def stream_order(rank):
         y = layers.call_block(shape, attend, rank, x.requires_grad_())
         for way in ("forward", "backward"):
             log, streams.log[:] = list(streams.log), []
-            for line in ("side waits for compute", "compute waits for"):
-                if (count := sum(entry.startswith(line) for entry in log)) != {1: 4, 2: 6}[groups]:
+            for line in ("transfer waits for compute", "compute waits for gate", "compute waits for transfer"):
+                if (count := log.count(line)) != 2 + 2 * groups:  # q, k, v of the first group; those of another together; o
                     found.append(f"{way}, G = {groups}: {count} times {line}")
-            if "compute waits for side" in log:
-                found.append(f"{way}, G = {groups}: waits for exchanges that were started later")
-            if log[:3] != ["side waits for compute"] * 3 and way == "forward":
+            if (
+                log[:9] != ["transfer waits for compute", "gate waits for compute", "compute waits for gate"] * 3
+                and way == "forward"
+            ):
                 found.append(f"{way}, G = {groups}: {log}")
             y.backward(dy) if way == "forward" else None
     return found
@@ -73,31 +72,6 @@ def stream_order(rank):
 def test_streams_wait_for_each_other_once_an_exchange():
     """Guards: `SideStream.after_compute` and `before_compute`, called where an exchange is launched and finished."""
     no_faults(2, stream_order)
-
-
-def marked_too_early(rank):
-    """What the compute stream waits for is recorded once everything on the side stream is queued, the unpack too."""
-    streams, shape = Backend(), Shape(config={"head_groups": 1})
-    plain, log = ops.implementation("torch"), []
-
-    def unpack(*args):
-        log.append("unpack")
-        plain.unpack(*args)
-
-    def record(stream):
-        log.append("mark")
-
-    attend = block_with_streams(shape, streams)
-    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-    with mock.patch.object(ops, "implementation", lambda which: plain._replace(unpack=unpack)):
-        with mock.patch.object(Stream, "record_event", record), mock.patch.object(Stream, "wait_event", lambda *_: None):
-            layers.call_block(shape, attend, rank, x)
-    return [] if log == ["unpack", "mark"] * 4 else [str(log)]
-
-
-def test_a_mark_stands_for_the_unpack_too():
-    """Guard: `_InFlight._receive` makes it last."""
-    no_faults(2, marked_too_early)
 
 
 def abandoned(rank):
@@ -115,14 +89,14 @@ def abandoned(rank):
         if refusal(layers.call_block, shape, attend, rank, x) is None:
             found.append("did not raise")
         gc.collect()
-        if sum(entry.startswith("compute waits for") for entry in streams.log) != {1: 3, 2: 4}[groups]:
+        if streams.log.count("compute waits for transfer") != 2 + groups:
             found.append(f"G = {groups}: {streams.log}")
         found += [f"still there: {o.name}" for o in in_flight() if id(o) not in before]
     return found
 
 
 def test_memory_of_an_abandoned_exchange_returns_in_order():
-    """Guard: `_InFlight.__del__` orders the compute stream after the side stream."""
+    """Guard: `_InFlight.__del__` orders the compute stream after the transfer."""
     no_faults(2, abandoned)
 
 
@@ -134,24 +108,19 @@ def test_a_gradient_that_was_not_started_is_named():
 
 
 def held_until_finished(rank):
-    """The source of an exchange lives until it is finished, whether it was packed or not; nothing does afterwards.
-
-    Packed on a stream, that is: what the host has packed, it has read.
-    """
+    """The source of an exchange that sends it as it lies lives until it is finished; one that was packed has been read."""
     found = []
     for batch_first, kind in ((True, "q"), (False, "o")):
         geometry = Geometry(2, rank, (3, 3), 1, 4, 4, 1, batch_first)
-        channel = Channel(torch.distributed.group.WORLD)
-        channel.side(torch.device("cpu")).packs_at_once = False
-        exchange = Exchange(channel, geometry.exchange(kind, 0, 8), "layer", kind)
+        exchange = Exchange(Channel(torch.distributed.group.WORLD), geometry.exchange(kind, 0, 8), "layer", kind)
         with torch.no_grad():
             x = torch.randn(exchange.layout.source.shape)
             source = weakref.ref(x)
             token = exchange.start(x)
             del x
             gc.collect()
-            if source() is None:
-                found.append(f"{kind}: the source was dropped while the exchange may read it")
+            if (source() is None) != (kind == "q"):
+                found.append(f"{kind}: the source was {'dropped' if source() is None else 'kept'} in flight")
             exchange.finish(token)
             gc.collect()
             if source() is not None:
@@ -159,8 +128,8 @@ def held_until_finished(rank):
     return found
 
 
-def test_a_source_lives_until_its_exchange_is_finished_and_no_longer():
-    """Guard: `_InFlight.source`; the pack on a side stream, or the transfer, still reads it."""
+def test_a_source_lives_as_long_as_it_is_read_and_no_longer():
+    """Guard: `_InFlight.sources`."""
     no_faults(2, held_until_finished)
 
 
@@ -235,35 +204,28 @@ def test_a_half_out_of_place_is_refused():
 # Guards.
 
 WATCHED = {
-    "the source is kept until the exchange is finished": Watched(
-        Guard("exchange.exchange:_InFlight.launch", "if self.side.packs_at_once:", "if True:"), held_until_finished
+    "a source that was packed is let go": Watched(
+        Guard("exchange.exchange:_InFlight.launch", "self._pack()\n            self.sources = ()", "self._pack()"),
+        held_until_finished,
     ),
     "memory of an abandoned exchange returns in order": Watched(
-        Guard("exchange.exchange:_InFlight.__del__", "self.side.before_compute(self.side.mark())", "pass"), abandoned
+        Guard("exchange.exchange:_InFlight.__del__", "self.side.before_compute(self.received)", "pass"), abandoned
     ),
     "the compute stream waits at finish": Watched(
         Guard("exchange.exchange:_InFlight.finish", "self.side.before_compute(self.received)", "pass"), stream_order
     ),
-    "the side stream waits at launch": Watched(
-        Guard(
-            "exchange.channel:SideStream.after_compute", "self.stream.wait_stream(self.backend.current_stream(self.device))", "pass"
-        ),
-        stream_order,
+    "the transfer stream waits at launch": Watched(
+        Guard("exchange.channel:SideStream.after_compute", "self.transfer.wait_event(ready)", "pass"), stream_order
     ),
-    "the compute stream waits for one exchange, not for later ones": Watched(
-        Guard("exchange.channel:SideStream.before_compute", ".wait_event(mark)", ".wait_stream(self.stream)"),
-        stream_order,
+    "what is computed next waits for the launch": Watched(
+        Guard("exchange.channel:SideStream.after_compute", "compute.wait_event(launched)", "pass"), stream_order
     ),
-    "a mark stands for the unpack too": Watched(
-        Guard(
-            "exchange.exchange:_InFlight._receive",
-            'if self.unpacks:\n        self._unpack()\n    self.track.mark("done")\n    self.received = self.side.mark()',
-            'self.received = self.side.mark()\n    if self.unpacks:\n        self._unpack()\n    self.track.mark("done")',
-        ),
-        marked_too_early,
+    "it does so where no transfer is in front": Watched(
+        Guard("exchange.channel:SideStream.after_compute", "self._recorded(self.gate)", "self._recorded(self.transfer)"),
+        stream_order,
     ),
     "a finished transfer waits for nothing when it is freed": Watched(
-        Guard("exchange.exchange:_InFlight.finish", "self.handle = None", "pass"), stream_order
+        Guard("exchange.exchange:_InFlight.finish", "self.received = None", "pass"), stream_order
     ),
     "a finished transfer is let go": Watched(
         Guard(

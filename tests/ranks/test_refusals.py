@@ -650,7 +650,7 @@ WATCHED = {
         corruption_goes_unnoticed,
     ),
     "a failure names its exchange": Watched(
-        Guard("exchange.exchange:_InFlight._receive", "except RuntimeError as error:", "except LookupError as error:"),
+        Guard("exchange.exchange:_InFlight._wait", "except RuntimeError as error:", "except LookupError as error:"),
         failure_names_the_exchange,
     ),
 }

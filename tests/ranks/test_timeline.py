@@ -52,8 +52,8 @@ def recorded(**marks):
     return rows
 
 
-ON_HOST = dict(issued=0, started=0, packed=2, launched=3, wait=10, arrived=14, unpacking=15, done=19, go=20)
-ON_DEVICE = dict(issued=0, launched=0, started=1, packed=3, wait=5, arrived=9, unpacking=9, done=12, go=12)
+ON_HOST = dict(issued=0, packed=2, started=2, launched=3, wait=10, arrived=14, unpacking=15, done=19, go=20)
+ON_DEVICE = dict(issued=0, packed=2, launched=2, started=4, wait=5, arrived=10, unpacking=10, done=13, go=13)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ ON_DEVICE = dict(issued=0, launched=0, started=1, packed=3, wait=5, arrived=9, u
     [
         (ON_HOST, 2 + 12 + 4, 2 + 10, 6),  # the host packs, waits and unpacks
         ({**ON_HOST, "arrived": 6}, 2 + 4 + 4, 10, 6),  # it waited no longer than there was to do: never more than all of it
-        (ON_DEVICE, 2 + 6 + 3, 7, 5),
-        ({**ON_DEVICE, "wait": 30, "go": 30}, 11, 0, 5),  # all of it hidden
+        (ON_DEVICE, 2 + 6 + 3, 2 + 8, 5),  # another one was under way when it was launched
+        ({**ON_DEVICE, "wait": 30, "unpacking": 30, "done": 33, "go": 33}, 11, 5, 5),  # but for its relayout it is hidden
     ],
 )
 def test_what_is_exposed_is_what_the_compute_row_stood_still(marks, exchange_ms, exposed_ms, relayout_ms):

@@ -24,6 +24,7 @@ from ds_sp_overlap.exchange.transport import C10d, OneRank, backend_of
 from tests.helpers import layers, models
 from tests.helpers.layers import Shape
 from tests.helpers.ranks import on_ranks, refusal
+from tests.helpers.streams import Backend
 
 
 class Options:
@@ -216,29 +217,63 @@ def test_enable_makes_the_communicator_and_the_layers_make_none():
 
 
 def of_mixed_backends(rank):
-    """How many communicators are made; whether a GPU's and a CPU's exchange go over the sp group; whether unpacking is put off."""
+    """How many communicators are made; of a GPU's and a CPU's exchange, whether it goes over the sp group, and whether it is
+    asynchronous; whether waiting for a GPU's blocks the host."""
     nccl, to = Nccl(backends="cpu:gloo,cuda:nccl"), []
-    with nccl(), mock.patch.object(transport, "all_to_all", lambda *arguments: to.append(arguments[4])):
-        channel = Channel(dist.group.WORLD, "auto", stream=object())
+    with nccl(), accelerator(), mock.patch.object(transport, "all_to_all", lambda *arguments: to.append(arguments[4::2])):
+        channel = Channel(dist.group.WORLD, "auto")
         channel.prepare()
         for on_gpu in (True, False):
             send = types.SimpleNamespace(is_cuda=on_gpu)
             channel.transport.launch(send, None, [1, 1], [1, 1], "the sp group", "q")
-        return len(nccl.made), [group == "the sp group" for group in to], channel.side(torch.device("cuda")).deferred_unpack
+        over = [(group == "the sp group", async_op) for group, async_op in to]
+        return len(nccl.made), over, channel.side(torch.device("cuda")).blocks
 
 
 def test_of_a_group_of_two_backends_what_lies_on_a_gpu_goes_over_a_communicator_of_our_own_and_the_rest_over_the_group():
-    assert on_ranks(2, of_mixed_backends) == [(1, [False, True], False)] * 2
+    assert on_ranks(2, of_mixed_backends) == [(1, [(False, False), (True, True)], False)] * 2
 
 
-def defers(rank, backends):
+def launched_on_its_stream(rank, name):
+    """What c10d is asked for where NCCL carries the exchange; gloo stands in for it, and delivers."""
+    nccl, asked, exchange = Nccl(), [], dist.all_to_all_single
+
+    def all_to_all_single(*arguments, async_op=False, **options):
+        asked.append(async_op)
+        return exchange(*arguments, async_op=async_op, **options)
+
+    with nccl(), mock.patch.object(dist, "all_to_all_single", all_to_all_single):
+        channel = Channel(dist.group.WORLD, name)
+        channel.prepare()
+        asked.clear()
+        send, recv = OnGpu(torch.arange(2.0) + 2 * rank), OnGpu(torch.zeros(2))
+        channel.transport.launch(send, recv, [1, 1], [1, 1], dist.group.WORLD, "q").wait()
+    return asked, recv.tolist()
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("name", ["auto", "c10d"])
+def test_nccl_is_launched_on_the_stream_of_the_transfers_itself(name):
+    """Guard: `C10d.launch`: not asynchronous, which is one stream more, a handle, and a list of what is in flight."""
+    assert on_ranks(2, launched_on_its_stream, name) == [([False], [0.0, 2.0]), ([False], [1.0, 3.0])]
+
+
+def accelerator():
+    return mock.patch.object(torch, "get_device_module", lambda device: Backend())
+
+
+def blocks(rank, backends):
     group = dist.new_group([0, 1], backend=backends)
-    return Channel(group, stream=object()).side(torch.device("cuda")).deferred_unpack, backend_of(group, "cuda")
+    with accelerator():
+        return Channel(group).side(torch.device("cuda")).blocks, backend_of(group, "cuda")
 
 
 @pytest.mark.parametrize("backends", ["gloo", "cpu:gloo,cuda:gloo"])
-def test_gloo_puts_the_unpacking_off_by_whatever_name_it_was_asked_for(backends):
-    assert on_ranks(2, defers, backends) == [(True, "gloo")] * 2
+def test_gloo_is_waited_for_by_the_host_by_whatever_name_it_was_asked_for(backends):
+    assert on_ranks(2, blocks, backends) == [(True, "gloo")] * 2
 
 
 @pytest.mark.parametrize("value,says", [("1", "1"), ("0", "0; set it to 1 for every rank, see"), (None, "not set; set it to 1")])

@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.one_gpu import Emulated, communication
 from benchmarks.variants import Layer, Shape, Silent, held_bytes, peak_bytes
+from ds_sp_overlap.exchange.channel import SideStream
+from ds_sp_overlap.exchange.exchange import Exchange
+from ds_sp_overlap.exchange.geometry import Geometry
 from tests.helpers import uses
+from tests.helpers.streams import Backend
 
 
 def peak(shape, make, size=2):
@@ -28,6 +33,72 @@ def test_the_measure_counts_what_is_held_at_once():
 
 def peaks(shape, groups):
     return peak(shape, lambda layer: layer.ours(head_groups=groups)), peak(shape, lambda layer: layer.stock())
+
+
+def on_streams(layer):
+    """Have the exchanges of ``layer`` carried by streams, as on an accelerator; their stand-in."""
+    layer.channel._sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("config", [{}, {"wgrad": False}, {"projections": False}], ids=str)
+def test_a_step_peaks_no_higher_on_an_accelerator_than_on_cpu(config, groups):
+    """Guards: pack and unpack on the compute stream. Beside it a source is kept until it is packed, and an output until then too."""
+
+    def ours(layer, streams):
+        if streams:
+            on_streams(layer)
+        return layer.ours(head_groups=groups, **config)
+
+    shape = Shape(seq=1024, heads=8, head_dim=32, kv_heads=4, batch=2)
+    on_cpu, on_accelerator = (peak(shape, lambda layer: ours(layer, streams)) for streams in (False, True))  # noqa: B023
+    assert on_accelerator <= on_cpu, f"{on_accelerator / 2**10:.0f} KiB against {on_cpu / 2**10:.0f}"
+
+
+class Kept(Silent):
+    """A wire that holds what it was given as long as somebody holds its handle, as c10d does."""
+
+    def launch(self, send, recv, *arguments):
+        super().launch(send, recv, *arguments)
+        handle = Silent()
+        handle.held = send, recv
+        return handle
+
+
+def storages(what):
+    """Bytes of all memory that the attributes of ``what`` hold, handles left out, each once."""
+    tensors = [x for x in tree_leaves(list(vars(what).values())) if isinstance(x, torch.Tensor)]
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+# What is sent and what is received lies in memory as it travels, or doesn't: batch first there are two pieces of every part.
+LAYOUTS = {f"{kind}, {'batch' if first else 'sequence'} first": (kind, first) for kind in "qo" for first in (True, False)}
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["CPU", "accelerator"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_exchange_in_flight_holds_what_is_sent_and_what_is_received_and_nothing_else(layout, streams):
+    kind, batch_first = LAYOUTS[layout]
+    layout = Geometry(2, 0, (30, 30), 2, 4, 4, 1, batch_first).exchange(kind, 0, 8)
+    channel = Emulated(2, Kept())
+    if streams:
+        channel._sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
+    exchange = Exchange(channel, layout, "layer", kind)
+    token = exchange.start(torch.randn(layout.source.shape))
+    size = layout.source.elements * 4
+    assert storages(exchange.forward) == 2 * size
+
+    held = []
+    in_flight, make = exchange.forward, exchange.forward._new_outs
+
+    def new_outs(like):
+        held.append(storages(in_flight))
+        assert in_flight.handle is None
+        return make(like)
+
+    in_flight._new_outs = new_outs
+    exchange.finish(token)
+    assert held == [size] * in_flight.unpacks  # what was sent is given back before memory is taken for the output
 
 
 @pytest.mark.parametrize("shared", [1, 4])

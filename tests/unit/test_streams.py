@@ -1,17 +1,21 @@
-"""The side stream's order, on a stand-in for an accelerator's stream interface that writes down what it is asked."""
+"""The order of the streams of exchanges, on a stand-in for an accelerator's interface that writes down what it is asked."""
 
 import pytest
 import torch
 
 import ds_sp_overlap.exchange.exchange as exchange
+from ds_sp_overlap import doctor
 from ds_sp_overlap.attention.execution import Call, attend_groups, start_inputs
-from ds_sp_overlap.exchange.channel import Channel, SideStream
+from ds_sp_overlap.exchange import channel as channel_module
+from ds_sp_overlap.exchange.channel import Channel, HostStream, SideStream
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.transport import OneRank
+from ds_sp_overlap.integrations.layers import Found
+from ds_sp_overlap.integrations.registry import Report
 from ds_sp_overlap.profiling.timeline import Timeline
 from ds_sp_overlap.schedule import by_head_groups
-from tests.helpers.streams import Backend
+from tests.helpers.streams import Backend, Stream
 
 
 class LoggingTransport(OneRank):
@@ -43,44 +47,94 @@ def backend(monkeypatch):
     return backend
 
 
-def q_exchange(backend, deferred_unpack):
+def q_exchange(backend):
     """An exchange that packs and unpacks: two ranks' worth of heads on one rank can't, so batch first with b = 2."""
     channel = Channel(None, LoggingTransport(backend))
-    channel._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"), deferred_unpack=deferred_unpack)
+    channel._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
     layout = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, batch_first=True).exchange("q", 0, 8)
     return Exchange(channel, layout, "layer", "q")
 
 
-LAUNCHED = ["side waits for compute", "pack on side", "launch on side"]
-RECEIVED = ["wait on side", "unpack on side"]
+LAUNCHED = [
+    "pack on compute",
+    "transfer waits for compute",
+    "gate waits for compute",
+    "launch on transfer",
+    "wait on transfer",
+    "compute waits for gate",
+]
 
 
-def test_pack_transfer_and_unpack_run_on_the_side_stream_between_compute_and_compute(backend):
-    q = q_exchange(backend, deferred_unpack=False)
+def test_the_transfer_runs_on_a_stream_of_its_own_between_pack_and_unpack(backend):
+    q = q_exchange(backend)
     x = torch.randn(2, 3, 4, 8, requires_grad=True)
     token = q.start(x)
-    assert backend.log == LAUNCHED + RECEIVED  # nothing of it makes the compute stream wait
+    assert backend.log == LAUNCHED
     backend.log.clear()
     y = q.finish(token)
-    assert backend.log == ["compute waits for q"]
+    assert backend.log == ["compute waits for q", "unpack on compute"]
     backend.log.clear()
     y.backward(torch.ones_like(y))
-    assert backend.log == [*LAUNCHED, *RECEIVED, "compute waits for q dq"]
+    assert backend.log == [*LAUNCHED, "compute waits for q dq", "unpack on compute"]
     assert torch.equal(y, x)
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
-def test_where_waiting_blocks_the_host_it_is_put_off_until_finish(backend):
-    q = q_exchange(backend, deferred_unpack=True)
-    token = q.start(torch.randn(2, 3, 4, 8))
-    assert backend.log == LAUNCHED
+def test_what_is_computed_after_a_launch_is_queued_behind_it(backend):
+    """Guard: `SideStream.after_compute`. It waits for the gate, where no transfer is: not for those that are under way."""
+    q, k = q_exchange(backend), q_exchange(backend)
+    k.channel = q.channel
+    q.start(torch.randn(2, 3, 4, 8))
     backend.log.clear()
-    q.finish(token)
-    assert backend.log == ["side waits for compute", *RECEIVED, "compute waits for q"]
+    k.start(torch.randn(2, 3, 4, 8))
+    assert backend.log[-1] == "compute waits for gate"
+    gate = backend.streams[1]
+    assert gate.name == "gate" and gate.queued == []
+
+
+def test_all_layers_share_one_set_of_streams(backend):
+    """Guard: `channel._streams`; torch hands out 32, and begins again."""
+    sides = [q_exchange(backend).channel.side(torch.device("cpu")) for _ in range(3)]
+    assert [stream.name for stream in backend.streams] == ["transfer", "gate"]
+    assert {side.transfer for side in sides} == {backend.streams[0]} and {side.gate for side in sides} == {backend.streams[1]}
+
+
+def test_a_stream_that_the_user_gives_carries_the_transfers(backend):
+    mine = Stream(backend, "mine")
+    q = q_exchange(backend)
+    q.channel._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"), mine)
+    q.finish(q.start(torch.randn(2, 3, 4, 8)))
+    assert "launch on mine" in backend.log and "launch on transfer" not in backend.log and mine.queued == ["q"]
+
+
+def test_events_are_recorded_again(backend):
+    """Guard: `SideStream._recorded`. Three are in use at once: two at a launch, one an exchange from then on."""
+    q = q_exchange(backend)
+    for _ in range(5):
+        q.finish(q.start(torch.randn(2, 3, 4, 8)))
+    assert (backend.events, backend.recorded) == (2, 15)
+
+
+def test_where_waiting_blocks_the_host_there_is_no_stream(monkeypatch):
+    monkeypatch.setattr(channel_module, "backend_of", lambda group, device: "gloo")
+    channel = Channel(None, OneRank(), stream=object())
+    channel.size = 2
+    assert isinstance(channel.side(torch.device("cuda", 0)), HostStream)
+
+
+@pytest.mark.parametrize("value,says", [("1", "1: an exchange"), ("8", "8"), (None, "not set")])
+def test_doctor_and_report_say_where_all_streams_share_a_queue(monkeypatch, value, says):
+    monkeypatch.delenv(channel_module.CONNECTIONS, raising=False)
+    if value is not None:
+        monkeypatch.setenv(channel_module.CONNECTIONS, value)
+    rows = dict(line.split(maxsplit=1) for line in doctor.versions().splitlines() if line.startswith("CUDA_DEVICE"))
+    assert says in rows[channel_module.CONNECTIONS]
+    report = str(Report([Found("layers.0", torch.nn.Identity(), "q, k, v, o", bind=lambda: None)], 2))
+    assert (channel_module.CONNECTIONS in report) == (value == "1")
 
 
 def test_an_abandoned_exchange_orders_the_compute_stream_after_its_transfer(backend):
-    q = q_exchange(backend, deferred_unpack=False)
+    q = q_exchange(backend)
     q.start(torch.randn(2, 3, 4, 8))
     backend.log.clear()
     del q
@@ -96,7 +150,7 @@ def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(back
     call = Call(channel, geometry, by_head_groups(geometry.kinds), "layer")
 
     def attend(q, k, v):
-        compute_waits.extend(line for line in backend.log if line.startswith("compute"))
+        compute_waits.extend(line for line in backend.log if line.startswith("compute") and "gate" not in line)
         backend.log.clear()
         return q + k + v
 
@@ -116,7 +170,7 @@ def test_buffers_are_allocated_by_the_compute_stream(backend, monkeypatch):
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    q = q_exchange(backend, deferred_unpack=False)
+    q = q_exchange(backend)
     q.finish(q.start(torch.randn(2, 3, 4, 8)))
     assert len(allocated_on) >= 3  # send, recv, out
     assert set(allocated_on) == {"compute"}
@@ -136,13 +190,14 @@ def test_on_an_accelerator_marks_are_made_on_the_stream_they_speak_of_and_nothin
     """On a stand-in for the stream interface; ``arrived`` is not followed on the host there."""
     lines = Timeline("nowhere", (0, 0), rank=1, size=1)
     lines.clock = StreamClock(backend)
-    q = q_exchange(backend, deferred_unpack=False)
+    q = q_exchange(backend)
     q.channel.timeline = lines
     x = torch.randn(2, 3, 4, 8, requires_grad=True)
     q.finish(q.start(x)).sum().backward()
-    assert backend.log == [*LAUNCHED, *RECEIVED, "compute waits for q"] + [*LAUNCHED, *RECEIVED, "compute waits for q dq"]
-    side, compute = ("started", "packed", "unpacking", "done"), ("issued", "launched", "wait", "go")
-    expected = {**dict.fromkeys(side, "side"), **dict.fromkeys(compute, "compute")}
+    unpacked = "unpack on compute"
+    assert backend.log == [*LAUNCHED, "compute waits for q", unpacked, *LAUNCHED, "compute waits for q dq", unpacked]
+    compute = "issued", "packed", "launched", "wait", "unpacking", "done", "go"
+    expected = {"started": "transfer", "arrived": "transfer", **dict.fromkeys(compute, "compute")}
     assert [(track.what, track.at) for track in lines.tracks] == [("q", expected), ("dq", expected)]
     lines.tracks.clear()
     lines.close()

@@ -1,0 +1,358 @@
+"""No access to memory and no reuse of it is left to chance between the streams of exchanges, and each guard of that is needed.
+
+On a stand-in for streams (`races`): rank 0 of two, over a wire that moves nothing.
+"""
+
+import functools
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import ds_sp_overlap
+from benchmarks.one_gpu import Emulated
+from benchmarks.variants import Attention, Layer, Shape
+from ds_sp_overlap.exchange.channel import SideStream
+from ds_sp_overlap.exchange.exchange import Exchange
+from ds_sp_overlap.exchange.geometry import Geometry
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.moving import moving
+from tests.helpers.races import Races, _order, watched
+from tests.helpers.streams import Backend, Stream
+
+SIZE, CPU = 2, torch.device("cpu")
+SHAPE = Shape(seq=12, heads=8, head_dim=4, kv_heads=4, batch=2)
+
+
+def over(wire):
+    """A channel of its own, as every layer has that is made by itself; the streams are shared."""
+    channel = Emulated(SIZE, wire)
+    channel._sides[CPU] = SideStream(wire.races.backend, CPU)
+    return channel
+
+
+def block(wire, **config):
+    layer = Layer(SHAPE, 0, SIZE)
+    layer.channel = over(wire)
+    return layer, layer.ours(**config)
+
+
+def read(*tensors):
+    """As an optimizer does."""
+    for tensor in tensors:
+        tensor.add_(1)
+
+
+def whole_layer(wire, groups):
+    layer, attend = block(wire, head_groups=groups)
+    read(*layer.step(attend))
+
+
+def buffers_written_by_the_gemm(wire):
+    with moving("reference", direct=True):
+        whole_layer(wire, 2)
+
+
+def wgrad_first(wire):
+    layer, attend = block(wire, head_groups=2, wgrad=False)
+    read(*layer.step(attend))
+
+
+def several_layers_accumulate(wire):
+    """Two layers, two batches, one step of an optimizer; some gradients of the first are still there when the second is run."""
+    made = [block(wire, head_groups=2) for _ in range(2)]
+    for _ in range(2):
+        x = made[0][0].x.detach().requires_grad_()
+        y = made[1][1](made[0][1](x))
+        y.backward(made[0][0].dy)
+        read(x.grad)
+        del x, y
+    with torch.no_grad():
+        read(*(p.grad for layer, _ in made for p in layer.projections.parameters()))
+
+
+def checkpointed(wire):
+    layer, attend = block(wire, head_groups=2)
+    for reentrant in (True, False):
+        read(*layer.step(lambda x: checkpoint(attend, x, use_reentrant=reentrant)))  # noqa: B023
+
+
+def twice_backward(wire):
+    layer, attend = block(wire, head_groups=2)
+    x = layer.x.detach().requires_grad_()
+    y = attend(x)
+    y.backward(layer.dy, retain_graph=True)
+    y.backward(layer.dy)
+    read(x.grad)
+
+
+def no_gradient(wire):
+    layer, attend = block(wire, head_groups=2)
+    with torch.no_grad():
+        read(attend(layer.x))
+
+
+def drop_in(wire):
+    """Both layouts; what was given and what was received is changed in place as soon as it may be."""
+    local = Attention()
+    for batch_dim in (0, 1):
+        attend = ds_sp_overlap.DistributedAttention(local, None, gather_idx=1 - batch_dim, config={"head_groups": 2})
+        attend._attend.layer.channel = over(wire)
+        shape = (2, 6, 8, 4) if batch_dim == 0 else (6, 2, 8, 4)
+        q, k, v = (torch.randn(shape, requires_grad=True) for _ in "qkv")
+        o = attend(q * 1, k * 1, v * 1, batch_dim)
+        read(o)
+        o.backward(torch.ones_like(o))
+        read(q.grad, k.grad, v.grad)
+
+
+class Broken(torch.autograd.Function):
+    """Attention that raises, in forward or in backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, in_forward):
+        if in_forward:
+            raise ArithmeticError("deliberate")
+        return q + 0
+
+    @staticmethod
+    def backward(ctx, do):
+        raise ArithmeticError("deliberate")
+
+
+def abandoned(wire):
+    for in_forward in (True, False):
+        layer, attend = block(wire, head_groups=2)
+        layer.local.forward = lambda q, k, v: Broken.apply(q, k, v, in_forward)  # noqa: B023
+        attend.layer.heads_alike = True
+        with pytest.raises(ArithmeticError):
+            layer.step(attend)
+        del layer, attend
+        gc.collect()
+
+
+def exchange(wire, kind):
+    """One that is packed and unpacked, q, or sent as it lies, o."""
+    layout = Geometry(SIZE, 0, (3, 3), 2, 4, 4, 1, batch_first=True).exchange(kind, 0, 8)
+    return Exchange(over(wire), layout, "layer", kind), layout
+
+
+def alone(wire):
+    """Nobody but the exchange keeps what it was given; what was received is changed."""
+    for kind in "qo":
+        made, layout = exchange(wire, kind)
+        token = made.start(torch.randn(layout.source.shape))
+        torch.randn(100)
+        read(made.finish(token))
+
+
+def elsewhere(wire):
+    """Abandoned where another stream is current, as by the garbage collector; its memory belongs to the one that it was started on."""
+    backend = wire.races.backend
+    other = Stream(backend, "other")
+    for kind in "qo":
+        made, layout = exchange(wire, kind)
+        made.start(torch.randn(layout.source.shape))
+        with backend.stream(other):
+            del made
+
+
+SCENES = {
+    **{f"a layer, G = {groups}": functools.partial(whole_layer, groups=groups) for groups in (1, 2, 4)},
+    "send buffers are written by the GEMM": buffers_written_by_the_gemm,
+    "wgrad first": wgrad_first,
+    "several layers accumulate": several_layers_accumulate,
+    "checkpointed": checkpointed,
+    "twice backward": twice_backward,
+    "no gradient": no_gradient,
+    "drop-in": drop_in,
+    "abandoned": abandoned,
+    "alone": alone,
+    "elsewhere": elsewhere,
+}
+
+
+def faults(scene, asynchronous):
+    with watched(asynchronous) as (races, wire):
+        scene(wire)
+        gc.collect()
+    return races.faults
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["in the stream", "asynchronous"])
+@pytest.mark.parametrize("scene", SCENES)
+def test_every_access_and_every_reuse_is_ordered(scene, asynchronous):
+    assert faults(SCENES[scene], asynchronous) == []
+
+
+# The detector itself.
+
+
+def detector():
+    races = Races(Backend())
+    return races, races.backend, Stream(races.backend, "other")
+
+
+def test_it_sees_a_read_of_what_another_stream_writes_and_a_write_of_what_it_reads():
+    for ordered in (True, False):
+        races, backend, other = detector()
+        with races:
+            x = torch.zeros(4)
+            if ordered:
+                _order(other, backend.compute)
+            with backend.stream(other):
+                y = x * 2
+            if ordered:
+                _order(backend.compute, other)
+            x.add_(1)
+            y.sum()
+        assert len(races.faults) == (0 if ordered else 3), races.faults
+
+
+def test_waiting_in_turn_orders_too_and_what_is_done_after_an_event_it_does_not_stand_for():
+    races, backend, other = detector()
+    third = Stream(backend, "third")
+    with races:
+        x = torch.zeros(4)
+        _order(other, backend.compute)
+        _order(third, other)
+        with backend.stream(third):
+            x.add_(1)
+        assert races.faults == []
+        _order(backend.compute, other)  # which has not waited for the third
+        x.add_(1)
+    assert len(races.faults) == 1 and "add_ on compute writes what add_ on third may still use" in races.faults[0]
+
+
+def test_views_share_memory_and_neither_they_nor_empty_memory_are_accesses():
+    races, backend, other = detector()
+    with races:
+        x = torch.zeros(4)
+        with backend.stream(other):
+            x.view(2, 2)[0].detach()
+            x.new_empty(4)
+            torch.empty_like(x)
+        assert races.faults == []
+        with backend.stream(other):
+            x.view(2, 2)[0].fill_(1)
+    assert len(races.faults) == 1
+
+
+def test_memory_is_freed_when_its_last_view_or_graph_is_and_must_be_done_with():
+    for ordered in (True, False):
+        races, backend, other = detector()
+        with races:
+            x = torch.zeros(4)
+            _order(other, backend.compute)
+            view = x[:2]
+            del x
+            with backend.stream(other):
+                view.sum()
+            assert races.seen["freed"] == 1  # the sum
+            if ordered:
+                _order(backend.compute, other)
+            del view
+        assert races.seen["freed"] == 2
+        assert [fault.split(" back")[0] for fault in races.faults] == ["reuse: compute gets the memory"] * (not ordered)
+
+
+def test_backward_is_seen():
+    races, *_ = detector()
+    x = torch.ones(4, requires_grad=True)
+    with races:
+        y = x.exp().sum()
+        before = races.seen["compute"]
+        y.backward()
+    assert races.seen["compute"] >= before + 2
+
+
+def test_one_that_sees_nothing_says_so():
+    with pytest.raises(AssertionError, match="BLIND: nothing of compute, transfer, freed was seen"):
+        faults(lambda wire: None, False)
+
+
+# Guards: every wait, every reference and every event that this hangs on.
+
+
+def check(scene, asynchronous=False):
+    return functools.partial(faults, SCENES[scene], asynchronous)
+
+
+LAUNCH, FINISH = "exchange.exchange:_InFlight.launch", "exchange.exchange:_InFlight.finish"
+AFTER_COMPUTE, RECORDED = "exchange.channel:SideStream.after_compute", "exchange.channel:SideStream._recorded"
+MARK, BEFORE_COMPUTE = "exchange.channel:SideStream.mark", "exchange.channel:SideStream.before_compute"
+WAIT = "with self.side.after_compute():"
+LAYER = "a layer, G = 2"
+
+WATCHED = {
+    # Waits.
+    "the transfer waits for what is sent": Watched(
+        Guard(AFTER_COMPUTE, "self.transfer.wait_event(ready)", "pass"), check(LAYER), 0
+    ),
+    "its stream waits for an asynchronous one": Watched(
+        Guard("exchange.exchange:_InFlight._wait", "self.handle.wait()", "pass"), check(LAYER, True), 0
+    ),
+    "finish waits": Watched(Guard(FINISH, "self.side.before_compute(self.received)", "pass"), check(LAYER), 0),
+    "and that is a wait": Watched(Guard(BEFORE_COMPUTE, "mark.compute.wait_event(mark.event)", "pass"), check(LAYER), 0),
+    "an abandoned exchange is waited for": Watched(
+        Guard("exchange.exchange:_InFlight.__del__", "self.side.before_compute(self.received)", "pass"), check("abandoned"), 0
+    ),
+    "by the stream that its memory belongs to": Watched(
+        Guard(BEFORE_COMPUTE, "mark.compute.wait_event", "self.backend.current_stream(self.device).wait_event"),
+        check("elsewhere"),
+        0,
+    ),
+    "nothing is unpacked before the wait": Watched(
+        Guard(
+            FINISH,
+            "if self.side.blocks:",
+            "if self.unpacks:\n            self.outs = self._new_outs(self.recv)\n            self._unpack()\n"
+            "        if self.side.blocks:",
+        ),
+        check(LAYER),
+        0,
+    ),
+    # References.
+    "what is sent is kept": Watched(
+        Guard(
+            LAUNCH,
+            "self.received = self.side.mark()",
+            "self.received = self.side.mark()\n        self.send, self.sources = None, ()",
+        ),
+        check("alone"),
+        0,
+    ),
+    # Events.
+    "the mark is made behind the transfer": Watched(
+        Guard(
+            LAUNCH,
+            WAIT,
+            "self.received = self.side.mark()\n        self.side.mark = lambda seen=self.received: seen\n        " + WAIT,
+        ),
+        check(LAYER),
+        0,
+    ),
+    "the mark is made on the transfer's stream": Watched(
+        Guard(MARK, "self._recorded(self.transfer)", "self._recorded(self.gate)"), check(LAYER), 0
+    ),
+    "what is sent is marked on the stream that made it": Watched(
+        Guard(AFTER_COMPUTE, "ready = self._recorded(compute)", "ready = self._recorded(self.gate)"), check(LAYER), 0
+    ),
+    "an event is recorded": Watched(Guard(RECORDED, "stream.record_event(event)", "pass"), check(LAYER), 0),
+    "an event is recorded again when it was waited for, not before": Watched(
+        Guard(
+            MARK,
+            "return Mark(self._recorded(self.transfer), self.backend.current_stream(self.device))",
+            "self.events.append(self._recorded(self.transfer))\n"
+            "    return Mark(self.events[-1], self.backend.current_stream(self.device))",
+        ),
+        check(LAYER),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -125,7 +125,7 @@ def by_name(name: str, size: int) -> Named:
 
 
 class Channel:
-    """The sp group with the means to exchange over it: transport and side stream.
+    """The sp group with the means to exchange over it: transport and streams.
 
     group       process group of the sp ranks; None for one rank
     transport   mover of bytes, or what ``sp_overlap.transport`` calls it; "auto" if None

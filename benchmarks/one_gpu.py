@@ -119,8 +119,9 @@ def on_device():
 
         return call
 
-    pointer, number = ctypes.c_void_p, ctypes.c_uint64
-    return checked(loaded.waiting, number, pointer), checked(loaded.throttled, pointer, pointer, number, number, ctypes.c_int, pointer)
+    pointer, number, blocks = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
+    waiting = checked(loaded.waiting, number, pointer)
+    return waiting, checked(loaded.throttled, pointer, pointer, number, number, blocks, pointer)
 
 
 class Waiting:
@@ -270,7 +271,8 @@ def kernel_ms(run) -> float:
     return sum(e.duration_ns() for e in on_device if not any(word in e.name() for word in network)) / 1e6
 
 
-def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth: float, device: torch.device) -> list[dict]:
+def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth: float, device: torch.device):
+    """Rows, as they come."""
     heads, kv_heads, head_dim = MODELS[model]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = Shape(tokens * size, heads, head_dim, kv_heads, 1, dtype, device.type)
@@ -289,7 +291,6 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
 
     makers = {"E0": Waiting, "E1": Pinned, "E2": lambda *a: Throttled(*a, args.blocks)}
     transports = {name: makers[name](bandwidth, device) for name in args.transports}
-    rows = []
     for label, transport in transports.items():
         with communication(size, Free()):
             alone = variants(Free())
@@ -318,25 +319,22 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
                     run()
                     peak = torch.cuda.max_memory_allocated() - held
                     kernels = kernel_ms(run)
-                rows.append(
-                    {
-                        "emulated": f"{label}, {bandwidth:g} GB/s",
-                        "model": model,
-                        "tokens per GPU": tokens,
-                        "P": size,
-                        "variant": name,
-                        "step ms": round(took[name], 3),
-                        "compute ms": round(compute_ms, 3),
-                        "exchange ms": round(exchange_ms, 3),
-                        "exposed ms": round(took[name] - compute_ms, 3),
-                        "exposed share": f"{1 - compute_ms / took[name]:.1%}",
-                        "step / limit": round(took[name] / max(compute_ms, exchange_ms), 3),
-                        "contention ms": round(kernels - busy[name], 3) if busy else "",
-                        "idle ms": round(took[name] - kernels, 3) if busy else "",
-                        "peak MiB": round(peak / 2**20, 1) if busy else "",
-                    }
-                )
-    return rows
+                yield {
+                    "emulated": f"{label}, {bandwidth:g} GB/s",
+                    "model": model,
+                    "tokens per GPU": tokens,
+                    "P": size,
+                    "variant": name,
+                    "step ms": round(took[name], 3),
+                    "compute ms": round(compute_ms, 3),
+                    "exchange ms": round(exchange_ms, 3),
+                    "exposed ms": round(took[name] - compute_ms, 3),
+                    "exposed share": f"{1 - compute_ms / took[name]:.1%}",
+                    "step / limit": round(took[name] / max(compute_ms, exchange_ms), 3),
+                    "contention ms": round(kernels - busy[name], 3) if busy else "",
+                    "idle ms": round(took[name] - kernels, 3) if busy else "",
+                    "peak MiB": round(peak / 2**20, 1) if busy else "",
+                }
 
 
 def main() -> None:

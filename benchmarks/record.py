@@ -57,7 +57,7 @@ def write(out: Path | None, rows: list[dict], kind: str, notes: list[str] = (), 
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
         writer.writeheader()
         writer.writerows(rows)
     out.with_suffix(".json").write_text(json.dumps({**environment(kind), **more, "notes": list(notes)}, indent=2) + "\n")

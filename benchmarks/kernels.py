@@ -20,7 +20,6 @@ CPU rows carry the label CPU. They show that the script works; the CPU kernels e
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.machinery
 import importlib.util
 import json
@@ -41,6 +40,7 @@ if importlib.util.find_spec("deepspeed") is None:
     package.__path__ = [str(ROOT / "ds_sp_overlap")]
     package.__spec__ = importlib.machinery.ModuleSpec("ds_sp_overlap", None, is_package=True)
     sys.modules["ds_sp_overlap"] = package
+from benchmarks.record import Rows  # noqa: E402
 from ds_sp_overlap.attention.linear import by_rank  # noqa: E402
 from ds_sp_overlap.attention.slices import batched, cut_ranges  # noqa: E402
 from ds_sp_overlap.relayout import kernels, ops  # noqa: E402
@@ -61,6 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model-dim", type=int, default=4096, help="m of the GEMM table")
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--tables", nargs="+", choices=["moves", "gemm"], default=["moves", "gemm"])
     parser.add_argument("--require", action="store_true")
     parser.add_argument("--exercise", action="store_true")
     return parser.parse_args()
@@ -253,16 +254,17 @@ def spread(times: list[float]) -> list[float]:
     return [round(value, 5) for value in (min(times), statistics.median(times), max(times))]
 
 
-def measure(args) -> tuple[list[dict], list[dict], list[str]]:
-    """Rows of the two tables, and what falls short."""
+def measure(args) -> list[str]:
+    """Write the rows of the two tables; what falls short."""
     clock, label = Clock(args.device), "CPU" if args.device == "cpu" else torch.cuda.get_device_name(args.device)
-    moves, gemms, short = [], [], []
+    moves, gemms = (Rows(args.out and args.out.with_name(f"{args.out.name}-{name}.csv")) for name in ("moves", "gemm"))
+    short = []
     for d in args.head_dim:
         for P in args.ranks:
             for each in args.heads_per_rank:
                 for megabytes in args.megabytes:
                     row = Row(args, d, P, each, megabytes)
-                    for source in (row.moves, row.rotated):
+                    for source in (row.moves, row.rotated) if "moves" in args.tables else ():
                         for kernel, size, variants, right in source():
                             where = f"{kernel} d={d} P={P} h/P={each} {megabytes} MB of q"
                             if not right:
@@ -286,7 +288,7 @@ def measure(args) -> tuple[list[dict], list[dict], list[str]]:
                                 short.append(f"{where}: {line['of copy']:.1%} of a copy, wanted {THRESHOLD:.0%}")
                             if line.get("complex128 ms", float("inf")) < line["ours ms"]:
                                 short.append(f"{where}: {line['ours ms']} ms, complex128 {line['complex128 ms']} ms")
-                    for name, variants, sets, right, rows in row.gemms(args.model_dim):
+                    for name, variants, sets, right, rows in row.gemms(args.model_dim) if "gemm" in args.tables else ():
                         where = f"{name} d={d} P={P} h/P={each}"
                         if not right:
                             short.append(f"batched {where}: gives other values than GEMM + pack")
@@ -298,7 +300,7 @@ def measure(args) -> tuple[list[dict], list[dict], list[str]]:
                         line["batched / GEMM + pack"] = round(line["batched ms"] / line["GEMM + pack ms"], 3)
                         gemms.append(line)
                         print(f"{label}  {where}: " + ", ".join(f"{n} {line[f'{n} ms']} ms" for n in times), flush=True)
-    return moves, gemms, short
+    return short
 
 
 def exercise(args) -> int:
@@ -329,15 +331,8 @@ def main() -> int:
     torch.manual_seed(0)
     if args.exercise:
         return exercise(args)
-    moves, gemms, short = measure(args)
+    short = measure(args)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        for name, lines in (("moves", moves), ("gemm", gemms)):
-            columns = list(dict.fromkeys(key for line in lines for key in line))
-            with open(f"{args.out}-{name}.csv", "w", newline="") as file:
-                writer = csv.DictWriter(file, columns)
-                writer.writeheader()
-                writer.writerows(lines)
         cuda = args.device != "cpu"
         environment = {
             "command": "python benchmarks/kernels.py " + " ".join(sys.argv[1:]),

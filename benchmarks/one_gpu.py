@@ -5,12 +5,12 @@
 
 Nothing leaves the device; an exchange takes the time that its bytes would take at the bandwidth given. Every figure is emulated.
 
-    E0   only waits, on the side stream: no memory traffic, next to no compute unit
+    E0   only waits, on the side stream: next to no compute unit, no memory traffic but that of the data that appear (needs nvcc)
     E1   the bytes that would leave go to pinned host memory and back, at the rate of the bus, whatever the bandwidth asked for
     E2   a kernel of --blocks resident blocks copies them at the bandwidth asked for (needs nvcc)
 
 Variants as in `variants.py`, and stock ALST (UlyssesSPAttentionHF). Received data are not those of another rank, so there is
-no parity to check here; link.py and the tests do that for the same code.
+no parity to check here; link.py and the tests do that for the same code. They are random: arithmetic on zeros takes less power.
 
     compute       the fastest variant over a wire that costs nothing; exposed = step - compute; limit = max(compute, exchange)
     contention    time added to the kernels of the compute stream by the exchange beside them;  idle = step - all their time
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import shutil
 import statistics
 import subprocess
@@ -37,7 +38,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from benchmarks import record  # noqa: E402
-from benchmarks.variants import Layer, Shape, Silent  # noqa: E402
+from benchmarks.variants import Layer, Shape  # noqa: E402
 from ds_sp_overlap.exchange.channel import Channel, SideStream  # noqa: E402
 
 MODELS = {"7b": (32, 32, 128), "70b": (64, 8, 128), "rehearsal": (8, 4, 16)}  # query heads, KV heads, head dim
@@ -54,6 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=262144, help="skip global sequences beyond this many tokens")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no case after so many; say which are left")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -73,31 +75,68 @@ class _Handle:
         self.wait = wait
 
 
+_random: dict[tuple, torch.Tensor] = {}
+
+
+def appear(recv) -> None:
+    """Fill with random data, of which one set is kept for each size."""
+    key = recv.numel(), recv.dtype, recv.device
+    if key not in _random:
+        _random[key] = torch.randn_like(recv)
+    recv.copy_(_random[key])
+
+
+class Free:
+    """A wire that costs nothing: data only appear."""
+
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        appear(recv)
+        return _Handle()
+
+
 def remote_bytes(recv, recv_sizes) -> int:
     return (recv.numel() - recv_sizes[0]) * recv.element_size()
 
 
+@functools.cache
+def on_device():
+    """throttled.cu, compiled: ``(waiting, throttled)``."""
+    if shutil.which("nvcc") is None:
+        sys.exit("benchmarks/one_gpu.py: E0 and E2 compile a kernel and need nvcc; leave them out with --transports E1")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "throttled.so")
+        source = Path(__file__).with_name("throttled.cu")
+        compiler = ["nvcc", "-O3", "-shared", "-Xcompiler", "-fPIC", "-arch=native", str(source), "-o", str(library)]
+        subprocess.run(compiler, check=True)
+        loaded = ctypes.CDLL(str(library))
+
+    def checked(function, *types):
+        function.argtypes = types
+
+        def call(*given):
+            if failed := function(*given, torch.cuda.current_stream().cuda_stream):
+                raise RuntimeError(f"{function.__name__}{given}: CUDA error {failed}")
+
+        return call
+
+    pointer, number, blocks = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
+    waiting = checked(loaded.waiting, number, pointer)
+    return waiting, checked(loaded.throttled, pointer, pointer, number, number, blocks, pointer)
+
+
 class Waiting:
-    """E0. On CUDA a kernel that spins for the time, calibrated; on CPU a wire that is free again at some time."""
+    """E0. On CUDA a kernel that looks at the clock until the time is over; on CPU a wire that is free again at some time."""
 
     def __init__(self, bandwidth: float, device: torch.device):
         self.rate, self.cuda, self.free_at = bandwidth * 1e9, device.type == "cuda", 0.0
-        if self.cuda:
-            cycles = 100_000_000
-            torch.cuda._sleep(cycles)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            torch.cuda._sleep(cycles)
-            end.record()
-            torch.cuda.synchronize()
-            self.cycles_per_s = 1e3 * cycles / begin.elapsed_time(end)
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         seconds = remote_bytes(recv, recv_sizes) / self.rate
         if self.cuda:
-            torch.cuda._sleep(int(seconds * self.cycles_per_s))
+            on_device()[0](int(1e9 * seconds))
+            appear(recv)
             return _Handle()
-        recv.zero_()
+        appear(recv)
         done = self.free_at = max(self.free_at, time.perf_counter()) + seconds
         return _Handle(lambda: time.sleep(max(0.0, done - time.perf_counter())))
 
@@ -109,12 +148,12 @@ class Pinned:
         self.cuda, self.host = device.type == "cuda", {}
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
-        recv[: recv_sizes[0]].copy_(send[: recv_sizes[0]] if send_sizes[0] == recv_sizes[0] else recv[: recv_sizes[0]])
+        appear(recv[: recv_sizes[0]])
         away, come = send[send_sizes[0] :], recv[recv_sizes[0] :]
         count = max(away.numel(), come.numel())
         key = count, send.dtype
         if key not in self.host:  # exchanges of one size take turns on the side stream
-            self.host[key] = torch.zeros(count, dtype=send.dtype, pin_memory=self.cuda)
+            self.host[key] = torch.randn(count, dtype=send.dtype, pin_memory=self.cuda)
         self.host[key][: away.numel()].copy_(away, non_blocking=True)
         come.copy_(self.host[key][: come.numel()], non_blocking=True)
         return _Handle()
@@ -125,25 +164,12 @@ class Throttled:
 
     def __init__(self, bandwidth: float, device: torch.device, blocks: int):
         self.rate, self.blocks = bandwidth * 1e9, blocks
-        if shutil.which("nvcc") is None:
-            sys.exit("benchmarks/one_gpu.py: E2 compiles a kernel and needs nvcc; leave it out with --transports E0 E1")
-        self.folder = tempfile.TemporaryDirectory()
-        library = Path(self.folder.name, "throttled.so")
-        source = Path(__file__).with_name("throttled.cu")
-        compiler = ["nvcc", "-O3", "-shared", "-Xcompiler", "-fPIC", "-arch=native", str(source), "-o", str(library)]
-        subprocess.run(compiler, check=True)
-        self.copy = ctypes.CDLL(str(library)).throttled
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         count = remote_bytes(recv, recv_sizes)
-        stream = torch.cuda.current_stream().cuda_stream
         source = send if send.numel() * send.element_size() >= count else recv  # a KV head may be received more often than sent
-        failed = self.copy(
-            ctypes.c_void_p(recv.data_ptr()), ctypes.c_void_p(source.data_ptr()), ctypes.c_uint64(count),
-            ctypes.c_uint64(int(1e9 * count / self.rate)), self.blocks, ctypes.c_void_p(stream),
-        )  # fmt: skip
-        if failed:
-            raise RuntimeError(f"{name}: the throttled copy of {count} bytes failed with CUDA error {failed}")
+        on_device()[1](recv.data_ptr(), source.data_ptr(), count, int(1e9 * count / self.rate), self.blocks)
+        appear(recv[recv.numel() - recv_sizes[0] :])
         return _Handle()
 
 
@@ -239,13 +265,14 @@ def kernel_ms(run) -> float:
     with torch.profiler.profile(activities=activities) as profile:
         run()
         torch.cuda.synchronize()
-    network = ("spin_kernel", "throttled_copy", "Memcpy DtoH", "Memcpy HtoD")
+    network = ("wait_ns", "throttled_copy", "Memcpy DtoH", "Memcpy HtoD")
     events = profile.profiler.kineto_results.events()
     on_device = [e for e in events if e.device_type() == torch.profiler.DeviceType.CUDA]
     return sum(e.duration_ns() for e in on_device if not any(word in e.name() for word in network)) / 1e6
 
 
-def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth: float, device: torch.device) -> list[dict]:
+def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth: float, device: torch.device):
+    """Rows, as they come."""
     heads, kv_heads, head_dim = MODELS[model]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = Shape(tokens * size, heads, head_dim, kv_heads, 1, dtype, device.type)
@@ -264,10 +291,9 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
 
     makers = {"E0": Waiting, "E1": Pinned, "E2": lambda *a: Throttled(*a, args.blocks)}
     transports = {name: makers[name](bandwidth, device) for name in args.transports}
-    rows = []
     for label, transport in transports.items():
-        with communication(size, Silent()):
-            alone = variants(Silent())
+        with communication(size, Free()):
+            alone = variants(Free())
             compute = timed(alone, device, args)
             busy = {name: kernel_ms(run) for name, run in alone.items()} if device.type == "cuda" else {}
         with communication(size, transport):
@@ -277,7 +303,7 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
                 handles = []
                 for count in shape.exchange_elements(size):
                     part = [count // size] * size
-                    send, recv = (torch.empty(count, dtype=dtype, device=device) for _ in range(2))
+                    send, recv = (torch.randn(count, dtype=dtype, device=device) for _ in range(2))
                     handles.append(transport.launch(send, recv, part, part, None, "exchange"))
                 for handle in handles:
                     handle.wait()
@@ -293,40 +319,45 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
                     run()
                     peak = torch.cuda.max_memory_allocated() - held
                     kernels = kernel_ms(run)
-                rows.append(
-                    {
-                        "emulated": f"{label}, {bandwidth:g} GB/s",
-                        "model": model,
-                        "tokens per GPU": tokens,
-                        "P": size,
-                        "variant": name,
-                        "step ms": round(took[name], 3),
-                        "compute ms": round(compute_ms, 3),
-                        "exchange ms": round(exchange_ms, 3),
-                        "exposed ms": round(took[name] - compute_ms, 3),
-                        "exposed share": f"{1 - compute_ms / took[name]:.1%}",
-                        "step / limit": round(took[name] / max(compute_ms, exchange_ms), 3),
-                        "contention ms": round(kernels - busy[name], 3) if busy else "",
-                        "idle ms": round(took[name] - kernels, 3) if busy else "",
-                        "peak MiB": round(peak / 2**20, 1) if busy else "",
-                    }
-                )
-    return rows
+                yield {
+                    "emulated": f"{label}, {bandwidth:g} GB/s",
+                    "model": model,
+                    "tokens per GPU": tokens,
+                    "P": size,
+                    "variant": name,
+                    "step ms": round(took[name], 3),
+                    "compute ms": round(compute_ms, 3),
+                    "exchange ms": round(exchange_ms, 3),
+                    "exposed ms": round(took[name] - compute_ms, 3),
+                    "exposed share": f"{1 - compute_ms / took[name]:.1%}",
+                    "step / limit": round(took[name] / max(compute_ms, exchange_ms), 3),
+                    "contention ms": round(kernels - busy[name], 3) if busy else "",
+                    "idle ms": round(took[name] - kernels, 3) if busy else "",
+                    "peak MiB": round(peak / 2**20, 1) if busy else "",
+                }
 
 
 def main() -> None:
     args = arguments()
     device = torch.device("cpu" if args.rehearse else "cuda")
-    rows = []
+    rows = record.Rows(args.out and args.out.with_suffix(".csv"))
+    left, begin = [], time.monotonic()
     for model in args.models:
         for tokens in args.tokens:
             for size in args.ranks:
                 if tokens * size > args.longest or size > MODELS[model][0]:
                     continue
                 for bandwidth in args.bandwidth:
-                    rows += case(args, model, tokens, size, bandwidth, device)
+                    what = f"{model}, {tokens} tokens, P = {size}, {bandwidth:g} GB/s"
+                    if time.monotonic() - begin > 60 * args.minutes:
+                        left.append(what)
+                        continue
+                    for row in case(args, model, tokens, size, bandwidth, device):
+                        rows.append(row)
+                    print(f"{time.monotonic() - begin:5.0f} s  {what}", flush=True)
     kind = "EMULATED network, one process as rank 0 of P"
-    record.write(args.out, rows, kind + (", REHEARSED ON A CPU: no claim about time" if args.rehearse else ""))
+    kind += ", REHEARSED ON A CPU: no claim about time" if args.rehearse else ""
+    record.write(args.out, rows, kind, [f"left out after {args.minutes:g} minutes: {what}" for what in left])
 
 
 if __name__ == "__main__":

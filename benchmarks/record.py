@@ -6,11 +6,10 @@ import csv
 import json
 import platform
 import sys
+from importlib import metadata
 from pathlib import Path
 
-import deepspeed
 import torch
-from tabulate import tabulate
 
 
 def environment(kind: str) -> dict:
@@ -21,15 +20,35 @@ def environment(kind: str) -> dict:
         "command": "python " + " ".join(sys.argv),
         "kind": kind,
         "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
+        "deepspeed": metadata.version("deepspeed"),
         "python": platform.python_version(),
         "cpu": f"{len(models)} x {models[0]}" if models else platform.processor(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
 
+class Rows(list):
+    """Rows that lie in ``path`` as soon as they are known, so that a run that ends early has not been for nothing."""
+
+    def __init__(self, path: Path | None):
+        super().__init__()
+        self.path = path
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+    def append(self, row: dict) -> None:
+        super().append(row)
+        if self.path is not None:
+            with self.path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(dict.fromkeys(key for known in self for key in known)))
+                writer.writeheader()
+                writer.writerows(self)
+
+
 def write(out: Path | None, rows: list[dict], kind: str, notes: list[str] = (), **more) -> None:
     """Print ``rows`` as a table; with ``out``, write ``out``.csv, and ``out``.json with the environment and ``more``."""
+    from tabulate import tabulate  # not everywhere where rows alone are written
+
     print(kind)
     print(tabulate(rows, headers="keys", tablefmt="github"))
     for note in notes:
@@ -38,7 +57,7 @@ def write(out: Path | None, rows: list[dict], kind: str, notes: list[str] = (), 
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
         writer.writeheader()
         writer.writerows(rows)
     out.with_suffix(".json").write_text(json.dumps({**environment(kind), **more, "notes": list(notes)}, indent=2) + "\n")

@@ -16,6 +16,18 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kInFlight = 4;  // loads of a thread before its first store
 
+#if defined(__CUDACC__)
+template <class Kernel, class... Arguments>
+void launch(Kernel* kernel, unsigned grid, cudaStream_t stream, const Arguments&... arguments) {
+  kernel<<<grid, kThreads, 0, stream>>>(arguments...);
+}
+#else  // a compiler of C++, with the cuda_runtime.h of tests/helpers/kernels_on_host
+template <class Kernel, class... Arguments>
+void launch(Kernel* kernel, unsigned grid, cudaStream_t, const Arguments&... arguments) {
+  launch_on_host(kernel, grid, kThreads, arguments...);
+}
+#endif
+
 void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) cuda_failed(what, cudaGetErrorString(status));
 }
@@ -104,8 +116,9 @@ unsigned blocks(uint64_t units, int each) {
 
 template <class Unit, bool kPack, class Index, class Table>
 void launch_move(const Walk<Index>& walk, const Table& table, const void* from, void* to, cudaStream_t stream) {
-  move<Unit, kPack><<<blocks(walk.total, kInFlight), kThreads, 0, stream>>>(
-      walk, table, static_cast<const Unit*>(from), static_cast<Unit*>(to));
+  launch(
+      move<Unit, kPack, Index, Table>, blocks(walk.total, kInFlight), stream, walk, table,
+      static_cast<const Unit*>(from), static_cast<Unit*>(to));
 }
 
 template <class T, class Index, class Table>
@@ -113,15 +126,16 @@ void launch_sum(
     const Walk<Index>& walk, const Table& table, bool vector, const void* wire, void* out, cudaStream_t stream) {
   const unsigned grid = blocks(walk.total, 1);
   const T* const from = static_cast<const T*>(wire);
-  if (vector) sum<T, 16 / sizeof(T)><<<grid, kThreads, 0, stream>>>(walk, table, from, static_cast<T*>(out));
-  else sum<T, 1><<<grid, kThreads, 0, stream>>>(walk, table, from, static_cast<T*>(out));
+  T* const to = static_cast<T*>(out);
+  if (vector) launch(sum<T, 16 / sizeof(T), Index, Table>, grid, stream, walk, table, from, to);
+  else launch(sum<T, 1, Index, Table>, grid, stream, walk, table, from, to);
 }
 
 template <class T, bool kBackward, class Index, class Table>
 void launch_rotate(const Rotation<Index>& rotation, const Table& table, bool vector, cudaStream_t stream) {
   const unsigned grid = blocks(rotation.total, 1);
-  if (vector) rotate<T, 16 / sizeof(T), kBackward><<<grid, kThreads, 0, stream>>>(rotation, table);
-  else rotate<T, 1, kBackward><<<grid, kThreads, 0, stream>>>(rotation, table);
+  if (vector) launch(rotate<T, 16 / sizeof(T), kBackward, Index, Table>, grid, stream, rotation, table);
+  else launch(rotate<T, 1, kBackward, Index, Table>, grid, stream, rotation, table);
 }
 
 template <class Call>

@@ -25,6 +25,11 @@ extern "C" __attribute__((visibility("default"))) void ds_sp_overlap_narrow_limi
   narrow_limit = units;
 }
 
+#if defined(DS_SP_OVERLAP_ON_HOST)
+// kernels.cu compiled for the host: its launches on CPU tensors have so many blocks at most; with 0 the loops below do it all.
+extern "C" unsigned ds_sp_overlap_most_blocks;
+#endif
+
 // For tests: the kernels' division, by 32-bit or 64-bit indices.
 extern "C" __attribute__((visibility("default"))) uint64_t
 ds_sp_overlap_divide(uint64_t n, uint64_t divisor, bool wide) {
@@ -296,7 +301,15 @@ void cpu_rotate(const Rotation<Index>& rotation, const PointedTable<Index>& tabl
   });
 }
 
-#if defined(DS_SP_OVERLAP_CUDA)
+#if defined(DS_SP_OVERLAP_ON_HOST)
+bool launches(const Tensor&) { return ds_sp_overlap_most_blocks > 0; }
+void* current_stream(const Tensor&) { return nullptr; }
+struct DeviceGuard {
+  explicit DeviceGuard(int32_t) {}
+};
+#elif defined(DS_SP_OVERLAP_CUDA)
+using torch::stable::accelerator::DeviceGuard;
+bool launches(const Tensor& x) { return x.is_cuda(); }
 void* current_stream(const Tensor& x) {
   if (aoti_torch_get_current_cuda_stream == nullptr)
     throw std::runtime_error("ds_sp_overlap: a CUDA tensor, but a torch without CUDA");
@@ -304,7 +317,9 @@ void* current_stream(const Tensor& x) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
   return stream;
 }
+#endif
 
+#if defined(DS_SP_OVERLAP_CUDA)
 // Device memory for the descriptors where they don't travel as arguments; from torch's allocator, so in stream order.
 template <class Index>
 std::optional<Tensor> descriptor_memory(const Descriptors<Index>& descriptors, const Tensor& like) {
@@ -427,8 +442,8 @@ struct Relayout {
     void* const to = pack ? wire.data_ptr() : tensor.data_ptr();
     const bool vector = unit > 1;
 #if defined(DS_SP_OVERLAP_CUDA)
-    if (tensor.is_cuda()) {
-      torch::stable::accelerator::DeviceGuard guard(tensor.get_device_index());
+    if (launches(tensor)) {
+      const DeviceGuard guard(tensor.get_device_index());
       const auto memory = descriptor_memory(descriptors, tensor);
       void* const table = memory ? memory->data_ptr() : nullptr;
       if (sums) cuda_sum<Index>(walk, descriptors, table, type, vector, from, to, current_stream(tensor));
@@ -617,8 +632,8 @@ struct Rotated {
     check_fits(op, descriptors);
     if (total == 0) return;
 #if defined(DS_SP_OVERLAP_CUDA)
-    if (tensor.is_cuda()) {
-      torch::stable::accelerator::DeviceGuard guard(tensor.get_device_index());
+    if (launches(tensor)) {
+      const DeviceGuard guard(tensor.get_device_index());
       const auto memory = descriptor_memory(descriptors, tensor);
       cuda_rotate<Index>(
           rotation, descriptors, memory ? memory->data_ptr() : nullptr, type, vector, backward, current_stream(tensor));

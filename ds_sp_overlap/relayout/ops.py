@@ -152,7 +152,7 @@ _TORCH = Relayout(_copy_out, _copy_in, rotate_pack, unpack_rotate_back, folds=Fa
 def implementation(which: str) -> Relayout:
     """What ``sp_overlap.kernels`` asks for: "torch", the reference; "compiled"; "auto", the best that is known to be right.
 
-    "auto" is the reference as long as no GPU has run the compiled kernels (benchmarks/kernels_gpu.sh).
+    "auto" is the reference as long as no GPU has run the compiled kernels (benchmarks/gpu.sh).
 
     Raises ValueError for "compiled" where there is no binary with CUDA kernels, with the reason and the command that mends it.
     """

@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import link
+from benchmarks import link, record
 from benchmarks.variants import Layer, Shape, check_parity
 from benchmarks.wire import Wire
 from ds_sp_overlap.planner.plan import FIVE
+from ds_sp_overlap.relayout import kernels
 from ds_sp_overlap.schedule import order
 from tests.helpers.ranks import on_ranks
 from tests.helpers.transports import Recording
@@ -49,6 +50,11 @@ def test_figures_of_a_link_say_whether_its_ranks_share_cores(monkeypatch, cores,
     assert Wire.kind.fget(SimpleNamespace(ranks=4)) == f"rate-limited link (veth and token bucket), {says}"
 
 
+def test_one_gpu_starts_no_case_when_its_time_is_over_and_says_which(tmp_path):
+    ran = script(BENCHMARKS / "one_gpu.py", "--rehearse", "--minutes", 0)
+    assert ran.returncode == 0 and "left out after 0 minutes: rehearsal, 32 tokens, P = 4, 0.02 GB/s" in ran.stdout
+
+
 def test_one_gpu_rehearses_on_a_cpu_and_labels_what_it_writes(tmp_path):
     ran = script(BENCHMARKS / "one_gpu.py", "--rehearse", "--out", tmp_path / "emulated")
     assert ran.returncode == 0, ran.stderr
@@ -56,6 +62,35 @@ def test_one_gpu_rehearses_on_a_cpu_and_labels_what_it_writes(tmp_path):
     table = (tmp_path / "emulated.csv").read_text()
     assert table.startswith("emulated,") and all(name in table for name in ("ALST", "DeepSpeed", "five of eight", "G = 2"))
     assert "EMULATED" in (tmp_path / "emulated.json").read_text()
+
+
+def gpu_sh(*words, **environment):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **environment}
+    return subprocess.run([BENCHMARKS / "gpu.sh", "--rehearse", *words], env=env, capture_output=True, text=True, timeout=400)
+
+
+@pytest.mark.skipif(kernels.library().path is None, reason=f"no compiled kernels: {kernels.library().reason}")
+def test_the_command_for_a_gpu_rehearses_on_a_cpu(tmp_path):
+    """But for what has a test of its own: build, exact, host, emulated."""
+    stages = ["memcheck", "bandwidth", "gemm", "layer", "nccl", "sync", "race"]
+    ran = gpu_sh(*stages, RESULTS=str(tmp_path))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1] == f"REHEARSED on a CPU: no claim about a kernel or a time: {' '.join(stages)}"
+    assert {path.name for path in tmp_path.glob("*.csv")} == {"bandwidth-moves.csv", "gemm-gemm.csv"}
+    assert ran.stdout.count("the planted fault is seen") == 2
+
+
+def test_the_command_for_a_gpu_goes_on_after_a_stage_that_fails_and_says_which():
+    ran = gpu_sh("nonsense", "layer", PYTHON="true")
+    assert ran.returncode == 1 and "no such stage" in ran.stdout and ran.stdout.endswith("=== layer\nFAILED: nonsense\n")
+
+
+def test_rows_are_there_when_a_run_ends_early(tmp_path):
+    rows = record.Rows(tmp_path / "folder" / "rows.csv")
+    rows.append({"a": 1})
+    rows.append({"a": 2, "b": 3})
+    with rows.path.open() as file:
+        assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "3"}]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would run")

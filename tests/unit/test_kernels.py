@@ -175,6 +175,18 @@ def test_more_parts_than_travel_as_kernel_arguments(parts, overlapping):
 
 
 @needs_library
+@pytest.mark.parametrize("limit", [NARROW, WIDE], ids=["32-bit", "64-bit"])
+@pytest.mark.parametrize("offset", [0, 1], ids=["16-byte units", "single elements"])
+@pytest.mark.parametrize("parts", [[(0, 5), (5, 5), (5, 12)], [(0, 7), (3, 12), (3, 7)]], ids=["apart", "overlapping"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_units_than_one_block_of_threads_moves(dtype, parts, offset, limit):
+    case = (37, 12, 80), 1, parts, dtype, [0, 1, 2], 0, offset
+    torch.manual_seed(0)
+    check_pack(case, limit)
+    check_unpack(case, limit)
+
+
+@needs_library
 @pytest.mark.parametrize("shift", [0, 1], ids=["16-byte units", "single elements"])
 def test_offsets_beyond_32_bits_reach_the_right_elements(shift):
     """4 GB of address space, of which a few pages are touched."""
@@ -321,6 +333,15 @@ USUAL = dict(
 def test_heads_like_llama_s(parts, head_dim, dtype):
     torch.manual_seed(0)
     case = Rotation(**{**USUAL, "head_dim": head_dim, "dtype": dtype, "parts": parts})
+    case.check_pack(compiled.rotate_pack)
+    case.check_unpack(compiled.unpack_rotate_back)
+
+
+@needs_library
+@pytest.mark.parametrize("aligned", [True, False])
+def test_more_heads_than_one_block_of_threads_rotates(aligned):
+    torch.manual_seed(0)
+    case = Rotation(**{**USUAL, "head_dim": 96, "tokens": [67, 3], "parts": [(0, 3), (2, 8)], "aligned": aligned})
     case.check_pack(compiled.rotate_pack)
     case.check_unpack(compiled.unpack_rotate_back)
 

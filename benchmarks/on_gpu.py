@@ -1,0 +1,257 @@
+"""Checks of whole layers that one GPU can make. None is a measurement.
+
+python benchmarks/on_gpu.py layer | nccl | sync | race        --device cpu: the same steps, which prove the script alone
+
+layer   two processes that share the GPU and exchange over gloo, against the layer on the whole sequence in one process
+nccl    one rank, and NCCL: the package's transports with the communicators that they make for themselves
+sync    a transformers layer, forward and backward, while torch refuses whatever makes the host wait for the device
+race    exchanges that take a millisecond and begin by writing NaN, against prompt ones; then the same without an order
+        between them and what reads them, which must be seen, or the check is BLIND
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ds_sp_overlap
+from benchmarks.one_gpu import Emulated, on_device
+from benchmarks.variants import Layer, Shape, check_parity
+from ds_sp_overlap.exchange.channel import Channel, by_name
+from ds_sp_overlap.integrations.positions import Positions
+from ds_sp_overlap.relayout import kernels
+
+TOLERANCE = 1e-12  # of the largest element: fp64, the same sums in another order
+
+
+def kinds(device: str) -> list[str]:
+    """Of pack and unpack. Without compiled ones a GPU has not been checked, so their absence is an error there."""
+    return ["torch"] if device == "cpu" else ["torch", "compiled"]
+
+
+def shape(device: str, **more) -> Shape:
+    return Shape(**{"seq": 256, "heads": 8, "head_dim": 64, "kv_heads": 4, "batch": 2, **more}, dtype=torch.float64, device=device)
+
+
+def start(backend: str, rank: int, size: int, store) -> None:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a build
+    dist.init_process_group(backend, rank=rank, world_size=size, store=store)
+    deepspeed.init_distributed(backend, dist_init_required=False, verbose=False)
+
+
+def whole(of: Shape, size: int) -> list[list[torch.Tensor]]:
+    """What each rank must get, from one process that has the whole sequence: output, gradient of x, gradients of weights."""
+    ranks = [Layer(of, rank, size) for rank in range(size)]
+    alone = Layer(of, 0, 1)
+    alone.x, alone.dy = (torch.cat([getattr(rank, name) for rank in ranks]) for name in ("x", "dy"))
+
+    def run(x):
+        q, k, v = (alone.projections[f"{kind}_proj"](x).unflatten(-1, (-1, of.head_dim)) for kind in "qkv")
+        return alone.projections["o_proj"](alone.local(q, k, v).flatten(2))
+
+    y, dx, *weights = alone.step(run)
+    return [[*parts, *weights] for parts in zip(y.chunk(size), dx.chunk(size))]
+
+
+def _rank_of_layer(rank: int, size: int, device: str, store: str) -> None:
+    start("gloo", rank, size, dist.FileStore(store, size))
+    for kv_heads in (8, 4, 1):  # as many as query heads, fewer, fewer than ranks
+        of = shape(device, kv_heads=kv_heads)
+        expected = whole(of, size)[rank]
+        for kind in kinds(device):
+            for groups in (1, 2, 4):
+                layer = Layer(of, rank, size, dist.group.WORLD)
+                block = layer.ours(head_groups=groups, kernels=kind)
+                for _ in range(3):
+                    y, dx, *weights = layer.step(block)
+                    for weight in weights:
+                        dist.all_reduce(weight)
+                    check_parity(f"{kv_heads} KV heads, {kind}, G = {groups}", [y, dx, *weights], expected, TOLERANCE)
+        if rank == 0:
+            print(f"layer: 8 heads, {kv_heads} KV heads: as on the whole sequence, by {' and '.join(kinds(device))}", flush=True)
+    dist.destroy_process_group()
+
+
+def check_layer(device: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank_of_layer, (2, device, f"{folder}/store"), nprocs=2)
+
+
+def check_nccl(device: str) -> None:
+    start("gloo" if device == "cpu" else "nccl", 0, 1, dist.HashStore())
+    group = dist.group.WORLD
+    of = shape(device)
+    expected = whole(of, 1)[0]
+    for name in ("c10d", "auto", "copy_engine"):
+        transport = by_name(name, 2)  # one rank would be given none
+        channel = Channel(group, transport)
+        try:
+            transport.prepare(channel)
+        except ValueError as error:
+            print(f"nccl: {name}: REFUSED: {error}")
+            if name != "copy_engine":
+                raise
+            continue
+        for groups in (1, 4):
+            layer = Layer(of, 0, 1, group, channel)
+            check_parity(f"{name}, G = {groups}", layer.step(layer.ours(head_groups=groups)), expected, TOLERANCE)
+        own = getattr(transport, "group", None)
+        print(f"nccl: {name}: as without exchanges, over {'the sp group' if own in (None, group) else 'a communicator of its own'}")
+        if device != "cpu" and name == "auto" and own in (None, group):
+            sys.exit("nccl: auto made no communicator of its own")
+    dist.destroy_process_group()
+
+
+def check_sync(device: str) -> None:
+    """Over torch's "fake" backend, as rank 0 of 2: what is received is whatever was there.
+
+    Layers alone: once in a forward of the model, in front of them, the host does read what the ranks tell of their positions.
+    """
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    start("fake", 0, 2, FakeStore())
+    sizes = dict(vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8)
+    config = AutoConfig.for_model("llama", **sizes, num_key_value_heads=4, max_position_embeddings=1024)
+    config._attn_implementation = "sdpa"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if device == "cpu" else torch.bfloat16).to(device)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 1)
+    x = torch.randn(1, 64, 256, device=device, dtype=model.dtype, requires_grad=True)
+    positions = torch.arange(64, device=device)[None]
+
+    def every(self, mine):
+        return [mine, mine + 64 * (mine.dim() == 2)]  # positions are 2-dimensional, the rest is alike on the ranks
+
+    def strictly(strict):
+        if device != "cpu":
+            torch.cuda.set_sync_debug_mode("error" if strict else "default")
+
+    def step(strict=False):
+        hooks = []
+        for layer in model.model.layers if strict else ():
+            hooks += [
+                layer.register_forward_pre_hook(lambda *_: strictly(True)),
+                layer.register_forward_hook(lambda *_: strictly(False)),
+            ]
+        loss = model(inputs_embeds=x, position_ids=positions, use_cache=False).logits.sum()
+        strictly(strict)
+        loss.backward()
+        strictly(False)
+        for hook in hooks:
+            hook.remove()
+
+    if device != "cpu":
+        strictly(True)
+        try:
+            torch.ones(1, device=device).item()
+            sys.exit("sync: BLIND: item() was let through")
+        except RuntimeError:
+            strictly(False)
+    for kind in kinds(device):
+        for groups in (1, 2):
+            options = {"head_groups": groups, "kernels": kind}
+            with mock.patch.object(Positions, "_every", every):
+                report = ds_sp_overlap.enable(model, options, mpu.get_sequence_parallel_group())
+                step()  # the ranks agree, buffers and streams are made
+                step(strict=True)
+                ds_sp_overlap.disable(model)
+            print(f"sync: {kind}, G = {groups}: the host waits for nothing; {str(report).splitlines()[0]}")
+    dist.destroy_process_group()
+
+
+class Prompt:
+    """Every rank sends what this one sends."""
+
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        recv.copy_(send)
+        return self
+
+    def wait(self):
+        pass
+
+
+class Slow(Prompt):
+    """The same in a millisecond, NaN until then. On a CPU: when it is waited for.
+
+    ordered   False plants the fault: nothing waits for the copy
+    """
+
+    BLOCKS = 4
+
+    def __init__(self, ordered: bool = True):
+        self.ordered = ordered
+        self.astray = None if torch.accelerator.current_accelerator() is None else torch.Stream()
+
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        recv.fill_(math.nan)
+        if not send.is_cuda:
+            slow = Prompt()
+            slow.wait = lambda: self.ordered and recv.copy_(send)
+            return slow
+        if self.ordered:
+            self.copy(send, recv)
+            return self
+        self.astray.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.astray):
+            self.copy(send, recv)
+        self.kept = [*getattr(self, "kept", []), send, recv]  # the fault is the missing order alone
+        return self
+
+    def copy(self, send, recv):
+        on_device()[1](recv.data_ptr(), send.data_ptr(), send.numel() * send.element_size(), 1_000_000, self.BLOCKS)
+
+
+def check_race(device: str) -> None:
+    size, of = 4, shape(device, seq=512)
+
+    def outcome(transport, groups, kind):
+        layer = Layer(of, 0, size, channel=Emulated(size, transport))
+        layer.channel.kernels = kind
+        block = layer.ours(head_groups=groups, kernels=kind)
+        for _ in range(3):  # later ones meet memory that earlier ones gave back
+            result = layer.step(block)
+        return result
+
+    for kind in kinds(device):
+        for groups in (1, 2):
+            name = f"race: {kind}, G = {groups}"
+            expected = outcome(Prompt(), groups, kind)
+            check_parity(name, outcome(Slow(), groups, kind), expected, TOLERANCE)
+            try:
+                check_parity(name, outcome(Slow(ordered=False), groups, kind), expected, TOLERANCE)
+            except AssertionError:
+                print(f"{name}: as with prompt exchanges, and the planted fault is seen")
+            else:
+                sys.exit(f"{name}: BLIND: exchanges that nobody waits for gave the right result")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    checks = {"layer": check_layer, "nccl": check_nccl, "sync": check_sync, "race": check_race}
+    parser.add_argument("check", choices=checks)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    args = parser.parse_args()
+    if args.device == "cuda" and not (torch.cuda.is_available() and kernels.library().cuda):
+        parser.error(f"no CUDA device, or no CUDA kernels ({kernels.library().reason}); --device cpu runs the same steps")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    warnings.filterwarnings("once")
+    checks[args.check](args.device)
+    print(
+        f"{args.check}: PASSED on {args.device}" + (": a rehearsal, which proves the script alone" if args.device == "cpu" else "")
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Run tests/unit/test_kernels.py with a library in which kernels.cu was compiled for the host.
+
+    python -m tests.helpers.kernels_on_host LIBRARY [options of pytest]
+
+tests/ranks/test_kernels_on_host.py builds LIBRARY, and starts this with the sanitizers loaded first.
+"""
+
+import ctypes
+import itertools
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+from ds_sp_overlap.relayout import kernels
+
+TESTS = Path(__file__).parents[2] / "unit" / "test_kernels.py"
+ABOUT_KERNELS = "not refused and not division and not reference and not operators_say"
+
+
+def memory_of(x):
+    """All of it, with what lies beside the elements of ``x``."""
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+
+
+class Compared:
+    """The operators: each call once by the kernels and once by the CPU loops. Both must leave the same bits in memory."""
+
+    def __init__(self, library):
+        self.library = ctypes.CDLL(str(library))
+        self.most_blocks = ctypes.c_uint.in_dll(self.library, "ds_sp_overlap_most_blocks")
+        self.grids = itertools.cycle([1, 3, 2**31])
+        self.calls = 0
+
+    def __getattr__(self, name):
+        op = getattr(torch.ops.ds_sp_overlap, name)
+
+        def call(*given):
+            *inputs, out = given
+            by_loops = out.new_empty(0).set_(out.untyped_storage().clone(), out.storage_offset(), out.shape, out.stride())
+            self.most_blocks.value = 0
+            op(*inputs, by_loops)
+            self.most_blocks.value = next(self.grids)
+            op(*inputs, out)
+            assert torch.equal(memory_of(out), memory_of(by_loops)), f"{name}: the kernel and the CPU loop differ"
+            self.calls += 1
+
+        return call
+
+
+class InPlaceOfTheOperators:
+    def __init__(self, compared):
+        self.compared = compared
+
+    def pytest_collection_modifyitems(self, items):
+        for item in items:
+            item.module.compiled = self.compared
+
+
+def main() -> int:
+    library = kernels.load(Path(sys.argv[1]))
+    assert library.path is not None, library.reason
+    kernels._built_here = library
+    hypothesis.settings.register_profile("no shrinking", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
+    hypothesis.settings.load_profile("no shrinking")
+    compared = Compared(library.path)
+    words = ["-x", "-q", "-s", "-p", "no:cacheprovider", "-k", ABOUT_KERNELS, *sys.argv[2:], str(TESTS)]
+    status = pytest.main(words, plugins=[InPlaceOfTheOperators(compared)])
+    kernels_run = compared.library.ds_sp_overlap_kernels_launched()
+    print(f"{compared.calls} calls: {kernels_run} kernels, and the same bits from the loops")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

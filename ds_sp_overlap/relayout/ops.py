@@ -32,25 +32,22 @@ def _parts(tensor: Tensor, wire: Tensor, dim: int, starts: list[int], stops: lis
 
 
 @functools.lru_cache(maxsize=4096)
-def _repeats(extent: int, starts: Sequence[int], stops: Sequence[int]) -> int:
-    """How many parts in succession are each of the equal tiles that cover the dimension in order; 0 if the parts are no such tiles.
-
-    More than one where several ranks in succession need the same KV heads.
-    """
+def _tiling(shape: Sequence[int], dim: int, starts: Sequence[int], stops: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
+    """Shape with a dimension for tiles in front of ``dim``, if the parts are equal tiles that cover it in order, and how many parts in
+    succession are each of them: more than one where several ranks in succession need the same KV heads."""
     parts, size = list(zip(starts, stops)), stops[0] - starts[0]
-    tiles = extent // size if size > 0 else len(parts)
+    tiles = shape[dim] // size if size > 0 else len(parts)
     repeats, rest = divmod(len(parts), max(tiles, 1))
     tiled = [(i // repeats * size, i // repeats * size + size) for i in range(len(parts))] if repeats else []
-    return repeats if tiles * size == extent and rest == 0 and parts == tiled else 0
+    if repeats and tiles * size == shape[dim] and rest == 0 and parts == tiled:
+        return (*shape[:dim], tiles, size, *shape[dim + 1 :]), repeats
+    return None
 
 
 def _equal_tiles(tensor: Tensor, dim: int, starts: Sequence[int], stops: Sequence[int]) -> tuple[Tensor, int] | None:
     """View of ``tensor`` with the tiles in front that its parts are, and how often each is repeated."""
-    shape, repeats = tensor.shape, _repeats(tensor.shape[dim], tuple(starts), tuple(stops))
-    if not repeats:
-        return None
-    tiles = len(starts) // repeats
-    return tensor.view(*shape[:dim], tiles, shape[dim] // tiles, *shape[dim + 1 :]).movedim(dim, 0), repeats
+    tiling = _tiling(tensor.shape, dim, tuple(starts), tuple(stops))
+    return None if tiling is None else (tensor.view(tiling[0]).movedim(dim, 0), tiling[1])
 
 
 def _copy(to: Tensor, source: Tensor) -> None:

@@ -217,7 +217,7 @@ def late_delivery(rank):
 
 
 def late_delivery_of_replicas(rank):
-    return spoiled(rank, transports.Late, [Shape(kv_heads=1)], [Case(heads=6, kv_heads=3)])
+    return spoiled(rank, transports.Late, [Shape(kv_heads=1)], [Case(heads=6, kv_heads=3, config={"head_groups": 1})])
 
 
 def one_position_a_rank(rank):
@@ -279,7 +279,10 @@ WATCHED = {
         Guard("exchange.exchange:_InFlight.launch", "self.rope_back is not None or not target", "not target"),
         rotated_as_it_lies,
     ),
-    "overlapping parts are summed": Watched(SEEN_BY_PROGRAMS["overlapping parts are summed"], late_delivery_of_replicas),
+    "replicas are summed": Watched(SEEN_BY_PROGRAMS["replicas are summed"], late_delivery_of_replicas),
+    "overlapping parts are summed": Watched(
+        Guard("relayout.ops:_copy_in", "part.add_(segment)", "part.copy_(segment)"), late_delivery_of_replicas
+    ),
 }
 
 

@@ -276,10 +276,8 @@ class _Start(torch.autograd.Function):
         sent = len(exchange.layout.each)
         ctx.exchange, ctx.unsent = exchange, [None] * (len(tensors) - sent)
         ctx.set_materialize_grads(False)
-        if any(
-            needed := ctx.needs_input_grad[1 : 1 + sent]
-        ):  # else what it was computed of wants the ranks' exchange of its gradient
-            exchange.needed = needed
+        if sent > 1:  # one alone has a gradient if its token has: o even where attention computed it of nothing
+            exchange.needed = ctx.needs_input_grad[1 : 1 + sent]
         exchange.start_forward(tensors[:sent])
         return _token(tensors[0])
 

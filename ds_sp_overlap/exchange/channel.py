@@ -86,18 +86,25 @@ class SideStream:
         self.transfer.wait_event(ready)
         self.gate.wait_event(ready)
         launched = self._recorded(self.gate)
-        with self.backend.stream(self.transfer):
-            yield
-        compute.wait_event(launched)
-        self.events += ready, launched  # a wait is for what was recorded before it
+        try:
+            with self.backend.stream(self.transfer):
+                yield
+        finally:
+            compute.wait_event(launched)
+            self.events += ready, launched  # a wait is for what was recorded before it
 
     def mark(self) -> Mark:
         """What the transfer stream holds now; exchanges that are started later come after it."""
         return Mark(self._recorded(self.transfer), self.backend.current_stream(self.device))
 
     def before_compute(self, mark: Mark) -> None:
-        """Order the compute stream after ``mark``, and not after what was started since: that is to stay hidden."""
-        mark.compute.wait_event(mark.event)  # not the current one: the garbage collector may call from anywhere
+        """Order the compute stream after ``mark``, and not after what was started since: that is to stay hidden.
+
+        So too the current stream, which reads what was received. The garbage collector may call from yet another one; let it wait.
+        """
+        mark.compute.wait_event(mark.event)
+        if (current := self.backend.current_stream(self.device)) != mark.compute:
+            current.wait_event(mark.event)
         self.events.append(mark.event)
 
     def _recorded(self, stream: Any) -> Any:

@@ -112,19 +112,21 @@ class _InFlight:
                 self._pack()
                 self.sources = ()
             self.track.mark("packed")
-            with self.side.after_compute():
-                self.track.mark("started")
-                try:
-                    self.handle = channel.transport.launch(
-                        self.send, self.recv, layout.send_sizes, layout.recv_sizes, channel.group, self.name
-                    )
-                except RuntimeError as error:
-                    raise channel.failed(self.name, "the exchange", error) from error
-                self.track.follow(self.handle)
-                if not self.side.blocks:
-                    self._wait()
-                    self.track.mark("arrived")
-            self.received = self.side.mark()
+            try:
+                with self.side.after_compute():
+                    self.track.mark("started")
+                    try:
+                        self.handle = channel.transport.launch(
+                            self.send, self.recv, layout.send_sizes, layout.recv_sizes, channel.group, self.name
+                        )
+                    except RuntimeError as error:
+                        raise channel.failed(self.name, "the exchange", error) from error
+                    self.track.follow(self.handle)
+                    if not self.side.blocks:
+                        self._wait()
+                        self.track.mark("arrived")
+            finally:  # whatever is raised, what was queued may use the buffers
+                self.received = self.side.mark()
         self.track.mark("launched")
         return self
 

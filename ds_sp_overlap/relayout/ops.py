@@ -99,6 +99,10 @@ def _copy_in(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: T
         else:
             tiles.copy_(wire.view(tiles.shape[0], repeats, *tiles.shape[1:]).sum(1, dtype=exact))
         return
+    if [0, *stops] == [*starts, out.shape[dim]]:  # unequal tiles, of which no two hold the same
+        for part, segment in _parts(out, wire, dim, starts, stops):
+            part.copy_(segment)
+        return
     total = torch.zeros_like(out, dtype=exact)
     for part, segment in _parts(total, wire, dim, starts, stops):
         part.add_(segment)

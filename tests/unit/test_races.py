@@ -318,7 +318,7 @@ WATCHED = {
         Guard(
             LAUNCH,
             "self.received = self.side.mark()",
-            "self.received = self.side.mark()\n        self.send, self.sources = None, ()",
+            "self.received = self.side.mark()\n            self.send, self.sources = None, ()",
         ),
         check("alone"),
         0,
@@ -328,7 +328,7 @@ WATCHED = {
         Guard(
             LAUNCH,
             WAIT,
-            "self.received = self.side.mark()\n        self.side.mark = lambda seen=self.received: seen\n        " + WAIT,
+            "self.received = self.side.mark()\n            self.side.mark = lambda seen=self.received: seen\n            " + WAIT,
         ),
         check(LAYER),
         0,

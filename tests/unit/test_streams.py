@@ -1,5 +1,7 @@
 """The order of the streams of exchanges, on a stand-in for an accelerator's interface that writes down what it is asked."""
 
+import gc
+
 import pytest
 import torch
 
@@ -139,6 +141,40 @@ def test_an_abandoned_exchange_orders_the_compute_stream_after_its_transfer(back
     backend.log.clear()
     del q
     assert backend.log == ["compute waits for q"]
+
+
+class Ticking(OneRank):
+    """Remembers on which stream, and when there, it was asked to move something."""
+
+    def __init__(self, backend, error=None):
+        self.backend, self.error, self.moved = backend, error, []
+
+    def launch(self, *arguments):
+        self.moved.append((self.backend.current, self.backend.current.tick()))
+        if self.error is not None:
+            raise self.error("interrupted")
+        return super().launch(*arguments)
+
+
+def test_whoever_finishes_on_another_stream_reads_after_the_transfer(backend):
+    """Guard: `SideStream.before_compute` has the current stream wait too."""
+    q = q_exchange(backend)
+    q.channel.transport = Ticking(backend)
+    q.start_forward([torch.randn(2, 3, 4, 8)])
+    backend.current = Stream(backend, "other")
+    q.finish_forward()
+    assert backend.current.is_after(*q.channel.transport.moved[0]) and backend.compute.is_after(*q.channel.transport.moved[0])
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_memory_returns_in_order_where_a_launch_is_interrupted_behind_its_transfer(backend, error):
+    """Guard: `_InFlight.launch` makes its mark whatever is raised."""
+    q = q_exchange(backend)
+    q.channel.transport = Ticking(backend, error)
+    with pytest.raises(error):
+        q.start_forward([torch.randn(2, 3, 4, 8)])
+    gc.collect()
+    assert backend.compute.is_after(*q.channel.transport.moved[0])
 
 
 def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(backend):

@@ -174,8 +174,12 @@ def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
     kinds        what travels with each head group: "qkv", or "q" if no rank needs a new KV head (`Geometry.kinds_of`)
     wgrad_last   compute dWo when every do has started; else each group's part before its do
     """
-    groups = range(len(kinds))
-    starts = [list(kinds[0]), *([together] for together in kinds[1:])]
+    return by_starts((tuple(kinds[0]), *((together,) for together in kinds[1:])), wgrad_last)
+
+
+def by_starts(starts: tuple[tuple[str, ...], ...], wgrad_last: bool = True) -> Schedule:
+    """The same order for any exchanges of each group: ``("q", "kv")`` is q alone, k and v together."""
+    groups = range(len(starts))
     forward, backward = [], []
     for group in groups:
         for of in starts[group]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..exchange.geometry import Range
+from ..exchange.layout import Range
 
 Ranges = tuple[Range, ...]  # of a part
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..rotary import rotate
 from .channel import Channel
-from .geometry import Layout
+from .layout import Layout
 
 
 def plain_exchange(

@@ -1,4 +1,4 @@
-"""An exchange in two differentiable halves, and everything that is in flight between them.
+"""An exchange in two differentiable halves.
 
     token = exchange.start(x)      launch; returns an empty tensor that autograd tracks
     y     = exchange.finish(token) order the compute stream after it; the received tensor
@@ -17,24 +17,15 @@ The token carries no data. What is in flight hangs on the `Exchange`, which belo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain, compress, islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..profiling.ranges import named
-from ..profiling.timeline import UNTRACKED, Track, Untracked
-from ..relayout import ops
-from . import check
-from .channel import Channel, HostStream, SideStream
-from .geometry import Layout, Side
-from .joined import join, split
-
-Tables = tuple[Tensor, Tensor]
+from .channel import Channel
+from .in_flight import InFlight, Tables
+from .layout import Layout
 
 
 def refuse_second_derivatives(where: str) -> None:
@@ -49,149 +40,6 @@ def refuse_second_derivatives(where: str) -> None:
             f"{where}: a backward with create_graph=True, but overlapped layers have no second derivatives; leave it out, or run "
             "this model with DeepSpeed's own DistributedAttention (ds_sp_overlap.disable)"
         )
-
-
-def _as_it_travels(x: Tensor, side: Side) -> Tensor | None:
-    """``x``, one end of an exchange, as the flat buffer that travels, if it lies in memory that way: each part together."""
-    if side.is_wire_layout:
-        return x.contiguous().view(-1)
-    if not side.is_cut_into_slices:
-        return None
-    front = x.movedim(side.dim, 0)
-    return front.view(-1) if front.is_contiguous() else None
-
-
-class _InFlight:
-    """One launched transfer; owns its buffers until it is finished.
-
-    rope, rope_back   (cos, sin) by which the source is rotated as it is packed, the target as it is unpacked (the other way)
-    """
-
-    # From `launch` on.
-    side: HostStream | SideStream
-    sources: Sequence[Tensor]  # empty once they have been packed
-    send: Tensor
-    recv: Tensor
-    outs: tuple[Tensor, ...]  # empty until they are unpacked
-    unpacks: bool
-    track: Track | Untracked
-
-    def __init__(self, channel: Channel, layout: Layout, name: str, rope: Tables | None = None, rope_back: Tables | None = None):
-        self.channel, self.layout, self.name = channel, layout, name
-        self.rope, self.rope_back = rope, rope_back
-        self.expected: list[Tensor] = []
-        self.handle: Any = None
-        self.received: Any = None  # mark of the transfer stream, between launch and finish
-
-    def launch(self, xs: Sequence[Tensor], checked: bool) -> _InFlight:
-        """Pack ``xs`` and launch their transfer. Collective."""
-        channel, layout, x = self.channel, self.layout, xs[0]
-        source, target = layout.source, layout.target
-        for each, given in zip(layout.each, xs, strict=True):
-            if given.shape != each.source.shape:
-                raise ValueError(f"{self.name}: expected a tensor of shape {list(each.source.shape)}, got {list(given.shape)}")
-        if checked:
-            plain = partial(check.plain_exchange, channel, name=self.name, rope=self.rope, rope_back=self.rope_back)
-            self.expected = [plain(each, given) for each, given in zip(layout.each, xs)]
-        self.side = channel.side(x.device)
-        self.sources = xs  # guard: read by the transfer, so kept alive until it is over
-        joined = len(xs) > 1
-        ready = None if joined or self.rope is not None else _as_it_travels(x, source)
-        packs = ready is None
-        wire = x if not joined else x.new_empty(0, dtype=functools.reduce(torch.promote_types, (given.dtype for given in xs)))
-        self.send = wire.new_empty(layout.send_elements) if ready is None else ready
-        self.unpacks = joined or self.rope_back is not None or not target.is_wire_layout
-        self.dtypes = [given.dtype for given in xs] if joined else None
-        self.outs = () if self.unpacks else self._new_outs(x)
-        # What is received as it lies is no view: its owner may change it in place, as he may what was unpacked.
-        self.recv = wire.new_empty(layout.recv_elements) if self.unpacks else self.outs[0].view(-1)
-        self.track = channel.timeline.exchange(self.name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
-        self.track.mark("issued")
-        with named(self.name, "start"):
-            if packs:
-                self._pack()
-                self.sources = ()
-            self.track.mark("packed")
-            try:
-                with self.side.after_compute():
-                    self.track.mark("started")
-                    try:
-                        self.handle = channel.transport.launch(
-                            self.send, self.recv, layout.send_sizes, layout.recv_sizes, channel.group, self.name
-                        )
-                    except RuntimeError as error:
-                        raise channel.failed(self.name, "the exchange", error) from error
-                    self.track.follow(self.handle)
-                    if not self.side.blocks:
-                        self._wait()
-                        self.track.mark("arrived")
-            finally:  # whatever is raised, what was queued may use the buffers
-                self.received = self.side.mark()
-        self.track.mark("launched")
-        return self
-
-    def _new_outs(self, like: Tensor) -> tuple[Tensor, ...]:
-        if self.dtypes is None:
-            return (like.new_empty(self.layout.target.shape),)
-        return tuple(like.new_empty(each.target.shape, dtype=dtype) for each, dtype in zip(self.layout.each, self.dtypes))
-
-    def _sent_bytes(self) -> int:
-        sizes = self.layout.send_sizes
-        return (sum(sizes) - sizes[self.channel.rank]) * self.send.element_size()
-
-    def _wait(self) -> None:
-        try:
-            self.handle.wait()
-        except RuntimeError as error:
-            raise self.channel.failed(self.name, "the exchange", error) from error
-
-    def _pack(self) -> None:
-        relayout, source = ops.implementation(self.channel.kernels), self.layout.source
-        if self.layout.also:
-            join(self.sources, [each.source for each in self.layout.each], self.send)
-        elif self.rope is None:
-            relayout.pack(*self.sources, source.dim, *source.edges, self.send)
-        else:
-            relayout.rotate_pack(*self.sources, *self.rope, *source.edges, self.send)
-
-    def _unpack(self) -> None:
-        relayout, target = ops.implementation(self.channel.kernels), self.layout.target
-        if self.layout.also:
-            split(self.recv, [each.target for each in self.layout.each], self.outs)
-        elif self.rope_back is None:
-            relayout.unpack(self.recv, target.dim, *target.edges, *self.outs)
-        else:
-            relayout.unpack_rotate_back(self.recv, *self.rope_back, *target.edges, *self.outs)
-
-    def finish(self) -> tuple[Tensor, ...]:
-        """Wait, and hand over what was received."""
-        self.track.mark("wait")
-        with named(self.name, "finish"):
-            if self.side.blocks:
-                self._wait()
-            else:
-                self.side.before_compute(self.received)
-            self.received = None
-            self.track.mark("unpacking")
-            # Sent: given back before memory is taken for what was received. The handle may hold it too.
-            self.sources, self.handle = (), None
-            del self.send
-            if self.unpacks:
-                self.outs = self._new_outs(self.recv)
-                self._unpack()
-            self.track.mark("done")
-        self.track.mark("go")
-        if self.expected:
-            rotated = (self.rope or self.rope_back) is not None
-            for out, expected in zip(self.outs, self.expected):
-                check.compare(self.channel, out, expected, self.name, rotated)
-        return self.outs
-
-    def __del__(self) -> None:
-        # Abandoned (an exception between start and finish). The memory must not return to the compute stream before the
-        # transfer is over; where waiting blocks the host there is no mark, and c10d holds the buffers itself.
-        if self.received is not None:
-            self.side.before_compute(self.received)
 
 
 class Exchange:
@@ -209,8 +57,8 @@ class Exchange:
         self.channel, self.layout, self.where, self.what = channel, layout, where, what
         self.checked, self.rope = checked, rope
         self.needed: Sequence[bool] = (True,) * len(layout.each)  # whether there will be a gradient of each tensor
-        self.forward: _InFlight | None = None
-        self.gradient: _InFlight | None = None
+        self.forward: InFlight | None = None
+        self.gradient: InFlight | None = None
 
     def start(self, *tensors: Tensor) -> Tensor:
         """Launch the exchange and return at once.
@@ -236,7 +84,7 @@ class Exchange:
     def start_forward(self, xs: Sequence[Tensor]) -> None:
         """The first half of the forward, for a node that does more than that."""
         name = f"{self.where} {self.what}"
-        self.forward = _InFlight(self.channel, self.layout, name, self.rope).launch(xs, self.checked)
+        self.forward = InFlight(self.channel, self.layout, name, self.rope).launch(xs, self.checked)
 
     def finish_forward(self) -> tuple[Tensor, ...]:
         """The second half."""
@@ -248,7 +96,7 @@ class Exchange:
     def start_gradient(self, dys: Sequence[Tensor]) -> None:
         """The first half of the backward, with the gradients of those tensors that are `needed`."""
         name, layout = f"{self.where} d{self.what}", self.layout.only(self.needed).inverse
-        self.gradient = _InFlight(self.channel, layout, name, None, self.rope).launch(dys, self.checked)
+        self.gradient = InFlight(self.channel, layout, name, None, self.rope).launch(dys, self.checked)
 
     def finish_gradient(self) -> tuple[Tensor | None, ...]:
         """The second half; None for tensors that need none."""

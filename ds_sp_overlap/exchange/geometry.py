@@ -1,17 +1,6 @@
-"""Geometry of the exchanges as frozen values; no tensors, no torch.distributed.
+"""Which heads of which tokens each rank holds, and what an exchange moves, as a frozen value; no tensors, no torch.distributed.
 
-Ulysses attention holds its tensors in two ways:
-
-    local    [s/P, b, h, d]   this rank's slice of the sequence, all heads
-    global   [s, b, h/P, d]   the whole sequence, this rank's heads
-
-(or ``[b, s/P, h, d]`` and ``[b, s, h/P, d]``, batch first). An exchange turns one into the other. Both ends of it have
-the same form, a tensor cut along one dimension with one part per peer: the local side is cut along heads, the global
-side along the sequence. That is all a `Side` says, and it covers every case there is: unequal parts are uneven heads
-or unequal local sequences, overlapping parts are KV heads that several ranks need, and the gradient's exchange is the
-same pair of sides with their roles swapped.
-
-Which heads go where (`Geometry`) is one rule: query heads are dealt out in contiguous, balanced ranges, the larger
+Which heads go where is one rule: query heads are dealt out in contiguous, balanced ranges, the larger
 ones first, and a rank receives the KV heads that its query heads attend to. Replication of KV heads (fewer KV heads
 than ranks, or a KV group that two ranks share) falls out of that rule. For head counts that divide it is the split of
 DeepSpeed's ``DistributedAttention`` and ``UlyssesSPAttentionHF``.
@@ -19,118 +8,10 @@ DeepSpeed's ``DistributedAttention`` and ``UlyssesSPAttentionHF``.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-Range = tuple[int, int]  # [start, stop)
-
-
-@dataclass(frozen=True)
-class Side:
-    """One end of an exchange.
-
-    shape    shape of the tensor at this end
-    dim      the dimension it is cut along
-    parts    for each peer, the range along ``dim`` that is sent to it or received from it, in rank order
-    """
-
-    shape: tuple[int, ...]
-    dim: int
-    parts: tuple[Range, ...]
-
-    @cached_property
-    def split_sizes(self) -> list[int]:
-        """Elements per peer, as ``all_to_all_single`` wants them."""
-        row = math.prod(self.shape) // max(self.shape[self.dim], 1)
-        return [(stop - start) * row for start, stop in self.parts]
-
-    @cached_property
-    def elements(self) -> int:
-        """Elements of all parts."""
-        return sum(self.split_sizes)
-
-    @cached_property
-    def edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Starts and stops of the parts."""
-        starts, stops = zip(*self.parts)
-        return starts, stops
-
-    @cached_property
-    def tiles(self) -> bool:
-        """Whether the parts lie end to end and cover the dimension."""
-        edges = [0, *(stop for _, stop in self.parts)]
-        return edges[-1] == self.shape[self.dim] and all(part[0] == edge for part, edge in zip(self.parts, edges))
-
-    @cached_property
-    def tiled(self) -> tuple[int, ...]:
-        """Shape of a tensor [., ., h, d] with a dimension for the peers in front of the one that is cut, and h and d in one; empty if
-        the parts don't tile it equally."""
-        shape, peers = self.shape, len(self.parts)
-        if len(shape) != 4 or not self.tiles or len({stop - start for start, stop in self.parts}) > 1:
-            return ()
-        each = shape[self.dim] // peers
-        return (*shape[:2], peers, each * shape[3]) if self.dim == 2 else (
-            *shape[: self.dim], peers, each, *shape[self.dim + 1 : 2], shape[2] * shape[3]
-        )  # fmt: skip
-
-    @cached_property
-    def is_wire_layout(self) -> bool:
-        """Whether a contiguous tensor of this shape already is the buffer that travels, so that nothing is moved."""
-        return self.tiles and math.prod(self.shape[: self.dim]) == 1
-
-    @cached_property
-    def is_cut_into_slices(self) -> bool:
-        """Whether each part is one slice, as in a tensor that has a dimension for the ranks."""
-        return self.tiles and all(stop - start == 1 for start, stop in self.parts)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """An exchange as this rank sees it: the tensor it gives and the tensor it gets.
-
-    also   of other tensors that travel with it: each peer is sent its part of the first, then of the second, and so on
-    """
-
-    source: Side
-    target: Side
-    also: tuple[Layout, ...] = ()
-
-    @cached_property
-    def each(self) -> tuple[Layout, ...]:
-        """Of every tensor."""
-        return self, *self.also
-
-    @cached_property
-    def send_sizes(self) -> list[int]:
-        """Elements to each peer, of all tensors together."""
-        return [sum(sizes) for sizes in zip(*(layout.source.split_sizes for layout in self.each))]
-
-    @cached_property
-    def recv_sizes(self) -> list[int]:
-        """Elements from each peer."""
-        return [sum(sizes) for sizes in zip(*(layout.target.split_sizes for layout in self.each))]
-
-    @cached_property
-    def send_elements(self) -> int:
-        return sum(self.send_sizes)
-
-    @cached_property
-    def recv_elements(self) -> int:
-        return sum(self.recv_sizes)
-
-    @cached_property
-    def inverse(self) -> Layout:
-        """The exchange of the gradient."""
-        return Layout(self.target, self.source, tuple(layout.inverse for layout in self.also))
-
-    def only(self, wanted: Sequence[bool]) -> Layout:
-        """The exchange of some of its tensors."""
-        if all(wanted):
-            return self
-        first, *also = (layout for layout, is_wanted in zip(self.each, wanted) if is_wanted)
-        return Layout(first.source, first.target, tuple(also))
+from .layout import Layout, Range, Side
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from .geometry import Side
+from ..relayout.ops import tiling
+from .layout import Side
 
 
 def join(tensors: Sequence[Tensor], sides: Sequence[Side], wire: Tensor) -> None:
     """Write the parts of ``tensors``, each [.., .., h, d], into the flat ``wire``, which may have a wider dtype."""
-    if (place := _of_equal_parts(sides, wire)) is not None:  # one kernel
-        torch.cat([x.reshape(side.tiled) for x, side in zip(tensors, sides)], 3, out=place)
+    if tiles := _tiles(tuple(sides)):  # one kernel
+        torch.cat([x.reshape(shape) for x, shape in zip(tensors, tiles)], 3, out=_tiled_wire(wire, sides, tiles))
         return
     for part, place in _places(tensors, sides, wire):
         place.copy_(part)
@@ -21,10 +23,10 @@ def join(tensors: Sequence[Tensor], sides: Sequence[Side], wire: Tensor) -> None
 
 def split(wire: Tensor, sides: Sequence[Side], tensors: Sequence[Tensor]) -> None:
     """The inverse of `join`; slices that several parts hold are summed, in fp32 for half precision."""
-    if (place := _of_equal_parts(sides, wire)) is not None:
-        pieces = place.split([side.tiled[3] for side in sides], 3)
-        for x, side, piece in zip(tensors, sides, pieces):
-            x.view(side.tiled).copy_(piece)
+    if tiles := _tiles(tuple(sides)):
+        pieces = _tiled_wire(wire, sides, tiles).split([shape[3] for shape in tiles], 3)
+        for x, shape, piece in zip(tensors, tiles, pieces):
+            x.view(shape).copy_(piece)
         return
     if all(side.tiles for side in sides):
         for part, place in _places(tensors, sides, wire):
@@ -37,13 +39,19 @@ def split(wire: Tensor, sides: Sequence[Side], tensors: Sequence[Tensor]) -> Non
         x.copy_(total)
 
 
-def _of_equal_parts(sides: Sequence[Side], wire: Tensor) -> Tensor | None:
-    """The wire in the order of the tensors' memory, with `Side.tiled` of all of them side by side; None if parts are not equal."""
-    if any(not side.tiled for side in sides):
-        return None
-    shape, dim = sides[0].tiled, sides[0].dim
-    peers, *others = shape[dim], *shape[:dim], *shape[dim + 1 : 3], sum(side.tiled[3] for side in sides)
-    return wire.view(peers, *others).movedim(0, dim)
+@lru_cache(maxsize=4096)
+def _tiles(sides: tuple[Side, ...]) -> list[tuple[int, ...]]:
+    """Shape of each tensor with a dimension for the peers in front of the one that is cut, and h and d in one; none if its parts
+    don't tile it equally."""
+    found = [tiling(side.shape, side.dim, *side.edges) for side in sides]
+    shapes = [tiled[0] for tiled in found if tiled is not None and tiled[1] == 1]
+    return [(*shape[:3], shape[3] * shape[4]) for shape in shapes] if len(shapes) == len(sides) else []
+
+
+def _tiled_wire(wire: Tensor, sides: Sequence[Side], tiles: list[tuple[int, ...]]) -> Tensor:
+    """The wire in the order of the tensors' memory, with the tiles of all of them side by side."""
+    dim, shape = sides[0].dim, [*tiles[0][:3], sum(shape[3] for shape in tiles)]
+    return wire.view(shape.pop(dim), *shape).movedim(0, dim)
 
 
 def _places(tensors: Sequence[Tensor], sides: Sequence[Side], wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -32,7 +32,7 @@ def _parts(tensor: Tensor, wire: Tensor, dim: int, starts: list[int], stops: lis
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiling(shape: Sequence[int], dim: int, starts: Sequence[int], stops: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
+def tiling(shape: Sequence[int], dim: int, starts: Sequence[int], stops: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
     """Shape with a dimension for tiles in front of ``dim``, if the parts are equal tiles that cover it in order, and how many parts in
     succession are each of them: more than one where several ranks in succession need the same KV heads."""
     parts, size = list(zip(starts, stops)), stops[0] - starts[0]
@@ -46,8 +46,8 @@ def _tiling(shape: Sequence[int], dim: int, starts: Sequence[int], stops: Sequen
 
 def _equal_tiles(tensor: Tensor, dim: int, starts: Sequence[int], stops: Sequence[int]) -> tuple[Tensor, int] | None:
     """View of ``tensor`` with the tiles in front that its parts are, and how often each is repeated."""
-    tiling = _tiling(tensor.shape, dim, tuple(starts), tuple(stops))
-    return None if tiling is None else (tensor.view(tiling[0]).movedim(dim, 0), tiling[1])
+    found = tiling(tensor.shape, dim, tuple(starts), tuple(stops))
+    return None if found is None else (tensor.view(found[0]).movedim(dim, 0), found[1])
 
 
 def _copy(to: Tensor, source: Tensor) -> None:

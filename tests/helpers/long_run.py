@@ -21,7 +21,7 @@ from tabulate import tabulate
 from torch.optim import optimizer
 
 import ds_sp_overlap
-from ds_sp_overlap.exchange.exchange import _InFlight
+from ds_sp_overlap.exchange.in_flight import InFlight
 from tests.helpers import models
 from tests.helpers.faulty_training import attention_raises
 from tests.helpers.ranks import on_ranks
@@ -42,7 +42,7 @@ def census(model):
         "threads": process.num_threads(),
         "descriptors": process.num_fds(),
         "tensors": sum(issubclass(type(thing), torch.Tensor) for thing in things),
-        "exchanges in flight": sum(type(thing) is _InFlight for thing in things),
+        "exchanges in flight": sum(type(thing) is InFlight for thing in things),
         "hooks": len(optimizer._global_optimizer_post_hooks) + sum(len(hook) for hook in hooks if isinstance(hook, dict)),
         "finalizers": len(weakref.finalize._registry),
         "objects": len(things),

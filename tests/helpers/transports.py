@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ds_sp_overlap.exchange.exchange import _InFlight
+from ds_sp_overlap.exchange.in_flight import InFlight
 
 
 class Armed:
@@ -32,13 +32,13 @@ class Armed:
 
     def __init__(self):
         self.acted, self.due = Counter(), Counter()
-        self.launching: _InFlight | None = None
+        self.launching: InFlight | None = None
         self.counting = threading.Lock()
 
     def owns(self, send):
         """Whether ``send`` is no memory of the caller's: a copy of the source, or a source that a GEMM of ours wrote."""
         if self.launching is None:
-            raise LookupError("BLIND: an exchange was launched by something else than _InFlight; follow the code in transports")
+            raise LookupError("BLIND: an exchange was launched by something else than InFlight; follow the code in transports")
         for source in getattr(self.launching, "sources", ()):  # none where they were packed and let go
             if source.untyped_storage().data_ptr() == send.untyped_storage().data_ptr():
                 return source.dim() == 5 and _is_written_by_ours(source)  # only what the package computes has a dimension for ranks
@@ -76,13 +76,13 @@ armed: Armed | None = None  # the one in force
 def spoiled_buffers():
     """Spoil what the package must not read again: its send buffers once delivered, received ones once unpacked.
 
-    Uninitialised memory is NaN too. All of it hangs on `_InFlight`, which every exchange is, whatever implementation packs it.
+    Uninitialised memory is NaN too. All of it hangs on `InFlight`, which every exchange is, whatever implementation packs it.
     Yields the `Armed` that counts; AssertionError, BLIND, if it did less than the layouts of the exchanges let it.
     """
     global armed
     before, armed = armed, Armed()
     here = armed
-    launch, pack, unpack, collect = (getattr(_InFlight, name) for name in ("launch", "_pack", "_unpack", "finish"))
+    launch, pack, unpack, collect = (getattr(InFlight, name) for name in ("launch", "_pack", "_unpack", "finish"))
 
     @functools.wraps(launch)
     def launching(self, *args, **kwargs):
@@ -115,7 +115,7 @@ def spoiled_buffers():
     wrapped = {"launch": launching, "_pack": packing, "_unpack": unpacking, "finish": collecting}
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
     try:
-        with mock.patch.multiple(_InFlight, **wrapped):
+        with mock.patch.multiple(InFlight, **wrapped):
             yield here
     finally:
         armed = before

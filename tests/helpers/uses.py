@@ -241,7 +241,7 @@ def backward_again(call, q, k, v, do):
 
 
 def strided_inputs_and_cotangent(call, q, k, v, do):
-    """Guard: `_InFlight` makes contiguous what it sends as it is."""
+    """Guard: `InFlight` makes contiguous what it sends as it is."""
     strided = [t.transpose(0, 2).contiguous().transpose(0, 2) for t in (q, k, v)]
     o = call(*strided)
     o.backward(do.transpose(1, 3).contiguous().transpose(1, 3))

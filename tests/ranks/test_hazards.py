@@ -61,16 +61,16 @@ CASES = [
 
 PLANTED = {  # each of them computes what it should, as long as nobody spoils the buffer that it has no right to read
     "a send buffer read after delivery": Guard(
-        "exchange.exchange:_InFlight.finish",
+        "exchange.in_flight:InFlight.finish",
         'self.track.mark("unpacking")',
         "sent, got = self.layout.send_sizes, self.layout.recv_sizes\n        "
         "self.recv.split(got)[self.channel.rank].copy_(self.send.split(sent)[self.channel.rank])",  # which needn't travel
     ),
     "a received buffer read after its unpack": Guard(
-        "exchange.exchange:_InFlight.finish", 'self.track.mark("go")', "self.unpacks and self._unpack()"
+        "exchange.in_flight:InFlight.finish", 'self.track.mark("go")', "self.unpacks and self._unpack()"
     ),
     "a received buffer unpacked twice": Guard(
-        "exchange.exchange:_InFlight.finish", "self._unpack()", "[self._unpack() for _ in '12']"
+        "exchange.in_flight:InFlight.finish", "self._unpack()", "[self._unpack() for _ in '12']"
     ),
 }
 
@@ -229,7 +229,7 @@ def one_position_a_rank(rank):
 
 
 def test_what_travels_as_it_lies_is_contiguous():
-    """Guard: `_InFlight` makes its source contiguous where that is the send buffer."""
+    """Guard: `InFlight` makes its source contiguous where that is the send buffer."""
     no_faults(2, one_position_a_rank)
 
 
@@ -240,7 +240,7 @@ def rotated_as_it_lies(rank):
 
 
 def test_what_is_rotated_on_its_way_is_packed_and_unpacked_though_it_could_travel_as_it_lies():
-    """Guard: `_InFlight` asks for that before it asks how its source lies."""
+    """Guard: `InFlight` asks for that before it asks how its source lies."""
     no_faults(2, rotated_as_it_lies)
 
 
@@ -250,7 +250,7 @@ WATCHED = {
     "a half waits before it reads": Watched(SEEN_BY_PROGRAMS["a half waits before it reads"], late_delivery),
     "the send buffer is kept until the exchange is finished": Watched(
         Guard(
-            "exchange.exchange:_InFlight.launch",
+            "exchange.in_flight:InFlight.launch",
             "if not self.side.blocks:",
             "self.send = None\n            if not self.side.blocks:",
         ),
@@ -262,7 +262,7 @@ WATCHED = {
     ),
     "what was received is unpacked into other memory": Watched(
         Guard(
-            "exchange.exchange:_InFlight._new_outs",
+            "exchange.in_flight:InFlight._new_outs",
             "(like.new_empty(self.layout.target.shape),)",
             # Where replicas are summed, else torch itself refuses to copy.
             "(like.new_empty(self.layout.target.shape) if self.layout.target.tiles else "
@@ -272,11 +272,11 @@ WATCHED = {
     ),
     **{f"there is no {what.removeprefix('a ')}": Watched(guard, late_delivery) for what, guard in PLANTED.items()},
     "what is rotated on its way is packed": Watched(
-        Guard("exchange.exchange:_InFlight.launch", "joined or self.rope is not None", "joined"),
+        Guard("exchange.in_flight:InFlight.launch", "joined or self.rope is not None", "joined"),
         rotated_as_it_lies,
     ),
     "what is rotated on its way back is unpacked": Watched(
-        Guard("exchange.exchange:_InFlight.launch", "self.rope_back is not None or not target", "not target"),
+        Guard("exchange.in_flight:InFlight.launch", "self.rope_back is not None or not target", "not target"),
         rotated_as_it_lies,
     ),
     "replicas are summed": Watched(SEEN_BY_PROGRAMS["replicas are summed"], late_delivery_of_replicas),

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ds_sp_overlap.exchange.channel import Channel, SideStream
-from ds_sp_overlap.exchange.exchange import Exchange, _InFlight
+from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.in_flight import InFlight
 from tests.helpers import layers, transports
 from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
@@ -96,7 +97,7 @@ def abandoned(rank):
 
 
 def test_memory_of_an_abandoned_exchange_returns_in_order():
-    """Guard: `_InFlight.__del__` orders the compute stream after the transfer."""
+    """Guard: `InFlight.__del__` orders the compute stream after the transfer."""
     no_faults(2, abandoned)
 
 
@@ -129,13 +130,13 @@ def held_until_finished(rank):
 
 
 def test_a_source_lives_as_long_as_it_is_read_and_no_longer():
-    """Guard: `_InFlight.sources`."""
+    """Guard: `InFlight.sources`."""
     no_faults(2, held_until_finished)
 
 
 def in_flight():
     gc.collect()
-    return [o for o in gc.get_objects() if type(o) is _InFlight]
+    return [o for o in gc.get_objects() if type(o) is InFlight]
 
 
 def nothing_stays_in_flight(rank):
@@ -205,14 +206,14 @@ def test_a_half_out_of_place_is_refused():
 
 WATCHED = {
     "a source that was packed is let go": Watched(
-        Guard("exchange.exchange:_InFlight.launch", "self._pack()\n            self.sources = ()", "self._pack()"),
+        Guard("exchange.in_flight:InFlight.launch", "self._pack()\n            self.sources = ()", "self._pack()"),
         held_until_finished,
     ),
     "memory of an abandoned exchange returns in order": Watched(
-        Guard("exchange.exchange:_InFlight.__del__", "self.side.before_compute(self.received)", "pass"), abandoned
+        Guard("exchange.in_flight:InFlight.__del__", "self.side.before_compute(self.received)", "pass"), abandoned
     ),
     "the compute stream waits at finish": Watched(
-        Guard("exchange.exchange:_InFlight.finish", "self.side.before_compute(self.received)", "pass"), stream_order
+        Guard("exchange.in_flight:InFlight.finish", "self.side.before_compute(self.received)", "pass"), stream_order
     ),
     "the transfer stream waits at launch": Watched(
         Guard("exchange.channel:SideStream.after_compute", "self.transfer.wait_event(ready)", "pass"), stream_order
@@ -225,7 +226,7 @@ WATCHED = {
         stream_order,
     ),
     "a finished transfer waits for nothing when it is freed": Watched(
-        Guard("exchange.exchange:_InFlight.finish", "self.received = None", "pass"), stream_order
+        Guard("exchange.in_flight:InFlight.finish", "self.received = None", "pass"), stream_order
     ),
     "a finished transfer is let go": Watched(
         Guard(
@@ -244,10 +245,10 @@ WATCHED = {
         nothing_stays_in_flight,
     ),
     "a half out of place is refused": Watched(
-        Guard("exchange.exchange:_InFlight.launch", "if given.shape != each.source.shape:", "if False:"), finished_twice
+        Guard("exchange.in_flight:InFlight.launch", "if given.shape != each.source.shape:", "if False:"), finished_twice
     ),
     "a launch that fails names its exchange": Watched(
-        Guard("exchange.exchange:_InFlight.launch", "except RuntimeError as error:", "except LookupError as error:"),
+        Guard("exchange.in_flight:InFlight.launch", "except RuntimeError as error:", "except LookupError as error:"),
         launch_that_fails,
     ),
 }

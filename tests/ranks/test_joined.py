@@ -10,6 +10,7 @@ import torch
 from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.exchange import Exchange, finish_together
 from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.joined import _tiles
 from tests.helpers import layers, transports
 from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
@@ -143,13 +144,8 @@ def test_tensors_of_several_dtypes_and_head_dims_arrive_as_they_left():
 
 
 def replicas(rank):
+    _tiles.cache_clear()
     return faults(rank, ("qkv",), [Shape(kv_heads=1), Shape(6, 3, lengths=(3, 2))])
-
-
-def unequal(rank):
-    Geometry.exchange.cache_clear()  # what it returned knows how it is tiled
-    Geometry.together.cache_clear()
-    return faults(rank, ("qkv",), [Shape(lengths=(5, 1), config={"head_groups": 1})])
 
 
 def some_frozen(rank):
@@ -161,8 +157,8 @@ WATCHED = {
     "replicas that travel together are summed": Watched(
         Guard("exchange.joined:split", "part.add_(place)", "part.copy_(place)"), replicas
     ),
-    "parts are side by side only if they are equal": Watched(
-        Guard("exchange.geometry:Side.tiled.func", "len({stop - start for start, stop in self.parts}) > 1", "False"), unequal
+    "what several need is no tile of each": Watched(
+        Guard("exchange.joined:_tiles", " and tiled[1] == 1", ""), replicas, raises=True
     ),
     "what is received of some is given to those": Watched(
         Guard("exchange.exchange:Exchange.finish_gradient", "next(given) if needed else None", "next(given, None)"), some_frozen

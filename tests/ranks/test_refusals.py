@@ -646,11 +646,11 @@ WATCHED = {
         Guard("exchange.channel:Channel.agree", "if faults:", "if not mine[0]:"), fault_of_one_rank
     ),
     "check mode compares": Watched(
-        Guard("exchange.exchange:_InFlight.finish", "if self.expected:", "if False:"),
+        Guard("exchange.in_flight:InFlight.finish", "if self.expected:", "if False:"),
         corruption_goes_unnoticed,
     ),
     "a failure names its exchange": Watched(
-        Guard("exchange.exchange:_InFlight._wait", "except RuntimeError as error:", "except LookupError as error:"),
+        Guard("exchange.in_flight:InFlight._wait", "except RuntimeError as error:", "except LookupError as error:"),
         failure_names_the_exchange,
     ),
 }

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ds_sp_overlap
-from ds_sp_overlap.exchange import exchange
+from ds_sp_overlap.exchange import in_flight
 from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.profiling import picture, timeline
 from ds_sp_overlap.profiling.timed import Run
@@ -236,13 +236,13 @@ def test_ranks_whose_optimizers_step_apart_wait_for_nobody(tmp_path):
 
 
 def untracked(rank):
-    seen, in_flight = [], exchange._InFlight.finish
+    seen, finish = [], in_flight.InFlight.finish
 
     def watching(self):
         seen.append(self.track)
-        return in_flight(self)
+        return finish(self)
 
-    exchange._InFlight.finish = watching
+    in_flight.InFlight.finish = watching
     try:
         shape = Shape()
         layer = layers.projections(shape)
@@ -251,7 +251,7 @@ def untracked(rank):
         layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
         return attend.layer.channel.timeline is None, all(track is UNTRACKED for track in seen), len(seen)
     finally:
-        exchange._InFlight.finish = in_flight
+        in_flight.InFlight.finish = finish
 
 
 def test_without_the_key_nothing_is_marked():

@@ -393,7 +393,9 @@ def tables_are_watched(rank):
 
 WATCHED = {
     "a part travels as it lies only if it has one element": Watched(
-        Guard("exchange.exchange:_as_it_travels", "if not side.is_cut_into_slices:", "if len(side.parts) != side.shape[side.dim]:"),
+        Guard(
+            "exchange.in_flight:_as_it_travels", "if not side.is_cut_into_slices:", "if len(side.parts) != side.shape[side.dim]:"
+        ),
         functools.partial(of_another_memory_order, lengths=(2, 0)),
     ),
     "gradients of shared rows are summed": Watched(

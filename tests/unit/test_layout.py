@@ -7,7 +7,8 @@ from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_sp_overlap.exchange.geometry import Geometry, Layout
+from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.layout import Layout
 from ds_sp_overlap.exchange.transport import all_equal
 from tests.helpers.guards import Guard, Watched, must_notice
 

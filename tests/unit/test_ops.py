@@ -238,7 +238,7 @@ WATCHED = {
         ranks=0,
     ),
     "parts are tiles only if they lie in order": Watched(
-        Guard("relayout.ops:_tiling", "rest == 0 and parts == tiled", "rest == 0"),
+        Guard("relayout.ops:tiling", "rest == 0 and parts == tiled", "rest == 0"),
         unequal_parts,
         ranks=0,
     ),

@@ -279,7 +279,7 @@ def check(scene, asynchronous=False):
     return functools.partial(faults, SCENES[scene], asynchronous)
 
 
-LAUNCH, FINISH = "exchange.exchange:_InFlight.launch", "exchange.exchange:_InFlight.finish"
+LAUNCH, FINISH = "exchange.in_flight:InFlight.launch", "exchange.in_flight:InFlight.finish"
 AFTER_COMPUTE, RECORDED = "exchange.channel:SideStream.after_compute", "exchange.channel:SideStream._recorded"
 MARK, BEFORE_COMPUTE = "exchange.channel:SideStream.mark", "exchange.channel:SideStream.before_compute"
 WAIT = "with self.side.after_compute():"
@@ -291,12 +291,12 @@ WATCHED = {
         Guard(AFTER_COMPUTE, "self.transfer.wait_event(ready)", "pass"), check(LAYER), 0
     ),
     "its stream waits for an asynchronous one": Watched(
-        Guard("exchange.exchange:_InFlight._wait", "self.handle.wait()", "pass"), check(LAYER, True), 0
+        Guard("exchange.in_flight:InFlight._wait", "self.handle.wait()", "pass"), check(LAYER, True), 0
     ),
     "finish waits": Watched(Guard(FINISH, "self.side.before_compute(self.received)", "pass"), check(LAYER), 0),
     "and that is a wait": Watched(Guard(BEFORE_COMPUTE, "mark.compute.wait_event(mark.event)", "pass"), check(LAYER), 0),
     "an abandoned exchange is waited for": Watched(
-        Guard("exchange.exchange:_InFlight.__del__", "self.side.before_compute(self.received)", "pass"), check("abandoned"), 0
+        Guard("exchange.in_flight:InFlight.__del__", "self.side.before_compute(self.received)", "pass"), check("abandoned"), 0
     ),
     "by the stream that its memory belongs to": Watched(
         Guard(BEFORE_COMPUTE, "mark.compute.wait_event", "self.backend.current_stream(self.device).wait_event"),

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-import ds_sp_overlap.exchange.exchange as exchange
+import ds_sp_overlap.exchange.in_flight as in_flight
 from ds_sp_overlap import doctor
 from ds_sp_overlap.attention.execution import Call, attend_groups, start_inputs
 from ds_sp_overlap.exchange import channel as channel_module
@@ -36,7 +36,7 @@ class LoggingTransport(OneRank):
 @pytest.fixture
 def backend(monkeypatch):
     backend = Backend()
-    plain = exchange.ops.implementation("torch")
+    plain = in_flight.ops.implementation("torch")
 
     def logged(name):
         def move(*args):
@@ -45,7 +45,7 @@ def backend(monkeypatch):
 
         return move
 
-    monkeypatch.setattr(exchange.ops, "_TORCH", plain._replace(pack=logged("pack"), unpack=logged("unpack")))
+    monkeypatch.setattr(in_flight.ops, "_TORCH", plain._replace(pack=logged("pack"), unpack=logged("unpack")))
     return backend
 
 
@@ -168,7 +168,7 @@ def test_whoever_finishes_on_another_stream_reads_after_the_transfer(backend):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_memory_returns_in_order_where_a_launch_is_interrupted_behind_its_transfer(backend, error):
-    """Guard: `_InFlight.launch` makes its mark whatever is raised."""
+    """Guard: `InFlight.launch` makes its mark whatever is raised."""
     q = q_exchange(backend)
     q.channel.transport = Ticking(backend, error)
     with pytest.raises(error):

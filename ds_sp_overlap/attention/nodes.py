@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ..exchange.exchange import refuse_second_derivatives
-from ..rotary import rotate, rotate_back
 from .execution import Call, Part, finish_output, start_inputs
 from .linear import Plain, autocast, by_rank, matrix, projected_rows
 from .slices import Ranges, batched, cut_ranges, join_pieces, put_ranges
@@ -36,7 +35,8 @@ class Projections:
     modules   the linear layers
     rows      of each part
     norms     of q and k, over d of heads [.., h, d]; computed again in backward, so that nothing but their input is kept
-    tables    (cos, sin) [.., 1, d_rot] by which q and k are rotated, without a gradient; or empty
+    rope      a `Rotary` that rotates q and k
+    tables    (cos, sin) [.., 1, d_rot] by which, without a gradient; empty if nothing is rotated
     folded    what the kernels rotate that pack it, so that `shape` does not
     head_dim  d
     plain     see `linear`
@@ -46,6 +46,7 @@ class Projections:
     modules: list[nn.Linear]
     rows: dict[Part, Rows]
     norms: dict[str, nn.Module]
+    rope: Any
     tables: tuple[Tensor, ...]
     folded: frozenset[Part]
     head_dim: int
@@ -91,7 +92,7 @@ class Projections:
         ranks = self.rows[part].ranks
         heads = heads.movedim(2, 0) if ranks else heads
         heads = heads if norm is None else norm(heads)
-        heads = rotate(heads, *tables) if rotated else heads
+        heads = self.rope.rotate(heads, *tables) if rotated else heads
         return heads.movedim(0, 2) if ranks else heads
 
 
@@ -161,7 +162,7 @@ class _StartInputs(torch.autograd.Function):
             """The gradient of what was projected, [.., n], of that of what was sent."""
             if part not in normed:
                 if made.is_rotated(part, tables):
-                    dy = rotate_back(dy.flatten(2, -2), *tables).to(ctx.dtype)
+                    dy = made.rope.rotate_back(dy.flatten(2, -2), *tables).to(ctx.dtype)
                 return dy.flatten(2)
             leaf, of_norm = normed.pop(part).detach().requires_grad_(), list(made.norms[part[0]].parameters())
             with torch.enable_grad(), torch.autocast(**ctx.autocast):

@@ -35,7 +35,8 @@ class SelfAttention:
     num_heads, head_dim      h, d
     num_kv_heads             h_kv; h if None
     q_proj, k_proj, v_proj   separate projections, or
-    qkv_proj                 a fused one, its rows in the order [all q | all k | all v]
+    qkv_proj                 a fused one, its rows in the order [all q | all k | all v], or as ``first_rows`` says
+    first_rows               first row of each head of q, k and v in its projection, where they are not one after another
     q_norm, k_norm           per-head norm of q and k, applied over d
     rope                     ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d], applied before the exchange; best a
                              `Rotary`: beside any other the projections are called whole
@@ -66,6 +67,7 @@ class SelfAttention:
         k_proj: nn.Module | None = None,
         v_proj: nn.Module | None = None,
         qkv_proj: nn.Module | None = None,
+        first_rows: dict[str, tuple[int, ...]] | None = None,
         q_norm: Callable[[Tensor], Tensor] | None = None,
         k_norm: Callable[[Tensor], Tensor] | None = None,
         rope: Callable[[Tensor, Any], Tensor] | None = None,
@@ -82,7 +84,7 @@ class SelfAttention:
     ):
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
         self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
-        self.plain, self.pure = plain, pure
+        self.plain, self.pure, self.first_rows = plain, pure, first_rows
         parsed = SpOverlapConfig.parse(config or {})
         channel = Channel(sequence_process_group, transport or parsed.transport, kernels=parsed.kernels)
         self.layer = Layer(channel, parsed, name, policy, heads_alike, schedule)
@@ -96,7 +98,8 @@ class SelfAttention:
         }
         for what, (module, heads) in sizes.items():
             expected = heads * head_dim
-            found = getattr(module, what.split(".")[1]) if type(module) is nn.Linear else expected
+            known = type(module) is nn.Linear and (first_rows is None or module is o_proj)
+            found = getattr(module, what.split(".")[1]) if known else expected
             if found != expected:
                 raise ValueError(
                     f"{name}: {what} is {found}, but {self.heads} query and {self.kv_heads} KV heads of {head_dim} make it {expected}"
@@ -109,10 +112,14 @@ class SelfAttention:
             raise ValueError(f"{name}: give q_proj, k_proj and v_proj, or qkv_proj alone")
         if qkv_proj is None:
             self._inputs = list(dict.fromkeys(separate))
+            self._projections: dict[str, tuple[int, int | tuple[int, ...]]]
             self._projections = {kind: (self._inputs.index(module), 0) for kind, module in zip("qkv", separate)}
         else:
             self._inputs = [qkv_proj]
-            self._projections = dict(zip("qkv", ((0, first) for first in (0, self.heads, self.heads + self.kv_heads))))
+            heads = 0, self.heads, self.heads + self.kv_heads
+            self._projections = {kind: (0, first * self.head_dim) for kind, first in zip("qkv", heads)}
+        if self.first_rows is not None:
+            self._projections = {kind: (module, self.first_rows[kind]) for kind, (module, _) in self._projections.items()}
         self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
 
     def split_projections(self) -> list[nn.Module]:
@@ -174,7 +181,9 @@ class SelfAttention:
             assert tables is not None
             norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
             recorded = torch.is_grad_enabled()
-            made = Projections(self._inputs, self._rows(call), norms, tables, call.folded, self.head_dim, self.plain, recorded)
+            made = Projections(
+                self._inputs, self._rows(call), norms, self.rope, tables, call.folded, self.head_dim, self.plain, recorded
+            )
             started = call_through(made.called, lambda x: start_projected(call, made, x), hidden_states)
             tokens = dict(zip(call.schedule.starts, started))
         else:
@@ -233,12 +242,13 @@ class SelfAttention:
         if not batched_pays(x, geometry.heads // geometry.sp_size * self.head_dim):  # no part has more rows a rank
             return frozenset()
         modules = {**{kind: self._inputs[module] for kind, (module, _) in self._projections.items()}, "o": self.o_proj}
+        in_order = self.first_rows is None
 
         def pays(kind: str) -> bool:
             sent = "q" if kind == "o" else kind
             start, stop = geometry.sent_range(sent, geometry.sp_rank, 0)
             rows = (stop - start) * self.head_dim
-            return modules[kind] in split and geometry.divides(sent) and batched_pays(x, rows, dgrad=kind == "o")
+            return modules[kind] in split and in_order and geometry.divides(sent) and batched_pays(x, rows, dgrad=kind == "o")
 
         return frozenset(kind for kind in "qkvo" if not (call.rope_tables is not None and kind in "qk") and pays(kind))
 

@@ -131,10 +131,15 @@ class Geometry:
         return True
 
     @lru_cache(maxsize=4096)
-    def elements_of(self, kind: str, group: int, first: int, head_dim: int) -> tuple[Range, ...]:
-        """Rows of a projection whose heads of this kind begin at head ``first``, for the heads of `heads_of`; for o, columns."""
+    def elements_of(self, kind: str, group: int, first: int | tuple[int, ...], head_dim: int) -> tuple[Range, ...]:
+        """Rows of a projection for the heads of `heads_of`; for o, columns.
+
+        first   the first row of head 0, behind which the others follow, or that of each head
+        """
         heads = self.heads_of("q" if kind == "o" else kind, group)
-        return tuple(((first + start) * head_dim, (first + stop) * head_dim) for start, stop in heads)
+        if isinstance(first, int):
+            return tuple((first + start * head_dim, first + stop * head_dim) for start, stop in heads)
+        return tuple((first[head], first[head] + head_dim) for start, stop in heads for head in range(start, stop))
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from ..relayout import ops
 from ..say import say_once
 from ..schedule import Schedule, by_head_groups, check
 from .execution import Call
-from .heads import Local, fault
+from .heads import Local, PerHead, fault
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
 _checked = lru_cache(maxsize=256)(lambda schedule, kinds, wgrad_last: check(schedule(kinds, wgrad_last), kinds))
@@ -163,6 +163,9 @@ class Layer:
         batch, local_seq = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
         seq_lens = (local_seq,) * channel.size if lengths is None else tuple(int(length) for length in lengths)
         groups = self.config.groups_for(heads, channel.size)
+        for x in extra:
+            if isinstance(x, PerHead):
+                x.check(heads)
         geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, groups, batch_first)
         if groups > 1 and extra and _per_head(geometry, extra if self.heads_alike else tree_leaves(extra)):
             geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, 1, batch_first)

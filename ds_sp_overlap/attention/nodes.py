@@ -37,6 +37,7 @@ class Projections:
     norms     of q and k, over d of heads [.., h, d]; computed again in backward, so that nothing but their input is kept
     rope      a `Rotary` that rotates q and k
     tables    (cos, sin) [.., 1, d_rot] by which, without a gradient; empty if nothing is rotated
+    norm_last rotate before the norm instead of behind it
     folded    what the kernels rotate that pack it, so that `shape` does not
     head_dim  d
     plain     see `linear`
@@ -48,6 +49,7 @@ class Projections:
     norms: dict[str, nn.Module]
     rope: Any
     tables: tuple[Tensor, ...]
+    norm_last: bool
     folded: frozenset[Part]
     head_dim: int
     plain: Plain
@@ -91,8 +93,9 @@ class Projections:
         norm: Callable[..., Tensor] | None = module if module is None or again else module.forward
         ranks = self.rows[part].ranks
         heads = heads.movedim(2, 0) if ranks else heads
-        heads = heads if norm is None else norm(heads)
+        heads = heads if norm is None or self.norm_last else norm(heads)
         heads = self.rope.rotate(heads, *tables) if rotated else heads
+        heads = norm(heads) if norm is not None and self.norm_last else heads
         return heads.movedim(0, 2) if ranks else heads
 
 

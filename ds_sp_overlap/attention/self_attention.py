@@ -17,7 +17,7 @@ from ..relayout import ops
 from ..rotary import Rotary
 from ..schedule import Schedule, by_head_groups
 from .execution import Call, Part, attend_groups, finish_output, start_inputs
-from .heads import Local
+from .heads import Local, calling
 from .layer import Layer, with_head_dim
 from .linear import PLAIN, PURE, Plain, Pure, autocast, batched_pays, call_through, can_compute_again, can_split
 from .nodes import Projections, Rows, finish_projected, start_projected
@@ -38,6 +38,7 @@ class SelfAttention:
     qkv_proj                 a fused one, its rows in the order [all q | all k | all v], or as ``first_rows`` says
     first_rows               first row of each head of q, k and v in its projection, where they are not one after another
     q_norm, k_norm           per-head norm of q and k, applied over d
+    norm_last                apply the norm behind ``rope`` instead of before it
     rope                     ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d], applied before the exchange; best a
                              `Rotary`: beside any other the projections are called whole
     sequence_process_group   the sp group; None where the world is one rank
@@ -70,6 +71,7 @@ class SelfAttention:
         first_rows: dict[str, tuple[int, ...]] | None = None,
         q_norm: Callable[[Tensor], Tensor] | None = None,
         k_norm: Callable[[Tensor], Tensor] | None = None,
+        norm_last: bool = False,
         rope: Callable[[Tensor, Any], Tensor] | None = None,
         sequence_process_group: Any = None,
         batch_first: bool = True,
@@ -84,7 +86,7 @@ class SelfAttention:
     ):
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
         self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
-        self.plain, self.pure, self.first_rows = plain, pure, first_rows
+        self.plain, self.pure, self.first_rows, self.norm_last = plain, pure, first_rows, norm_last
         parsed = SpOverlapConfig.parse(config or {})
         channel = Channel(sequence_process_group, transport or parsed.transport, kernels=parsed.kernels)
         self.layer = Layer(channel, parsed, name, policy, heads_alike, schedule)
@@ -174,15 +176,26 @@ class SelfAttention:
             split = [module for module in split if module is self.o_proj]
         call.by_rank = self._by_rank(call, hidden_states, split)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return with_head_dim(self.local_attention(q, k, v, *args, **kwargs), q, self.layer.where)
+        local = calling(self.local_attention, call.geometry, args, kwargs)
+
+        def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return with_head_dim(local(group, q, k, v), q, self.layer.where)
 
         if self._inputs[0] in split:
             assert tables is not None
             norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
             recorded = torch.is_grad_enabled()
             made = Projections(
-                self._inputs, self._rows(call), norms, self.rope, tables, call.folded, self.head_dim, self.plain, recorded
+                self._inputs,
+                self._rows(call),
+                norms,
+                self.rope,
+                tables,
+                self.norm_last,
+                call.folded,
+                self.head_dim,
+                self.plain,
+                recorded,
             )
             started = call_through(made.called, lambda x: start_projected(call, made, x), hidden_states)
             tokens = dict(zip(call.schedule.starts, started))
@@ -201,7 +214,13 @@ class SelfAttention:
     def _folded(self) -> Rotary | None:
         """The rotation of q and k, if it is done in the kernels that pack them."""
         rope = self.rope
-        return rope if isinstance(rope, Rotary) and ops.implementation(self.layer.channel.kernels).folds else None
+        return (
+            rope
+            if isinstance(rope, Rotary)
+            and not (self.norm_last and any(self._norms.values()))
+            and ops.implementation(self.layer.channel.kernels).folds
+            else None
+        )
 
     def _tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
         """What q and k are rotated by behind the projections, empty for nothing; None where it learns."""
@@ -231,8 +250,10 @@ class SelfAttention:
             heads = made.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
             if kind == "v":
                 return heads
-            heads = heads if self._norms[kind] is None else self._norms[kind](heads)
-            return heads if self.rope is None or (kind, group) in call.folded else self.rope(heads, position_embeddings)
+            norm = self._norms[kind]
+            heads = heads if norm is None or self.norm_last else norm(heads)
+            heads = heads if self.rope is None or (kind, group) in call.folded else self.rope(heads, position_embeddings)
+            return norm(heads) if norm is not None and self.norm_last else heads
 
         return project
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ..attention.heads import PerHead
 from ..attention.linear import PURE
 from ..attention.self_attention import SelfAttention
 from ..rotary import Rotary
@@ -73,6 +74,7 @@ def _drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: 
         head_dim=reading.head_dim,
         **children(),
         first_rows=reading.first_rows(fused),
+        norm_last=any(source.last for source in sources.values()),
         rope=None if rotary is None else Rotary(**rotary),
         sequence_process_group=overlap.channel.group,
         config=overlap.config,
@@ -93,6 +95,7 @@ def _drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: 
         block.use(**children())
         sequence, pattern = forwards.of(name, module, x, mask, more)
         options = {**(more if reading.passes else {}), **reader.options(module)}
+        options.update((key, PerHead(options[key])) for key in reading.per_head)
 
         def stock(x):
             return original(**{**given, "hidden_states": x})[0]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.drop_in import ProjectedAttention
+from ..attention.heads import PerHead
 from ..attention.layer import Layer
 from ..exchange.channel import Channel
 from .layers import Overlap
@@ -108,10 +109,11 @@ class Dispatch:
             return self.before(module, query, key, value, attention_mask, **kwargs)
         attend, forwards, where = self.attend[module]
         forwards.attended.add(where)
-        for argument in ("s_aux", "position_bias"):
-            if kwargs.get(argument) is not None:
-                raise ValueError(f"{where}: attention with {argument} (one value per head) can't be split over ranks here")
+        if kwargs.get("position_bias") is not None:
+            raise ValueError(f"{where}: attention with position_bias (a mask for each head) can't be split over ranks here")
         given = dict(kwargs)
+        if kwargs.get("s_aux") is not None:
+            kwargs["s_aux"] = PerHead(kwargs["s_aux"])
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         sequence, pattern = forwards.of(where, module, q, attention_mask, kwargs)
         channel = attend.layer.channel

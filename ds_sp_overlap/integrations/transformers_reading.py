@@ -35,11 +35,13 @@ class Source:
     chain   names of the modules that the hidden states go through, a linear layer last; behind it maybe a norm over all heads
     rows    first row of each head in what the chain returns
     norm    name of a norm over d of each head; None if there is none
+    last    whether it comes behind the rotation
     """
 
     chain: tuple[str, ...]
     rows: tuple[int, ...]
     norm: str | None = None
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Reading:
     rotary     keywords of a `Rotary` that turns q and k; None if nothing is rotated
     output     name of the output projection
     options    keywords of the attention function
+    per_head   which of them are parameters of the layer with a slice for each query head
     passes     whether keywords of the forward are passed on to the attention function
     """
 
@@ -59,6 +62,7 @@ class Reading:
     rotary: dict[str, Any] | None
     output: str
     options: dict[str, Any] = field(compare=False)
+    per_head: tuple[str, ...]
     passes: bool
 
     @property
@@ -293,13 +297,18 @@ class _Run:
             raise Unknown("its forward calls more than projections and norms")
         options = {name: x for name, x in options.items() if x is not position_ids}
         passes = options.pop("sp_overlap", None) is more
-        if any(isinstance(x, (Tensor, _Opaque, _Looked, _Child)) for x in options.values()):
+        own = [parameter for parameter in self.module.parameters(recurse=False) if _shape(parameter)[:1] == (q.shape[1],)]
+        per_head = tuple(name for name, x in options.items() if any(x is parameter for parameter in own))
+        if any(isinstance(x, (Tensor, _Opaque, _Looked, _Child)) for name, x in options.items() if name not in per_head):
             raise Unknown("its attention takes more than q, k and v")
         try:
             rotary = rotary_of(self.rotations, self.tables, BATCH, self.seq) if turned else None
         except LookupError:
             raise Unknown(f"its rotary embedding, {self.rotations[0][0].__name__}, is none that is known here") from None
-        return Reading({kind: source for kind, (source, _) in found.items()}, q.shape[-1], rotary, output, options, passes)
+        sources = {kind: source for kind, (source, _) in found.items()}
+        if len({source.last for source in sources.values() if source.norm is not None}) > 1:
+            raise Unknown("q and k are not alike")
+        return Reading(sources, q.shape[-1], rotary, output, options, per_head, passes)
 
     def _output(self, returned: Any) -> str:
         """Name of the output projection."""
@@ -315,16 +324,14 @@ class _Run:
 
     def _source(self, heads: Tensor) -> tuple[Source, bool]:
         """Where ``heads`` [b, s, h, d] come from, and whether they are rotated."""
+        norm, behind = self._unnormed(heads)
+        heads = heads if norm is None else behind
         unrotated = self._unrotated(heads)
-        rotated, heads = unrotated is not None, heads if unrotated is None else unrotated
-        norm = None
+        rotated, last, heads = unrotated is not None, norm is not None, heads if unrotated is None else unrotated
+        if norm is None:
+            norm, before = self._unnormed(heads)
+            heads = heads if norm is None else before
         out = self._out_of(heads)
-        if out.given is not None and out.given.shape[-1] == heads.shape[-1] and (before := out.rows(heads, 1)) is not None:
-            norm, heads, out = out.name, before, self._out_of(before)
-            self.used.add(norm)
-            inside, sizes = getattr(self.module, norm), [(heads.shape[-1],)]
-            if any(inside.children()) or any(_shape(parameter) not in sizes for parameter in inside.parameters()):
-                raise Unknown(f"{norm} isn't alike for all heads")
         at = out.find(heads)
         rows = at % out.labels.shape[-1]
         token = at // out.labels.shape[-1]
@@ -340,13 +347,25 @@ class _Run:
             chain[:0] = earlier
         names = tuple(link.name for link in chain)
         self.used.update(names)
-        return Source(names, tuple(first.tolist()), norm), rotated
+        return Source(names, tuple(first.tolist()), norm, last and rotated), rotated
 
     def _out_of(self, heads: Tensor) -> _Out:
         for out in self.outs:
             if (out.find(heads[:1, :1, :1, :1]) >= 0).all():
                 return out
         raise Unknown("its forward computes with q, k or v what is not known here")
+
+    def _unnormed(self, heads: Tensor) -> tuple[str | None, Tensor]:
+        """Name of a norm over each of ``heads`` [b, s, h, d], and what was given to it; None if there is none."""
+        for out in self.outs:
+            if out.given is None or out.given.shape[-1] != heads.shape[-1] or (before := out.rows(heads, 1)) is None:
+                continue
+            norm, size = getattr(self.module, out.name), heads.shape[-1:]
+            if any(norm.children()) or any(_shape(parameter) != size for parameter in norm.parameters()):
+                raise Unknown(f"{out.name} isn't alike for all heads")
+            self.used.add(out.name)
+            return out.name, before
+        return None, heads
 
     def _unrotated(self, heads: Tensor) -> Tensor | None:
         """``heads`` [b, s, h, d] as they were before their first dims were rotated; None if they were not."""

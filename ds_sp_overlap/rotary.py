@@ -77,7 +77,7 @@ class Rotary:
         return rotate_back(self._exact(dy), cos, sin, neighbours=self.neighbours)
 
     def _exact(self, x: Tensor) -> Tensor:
-        return x.to(torch.promote_types(x.dtype, torch.float32)) if self.rounding == "fp32" else x
+        return x.float() if self.rounding == "fp32" else x
 
     def of(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
         """The tables. Raises ValueError where ``position_embeddings`` are missing, or don't fit heads of ``head_dim``."""

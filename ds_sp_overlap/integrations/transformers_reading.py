@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .transformers_rotary import rotary_of
+from .transformers_rotary import Table, rotary_of
 
 BATCH = 2
 CACHES = "past_key_values", "past_key_value", "layer_past"
@@ -220,7 +220,7 @@ class _Run:
         self.module, self.training = module, training
         self.generator = torch.Generator().manual_seed(0)
         self.outs: list[_Out] = []  # of children, in the order of their calls
-        self.rotations: list[tuple[Callable, tuple, dict]] = []
+        self.rotations: list[tuple[Callable, tuple, tuple]] = []  # functions, and what they were called with
         self.rotated: list[_Out] = []
         self.attended: list[tuple[tuple, dict]] = []
         self.looked: list[tuple[tuple[str, ...], Any]] = []
@@ -244,9 +244,12 @@ class _Run:
 
     def _rotary(self, function: Callable) -> Callable:
         def rotary(*args: Any, **kwargs: Any) -> Any:
-            moving = [x for x in args if isinstance(x, Tensor) and not any(x is table for table in self.tables)]
+            tables = dict(zip(Table, (self.tables, *self.tables)))
+            said = [next((table for table, x in tables.items() if x is given), given) for given in args]
+            moving = [x for x in said if isinstance(x, Tensor)]
             outs = [_Out(function.__name__, x, tuple(x.shape), self) for x in moving]
-            self.rotations.append((function, args, kwargs))
+            shapes = tuple(x.shape if isinstance(x, Tensor) else x for x in said)
+            self.rotations.append((function, shapes, tuple(kwargs.items())))
             self.rotated += outs
             return outs[0].labels if len(outs) == 1 else tuple(out.labels for out in outs)
 
@@ -301,14 +304,20 @@ class _Run:
         per_head = tuple(name for name, x in options.items() if any(x is parameter for parameter in own))
         if any(isinstance(x, (Tensor, _Opaque, _Looked, _Child)) for name, x in options.items() if name not in per_head):
             raise Unknown("its attention takes more than q, k and v")
-        try:
-            rotary = rotary_of(self.rotations, self.tables, BATCH, self.seq) if turned else None
-        except LookupError:
-            raise Unknown(f"its rotary embedding, {self.rotations[0][0].__name__}, is none that is known here") from None
         sources = {kind: source for kind, (source, _) in found.items()}
         if len({source.last for source in sources.values() if source.norm is not None}) > 1:
             raise Unknown("q and k are not alike")
-        return Reading(sources, q.shape[-1], rotary, output, options, per_head, passes)
+        return Reading(sources, q.shape[-1], self._turning() if turned else None, output, options, per_head, passes)
+
+    def _turning(self) -> dict[str, Any]:
+        """Keywords of the layer's `Rotary`."""
+        try:
+            first, *others = (rotary_of(*call, self.seq) for call in self.rotations)
+        except LookupError:
+            raise Unknown(f"{self.rotations[0][0].__name__} is no rotary embedding that is known here") from None
+        if any(other != first for other in others):
+            raise Unknown("q and k are not alike")
+        return first
 
     def _output(self, returned: Any) -> str:
         """Name of the output projection."""

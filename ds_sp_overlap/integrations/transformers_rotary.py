@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -10,123 +12,115 @@ from torch import Tensor
 
 from ..rotary import Rotary
 
-# How (cos, sin) [.., d_rot] come from position embeddings, all of them with a dimension for the heads.
+# How (cos, sin) [.., 1, d_rot] come from position embeddings.
 
 
-def _as_given(tables: Any) -> tuple[Tensor, Tensor]:
+def as_given(tables: Any) -> tuple[Tensor, Tensor]:
     cos, sin = tables
     return cos.unsqueeze(2), sin.unsqueeze(2)
 
 
-def _backwards(tables: Any) -> tuple[Tensor, Tensor]:
+def backwards(tables: Any) -> tuple[Tensor, Tensor]:
     cos, sin = tables
     return cos.unsqueeze(2), -sin.unsqueeze(2)
 
 
-def _half_twice(tables: Any) -> tuple[Tensor, Tensor]:
+def half_twice(tables: Any) -> tuple[Tensor, Tensor]:
     cos, sin = (torch.cat((table, table), -1).unsqueeze(2) for table in tables)
     return cos, sin
 
 
-def _each_twice(tables: Any) -> tuple[Tensor, Tensor]:
+def each_twice(tables: Any) -> tuple[Tensor, Tensor]:
     cos, sin = (table.repeat_interleave(2, -1).unsqueeze(2) for table in tables)
     return cos, sin
 
 
-def _first_half_each_twice(tables: Any) -> tuple[Tensor, Tensor]:
-    return _each_twice(tuple(table[..., : table.shape[-1] // 2] for table in tables))
+def first_half_each_twice(tables: Any) -> tuple[Tensor, Tensor]:
+    return each_twice(tuple(table[..., : table.shape[-1] // 2] for table in tables))
 
 
-def _complex(table: Any) -> tuple[Tensor, Tensor]:
-    return _each_twice((table.real, table.imag))
+def of_complex(table: Any) -> tuple[Tensor, Tensor]:
+    return each_twice((table.real, table.imag))
 
 
-WIDE, NARROW = (_as_given, _backwards, _first_half_each_twice), (_half_twice, _each_twice)
+WIDE, NARROW = (as_given, backwards, first_half_each_twice), (half_twice, each_twice)  # tables of d_rot and of d_rot / 2
 ROUNDINGS = "promoted", "kept", "fp32"
 
 
-class _Call:
-    """A call of a rotary function, with random numbers for q, k and the tables.
+class Table(Enum):
+    """Arguments that stand for position embeddings."""
 
-    function, args, kwargs   the call as it was seen
-    tables                   what stood for the position embeddings in it
-    """
-
-    def __init__(self, function: Callable, args: tuple, kwargs: dict[str, Any], tables: tuple, batch: int, seq: int):
-        self.function, self.args, self.kwargs, self.tables = function, args, kwargs, tables
-        self.batch, self.seq = batch, seq
-        self.dims = max(x.shape[-1] for x in args if isinstance(x, Tensor) and self._name(x) is None)
-
-    def _name(self, x: Any) -> Any:
-        names = [self.tables, *self.tables]
-        return next((at for at, table in enumerate(names) if x is table), None)
-
-    def differs(self, width: int, rotary: Rotary, dtype: torch.dtype, of_tables: torch.dtype, tolerance: float) -> bool:
-        """Whether the function, with tables of a width, gives something else than ``rotary``. Raises what it raises."""
-        generator = torch.Generator().manual_seed(0)
-
-        def random(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype)
-
-        tables = [random(self.batch, self.seq, width, dtype=of_tables) for _ in range(2)]
-        whole: Any = torch.complex(*tables) if rotary.tables is _complex else tuple(tables)
-        args, moving = [], []
-        for x in self.args:
-            name = self._name(x)
-            if name is None and isinstance(x, Tensor):
-                x = random(*x.shape, dtype=dtype)
-                moving.append(x)
-            args.append(x if name is None else (whole, *tables)[name])
-        given = self.function(*args, **self.kwargs)
-        for x, y in zip(moving, (given,) if isinstance(given, Tensor) else given, strict=True):
-            swap = x.shape[1] != self.seq  # [b, h, s, d]
-            expected = rotary(x.transpose(1, 2) if swap else x, whole)
-            expected = expected.transpose(1, 2) if swap else expected
-            if y.dtype != expected.dtype or y.shape != expected.shape:
-                return True
-            if not torch.allclose(y, expected, rtol=tolerance, atol=tolerance):
-                return True
-        return False
-
-    def rotary(self) -> dict[str, Any]:
-        """Keywords of the `Rotary` that does the same. Raises LookupError where there is none."""
-        is_complex = any(x is self.tables for x in self.args)
-        kinds = (
-            [(_complex, self.dims // 2)] if is_complex else [(t, self.dims) for t in WIDE] + [(t, self.dims // 2) for t in NARROW]
-        )
-        found = [
-            (tables, neighbours, partial)
-            for tables, width in kinds
-            for neighbours in (False, True)
-            for partial in (False, True)
-            if self._fits(width - 2 * partial * width // self.dims, Rotary(tables, partial, neighbours))
-        ]
-        alike = {kind[:2] for kind in found}
-        if len(alike) != 1:
-            raise LookupError
-        tables, neighbours = alike.pop()
-        options: dict[str, Any] = dict(tables=tables, partial=any(kind[2] for kind in found), neighbours=neighbours)
-        width = dict(kinds)[tables]
-        half = torch.float32 if is_complex else torch.bfloat16
-        for rounding in ROUNDINGS:
-            rotary = Rotary(**options, rounding=rounding)
-            if not any(self.differs(width, rotary, torch.bfloat16, of_tables, 0) for of_tables in {half, torch.float32}):
-                return {**options, "rounding": rounding}
-        raise LookupError
-
-    def _fits(self, width: int, rotary: Rotary) -> bool:
-        try:
-            return not self.differs(width, rotary, torch.float32, torch.float32, 1e-5)
-        except (RuntimeError, ValueError, TypeError):  # of tables that it isn't made for
-            return False
+    WHOLE, COS, SIN = range(3)
 
 
-def rotary_of(calls: list[tuple[Callable, tuple, dict[str, Any]]], tables: tuple, batch: int, seq: int) -> dict[str, Any]:
-    """Keywords of the `Rotary` that does what all ``calls`` do; their numbers are not looked at, but their shapes.
+Argument = Any  # a `Table`; the shape of q or k, [b, s, h, d] or [b, h, s, d]; or the argument itself
+
+
+@functools.lru_cache(maxsize=256)
+def rotary_of(function: Callable, args: tuple[Argument, ...], kwargs: tuple[tuple[str, Any], ...], seq: int) -> dict[str, Any]:
+    """Keywords of the `Rotary` that does what a call of ``function`` does to q and k of ``seq`` tokens.
 
     Raises LookupError where there is none.
     """
-    first, *others = (_Call(*call, tables, batch, seq).rotary() for call in calls)
-    if any(other != first for other in others):
+    dims = max(x[-1] for x in args if isinstance(x, torch.Size))
+    differs = functools.partial(_differs, functools.partial(function, **dict(kwargs)), args, seq)
+    is_complex = Table.WHOLE in args
+    widths: dict[Callable, int] = {of_complex: dims // 2} if is_complex else {**dict.fromkeys(WIDE, dims), **dict.fromkeys(NARROW, dims // 2)}
+
+    def fits(width: int, rotary: Rotary) -> bool:
+        try:
+            return not differs(width, rotary, torch.float32, torch.float32, tolerance=1e-5)
+        except (RuntimeError, ValueError, TypeError):  # of tables that it isn't made for
+            return False
+
+    found = {
+        (tables, neighbours, partial)
+        for tables, width in widths.items()
+        for neighbours in (False, True)
+        for partial in (False, True)
+        if fits(width - 2 * partial * width // dims, Rotary(tables, partial, neighbours))
+    }
+    kinds = {kind[:2] for kind in found}
+    if len(kinds) != 1:
         raise LookupError
-    return first
+    ((tables, neighbours),) = kinds
+    rotary = functools.partial(Rotary, tables, partial=(tables, neighbours, True) in found, neighbours=neighbours)
+    low, single, double = torch.bfloat16, torch.float32, torch.float64
+    dtypes = [(low, single), (double, single)] + ([] if is_complex else [(low, low)])  # of q and k, of the tables
+    for rounding in ROUNDINGS:
+        if not any(differs(widths[tables], rotary(rounding=rounding), *pair, tolerance=0) for pair in dtypes):
+            return {"tables": tables, **rotary.keywords, "rounding": rounding}
+    raise LookupError
+
+
+def _differs(
+    function: Callable,
+    args: tuple,
+    seq: int,
+    width: int,
+    rotary: Rotary,
+    dtype: torch.dtype,
+    of_tables: torch.dtype,
+    tolerance: float,
+) -> bool:
+    """Whether ``function``, with tables of ``width``, gives something else than ``rotary``. Raises what ``function`` raises."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    moving = {at: random(x, dtype) for at, x in enumerate(args) if isinstance(x, torch.Size)}
+    batch = next(iter(moving.values())).shape[0]
+    cos, sin = (random((batch, seq, width), of_tables) for _ in range(2))
+    whole: Any = torch.complex(cos, sin) if rotary.tables is of_complex else (cos, sin)
+    tables = {Table.WHOLE: whole, Table.COS: cos, Table.SIN: sin}
+    given = function(*(moving.get(at, tables[x] if isinstance(x, Table) else x) for at, x in enumerate(args)))
+    for x, y in zip(moving.values(), (given,) if isinstance(given, Tensor) else given, strict=True):
+        heads_first = x.shape[1] != seq
+        expected = rotary(x.transpose(1, 2) if heads_first else x, whole)
+        expected = expected.transpose(1, 2) if heads_first else expected
+        if y.dtype != expected.dtype or y.shape != expected.shape:
+            return True
+        if not torch.allclose(y, expected, rtol=tolerance, atol=tolerance):
+            return True
+    return False

@@ -80,7 +80,7 @@ def faults_of_length(rank):
 
 
 def test_rope_that_goes_by_length_goes_by_that_of_the_whole_sequence():
-    check([LONGROPE, DYNAMIC, dict(family="qwen2", **DYNAMIC), dict(family="starcoder2", **DYNAMIC)])
+    check([LONGROPE, DYNAMIC, dict(family="qwen2", **DYNAMIC), dict(family="bitnet", **DYNAMIC)])
 
 
 # Padding.
@@ -137,7 +137,7 @@ def padding(rank, cases):
 
 def test_tokens_that_count_see_no_padding():
     """Positions from the first token that counts, and from the first in the row."""
-    cases = [(family, which, counted) for family in ("llama", "starcoder2") for which in PADDING for counted in (True, False)]
+    cases = [(family, which, counted) for family in ("llama", "bitnet") for which in PADDING for counted in (True, False)]
     for errors in on_ranks(2, padding, cases):
         for (family, which, counted), (stock, ours) in errors.items():
             assert ours < FP64, (family, which, counted, ours)
@@ -227,7 +227,6 @@ MIXING = {
     "gptj": (dict(rotary_dim=4), "GPTJAttention"),
 }
 UNFIT = {
-    "gpt_oss": (dict(num_local_experts=2, switch="flash_attention_2"), "GptOssAttention): attention with sinks"),
     "gpt_oss eager": (dict(family="gpt_oss", num_local_experts=2), 'attention "eager" needs a mask'),
     "bert": (dict(), "BertSelfAttention): its attention is not causal"),
     "bart": (dict(), "BartDecoder takes no position_ids"),
@@ -257,9 +256,9 @@ def local_attention(rank, family):
 
 
 def test_a_layer_that_runs_without_its_attention_function_is_found_in_the_first_forward():
-    for first, second in on_ranks(2, local_attention, "starcoder2"):
+    for first, second in on_ranks(2, local_attention, "bitnet"):
         assert first[0] == "RuntimeError"
-        assert "model.layers.1.self_attn (Starcoder2Attention) attends without" in first[1]
+        assert "model.layers.1.self_attn (BitNetAttention) attends without" in first[1]
         assert second is None
 
 
@@ -348,7 +347,7 @@ def many_documents(rank, options):
     return seen
 
 
-@pytest.mark.parametrize("options", [{}, dict(family="mistral", sliding_window=2), dict(family="starcoder2", kv_heads=1)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(family="mistral", sliding_window=2), dict(family="bitnet", kv_heads=1)], ids=str)
 def test_many_short_documents_are_right_and_take_few_calls(options):
     """Two layers of two head groups; a row of 32 tokens has up to 8 long documents, and lengths of 2 and up to 4 beside."""
     for seen in on_ranks(2, many_documents, options):

@@ -159,7 +159,7 @@ def before_and_after(rank, family):
         return while_on, again, unchanged(), restored()
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "bitnet"])
 def test_enabling_adds_nothing_to_the_state_dict_and_disabling_restores_every_forward(family):
     for while_on, again, unchanged, restored in on_ranks(2, before_and_after, family):
         assert while_on == (True, False, 2, 2)
@@ -195,7 +195,7 @@ def packed_cases(rank, cases):
 
 def test_a_packed_document_sees_itself_alone_where_stock_lets_it_see_the_ones_before():
     cases = [(lengths, {}) for lengths in ROWS.values()]
-    cases += [(ROWS["different from row to row"], options) for options in (*FAMILY[1:], dict(family="starcoder2"), WINDOWS[0])]
+    cases += [(ROWS["different from row to row"], options) for options in (*FAMILY[1:], dict(family="bitnet"), WINDOWS[0])]
     for figures in on_ranks(2, packed_cases, cases):
         for case, (stock, *errors) in zip(cases, figures, strict=True):
             assert stock > 1e-3, "stock honours documents now: this is no longer beyond it"
@@ -405,8 +405,8 @@ def test_an_unknown_family_is_overlapped_at_the_attention_function_only_and_says
 def stranger_beside_a_friend(rank):
     """A second model enabled while the attention function is already in hand; errors of both."""
     tokens = batches(1)[0]
-    whole = [outcome(tiny(family=family, **EXACT), tokens, 0, 1, None) for family in ("starcoder2", "llama")]
-    with sequence_parallel_model(2, family="starcoder2", **EXACT) as (first, group):
+    whole = [outcome(tiny(family=family, **EXACT), tokens, 0, 1, None) for family in ("bitnet", "llama")]
+    with sequence_parallel_model(2, family="bitnet", **EXACT) as (first, group):
         second = tiny(family="llama", **EXACT)
         ds_sp_overlap.enable(first)
         ds_sp_overlap.enable(second)
@@ -480,7 +480,7 @@ def flash_calls(rank, family, options):
         forget_sequence_parallel()
 
 
-@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama", "bitnet"])
 def test_flash_attention_gets_the_position_ids_of_the_whole_sequence_and_this_ranks_heads(family):
     for seen, error in on_ranks(2, flash_calls, family, None):
         assert error < FP64
@@ -513,7 +513,7 @@ def evaluations(rank, disable_in_eval, family):
     return errors, relative_error(alone.logits.detach(), whole)
 
 
-@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama", "bitnet"])
 @pytest.mark.parametrize("disable_in_eval", [False, True])
 def test_evaluation_is_parallel_unless_stock_was_told_to_leave_it_alone(disable_in_eval, family):
     """With ``disable_in_eval`` each rank runs its own batch in eval mode, here its slice."""

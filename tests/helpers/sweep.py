@@ -21,6 +21,7 @@ from transformers.modeling_outputs import ModelOutput
 import ds_sp_overlap
 import ds_sp_overlap.exchange.channel
 from ds_sp_overlap.attention.nodes import Projections
+from ds_sp_overlap.rotary import Rotary
 from tests.helpers.families import configs, tiny_model
 from tests.helpers.models import forget_sequence_parallel, sequence_parallel
 from tests.helpers.transports import move
@@ -51,9 +52,12 @@ def in_double():
         with Double():
             return shape(*args, **kwargs)
 
+    def in_backward(rotary, x):
+        return x.double() if rotary.rounding == "fp32" else x
+
     torch.set_default_dtype(torch.float64)
     try:
-        with Double(), mock.patch.object(Projections, "shape", in_backward_too):
+        with Double(), mock.patch.object(Projections, "shape", in_backward_too), mock.patch.object(Rotary, "_exact", in_backward):
             yield
     finally:
         torch.set_default_dtype(torch.float32)

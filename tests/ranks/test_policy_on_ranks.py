@@ -222,8 +222,8 @@ def tried(rank, what):
         options = {"family": "mistral", "sliding_window": 8, **options}
     if what == "packed":
         positions = torch.cat([torch.arange(20), torch.arange(12)]).expand(models.BATCH, -1)
-    if what == "unknown family":
-        options = {"family": "gpt_neox", "heads": 4, "kv_heads": 4}
+    if what == "unknown forward":
+        options = {"family": "bitnet", "heads": 4, "kv_heads": 2}
     with models.sequence_parallel_model(2, **options) as (model, group):
         if what == "not registered":
             models.forget_sequence_parallel()
@@ -251,7 +251,7 @@ def tried(rank, what):
     "what,expected",
     [
         ("plain", {OFF, 1, 2}),
-        ("unknown family", {OFF, 1, 2}),
+        ("unknown forward", {OFF, 1, 2}),
         ("packed", {1, 2}),
         ("window", {1, 2}),
         ("uneven", {1, 2}),

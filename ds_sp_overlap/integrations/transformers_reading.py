@@ -105,7 +105,7 @@ class Reader:
             except Unknown as error:
                 reason = f" ({error})"
             if now is None or now != reading:
-                changed = [".".join(look[0]) for look in self.readings[module.training][1] if _changed(module, *look)]
+                changed = dict.fromkeys(".".join(look[0]) for look in self.readings[module.training][1] if _changed(module, *look))
                 raise RuntimeError(
                     f"{self.where}: {type(module).__name__} computes something else since {', '.join(changed)} changed{reason}; "
                     "call ds_sp_overlap.enable again"
@@ -294,10 +294,14 @@ class _Run:
         ((q, k, v), options), output = self.attended[0], self._output(returned)
         found = {kind: self._source(x.transpose(1, 2)) for kind, x in (("q", q), ("k", k), ("v", v))}
         turned = {kind for kind, (_, rotated) in found.items() if rotated}
-        if turned not in (set(), {"q", "k"}) or len({x.shape[-1] for x in (q, k, v)}) > 1:
-            raise Unknown("q and k are not alike")
-        if any(name not in self.used for name in (out.name for out in self.outs)):
+        if found["v"][0].norm is not None or turned not in (set(), {"q", "k"}) or len({x.shape[-1] for x in (q, k, v)}) > 1:
+            raise Unknown("q and k are not alike, or v is like them")
+        names = [out.name for out in self.outs]
+        if not self.used.issuperset(names):
             raise Unknown("its forward calls more than projections and norms")
+        projections = [part for source, _ in found.values() for part in source.chain]
+        if again := next((part for part in projections if names.count(part) > 1), None):
+            raise Unknown(f"its forward calls {again} more than once")
         options = {name: x for name, x in options.items() if x is not position_ids}
         passes = options.pop("sp_overlap", None) is more
         own = [parameter for parameter in self.module.parameters(recurse=False) if _shape(parameter)[:1] == (q.shape[1],)]

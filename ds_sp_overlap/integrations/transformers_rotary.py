@@ -65,7 +65,9 @@ def rotary_of(function: Callable, args: tuple[Argument, ...], kwargs: tuple[tupl
     dims = max(x[-1] for x in args if isinstance(x, torch.Size))
     differs = functools.partial(_differs, functools.partial(function, **dict(kwargs)), args, seq)
     is_complex = Table.WHOLE in args
-    widths: dict[Callable, int] = {of_complex: dims // 2} if is_complex else {**dict.fromkeys(WIDE, dims), **dict.fromkeys(NARROW, dims // 2)}
+    widths: dict[Callable, int] = (
+        {of_complex: dims // 2} if is_complex else {**dict.fromkeys(WIDE, dims), **dict.fromkeys(NARROW, dims // 2)}
+    )
 
     def fits(width: int, rotary: Rotary) -> bool:
         try:

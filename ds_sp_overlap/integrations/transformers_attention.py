@@ -112,8 +112,7 @@ class Dispatch:
         if kwargs.get("position_bias") is not None:
             raise ValueError(f"{where}: attention with position_bias (a mask for each head) can't be split over ranks here")
         given = dict(kwargs)
-        if kwargs.get("s_aux") is not None:
-            kwargs["s_aux"] = PerHead(kwargs["s_aux"])
+        per_head = {"s_aux": PerHead(kwargs.pop("s_aux"))} if kwargs.get("s_aux") is not None else {}
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         sequence, pattern = forwards.of(where, module, q, attention_mask, kwargs)
         channel = attend.layer.channel
@@ -128,7 +127,7 @@ class Dispatch:
         ulysses = stock_of(self)
         alike = alike and (q.shape[2], k.shape[2]) == (ulysses.attn_head_count, ulysses.global_kv_head_count)
         baseline = stock if alike else None
-        o = attend(local, q, k, v, batch_first=True, sequence_lengths=sequence.lengths, baseline=baseline)
+        o = attend(local, q, k, v, kwargs=per_head, batch_first=True, sequence_lengths=sequence.lengths, baseline=baseline)
         return o, None
 
 

@@ -311,9 +311,9 @@ class _Run:
         sources = {kind: source for kind, (source, _) in found.items()}
         if len({source.last for source in sources.values() if source.norm is not None}) > 1:
             raise Unknown("q and k are not alike")
-        return Reading(sources, q.shape[-1], self._turning() if turned else None, output, options, per_head, passes)
+        return Reading(sources, q.shape[-1], self._turning(q.shape[-1]) if turned else None, output, options, per_head, passes)
 
-    def _turning(self) -> dict[str, Any]:
+    def _turning(self, head_dim: int) -> dict[str, Any]:
         """Keywords of the layer's `Rotary`."""
         try:
             first, *others = (rotary_of(*call, self.seq) for call in self.rotations)
@@ -321,7 +321,7 @@ class _Run:
             raise Unknown(f"{self.rotations[0][0].__name__} is no rotary embedding that is known here") from None
         if any(other != first for other in others):
             raise Unknown("q and k are not alike")
-        return first
+        return {**first, "partial": first["partial"] or any(out.labels.shape[-1] < head_dim for out in self.rotated)}
 
     def _output(self, returned: Any) -> str:
         """Name of the output projection."""

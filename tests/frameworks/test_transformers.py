@@ -5,7 +5,9 @@ RoPE's tables and the mean square in a norm are in fp32, token by token, alike o
 four more digits; `test_the_tolerance_catches_a_fault` proves that it is tight enough.
 """
 
+import contextlib
 import itertools
+from unittest import mock
 
 import deepspeed.comm
 import pytest
@@ -15,6 +17,8 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
+import ds_sp_overlap.integrations.transformers as integration
+from tests.helpers import flash
 from tests.helpers.accelerate_script import train_with_accelerate
 from tests.helpers.models import (
     BATCH,
@@ -372,34 +376,118 @@ def test_lora_on_a_fused_projection_equals_stock():
         assert {lacks for _, lacks in said} == {"called whole: qkv_proj (Linear)"}
 
 
-# Families that aren't known.
+# Layers that are known by what their forward computes, and others.
 
-STRANGERS = ["olmo2", "starcoder2", "cohere", "gemma"]
+KNOWN = [
+    dict(family="olmo2"),  # norms over all heads
+    dict(family="gemma3_text", head_dim=8, sliding_window=5, query_pre_attn_scalar=10),
+    dict(
+        family="cohere2", sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+    ),  # neighbours; no rotation in the second layer
+    dict(family="gpt_neox", kv_heads=4, rotary_pct=0.5),  # a projection that is fused head by head, rotated in part
+    dict(family="glm4", head_dim=8, partial_rotary_factor=0.5),
+    dict(family="hunyuan_v1_dense", head_dim=8),  # norms behind the rotation
+    dict(family="starcoder2", sliding_window=5),
+    dict(family="smollm3", no_rope_layers=[1, 0]),
+    dict(family="phi", qk_layernorm=True, partial_rotary_factor=0.5),
+]
+STRANGERS = [dict(family="bitnet"), dict(family="cohere", use_qk_norm=True), dict(family="stablelm", qk_layernorm=True)]
 
-# The norms of these two compute in fp32 whatever the model is in, so that splitting the sequence splits sums in fp32:
-# a few roundings of 6e-8 in the gradients of their weights, in stock as in ours.
-IN_FP32 = {"cohere": 1e-6, "gemma": 1e-6}
+# The norms of these compute in fp32 whatever the model is in, so that splitting the sequence splits sums in fp32:
+# a few roundings of 6e-8 in the gradients of their weights, in stock as in ours. So do the rotations of cohere2.
+IN_FP32 = {"cohere": 1e-6, "gemma3_text": 1e-6, "cohere2": 1e-6}
 
 
-def strangers(rank, families):
-    figures = against_whole_and_stock(rank, 2, [dict(family=family) for family in families])
-    said = []
-    for family in families:
-        with sequence_parallel_model(2, family=family) as (model, _):
-            said.append(str(ds_sp_overlap.enable(model)))
-    return figures, said
+def acquainted(rank, cases):
+    """Figures of each case, and what it says at the start."""
+    figures = []
+    for options in cases:
+        whole = outcome(tiny(**EXACT, **options), tokens := batches(1)[0], 0, 1, None)
+        with sequence_parallel_model(2, **EXACT, **options) as (model, group):
+            errors = []
+            for head_groups in (1, 2):
+                report = ds_sp_overlap.enable(model, {"head_groups": head_groups}, group)
+                errors.append(worst(outcome(model, tokens, rank, 2, group), whole))
+            figures.append((errors, str(report).lower()))
+    return figures
 
 
-def test_an_unknown_family_is_overlapped_at_the_attention_function_only_and_says_so():
-    for figures, said in on_ranks(2, strangers, STRANGERS):
-        for family, (left, errors), report in zip(STRANGERS, figures, said, strict=True):
-            assert left == 0
-            limit = IN_FP32.get(family, FP64)
-            assert errors.pop("stock") < limit, family
-            assert set(errors) == {1, 2}
-            assert all(whole < limit and stock < FP64 for whole, stock in errors.values()), (family, errors)
-            assert "attention function, G by timing in the first 16 steps" in report
-            assert f"{family}attention: unknown family, projections stay its own" in report.lower()
+@pytest.mark.parametrize(
+    "cases, says", [(KNOWN, "all eight exchanges, g = 2"), (STRANGERS, "attention function, g = 2")], ids=["known", "strangers"]
+)
+def test_a_layer_is_driven_whole_if_it_is_known_what_its_forward_computes(cases, says):
+    for figures in on_ranks(2, acquainted, cases):
+        for options, (errors, report) in zip(cases, figures, strict=True):
+            assert max(errors) < IN_FP32.get(options["family"], FP64), (options, errors)
+            assert says in report and ("projections stay its own" in report) == (cases is STRANGERS), report
+
+
+ROUNDED = [
+    dict(family="ernie4_5", head_dim=8),
+    dict(family="cohere2"),
+    dict(family="olmo2"),
+    dict(family="glm4", head_dim=8),
+    dict(family="gpt_neox", kv_heads=4),
+]
+
+
+def rounded(rank, cases):
+    """Whether the logits in bf16 at one head group are stock's to the bit."""
+    same = []
+    for options in cases:
+        with sequence_parallel_model(2, dtype=torch.bfloat16, **options) as (model, group):
+            inputs = {key: x for key, x in cut(batches(1)[0], rank, 2).items() if key != "labels"}
+            stock = model(**inputs, use_cache=False).logits
+            report = ds_sp_overlap.enable(model, {"head_groups": 1}, group)
+            assert "all eight exchanges" in str(report)
+            same.append(torch.equal(model(**inputs, use_cache=False).logits, stock))
+    return same
+
+
+def test_a_rotation_rounds_as_the_familys_own_does():
+    for same in on_ranks(2, rounded, ROUNDED):
+        assert same == [True] * len(ROUNDED)
+
+
+FLASH = [
+    dict(family="gpt_oss", num_local_experts=2, num_experts_per_tok=1),  # sinks
+    dict(family="gemma2", query_pre_attn_scalar=10, attn_logit_softcapping=2.0),
+]
+
+
+def under_flash(rank, size, kv_heads, cases):
+    """Errors of each case at one and two head groups, driven whole and at its attention function."""
+    tokens, group, errors = batches(1)[0], torch.distributed.group.WORLD, {}
+
+    def made(**options):
+        model = tiny(**EXACT, heads=8, kv_heads=kv_heads, head_dim=8, sliding_window=5, implementation="eager", **options)
+        torch.manual_seed(7)
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.data = 3 * torch.randn(8, dtype=torch.float64)
+        model.config._attn_implementation, model.config._experts_implementation = flash.NAME, "eager"  # whose default has no fp64
+        return model
+
+    with flash.flash_attention():
+        for options in cases:
+            whole, model = outcome(made(**options), tokens, 0, 1, None), made(**options)
+            assert all(x.abs().min() > 1e-3 * x.abs().max() for name, x in whole.items() if name.endswith("sinks"))
+            for unknown in (False, True):
+                for head_groups in (1, 2):
+                    reading = mock.patch.object(integration, "_read", lambda *_: (None, "not known"))
+                    with reading if unknown else contextlib.nullcontext():
+                        report = ds_sp_overlap.enable(model, {"head_groups": head_groups}, group)
+                    assert ("attention function" in str(report)) == unknown
+                    errors[options["family"], unknown, head_groups] = worst(outcome(model, tokens, rank, size, group), whole)
+                    ds_sp_overlap.disable(model)
+    return errors
+
+
+@pytest.mark.parametrize("size, kv_heads", [(2, 4), (4, 2)])
+def test_sinks_and_capped_scores_are_those_of_the_ranks_heads(size, kv_heads):
+    """Eight query heads; the gradient of each sink comes from the one rank that has its head."""
+    for errors in on_ranks(size, under_flash, size, kv_heads, FLASH):
+        assert len(errors) == 8 and max(errors.values()) < 1e-6, errors  # both rotate or norm in fp32
 
 
 def stranger_beside_a_friend(rank):

@@ -14,7 +14,7 @@ from tests.helpers.dropin import Case
 from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
 from tests.helpers.models import warned
-from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks import on_ranks, refusal
 from tests.helpers.transports import Recording
 
 HEADS, KV_HEADS = 8, 4  # on two ranks, in two groups of two query heads
@@ -123,6 +123,50 @@ def test_right_in_one_head_group_for(kind, config):
 def test_a_first_call_under_checkpointing_and_its_recomputation_are_one_graph(wrapped):
     for found, queries, _ in on_ranks(2, stateful, "slopes of a module", {}, wrapped):
         assert found == [] and queries == ["<q", ">q"]
+
+
+def with_slopes(rank, config, heads):
+    """Faults of attention whose slopes are said to be per head, and the exchanges of q."""
+    case, mover, of = Case(heads=heads, kv_heads=heads // 2, config=config), Recording(), factors(heads).requires_grad_()
+
+    def attend(q, k, v, slopes):
+        assert slopes.shape == (q.shape[2],)
+        return scaled(q, k, v, slopes, torch.ones(k.shape[2]).double())
+
+    inputs = dropin.whole_inputs(case)
+    q, k, v = (t.clone().requires_grad_() for t in inputs[:3])
+    expected = scaled(q, k, v, of, torch.ones(heads // 2).double())
+    expected.backward(inputs[3])
+    of_expected, of.grad = of.grad, None
+    mine = [dropin.my_slice(case, rank, t).requires_grad_() for t in inputs[:3]]
+    o = dropin.module(case, mover, local=attend)(*mine, 0, slopes=ds_sp_overlap.PerHead(of))
+    o.backward(dropin.my_slice(case, rank, inputs[3]))
+    torch.distributed.all_reduce(of.grad)
+    pairs = {"o": (o, expected), **dict(zip(("dq", "dk", "dv"), ((t.grad, w.grad) for t, w in zip(mine, (q, k, v)))))}
+    found = layers.faults(1e-12, **{n: (t.detach(), dropin.my_slice(case, rank, w.detach())) for n, (t, w) in pairs.items()})
+    return found + layers.faults(1e-12, slopes=(of.grad, of_expected)), sorted({what for what in mover.log if what[1] == "q"})
+
+
+@pytest.mark.parametrize(
+    "config, queries", [({"head_groups": 1}, ["<q", ">q"]), ({"head_groups": 2}, ["<q0", "<qkv1", ">q0", ">qkv1"])]
+)
+@pytest.mark.parametrize("heads", [8, 6])
+def test_what_is_said_to_be_per_head_goes_with_its_heads(heads, config, queries):
+    """Six heads: groups of two and of one on each rank; the slopes' gradients come from the ranks that have the heads."""
+    for found, sent in on_ranks(2, with_slopes, config, heads):
+        assert found == [] and sent == queries
+
+
+def wrong_slopes(rank, count):
+    of = torch.ones(count if rank else HEADS).double()
+    case = Case(heads=HEADS, kv_heads=KV_HEADS, config={"head_groups": 2})
+    mine = [dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]]
+    return refusal(dropin.module(case, Recording(), local=given), *mine, 0, slopes=ds_sp_overlap.PerHead(of))
+
+
+def test_too_few_of_what_is_per_head_are_refused_on_every_rank():
+    for kind, message in on_ranks(2, wrong_slopes, HEADS // 2):
+        assert kind == "ValueError" and "a tensor of [4] for 8 query heads; give [8, ..]" in message
 
 
 class Dropout(nn.Module):

@@ -108,6 +108,13 @@ def test_a_norm_behind_the_rotation_is_told_from_one_before_it():
     assert [found.sources[kind].last for kind in "qk"] == [True, True] and found.sources["q"].norm == "q_norm"
 
 
+def test_dims_that_the_forward_leaves_out_of_the_rotation_pass_through():
+    assert reading().rotary["partial"] is False
+    parts = "a, b = apply_rotary_pos_emb(q[..., :4], k[..., :4], cos, sin)"
+    found = reading(("q, k = " + ROTATE, parts + "\n    q, k = torch.cat((a, q[..., 4:]), -1), torch.cat((b, k[..., 4:]), -1)"))
+    assert found.rotary["partial"] is True
+
+
 def test_heads_of_a_fused_projection_are_found_where_they_lie():
     fused = "self.qkv_proj(hidden_states).view(*hidden_states.shape[:-1], KV_HEADS, 4, HEAD_DIM)"
     q = (Q_NORM, f"{fused}[..., :2, :].flatten(2, 3).transpose(1, 2)")

@@ -360,35 +360,27 @@ def test_many_short_documents_are_right_and_take_few_calls(options):
 
 # Guards.
 
-WATCHED = {
-    "a window is read off the mask function": Watched(
-        Guard(
-            "integrations.masks:_read",
-            'said["window"] = min(inside["sliding_window"], said.get("window", inside["sliding_window"]))',
-            "pass",
-        ),
+WATCHED = [
+    Watched(
+        Guard("windows are read", without="pass"),
         faults_of_window,
     ),
-    "RoPE goes by the longest position of all ranks": Watched(
-        Guard("integrations.transformers_forward:stretched", "sequence.longest)", "position_ids.max().item())"),
+    Watched(
+        Guard("the longest of all ranks", without="longest = torch.full_like(position_ids[..., :1], position_ids.max().item())"),
         faults_of_length,
     ),
-    "padding before a document is one of its own": Watched(
-        Guard("integrations.positions:GlobalSequence.__init__", "if mask is not None and not mask.all():", "if False:"),
+    Watched(
+        Guard("padding is a document", without="if False:"),
         faults_of_padding,
     ),
-    "a layer goes by the sequence of its own forward": Watched(
-        Guard(
-            "integrations.masks:Masks.find",
-            "self._given.get(mask.untyped_storage()._cdata) if isinstance(mask, Tensor) else None",
-            "list(self._given.values())[-1]",
-        ),
+    Watched(
+        Guard("of its own forward", without="found = list(self._given.values())[-1]"),
         faults_of_sequences,
         raises=True,  # a checkpoint computes another graph than it saved
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_the_suite_notices_without_the_guard_that(name):
-    must_notice(WATCHED[name])
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

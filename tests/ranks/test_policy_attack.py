@@ -430,16 +430,14 @@ def test_beside_replicas_an_optimizer_stepped_on_one_rank_only_makes_nobody_wait
 
 # Guards.
 
-WATCHED = {
-    "a layer whose input needs no gradient is timed": Watched(
-        Guard(
-            "autotune.policy:Policy.follow", "if trial.timed and torch", "if trial.timed and run.inputs[0].requires_grad and torch"
-        ),
+WATCHED = [
+    Watched(
+        Guard("also for frozen inputs", without="if trial.timed and run.inputs[0].requires_grad and torch.is_grad_enabled():"),
         not_timed,
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_the_suite_notices_without_the_guard_that(name):
-    must_notice(WATCHED[name])
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

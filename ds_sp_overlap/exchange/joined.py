@@ -28,7 +28,7 @@ def split(wire: Tensor, sides: Sequence[Side], tensors: Sequence[Tensor]) -> Non
         for x, shape, piece in zip(tensors, tiles, pieces):
             x.view(shape).copy_(piece)
         return
-    if all(side.tiles for side in sides):
+    if all(side.tiles for side in sides):  # guard: joined tiles need no sum
         for part, place in _places(tensors, sides, wire):
             part.copy_(place)
         return

@@ -99,7 +99,7 @@ def _copy_in(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: T
         else:
             tiles.copy_(wire.view(tiles.shape[0], repeats, *tiles.shape[1:]).sum(1, dtype=exact))  # guard: replicas are summed
         return
-    if [0, *stops] == [*starts, out.shape[dim]]:  # unequal tiles, of which no two hold the same
+    if [0, *stops] == [*starts, out.shape[dim]]:  # guard: tiles need no sum
         for part, segment in _parts(out, wire, dim, starts, stops):
             part.copy_(segment)
         return

@@ -86,24 +86,6 @@ def test_rope_that_goes_by_length_goes_by_that_of_the_whole_sequence():
 # Padding.
 
 
-def padded_outcome(model, tokens, mask, positions, rank, size, group, head=None):
-    """Logits of the tokens that count, and every gradient summed over the sp group."""
-    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100).masked_fill(mask == 0, -100)
-    ids, labels, mask, positions = (x.chunk(size, 1)[rank] for x in (tokens, labels, mask, positions))
-    model.zero_grad()
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    logits = logits.detach() * mask[..., None]
-    if group is not None:
-        for gradient in found.values():
-            torch.distributed.all_reduce(gradient, group=group)
-        parts = [torch.empty_like(logits) for _ in range(size)]
-        torch.distributed.all_gather(parts, logits.contiguous(), group=group)
-        logits = torch.cat(parts, 1)
-    return {"logits": logits, **found}
-
-
 def mask_of(*rows):
     """[b, s] of ones where a row counts; a row is (first, stop)."""
     at = torch.arange(SEQ)
@@ -124,13 +106,13 @@ def padding(rank, cases):
     for family, which, counted in cases:
         mask, options = PADDING[which], dict(family=family, **EXACT)
         positions = (mask.cumsum(1) - 1).clamp_min(0) if counted else torch.arange(SEQ).expand_as(mask)
-        whole = padded_outcome(tiny(**options), tokens, mask, positions, 0, 1, None)
+        whole = outcome(tiny(**options), tokens, 0, 1, None, positions, mask)
         with sequence_parallel_model(2, **options) as (model, group):
             errors[family, which, counted] = []
             for on in (False, True):
                 if on:
                     ds_sp_overlap.enable(model)
-                found = padded_outcome(model, tokens, mask, positions, rank, 2, group)
+                found = outcome(model, tokens, rank, 2, group, positions, mask)
                 errors[family, which, counted].append(worst(found, whole))
     return errors
 

@@ -174,9 +174,13 @@ SCENES = {
 
 
 def faults(scene, asynchronous):
-    with watched(asynchronous) as (races, wire):
-        scene(wire)
-        gc.collect()
+    gc.freeze()  # nothing older than the scene is searched for cycles: that took most of the time
+    try:
+        with watched(asynchronous) as (races, wire):
+            scene(wire)
+            gc.collect()
+    finally:
+        gc.unfreeze()
     return races.faults
 
 

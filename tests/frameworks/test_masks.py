@@ -343,18 +343,12 @@ def test_many_short_documents_are_right_and_take_few_calls(options):
 # Guards.
 
 WATCHED = [
-    Watched(
-        Guard("windows are read", without="pass"),
-        faults_of_window,
-    ),
+    Watched(Guard("windows are read", without="pass"), faults_of_window),
     Watched(
         Guard("the longest of all ranks", without="longest = torch.full_like(position_ids[..., :1], position_ids.max().item())"),
         faults_of_length,
     ),
-    Watched(
-        Guard("padding is a document", without="if False:"),
-        faults_of_padding,
-    ),
+    Watched(Guard("padding is a document", without="if False:"), faults_of_padding),
     Watched(
         Guard("of its own forward", without="found = list(self._given.values())[-1]"),
         faults_of_sequences,

@@ -266,14 +266,8 @@ def test_the_output_may_get_no_gradient_on_one_rank():
 # Guards.
 
 WATCHED = [
-    Watched(
-        Guard("leads to each of them", without="return _Start.apply(self, *tensors[:1])"),
-        exchanges_of_a_constant,
-    ),
-    Watched(
-        Guard("no second derivatives", without="if False:"),
-        product_unnoticed,
-    ),
+    Watched(Guard("leads to each of them", without="return _Start.apply(self, *tensors[:1])"), exchanges_of_a_constant),
+    Watched(Guard("no second derivatives", without="if False:"), product_unnoticed),
 ]
 
 

@@ -226,7 +226,7 @@ def test_random_numbers_are_those_of_a_run_in_which_nothing_was_tried_out():
     assert on_ranks(2, random_numbers_differ) == [[], []]
 
 
-# For test_guards.
+# For the guards at the end.
 
 
 def misses_slopes(rank):
@@ -315,10 +315,7 @@ def test_what_is_no_difference_of_heads_costs_no_head_group(kind):
 # Guards.
 
 WATCHED = [
-    Watched(
-        Guard("heads alike", without="if call.geometry.groups > 1 and not self.heads_alike and False:"),
-        misses_slopes,
-    ),
+    Watched(Guard("heads alike", without="if False:"), misses_slopes),
     Watched(
         Guard(
             "what any rank found",

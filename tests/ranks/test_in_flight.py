@@ -205,32 +205,17 @@ def test_a_half_out_of_place_is_refused():
 # Guards.
 
 WATCHED = [
-    Watched(
-        Guard("packed, so let go", without="pass"),
-        held_until_finished,
-    ),
+    Watched(Guard("packed, so let go", without="pass"), held_until_finished),
     Watched(Guard("memory returns in order", without="pass"), abandoned),
     Watched(Guard("compute waits for it", without="pass"), stream_order),
     Watched(Guard("sends what is ready", without="pass"), stream_order),
     Watched(Guard("goes on after the launch", without="pass"), stream_order),
-    Watched(
-        Guard("behind no other transfer", without="launched = self._recorded(self.transfer)"),
-        stream_order,
-    ),
+    Watched(Guard("behind no other transfer", without="launched = self._recorded(self.transfer)"), stream_order),
     Watched(Guard("freed, waits for nothing", without="pass"), stream_order),
-    Watched(
-        Guard("forward is let go", without="in_flight = self.forward"),
-        nothing_stays_in_flight,
-    ),
-    Watched(
-        Guard("gradient is let go", without="in_flight = self.gradient"),
-        nothing_stays_in_flight,
-    ),
+    Watched(Guard("forward is let go", without="in_flight = self.forward"), nothing_stays_in_flight),
+    Watched(Guard("gradient is let go", without="in_flight = self.gradient"), nothing_stays_in_flight),
     Watched(Guard("this half belongs here", without="if False:"), finished_twice),
-    Watched(
-        Guard("a failed launch has a name", without="except LookupError as error:"),
-        launch_that_fails,
-    ),
+    Watched(Guard("a failed launch has a name", without="except LookupError as error:"), launch_that_fails),
 ]
 
 

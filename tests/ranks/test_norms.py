@@ -300,10 +300,7 @@ WATCHED = [
     Watched(
         Guard("only known norms", without="if not isinstance(norm, nn.Module) or False or not can_call_through(norm):"), dropping
     ),
-    Watched(
-        Guard("its hooks run once", without="return True"),
-        functools.partial(faults, kind=weight_is_hooked, groups=2),
-    ),
+    Watched(Guard("its hooks run once", without="return True"), functools.partial(faults, kind=weight_is_hooked, groups=2)),
     Watched(
         Guard(
             "as in forward",

@@ -434,19 +434,12 @@ def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stag
 # Guards.
 
 WATCHED = [
-    Watched(
-        Guard("stays for its backward", without="if not self._due or self.over :"),
-        another_optimizer_before_backward,
-    ),
+    Watched(Guard("stays for its backward", without="if not self._due or self.over:"), another_optimizer_before_backward),
     Watched(
         Guard("the slowest rank counts", without="found[key] = what, [min(times) for times in zip(*every)] or None"),
         choices_differ,
     ),
-    Watched(
-        Guard("replicas choose together", without="told = merged(reports) "),
-        replicas_differ,
-        4,
-    ),
+    Watched(Guard("replicas choose together", without="told = merged(reports)"), replicas_differ, 4),
     Watched(
         Guard("their lengths differ", without="batch = (geometry.batch, sum(geometry.seq_lens).bit_length())"),
         replicas_differ,

@@ -427,7 +427,7 @@ def test_rotary_tables_that_are_missing_in_a_later_call_are_refused_too():
         assert "position_embeddings are missing" in missing[1] and "are 4 (cos)" in narrow[1] and log == []
 
 
-# For test_guards.
+# For the guards at the end.
 
 
 def narrow_tables_pass(rank):
@@ -630,23 +630,11 @@ WATCHED = [
     ),
     Watched(Guard("RoPE needs its tables", without="if False:"), rope_is_left_out),
     Watched(Guard("ranks need a group", without="if False:"), missing_group_passes),
-    Watched(
-        Guard("only the same group", without="if False:"),
-        other_group_passes,
-    ),
-    Watched(
-        Guard("ranks exchange the same", without="if False:"),
-        disagreement_goes_unnoticed,
-    ),
+    Watched(Guard("only the same group", without="if False:"), other_group_passes),
+    Watched(Guard("ranks exchange the same", without="if False:"), disagreement_goes_unnoticed),
     Watched(Guard("one rank's fault is everybody's", without="if not mine[0]:"), fault_of_one_rank),
-    Watched(
-        Guard("check mode compares", without="if False:"),
-        corruption_goes_unnoticed,
-    ),
-    Watched(
-        Guard("a failed wait has a name", without="except LookupError as error:"),
-        failure_names_the_exchange,
-    ),
+    Watched(Guard("check mode compares", without="if False:"), corruption_goes_unnoticed),
+    Watched(Guard("a failed wait has a name", without="except LookupError as error:"), failure_names_the_exchange),
 ]
 
 

@@ -412,10 +412,7 @@ WATCHED = [
         Guard("zero without a gradient", without="whole = like.new_empty(shape) if once else like.new_ones(shape)"),
         attention_without_keys,
     ),
-    Watched(
-        Guard("keys stay as they are", without="if False:"),
-        changed_in_place_though_shared,
-    ),
+    Watched(Guard("keys stay as they are", without="if False:"), changed_in_place_though_shared),
     Watched(
         Guard("only what is needed", without="call.exchanges[of, group].needed = needed = [True for _ in of]"),
         exchanges_of_frozen_parts,

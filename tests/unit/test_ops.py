@@ -278,11 +278,7 @@ WATCHED = [
     Watched(Guard("tiles need no sum", without="if True:"), UNEQUAL[1], ranks=0),
     Watched(Guard("joined tiles need no sum", without="if False:"), UNEQUAL[0], ranks=0),
     Watched(Guard("joined tiles need no sum", without="if any(side.tiles for side in sides):"), UNEQUAL[2], ranks=0),
-    Watched(
-        Guard("halves are summed in fp32", without="half = False"),
-        halves_summed_in_fp32,
-        ranks=0,
-    ),
+    Watched(Guard("halves are summed in fp32", without="half = False"), halves_summed_in_fp32, ranks=0),
     Watched(
         Guard("tiles lie in order", without="if repeats and tiles * size == shape[dim] and rest == 0:"),
         unequal_parts,

@@ -39,7 +39,9 @@ def check_tables(tables: tuple[Tensor, Tensor], head_dim: int, partial: bool) ->
     """Raises ValueError for (cos, sin) [..., d_rot] that don't rotate heads of ``head_dim``: all of them, unless ``partial``."""
     cos, sin = tables
     width = cos.shape[-1]
-    if width == sin.shape[-1] and width % 2 == 0 and (width == head_dim or partial and width < head_dim):
+    if (
+        width == sin.shape[-1] and width % 2 == 0 and (width == head_dim or partial and width < head_dim)
+    ):  # guard: heads rotate whole
         return
     raise ValueError(
         f"rotary tables are {width} (cos) and {sin.shape[-1]} (sin) wide for heads of {head_dim}; both must be as wide as the "
@@ -81,7 +83,7 @@ class Rotary:
 
     def of(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
         """The tables. Raises ValueError where ``position_embeddings`` are missing, or don't fit heads of ``head_dim``."""
-        if position_embeddings is None:
+        if position_embeddings is None:  # guard: RoPE needs its tables
             raise ValueError("position_embeddings are missing, and without them RoPE would be left out; give what `rope` expects")
         tables = self.tables(position_embeddings)
         if tables is not None:

@@ -75,7 +75,7 @@ def start_inputs(call: Call, project: Callable[[str, int], Tensor]) -> dict[Part
     """
     tokens: dict[Part, Tensor] = {}
     projected: dict[Part, Tensor] = {}
-    for step in call.schedule.inputs:
+    for step in call.schedule.inputs:  # guard: starts in the order drawn
         if step.act == "project":
             with call.named(step):
                 projected[step.of, step.group] = project(step.of, step.group)
@@ -137,13 +137,13 @@ def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tens
         pieces.append(piece if stop - start == piece.shape[2] else piece.narrow(2, start, stop - start))
     heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
     index = geometry.kv_expansion(group)
-    return heads if index is None else heads.index_select(2, _on_device(index, heads.device))
+    return heads if index is None else heads.index_select(2, _on_device(index, heads.device))  # guard: indexed without a wait
 
 
 @functools.lru_cache(maxsize=4096)
 def _on_device(index: tuple[int, ...], device: torch.device) -> Tensor:
     """Copied once: the host waits for such a copy."""
-    with torch.inference_mode(False):  # a later call may save it for backward
+    with torch.inference_mode(False):  # guard: a backward may save it
         return torch.tensor(index, device=device)
 
 
@@ -158,7 +158,7 @@ def _attended(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: T
         return attend(group, q, k.clone(), v.clone())
     before = k._version, v._version
     o = attend(group, q, k, v)
-    if (k._version, v._version) != before:
+    if (k._version, v._version) != before:  # guard: keys stay as they are
         raise RuntimeError(
             f"{call.where}: local attention changes k or v in place, and another head group attends to them as well; have it "
             "change a copy (k = k * scale), or set sp_overlap.head_groups to 1"

@@ -78,7 +78,11 @@ def fault(call: Call, local: Local, device: torch.device, form: Callable[[Any, T
     What it raises is a reason as well: it raises again where it is called for good. Random numbers are as before.
     """
     devices = [] if device.type == "cpu" else [device]
-    with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), _evaluating(local.attend):
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),  # guard: takes no random numbers
+        _evaluating(local.attend),
+    ):
         try:
             before = _random_state(devices)
             off = _difference(call, local, device, form)
@@ -144,9 +148,9 @@ def _evaluating(attend: Any) -> Iterator[None]:
     """Run the body with the attention's modules in evaluation: dropout would be another one in every call."""
     were = [(module, module.training) for module in _modules(attend)]
     for module, _ in were:
-        module.training = False
+        module.training = False  # guard: tried out in evaluation
     try:
         yield
     finally:
         for module, training in reversed(were):
-            module.training = training
+            module.training = training  # guard: left as it was

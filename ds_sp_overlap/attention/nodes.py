@@ -132,17 +132,17 @@ class _StartInputs(torch.autograd.Function):
         tokens = start_inputs(call, project)
         if not of_x:
             for (of, group), token in tokens.items():
-                call.exchanges[of, group].needed = needed = [is_needed((kind, group)) for kind in of]
+                call.exchanges[of, group].needed = needed = [is_needed((kind, group)) for kind in of]  # guard: only what is needed
                 if not any(needed):
                     unneeded.append(token)
             ctx.mark_non_differentiable(*unneeded)
         ctx.shapes, ctx.normed, ctx.tables = [None if p is None else p.shape for p in parameters], list(normed), len(tables)
         if normed:
             enabled = torch.is_autocast_enabled(device)
-            ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=enabled)
+            ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=enabled)  # guard: as in forward
         # Only what some gradient reads: dx the weights, dw x, and a norm's its input.
         weights = (p if of_x and at % 2 == 0 else None for at, p in enumerate(parameters[:linear]))
-        ctx.save_for_backward(x if any(of_parameters[:linear:2]) else None, *weights, *tables, *normed.values())
+        ctx.save_for_backward(x if any(of_parameters[:linear:2]) else None, *weights, *tables, *normed.values())  # guard: unchanged
         return tuple(tokens[exchange] for exchange in call.schedule.starts)
 
     @staticmethod
@@ -285,7 +285,7 @@ class _FinishOutput(torch.autograd.Function):
             return do.view(*do.shape[:-1], do.shape[-1] // head_dim, head_dim)
 
         computed: dict[int, Tensor] = {}
-        for act, _, group in call.schedule.backward_of_output:
+        for act, _, group in call.schedule.backward_of_output:  # guard: the wgrad comes last
             if act == "wgrad" and of_weight:
                 wgrad(group)
             elif act == "dgrad" and of_tokens[group]:

@@ -145,10 +145,10 @@ class Policy:
         """The trial for a call with ``x``; None where there is one candidate only, or none to be tried any more."""
         self._look()
         # G = 1 where two groups were possible: the call has arguments per head
-        candidates = candidates_for(geometry.max_groups if geometry.groups > 1 else 1, off and not self.replicas)
+        candidates = candidates_for(geometry.max_groups if geometry.groups > 1 else 1, off and not self.replicas)  # guard: no stock
         if len(candidates) == 1 and (self.over or not self.replicas):
             return None
-        batch = () if self.replicas else (geometry.batch, sum(geometry.seq_lens).bit_length())
+        batch = () if self.replicas else (geometry.batch, sum(geometry.seq_lens).bit_length())  # guard: their lengths differ
         key = (geometry.heads, geometry.kv_heads, x.shape[2:], x.dtype, *batch, candidates, geometry.groups)
         if key not in self.trials:
             if self.over:
@@ -187,7 +187,7 @@ class Policy:
 
         Never during backward: there a checkpointed layer is computed again and must find what its first computation found.
         """
-        if not self._due or self.over or in_backward():
+        if not self._due or self.over or in_backward():  # guard: stays for its backward
             return
         mine = (self._stepped, self._report() if self._stepped and self.board is None else {})
         stepped, reports = zip(*self.channel.gather(mine))
@@ -199,7 +199,7 @@ class Policy:
             raise RuntimeError(
                 f'sp_overlap.head_groups "auto": the ranks of the sp group would try different things ({seen}); give a number'
             )
-        told = merged(reports) if self.board is None else self.board.told(self.step)
+        told = merged(reports) if self.board is None else self.board.told(self.step)  # guard: replicas choose together
         self.step += 1
         self._back_since = self._due = self._stepped = False
         if isinstance(told, list):
@@ -227,7 +227,7 @@ class Policy:
         """Look on while ``candidate`` runs for so many tokens, with a clock where that is due."""
         if self.over or trial.chosen is not None and not self.replicas:
             return
-        if trial.timed and torch.is_grad_enabled():
+        if trial.timed and torch.is_grad_enabled():  # guard: also for frozen inputs
             forwards, backwards = trial.marks[candidate]
             run.timed(
                 Timed(

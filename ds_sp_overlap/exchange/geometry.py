@@ -207,7 +207,7 @@ class Geometry:
         for sent in range(group + 1):
             start, stop = self.sent_range("k", self.sp_rank, sent)
             low, high = max(start, need_start), min(stop, need_stop)
-            if low < high or (sent == group and "k" in self.kinds_of(group)):
+            if low < high or (sent == group and "k" in self.kinds_of(group)):  # guard: read by every rank
                 pieces.append((sent, max(low - start, 0), max(high - start, 0) if low < high else max(low - start, 0)))
         return tuple(pieces)
 

@@ -60,7 +60,7 @@ class GlobalSequence:
         if position_ids.ndim == 2 or len(position_ids) != 3:  # three axes are of images alone
             starts[:, 1:] = np.diff(position_ids if position_ids.ndim == 2 else position_ids[0]) != 1
         self.padded = False
-        if mask is not None and not mask.all():
+        if mask is not None and not mask.all():  # guard: padding is a document
             starts = self._behind_padding(starts, mask, where)
         row, start = starts.nonzero()
         self.bounds: np.ndarray | None = None
@@ -170,7 +170,7 @@ class Positions:
         shapes = every[:, : len(mine)].tolist()
         self._refuse(where, shapes)
         needed = max((max(axes, 1) * rows + masked * batch) * length for _, axes, rows, batch, length, masked in shapes)
-        if needed > self._room:
+        if needed > self._room:  # guard: travels in one message
             self._room = needed
             every = self._every(mine, sent, device)
         _, axes, rows, batch, _, _ = shapes[0]

@@ -71,7 +71,7 @@ def local_attention(
         if pattern.chunk is not None and pattern.chunk < q.shape[1]:
             raise ValueError(f'{type(module).__name__}: "{name}" has no attention in chunks of {pattern.chunk}; use "sdpa"')
         if _takes_edges(function):
-            return attention(q, k, v, None, **sequence.for_flash)
+            return attention(q, k, v, None, **sequence.for_flash)  # guard: edges, no positions
         if sequence.bounds is None or q.shape[0] == 1:  # position_ids tell the documents of one row
             return attention(q, k, v, None, position_ids=sequence.position_ids)
         rows = [slice(row, row + 1) for row in range(q.shape[0])]

@@ -427,7 +427,7 @@ def test_rotary_tables_that_are_missing_in_a_later_call_are_refused_too():
         assert "position_embeddings are missing" in missing[1] and "are 4 (cos)" in narrow[1] and log == []
 
 
-# For test_guards.
+# For the guards at the end.
 
 
 def narrow_tables_pass(rank):
@@ -623,39 +623,21 @@ def failure_names_the_exchange(rank):
     return [] if refused and refused[1].startswith("layer do0: ") else [str(refused)]
 
 
-WATCHED = {
-    "tables that rotate half of a head are refused": Watched(
-        Guard("rotary:check_tables", "(width == head_dim or partial and width < head_dim)", "width <= head_dim"),
+WATCHED = [
+    Watched(
+        Guard("heads rotate whole", without="if width == sin.shape[-1] and width % 2 == 0 and width <= head_dim:"),
         narrow_tables_pass,
     ),
-    "RoPE without tables is refused": Watched(
-        Guard("rotary:Rotary.of", "if position_embeddings is None:", "if False:"), rope_is_left_out
-    ),
-    "a block without a group is refused": Watched(
-        Guard("attention.layer:Layer._comparable", "if world > 1:", "if False:"), missing_group_passes
-    ),
-    "a module of another group is refused": Watched(
-        Guard("integrations.distributed_attention:find_layers", "if own != channel.ranks:", "if False:"),
-        other_group_passes,
-    ),
-    "ranks compare what they are about to exchange": Watched(
-        Guard("exchange.channel:Channel.agree", "if not alike:", "if False:"),
-        disagreement_goes_unnoticed,
-    ),
-    "a fault of one rank is everybody's": Watched(
-        Guard("exchange.channel:Channel.agree", "if faults:", "if not mine[0]:"), fault_of_one_rank
-    ),
-    "check mode compares": Watched(
-        Guard("exchange.in_flight:InFlight.finish", "if self.expected:", "if False:"),
-        corruption_goes_unnoticed,
-    ),
-    "a failure names its exchange": Watched(
-        Guard("exchange.in_flight:InFlight._wait", "except RuntimeError as error:", "except LookupError as error:"),
-        failure_names_the_exchange,
-    ),
-}
+    Watched(Guard("RoPE needs its tables", without="if False:"), rope_is_left_out),
+    Watched(Guard("ranks need a group", without="if False:"), missing_group_passes),
+    Watched(Guard("only the same group", without="if False:"), other_group_passes),
+    Watched(Guard("ranks exchange the same", without="if False:"), disagreement_goes_unnoticed),
+    Watched(Guard("one rank's fault is everybody's", without="if not mine[0]:"), fault_of_one_rank),
+    Watched(Guard("check mode compares", without="if False:"), corruption_goes_unnoticed),
+    Watched(Guard("a failed wait has a name", without="except LookupError as error:"), failure_names_the_exchange),
+]
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_the_suite_notices_without_the_guard_that(name):
-    must_notice(WATCHED[name])
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

@@ -160,15 +160,6 @@ def test_the_command_refuses_a_layer_without_a_shape(capsys):
     assert "--hidden and --heads missing; give them, or --model" in capsys.readouterr().err
 
 
-def test_it_measures_what_is_not_given(capsys):
-    words = "plan --hidden 32 --heads 4 --seq 64 --sp 2 --dtype-bytes 4 --measure --bandwidth 3".split()
-    assert main(words) == 0
-    rates = re.search(
-        r"rates: (\S+) TFLOP/s in matrix products, (\S+) in attention, 3 GB/s on the wire, (\S+) us", capsys.readouterr().out
-    )
-    assert all(float(rate) > 0 for rate in rates.groups())
-
-
 def test_measuring_refuses_another_number_of_ranks_than_the_launcher_started(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit):

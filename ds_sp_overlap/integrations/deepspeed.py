@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,12 +14,12 @@ import deepspeed.comm
 from deepspeed.comm.comm import comms_logger
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-from deepspeed.utils import log_dist
 from packaging.version import Version
 
 from ..attention import linear
 from ..config import SpOverlapConfig
 from ..exchange import transport
+from ..say import say_once
 from . import megatron_bridge
 from .registry import enable
 
@@ -124,7 +123,7 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     """Overlap the model of an engine as asked for. Collective."""
     if config is None:
         if (size := getattr(engine, "sequence_parallel_size", 1)) > 1:
-            _say_once(
+            say_once(
                 f"sp_overlap: sequence parallelism is on (sp size {size}) and ds_sp_overlap imported, but the "
                 'DeepSpeed config has no "sp_overlap" section: nothing is overlapped. Add "sp_overlap": {} at its top level, or call '
                 "ds_sp_overlap.enable(engine.module)"
@@ -133,8 +132,3 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     report = enable(engine.module, config, gradient_process_group=engine.seq_data_parallel_group)
     if engine.global_rank == 0:
         print(report, flush=True)
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    log_dist(message, ranks=[0], level=logging.WARNING)

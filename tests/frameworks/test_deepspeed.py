@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sp_overlap
 import ds_sp_overlap.attention.linear
 import ds_sp_overlap.integrations.deepspeed
+from tests.helpers.listening import listening
 from tests.helpers.models import (
     batches,
     cut,
@@ -357,21 +358,17 @@ def test_keys_of_others_and_keys_that_are_commented_out_are_no_misplaced_section
 
 def said_without_a_section(rank, size, more):
     """What DeepSpeed's logger was told of the plugin while two engines were made."""
-    ds_sp_overlap.integrations.deepspeed._say_once.cache_clear()
-    records, handler = [], logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    deepspeed.utils.logger.addHandler(handler)
     try:
-        for _ in range(2):
-            model = tiny()
-            engine, *_ = deepspeed.initialize(model=model, config=ds_config(0, **more), mpu=sequence_parallel(model, size))
-            ds_sp_overlap.disable(model)
-            engine.destroy()
-            forget_sequence_parallel()
+        with listening(logging.WARNING) as messages:
+            for _ in range(2):
+                model = tiny()
+                engine, *_ = deepspeed.initialize(model=model, config=ds_config(0, **more), mpu=sequence_parallel(model, size))
+                ds_sp_overlap.disable(model)
+                engine.destroy()
+                forget_sequence_parallel()
     finally:
-        deepspeed.utils.logger.removeHandler(handler)
         forget_sequence_parallel()
-    return [record for record in records if "sp_overlap" in record]
+    return messages
 
 
 def test_sequence_parallelism_without_a_section_is_said_once_on_rank_0():

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 from tests.helpers.accelerate_script import train_with_accelerate
+from tests.helpers.listening import listening
 from tests.helpers.models import (
     BATCH,
     EXACT,
@@ -31,7 +32,6 @@ from tests.helpers.models import (
     sequence_parallel,
     sequence_parallel_model,
     tiny,
-    warned,
     worst,
 )  # fmt: skip
 from tests.helpers.ranks import on_ranks, refusal
@@ -614,15 +614,15 @@ def at_size_one(rank):
     """Reports of enabling two models over a group of one, and what was said."""
     groups = [torch.distributed.new_group([r]) for r in range(2)]
     models = [tiny(), tiny(seed=1)]
-    with warned() as said:
+    with listening() as messages:
         reports = [str(ds_sp_overlap.enable(model, {"head_groups": 2}, groups[rank])) for model in models]
-    return reports, said, [overlapped_layers(model) for model in models]
+    return reports, messages, [overlapped_layers(model) for model in models]
 
 
 def test_sp_size_one_is_a_no_op_that_is_said_once():
-    for reports, said, bound in on_ranks(2, at_size_one):
+    for reports, messages, bound in on_ranks(2, at_size_one):
         assert reports == ["sp_overlap: nothing to do at sp size 1"] * 2
-        assert len(said) == 1 and "sequence-parallel size is 1" in said[0]
+        assert len(messages) == 1 and "sequence-parallel size is 1" in messages[0]
         assert bound == [[], []]
 
 

@@ -283,16 +283,15 @@ def test_accelerates_deepspeed_backend_runs_overlapped_and_trains_like_stock():
         assert losses[-1] != losses[0]
 
 
-def refused_by_accelerate(rank, section):
-    return refusal(train_with_accelerate, rank, section)
+def with_every_key(rank, value):
+    return train_with_accelerate(rank, dict.fromkeys(ds_sp_overlap.SpOverlapConfig.model_fields, value), steps=1)
 
 
-def test_accelerate_takes_auto_for_a_value_of_its_own_so_the_key_is_left_out():
-    """Accelerate fills in every "auto" of the config and stops at one it doesn't know; "auto" is the default anyway."""
-    for said in on_ranks(2, refused_by_accelerate, {"head_groups": "auto"}):
-        assert said is not None and "`sp_overlap.head_groups` not found in kwargs" in said[1]
-    for losses, bound in on_ranks(2, train_with_accelerate, {}):
-        assert len(bound) == 2 and len(losses) > 2
+@pytest.mark.parametrize("value", ["auto", None])
+def test_accelerate_passes_auto_and_null_on(value):
+    """Accelerate fills in every "auto" of the config, and stops at one it doesn't know."""
+    for _, bound in on_ranks(2, with_every_key, value):
+        assert len(bound) == 2
 
 
 # LoRA and frozen projections.

@@ -466,7 +466,8 @@ CONFIG_REFUSED = [
     ({"head_groups": "2"}, "sp_overlap.head_groups must be a whole number of at least 1, or \"auto\", got '2'"),
     ({"head_groups": 1.5}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got 1.5'),
     ({"head_groups": True}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got True'),
-    ({"head_groups": None}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got None'),
+    ({"head_group": None}, "did you mean 'head_groups'?"),
+    ({"timeline": {"path": None}}, "sp_overlap.timeline.path must be the path of a folder, got None"),
     ({"enabled": "yes"}, "sp_overlap.enabled must be true or false, got 'yes'"),
     ({"check": 1}, "sp_overlap.check must be true or false, got 1"),
     ({"on_unsupported": "ignore"}, 'sp_overlap.on_unsupported must be "warn" or "error", got \'ignore\''),
@@ -530,6 +531,14 @@ def test_good_configs_are_read():
     assert SpOverlapConfig.parse({}) == SpOverlapConfig()
     with pytest.raises(ValueError):
         config.check = False
+
+
+@pytest.mark.parametrize("unsaid", [None, "auto"])
+def test_null_and_auto_are_the_default_of_every_key_that_has_one(unsaid):
+    keys = dict.fromkeys(SpOverlapConfig.model_fields, unsaid)
+    assert SpOverlapConfig.parse(keys) == SpOverlapConfig()
+    nested = {"policy": {"warmup_steps": unsaid}, "timeline": {"path": "x", "steps": unsaid}}
+    assert SpOverlapConfig.parse(nested) == SpOverlapConfig.parse({"timeline": {"path": "x"}})
 
 
 @pytest.mark.parametrize("heads,size,groups", [(8, 2, 2), (4, 2, 2), (2, 2, 1), (7, 4, 1), (32, 8, 2), (8, 1, 2), (1, 1, 1)])

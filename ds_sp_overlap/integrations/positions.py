@@ -29,8 +29,8 @@ _FAULTS: dict[str, tuple[type[Exception], str]] = {
     "mask length": (ValueError, "attention_mask must be [b, s/P], cut over the ranks like input_ids"),
     "cache": (
         RuntimeError,
-        "generation with a KV cache does not work on a sequence that is split over ranks; call ds_sp_overlap.disable(model) "
-        "and generate without sequence parallelism",
+        "generation with a KV cache does not work on a sequence that is split over ranks; call ds_sp_overlap.disable(model, "
+        "stock_too=True), which takes DeepSpeed's Ulysses out as well, and generate on each rank by itself",
     ),
 }
 _CODES = [None, *_FAULTS]

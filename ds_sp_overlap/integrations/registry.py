@@ -145,10 +145,17 @@ def _close(counting: list[Policy | Timeline | None]) -> None:
             what.close()
 
 
-def disable(model: nn.Module) -> None:
-    """Give every layer of ``model`` its own forward back."""
+def disable(model: nn.Module, *, stock_too: bool = False) -> None:
+    """Give every layer of ``model`` its own forward back.
+
+    stock_too   also take DeepSpeed's ``UlyssesSPAttentionHF`` out of the attention function that ``model`` is configured for, in the
+                whole process: each rank attends by itself to what it is given, as in ``generate``. ``enable`` with
+                ``sequence_process_group=`` goes back to training.
+    """
     for module in model.modules():
         if (undo := _undo.pop(module, None)) is not None:
             undo(module)
         elif is_ours(module) or getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
             del module.forward  # of a layer that was copied, or loaded from a pickle, while it was overlapped
+    if stock_too:
+        transformers.unregister(model)

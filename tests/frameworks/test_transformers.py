@@ -542,8 +542,38 @@ def generating(rank, family):
 def test_decoding_from_a_filled_cache_is_refused_and_a_cache_that_is_empty_is_not():
     for said, error in on_ranks(2, generating, "llama"):
         assert said is not None and said[0] == "RuntimeError"
-        assert "generation with a KV cache does not work" in said[1] and "ds_sp_overlap.disable(model)" in said[1]
+        assert "generation with a KV cache does not work" in said[1] and "ds_sp_overlap.disable(model, stock_too=True)" in said[1]
         assert error < FP64
+
+
+def generating_after(rank, family):
+    """Generation after `disable` alone; after it with stock taken out too, against a model that nobody registered; and gradients after
+    it was enabled again, against those before."""
+    tokens = batches(1)[0]
+    prompt = dict(input_ids=tokens[:1, :8], attention_mask=torch.ones(1, 8, dtype=torch.long), max_new_tokens=4, do_sample=False)
+    expected = tiny(family=family, **EXACT).generate(**prompt)
+    with sequence_parallel_model(2, family=family, **EXACT) as (model, group):
+        other = tiny(family=family, seed=1, **EXACT)
+        ds_sp_overlap.enable(model)
+        ds_sp_overlap.enable(other)
+        before = outcome(model, tokens, rank, 2, group)
+        ds_sp_overlap.disable(model)
+        alone = refusal(model.generate, **prompt)
+        ds_sp_overlap.disable(model, stock_too=True)
+        same = torch.equal(model.generate(**prompt), expected)
+        ds_sp_overlap.enable(model, {}, group)
+        again = worst(outcome(model, tokens, rank, 2, group), before)
+        left = overlapped_layers(other)
+        ds_sp_overlap.disable(other)
+        return alone, same, again, len(left)
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere"])
+def test_disable_with_stock_too_leaves_a_model_that_generates(family):
+    """After `disable` alone stock's function stays, which is right for training without the overlap, and can't generate."""
+    for alone, same, again, left in on_ranks(2, generating_after, family):
+        assert alone is not None and alone[0] == "AssertionError"
+        assert same and again < FP64 and left == 2
 
 
 # Positions that are missing or local.

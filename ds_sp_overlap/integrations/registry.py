@@ -17,7 +17,7 @@ from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel, one_queue
 from ..profiling.timeline import Timeline
-from ..relayout import ops
+from ..relayout import kernels, ops
 from ..say import say_once
 from . import distributed_attention, megatron, transformers
 from .layers import Around, Found, Overlap
@@ -42,8 +42,10 @@ class Report:
             rows.append((name, got or "nothing", lacks or "-"))
         table = tabulate(rows, headers=("attention layer", "overlapped", "why not more"), tablefmt="simple")
         overlapped = sum(layer.bind is not None for layer in self.layers)
-        queue = f"\n{said}" if overlapped and (said := one_queue()) else ""
-        return f"sp_overlap over sp size {self.sp_size}: {overlapped} of {len(self.layers)} layers overlapped\n{table}{queue}"
+        notes = [note for note in (one_queue(), self.note) if note and overlapped]
+        return "\n".join(
+            (f"sp_overlap over sp size {self.sp_size}: {overlapped} of {len(self.layers)} layers overlapped", table, *notes)
+        )
 
 
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()
@@ -128,7 +130,7 @@ def enable(
             say_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
             _undo[layer.module] = _and_close(layer.bind(), [policy, timeline])
-    return Report(found, channel.size)
+    return Report(found, channel.size, kernels.absent(config.kernels))
 
 
 def _and_close(undo: Undo, counting: list[Policy | Timeline | None]) -> Undo:

@@ -7,6 +7,7 @@ loss would hide at 0.02 shows here.
 import base64
 import copy
 import functools
+import itertools
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sp_overlap
 import ds_sp_overlap.attention.linear
 import ds_sp_overlap.integrations.deepspeed
+from ds_sp_overlap.relayout import kernels
 from tests.helpers.listening import listening
 from tests.helpers.models import (
     batches,
@@ -523,6 +525,21 @@ def test_the_report_counts_the_layers_that_are_overlapped():
     layer = ds_sp_overlap.integrations.layers.Found
     report = ds_sp_overlap.Report([layer("a", None, "", "unknown"), layer("b", None, "", "unknown")], 2)
     assert "sp_overlap over sp size 2: 0 of 2 layers overlapped" in str(report)
+
+
+def test_the_report_says_that_compiled_kernels_are_absent_on_a_gpu_and_what_brings_them(monkeypatch):
+    layer = ds_sp_overlap.integrations.layers.Found("a", None, "all", "", bind=lambda: None)
+    said = {}
+    for gpu, library in itertools.product(
+        (True, False), (kernels.Library(reason="not built"), kernels.Library(built={"cuda": "13.0"}))
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        monkeypatch.setattr(kernels, "library", lambda: library)
+        for which in ("auto", "torch"):
+            said[gpu, library.cuda, which] = str(ds_sp_overlap.Report([layer], 2, kernels.absent(which)))
+    text = said.pop((True, False, "auto"))
+    assert "no compiled kernels for the GPU (not built), PyTorch's copies" in text and "python -m ds_sp_overlap build cuda" in text
+    assert len(said) == 7 and all("kernels" not in text for text in said.values())
 
 
 def test_head_groups_out_of_range_for_the_model_is_refused_on_every_rank_with_the_model_unchanged():

@@ -115,7 +115,7 @@ def enable(
             raise ValueError(f"{meta[0]} is on the meta device ({len(meta)} of {len(found)} layers); load the weights first")
         bare = [layer for layer in found if layer.bind is None]
         if bare and config.on_unsupported == "error":
-            raise ValueError(f'{bare[0].name}: {bare[0].lacks}; sp_overlap.on_unsupported is "error"')
+            raise ValueError(f'{bare[0].name}: {bare[0].lacks}; sp_overlap.on_unsupported is "error", "warn" leaves it as it is')
         return f"{config!r}; {[(layer.name, layer.got) for layer in found]}"
 
     try:

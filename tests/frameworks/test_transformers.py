@@ -6,6 +6,10 @@ four more digits; `test_the_tolerance_catches_a_fault` proves that it is tight e
 """
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import deepspeed.comm
 import pytest
@@ -292,6 +296,61 @@ def test_accelerate_passes_auto_and_null_on(value):
     """Accelerate fills in every "auto" of the config, and stops at one it doesn't know."""
     for _, bound in on_ranks(2, with_every_key, value):
         assert len(bound) == 2
+
+
+YAML = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+num_machines: 1
+num_processes: 2
+main_process_port: 0
+deepspeed_config:
+  zero_stage: 2
+  gradient_accumulation_steps: 1{section}
+parallelism_config:
+  parallelism_config_sp_size: 2
+  parallelism_config_sp_backend: deepspeed
+  parallelism_config_sp_seq_length_is_variable: true
+  parallelism_config_sp_attn_implementation: sdpa
+"""
+
+
+def launched(folder, section, **variables):
+    """Output of ``accelerate launch -m ds_sp_overlap run -m`` with inline ZeRO settings, on two ranks."""
+    (folder / "accelerate.yaml").write_text(YAML.format(section=section))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", folder / "accelerate.yaml"]
+    command += ["-m", "ds_sp_overlap", "run", "-m", "tests.helpers.launched_by_accelerate"]
+    ours = {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_SIZE": "2",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    done = subprocess.run(
+        command,
+        env={**os.environ, **ours, **variables},
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    return done.returncode, done.stdout
+
+
+def test_accelerate_launches_a_script_that_knows_nothing_of_the_package(tmp_path):
+    code, output = launched(tmp_path, "", DS_SP_OVERLAP='{"head_groups": 2}')
+    assert (
+        code == 0 and "overlapped ['module.model.layers.0.self_attn', 'module.model.layers.1.self_attn'] trained True" in output
+    ), output
+    assert output.count("2 of 2 layers overlapped") == 1
+
+
+def test_a_section_in_accelerates_yaml_does_not_get_lost_in_silence(tmp_path):
+    code, output = launched(tmp_path, "\n  sp_overlap:\n    head_groups: 2")
+    assert code != 0 and 'ValueError: Accelerate YAML: "deepspeed_config.sp_overlap" goes no further than the launcher' in output, (
+        output
+    )
 
 
 # LoRA and frozen projections.

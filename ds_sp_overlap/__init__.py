@@ -15,7 +15,7 @@ Rooms, each of which imports from those above it alone:
     attention      runs a layer by its schedule: the block (`SelfAttention`) and the drop-in (`DistributedAttention`)
     integrations   DeepSpeed, Megatron-DeepSpeed, transformers: find attention layers, rebind their forward
     planner        what overlap would be worth, before anything is run
-    doctor, cli    the self-check, and ``python -m ds_sp_overlap``
+    doctor, cli    the self-check, and ``ds-sp-overlap``
 
 The way of a query from a model's forward to the wire: ``integrations`` (the forward that was put in place) ->
 ``attention.self_attention`` (the block) -> ``attention.layer`` (agreement of the ranks, number of head groups, the schedule) ->
@@ -35,7 +35,7 @@ from .integrations.registry import Report, disable, enable
 from .rotary import Rotary
 
 __all__ = ["DistributedAttention", "PerHead", "Report", "Rotary", "SelfAttention", "SpOverlapConfig", "disable", "enable"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 install()
 bridge()

@@ -141,10 +141,16 @@ class ProjectedAttention:
         if not query.dtype == key.dtype == value.dtype:
             raise ValueError(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; give all three one dtype")
         if query.shape[:2] != key.shape[:2] or key.shape[:3] != value.shape[:3] or query.shape[3] != key.shape[3]:
-            raise ValueError(f"query, key and value don't belong together: {shapes()}")
+            raise ValueError(
+                f"query, key and value don't belong together: {shapes()}; give them one batch and sequence, query and key one head "
+                "dim, key and value one number of heads"
+            )
         heads, kv_heads = query.shape[2], key.shape[2]
         if num_kv_heads not in (None, kv_heads):
-            raise ValueError(f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange ({shapes()})")
+            raise ValueError(
+                f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange ({shapes()}); pass num_kv_heads="
+                f"{kv_heads}, or leave it out"
+            )
         geometry = self.layer.geometry(query, heads, kv_heads, batch_first, lengths, extra)
 
         def types() -> tuple:

@@ -171,7 +171,8 @@ class Layer:
             geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, 1, batch_first)
         if seq_lens[channel.rank] != local_seq:
             raise ValueError(
-                f"sequence_lengths: {seq_lens[channel.rank]} for sp rank {channel.rank}, whose local sequence has {local_seq} tokens"
+                f"sequence_lengths: {seq_lens[channel.rank]} for sp rank {channel.rank}, whose local sequence has {local_seq} tokens; "
+                "give every rank's own"
             )
         return geometry
 

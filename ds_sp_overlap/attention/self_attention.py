@@ -104,14 +104,17 @@ class SelfAttention:
             found = getattr(module, what.split(".")[1]) if known else expected
             if found != expected:
                 raise ValueError(
-                    f"{name}: {what} is {found}, but {self.heads} query and {self.kv_heads} KV heads of {head_dim} make it {expected}"
+                    f"{name}: {what} is {found}, but {self.heads} query and {self.kv_heads} KV heads of {head_dim} make it {expected}; "
+                    "mend the layer, or num_heads=, num_kv_heads= and head_dim="
                 )
 
     def use(self, o_proj, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None) -> None:
         """Drive these modules from now on: adapters come and go after the block was made."""
         separate, name = (q_proj, k_proj, v_proj), self.layer.where
         if (qkv_proj is None) == (None in separate) or (qkv_proj is not None and separate != (None, None, None)):
-            raise ValueError(f"{name}: give q_proj, k_proj and v_proj, or qkv_proj alone")
+            given = {"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj, "qkv_proj": qkv_proj}
+            got = ", ".join(key for key, module in given.items() if module is not None) or "none"
+            raise ValueError(f"{name}: give q_proj, k_proj and v_proj, or qkv_proj alone, got {got}")
         if qkv_proj is None:
             self._inputs = list(dict.fromkeys(separate))
             self._projections: dict[str, tuple[int, int | tuple[int, ...]]]

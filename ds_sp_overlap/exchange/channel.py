@@ -214,4 +214,7 @@ class Channel:
             raise ValueError(f"{where}: {mine[1] if alike else '; '.join(faults)}")
         if not alike:  # guard: ranks exchange the same
             seen = "; ".join(f"sp rank {rank}: {what}" for rank, (_, what) in enumerate(every))
-            raise ValueError(f"{where}: the ranks of the sp group are about to exchange different things ({seen})")
+            raise ValueError(
+                f"{where}: the ranks of the sp group are about to exchange different things ({seen}); give every rank the same model, "
+                "config, batch and dtype, and its share of one sequence"
+            )

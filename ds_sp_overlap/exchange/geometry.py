@@ -48,7 +48,10 @@ class Geometry:
                 "give the local length of every rank of the sp group"
             )
         if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(f"KV heads must divide the query heads, got {self.heads} query and {self.kv_heads} KV heads")
+            fit = ", ".join(str(heads) for heads in range(1, self.heads + 1) if self.heads % heads == 0)
+            raise ValueError(
+                f"KV heads must divide the query heads, got {self.heads} query and {self.kv_heads} KV heads; take {fit} KV heads"
+            )
         if self.heads < self.sp_size:
             raise ValueError(
                 f"head scatter of query: {self.heads} heads leave a rank of sp size {self.sp_size} with no head to attend "

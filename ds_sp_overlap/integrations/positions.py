@@ -29,8 +29,8 @@ _FAULTS: dict[str, tuple[type[Exception], str]] = {
     "mask length": (ValueError, "attention_mask must be [b, s/P], cut over the ranks like input_ids"),
     "cache": (
         RuntimeError,
-        "generation with a KV cache does not work on a sequence that is split over ranks; call ds_sp_overlap.disable(model) "
-        "and generate without sequence parallelism",
+        "generation with a KV cache does not work on a sequence that is split over ranks; call ds_sp_overlap.disable(model, "
+        "stock_too=True), which takes DeepSpeed's Ulysses out as well, and generate on each rank by itself",
     ),
 }
 _CODES = [None, *_FAULTS]
@@ -210,7 +210,9 @@ class Positions:
             raise kind(f"{where}: " + (_FAULTS[known[0]][1] if len(set(faults)) == 1 else "; ".join(each)))
         if len({tuple(shape[1:4]) for shape in shapes}) > 1:
             told = [f"sp rank {rank}: {shape[2]} of batch {shape[3]}, {shape[1]} axes" for rank, shape in enumerate(shapes)]
-            raise ValueError(f"{where}: position_ids differ in batch or axes over the sp ranks ({'; '.join(told)})")
+            raise ValueError(
+                f"{where}: position_ids differ in batch or axes over the sp ranks ({'; '.join(told)}); cut one batch over them"
+            )
 
     def _refuse_restart(self, where: str, position_ids: np.ndarray, lengths: list[int]) -> None:
         """Refuse positions that start anew on every rank; once others were seen, documents end there."""

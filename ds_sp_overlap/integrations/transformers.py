@@ -21,7 +21,7 @@ from ..attention.self_attention import SelfAttention
 from ..rotary import Rotary
 from .layers import Around, Found, Overlap
 from .rebinding import rebind
-from .transformers_attention import bind_function, local_attention, stock_does_the_same
+from .transformers_attention import Dispatch, bind_function, local_attention, stock_does_the_same
 from .transformers_forward import Forwards, host, stretched
 from .transformers_modules import (
     attention_functions,
@@ -45,6 +45,18 @@ def find_group(model: nn.Module) -> Any:
         return None
     stock = stock_of(functions.get(getattr(config, "_attn_implementation", None)))
     return None if stock is None else stock.process_group
+
+
+def unregister(model: nn.Module) -> None:
+    """Undo ``register_with_transformers`` for the attention implementations that ``model`` names."""
+    functions = attention_functions()
+    configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    for name in {getattr(config, "_attn_implementation", None) for config in configs}:
+        while functions is not None and (stock := stock_of(function := functions.get(name))) is not None:
+            if isinstance(function, Dispatch):  # of another model, which stays overlapped
+                function.before = stock.attn
+            else:
+                functions[name] = stock.attn
 
 
 def _drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: Overlap) -> tuple[SelfAttention, Callable]:

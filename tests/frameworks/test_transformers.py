@@ -7,6 +7,10 @@ four more digits; `test_the_tolerance_catches_a_fault` proves that it is tight e
 
 import contextlib
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import deepspeed.comm
@@ -20,6 +24,7 @@ import ds_sp_overlap
 import ds_sp_overlap.integrations.transformers as integration
 from tests.helpers import flash
 from tests.helpers.accelerate_script import train_with_accelerate
+from tests.helpers.listening import listening
 from tests.helpers.models import (
     BATCH,
     EXACT,
@@ -35,7 +40,6 @@ from tests.helpers.models import (
     sequence_parallel,
     sequence_parallel_model,
     tiny,
-    warned,
     worst,
 )  # fmt: skip
 from tests.helpers.ranks import on_ranks, refusal
@@ -287,16 +291,70 @@ def test_accelerates_deepspeed_backend_runs_overlapped_and_trains_like_stock():
         assert losses[-1] != losses[0]
 
 
-def refused_by_accelerate(rank, section):
-    return refusal(train_with_accelerate, rank, section)
+def with_every_key(rank, value):
+    return train_with_accelerate(rank, dict.fromkeys(ds_sp_overlap.SpOverlapConfig.model_fields, value), steps=1)
 
 
-def test_accelerate_takes_auto_for_a_value_of_its_own_so_the_key_is_left_out():
-    """Accelerate fills in every "auto" of the config and stops at one it doesn't know; "auto" is the default anyway."""
-    for said in on_ranks(2, refused_by_accelerate, {"head_groups": "auto"}):
-        assert said is not None and "`sp_overlap.head_groups` not found in kwargs" in said[1]
-    for losses, bound in on_ranks(2, train_with_accelerate, {}):
-        assert len(bound) == 2 and len(losses) > 2
+@pytest.mark.parametrize("value", ["auto", None])
+def test_accelerate_passes_auto_and_null_on(value):
+    """Accelerate fills in every "auto" of the config, and stops at one it doesn't know."""
+    for _, bound in on_ranks(2, with_every_key, value):
+        assert len(bound) == 2
+
+
+YAML = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+num_machines: 1
+num_processes: 2
+main_process_port: 0
+deepspeed_config:
+  zero_stage: 2
+  gradient_accumulation_steps: 1{section}
+parallelism_config:
+  parallelism_config_sp_size: 2
+  parallelism_config_sp_backend: deepspeed
+  parallelism_config_sp_seq_length_is_variable: true
+  parallelism_config_sp_attn_implementation: sdpa
+"""
+
+
+def launched(folder, section, **variables):
+    """Output of ``accelerate launch -m ds_sp_overlap run -m`` with inline ZeRO settings, on two ranks."""
+    (folder / "accelerate.yaml").write_text(YAML.format(section=section))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", folder / "accelerate.yaml"]
+    command += ["-m", "ds_sp_overlap", "run", "-m", "tests.helpers.launched_by_accelerate"]
+    ours = {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_SIZE": "2",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    done = subprocess.run(
+        command,
+        env={**os.environ, **ours, **variables},
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    return done.returncode, done.stdout
+
+
+def test_accelerate_launches_a_script_that_knows_nothing_of_the_package(tmp_path):
+    code, output = launched(tmp_path, "", DS_SP_OVERLAP='{"head_groups": 2}')
+    assert (
+        code == 0 and "overlapped ['module.model.layers.0.self_attn', 'module.model.layers.1.self_attn'] trained True" in output
+    ), output
+    assert output.count("2 of 2 layers overlapped") == 1
+
+
+def test_a_section_in_accelerates_yaml_does_not_get_lost_in_silence(tmp_path):
+    code, output = launched(tmp_path, "\n  sp_overlap:\n    head_groups: 2")
+    assert code != 0 and 'ValueError: Accelerate YAML: "deepspeed_config.sp_overlap" goes no further than the launcher' in output, (
+        output
+    )
 
 
 # LoRA and frozen projections.
@@ -631,8 +689,38 @@ def generating(rank, family):
 def test_decoding_from_a_filled_cache_is_refused_and_a_cache_that_is_empty_is_not():
     for said, error in on_ranks(2, generating, "llama"):
         assert said is not None and said[0] == "RuntimeError"
-        assert "generation with a KV cache does not work" in said[1] and "ds_sp_overlap.disable(model)" in said[1]
+        assert "generation with a KV cache does not work" in said[1] and "ds_sp_overlap.disable(model, stock_too=True)" in said[1]
         assert error < FP64
+
+
+def generating_after(rank, family):
+    """Generation after `disable` alone; after it with stock taken out too, against a model that nobody registered; and gradients after
+    it was enabled again, against those before."""
+    tokens = batches(1)[0]
+    prompt = dict(input_ids=tokens[:1, :8], attention_mask=torch.ones(1, 8, dtype=torch.long), max_new_tokens=4, do_sample=False)
+    expected = tiny(family=family, **EXACT).generate(**prompt)
+    with sequence_parallel_model(2, family=family, **EXACT) as (model, group):
+        other = tiny(family=family, seed=1, **EXACT)
+        ds_sp_overlap.enable(model)
+        ds_sp_overlap.enable(other)
+        before = outcome(model, tokens, rank, 2, group)
+        ds_sp_overlap.disable(model)
+        alone = refusal(model.generate, **prompt)
+        ds_sp_overlap.disable(model, stock_too=True)
+        same = torch.equal(model.generate(**prompt), expected)
+        ds_sp_overlap.enable(model, {}, group)
+        again = worst(outcome(model, tokens, rank, 2, group), before)
+        left = overlapped_layers(other)
+        ds_sp_overlap.disable(other)
+        return alone, same, again, len(left)
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere"])
+def test_disable_with_stock_too_leaves_a_model_that_generates(family):
+    """After `disable` alone stock's function stays, which is right for training without the overlap, and can't generate."""
+    for alone, same, again, left in on_ranks(2, generating_after, family):
+        assert alone is not None and alone[0] == "AssertionError"
+        assert same and again < FP64 and left == 2
 
 
 # Positions that are missing or local.
@@ -702,15 +790,15 @@ def at_size_one(rank):
     """Reports of enabling two models over a group of one, and what was said."""
     groups = [torch.distributed.new_group([r]) for r in range(2)]
     models = [tiny(), tiny(seed=1)]
-    with warned() as said:
+    with listening() as messages:
         reports = [str(ds_sp_overlap.enable(model, {"head_groups": 2}, groups[rank])) for model in models]
-    return reports, said, [overlapped_layers(model) for model in models]
+    return reports, messages, [overlapped_layers(model) for model in models]
 
 
 def test_sp_size_one_is_a_no_op_that_is_said_once():
-    for reports, said, bound in on_ranks(2, at_size_one):
+    for reports, messages, bound in on_ranks(2, at_size_one):
         assert reports == ["sp_overlap: nothing to do at sp size 1"] * 2
-        assert len(said) == 1 and "sequence-parallel size is 1" in said[0]
+        assert len(messages) == 1 and "sequence-parallel size is 1" in messages[0]
         assert bound == [[], []]
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import warnings
 from dataclasses import dataclass, field
 
 import deepspeed
@@ -89,17 +88,6 @@ def sequence_parallel_model(size, *args, stock=None, **options):
         ds_sp_overlap.disable(model)
     finally:
         forget_sequence_parallel()
-
-
-@contextlib.contextmanager
-def warned():
-    """The messages of warnings raised inside, those that are said once included."""
-    ds_sp_overlap.say.say_once.cache_clear()
-    messages = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield messages
-    messages += [str(warning.message) for warning in caught]
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ The oracle is transformers' model itself on the whole sequence, in fp64 with wei
 import collections
 import contextlib
 import inspect
+import logging
 import math
 import traceback
 import warnings
@@ -233,6 +234,7 @@ def judge(rank, kind, small=False):
     small   the first config and batch, and packed documents alone
     """
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     with in_double():
         first = attempt(tiny_model, kind)
         if isinstance(first, Raised):

@@ -132,10 +132,19 @@ def test_host_times_every_variant_and_writes_it(tmp_path):
     assert "nothing moved" in json.loads((tmp_path / "host.json").read_text())["kind"]
 
 
-def test_plan_measures_what_is_not_given(capsys):
-    words = "plan --hidden 32 --heads 4 --seq 64 --sp 2 --dtype-bytes 4 --measure --bandwidth 3".split()
-    assert main(words) == 0
+PLAN = "plan --hidden 32 --heads 4 --seq 64 --sp 2 --dtype-bytes 4 --measure"
+
+
+def test_plan_measures_what_is_not_given_and_says_so(capsys):
+    assert main(f"{PLAN} --bandwidth 3".split()) == 0
     rates = re.search(
-        r"rates: (\S+) TFLOP/s in matrix products, (\S+) in attention, 3 GB/s on the wire, (\S+) us", capsys.readouterr().out
+        r"rates: (\S+) TFLOP/s in matrix products \(measured\), (\S+) in attention \(measured\), 3 GB/s on the wire \(given\), "
+        r"(\S+) us an exchange \(measured\)",
+        capsys.readouterr().out,
     )
     assert all(float(rate) > 0 for rate in rates.groups())
+
+
+def test_a_latency_that_is_given_is_not_measured(capsys):
+    assert main(f"{PLAN} --latency-us 7".split()) == 0
+    assert ", 7 us an exchange (given)" in capsys.readouterr().out

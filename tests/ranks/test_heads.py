@@ -13,7 +13,7 @@ from tests.helpers import dropin, layers, reference
 from tests.helpers.dropin import Case
 from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
-from tests.helpers.models import warned
+from tests.helpers.listening import listening
 from tests.helpers.ranks import on_ranks, refusal
 from tests.helpers.transports import Recording
 
@@ -95,7 +95,7 @@ def stateful(rank, kind, config, wrapped=None):
         return attend(q, k, v, 0, **keywords)
 
     state = torch.get_rng_state()
-    with warned() as messages:
+    with listening() as messages:
         o = call(*mine) if wrapped is None else checkpoint(call, *mine, use_reentrant=wrapped == "reentrant")
     found = [] if torch.equal(state, torch.get_rng_state()) else ["the random state changed"]
     o.backward(dropin.my_slice(case, rank, inputs[3]))
@@ -213,7 +213,7 @@ LOCALS = {
 def groups_of(rank, kind, alike=False, shape=None):
     """Head groups of two calls of the drop-in, or of the block; the random state before and after; what was said."""
     local, mover = LOCALS[kind](rank), Recording()
-    with warned() as messages:
+    with listening() as messages:
         if shape is None:
             case = Case(heads=HEADS, kv_heads=2)
             attend = dropin.module(case, mover, local=local, heads_alike=alike)
@@ -302,7 +302,7 @@ def trained_by_timing(rank):
     q, k, v = inputs[:3]
     expected = dropin.my_slice(case, rank, scaled(q, k, v, factors(HEADS), torch.ones(KV_HEADS).double()))
     optimizer, found = torch.optim.SGD(mine, lr=0.0), []
-    with warned() as messages:
+    with listening() as messages:
         ds_sp_overlap.enable(model, {"policy": {"warmup_steps": 8}}, group)
         inner = model[0].local_attn.forward
         model[0].local_attn.forward = lambda q, k, v: seen.add(q.shape[2]) or inner(q, k, v)
@@ -346,7 +346,7 @@ def of_harmless(rank, kind):
     """Head groups of a local attention that treats all heads alike, and what was said of it."""
     (local, kwargs), mover, case = HARMLESS[kind], Recording(), Case(heads=8, kv_heads=2)
     attend = dropin.module(case, mover, local=local())
-    with warned() as messages:
+    with listening() as messages:
         attend(*[dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]], 0, **kwargs)
     return len([what for what in mover.log if what.startswith(">q")]), messages
 

@@ -264,8 +264,8 @@ def test_geometry_is_a_value():
             dict(seq_lens=(4, 4, 4)),
             "sequence_lengths: 3 lengths (4, 4, 4) for sp size 2; give the local length of every rank of the sp group",
         ),
-        (dict(kv_heads=3), "KV heads must divide the query heads, got 8 query and 3 KV heads"),
-        (dict(kv_heads=0), "KV heads must divide the query heads, got 8 query and 0 KV heads"),
+        (dict(kv_heads=3), "KV heads must divide the query heads, got 8 query and 3 KV heads; take 1, 2, 4, 8 KV heads"),
+        (dict(kv_heads=0), "KV heads must divide the query heads, got 8 query and 0 KV heads; take 1, 2, 4, 8 KV heads"),
         (
             dict(heads=1, kv_heads=1),
             "head scatter of query: 1 heads leave a rank of sp size 2 with no head to attend with; use sp size 1 or less",

@@ -14,7 +14,7 @@ from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
 from ..exchange.transport import Transport
 from ..rotary import check_tables, rotate
-from .execution import Attend, Call, attend_groups, finish_output, start_inputs
+from .execution import Call, attend_groups, finish_output, start_inputs
 from .heads import Local
 from .layer import Layer, with_head_dim
 from .slices import cut, join
@@ -103,7 +103,7 @@ class ProjectedAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        local: Attend,
+        local: Callable[[Tensor, Tensor, Tensor], Tensor],
         arrive: Callable[[str, Tensor], Tensor] | None,
     ) -> Tensor:
         layer, geometry = self.layer, call.geometry
@@ -114,7 +114,7 @@ class ProjectedAttention:
             parts = [part for part in call.schedule.parts if part[0] == kind]
             pieces.update(zip(parts, cut(x, 2, [geometry.heads_of(*part) for part in parts])))
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o = local(q, k, v)
             flat.append(isinstance(o, Tensor) and o.dim() == 3)
             return with_head_dim(o, q, layer.where)

@@ -16,7 +16,7 @@ from ..profiling.ranges import NOTHING, is_profiled, named
 from ..schedule import Schedule, Step
 
 Part = tuple[str, int]  # q, k, v or o of a head group; of an exchange also several of q, k, v
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Call:
@@ -90,7 +90,7 @@ def attend_groups(
 ) -> dict[Part, Tensor]:
     """Walk the section of attention; returns the tokens of the exchanges of o.
 
-    attend   q, k, v -> o of a group, [s, b, h_g/P, d] each
+    attend   group, and its q, k, v -> o, [s, b, h_g/P, d] each
     arrive   what is done with q, k or v on arrival, [s, b, h_g/P, d]; RoPE where the caller wants it after the exchange
     """
     received: dict[Part, Tensor] = {}
@@ -148,16 +148,16 @@ def _on_device(index: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _attended(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``attend(q, k, v)`` of a group, which may change in place what no other group reads, on whatever rank.
+    """``attend`` of a group, which may change in place what no other group reads, on whatever rank.
 
     Raises RuntimeError if it changes k or v where there are KV heads that two groups share.
     """
     if group == call.schedule.last_attended or not call.geometry.kv_is_shared:
-        return attend(q, k, v)
+        return attend(group, q, k, v)
     if k.is_inference():  # nobody counts its versions
-        return attend(q, k.clone(), v.clone())
+        return attend(group, q, k.clone(), v.clone())
     before = k._version, v._version
-    o = attend(q, k, v)
+    o = attend(group, q, k, v)
     if (k._version, v._version) != before:
         raise RuntimeError(
             f"{call.where}: local attention changes k or v in place, and another head group attends to them as well; have it "

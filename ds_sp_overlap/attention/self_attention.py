@@ -167,7 +167,7 @@ class SelfAttention:
             split = [module for module in split if module is self.o_proj]
         call.by_rank = self._by_rank(call, hidden_states, split)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return with_head_dim(self.local_attention(q, k, v, *args, **kwargs), q, self.layer.where)
 
         if self._inputs[0] in split:

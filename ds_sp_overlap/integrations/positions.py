@@ -48,6 +48,7 @@ class GlobalSequence:
     longest       the largest position there is
     bounds        [n, 3]   row, start, stop of each document; None if every row is one document
     padded        whether documents could be told apart with the attention mask only
+    masked        whether there is padding
     """
 
     def __init__(
@@ -59,14 +60,13 @@ class GlobalSequence:
         starts[:, 0] = True
         if position_ids.ndim == 2 or len(position_ids) != 3:  # three axes are of images alone
             starts[:, 1:] = np.diff(position_ids if position_ids.ndim == 2 else position_ids[0]) != 1
-        self.padded = False
-        if mask is not None and not mask.all():
+        self.padded, self.masked = False, mask is not None and not mask.all()
+        if mask is not None and self.masked:
             starts = self._behind_padding(starts, mask, where)
-        row, start = starts.nonzero()
-        self.bounds: np.ndarray | None = None
-        if len(row) > rows:
-            stop = np.where(np.diff(row, append=rows) == 0, np.roll(start, -1), seq)
-            self.bounds = np.stack([row, start, stop], 1)
+        self.bounds = _bounds(starts)
+        if mask is not None and self.masked:
+            starts[:, 1:] &= mask[:, 1:]
+        self._starts_of_tokens = starts
         self._documents: dict[int | None, Documents | None] = {}
         self._masks: dict[tuple[int, int], Tensor] = {}
 
@@ -97,6 +97,12 @@ class GlobalSequence:
                 bounds = np.stack([row, start, np.minimum(start + chunk, stop)], 1)
             self._documents[chunk] = None if bounds is None else Documents(bounds, self.rows, seq, self.device)
         return self._documents[chunk]
+
+    @functools.cached_property
+    def recurrences(self) -> Documents | None:
+        """The documents for a recurrence, to which padding of zeros says nothing: one begins with a token that is none."""
+        bounds = _bounds(self._starts_of_tokens)
+        return None if bounds is None else Documents(bounds, self.rows, sum(self.lengths), self.device)
 
     def _each(self) -> tuple[np.ndarray, ...]:
         """Row, start and stop of each document, or of each row."""
@@ -130,6 +136,16 @@ class GlobalSequence:
             behind = at[:, None] - at[None, :]
             self._masks[length, window] = ((behind >= 0) & (behind < window))[None, None]
         return self._masks[length, window]
+
+
+def _bounds(starts: np.ndarray) -> np.ndarray | None:
+    """Row, start and stop of each document [n, 3], of where they start [b, s]; None if every row is one."""
+    rows, seq = starts.shape
+    row, start = starts.nonzero()
+    if len(row) == rows:
+        return None
+    stop = np.where(np.diff(row, append=rows) == 0, np.roll(start, -1), seq)
+    return np.stack([row, start, stop], 1)
 
 
 class Positions:

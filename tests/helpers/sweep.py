@@ -333,7 +333,7 @@ def verdict(ranks):
     if any(name == "first" for name, _ in refused):
         return Verdict("refused", dict(refused)["first"], stock=stock)
     got = {"all eight exchanges": "whole", "attention function": "attention function", "delta rule": "delta rule"}
-    words = [got[what] for what in got if what in first[0].got]
+    words = sorted({got[what] for what in first[0].got if what}, key=list(got.values()).index)
     why = "; ".join(f"{name} refused" for name in dict(refused))
     return Verdict(" and ".join(words), why, _text(right), stock)
 

@@ -88,15 +88,11 @@ class Masks:
 
     @contextlib.contextmanager
     def told(self, sequence: GlobalSequence, where: list[dict[str, Any]]) -> Iterator[None]:
-        """While the body runs, recurrent layers are given a mask [b, s/P] by which `find` knows the sequence, also where they
-        would be given none; ``where`` are the globals of the models that ask for it."""
+        """While the body runs, recurrent layers are given a placeholder too, [b, s/P]; ``where`` are globals of their models."""
         before = [names[RECURRENT] for names in where]
 
-        def tell(config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, *_: Any, **__: Any) -> Tensor:
-            if attention_mask is None:
-                mask = torch.ones((), dtype=torch.bool, device=inputs_embeds.device).expand(inputs_embeds.shape[:2])
-            else:
-                mask = attention_mask.clone()
+        def tell(config: Any, inputs_embeds: Tensor, *_: Any, **__: Any) -> Tensor:
+            mask = torch.ones((), dtype=torch.bool, device=inputs_embeds.device).expand(inputs_embeds.shape[:2])
             return self._remember(mask, sequence, Pattern())
 
         for names in where:

@@ -48,7 +48,6 @@ class GlobalSequence:
     longest       the largest position there is
     bounds        [n, 3]   row, start, stop of each document; None if every row is one document
     padded        whether documents could be told apart with the attention mask only
-    masked        whether there is padding
     """
 
     def __init__(
@@ -60,13 +59,11 @@ class GlobalSequence:
         starts[:, 0] = True
         if position_ids.ndim == 2 or len(position_ids) != 3:  # three axes are of images alone
             starts[:, 1:] = np.diff(position_ids if position_ids.ndim == 2 else position_ids[0]) != 1
-        self.padded, self.masked = False, mask is not None and not mask.all()
-        if mask is not None and self.masked:
+        self.padded = False
+        if mask is not None and not mask.all():
             starts = self._behind_padding(starts, mask, where)
         self.bounds = _bounds(starts)
-        if mask is not None and self.masked:
-            starts[:, 1:] &= mask[:, 1:]
-        self._starts_of_tokens = starts
+        self._starts, self._mask = starts, mask
         self._documents: dict[int | None, Documents | None] = {}
         self._masks: dict[tuple[int, int], Tensor] = {}
 
@@ -100,8 +97,10 @@ class GlobalSequence:
 
     @functools.cached_property
     def recurrences(self) -> Documents | None:
-        """The documents for a recurrence, to which padding of zeros says nothing: one begins with a token that is none."""
-        bounds = _bounds(self._starts_of_tokens)
+        """The documents for a recurrence, which may run on into padding: one begins with a token that is none."""
+        starts = self._starts if self._mask is None else self._starts & self._mask
+        starts[:, 0] = True
+        bounds = _bounds(starts)
         return None if bounds is None else Documents(bounds, self.rows, sum(self.lengths), self.device)
 
     def _each(self) -> tuple[np.ndarray, ...]:

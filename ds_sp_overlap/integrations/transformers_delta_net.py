@@ -2,7 +2,8 @@
 
 What a forward does between its projections and its norm is done here by `DeltaNet`, with the same functions for the convolution and
 for the delta rule, be they transformers' own or the kernels that stand in for them. A document begins with an empty state, and the
-convolution doesn't look back beyond it. (transformers keeps documents apart where it is given their edges and the kernels for it.)
+convolution doesn't look back beyond it, so that padding in front of it leaves no trace. (transformers zeroes padding, and keeps
+documents apart where it is given their edges and has kernels for it.)
 """
 
 from __future__ import annotations
@@ -107,8 +108,6 @@ def _bind(name: str, layer: Any, model: Any, sources: Sources, forwards: Forward
         if off_in_eval(model):
             return original(hidden_states, cache_params, attention_mask, **kwargs)
         sequence, _ = forwards.of(name, layer, hidden_states, attention_mask, kwargs)
-        if sequence.masked:
-            hidden_states = (hidden_states * attention_mask[:, :, None]).to(hidden_states.dtype)
         return net(hidden_states, _mix(layer, sequence), sequence.lengths)
 
     return rebind(layer, forward)

@@ -16,13 +16,13 @@ from ds_sp_overlap.integrations.positions import GlobalSequence
 from ds_sp_overlap.integrations.transformers_delta_net import names_around
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.helpers.families import draw, tiny_config, tiny_model
+from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.models import FP64, ds_config, forget_sequence_parallel, packed, sequence_parallel, worst
 from tests.helpers.ranks import on_ranks, refusal
 from tests.helpers.sweep import Double, in_double, transport
 from tests.helpers.transports import Recording
 
 KINDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
-EIGHT = dict(linear_num_value_heads=8, linear_num_key_heads=8)
 
 
 def heads(value, key):
@@ -224,13 +224,13 @@ def recorded(rank):
 
 def test_z_is_projected_while_the_others_travel_and_its_gradient_while_theirs_do():
     """The order of the schedule. o is finished whole before the norm, so that do of all groups starts at once."""
-    made = by_head_groups(("qkv", "qkv"))
+    made = by_head_groups(("qkv", "q"))  # two groups share the key head of a rank
     for forward, backward in on_ranks(2, recorded):
         expected = order(made, made.forward)
         at = expected.index("<q0")
         assert forward == [*expected[:at], "z", *expected[at:]]
         expected = order(made, made.backward)
-        at = expected.index("<dqkv1")
+        at = expected.index("<dq1")
         assert backward == [*expected[:at], "dz", *expected[at:]]
 
 
@@ -450,3 +450,47 @@ def test_g_is_chosen_by_timing():
     for said, off in on_ranks(2, chosen, timeout_s=200):
         assert any("4 query and 2 KV heads" in line and "kept: G = " in line for line in said), said
         assert max(off[0]) < FP32, off
+
+
+# Guards.
+
+
+def faults_of_cuts(rank):
+    (errors,) = against_whole(rank, 2, [("qwen3_next", heads(6, 3), [16, 16], (1, 2))])
+    return [f"{error}" for error in errors if not error < FP64]
+
+
+def faults_of_documents(rank):
+    return [f"{lengths}: {error}" for lengths, error in documents(rank, "olmo_hybrid")[0].items() if not error < FP64]
+
+
+def faults_of_checkpoints(rank):
+    error = checkpointed(rank, "qwen3_5_text", False)
+    return [] if error < FP64 else [f"{error}"]
+
+
+WATCHED = {
+    "each of q, k and v has its own taps": Watched(
+        Guard("attention.delta_net:DeltaNet._channels", "(keys + start, keys + stop)", "(start, stop)"), faults_of_cuts
+    ),
+    "a head group has its own decays": Watched(
+        Guard(
+            "attention.delta_net:DeltaNet._overlapped", "(heads,) for heads in own", "((0, heads[1] - heads[0]),) for heads in own"
+        ),
+        faults_of_cuts,
+    ),
+    "a document begins with an empty state": Watched(
+        Guard("integrations.transformers_delta_net:_mix", "documents = sequence.recurrences", "documents = None"),
+        faults_of_documents,
+    ),
+    "a recurrent layer finds its sequence in its mask": Watched(
+        Guard("integrations.transformers_forward:host", "forwards.masks.told(sequence, recurrent)", "contextlib.nullcontext()"),
+        faults_of_checkpoints,
+        raises=True,  # a checkpoint runs it again outside the model's forward
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_the_suite_notices_without_the_guard_that(name):
+    must_notice(WATCHED[name])

@@ -92,7 +92,7 @@ def _bind(name: str, layer: Any, model: Any, sources: Sources, forwards: Forward
 
     def merge(o: Tensor, z: Tensor) -> Tensor:
         y = getattr(layer, norm)(o.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
-        return getattr(layer, out)(y.view(*o.shape[:2], -1))
+        return getattr(layer, out)(y.view(o.shape).flatten(2))
 
     net = DeltaNet(
         Layer(overlap.channel, overlap.config, name, overlap.policy),
@@ -123,7 +123,7 @@ def _projected(layer: Any, sources: Sources, x: Tensor) -> Callable[[str], Tenso
             names, project = next(source for source in sources if name in source[0])
             made.update(zip(names, project(layer, x)))
         y = made.pop(name)
-        return y if name in "ba" else y.reshape(*x.shape[:2], -1, dims[name])
+        return y if name in "ba" or y.dim() == 4 else y.unflatten(-1, (-1, dims[name]))
 
     return give
 

@@ -83,7 +83,7 @@ class DeltaNet:
         taps, *per_head = self.learned()
         of_groups = [cut(taps, 0, [self._channels(geometry, group) for group in call.groups])]
         own = [geometry.query_range(geometry.sp_rank, group) for group in call.groups]
-        of_groups += [cut(parameter, 0, [(heads,) for heads in own]) for parameter in per_head]
+        of_groups += [cut(parameter, 0, [(heads,) for heads in own]) for parameter in per_head]  # guard: decays of their own
 
         def attend(group: int, vba: Tensor, k: Tensor, q: Tensor) -> Tensor:
             return with_head_dim(mix(q, k, vba, *(parts[group] for parts in of_groups)), vba, self.layer.where)
@@ -104,7 +104,7 @@ class DeltaNet:
         of_q = tuple((start * self.key_dim, stop * self.key_dim) for start, stop in heads)
         start, stop = geometry.query_range(geometry.sp_rank, group)
         of_v = 2 * keys + start * self.head_dim, 2 * keys + stop * self.head_dim
-        return *of_q, *((keys + start, keys + stop) for start, stop in of_q), of_v
+        return *of_q, *((keys + start, keys + stop) for start, stop in of_q), of_v  # guard: taps of their own
 
     def _describe(self, hidden: Tensor, lengths: list[int] | None) -> tuple[Geometry, Callable[[], tuple]]:
         if hidden.dim() != 3:

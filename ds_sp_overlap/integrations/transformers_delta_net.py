@@ -146,7 +146,7 @@ def _mix(layer: Any, sequence: GlobalSequence) -> Mix:
             beta = beta if scale == 1.0 else beta * scale
             return rule(q, k, v, g=g, beta=beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=True)[0]
 
-        documents = sequence.recurrences
+        documents = sequence.recurrences  # guard: an empty state
         return document(vba, k, q) if documents is None else documents.attend(document, None, vba, k, q)
 
     return mix

@@ -68,7 +68,7 @@ def host(
             return original(*args, **kwargs)
         with positions.forward(name, {**dict(zip(names, args)), **kwargs}) as sequence, _witnessed(forwards, unseen):
             asked = forwards.masks.asked(name, sequence, first.config._attn_implementation, configs)
-            with asked, forwards.masks.told(sequence, recurrent):
+            with asked, forwards.masks.told(sequence, recurrent):  # guard: recurrent layers are told
                 return original(*args, **kwargs)
 
     return forward, False

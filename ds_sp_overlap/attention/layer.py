@@ -65,16 +65,18 @@ class Layer:
         self,
         describe: Callable[[], tuple[Geometry, Callable[[], tuple]]],
         inputs: tuple[Tensor, ...],
-        local: Callable[[], Local],
+        local: Callable[[], Local] | None,
         has_baseline: bool,
     ) -> tuple[Run, Call | None]:
         """Begin a `call` of this layer, with the head groups that the policy chooses; None where the baseline is to run.
 
-        local          the local attention of the call
+        local          the local attention of the call; None where it is known to treat all heads alike
         has_baseline   whether there is something that gives the same without overlap
         """
         call, timeline, device = self.call(describe), self.channel.timeline, inputs[0].device
-        if call.geometry.groups > 1 and not self.heads_alike and not self._may_divide(call, inputs, local):  # guard: heads alike
+        if (
+            call.geometry.groups > 1 and local and not self.heads_alike and not self._may_divide(call, inputs, local)
+        ):  # guard: heads alike
             call = self._made(_regrouped(call.geometry, 1), call.checked)
         self.channel.calls.count(self.channel, self.called, device)
         run = Run(inputs)

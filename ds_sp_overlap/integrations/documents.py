@@ -25,7 +25,7 @@ class Documents:
 
     long    slices, one call each, or one for all rows where they share it
     short   documents of about one length, gathered and padded behind to a power of two, one call
-    alone   documents of one token, which sees itself alone: o = v, no call
+    alone   documents of one token, which sees itself alone: for attention o = v, no call
 
     So there are at most 8 calls a row and one for each power of two below an eighth of the sequence.
     """
@@ -64,12 +64,12 @@ class Documents:
         self.short: list[tuple[Tensor, Tensor]] = list(zip(sent[::2], sent[1::2]))
 
     def attend(
-        self, attention: Callable[..., Tensor], alone: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
+        self, attention: Callable[..., Tensor], alone: Callable[[Tensor], Tensor] | None, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """q, k, v [b, s, h, d] -> o [b, s, h, d].
 
         attention   the same of documents [n, length, h, d]
-        alone       v [n, h_kv, d] -> o [n, h, d] of tokens that see themselves alone
+        alone       v [n, h_kv, d] -> o [n, h, d] of tokens that see themselves alone; None for ``attention`` of one token each
         """
         outputs = [attention(*(x[rows, start:stop] for x in (q, k, v))) for rows, start, stop in self.long]
         if self.in_order:
@@ -80,5 +80,9 @@ class Documents:
             some = (x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in tokens)
             outputs.append(attention(*some).flatten(0, 1).index_select(0, real))
         if len(self.alone):
-            outputs.append(alone(tokens[2].index_select(0, self.alone)))
+            if alone is not None:
+                outputs.append(alone(tokens[2].index_select(0, self.alone)))
+            else:
+                some = (x.index_select(0, self.alone).unsqueeze(1) for x in tokens)
+                outputs.append(attention(*some).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self.order).unflatten(0, (self.rows, -1))

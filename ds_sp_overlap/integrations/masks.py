@@ -63,7 +63,7 @@ def _read(function: Callable, said: dict[str, Any]) -> None:
         raise ValueError(f"a mask with {maker}")
 
 
-_FIND_DOCUMENTS = "find_packed_sequence_indices"
+_FIND_DOCUMENTS, RECURRENT = "find_packed_sequence_indices", "create_recurrent_attention_mask"
 
 
 def _documents_of(position_ids: Tensor) -> Tensor:
@@ -80,6 +80,28 @@ class Masks:
     def find(self, mask: Any) -> tuple[GlobalSequence, Pattern] | None:
         found = self._given.get(mask.untyped_storage()._cdata) if isinstance(mask, Tensor) else None  # guard: of its own forward
         return found and found[1:]
+
+    def _remember(self, mask: Tensor, sequence: GlobalSequence, pattern: Pattern) -> Tensor:
+        storage = mask.untyped_storage()
+        self._given[storage._cdata] = StorageWeakRef(storage), sequence, pattern
+        return mask
+
+    @contextlib.contextmanager
+    def told(self, sequence: GlobalSequence, where: list[dict[str, Any]]) -> Iterator[None]:
+        """While the body runs, recurrent layers are given a placeholder too, [b, s/P]; ``where`` are globals of their models."""
+        before = [names[RECURRENT] for names in where]
+
+        def tell(config: Any, inputs_embeds: Tensor, *_: Any, **__: Any) -> Tensor:
+            mask = torch.ones((), dtype=torch.bool, device=inputs_embeds.device).expand(inputs_embeds.shape[:2])
+            return self._remember(mask, sequence, Pattern())
+
+        for names in where:
+            names[RECURRENT] = torch.compiler.disable(tell)
+        try:
+            yield
+        finally:
+            for names, own in zip(where, before):
+                names[RECURRENT] = own
 
     @contextlib.contextmanager
     def asked(self, where: str, sequence: GlobalSequence, implementation: str, configs: Iterable[Any]) -> Iterator[None]:
@@ -102,9 +124,7 @@ class Masks:
                 raise ValueError(f"{where}: {error} can't be honoured on a sequence that is split over ranks") from None
             shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]
             mask = torch.ones((), dtype=torch.bool, device=kwargs["device"]).expand(shape)
-            storage = mask.untyped_storage()
-            self._given[storage._cdata] = StorageWeakRef(storage), sequence, pattern
-            return mask
+            return self._remember(mask, sequence, pattern)
 
         own, find_documents = functions._local_mapping.get(implementation), getattr(library, _FIND_DOCUMENTS, None)
         functions[implementation] = ask

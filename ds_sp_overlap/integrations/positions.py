@@ -62,11 +62,8 @@ class GlobalSequence:
         self.padded = False
         if mask is not None and not mask.all():  # guard: padding is a document
             starts = self._behind_padding(starts, mask, where)
-        row, start = starts.nonzero()
-        self.bounds: np.ndarray | None = None
-        if len(row) > rows:
-            stop = np.where(np.diff(row, append=rows) == 0, np.roll(start, -1), seq)
-            self.bounds = np.stack([row, start, stop], 1)
+        self.bounds = _bounds(starts)
+        self._starts, self._mask = starts, mask
         self._documents: dict[int | None, Documents | None] = {}
         self._masks: dict[tuple[int, int], Tensor] = {}
 
@@ -97,6 +94,14 @@ class GlobalSequence:
                 bounds = np.stack([row, start, np.minimum(start + chunk, stop)], 1)
             self._documents[chunk] = None if bounds is None else Documents(bounds, self.rows, seq, self.device)
         return self._documents[chunk]
+
+    @functools.cached_property
+    def recurrences(self) -> Documents | None:
+        """The documents for a recurrence, which may run on into padding: one begins with a token that is none."""
+        starts = self._starts if self._mask is None else self._starts & self._mask
+        starts[:, 0] = True
+        bounds = _bounds(starts)
+        return None if bounds is None else Documents(bounds, self.rows, sum(self.lengths), self.device)
 
     def _each(self) -> tuple[np.ndarray, ...]:
         """Row, start and stop of each document, or of each row."""
@@ -130,6 +135,16 @@ class GlobalSequence:
             behind = at[:, None] - at[None, :]
             self._masks[length, window] = ((behind >= 0) & (behind < window))[None, None]
         return self._masks[length, window]
+
+
+def _bounds(starts: np.ndarray) -> np.ndarray | None:
+    """Row, start and stop of each document [n, 3], of where they start [b, s]; None if every row is one."""
+    rows, seq = starts.shape
+    row, start = starts.nonzero()
+    if len(row) == rows:
+        return None
+    stop = np.where(np.diff(row, append=rows) == 0, np.roll(start, -1), seq)
+    return np.stack([row, start, stop], 1)
 
 
 class Positions:

@@ -19,6 +19,7 @@ from ..attention.heads import PerHead
 from ..attention.linear import PURE
 from ..attention.self_attention import SelfAttention
 from ..rotary import Rotary
+from . import transformers_delta_net as delta_net
 from .layers import Around, Found, Overlap
 from .rebinding import rebind
 from .transformers_attention import Dispatch, bind_function, local_attention, stock_does_the_same
@@ -140,7 +141,12 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
     if attention_functions() is None:
         return [], []
     forwards, modules, found = Forwards(overlap.channel, overlap.config), dict(model.named_modules()), []
-    refuse_unexchanged(modules)
+    nets = {
+        name: models[0]
+        for name, module in modules.items()
+        if delta_net.sources_of(module) and (models := models_around(name, modules))
+    }
+    refuse_unexchanged(modules, nets)
     hosts: dict[str, dict[str, nn.Module]] = {}  # bound layers, by the models around them
     witnessed: set[str] = set()  # layers that must be seen to call their attention function
     for name, module in modules.items():
@@ -176,9 +182,14 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
         for at, outer in models:
             if takes_tokens(outer):
                 hosts.setdefault(at, {})[name] = module
+    for name, (at, around) in nets.items():
+        if at not in hosts:
+            raise ValueError(f"{name} ({type(modules[name]).__name__}): no attention layer beside it is overlapped")
+        found.append(delta_net.found(name, modules[name], around, forwards, overlap))
+    asking = {id(names): names for names in (delta_net.names_around(modules[name]) for name in nets)}
     configs = [config for at in hosts for config in (modules[at].config, modules[at].config.get_text_config())]
     hosting: list[tuple[nn.Module, tuple]] = [
-        (modules[at], host(at or type(model).__name__, modules[at], forwards, layers, witnessed, configs))
+        (modules[at], host(at or type(model).__name__, modules[at], forwards, layers, witnessed, configs, list(asking.values())))
         for at, layers in hosts.items()
     ]
     hosting += [(module, stretched(module, forwards)) for module in modules.values() if goes_by_length(module)]

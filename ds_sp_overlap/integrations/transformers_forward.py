@@ -45,9 +45,18 @@ class Forwards:
 
 
 def host(
-    name: str, model: nn.Module, forwards: Forwards, layers: dict[str, nn.Module], witnessed: set[str], configs: list[Any]
+    name: str,
+    model: nn.Module,
+    forwards: Forwards,
+    layers: dict[str, nn.Module],
+    witnessed: set[str],
+    configs: list[Any],
+    recurrent: list[dict[str, Any]],
 ) -> tuple[Callable, bool]:
-    """A forward for a model that holds ``layers``: what the ranks must know is gathered in it, once for all of them."""
+    """A forward for a model that holds ``layers``: what the ranks must know is gathered in it, once for all of them.
+
+    recurrent   the globals of models that ask for masks of recurrent layers
+    """
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     original, positions = model.forward, forwards.positions
     first: Any = next(iter(layers.values()))
@@ -58,7 +67,8 @@ def host(
         if positions.current is not None or off_in_eval(first):
             return original(*args, **kwargs)
         with positions.forward(name, {**dict(zip(names, args)), **kwargs}) as sequence, _witnessed(forwards, unseen):
-            with forwards.masks.asked(name, sequence, first.config._attn_implementation, configs):
+            asked = forwards.masks.asked(name, sequence, first.config._attn_implementation, configs)
+            with asked, forwards.masks.told(sequence, recurrent):  # guard: recurrent layers are told
                 return original(*args, **kwargs)
 
     return forward, False

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from torch import nn
@@ -48,17 +48,17 @@ def unfit(implementation: str) -> str | None:
 _Said = TypeVar("_Said")
 
 
-def _once(function: Callable[[Any], _Said]) -> Callable[[Any], _Said]:
+def once(function: Callable[[Any], _Said]) -> Callable[[Any], _Said]:
     """functools.cache, whose types take no class for hashable."""
     return functools.cache(function)
 
 
-@_once
+@once
 def _arguments(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
-@_once
+@once
 def _functions(kind: type[nn.Module]) -> list[types.FunctionType]:
     """The functions of a module's class, without their decorators."""
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
@@ -99,13 +99,19 @@ def goes_by_length(module: nn.Module) -> bool:
     return any("dynamic" in kind or kind == "longrope" for kind in (kinds.values() if isinstance(kinds, dict) else [kinds or ""]))
 
 
-def refuse_unexchanged(modules: dict[str, nn.Module]) -> None:
-    """Refuse a model in which tokens meet where no exchange covers it. Raises ValueError."""
+def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]) -> None:
+    """Refuse a model in which tokens meet where no exchange covers it. Raises ValueError.
+
+    exchanged   names of layers beside those with transformers' attention functions whose tokens meet over exchanges
+    """
     block = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ())  # of layers, or of an MLP
     attention = {name for name, module in modules.items() if is_attention(module)}
     decoders = {models_around(name, modules)[0][1] for name in attention if models_around(name, modules)}
     mixing: dict[str, nn.Module] = {}
+    inside = tuple(f"{name}." for name in exchanged)
     for name, module in reversed(modules.items()):  # the inner ones first
+        if name in exchanged or name.startswith(inside):
+            continue
         convolution = isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1
         if not convolution and (name in attention or not mixes(module) or isinstance(module, (block, pretrained()))):
             continue
@@ -113,7 +119,7 @@ def refuse_unexchanged(modules: dict[str, nn.Module]) -> None:
         if not models or not takes_tokens(models[0][1]) or (convolution and models[0][1] not in decoders):
             continue
         name = name.rpartition(".")[0] if convolution else name
-        if not any(inner.startswith(name + ".") for inner in (*attention, *mixing)):
+        if not any(inner.startswith(name + ".") for inner in (*attention, *exchanged, *mixing)):
             mixing[name] = modules[name]
     if mixing:
         name, module = next(reversed(mixing.items()))

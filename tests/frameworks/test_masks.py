@@ -200,7 +200,7 @@ def refused_at_enable(rank, families):
 
 
 MIXING = {
-    "qwen3_next": (dict(num_experts=2, num_experts_per_tok=1, head_dim=8), "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet"),
+    "bamba": (dict(mamba_n_heads=8, mamba_d_head=8, attn_layer_indices=[1]), "model.layers.0.mamba (BambaMixer)"),
     "lfm2": (dict(layer_types=["conv", "full_attention"]), "model.layers.0.conv (Lfm2ShortConv)"),
     "mamba": (dict(), "MambaMixer"),
     "rwkv": (dict(attention_hidden_size=32), "RwkvSelfAttention"),

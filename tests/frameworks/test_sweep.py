@@ -26,7 +26,8 @@ dynamic, yarn, llama3, longrope and partial rotary embeddings, where the type ha
 a mask of ones, padding on the right and on the left.
 
 - whole: all eight exchanges of the attention layers are overlapped, with their projections. attention function: the exchanges are,
-  the projections stay the layer's own.
+  the projections stay the layer's own. delta rule: gated delta nets, whose convolution and delta rule see the whole sequence; the
+  exchanges around them are overlapped.
 - refused: an error on every rank, at the latest at the end of the first forward; *why* gives the message. Behind another verdict,
   *why* names the configs and batches of the type that are refused.
 - not built: no tiny model could be made.

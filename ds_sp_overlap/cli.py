@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -82,7 +81,7 @@ def _run(given: argparse.Namespace, parser: Parser) -> int:
         deepspeed.from_command_line["timeline"] = {"path": given.timeline, **steps}
     local_rank = [] if given.local_rank is None else [f"--local_rank={given.local_rank}"]
     sys.argv = [given.script, *local_rank, *given.args]
-    sys.path[0] = os.getcwd() if given.module else str(script.resolve().parent)  # as python -m, and python SCRIPT, would
+    sys.path[0] = str(script.resolve().parent)  # as python SCRIPT would; of a module's name it is where we are, as of python -m
     if given.module and (reason := _not_to_be_run(given.script)):
         parser.error(reason)
     from .integrations.megatron_bridge import explain

@@ -24,7 +24,7 @@ from ..config import SpOverlapConfig
 from ..exchange import transport
 from ..say import say_once
 from . import accelerate, megatron_bridge
-from .registry import enable
+from .registry import enable, find_group
 
 OLDEST = "0.19.7"
 VARIABLE = "DS_SP_OVERLAP"  # the section, or 1 or 0, for who has no JSON to write it into; its keys go before those of the section
@@ -169,7 +169,10 @@ def _agree(config: SpOverlapConfig | None, group: Any) -> None:
 
 def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     """Overlap the model of an engine as asked for. Collective."""
-    if (size := getattr(engine, "sequence_parallel_size", 1)) > 1:
+    size = getattr(engine, "sequence_parallel_size", 1)
+    if size == 1 and (group := find_group(engine.module)) is not None:  # of layers that DeepSpeed wasn't told of
+        size = dist.get_world_size(group)
+    if size > 1:
         _agree(config, engine.seq_data_parallel_group)
     if config is None:
         if size > 1:

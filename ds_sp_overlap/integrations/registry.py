@@ -73,7 +73,7 @@ def enable(
         return Report(note="off (sp_overlap.enabled is false)")
     group = sequence_process_group
     if group is None:
-        group = transformers.find_group(model) or distributed_attention.find_group(model)
+        group = find_group(model)
     if group is None:
         raise ValueError(
             "sp_overlap: no sequence-parallel group; give deepspeed.initialize the mpu that "
@@ -131,6 +131,11 @@ def enable(
         else:
             _undo[layer.module] = _and_close(layer.bind(), [policy, timeline])
     return Report(found, channel.size, kernels.absent(config.kernels))
+
+
+def find_group(model: nn.Module) -> Any:
+    """The sp group that transformers or DeepSpeed keep for a model; None if there is none."""
+    return transformers.find_group(model) or distributed_attention.find_group(model)
 
 
 def _and_close(undo: Undo, counting: list[Policy | Timeline | None]) -> Undo:

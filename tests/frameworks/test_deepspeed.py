@@ -494,6 +494,19 @@ def test_sequence_parallelism_without_a_section_is_said_once_on_rank_0():
     assert nothing == []
 
 
+def said_of_a_model_of_ones_own(rank):
+    model = torch.nn.Sequential(Custom(torch.distributed.group.WORLD))
+    config = {**ds_config(0, optimizer="SGD"), "gradient_clipping": 0.0}
+    with listening(logging.WARNING) as messages:
+        deepspeed.initialize(model=model, config=config)[0].destroy()
+    return messages
+
+
+def test_sequence_parallelism_that_deepspeed_was_not_told_of_is_seen_too():
+    (said,), nothing = on_ranks(2, said_of_a_model_of_ones_own)
+    assert "sequence parallelism is on (sp size 2)" in said and nothing == []
+
+
 def test_without_sequence_parallelism_or_with_a_section_nothing_is_said_of_a_missing_one():
     assert on_ranks(1, said_without_a_section, 1, {}) == [[]]
     assert on_ranks(2, said_without_a_section, 2, {"sp_overlap": {"enabled": False}}) == [[], []]

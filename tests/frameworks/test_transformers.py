@@ -695,7 +695,7 @@ def test_decoding_from_a_filled_cache_is_refused_and_a_cache_that_is_empty_is_no
 
 def generating_after(rank, family):
     """Generation after `disable` alone; after it with stock taken out too, against a model that nobody registered; and gradients after
-    it was enabled again, against those before."""
+    it was enabled again, against those before; and those of another model, which stays overlapped."""
     tokens = batches(1)[0]
     prompt = dict(input_ids=tokens[:1, :8], attention_mask=torch.ones(1, 8, dtype=torch.long), max_new_tokens=4, do_sample=False)
     expected = tiny(family=family, **EXACT).generate(**prompt)
@@ -703,16 +703,16 @@ def generating_after(rank, family):
         other = tiny(family=family, seed=1, **EXACT)
         ds_sp_overlap.enable(model)
         ds_sp_overlap.enable(other)
-        before = outcome(model, tokens, rank, 2, group)
+        before, of_other = outcome(model, tokens, rank, 2, group), outcome(other, tokens, rank, 2, group)
         ds_sp_overlap.disable(model)
         alone = refusal(model.generate, **prompt)
         ds_sp_overlap.disable(model, stock_too=True)
         same = torch.equal(model.generate(**prompt), expected)
+        left = worst(outcome(other, tokens, rank, 2, group), of_other)
         ds_sp_overlap.enable(model, {}, group)
         again = worst(outcome(model, tokens, rank, 2, group), before)
-        left = overlapped_layers(other)
         ds_sp_overlap.disable(other)
-        return alone, same, again, len(left)
+        return alone, same, again, left
 
 
 @pytest.mark.parametrize("family", ["llama", "cohere"])
@@ -720,7 +720,7 @@ def test_disable_with_stock_too_leaves_a_model_that_generates(family):
     """After `disable` alone stock's function stays, which is right for training without the overlap, and can't generate."""
     for alone, same, again, left in on_ranks(2, generating_after, family):
         assert alone is not None and alone[0] == "AssertionError"
-        assert same and again < FP64 and left == 2
+        assert same and again < FP64 and left < FP64
 
 
 # Positions that are missing or local.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..attention.drop_in import ProjectedAttention
 from ..attention.heads import PerHead
 from ..attention.layer import Layer
+from ..attention.linear import autocast
 from ..exchange.channel import Channel
 from .layers import Overlap
 from .masks import Pattern
@@ -113,7 +114,7 @@ class Dispatch:
             raise ValueError(f"{where}: attention with position_bias (a mask for each head) can't be split over ranks here")
         given = dict(kwargs)
         per_head = {"s_aux": PerHead(kwargs.pop("s_aux"))} if kwargs.get("s_aux") is not None else {}
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        q, k, v = autocast(*(x.transpose(1, 2) for x in (query, key, value)))  # norms and rotations may have left fp32
         sequence, pattern = forwards.of(where, module, q, attention_mask, kwargs)
         channel = attend.layer.channel
         q = _scaled_by_position(module, q, sequence, channel.rank)

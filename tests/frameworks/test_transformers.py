@@ -480,6 +480,30 @@ def test_a_layer_is_driven_whole_if_it_is_known_what_its_forward_computes(cases,
             assert says in report and ("projections stay its own" in report) == (cases is STRANGERS), report
 
 
+def under_autocast(rank, cases):
+    """Of each case in bf16 by autocast: the error of the logits at two head groups, and one rank's own, against fp32."""
+    tokens, figures = batches(1)[0], []
+    inputs = [{key: x for key, x in cut(tokens, *where).items() if key != "labels"} for where in ((0, 1), (rank, 2))]
+    for options in cases:
+        with sequence_parallel_model(2, **options) as (model, group):
+            ds_sp_overlap.enable(model, {"head_groups": 2}, group)
+            with torch.autocast("cpu", torch.bfloat16):
+                ours = model(**inputs[1], use_cache=False).logits.float()
+            ds_sp_overlap.disable(model, stock_too=True)
+            exact = model(**inputs[0], use_cache=False).logits
+            with torch.autocast("cpu", torch.bfloat16):
+                alone = model(**inputs[0], use_cache=False).logits.float()
+            mine = [x.chunk(2, 1)[rank] for x in (exact, alone)]
+            figures.append((relative_error(ours, mine[0]), relative_error(mine[1], mine[0])))
+    return figures
+
+
+def test_what_norms_leave_in_fp32_under_autocast_travels_as_attention_takes_it():
+    for figures in on_ranks(2, under_autocast, STRANGERS):
+        for options, (ours, alone) in zip(STRANGERS, figures, strict=True):
+            assert 0 < ours < 2 * alone, (options, ours, alone)  # roundings in another order
+
+
 ROUNDED = [
     dict(family="ernie4_5", head_dim=8),
     dict(family="cohere2"),

@@ -17,7 +17,7 @@ import deepspeed.comm
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import DynamicCache
+from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
@@ -478,6 +478,63 @@ def test_a_layer_is_driven_whole_if_it_is_known_what_its_forward_computes(cases,
         for options, (errors, report) in zip(cases, figures, strict=True):
             assert max(errors) < IN_FP32.get(options["family"], FP64), (options, errors)
             assert says in report and ("projections stay its own" in report) == (cases is STRANGERS), report
+
+
+def with_images(kind):
+    """A tiny vision-language model, whose text has positions of three axes."""
+    text = dict(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, pad_token_id=0, rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2], partial_rotary_factor=1.0),
+    )  # fmt: skip
+    config = AutoConfig.for_model(kind, text_config=text)
+    for name, size in dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=32).items():
+        if hasattr(config.vision_config, name):
+            setattr(config.vision_config, name, size)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    return model
+
+
+def axes_error(rank, kinds):
+    """Of each kind of model: the worst error of logits and gradients at two head groups, and whether it was driven whole."""
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(1, 60, (2, 32), generator=generator)
+    positions = (
+        torch.arange(32).expand(3, 2, 32)
+        + torch.randint(0, 9, (3, 2, 32), generator=generator) * torch.tensor([0, 1, 1])[:, None, None]
+    )
+    weight = torch.randn(2, 32, 64, generator=generator, dtype=torch.float64)
+    figures = []
+    for kind in kinds:
+        found = []
+        for which, size in ((0, 1), (rank, 2)):
+            model, group = with_images(kind), torch.distributed.group.WORLD
+            report = ds_sp_overlap.enable(model, {"head_groups": 2}, group) if size == 2 else ""
+            mine = [x.chunk(size, 1)[which] for x in (tokens, weight)]
+            logits = model(input_ids=mine[0], position_ids=positions.chunk(size, 2)[which], use_cache=False).logits
+            (logits * mine[1]).sum().backward()
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            for gradient in gradients.values() if size == 2 else ():
+                torch.distributed.all_reduce(gradient)
+            found.append({"logits": logits.detach(), **gradients})
+            ds_sp_overlap.disable(model)
+        found[0]["logits"] = found[0]["logits"].chunk(2, 1)[rank]
+        figures.append((worst(found[1], found[0]), str(report)))
+    return figures
+
+
+AXES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
+
+
+def test_positions_of_three_axes_are_those_of_the_whole_sequence():
+    """The first axis counts tokens; the others place images."""
+    for figures in on_ranks(2, axes_error, AXES):
+        for kind, (error, report) in zip(AXES, figures, strict=True):
+            assert error < 1e-5, (kind, error)  # tables of fp32 positions, alike on both sides; norms in fp32
+            assert "all eight exchanges, G = 2" in report and "2 of " in report, report
 
 
 def under_autocast(rank, cases):

@@ -65,6 +65,10 @@ def padded(q, k, v, slopes):
     return given(q, k, v, slopes["slopes"][:, 0])
 
 
+def times(factor, q, k, v):
+    return factor * reference.attention(q, k, v)
+
+
 def kinds(rank):
     """Local attention and its keywords, and the factors of all heads that the oracle takes, for each kind of state."""
     ones, slopes = torch.ones(HEADS).double(), factors(HEADS, rank)
@@ -75,6 +79,11 @@ def kinds(rank):
         "slopes in a dict": (given, {"slopes": {"slopes": slopes}}, of_heads),
         "slopes in a tuple of lists": (given, {"slopes": ([slopes], None)}, of_heads),
         "slopes among more": (padded, {"slopes": {"slopes": torch.cat((slopes, slopes))[:, None]}}, of_heads),
+        "a factor of each rank": (
+            functools.partial(times, (0.5, 2.0)[rank]),
+            {},
+            (torch.tensor([0.5] * 4 + [2.0] * 4).double(), ones[:4]),
+        ),
         "slopes that the other rank has not": (Alibi(rank) if rank else reference.attention, {}, None),
     }
 
@@ -237,6 +246,10 @@ def misses_what_the_other_rank_found(rank):
     return stateful(rank, "slopes that the other rank has not", {})[0]
 
 
+def misses_what_all_heads_of_a_rank_have(rank):
+    return stateful(rank, "a factor of each rank", {})[0]
+
+
 def modes_differ(rank):
     groups, _, modes = groups_of(rank, "dropout")
     fine = groups == [2, 2] and modes == [(False,) * 3] * 3 + [(True, True, False)] * 4
@@ -322,6 +335,10 @@ WATCHED = {
     "what one rank has found counts on all": Watched(
         Guard("attention.layer:Layer._may_divide", "enumerate(found)", "enumerate(found[:1])"),
         misses_what_the_other_rank_found,
+    ),
+    "attention is the same on every rank": Watched(
+        Guard("attention.layer:Layer._may_divide", "seen or difference_of_ranks(norms, attention.dtype)", "seen"),
+        misses_what_all_heads_of_a_rank_have,
     ),
     "modules are tried out in evaluation": Watched(
         Guard("attention.heads:_evaluating", "module.training = False", "pass"), modes_differ

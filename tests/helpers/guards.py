@@ -62,9 +62,9 @@ SEEN_BY_PROGRAMS = {  # what the random programs notice too
     "a half waits before it reads": Guard("exchange.in_flight:InFlight._wait", "self.handle.wait()", "pass"),
     "replicas are summed": Guard("relayout.ops:_copy_in", ".sum(1, dtype=exact)", "[:, 0]"),
     "gradients of shared rows are summed": Guard(
-        "attention.slices:join_pieces",
-        "put_ranges(whole, dim, part, piece, add=not once)",
-        "put_ranges(whole, dim, part, piece, add=False)",
+        "attention.slices:Pieces.put",
+        "add=not self.once)",
+        "add=False)",
     ),
     "what travels as it lies is contiguous": Guard(
         "exchange.in_flight:_as_it_travels", "return x.contiguous().view(-1)", "return x.as_strided((x.numel(),), (1,))"

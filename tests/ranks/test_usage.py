@@ -87,7 +87,7 @@ def attention_without_keys(rank, rotary=False):
 
 @pytest.mark.parametrize("rotary", [True, False])
 def test_rows_that_nothing_depends_on_get_a_gradient_of_zero(rotary):
-    """Guard: `join_pieces` starts from zero where a part got no gradient."""
+    """Guard: `Pieces` starts from zero where a part got no gradient."""
     no_faults(2, attention_without_keys, rotary)
 
 
@@ -407,7 +407,7 @@ WATCHED = {
         tables_are_watched,
     ),
     "rows without a gradient get zero": Watched(
-        Guard("attention.slices:join_pieces", "if once else like.new_zeros(shape)", "if once else like.new_ones(shape)"),
+        Guard("attention.slices:Pieces.put", "operands[0].new_zeros(self.shape)", "operands[0].new_ones(self.shape)"),
         attention_without_keys,
     ),
     "keys of two groups stay as they are": Watched(

@@ -193,7 +193,9 @@ def odd_on_one_rank(rank, shapes, odd=None, freeze=""):
     for shape in shapes:
         is_block = isinstance(shape, Shape)
         whole, mine = (
-            odd_heads(odd, shape.kv_heads, shape.config.get("head_groups", 2)) if odd else (layers.reference.attention, lambda rank: None)
+            odd_heads(odd, shape.kv_heads, shape.config.get("head_groups", 2))
+            if odd
+            else (layers.reference.attention, lambda rank: None)
         )
 
         def change(layer):

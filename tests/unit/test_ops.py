@@ -175,8 +175,8 @@ def test_the_number_of_launches_does_not_grow_with_the_ranks(kind, kv_heads, exp
         assert launches(kind, sp_size, kv_heads) == expected, sp_size
 
 
-def copies_of_weights(groups, kv_heads):
-    """Operators of a layer on one rank that copy or sum, and products; its local attention has none of them."""
+def copies_and_products(groups, kv_heads):
+    """What a layer on one rank copies and multiplies, forward and backward; its local attention does neither."""
     width = 8 * 4
     linear = {f"{kind}_proj": torch.nn.Linear(width, heads * 4) for kind, heads in zip("qkvo", (8, kv_heads, kv_heads, 8))}
     attend = SelfAttention(
@@ -187,14 +187,20 @@ def copies_of_weights(groups, kv_heads):
     with Operators() as counted:
         attend(x).backward(torch.ones(x.shape))
     products = sum(counted.launched[name] for name in ("mm", "addmm", "addmm_"))
-    return {name: counted.launched[name] for name in ("clone", "cat", "zeros_like", "new_zeros")}, products
+    return {name: counted.launched[name] for name in ("clone", "copy_", "cat", "new_zeros")}, products
 
 
-@pytest.mark.parametrize("groups,kv_heads", [(1, 8), (2, 8), (4, 8), (2, 4), (4, 4)])
+@pytest.mark.parametrize("groups,kv_heads", [(1, 8), (2, 8), (4, 8), (1, 4), (2, 4)])
 def test_weights_and_their_gradients_are_not_copied_where_the_heads_of_a_group_lie_together(groups, kv_heads):
-    """Three products for each part of a projection. What is joined is what travels: q, k and v of a later group, and their gradients."""
-    copied, products = copies_of_weights(groups, kv_heads)
-    assert copied == {"clone": 0, "cat": 2 * (groups - 1), "zeros_like": 0, "new_zeros": 0}
+    """Three products for each part of a projection; copies of what travels alone.
+
+    One in the transport for each exchange. One of q, k, v of the first group, o and their gradients. Of what travels together one
+    to join it, and one of each tensor that arrives.
+    """
+    copied, products = copies_and_products(groups, kv_heads)
+    exchanges = 2 * (3 + (groups - 1) + groups)
+    assert copied["copy_"] == exchanges + 2 * (3 + groups) + 2 * 3 * (groups - 1)
+    assert copied["cat"] == 2 * (groups - 1) and copied["clone"] == copied["new_zeros"] == 0
     assert products == 3 * 4 * groups
 
 

@@ -169,7 +169,8 @@ class DistributedAttention(nn.Module):
     sp_stream                a stream to carry the transfers; ours, which all layers share, if None
     num_kv_heads             KV heads before the exchange; read from the key if None
     config                   an ``sp_overlap`` section
-    heads_alike              the local attention treats all heads alike; else that is tried out on the first call
+    heads_alike              the local attention treats all heads alike on all ranks; else that is tried out on the first call.
+                             With head groups a rank attends with other heads than without (`PerHead` follows them)
 
     Any head counts with at least one query head a rank. Raises ValueError for arguments that can't work.
     """

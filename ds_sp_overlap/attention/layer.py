@@ -23,7 +23,7 @@ from ..relayout import ops
 from ..say import say_once
 from ..schedule import Schedule, by_head_groups, check
 from .execution import Call
-from .heads import Local, PerHead, fault
+from .heads import Local, PerHead, difference_of_ranks, fault
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
 _checked = lru_cache(maxsize=256)(lambda schedule, kinds, wgrad_last: check(schedule(kinds, wgrad_last), kinds))
@@ -99,8 +99,10 @@ class Layer:
         kind = *sizes, first.dtype, torch.is_autocast_enabled(device.type)  # the same on every rank
         if kind not in self._divides:
             attention = local()
-            found = self.channel.gather(fault(call, attention, device, partial(with_head_dim, where=self.where)), self.where)
+            mine = fault(call, attention, device, partial(with_head_dim, where=self.where))
+            found, norms = zip(*self.channel.gather(mine, self.where))
             seen = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)  # guard: what any rank found
+            seen = seen or difference_of_ranks(norms, attention.dtype)  # guard: alike on all ranks
             self._divides[kind] = not seen
             if seen:
                 say_once(
@@ -184,7 +186,7 @@ def _per_head(geometry: Geometry, extra: Iterable) -> bool:
 
     Asked for every rank's count of heads, so that all ranks answer alike; where it is wrong it costs some overlap.
     """
-    counts = {stop - start for start, stop in map(geometry.query_range, range(geometry.sp_size))}
+    counts = {geometry.heads // geometry.sp_size, -(-geometry.heads // geometry.sp_size)}
     return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)
 
 

@@ -8,6 +8,7 @@ gradients reach the parameter through autograd, once, in the parameter's own sha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -97,8 +98,8 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
 
 
 def matrix(x: Tensor) -> Tensor:
-    """``x`` [.., k] with one dimension for all the others."""
-    return x.reshape(-1, x.shape[-1])
+    """``x`` [s/P, b, ..] with one dimension for tokens and one for all that belongs to a token."""
+    return x.reshape(-1, math.prod(x.shape[2:]))
 
 
 def batched_pays(x: Tensor, rows: int, dgrad: bool = False) -> bool:
@@ -114,17 +115,14 @@ def batched_pays(x: Tensor, rows: int, dgrad: bool = False) -> bool:
 
 
 def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x`` [..., k] times ``weights`` [P, k, n] -> [..., P, n], which lies in memory as it travels, ``[P, ..., n]``."""
-    ranks, k, n = weights.shape
-    out = x.new_empty(ranks, *x.shape[:-1], n)
-    operands = matrix(x).expand(ranks, -1, k), weights
-    flat = out.view(ranks, -1, n)
-    torch.bmm(*operands, out=flat) if bias is None else torch.baddbmm(bias.unsqueeze(1), *operands, out=flat)
-    return out.movedim(0, -2)
+    """``x`` [tokens, k] times ``weights`` [P, k, n] -> [tokens, P, n], which lies in memory as it travels, ``[P, tokens, n]``."""
+    operands = x.expand(len(weights), -1, -1), weights
+    out = torch.bmm(*operands) if bias is None else torch.baddbmm(bias.unsqueeze(1), *operands)
+    return out.transpose(0, 1)
 
 
 def projected_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Ranges, ranks: int = 0) -> Tensor:
-    """``x`` [.., m] times some rows of ``weight`` [n, m], ``[.., n_r]``; ``[.., ranks, n_r / ranks]`` as it travels, if ranks."""
+    """``x`` [tokens, m] times some rows of ``weight`` [n, m], [tokens, n_r]; [tokens, ranks, n_r / ranks] as it travels, if ranks."""
     if ranks:
         return by_rank(x, batched(weight, 0, rows, ranks), None if bias is None else batched(bias, 0, rows, ranks))
     return F.linear(x, cut_ranges(weight, 0, rows), None if bias is None else cut_ranges(bias, 0, rows))

@@ -6,7 +6,7 @@ dx is summed in place, and a parameter's gradient is delivered once, in the same
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..exchange.exchange import refuse_second_derivatives
 from .execution import Call, Part, finish_output, start_inputs
 from .linear import Plain, autocast, by_rank, matrix, projected_rows
-from .slices import Ranges, batched, cut_ranges, join_pieces, put_ranges
+from .slices import Pieces, Ranges, batched, cut_ranges
 
 
 class Rows(NamedTuple):
@@ -73,11 +73,18 @@ class Projections:
         linear = [p for m in self.modules for p in (m.weight, None if self.plain[type(m).forward](m) else m.bias)]
         return linear + [p for norm in self.norms.values() for p in norm.parameters()]
 
-    def project(self, part: Part, x: Tensor, parameters: tuple[Any, ...]) -> Tensor:
-        """[.., h, d], or [.., P, h, d] in the memory order of the wire; of `parameters`, where biases may be None."""
+    def parts(self, module: int) -> tuple[Ranges, ...]:
+        """The rows of a linear layer that each of its parts is made of."""
+        return tuple(rows for of, rows, _ in self.rows.values() if of == module)
+
+    def project(self, part: Part, x: Tensor, tokens: Sequence[int], parameters: tuple[Any, ...]) -> Tensor:
+        """Of x [s/P b, m]: [*tokens, h, d], or [*tokens, P, h, d] in the memory order of the wire.
+
+        parameters   as `parameters` gives them, or what autocast made of them
+        """
         module, rows, ranks = self.rows[part]
         y = projected_rows(x, parameters[2 * module], parameters[2 * module + 1], rows, ranks)
-        return y.view(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim)
+        return y.view(*tokens, *y.shape[1:-1], y.shape[-1] // self.head_dim, self.head_dim)
 
     def is_rotated(self, part: Part, tables: tuple[Tensor, ...]) -> bool:
         return bool(tables) and part[0] != "v" and part not in self.folded
@@ -110,10 +117,10 @@ class _StartInputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, made: Projections, x: Tensor, *parameters: Tensor | None):
-        ctx.call, ctx.made, ctx.dtype, device = call, made, x.dtype, x.device.type
+        ctx.call, ctx.made, ctx.shape, ctx.dtype, device = call, made, x.shape, x.dtype, x.device.type
         ctx.set_materialize_grads(False)
         of_x, *of_parameters = ctx.needs_input_grad[2:]
-        linear = 2 * len(made.modules)
+        linear, rows = 2 * len(made.modules), matrix(x)
         tables, made.tables = made.tables, ()  # saved where autograd watches, and let go with the rest
         normed: dict[Part, Tensor] = {}
         unneeded: list[Tensor] = []
@@ -124,7 +131,7 @@ class _StartInputs(torch.autograd.Function):
 
         def project(kind: str, group: int) -> Tensor:
             part = kind, group
-            heads = made.project(part, x, parameters)
+            heads = made.project(part, rows, ctx.shape[:2], parameters)
             if kind in made.norms and made.recorded and is_needed(part):
                 normed[part] = heads
             return made.shape(part, heads, tables)
@@ -154,19 +161,23 @@ class _StartInputs(torch.autograd.Function):
         normed = dict(zip(ctx.normed, saved[linear + len(tables) :]))
         del saved
         ctx.maybe_clear_saved_tensors()
+        x = None if x is None else matrix(x)
         reached = {exchange for exchange, token in zip(call.schedule.starts, tokens) if token is not None}
         gradients: dict[Part, Tensor] = {}
         halved: set[Part] = set()  # either dgrad or wgrad is done
-        pieces: list[list[tuple[Ranges, Tensor]]] = [[] for _ in range(linear)]
+        some, found = len(reached) < len(tokens), {}
+        for at, shape in enumerate(ctx.shapes[:linear]):
+            if of_parameters[at]:
+                found[at] = Pieces(shape, 0, made.parts(at // 2), some)
         learned: list[Tensor | None] = [None] * (len(ctx.shapes) - linear)
         dx: Tensor | None = None
 
         def unshaped(part: Part, dy: Tensor) -> Tensor:
-            """The gradient of what was projected, [.., n], of that of what was sent."""
+            """The gradient of what was projected, [tokens, n], of that of what was sent."""
             if part not in normed:
                 if made.is_rotated(part, tables):
                     dy = made.rope.rotate_back(dy.flatten(2, -2), *tables).to(ctx.dtype)
-                return dy.flatten(2)
+                return matrix(dy)
             leaf, of_norm = normed.pop(part).detach().requires_grad_(), list(made.norms[part[0]].parameters())
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 y = made.shape(part, leaf, tables, again=True)
@@ -177,7 +188,7 @@ class _StartInputs(torch.autograd.Function):
                 if gradient is not None:
                     so_far = learned[at - linear]
                     learned[at - linear] = gradient if so_far is None else so_far + gradient
-            return dy.flatten(2)
+            return matrix(dy)
 
         for act, of, group in call.schedule.backward_of_inputs:
             part = of, group
@@ -198,21 +209,18 @@ class _StartInputs(torch.autograd.Function):
                 elif len(call.groups) == 1 or dx.dtype != dy.dtype:
                     dx += dy @ weight  # rounds as the layer that it replaces does
                 else:
-                    matrix(dx).addmm_(matrix(dy), weight)
+                    dx.addmm_(dy, weight)
             elif act == "wgrad":
                 if of_parameters[at]:
-                    pieces[at].append((rows, matrix(dy).t() @ matrix(x)))
+                    found[at].put(rows, torch.mm, dy.t(), x)
                 if of_parameters[at + 1]:
-                    pieces[at + 1].append((rows, matrix(dy).sum(0)))
+                    found[at + 1].put(rows, torch.sum, dy, 0)
             del dy  # before the next one is unpacked
             if part in halved:
                 del gradients[part]
             halved.add(part)
-        of_linear = []
-        for shape, left in zip(ctx.shapes, pieces):
-            of_linear.append(join_pieces(shape, 0, left))
-            left.clear()
-        return None, None, dx, *of_linear, *learned
+        of_linear = [found[at].whole if at in found else None for at in range(linear)]
+        return None, None, None if dx is None else dx.view(ctx.shape), *of_linear, *learned
 
 
 def start_projected(call: Call, made: Projections, x: Tensor) -> tuple[Tensor, ...]:
@@ -242,14 +250,14 @@ class _FinishOutput(torch.autograd.Function):
 
         def merge(group: int, o: Tensor) -> None:
             nonlocal y
-            columns = call.geometry.elements_of("o", group, 0, o.shape[-1])
-            (o,) = autocast(o.flatten(2))
+            tokens, columns = o.shape[:2], call.geometry.elements_of("o", group, 0, o.shape[-1])
+            (o,) = autocast(matrix(o))
             ctx.columns[group], outputs[group] = columns, o
-            operands = matrix(o), cut_ranges(weight, 1, columns).t()
+            operands = o, cut_ranges(weight, 1, columns).t()
             if y is not None:
                 matrix(y).addmm_(*operands)
                 return
-            y = o.new_empty(*o.shape[:-1], weight.shape[0])  # no view, so that the caller may update it in place
+            y = o.new_empty(*tokens, weight.shape[0])  # no view, so that the caller may update it in place
             torch.mm(*operands, out=matrix(y)) if bias is None else torch.addmm(bias, *operands, out=matrix(y))
 
         finish_output(call, {("o", group): token for group, token in enumerate(tokens)}, merge)
@@ -264,37 +272,28 @@ class _FinishOutput(torch.autograd.Function):
         call, (weight, *outputs) = ctx.call, ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: `outputs` has them, and lets go of each after its use
         of_weight, of_bias, *of_tokens = ctx.needs_input_grad[1:]
-        dw: Tensor | None = None
-
-        def wgrad(group: int) -> None:
-            nonlocal dw
-            piece = matrix(dy).t() @ matrix(outputs[group])
-            outputs[group] = None
-            if len(outputs) == 1:
-                dw = piece
-                return
-            dw = piece.new_empty(ctx.shape) if dw is None else dw
-            put_ranges(dw, 1, ctx.columns[group], piece, add=False)
+        dw, rows = Pieces(ctx.shape, 1, tuple(ctx.columns.values())), matrix(dy)
 
         def dgrad(group: int) -> Tensor:
             columns, head_dim = ctx.columns[group], call.exchanges["o", group].layout.target.shape[-1]
             if "o" in call.by_rank:
-                do = by_rank(dy, batched(weight, 1, columns, call.geometry.sp_size))
+                do = by_rank(rows, batched(weight, 1, columns, call.geometry.sp_size))
             else:
-                do = dy @ cut_ranges(weight, 1, columns)
-            return do.view(*do.shape[:-1], do.shape[-1] // head_dim, head_dim)
+                do = rows @ cut_ranges(weight, 1, columns)
+            return do.view(*dy.shape[:2], *do.shape[1:-1], do.shape[-1] // head_dim, head_dim)
 
         computed: dict[int, Tensor] = {}
         for act, _, group in call.schedule.backward_of_output:  # guard: the wgrad comes last
             if act == "wgrad" and of_weight:
-                wgrad(group)
+                dw.put(ctx.columns[group], torch.mm, rows.t(), outputs[group])
+                outputs[group] = None
             elif act == "dgrad" and of_tokens[group]:
                 computed[group] = dgrad(group)
             elif act == "start" and of_tokens[group]:
                 call.exchanges["o", group].start_gradient([computed.pop(group)])
-        db = matrix(dy).sum(0) if of_bias else None
+        db = rows.sum(0) if of_bias else None
         token = dy.new_empty(0)
-        return None, dw, db, *(token if needed else None for needed in of_tokens)
+        return None, dw.whole, db, *(token if needed else None for needed in of_tokens)
 
 
 def finish_projected(

@@ -48,7 +48,8 @@ class SelfAttention:
     policy                   shared with other layers, for "head_groups": "auto"; one of its own if None
     plain                    forwards of linear layers that may be split, see `linear.can_split`
     pure                     forwards of norms that may be computed again in backward, see `linear.can_compute_again`
-    heads_alike              ``local_attention`` treats all heads alike; else that is tried out on the first call
+    heads_alike              the local attention treats all heads alike on all ranks; else that is tried out on the first call.
+                             With head groups a rank attends with other heads than without (`PerHead` follows them)
     schedule                 what happens when, made for what travels with each head group (`schedule.by_head_groups`)
 
     Projections that can't be split are called whole; their exchanges are overlapped all the same. The output projection

@@ -5,8 +5,9 @@ A part is a list of ranges. Parts may overlap (KV heads that two ranks need): th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +39,10 @@ def _slices(x: Tensor, dim: int, ranges: Ranges) -> Tensor | None:
 def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
     """The slices of ``parameter`` along ``dim``, one after another; a view if there is one."""
     if len(ranges) == 1:
-        if ranges[0] == (0, parameter.shape[dim]):
+        ((start, stop),) = ranges
+        if stop - start == parameter.shape[dim]:
             return parameter
-        return parameter.narrow(dim, ranges[0][0], ranges[0][1] - ranges[0][0])
+        return parameter[(slice(None),) * dim + (slice(start, stop),)]  # costs the host less than `narrow`
     slices = _slices(parameter, dim, ranges)  # one copy instead of one a slice
     if slices is not None:
         return slices.flatten(dim, dim + 1)
@@ -66,18 +68,44 @@ def _disjoint_cover(parts: tuple[Ranges, ...], size: int) -> bool:
     return [r[0] for r in ranges] + [size] == [0] + [r[1] for r in ranges]
 
 
-def join_pieces(shape: Sequence[int], dim: int, pieces: list[tuple[Ranges, Tensor]]) -> Tensor | None:
-    """A tensor with each piece in its place; summed where their parts overlap, zero where there is none; None for no piece."""
-    if not pieces:
-        return None
-    if len(pieces) == 1 and pieces[0][0] == ((0, shape[dim]),):
-        return pieces[0][1]
-    once = _disjoint_cover(tuple(part for part, _ in pieces), shape[dim])
-    like = pieces[0][1]
-    whole = like.new_empty(shape) if once else like.new_zeros(shape)  # guard: zero without a gradient
-    for part, piece in pieces:
-        put_ranges(whole, dim, part, piece, add=not once)  # guard: shared rows are summed
-    return whole
+class Pieces:
+    """A tensor that is put together of pieces along ``dim``: summed where their parts overlap, zero where there is none.
+
+    parts   of all pieces that will come, and ``some`` that they may stay away
+    whole   the tensor; None before the first piece
+    """
+
+    def __init__(self, shape: Sequence[int], dim: int, parts: tuple[Ranges, ...], some: bool = False):
+        self.shape, self.dim = shape, dim
+        self.whole: Tensor | None = None
+        self.once = not some and _disjoint_cover(parts, shape[dim])
+
+    def put(self, part: Ranges, compute: Callable[..., Tensor], *operands: Any) -> None:
+        """Put ``compute(*operands)``, like the first of them, in its place; computed there, if nothing else is put in that slice."""
+        if self.once and part == ((0, self.shape[self.dim]),):
+            self.whole = compute(*operands)
+            return
+        if self.whole is None:
+            self.whole = (
+                operands[0].new_empty(self.shape) if self.once else operands[0].new_zeros(self.shape)
+            )  # guard: zero without a gradient
+        if self.once and len(part) == 1:
+            compute(*operands, out=cut_ranges(self.whole, self.dim, part))
+        else:
+            put_ranges(self.whole, self.dim, part, compute(*operands), add=not self.once)  # guard: shared rows are summed
+
+
+def _copied(piece: Tensor, out: Tensor | None = None) -> Tensor:
+    return piece if out is None else out.copy_(piece)
+
+
+def _joined(shape: Sequence[int], dim: int, parts: Sequence[Ranges], pieces: Sequence[Tensor | None]) -> Tensor | None:
+    """`Pieces` of those that are given; None for no piece."""
+    given = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
+    joined = Pieces(shape, dim, tuple(part for part, _ in given))
+    for part, piece in given:
+        joined.put(part, _copied, piece)
+    return joined.whole
 
 
 class _Cut(torch.autograd.Function):
@@ -92,8 +120,7 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        given = [(part, grad) for part, grad in zip(ctx.parts, grads) if grad is not None]
-        return join_pieces(ctx.shape, ctx.dim, given), None, None
+        return _joined(ctx.shape, ctx.dim, ctx.parts, grads), None, None
 
 
 class _Join(torch.autograd.Function):
@@ -102,7 +129,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shape, dim, parts, *pieces):
         ctx.dim, ctx.parts = dim, parts
-        return join_pieces(shape, dim, list(zip(parts, pieces)))
+        return _joined(shape, dim, parts, pieces)
 
     @staticmethod
     def backward(ctx, grad):

@@ -168,4 +168,5 @@ class _Finish(torch.autograd.Function):
         for exchange, dys, is_tracked in reversed(launched):  # guard: in the order drawn
             if is_tracked:
                 exchange.start_gradient(list(compress(dys, exchange.needed)))
-        return None, *(_token(dys[0]) if is_tracked else None for _, dys, is_tracked in launched)
+        token = _token(gradients[0])
+        return None, *(token if is_tracked else None for *_, is_tracked in launched)

@@ -4,6 +4,12 @@ Which heads go where is one rule: query heads are dealt out in contiguous, balan
 ones first, and a rank receives the KV heads that its query heads attend to. Replication of KV heads (fewer KV heads
 than ranks, or a KV group that two ranks share) falls out of that rule. For head counts that divide it is the split of
 DeepSpeed's ``DistributedAttention`` and ``UlyssesSPAttentionHF``.
+
+Head groups are dealt out before ranks, where no KV head is then sent more often: the heads of a group lie together, and its rows
+of a weight are a view. Else each rank's range is cut into groups, and a group's rows lie apart:
+
+    8 heads, 2 ranks, 2 groups   0 0 1 1 | 0 0 1 1    or    0 0 0 0 | 1 1 1 1   the rank of each head
+                                 group 0 | group 1          0 0 1 1   0 0 1 1   its group
 """
 
 from __future__ import annotations
@@ -81,13 +87,20 @@ class Geometry:
 
     # Which heads. Ranges are in heads of the whole model.
 
-    def query_range(self, rank: int, group: int | None = None) -> Range:
-        """Query heads that ``rank`` attends with, in one group or in all of them."""
+    @cached_property
+    def groups_first(self) -> bool:
+        """Whether the heads of a group lie together: those of no two groups of a rank then share a KV head."""
+        return self.kv_heads % (self.sp_size * self.groups) == 0
+
+    def query_range(self, rank: int, group: int) -> Range:
+        """Query heads that ``rank`` attends with in one group."""
+        if self.groups_first:
+            count = self.heads // (self.sp_size * self.groups)
+            start = (group * self.sp_size + rank) * count
+            return start, start + count
         small, larger = divmod(self.heads, self.sp_size)
         start = rank * small + min(rank, larger)
         count = small + (rank < larger)
-        if group is None:
-            return start, start + count
         return start + count * group // self.groups, start + count * (group + 1) // self.groups
 
     def kv_range(self, rank: int, group: int) -> Range:

@@ -68,13 +68,13 @@ class InFlight:
         joined = len(xs) > 1
         ready = None if joined or self.rope is not None else _as_it_travels(x, source)  # guard: rotated, so packed
         packs = ready is None
-        wire = x if not joined else x.new_empty(0, dtype=functools.reduce(torch.promote_types, (given.dtype for given in xs)))
-        self.send = wire.new_empty(layout.send_elements) if ready is None else ready
+        dtype = functools.reduce(torch.promote_types, (given.dtype for given in xs)) if joined else x.dtype
+        self.send = x.new_empty(layout.send_elements, dtype=dtype) if ready is None else ready
         self.unpacks = joined or self.rope_back is not None or not target.is_wire_layout  # guard: rotated, so unpacked
         self.dtypes = [given.dtype for given in xs] if joined else None
         self.outs = () if self.unpacks else self._new_outs(x)
         # What is received as it lies is no view: its owner may change it in place, as he may what was unpacked.
-        self.recv = wire.new_empty(layout.recv_elements) if self.unpacks else self.outs[0].view(-1)
+        self.recv = x.new_empty(layout.recv_elements, dtype=dtype) if self.unpacks else self.outs[0].view(-1)
         self.track = channel.timeline.exchange(self.name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
         self.track.mark("issued")
         with named(self.name, "start"):

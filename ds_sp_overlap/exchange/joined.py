@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ..relayout.ops import tiling
 from .layout import Side
 
 
 def join(tensors: Sequence[Tensor], sides: Sequence[Side], wire: Tensor) -> None:
     """Write the parts of ``tensors``, each [.., .., h, d], into the flat ``wire``, which may have a wider dtype."""
-    if tiles := _tiles(tuple(sides)):  # one kernel
-        torch.cat([x.reshape(shape) for x, shape in zip(tensors, tiles)], 3, out=_tiled_wire(wire, sides, tiles))
+    if tiles := _tiles(sides):  # one kernel
+        torch.cat([x.reshape(*shape) for x, shape in zip(tensors, tiles)], 3, out=_tiled_wire(wire, sides, tiles))
         return
     for part, place in _places(tensors, sides, wire):
         place.copy_(part)
@@ -23,10 +21,10 @@ def join(tensors: Sequence[Tensor], sides: Sequence[Side], wire: Tensor) -> None
 
 def split(wire: Tensor, sides: Sequence[Side], tensors: Sequence[Tensor]) -> None:
     """The inverse of `join`; slices that several parts hold are summed, in fp32 for half precision."""
-    if tiles := _tiles(tuple(sides)):
-        pieces = _tiled_wire(wire, sides, tiles).split([shape[3] for shape in tiles], 3)
+    if tiles := _tiles(sides):
+        pieces = _tiled_wire(wire, sides, tiles).split_with_sizes([shape[3] for shape in tiles], 3)
         for x, shape, piece in zip(tensors, tiles, pieces):
-            x.view(shape).copy_(piece)
+            x.view(*shape).copy_(piece)
         return
     if all(side.tiles for side in sides):  # guard: joined tiles need no sum
         for part, place in _places(tensors, sides, wire):
@@ -39,13 +37,9 @@ def split(wire: Tensor, sides: Sequence[Side], tensors: Sequence[Tensor]) -> Non
         x.copy_(total)
 
 
-@lru_cache(maxsize=4096)
-def _tiles(sides: tuple[Side, ...]) -> list[tuple[int, ...]]:
-    """Shape of each tensor with a dimension for the peers in front of the one that is cut, and h and d in one; none if its parts
-    don't tile it equally."""
-    found = [tiling(side.shape, side.dim, *side.edges) for side in sides]
-    shapes = [tiled[0] for tiled in found if tiled is not None and tiled[1] == 1]  # guard: a tile for each peer
-    return [(*shape[:3], shape[3] * shape[4]) for shape in shapes] if len(shapes) == len(sides) else []
+def _tiles(sides: Sequence[Side]) -> list[tuple[int, ...]]:
+    """`Side.tiled` of each; none if the parts of one don't tile it equally."""
+    return [side.tiled for side in sides] if all(side.tiles and side.tiled for side in sides) else []  # guard: a tile for each peer
 
 
 def _tiled_wire(wire: Tensor, sides: Sequence[Side], tiles: list[tuple[int, ...]]) -> Tensor:

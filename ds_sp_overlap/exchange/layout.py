@@ -57,6 +57,13 @@ class Side:
         return edges[-1] == self.shape[self.dim] and all(part[0] == edge for part, edge in zip(self.parts, edges))
 
     @cached_property
+    def tiled(self) -> tuple[int, ...]:
+        """Shape with a dimension for the peers in front of the one that is cut, and h and d in one; empty where parts differ in size."""
+        sizes = {stop - start for start, stop in self.parts}
+        shape = (*self.shape[: self.dim], len(self.parts), *sizes, *self.shape[self.dim + 1 :])
+        return (*shape[:3], shape[3] * shape[4]) if len(sizes) == 1 else ()
+
+    @cached_property
     def is_wire_layout(self) -> bool:
         """Whether a contiguous tensor of this shape already is the buffer that travels, so that nothing is moved."""
         return self.tiles and math.prod(self.shape[: self.dim]) == 1

@@ -47,7 +47,7 @@ def tiling(shape: Sequence[int], dim: int, starts: Sequence[int], stops: Sequenc
 def _equal_tiles(tensor: Tensor, dim: int, starts: Sequence[int], stops: Sequence[int]) -> tuple[Tensor, int] | None:
     """View of ``tensor`` with the tiles in front that its parts are, and how often each is repeated."""
     found = tiling(tensor.shape, dim, tuple(starts), tuple(stops))
-    return None if found is None else (tensor.view(found[0]).movedim(dim, 0), found[1])
+    return None if found is None else (tensor.view(*found[0]).movedim(dim, 0), found[1])
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
@@ -76,7 +76,7 @@ def _copy_out(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Ten
     if (tiled := _equal_tiles(x, dim, starts, stops)) is not None:  # one copy kernel instead of one a part
         tiles, repeats = tiled
         if repeats == 1:
-            _copy(out.view(tiles.shape), tiles)
+            _copy(out.view(*tiles.shape), tiles)
         else:
             _copy(out.view(tiles.shape[0], repeats, *tiles.shape[1:]), tiles.unsqueeze(1))
         return
@@ -95,7 +95,7 @@ def _copy_in(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: T
     if (tiled := _equal_tiles(out, dim, starts, stops)) is not None:
         tiles, repeats = tiled
         if repeats == 1:
-            _copy(tiles, wire.view(tiles.shape))
+            _copy(tiles, wire.view(*tiles.shape))
         else:
             tiles.copy_(wire.view(tiles.shape[0], repeats, *tiles.shape[1:]).sum(1, dtype=exact))  # guard: replicas are summed
         return

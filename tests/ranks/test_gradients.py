@@ -30,9 +30,9 @@ DROPINS = {
 
 
 def layer_of(rank, shape, mover=None, local=None, change=None):
-    """``(call, inputs, parameters, dy)`` of a block or a drop-in on this rank."""
+    """``(call, inputs, parameters, dy)`` of a block or a drop-in on this rank; a ``local`` attention is not tried out."""
     if isinstance(shape, Case):
-        attend = dropin.module(shape, mover, local=local)
+        attend = dropin.module(shape, mover, local=local, heads_alike=local is not None)
         *qkv, dy = (dropin.my_slice(shape, rank, t) for t in dropin.whole_inputs(shape))
         return (
             lambda *qkv: attend(*qkv, 0 if shape.batch_first else 1, dropin.tables(shape)),
@@ -43,7 +43,7 @@ def layer_of(rank, shape, mover=None, local=None, change=None):
     layer = layers.projections(shape)
     if change:
         change(layer)
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover, local)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover, local, local is not None)
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     return lambda x: layers.call_block(shape, attend, rank, x), [x.requires_grad_()], list(layer.parameters()), dy
 
@@ -155,14 +155,19 @@ ODD = [
 ]
 
 
-def odd_heads(odd, kv_heads):
+def odd_heads(odd, kv_heads, groups):
     """Attention over all heads, those of rank 1 the odd way; the attention of this rank is ``odd`` on rank 1 alone."""
     plain = layers.reference.attention
+    ranges = groups if kv_heads % (2 * groups) == 0 else 1  # of each rank, in turn
+
+    def of_ranks(x):
+        pieces = x.chunk(2 * ranges, 2)
+        return torch.cat(pieces[0::2], 2), torch.cat(pieces[1::2], 2)
 
     def whole(q, k, v):
-        halves = [t.chunk(2, 2) for t in (q, k, v)] if kv_heads > 1 else [q.chunk(2, 2), (k, k), (v, v)]
-        first, second = zip(*halves)
-        return torch.cat([plain(*first), odd(plain, *second)], 2)
+        first, second = zip(*(of_ranks(t) if t.shape[2] > 1 else (t, t) for t in (q, k, v)))
+        of_both = zip(plain(*first).chunk(ranges, 2), odd(plain, *second).chunk(ranges, 2))
+        return torch.cat([piece for pieces in of_both for piece in pieces], 2)
 
     return whole, lambda rank: (lambda q, k, v: odd(plain, q, k, v)) if rank == 1 else plain
 
@@ -187,7 +192,11 @@ def odd_on_one_rank(rank, shapes, odd=None, freeze=""):
 
     for shape in shapes:
         is_block = isinstance(shape, Shape)
-        whole, mine = odd_heads(odd, shape.kv_heads) if odd else (layers.reference.attention, lambda rank: None)
+        whole, mine = (
+            odd_heads(odd, shape.kv_heads, shape.config.get("head_groups", 2))
+            if odd
+            else (layers.reference.attention, lambda rank: None)
+        )
 
         def change(layer):
             for kind in freeze:

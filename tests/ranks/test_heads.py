@@ -65,6 +65,10 @@ def padded(q, k, v, slopes):
     return given(q, k, v, slopes["slopes"][:, 0])
 
 
+def times(factor, q, k, v):
+    return factor * reference.attention(q, k, v)
+
+
 def kinds(rank):
     """Local attention and its keywords, and the factors of all heads that the oracle takes, for each kind of state."""
     ones, slopes = torch.ones(HEADS).double(), factors(HEADS, rank)
@@ -75,6 +79,11 @@ def kinds(rank):
         "slopes in a dict": (given, {"slopes": {"slopes": slopes}}, of_heads),
         "slopes in a tuple of lists": (given, {"slopes": ([slopes], None)}, of_heads),
         "slopes among more": (padded, {"slopes": {"slopes": torch.cat((slopes, slopes))[:, None]}}, of_heads),
+        "a factor of each rank": (
+            functools.partial(times, (0.5, 2.0)[rank]),
+            {},
+            (torch.tensor([0.5] * 4 + [2.0] * 4).double(), ones[:4]),
+        ),
         "slopes that the other rank has not": (Alibi(rank) if rank else reference.attention, {}, None),
     }
 
@@ -281,6 +290,10 @@ def misses_what_the_other_rank_found(rank):
     return stateful(rank, "slopes that the other rank has not", {})[0]
 
 
+def misses_what_all_heads_of_a_rank_have(rank):
+    return stateful(rank, "a factor of each rank", {})[0]
+
+
 def modes_differ(rank):
     groups, _, modes = groups_of(rank, "dropout")
     fine = groups == [2, 2] and modes == [(False,) * 3] * 3 + [(True, True, False)] * 4
@@ -367,6 +380,7 @@ WATCHED = [
         ),
         misses_what_the_other_rank_found,
     ),
+    Watched(Guard("alike on all ranks", without="pass"), misses_what_all_heads_of_a_rank_have),
     Watched(Guard("tried out in evaluation", without="pass"), modes_differ),
     Watched(Guard("left as it was", without="module.training = True"), modes_differ),
     Watched(

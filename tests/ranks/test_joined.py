@@ -10,7 +10,6 @@ import torch
 from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.exchange import Exchange, finish_together
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.exchange.joined import _tiles
 from tests.helpers import layers, transports
 from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
@@ -144,7 +143,6 @@ def test_tensors_of_several_dtypes_and_head_dims_arrive_as_they_left():
 
 
 def replicas(rank):
-    _tiles.cache_clear()
     return faults(rank, ("qkv",), [Shape(kv_heads=1), Shape(6, 3, lengths=(3, 2))])
 
 
@@ -156,7 +154,9 @@ def some_frozen(rank):
 WATCHED = [
     Watched(Guard("joined replicas are summed", without="part.copy_(place)"), replicas),
     Watched(
-        Guard("a tile for each peer", without="shapes = [tiled[0] for tiled in found if tiled is not None]"), replicas, raises=True
+        Guard("a tile for each peer", without="return [side.tiled for side in sides] if all(side.tiled for side in sides) else []"),
+        replicas,
+        raises=True,
     ),
     Watched(Guard("to those that need it", without="return tuple(next(given, None) for needed in self.needed)"), some_frozen),
 ]

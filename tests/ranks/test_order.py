@@ -33,7 +33,7 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten.mm.default:
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
             if result.shape[0] == HIDDEN and result.shape[1] in self.rows:
                 self.log.append("dWo")
             elif result.shape[1] == HIDDEN and result.shape[0] in self.rows:

@@ -87,7 +87,7 @@ def attention_without_keys(rank, rotary=False):
 
 @pytest.mark.parametrize("rotary", [True, False])
 def test_rows_that_nothing_depends_on_get_a_gradient_of_zero(rotary):
-    """Guard: `join_pieces` starts from zero where a part got no gradient."""
+    """Guard: `Pieces` starts from zero where a part got no gradient."""
     no_faults(2, attention_without_keys, rotary)
 
 
@@ -409,7 +409,10 @@ WATCHED = [
         tables_are_watched,
     ),
     Watched(
-        Guard("zero without a gradient", without="whole = like.new_empty(shape) if once else like.new_ones(shape)"),
+        Guard(
+            "zero without a gradient",
+            without="self.whole = operands[0].new_empty(self.shape) if self.once else operands[0].new_ones(self.shape)",
+        ),
         attention_without_keys,
     ),
     Watched(Guard("keys stay as they are", without="if False:"), changed_in_place_though_shared),

@@ -37,6 +37,11 @@ def members(ranges):
     return [head for start, stop in ranges for head in range(start, stop)]
 
 
+def queries(geometry):
+    """Query heads of a rank, in the order of its groups."""
+    return members(geometry.query_range(geometry.sp_rank, group) for group in range(geometry.groups))
+
+
 def received_kv(geometry):
     """KV heads that a rank receives, in the order of arrival."""
     return members(geometry.sent_range("k", geometry.sp_rank, group) for group in range(geometry.groups))
@@ -45,16 +50,23 @@ def received_kv(geometry):
 @given(geometries())
 def test_every_query_head_belongs_to_one_rank_and_one_group(ranks):
     dealt = [members([rank.query_range(rank.sp_rank, g)]) for rank in ranks for g in range(rank.groups)]
-    assert [head for heads in dealt for head in heads] == list(range(ranks[0].heads))
+    assert sorted(head for heads in dealt for head in heads) == list(range(ranks[0].heads))
     assert all(dealt), "a group without a head"
-    for rank in ranks:
-        per_group = [members([rank.query_range(rank.sp_rank, g)]) for g in range(rank.groups)]
-        assert sum(per_group, []) == members([rank.query_range(rank.sp_rank)])
+
+
+@given(geometries())
+def test_heads_of_a_group_lie_together_where_no_kv_head_then_travels_more_often(ranks):
+    rank = ranks[0]
+    together = all(len(rank.heads_of(kind, group)) == 1 for kind in "qk" for group in range(rank.groups))
+    if rank.kv_heads % (rank.sp_size * rank.groups) == 0:
+        assert together and sum(len(received_kv(rank)) for rank in ranks) == rank.kv_heads
+    else:  # as without groups
+        assert [head for rank in ranks for head in queries(rank)] == list(range(rank.heads))
 
 
 @given(geometries())
 def test_query_heads_are_balanced(ranks):
-    counts = [len(members([rank.query_range(rank.sp_rank)])) for rank in ranks]
+    counts = [len(queries(rank)) for rank in ranks]
     assert max(counts) - min(counts) <= 1
     assert counts == sorted(counts, reverse=True)
 
@@ -63,7 +75,7 @@ def test_query_heads_are_balanced(ranks):
 def test_each_rank_receives_each_kv_head_it_needs_once_and_no_other(ranks):
     for rank in ranks:
         shared = rank.heads // rank.kv_heads
-        needed = sorted({head // shared for head in members([rank.query_range(rank.sp_rank)])})
+        needed = sorted({head // shared for head in queries(rank)})
         assert received_kv(rank) == needed
 
 
@@ -75,13 +87,13 @@ def test_every_query_head_finds_its_own_kv_head(ranks):
         arrived = [members([rank.sent_range("k", rank.sp_rank, group)]) for group in range(rank.groups)]
         for group in range(rank.groups):
             held = [head for sent, start, stop in rank.kv_pieces(group) for head in arrived[sent][start:stop]]
-            queries = members([rank.query_range(rank.sp_rank, group)])
+            attended = members([rank.query_range(rank.sp_rank, group)])
             index = rank.kv_expansion(group)
             if index is None:
-                ratio, rest = divmod(len(queries), len(held))
+                ratio, rest = divmod(len(attended), len(held))
                 assert rest == 0
-                index = [place // ratio for place in range(len(queries))]
-            assert [held[place] for place in index] == [head // shared for head in queries]
+                index = [place // ratio for place in range(len(attended))]
+            assert [held[place] for place in index] == [head // shared for head in attended]
 
 
 @given(geometries())
@@ -213,7 +225,7 @@ def test_dividing_heads_are_split_as_deepspeed_splits_them(size, kv_heads):
     heads = 2 * kv_heads
     for rank in range(size):
         geometry = Geometry(size, rank, (4,) * size, 1, heads, kv_heads)
-        assert geometry.query_range(rank) == (rank * heads // size, (rank + 1) * heads // size)
+        assert geometry.query_range(rank, 0) == (rank * heads // size, (rank + 1) * heads // size)
         assert geometry.kv_range(rank, 0) == (rank * kv_heads // size, (rank + 1) * kv_heads // size)
     sizes = get_shard_size_list(kv_heads, size, AutoTPMeta(num_kv_heads=kv_heads))
     assert sizes == [stop - start for start, stop in (geometry.kv_range(rank, 0) for rank in range(size))]
@@ -223,7 +235,7 @@ def test_dividing_heads_are_split_as_deepspeed_splits_them(size, kv_heads):
 def test_uneven_mha_heads_are_split_as_deepspeed_splits_them(heads, size):
     geometry = Geometry(size, 0, (4,) * size, 1, heads, heads)
     sizes = get_shard_size_list(heads, size, AutoTPMeta(num_kv_heads=heads))
-    assert sizes == [stop - start for start, stop in map(geometry.query_range, range(size))]
+    assert sizes == [stop - start for start, stop in (geometry.query_range(rank, 0) for rank in range(size))]
 
 
 def test_a_kv_head_shared_by_two_groups_travels_with_the_first():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_sp_overlap import SelfAttention
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.joined import split
 from ds_sp_overlap.exchange.layout import Side
@@ -175,6 +176,35 @@ def test_the_number_of_launches_does_not_grow_with_the_ranks(kind, kv_heads, exp
     """KV heads that several ranks need are packed, and their gradients summed, like any others."""
     for sp_size in (8, 64):
         assert launches(kind, sp_size, kv_heads) == expected, sp_size
+
+
+def copies_and_products(groups, kv_heads):
+    """What a layer on one rank copies and multiplies, forward and backward; its local attention does neither."""
+    width = 8 * 4
+    linear = {f"{kind}_proj": torch.nn.Linear(width, heads * 4) for kind, heads in zip("qkvo", (8, kv_heads, kv_heads, 8))}
+    attend = SelfAttention(
+        local_attention=lambda q, k, v: (q.unflatten(2, (k.shape[2], -1)) + (k + v).unsqueeze(3)).flatten(2, 3),
+        num_heads=8, head_dim=4, num_kv_heads=kv_heads, heads_alike=True, config={"head_groups": groups}, **linear,
+    )  # fmt: skip
+    x = torch.randn(1, 3, width, requires_grad=True)
+    with Operators() as counted:
+        attend(x).backward(torch.ones(x.shape))
+    products = sum(counted.launched[name] for name in ("mm", "addmm", "addmm_"))
+    return {name: counted.launched[name] for name in ("clone", "copy_", "cat", "new_zeros")}, products
+
+
+@pytest.mark.parametrize("groups,kv_heads", [(1, 8), (2, 8), (4, 8), (1, 4), (2, 4)])
+def test_weights_and_their_gradients_are_not_copied_where_the_heads_of_a_group_lie_together(groups, kv_heads):
+    """Three products for each part of a projection; copies of what travels alone.
+
+    One in the transport for each exchange. One of q, k, v of the first group, o and their gradients. Of what travels together one
+    to join it, and one of each tensor that arrives.
+    """
+    copied, products = copies_and_products(groups, kv_heads)
+    exchanges = 2 * (3 + (groups - 1) + groups)
+    assert copied["copy_"] == exchanges + 2 * (3 + groups) + 2 * 3 * (groups - 1)
+    assert copied["cat"] == 2 * (groups - 1) and copied["clone"] == copied["new_zeros"] == 0
+    assert products == 3 * 4 * groups
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

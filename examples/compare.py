@@ -35,12 +35,13 @@ print(overlapped.group(), "\n")
 if not loss or len(loss) != len(loss_on) or len(norm) != len(norm_on):
     sys.exit(f"{given.off} has {len(loss)} losses and {len(norm)} norms, {given.on} {len(loss_on)} and {len(norm_on)}")
 
-print(f"{'step':>4}  {'loss off':>12} {'on':>12}  {'norm off':>12} {'on':>12}")
-for step, row in enumerate(itertools.zip_longest(loss, loss_on, norm, norm_on), 1):
-    print("{:4}  {:>12} {:>12}  {:>12} {:>12}".format(step, *("" if x is None else f"{x:.7g}" for x in row)))
+off_and_on = {"loss": (loss, loss_on), "gradient norm": (norm, norm_on)} if norm else {"loss": (loss, loss_on)}
+print("step" + "".join(f"  {what + ' off':>18} {'on':>12}" for what in off_and_on))
+for step, values in enumerate(zip(*itertools.chain(*off_and_on.values())), 1):
+    print(f"{step:4}" + "".join(f"  {x:18.7g} {y:12.7g}" for x, y in zip(values[::2], values[1::2])))
 agree = True
-for what, a, b, tolerance in zip(("loss", "gradient norm"), (loss, norm), (loss_on, norm_on), TOLERANCE[given.dtype]):
-    apart = max((abs(x - y) / abs(x) for x, y in zip(a, b)), default=0.0)
+for (what, (off, on)), tolerance in zip(off_and_on.items(), TOLERANCE[given.dtype]):
+    apart = max(abs(x - y) / abs(x) for x, y in zip(off, on))
     agree = agree and apart <= tolerance  # nan is not
     print(f"{what}: apart by {apart:.1e} at most, relative (tolerance {tolerance:.0e} in {given.dtype})")
 print("they agree" if agree else "THEY DIFFER")

@@ -87,8 +87,9 @@ def _trainer(client, section, folder, stage, lora, checkpointing, accumulation, 
         ),
         optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", bf16=dtype == torch.bfloat16, logging_steps=1, report_to="none",
         disable_tqdm=True, save_strategy="steps", save_steps=2, eval_strategy="steps" if evaluate else "no", eval_steps=2,
-        per_device_eval_batch_size=BATCH, seed=1, ignore_data_skip=True, **(more or {}),
-    )  # fmt: skip
+        per_device_eval_batch_size=BATCH, seed=1,
+        ignore_data_skip=True,  # of stock Ulysses' loader nothing can be skipped on a resume
+    ) | (more or {})  # fmt: skip
     count = STEPS * accumulation * BATCH
     lora = LoraConfig(**LORA, init_lora_weights=False) if lora else None
     if client == "Trainer":

@@ -1,7 +1,7 @@
 # Two commands on a fresh machine, each makes .venv and installs what it needs:
 #   make convergence    the main job: loss curves with and without the overlap, and a verdict
 #   make test           the tests
-# and a third for who changes the code: make lint
+# and two for who changes the code: make lint, make package
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -11,7 +11,7 @@ ARGS ?=
 # Of this environment alone: DeepSpeed builds an op at first use, and a build that was killed leaves a lock behind.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 
-.PHONY: convergence test lint
+.PHONY: convergence test lint package
 convergence: .venv/ready
 	.venv/bin/python benchmarks/convergence/run.py $(ARGS)
 
@@ -22,6 +22,9 @@ lint: .venv/ready
 	.venv/bin/ruff check --quiet .
 	.venv/bin/ruff format --check --quiet .
 	.venv/bin/mypy
+
+package: .venv/ready
+	.ci/package
 
 # torch first and no build isolation: a build environment of pip's own would fetch a torch of its own.
 .venv/ready: setup.py pyproject.toml

@@ -15,7 +15,7 @@ Rooms, each of which imports from those above it alone:
     attention      runs a layer by its schedule: the block (`SelfAttention`) and the drop-in (`DistributedAttention`)
     integrations   DeepSpeed, Megatron-DeepSpeed, transformers: find attention layers, rebind their forward
     planner        what overlap would be worth, before anything is run
-    doctor, cli    the self-check, and ``python -m ds_sp_overlap``
+    doctor, cli    the self-check, and ``ds-sp-overlap``
 
 The way of a query from a model's forward to the wire: ``integrations`` (the forward that was put in place) ->
 ``attention.self_attention`` (the block) -> ``attention.layer`` (agreement of the ranks, number of head groups, the schedule) ->
@@ -26,6 +26,7 @@ turn) -> ``exchange.exchange`` (packed) -> ``exchange.transport``. In the drop-i
 """
 
 from .attention.drop_in import DistributedAttention
+from .attention.heads import PerHead
 from .attention.self_attention import SelfAttention
 from .config import SpOverlapConfig
 from .integrations.deepspeed import install
@@ -33,8 +34,8 @@ from .integrations.megatron_bridge import bridge
 from .integrations.registry import Report, disable, enable
 from .rotary import Rotary
 
-__all__ = ["DistributedAttention", "Report", "Rotary", "SelfAttention", "SpOverlapConfig", "disable", "enable"]
-__version__ = "0.1.0"
+__all__ = ["DistributedAttention", "PerHead", "Report", "Rotary", "SelfAttention", "SpOverlapConfig", "disable", "enable"]
+__version__ = "0.2.0"
 
 install()
 bridge()

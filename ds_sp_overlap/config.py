@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -13,6 +13,15 @@ if TYPE_CHECKING:
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default(cls, section: Any) -> Any:
+        """null and "auto" stand for the default of any key that has one."""
+        if not isinstance(section, dict):
+            return section
+        optional = {key for key, field in cls.model_fields.items() if not field.is_required()}
+        return {key: value for key, value in section.items() if key not in optional or value is not None and value != "auto"}
 
 
 class PolicyConfig(_Section):
@@ -36,7 +45,7 @@ class TimelineConfig(_Section):
 
 
 class SpOverlapConfig(_Section):
-    """The keys of ``sp_overlap``. Each switch works alone, so that each gain can be measured alone.
+    """The keys of ``sp_overlap``. Each switch works alone, so that each gain can be measured alone. null and "auto" are the default.
 
     enabled          False: as if the section were not there
     head_groups      G; "auto": the fastest in the first steps, by `policy`

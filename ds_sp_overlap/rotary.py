@@ -10,29 +10,38 @@ import torch
 from torch import Tensor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-rotated rotary embedding of ``x`` [..., d]; dims past those of ``cos``, ``sin`` [..., d_rot] pass through."""
-    dims = cos.shape[-1]
-    rotary, rest = x[..., :dims], x[..., dims:]
-    low, high = rotary.chunk(2, dim=-1)
-    rotary = rotary * cos + torch.cat((-high, low), dim=-1) * sin
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> Tensor:
+    """Rotary embedding of ``x`` [..., d]; dims past those of ``cos``, ``sin`` [..., d_rot] pass through.
+
+    neighbours   dims 2i and 2i + 1 turn together, instead of i and i + d_rot / 2
+    """
+    rotary, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    rotary = rotary * cos + _quarter(rotary, neighbours) * sin
     return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
 
 
-def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> Tensor:
     """The transpose of `rotate`, which is its backward."""
-    dims = cos.shape[-1]
-    rotary, rest = dy[..., :dims], dy[..., dims:]
-    low, high = (rotary * sin).chunk(2, dim=-1)
-    rotary = rotary * cos + torch.cat((high, -low), dim=-1)
+    rotary, rest = dy[..., : cos.shape[-1]], dy[..., cos.shape[-1] :]
+    rotary = rotary * cos - _quarter(rotary * sin, neighbours)
     return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
+
+
+def _quarter(x: Tensor, neighbours: bool) -> Tensor:
+    """A quarter turn of each pair of dims: (a, b) -> (-b, a)."""
+    if neighbours:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((-high, low), dim=-1)
 
 
 def check_tables(tables: tuple[Tensor, Tensor], head_dim: int, partial: bool) -> None:
     """Raises ValueError for (cos, sin) [..., d_rot] that don't rotate heads of ``head_dim``: all of them, unless ``partial``."""
     cos, sin = tables
     width = cos.shape[-1]
-    if width == sin.shape[-1] and width % 2 == 0 and (width == head_dim or partial and width < head_dim):
+    if (
+        width == sin.shape[-1] and width % 2 == 0 and (width == head_dim or partial and width < head_dim)
+    ):  # guard: heads rotate whole
         return
     raise ValueError(
         f"rotary tables are {width} (cos) and {sin.shape[-1]} (sin) wide for heads of {head_dim}; both must be as wide as the "
@@ -44,22 +53,37 @@ def check_tables(tables: tuple[Tensor, Tensor], head_dim: int, partial: bool) ->
 class Rotary:
     """A layer's rotary embedding: `rotate`, by what its ``position_embeddings`` say.
 
-    tables    position embeddings -> (cos, sin), each broadcast to q and k from the right, ``[b or 1, s/P, 1, d_rot]`` for
-              batch first; the rank's own positions. None where they say that there is nothing to rotate by
-    partial   whether d_rot may be less than d: the dims past it pass through
+    tables      position embeddings -> (cos, sin), each broadcast to q and k from the right, ``[b or 1, s/P, 1, d_rot]`` for
+                batch first; the rank's own positions. None where they say that there is nothing to rotate by
+    partial     whether d_rot may be less than d: the dims past it pass through
+    neighbours  see `rotate`
+    rounding    "promoted": computed and returned in what q and the tables promote to; "kept": rounded to q's dtype;
+                "fp32": computed in fp32, and rounded to q's dtype
     """
 
     tables: Callable[[Any], tuple[Tensor, Tensor] | None]
     partial: bool = False
+    neighbours: bool = False
+    rounding: str = "promoted"
 
     def __call__(self, x: Tensor, position_embeddings: Any) -> Tensor:
         """Rotate q or k [..., d]."""
         tables = self.of(position_embeddings, x.shape[-1])
-        return x if tables is None else rotate(x, *tables)
+        return x if tables is None else self.rotate(x, *tables)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        y = rotate(self._exact(x), cos, sin, neighbours=self.neighbours)
+        return y if self.rounding == "promoted" else y.to(x.dtype)
+
+    def rotate_back(self, dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate_back(self._exact(dy), cos, sin, neighbours=self.neighbours)
+
+    def _exact(self, x: Tensor) -> Tensor:
+        return x.float() if self.rounding == "fp32" else x
 
     def of(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
         """The tables. Raises ValueError where ``position_embeddings`` are missing, or don't fit heads of ``head_dim``."""
-        if position_embeddings is None:
+        if position_embeddings is None:  # guard: RoPE needs its tables
             raise ValueError("position_embeddings are missing, and without them RoPE would be left out; give what `rope` expects")
         tables = self.tables(position_embeddings)
         if tables is not None:
@@ -72,6 +96,6 @@ class Rotary:
         if tables is None:
             return None
         cos, sin = tables
-        if cos.requires_grad or sin.requires_grad or cos.shape[-2] != 1:
+        if self.neighbours or cos.requires_grad or sin.requires_grad or cos.shape[-2] != 1:
             return None
         return cos.squeeze(-2), sin.squeeze(-2)

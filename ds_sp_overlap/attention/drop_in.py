@@ -15,7 +15,7 @@ from ..exchange.geometry import Geometry
 from ..exchange.transport import Transport
 from ..rotary import check_tables, rotate
 from .execution import Attend, Call, attend_groups, finish_output, start_inputs
-from .heads import Local
+from .heads import Local, calling
 from .layer import Layer, with_head_dim
 from .slices import cut, join
 
@@ -82,9 +82,6 @@ class ProjectedAttention:
         kwargs = kwargs or {}
         extra = (*args, *kwargs.values())
 
-        def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return local_attention(q, k, v, *args, **kwargs)
-
         run, call = self.layer.begin(
             lambda: self._describe(query, key, value, batch_first, num_kv_heads, sequence_lengths, extra),
             (query, key, value),
@@ -95,7 +92,7 @@ class ProjectedAttention:
         if call is None:
             assert baseline is not None
             return run.end(baseline(q, k, v))
-        return run.end(self._overlapped(call, q, k, v, local, arrive))
+        return run.end(self._overlapped(call, q, k, v, calling(local_attention, call.geometry, args, kwargs), arrive))
 
     def _overlapped(
         self,
@@ -114,8 +111,8 @@ class ProjectedAttention:
             parts = [part for part in call.schedule.parts if part[0] == kind]
             pieces.update(zip(parts, cut(x, 2, [geometry.heads_of(*part) for part in parts])))
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o = local(q, k, v)
+        def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o = local(group, q, k, v)
             flat.append(isinstance(o, Tensor) and o.dim() == 3)
             return with_head_dim(o, q, layer.where)
 
@@ -144,10 +141,16 @@ class ProjectedAttention:
         if not query.dtype == key.dtype == value.dtype:
             raise ValueError(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; give all three one dtype")
         if query.shape[:2] != key.shape[:2] or key.shape[:3] != value.shape[:3] or query.shape[3] != key.shape[3]:
-            raise ValueError(f"query, key and value don't belong together: {shapes()}")
+            raise ValueError(
+                f"query, key and value don't belong together: {shapes()}; give them one batch and sequence, query and key one head "
+                "dim, key and value one number of heads"
+            )
         heads, kv_heads = query.shape[2], key.shape[2]
         if num_kv_heads not in (None, kv_heads):
-            raise ValueError(f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange ({shapes()})")
+            raise ValueError(
+                f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange ({shapes()}); pass num_kv_heads="
+                f"{kv_heads}, or leave it out"
+            )
         geometry = self.layer.geometry(query, heads, kv_heads, batch_first, lengths, extra)
 
         def types() -> tuple:

@@ -16,7 +16,7 @@ from ..profiling.ranges import NOTHING, is_profiled, named
 from ..schedule import Schedule, Step
 
 Part = tuple[str, int]  # q, k, v or o of a head group; of an exchange also several of q, k, v
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # a group and its q, k, v -> o
 
 
 class Call:
@@ -75,7 +75,7 @@ def start_inputs(call: Call, project: Callable[[str, int], Tensor]) -> dict[Part
     """
     tokens: dict[Part, Tensor] = {}
     projected: dict[Part, Tensor] = {}
-    for step in call.schedule.inputs:
+    for step in call.schedule.inputs:  # guard: starts in the order drawn
         if step.act == "project":
             with call.named(step):
                 projected[step.of, step.group] = project(step.of, step.group)
@@ -90,7 +90,7 @@ def attend_groups(
 ) -> dict[Part, Tensor]:
     """Walk the section of attention; returns the tokens of the exchanges of o.
 
-    attend   q, k, v -> o of a group, [s, b, h_g/P, d] each
+    attend   a group and its q, k, v -> o, [s, b, h_g/P, d] each
     arrive   what is done with q, k or v on arrival, [s, b, h_g/P, d]; RoPE where the caller wants it after the exchange
     """
     received: dict[Part, Tensor] = {}
@@ -137,28 +137,28 @@ def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tens
         pieces.append(piece if stop - start == piece.shape[2] else piece.narrow(2, start, stop - start))
     heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
     index = geometry.kv_expansion(group)
-    return heads if index is None else heads.index_select(2, _on_device(index, heads.device))
+    return heads if index is None else heads.index_select(2, _on_device(index, heads.device))  # guard: indexed without a wait
 
 
 @functools.lru_cache(maxsize=4096)
 def _on_device(index: tuple[int, ...], device: torch.device) -> Tensor:
     """Copied once: the host waits for such a copy."""
-    with torch.inference_mode(False):  # a later call may save it for backward
+    with torch.inference_mode(False):  # guard: a backward may save it
         return torch.tensor(index, device=device)
 
 
 def _attended(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``attend(q, k, v)`` of a group, which may change in place what no other group reads, on whatever rank.
+    """``attend`` of a group, which may change in place what no other group reads, on whatever rank.
 
     Raises RuntimeError if it changes k or v where there are KV heads that two groups share.
     """
     if group == call.schedule.last_attended or not call.geometry.kv_is_shared:
-        return attend(q, k, v)
+        return attend(group, q, k, v)
     if k.is_inference():  # nobody counts its versions
-        return attend(q, k.clone(), v.clone())
+        return attend(group, q, k.clone(), v.clone())
     before = k._version, v._version
-    o = attend(q, k, v)
-    if (k._version, v._version) != before:
+    o = attend(group, q, k, v)
+    if (k._version, v._version) != before:  # guard: keys stay as they are
         raise RuntimeError(
             f"{call.where}: local attention changes k or v in place, and another head group attends to them as well; have it "
             "change a copy (k = k * scale), or set sp_overlap.head_groups to 1"

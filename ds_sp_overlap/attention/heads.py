@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,37 @@ from torch import Tensor, nn
 
 from ..exchange.geometry import Geometry
 from .execution import Call, Part, with_kv
+
+
+@dataclass(frozen=True)
+class PerHead:
+    """An argument of local attention that has a slice for each query head: slopes, biases, sinks.
+
+    tensor   [h, ..], of all heads; every call of the local attention gets the slices of the heads that it is called with
+    """
+
+    tensor: Tensor
+
+    def check(self, heads: int) -> None:
+        """Raises ValueError unless there is a slice for each of ``heads``."""
+        if self.tensor.dim() == 0 or len(self.tensor) != heads:
+            raise ValueError(f"PerHead: a tensor of {list(self.tensor.shape)} for {heads} query heads; give [{heads}, ..]")
+
+
+def calling(local_attention: Callable[..., Any], geometry: Geometry, args: tuple, kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """``local_attention`` as a function of a head group and its q, k, v."""
+    if not any(isinstance(x, PerHead) for x in (*args, *kwargs.values())):
+        return lambda group, q, k, v: local_attention(q, k, v, *args, **kwargs)
+
+    def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        start, stop = geometry.query_range(geometry.sp_rank, group)
+
+        def given(x: Any) -> Any:
+            return x.tensor[start:stop] if isinstance(x, PerHead) else x
+
+        return local_attention(q, k, v, *map(given, args), **{key: given(x) for key, x in kwargs.items()})
+
+    return attend
 
 
 class Local(NamedTuple):
@@ -47,7 +78,11 @@ def fault(call: Call, local: Local, device: torch.device, form: Callable[[Any, T
     What it raises is a reason as well: it raises again where it is called for good. Random numbers are as before.
     """
     devices = [] if device.type == "cpu" else [device]
-    with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), _evaluating(local.attend):
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),  # guard: takes no random numbers
+        _evaluating(local.attend),
+    ):
         try:
             before = _random_state(devices)
             off = _difference(call, local, device, form)
@@ -77,7 +112,7 @@ def _difference(call: Call, local: Local, device: torch.device, form: Callable[[
     def attend(geometry: Geometry, group: int, q: Tensor, received: dict[Part, Tensor]) -> Tensor:
         heads = q, with_kv(geometry, "k", group, received), with_kv(geometry, "v", group, received)
         q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in heads)  # some attentions change them in place
-        return form(local.attend(q, k, v, *local.args, **local.kwargs), q)
+        return form(calling(local.attend, geometry, local.args, local.kwargs)(group, q, k, v), q)
 
     q, k, v = random("q", local.q_dim), random("k", local.q_dim), random("v", local.v_dim)
     expected = attend(whole, 0, q, {("k", 0): k, ("v", 0): v})
@@ -113,9 +148,9 @@ def _evaluating(attend: Any) -> Iterator[None]:
     """Run the body with the attention's modules in evaluation: dropout would be another one in every call."""
     were = [(module, module.training) for module in _modules(attend)]
     for module, _ in were:
-        module.training = False
+        module.training = False  # guard: tried out in evaluation
     try:
         yield
     finally:
         for module, training in reversed(were):
-            module.training = training
+            module.training = training  # guard: left as it was

@@ -23,7 +23,7 @@ from ..relayout import ops
 from ..say import say_once
 from ..schedule import Schedule, by_head_groups, check
 from .execution import Call
-from .heads import Local, fault
+from .heads import Local, PerHead, fault
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
 _checked = lru_cache(maxsize=256)(lambda schedule, kinds, wgrad_last: check(schedule(kinds, wgrad_last), kinds))
@@ -74,7 +74,7 @@ class Layer:
         has_baseline   whether there is something that gives the same without overlap
         """
         call, timeline, device = self.call(describe), self.channel.timeline, inputs[0].device
-        if call.geometry.groups > 1 and not self.heads_alike and not self._may_divide(call, inputs, local):
+        if call.geometry.groups > 1 and not self.heads_alike and not self._may_divide(call, inputs, local):  # guard: heads alike
             call = self._made(_regrouped(call.geometry, 1), call.checked)
         self.channel.calls.count(self.channel, self.called, device)
         run = Run(inputs)
@@ -98,7 +98,7 @@ class Layer:
         if kind not in self._divides:
             attention = local()
             found = self.channel.gather(fault(call, attention, device, partial(with_head_dim, where=self.where)), self.where)
-            seen = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)
+            seen = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)  # guard: what any rank found
             self._divides[kind] = not seen
             if seen:
                 say_once(
@@ -139,7 +139,7 @@ class Layer:
 
     def _comparable(self, geometry: Geometry, types: Callable[[], tuple]) -> str:
         world = dist.get_world_size() if self.channel.group is None and dist.is_initialized() else 1
-        if world > 1:
+        if world > 1:  # guard: ranks need a group
             raise ValueError(
                 f"no sp group in a world of {world} ranks; pass sequence_process_group= once torch.distributed is initialised "
                 "(torch.distributed.group.WORLD for all of them, a group of this rank alone for no sequence parallelism)"
@@ -152,7 +152,7 @@ class Layer:
             f"sp_overlap {self.config.model_dump(exclude_defaults=True)}, local sequence {lengths}, batch {geometry.batch}, "
             f"{geometry.heads} query and {geometry.kv_heads} KV heads, "
             f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
-            f"{self.where}, call {self.channel.calls.number + 1} over the sp group"
+            f"{self.where}, call {self.channel.calls.number + 1} over the sp group"  # guard: same layer, same call
         )
 
     def geometry(
@@ -163,12 +163,16 @@ class Layer:
         batch, local_seq = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
         seq_lens = (local_seq,) * channel.size if lengths is None else tuple(int(length) for length in lengths)
         groups = self.config.groups_for(heads, channel.size)
+        for x in extra:
+            if isinstance(x, PerHead):
+                x.check(heads)
         geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, groups, batch_first)
         if groups > 1 and extra and _per_head(geometry, extra if self.heads_alike else tree_leaves(extra)):
             geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, 1, batch_first)
         if seq_lens[channel.rank] != local_seq:
             raise ValueError(
-                f"sequence_lengths: {seq_lens[channel.rank]} for sp rank {channel.rank}, whose local sequence has {local_seq} tokens"
+                f"sequence_lengths: {seq_lens[channel.rank]} for sp rank {channel.rank}, whose local sequence has {local_seq} tokens; "
+                "give every rank's own"
             )
         return geometry
 

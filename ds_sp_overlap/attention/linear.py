@@ -39,7 +39,7 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     Not if its forward was replaced (LoRA, quantised, tensor-parallel layers) or compiled, nor if somebody hooked its call, or
     every module's, and would see parts instead of the output.
     """
-    if type(module).forward not in plain or not can_call_through(module):
+    if type(module).forward not in plain or not can_call_through(module):  # guard: no forward of its own
         return False
     if type(module.weight) not in (nn.Parameter, Tensor):  # a quantised or distributed tensor
         return False
@@ -57,22 +57,22 @@ def can_compute_again(norm: object, pure: Pure = PURE) -> bool:
 
     Not if somebody hooked it, or a parameter of it: that hook would be called for each head group's part of the gradient.
     """
-    if not isinstance(norm, nn.Module) or type(norm).forward not in pure or not can_call_through(norm):
+    if not isinstance(norm, nn.Module) or type(norm).forward not in pure or not can_call_through(norm):  # guard: only known norms
         return False
     if any(isinstance(x, Tensor) for x in vars(norm).values()):  # in a parameter's place, as FSDP leaves them
         return False
-    return not any(parameter._backward_hooks for parameter in norm.parameters())
+    return not any(parameter._backward_hooks for parameter in norm.parameters())  # guard: its hooks run once
 
 
 def can_call_through(module: nn.Module) -> bool:
     """Whether nobody would see, and mind, that a module is called by `call_through`: with other inputs, for another output."""
-    if "forward" in vars(module) or module._compiled_call_impl is not None:
+    if "forward" in vars(module) or module._compiled_call_impl is not None:  # guard: a replaced forward runs
         return False
     kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, *_EVERYWHERE
     if not any(kinds):
         return True
-    hooks = (getattr(hook, "__module__", "") or "" for hooks in kinds for hook in hooks.values())
-    return all(where.startswith(tuple(harmless)) for where in hooks)
+    hooks = (getattr(hook, "__module__", "") or "" for hooks in kinds for hook in hooks.values())  # guard: hooks of all modules
+    return all(where.startswith(tuple(harmless)) for where in hooks)  # guard: only harmless hooks
 
 
 def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor) -> Any:
@@ -86,14 +86,14 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
     first, rest = modules[0], modules[1:]
 
     def forward(*args: Tensor) -> Any:
-        del vars(first)["forward"]
+        del vars(first)["forward"]  # guard: given back at once
         return call_through(rest, body, *args)
 
     vars(first)["forward"] = forward  # an instance attribute, gone again before anything else runs
     try:
         return first(*inputs)
     finally:
-        vars(first).pop("forward", None)
+        vars(first).pop("forward", None)  # guard: given back after a raise
 
 
 def matrix(x: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ..exchange.exchange import refuse_second_derivatives
-from ..rotary import rotate, rotate_back
 from .execution import Call, Part, finish_output, start_inputs
 from .linear import Plain, autocast, by_rank, matrix, projected_rows
 from .slices import Ranges, batched, cut_ranges, join_pieces, put_ranges
@@ -36,7 +35,9 @@ class Projections:
     modules   the linear layers
     rows      of each part
     norms     of q and k, over d of heads [.., h, d]; computed again in backward, so that nothing but their input is kept
-    tables    (cos, sin) [.., 1, d_rot] by which q and k are rotated, without a gradient; or empty
+    rope      a `Rotary` that rotates q and k
+    tables    (cos, sin) [.., 1, d_rot] by which, without a gradient; empty if nothing is rotated
+    norm_last rotate before the norm instead of behind it
     folded    what the kernels rotate that pack it, so that `shape` does not
     head_dim  d
     plain     see `linear`
@@ -46,7 +47,9 @@ class Projections:
     modules: list[nn.Linear]
     rows: dict[Part, Rows]
     norms: dict[str, nn.Module]
+    rope: Any
     tables: tuple[Tensor, ...]
+    norm_last: bool
     folded: frozenset[Part]
     head_dim: int
     plain: Plain
@@ -90,8 +93,9 @@ class Projections:
         norm: Callable[..., Tensor] | None = module if module is None or again else module.forward
         ranks = self.rows[part].ranks
         heads = heads.movedim(2, 0) if ranks else heads
-        heads = heads if norm is None else norm(heads)
-        heads = rotate(heads, *tables) if rotated else heads
+        heads = heads if norm is None or self.norm_last else norm(heads)
+        heads = self.rope.rotate(heads, *tables) if rotated else heads
+        heads = norm(heads) if norm is not None and self.norm_last else heads
         return heads.movedim(0, 2) if ranks else heads
 
 
@@ -128,17 +132,17 @@ class _StartInputs(torch.autograd.Function):
         tokens = start_inputs(call, project)
         if not of_x:
             for (of, group), token in tokens.items():
-                call.exchanges[of, group].needed = needed = [is_needed((kind, group)) for kind in of]
+                call.exchanges[of, group].needed = needed = [is_needed((kind, group)) for kind in of]  # guard: only what is needed
                 if not any(needed):
                     unneeded.append(token)
             ctx.mark_non_differentiable(*unneeded)
         ctx.shapes, ctx.normed, ctx.tables = [None if p is None else p.shape for p in parameters], list(normed), len(tables)
         if normed:
             enabled = torch.is_autocast_enabled(device)
-            ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=enabled)
+            ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=enabled)  # guard: as in forward
         # Only what some gradient reads: dx the weights, dw x, and a norm's its input.
         weights = (p if of_x and at % 2 == 0 else None for at, p in enumerate(parameters[:linear]))
-        ctx.save_for_backward(x if any(of_parameters[:linear:2]) else None, *weights, *tables, *normed.values())
+        ctx.save_for_backward(x if any(of_parameters[:linear:2]) else None, *weights, *tables, *normed.values())  # guard: unchanged
         return tuple(tokens[exchange] for exchange in call.schedule.starts)
 
     @staticmethod
@@ -161,7 +165,7 @@ class _StartInputs(torch.autograd.Function):
             """The gradient of what was projected, [.., n], of that of what was sent."""
             if part not in normed:
                 if made.is_rotated(part, tables):
-                    dy = rotate_back(dy.flatten(2, -2), *tables).to(ctx.dtype)
+                    dy = made.rope.rotate_back(dy.flatten(2, -2), *tables).to(ctx.dtype)
                 return dy.flatten(2)
             leaf, of_norm = normed.pop(part).detach().requires_grad_(), list(made.norms[part[0]].parameters())
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
@@ -281,7 +285,7 @@ class _FinishOutput(torch.autograd.Function):
             return do.view(*do.shape[:-1], do.shape[-1] // head_dim, head_dim)
 
         computed: dict[int, Tensor] = {}
-        for act, _, group in call.schedule.backward_of_output:
+        for act, _, group in call.schedule.backward_of_output:  # guard: the wgrad comes last
             if act == "wgrad" and of_weight:
                 wgrad(group)
             elif act == "dgrad" and of_tokens[group]:

@@ -17,7 +17,7 @@ from ..relayout import ops
 from ..rotary import Rotary
 from ..schedule import Schedule, by_head_groups
 from .execution import Call, Part, attend_groups, finish_output, start_inputs
-from .heads import Local
+from .heads import Local, calling
 from .layer import Layer, with_head_dim
 from .linear import PLAIN, PURE, Plain, Pure, autocast, batched_pays, call_through, can_compute_again, can_split
 from .nodes import Projections, Rows, finish_projected, start_projected
@@ -35,8 +35,10 @@ class SelfAttention:
     num_heads, head_dim      h, d
     num_kv_heads             h_kv; h if None
     q_proj, k_proj, v_proj   separate projections, or
-    qkv_proj                 a fused one, its rows in the order [all q | all k | all v]
+    qkv_proj                 a fused one, its rows in the order [all q | all k | all v], or as ``first_rows`` says
+    first_rows               first row of each head of q, k and v in its projection, where they are not one after another
     q_norm, k_norm           per-head norm of q and k, applied over d
+    norm_last                apply the norm behind ``rope`` instead of before it
     rope                     ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d], applied before the exchange; best a
                              `Rotary`: beside any other the projections are called whole
     sequence_process_group   the sp group; None where the world is one rank
@@ -66,8 +68,10 @@ class SelfAttention:
         k_proj: nn.Module | None = None,
         v_proj: nn.Module | None = None,
         qkv_proj: nn.Module | None = None,
+        first_rows: dict[str, tuple[int, ...]] | None = None,
         q_norm: Callable[[Tensor], Tensor] | None = None,
         k_norm: Callable[[Tensor], Tensor] | None = None,
+        norm_last: bool = False,
         rope: Callable[[Tensor, Any], Tensor] | None = None,
         sequence_process_group: Any = None,
         batch_first: bool = True,
@@ -82,7 +86,7 @@ class SelfAttention:
     ):
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
         self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
-        self.plain, self.pure = plain, pure
+        self.plain, self.pure, self.first_rows, self.norm_last = plain, pure, first_rows, norm_last
         parsed = SpOverlapConfig.parse(config or {})
         channel = Channel(sequence_process_group, transport or parsed.transport, kernels=parsed.kernels)
         self.layer = Layer(channel, parsed, name, policy, heads_alike, schedule)
@@ -96,23 +100,31 @@ class SelfAttention:
         }
         for what, (module, heads) in sizes.items():
             expected = heads * head_dim
-            found = getattr(module, what.split(".")[1]) if type(module) is nn.Linear else expected
+            known = type(module) is nn.Linear and (first_rows is None or module is o_proj)
+            found = getattr(module, what.split(".")[1]) if known else expected
             if found != expected:
                 raise ValueError(
-                    f"{name}: {what} is {found}, but {self.heads} query and {self.kv_heads} KV heads of {head_dim} make it {expected}"
+                    f"{name}: {what} is {found}, but {self.heads} query and {self.kv_heads} KV heads of {head_dim} make it {expected}; "
+                    "mend the layer, or num_heads=, num_kv_heads= and head_dim="
                 )
 
     def use(self, o_proj, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None) -> None:
         """Drive these modules from now on: adapters come and go after the block was made."""
         separate, name = (q_proj, k_proj, v_proj), self.layer.where
         if (qkv_proj is None) == (None in separate) or (qkv_proj is not None and separate != (None, None, None)):
-            raise ValueError(f"{name}: give q_proj, k_proj and v_proj, or qkv_proj alone")
+            given = {"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj, "qkv_proj": qkv_proj}
+            got = ", ".join(key for key, module in given.items() if module is not None) or "none"
+            raise ValueError(f"{name}: give q_proj, k_proj and v_proj, or qkv_proj alone, got {got}")
         if qkv_proj is None:
             self._inputs = list(dict.fromkeys(separate))
+            self._projections: dict[str, tuple[int, int | tuple[int, ...]]]
             self._projections = {kind: (self._inputs.index(module), 0) for kind, module in zip("qkv", separate)}
         else:
             self._inputs = [qkv_proj]
-            self._projections = dict(zip("qkv", ((0, first) for first in (0, self.heads, self.heads + self.kv_heads))))
+            heads = 0, self.heads, self.heads + self.kv_heads
+            self._projections = {kind: (0, first * self.head_dim) for kind, first in zip("qkv", heads)}
+        if self.first_rows is not None:
+            self._projections = {kind: (module, self.first_rows[kind]) for kind, (module, _) in self._projections.items()}
         self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
 
     def split_projections(self) -> list[nn.Module]:
@@ -167,14 +179,27 @@ class SelfAttention:
             split = [module for module in split if module is self.o_proj]
         call.by_rank = self._by_rank(call, hidden_states, split)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return with_head_dim(self.local_attention(q, k, v, *args, **kwargs), q, self.layer.where)
+        local = calling(self.local_attention, call.geometry, args, kwargs)
+
+        def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return with_head_dim(local(group, q, k, v), q, self.layer.where)
 
         if self._inputs[0] in split:
             assert tables is not None
             norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
             recorded = torch.is_grad_enabled()
-            made = Projections(self._inputs, self._rows(call), norms, tables, call.folded, self.head_dim, self.plain, recorded)
+            made = Projections(
+                self._inputs,
+                self._rows(call),
+                norms,
+                self.rope,
+                tables,
+                self.norm_last,
+                call.folded,
+                self.head_dim,
+                self.plain,
+                recorded,
+            )
             started = call_through(made.called, lambda x: start_projected(call, made, x), hidden_states)
             tokens = dict(zip(call.schedule.starts, started))
         else:
@@ -192,7 +217,13 @@ class SelfAttention:
     def _folded(self) -> Rotary | None:
         """The rotation of q and k, if it is done in the kernels that pack them."""
         rope = self.rope
-        return rope if isinstance(rope, Rotary) and ops.implementation(self.layer.channel.kernels).folds else None
+        return (
+            rope
+            if isinstance(rope, Rotary)
+            and not (self.norm_last and any(self._norms.values()))
+            and ops.implementation(self.layer.channel.kernels).folds
+            else None
+        )
 
     def _tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
         """What q and k are rotated by behind the projections, empty for nothing; None where it learns."""
@@ -222,8 +253,10 @@ class SelfAttention:
             heads = made.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
             if kind == "v":
                 return heads
-            heads = heads if self._norms[kind] is None else self._norms[kind](heads)
-            return heads if self.rope is None or (kind, group) in call.folded else self.rope(heads, position_embeddings)
+            norm = self._norms[kind]
+            heads = heads if norm is None or self.norm_last else norm(heads)
+            heads = heads if self.rope is None or (kind, group) in call.folded else self.rope(heads, position_embeddings)
+            return norm(heads) if norm is not None and self.norm_last else heads
 
         return project
 
@@ -233,12 +266,13 @@ class SelfAttention:
         if not batched_pays(x, geometry.heads // geometry.sp_size * self.head_dim):  # no part has more rows a rank
             return frozenset()
         modules = {**{kind: self._inputs[module] for kind, (module, _) in self._projections.items()}, "o": self.o_proj}
+        in_order = self.first_rows is None
 
         def pays(kind: str) -> bool:
             sent = "q" if kind == "o" else kind
             start, stop = geometry.sent_range(sent, geometry.sp_rank, 0)
             rows = (stop - start) * self.head_dim
-            return modules[kind] in split and geometry.divides(sent) and batched_pays(x, rows, dgrad=kind == "o")
+            return modules[kind] in split and in_order and geometry.divides(sent) and batched_pays(x, rows, dgrad=kind == "o")
 
         return frozenset(kind for kind in "qkvo" if not (call.rope_tables is not None and kind in "qk") and pays(kind))
 

@@ -74,9 +74,9 @@ def join_pieces(shape: Sequence[int], dim: int, pieces: list[tuple[Ranges, Tenso
         return pieces[0][1]
     once = _disjoint_cover(tuple(part for part, _ in pieces), shape[dim])
     like = pieces[0][1]
-    whole = like.new_empty(shape) if once else like.new_zeros(shape)
+    whole = like.new_empty(shape) if once else like.new_zeros(shape)  # guard: zero without a gradient
     for part, piece in pieces:
-        put_ranges(whole, dim, part, piece, add=not once)
+        put_ranges(whole, dim, part, piece, add=not once)  # guard: shared rows are summed
     return whole
 
 

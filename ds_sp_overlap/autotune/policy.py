@@ -52,6 +52,7 @@ from ..exchange.geometry import Geometry
 from ..profiling.clocks import clock_of
 from ..profiling.steps import Listener, in_backward
 from ..profiling.timed import Run, Timed, output_of
+from ..say import say
 from .trial import Candidate, Report, Trial, candidates_for, merged
 
 WAIT_S = 60  # for replicas whose optimizers have not stepped, before nothing is tried any more
@@ -98,7 +99,7 @@ class Policy:
     channel        the sp group, whose ranks choose together
     warmup_steps   optimizer steps in which a shape may run something else than what is kept
     replicas       whether all ranks of the world choose together, several sp groups with batches of their own
-    say            what is done with the line about each choice, on the first rank
+    say            what is done with the line about each choice
 
     Shapes are told apart by heads, sizes, dtype and candidates; in one sp group also by batch and by length, in powers of two,
     so that lengths that vary are not timed for ever. Replicas' batches differ, so that nothing of them tells shapes apart
@@ -111,7 +112,7 @@ class Policy:
         channel: Channel,
         warmup_steps: int,
         replicas: bool = False,
-        say: Callable[[str], Any] = lambda line: print(line, flush=True),
+        say: Callable[[str], Any] = say,
     ):
         self.channel, self.warmup_steps, self.replicas, self.say = channel, warmup_steps, replicas, say
         self.trials: dict[tuple, Trial] = {}
@@ -145,10 +146,10 @@ class Policy:
         """The trial for a call with ``x``; None where there is one candidate only, or none to be tried any more."""
         self._look()
         # G = 1 where two groups were possible: the call has arguments per head
-        candidates = candidates_for(geometry.max_groups if geometry.groups > 1 else 1, off and not self.replicas)
+        candidates = candidates_for(geometry.max_groups if geometry.groups > 1 else 1, off and not self.replicas)  # guard: no stock
         if len(candidates) == 1 and (self.over or not self.replicas):
             return None
-        batch = () if self.replicas else (geometry.batch, sum(geometry.seq_lens).bit_length())
+        batch = () if self.replicas else (geometry.batch, sum(geometry.seq_lens).bit_length())  # guard: their lengths differ
         key = (geometry.heads, geometry.kv_heads, x.shape[2:], x.dtype, *batch, candidates, geometry.groups)
         if key not in self.trials:
             if self.over:
@@ -187,7 +188,7 @@ class Policy:
 
         Never during backward: there a checkpointed layer is computed again and must find what its first computation found.
         """
-        if not self._due or self.over or in_backward():
+        if not self._due or self.over or in_backward():  # guard: stays for its backward
             return
         mine = (self._stepped, self._report() if self._stepped and self.board is None else {})
         stepped, reports = zip(*self.channel.gather(mine))
@@ -199,7 +200,7 @@ class Policy:
             raise RuntimeError(
                 f'sp_overlap.head_groups "auto": the ranks of the sp group would try different things ({seen}); give a number'
             )
-        told = merged(reports) if self.board is None else self.board.told(self.step)
+        told = merged(reports) if self.board is None else self.board.told(self.step)  # guard: replicas choose together
         self.step += 1
         self._back_since = self._due = self._stepped = False
         if isinstance(told, list):
@@ -208,26 +209,22 @@ class Policy:
             trial = self.trials.setdefault(key, self._trial(key, what))
             trial.next_step(slowest)
             if trial.chosen is not None:
-                self._say(str(trial))
+                self.say(str(trial))
         if self.replicas and self.step > self.warmup_steps and all(self.trials[key].chosen is not None for key in told):
             self.close()
 
     def _give_up(self, missing: list[int]) -> None:
         self.close()
-        self._say(
+        self.say(
             f'sp_overlap.head_groups "auto": {WAIT_S} s after the others no optimizer of ranks {missing} has stepped; nothing is tried '
             "any more, and what is not chosen yet is the default. Step optimizers on all ranks alike, or give a number"
         )
-
-    def _say(self, line: str) -> None:
-        if self.channel.holds_first_rank and self.channel.rank == 0:
-            self.say(line)
 
     def follow(self, run: Run, trial: Trial, candidate: Candidate, tokens: int) -> None:
         """Look on while ``candidate`` runs for so many tokens, with a clock where that is due."""
         if self.over or trial.chosen is not None and not self.replicas:
             return
-        if trial.timed and torch.is_grad_enabled():
+        if trial.timed and torch.is_grad_enabled():  # guard: also for frozen inputs
             forwards, backwards = trial.marks[candidate]
             run.timed(
                 Timed(

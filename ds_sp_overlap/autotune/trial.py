@@ -26,7 +26,7 @@ def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | No
     found: dict[tuple, tuple[str, list[float] | None]] = {}
     for key, (what, _) in itertools.chain.from_iterable(report.items() for report in reports):
         every = [report[key][1] for report in reports if key in report and max(report[key][1]) < float("inf")]
-        found[key] = what, [max(times) for times in zip(*every)] or None
+        found[key] = what, [max(times) for times in zip(*every)] or None  # guard: the slowest rank counts
     return found
 
 
@@ -72,7 +72,7 @@ class Trial:
         def per_token(marks: list) -> float:
             return median(clock.between_ms(begin, end) / max(1, count) for begin, end, count in marks)
 
-        return [
+        return [  # guard: evaluations favour none
             mean(mark[2] for mark in forwards) * (per_token(each[0]) * len(forwards) / len(backwards) + per_token(each[1]))
             if each[0] and each[1]
             else float("inf")

@@ -44,7 +44,7 @@ class Calls:
         self.number += 1
         if channel.size == 1:
             return
-        self.names.append(name)
+        self.names.append(name)  # guard: calls are told by name
         if len(self.names) < self.EVERY:
             return
         (earlier, alike), self.asked = self.asked, ([], lambda: True)

@@ -82,27 +82,27 @@ class SideStream:
     def after_compute(self) -> Iterator[None]:
         """Run the body on the transfer stream, after what the compute stream holds now, which goes on when that is over."""
         compute = self.backend.current_stream(self.device)
-        ready = self._recorded(compute)
-        self.transfer.wait_event(ready)
+        ready = self._recorded(compute)  # guard: on the stream that made it
+        self.transfer.wait_event(ready)  # guard: sends what is ready
         self.gate.wait_event(ready)
-        launched = self._recorded(self.gate)
+        launched = self._recorded(self.gate)  # guard: behind no other transfer
         try:
             with self.backend.stream(self.transfer):
                 yield
         finally:
-            compute.wait_event(launched)
+            compute.wait_event(launched)  # guard: goes on after the launch
             self.events += ready, launched  # a wait is for what was recorded before it
 
     def mark(self) -> Mark:
         """What the transfer stream holds now; exchanges that are started later come after it."""
-        return Mark(self._recorded(self.transfer), self.backend.current_stream(self.device))
+        return Mark(self._recorded(self.transfer), self.backend.current_stream(self.device))  # guard: marked behind the transfer
 
     def before_compute(self, mark: Mark) -> None:
         """Order the compute stream after ``mark``, and not after what was started since: that is to stay hidden.
 
         So too the current stream, which reads what was received. The garbage collector may call from yet another one; let it wait.
         """
-        mark.compute.wait_event(mark.event)
+        mark.compute.wait_event(mark.event)  # guard: its own stream waits
         if (current := self.backend.current_stream(self.device)) != mark.compute:
             current.wait_event(mark.event)
         self.events.append(mark.event)
@@ -112,7 +112,7 @@ class SideStream:
             event = self.events.pop()
         except IndexError:
             event = self.backend.Event()
-        stream.record_event(event)
+        stream.record_event(event)  # guard: an event is recorded
         return event
 
 
@@ -210,8 +210,11 @@ class Channel:
         every = self.gather(mine, where)
         alike = all(other == every[0] for other in every)
         faults = [f"sp rank {rank}: {what}" for rank, (fine, what) in enumerate(every) if not fine]
-        if faults:
+        if faults:  # guard: one rank's fault is everybody's
             raise ValueError(f"{where}: {mine[1] if alike else '; '.join(faults)}")
-        if not alike:
+        if not alike:  # guard: ranks exchange the same
             seen = "; ".join(f"sp rank {rank}: {what}" for rank, (_, what) in enumerate(every))
-            raise ValueError(f"{where}: the ranks of the sp group are about to exchange different things ({seen})")
+            raise ValueError(
+                f"{where}: the ranks of the sp group are about to exchange different things ({seen}); give every rank the same model, "
+                "config, batch and dtype, and its share of one sequence"
+            )

@@ -39,7 +39,10 @@ def plain_exchange(
             f"sp rank {rank}: {other} {dtype} {list(what.source.shape)} -> {list(what.target.shape)}"
             for rank, (other, dtype, what, _) in enumerate(every)
         )
-        raise RuntimeError(f"sp_overlap.check: the ranks launch exchanges that don't fit together ({seen})")
+        raise RuntimeError(
+            f"sp_overlap.check: the ranks launch exchanges that don't fit together ({seen}); call the same layers in "
+            "the same order on every rank, with the same config"
+        )
     target = layout.target
     out = torch.zeros(target.shape, dtype=x.dtype)
     for (start, stop), (_, _, sender, tensor) in zip(target.parts, every):
@@ -66,4 +69,7 @@ def compare(channel: Channel, got: Tensor, expected: Tensor, name: str, rotated:
     faults = [(rank, error) for rank, (ok, error) in enumerate(channel.gather((fine, worst), name)) if not ok]
     if faults:
         seen = ", ".join(f"sp rank {rank} by {error:.3g}" for rank, error in faults)
-        raise RuntimeError(f"{name}: sp_overlap.check: the overlapped exchange differs from the plain one ({seen})")
+        raise RuntimeError(
+            f"{name}: sp_overlap.check: the overlapped exchange differs from the plain one ({seen}); "
+            'try sp_overlap.transport "c10d" and kernels "torch", and report it'
+        )

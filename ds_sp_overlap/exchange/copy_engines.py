@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..say import say
 from .transport import C10d, Handle, backend_of, communicator
 
 OLDEST_NCCL = (2, 28)
@@ -152,10 +152,9 @@ class CopyEngine:
             return self.engine.launch(send, recv)
         if not self.said:
             self.said = True
-            warnings.warn(
+            say(
                 f"sp_overlap: {name}: its parts {send_sizes} and {recv_sizes} are not equal or not aligned, which copy "
-                "engines can't move; such exchanges go through c10d",
-                stacklevel=2,
+                "engines can't move; such exchanges go through c10d"
             )
         return self.rest.launch(send, recv, send_sizes, recv_sizes, group, name)
 

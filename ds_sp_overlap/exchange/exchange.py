@@ -35,7 +35,7 @@ def refuse_second_derivatives(where: str) -> None:
     a layer runs in backward before one that calls this, so that none of them needs ``once_differentiable``, which would raise
     where its own node is differentiated and be silent where the others are.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled():  # guard: no second derivatives
         raise RuntimeError(
             f"{where}: a backward with create_graph=True, but overlapped layers have no second derivatives; leave it out, or run "
             "this model with DeepSpeed's own DistributedAttention (ds_sp_overlap.disable)"
@@ -74,7 +74,7 @@ class Exchange:
         if not torch.is_grad_enabled():
             self.start_forward(tensors[: len(self.layout.each)])
             return _token(tensors[0])
-        return _Start.apply(self, *tensors)
+        return _Start.apply(self, *tensors)  # guard: leads to each of them
 
     def finish(self, token: Tensor) -> Tensor:
         """Order the compute stream after an exchange of one tensor and return what was received, in the shape of ``layout.target``."""
@@ -90,7 +90,7 @@ class Exchange:
         """The second half."""
         if self.forward is None:
             raise RuntimeError(f"{self.where} {self.what}: finished without having been started, or finished twice")
-        in_flight, self.forward = self.forward, None
+        in_flight, self.forward = self.forward, None  # guard: forward is let go
         return in_flight.finish()
 
     def start_gradient(self, dys: Sequence[Tensor]) -> None:
@@ -105,12 +105,12 @@ class Exchange:
                 f"{self.where} d{self.what}: finished without having been started; gradients of a layer's inputs and of its "
                 "weights come of one backward, ask for them together"
             )
-        in_flight, self.gradient = self.gradient, None
+        in_flight, self.gradient = self.gradient, None  # guard: gradient is let go
         found = in_flight.finish()
         if len(found) == len(self.needed):
             return found
         given = iter(found)
-        return tuple(next(given) if needed else None for needed in self.needed)
+        return tuple(next(given) if needed else None for needed in self.needed)  # guard: to those that need it
 
 
 def finish_together(exchanges: list[Exchange], tokens: list[Tensor]) -> tuple[Tensor, ...]:
@@ -165,7 +165,7 @@ class _Finish(torch.autograd.Function):
         given = iter(gradients)
         of_each = [list(islice(given, len(exchange.needed))) for exchange in ctx.exchanges]
         launched = list(zip(ctx.exchanges, of_each, ctx.needs_input_grad[1:]))
-        for exchange, dys, is_tracked in reversed(launched):
+        for exchange, dys, is_tracked in reversed(launched):  # guard: in the order drawn
             if is_tracked:
                 exchange.start_gradient(list(compress(dys, exchange.needed)))
         return None, *(_token(dys[0]) if is_tracked else None for _, dys, is_tracked in launched)

@@ -48,7 +48,10 @@ class Geometry:
                 "give the local length of every rank of the sp group"
             )
         if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(f"KV heads must divide the query heads, got {self.heads} query and {self.kv_heads} KV heads")
+            fit = ", ".join(str(heads) for heads in range(1, self.heads + 1) if self.heads % heads == 0)
+            raise ValueError(
+                f"KV heads must divide the query heads, got {self.heads} query and {self.kv_heads} KV heads; take {fit} KV heads"
+            )
         if self.heads < self.sp_size:
             raise ValueError(
                 f"head scatter of query: {self.heads} heads leave a rank of sp size {self.sp_size} with no head to attend "
@@ -131,10 +134,15 @@ class Geometry:
         return True
 
     @lru_cache(maxsize=4096)
-    def elements_of(self, kind: str, group: int, first: int, head_dim: int) -> tuple[Range, ...]:
-        """Rows of a projection whose heads of this kind begin at head ``first``, for the heads of `heads_of`; for o, columns."""
+    def elements_of(self, kind: str, group: int, first: int | tuple[int, ...], head_dim: int) -> tuple[Range, ...]:
+        """Rows of a projection for the heads of `heads_of`; for o, columns.
+
+        first   the first row of head 0, behind which the others follow, or that of each head
+        """
         heads = self.heads_of("q" if kind == "o" else kind, group)
-        return tuple(((first + start) * head_dim, (first + stop) * head_dim) for start, stop in heads)
+        if isinstance(first, int):
+            return tuple((first + start * head_dim, first + stop * head_dim) for start, stop in heads)
+        return tuple((first[head], first[head] + head_dim) for start, stop in heads for head in range(start, stop))
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -202,7 +210,7 @@ class Geometry:
         for sent in range(group + 1):
             start, stop = self.sent_range("k", self.sp_rank, sent)
             low, high = max(start, need_start), min(stop, need_stop)
-            if low < high or (sent == group and "k" in self.kinds_of(group)):
+            if low < high or (sent == group and "k" in self.kinds_of(group)):  # guard: read by every rank
                 pieces.append((sent, max(low - start, 0), max(high - start, 0) if low < high else max(low - start, 0)))
         return tuple(pieces)
 

@@ -24,8 +24,8 @@ Tables = tuple[Tensor, Tensor]
 def _as_it_travels(x: Tensor, side: Side) -> Tensor | None:
     """``x``, one end of an exchange, as the flat buffer that travels, if it lies in memory that way: each part together."""
     if side.is_wire_layout:
-        return x.contiguous().view(-1)
-    if not side.is_cut_into_slices:
+        return x.contiguous().view(-1)  # guard: one piece of memory
+    if not side.is_cut_into_slices:  # guard: each part together
         return None
     front = x.movedim(side.dim, 0)
     return front.view(-1) if front.is_contiguous() else None
@@ -58,19 +58,19 @@ class InFlight:
         channel, layout, x = self.channel, self.layout, xs[0]
         source, target = layout.source, layout.target
         for each, given in zip(layout.each, xs, strict=True):
-            if given.shape != each.source.shape:
+            if given.shape != each.source.shape:  # guard: this half belongs here
                 raise ValueError(f"{self.name}: expected a tensor of shape {list(each.source.shape)}, got {list(given.shape)}")
         if checked:
             plain = partial(check.plain_exchange, channel, name=self.name, rope=self.rope, rope_back=self.rope_back)
             self.expected = [plain(each, given) for each, given in zip(layout.each, xs)]
         self.side = channel.side(x.device)
-        self.sources = xs  # guard: read by the transfer, so kept alive until it is over
+        self.sources = xs  # read by the transfer, so kept alive until it is over
         joined = len(xs) > 1
-        ready = None if joined or self.rope is not None else _as_it_travels(x, source)
+        ready = None if joined or self.rope is not None else _as_it_travels(x, source)  # guard: rotated, so packed
         packs = ready is None
         wire = x if not joined else x.new_empty(0, dtype=functools.reduce(torch.promote_types, (given.dtype for given in xs)))
         self.send = wire.new_empty(layout.send_elements) if ready is None else ready
-        self.unpacks = joined or self.rope_back is not None or not target.is_wire_layout
+        self.unpacks = joined or self.rope_back is not None or not target.is_wire_layout  # guard: rotated, so unpacked
         self.dtypes = [given.dtype for given in xs] if joined else None
         self.outs = () if self.unpacks else self._new_outs(x)
         # What is received as it lies is no view: its owner may change it in place, as he may what was unpacked.
@@ -80,29 +80,29 @@ class InFlight:
         with named(self.name, "start"):
             if packs:
                 self._pack()
-                self.sources = ()
+                self.sources = ()  # guard: packed, so let go
             self.track.mark("packed")
             try:
-                with self.side.after_compute():
+                with self.side.after_compute():  # guard: its mark comes after
                     self.track.mark("started")
                     try:
                         self.handle = channel.transport.launch(
                             self.send, self.recv, layout.send_sizes, layout.recv_sizes, channel.group, self.name
                         )
-                    except RuntimeError as error:
+                    except RuntimeError as error:  # guard: a failed launch has a name
                         raise channel.failed(self.name, "the exchange", error) from error
                     self.track.follow(self.handle)
                     if not self.side.blocks:
                         self._wait()
                         self.track.mark("arrived")
             finally:  # whatever is raised, what was queued may use the buffers
-                self.received = self.side.mark()
+                self.received = self.side.mark()  # guard: what is sent is kept
         self.track.mark("launched")
         return self
 
     def _new_outs(self, like: Tensor) -> tuple[Tensor, ...]:
         if self.dtypes is None:
-            return (like.new_empty(self.layout.target.shape),)
+            return (like.new_empty(self.layout.target.shape),)  # guard: memory of its own
         return tuple(like.new_empty(each.target.shape, dtype=dtype) for each, dtype in zip(self.layout.each, self.dtypes))
 
     def _sent_bytes(self) -> int:
@@ -111,8 +111,8 @@ class InFlight:
 
     def _wait(self) -> None:
         try:
-            self.handle.wait()
-        except RuntimeError as error:
+            self.handle.wait()  # guard: waits before it reads
+        except RuntimeError as error:  # guard: a failed wait has a name
             raise self.channel.failed(self.name, "the exchange", error) from error
 
     def _pack(self) -> None:
@@ -137,28 +137,28 @@ class InFlight:
         """Wait, and hand over what was received."""
         self.track.mark("wait")
         with named(self.name, "finish"):
-            if self.side.blocks:
+            if self.side.blocks:  # guard: waits before it unpacks
                 self._wait()
             else:
-                self.side.before_compute(self.received)
-            self.received = None
+                self.side.before_compute(self.received)  # guard: compute waits for it
+            self.received = None  # guard: freed, waits for nothing
             self.track.mark("unpacking")
             # Sent: given back before memory is taken for what was received. The handle may hold it too.
             self.sources, self.handle = (), None
-            del self.send
+            del self.send  # guard: sent, not read again
             if self.unpacks:
                 self.outs = self._new_outs(self.recv)
-                self._unpack()
+                self._unpack()  # guard: unpacked once
             self.track.mark("done")
         self.track.mark("go")
-        if self.expected:
+        if self.expected:  # guard: check mode compares
             rotated = (self.rope or self.rope_back) is not None
             for out, expected in zip(self.outs, self.expected):
                 check.compare(self.channel, out, expected, self.name, rotated)
-        return self.outs
+        return self.outs  # guard: received, not read again
 
     def __del__(self) -> None:
         # Abandoned (an exception between start and finish). The memory must not return to the compute stream before the
         # transfer is over; where waiting blocks the host there is no mark, and c10d holds the buffers itself.
         if self.received is not None:
-            self.side.before_compute(self.received)
+            self.side.before_compute(self.received)  # guard: memory returns in order

@@ -28,13 +28,13 @@ def split(wire: Tensor, sides: Sequence[Side], tensors: Sequence[Tensor]) -> Non
         for x, shape, piece in zip(tensors, tiles, pieces):
             x.view(shape).copy_(piece)
         return
-    if all(side.tiles for side in sides):
+    if all(side.tiles for side in sides):  # guard: joined tiles need no sum
         for part, place in _places(tensors, sides, wire):
             part.copy_(place)
         return
     totals = [torch.zeros_like(x, dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype) for x in tensors]
     for part, place in _places(totals, sides, wire):
-        part.add_(place)
+        part.add_(place)  # guard: joined replicas are summed
     for x, total in zip(tensors, totals):
         x.copy_(total)
 
@@ -44,7 +44,7 @@ def _tiles(sides: tuple[Side, ...]) -> list[tuple[int, ...]]:
     """Shape of each tensor with a dimension for the peers in front of the one that is cut, and h and d in one; none if its parts
     don't tile it equally."""
     found = [tiling(side.shape, side.dim, *side.edges) for side in sides]
-    shapes = [tiled[0] for tiled in found if tiled is not None and tiled[1] == 1]
+    shapes = [tiled[0] for tiled in found if tiled is not None and tiled[1] == 1]  # guard: a tile for each peer
     return [(*shape[:3], shape[3] * shape[4]) for shape in shapes] if len(shapes) == len(sides) else []
 
 

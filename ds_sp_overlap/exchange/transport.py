@@ -11,13 +11,14 @@ A transport launches one all-to-all of flat buffers and returns a handle; tests 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..say import say
 
 MAX_CTAS = 16  # SMs that a communicator of our own may take; NCCL's send and receive takes up to 32. Not yet measured
 
@@ -142,14 +143,14 @@ def communicator(group: Any, **settings: int) -> Any:
     counts = [0] * len(ranks)
     dist.all_gather_object(counts, _groups_made(), group=group)
     if len(set(counts)) > 1:
-        warnings.warn(f"sp_overlap: the ranks of the sp group have made {counts} process groups; it is used as it is", stacklevel=2)
+        say(f"sp_overlap: the ranks of the sp group have made {counts} process groups; it is used as it is")
     elif ranks != sorted(ranks):  # the new group would number them in ascending order
-        warnings.warn(f"sp_overlap: the sp group's ranks {ranks} are not ascending; it is used as it is", stacklevel=2)
+        say(f"sp_overlap: the sp group's ranks {ranks} are not ascending; it is used as it is")
     else:
         try:
             made = _made(group, ranks, settings)
         except NotImplementedError as error:
-            warnings.warn(f"sp_overlap: no communicator of our own ({error}); the sp group is used as it is", stacklevel=2)
+            say(f"sp_overlap: no communicator of our own ({error}); the sp group is used as it is")
     _communicators[key] = group, made
     return made
 

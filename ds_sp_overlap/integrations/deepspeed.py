@@ -5,27 +5,30 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import logging
+import json
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
 import deepspeed.comm
+import torch.distributed as dist
 from deepspeed.comm.comm import comms_logger
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-from deepspeed.utils import log_dist
 from packaging.version import Version
 
 from ..attention import linear
 from ..config import SpOverlapConfig
 from ..exchange import transport
-from . import megatron_bridge
+from ..say import say_once
+from . import accelerate, megatron_bridge
 from .registry import enable
 
 OLDEST = "0.19.7"
-from_command_line: dict[str, Any] = {}  # keys of ``python -m ds_sp_overlap run``, which go before those of the section
+VARIABLE = "DS_SP_OVERLAP"  # the section, or 1 or 0, for who has no JSON to write it into; its keys go before those of the section
+from_command_line: dict[str, Any] = {}  # keys of ``python -m ds_sp_overlap run``, which go before all others
 
 
 def install() -> None:
@@ -69,6 +72,7 @@ def install() -> None:
 
     initialize.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
     deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
+    accelerate.install()
 
 
 def _all_to_all(recv, send, recv_sizes, send_sizes, group, name, async_op):
@@ -79,16 +83,42 @@ def _all_to_all(recv, send, recv_sizes, send_sizes, group, name, async_op):
 
 
 def _asked_for(given: dict[str, Any]) -> SpOverlapConfig | None:
-    """What the config among the arguments asks for; None where it has no section. Raises ValueError for one that is not valid."""
-    section = _section(given)
-    if section is None:
+    """What the config among the arguments, the environment and the command line ask for; None where none does.
+
+    Raises ValueError for what is not valid.
+    """
+    section, variable = _section(given), _variable()
+    if section is None and variable is None:
         if from_command_line:
-            raise ValueError(f"run --{', --'.join(from_command_line)}: the DeepSpeed config has no sp_overlap section; add one")
+            raise ValueError(
+                f"run --{', --'.join(from_command_line)}: the DeepSpeed config has no sp_overlap section; add one, or set {VARIABLE}=1"
+            )
         return None
-    config = SpOverlapConfig.parse({**section, **from_command_line} if isinstance(section, dict) else section)
+    if None not in (section, variable):
+        say_once(f"sp_overlap: {VARIABLE}={os.environ[VARIABLE]} goes before the section of the DeepSpeed config, key by key")
+    keys = SpOverlapConfig.parse({} if section is None else section).model_dump(exclude_unset=True)
+    config = SpOverlapConfig.parse({**keys, **(variable or {}), **from_command_line})
     if config.enabled and "autosp" in ((_config(given).get("compile") or {}).get("passes") or []):
         raise ValueError('sp_overlap: compile.passes has "autosp", which exchanges by itself; take it or sp_overlap out')
     return config
+
+
+def _variable() -> dict[str, Any] | None:
+    """The keys that the environment variable gives; None where it is not set."""
+    text = os.environ.get(VARIABLE, "").strip()
+    if text in ("", "0", "1"):
+        return {"enabled": text == "1"} if text else None
+    try:
+        section = json.loads(text)
+    except ValueError:
+        section = text
+    if not isinstance(section, dict):
+        raise ValueError(f'environment variable {VARIABLE} must be 1, 0 or a section such as {{"head_groups": 2}}, got {text!r}')
+    try:
+        SpOverlapConfig.parse(section)
+    except ValueError as error:
+        raise ValueError(f"environment variable {VARIABLE}: {error}") from None
+    return {"enabled": True, **section}
 
 
 def _config(given: dict[str, Any]) -> dict:
@@ -100,6 +130,11 @@ def _config(given: dict[str, Any]) -> dict:
 def _section(given: dict[str, Any]) -> Any:
     """The ``sp_overlap`` section; None if there is none."""
     config = _config(given)
+    if lost := next(_misplaced(accelerate.in_yaml(), "deepspeed_config."), None):
+        raise ValueError(
+            f'Accelerate YAML: "{lost}" goes no further than the launcher, which passes on keys of its own alone; take it out and set '
+            f"{VARIABLE} in the environment to the section (or to 1), or put the section into the file of deepspeed_config_file"
+        )
     if misplaced := next(_misplaced(config), None):
         raise ValueError(
             f'DeepSpeed config: nobody reads "{misplaced}"; the section is called "sp_overlap" and belongs at the top level of the '
@@ -113,28 +148,37 @@ def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:
     for key, value in config.items():
         name = re.sub("[^a-z]", "", str(key).lower())
         typo = name.startswith("sp") and difflib.SequenceMatcher(None, name, "spoverlap").ratio() > 0.85
-        meant = re.match("(ds|deepspeed)?spoverlap", name) or typo
+        meant = re.match("(ds|deepspeed)?(sp|sequenceparallel|ulysses)overlap", name) or typo
         if meant and str(key)[0].isalpha() and (within or key != "sp_overlap"):  # "_sp_overlap" was commented out
             yield within + key
         elif isinstance(value, dict) and not meant:
             yield from _misplaced(value, f"{within}{key}.")
 
 
+def _agree(config: SpOverlapConfig | None, group: Any) -> None:
+    """Raise ValueError, on all ranks of the group, where they ask for different things. Collective."""
+    asked = [""] * dist.get_world_size(group)
+    dist.all_gather_object(asked, "nothing" if config is None else repr(config), group=group)
+    if other := next((rank for rank, theirs in enumerate(asked) if theirs != asked[0]), None):
+        first, differs = (f"rank {dist.get_global_rank(group, rank)}: {asked[rank]}" for rank in (0, other))
+        raise ValueError(
+            f"sp_overlap: the ranks ask for different things ({first}; {differs}); give all nodes the same config, and the same "
+            f"{VARIABLE}, which the deepspeed launcher passes on to other nodes only out of a file .deepspeed_env"
+        )
+
+
 def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     """Overlap the model of an engine as asked for. Collective."""
+    if (size := getattr(engine, "sequence_parallel_size", 1)) > 1:
+        _agree(config, engine.seq_data_parallel_group)
     if config is None:
-        if (size := getattr(engine, "sequence_parallel_size", 1)) > 1:
-            _say_once(
+        if size > 1:
+            say_once(
                 f"sp_overlap: sequence parallelism is on (sp size {size}) and ds_sp_overlap imported, but the "
-                'DeepSpeed config has no "sp_overlap" section: nothing is overlapped. Add "sp_overlap": {} at its top level, or call '
-                "ds_sp_overlap.enable(engine.module)"
+                'DeepSpeed config has no "sp_overlap" section: nothing is overlapped. Add "sp_overlap": {} at its top level, set '
+                f"{VARIABLE}=1, or call ds_sp_overlap.enable(engine.module)"
             )
         return
     report = enable(engine.module, config, gradient_process_group=engine.seq_data_parallel_group)
     if engine.global_rank == 0:
         print(report, flush=True)
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    log_dist(message, ranks=[0], level=logging.WARNING)

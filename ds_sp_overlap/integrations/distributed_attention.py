@@ -41,7 +41,7 @@ def find_layers(model: nn.Module, overlap: Overlap) -> list[Found]:
         if not isinstance(module, DistributedAttention):
             continue
         own = channel.ranks if module.spg is None else dist.get_process_group_ranks(module.spg)
-        if own != channel.ranks:
+        if own != channel.ranks:  # guard: only the same group
             raise ValueError(
                 f"{name} was made with an sp group of ranks {own}, and enable() is to use ranks {channel.ranks}; give both one group"
             )

@@ -54,7 +54,7 @@ def _read(function: Callable, said: dict[str, Any]) -> None:
         for joined in inside["mask_functions"]:
             _read(joined, said)
     elif maker == "sliding_window_overlay":
-        said["window"] = min(inside["sliding_window"], said.get("window", inside["sliding_window"]))
+        said["window"] = min(inside["sliding_window"], said.get("window", inside["sliding_window"]))  # guard: windows are read
     elif maker == "chunked_overlay" and said.get("chunk") in (None, inside["chunk_size"]):
         said["chunk"] = inside["chunk_size"]
     elif maker == "remap_positions_for_packed_sequence":
@@ -78,7 +78,7 @@ class Masks:
         self._given: dict[int, tuple[StorageWeakRef, GlobalSequence, Pattern]] = {}
 
     def find(self, mask: Any) -> tuple[GlobalSequence, Pattern] | None:
-        found = self._given.get(mask.untyped_storage()._cdata) if isinstance(mask, Tensor) else None
+        found = self._given.get(mask.untyped_storage()._cdata) if isinstance(mask, Tensor) else None  # guard: of its own forward
         return found and found[1:]
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class Masks:
 
         own, find_documents = functions._local_mapping.get(implementation), getattr(library, _FIND_DOCUMENTS, None)
         functions[implementation] = ask
-        setattr(library, _FIND_DOCUMENTS, _documents_of)
+        setattr(library, _FIND_DOCUMENTS, _documents_of)  # guard: documents need no wait
         try:
             yield
         finally:

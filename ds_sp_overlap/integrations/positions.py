@@ -29,8 +29,8 @@ _FAULTS: dict[str, tuple[type[Exception], str]] = {
     "mask length": (ValueError, "attention_mask must be [b, s/P], cut over the ranks like input_ids"),
     "cache": (
         RuntimeError,
-        "generation with a KV cache does not work on a sequence that is split over ranks; call ds_sp_overlap.disable(model) "
-        "and generate without sequence parallelism",
+        "generation with a KV cache does not work on a sequence that is split over ranks; call ds_sp_overlap.disable(model, "
+        "stock_too=True), which takes DeepSpeed's Ulysses out as well, and generate on each rank by itself",
     ),
 }
 _CODES = [None, *_FAULTS]
@@ -60,7 +60,7 @@ class GlobalSequence:
         if position_ids.ndim == 2 or len(position_ids) != 3:  # three axes are of images alone
             starts[:, 1:] = np.diff(position_ids if position_ids.ndim == 2 else position_ids[0]) != 1
         self.padded = False
-        if mask is not None and not mask.all():
+        if mask is not None and not mask.all():  # guard: padding is a document
             starts = self._behind_padding(starts, mask, where)
         row, start = starts.nonzero()
         self.bounds: np.ndarray | None = None
@@ -170,7 +170,7 @@ class Positions:
         shapes = every[:, : len(mine)].tolist()
         self._refuse(where, shapes)
         needed = max((max(axes, 1) * rows + masked * batch) * length for _, axes, rows, batch, length, masked in shapes)
-        if needed > self._room:
+        if needed > self._room:  # guard: travels in one message
             self._room = needed
             every = self._every(mine, sent, device)
         _, axes, rows, batch, _, _ = shapes[0]
@@ -210,7 +210,9 @@ class Positions:
             raise kind(f"{where}: " + (_FAULTS[known[0]][1] if len(set(faults)) == 1 else "; ".join(each)))
         if len({tuple(shape[1:4]) for shape in shapes}) > 1:
             told = [f"sp rank {rank}: {shape[2]} of batch {shape[3]}, {shape[1]} axes" for rank, shape in enumerate(shapes)]
-            raise ValueError(f"{where}: position_ids differ in batch or axes over the sp ranks ({'; '.join(told)})")
+            raise ValueError(
+                f"{where}: position_ids differ in batch or axes over the sp ranks ({'; '.join(told)}); cut one batch over them"
+            )
 
     def _refuse_restart(self, where: str, position_ids: np.ndarray, lengths: list[int]) -> None:
         """Refuse positions that start anew on every rank; once others were seen, documents end there."""

@@ -17,7 +17,7 @@ from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel, one_queue
 from ..profiling.timeline import Timeline
-from ..relayout import ops
+from ..relayout import kernels, ops
 from ..say import say_once
 from . import distributed_attention, megatron, transformers
 from .layers import Around, Found, Overlap
@@ -42,8 +42,10 @@ class Report:
             rows.append((name, got or "nothing", lacks or "-"))
         table = tabulate(rows, headers=("attention layer", "overlapped", "why not more"), tablefmt="simple")
         overlapped = sum(layer.bind is not None for layer in self.layers)
-        queue = f"\n{said}" if overlapped and (said := one_queue()) else ""
-        return f"sp_overlap over sp size {self.sp_size}: {overlapped} of {len(self.layers)} layers overlapped\n{table}{queue}"
+        notes = [note for note in (one_queue(), self.note) if note and overlapped]
+        return "\n".join(
+            (f"sp_overlap over sp size {self.sp_size}: {overlapped} of {len(self.layers)} layers overlapped", table, *notes)
+        )
 
 
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()
@@ -113,7 +115,7 @@ def enable(
             raise ValueError(f"{meta[0]} is on the meta device ({len(meta)} of {len(found)} layers); load the weights first")
         bare = [layer for layer in found if layer.bind is None]
         if bare and config.on_unsupported == "error":
-            raise ValueError(f'{bare[0].name}: {bare[0].lacks}; sp_overlap.on_unsupported is "error"')
+            raise ValueError(f'{bare[0].name}: {bare[0].lacks}; sp_overlap.on_unsupported is "error", "warn" leaves it as it is')
         return f"{config!r}; {[(layer.name, layer.got) for layer in found]}"
 
     try:
@@ -128,7 +130,7 @@ def enable(
             say_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
             _undo[layer.module] = _and_close(layer.bind(), [policy, timeline])
-    return Report(found, channel.size)
+    return Report(found, channel.size, kernels.absent(config.kernels))
 
 
 def _and_close(undo: Undo, counting: list[Policy | Timeline | None]) -> Undo:
@@ -145,10 +147,17 @@ def _close(counting: list[Policy | Timeline | None]) -> None:
             what.close()
 
 
-def disable(model: nn.Module) -> None:
-    """Give every layer of ``model`` its own forward back."""
+def disable(model: nn.Module, *, stock_too: bool = False) -> None:
+    """Give every layer of ``model`` its own forward back.
+
+    stock_too   also take DeepSpeed's ``UlyssesSPAttentionHF`` out of the attention function that ``model`` is configured for, in the
+                whole process: each rank attends by itself to what it is given, as in ``generate``. ``enable`` with
+                ``sequence_process_group=`` goes back to training.
+    """
     for module in model.modules():
         if (undo := _undo.pop(module, None)) is not None:
             undo(module)
         elif is_ours(module) or getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
             del module.forward  # of a layer that was copied, or loaded from a pickle, while it was overlapped
+    if stock_too:
+        transformers.unregister(model)

@@ -1,4 +1,4 @@
-"""transformers: finding the attention layers of a model, and driving whole those of the families we know.
+"""transformers: finding the attention layers of a model, and driving whole those whose forward is known.
 
 Stock Ulysses (``UlyssesSPAttentionHF``) sits behind ``ALL_ATTENTION_FUNCTIONS``, after the projections, and gathers
 ``position_ids`` in every layer. Here the layer itself is driven, and ``position_ids`` are gathered once in each forward of the
@@ -9,17 +9,19 @@ stock drops them. What can't be honoured is refused on all ranks.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from ..attention.heads import PerHead
 from ..attention.linear import PURE
 from ..attention.self_attention import SelfAttention
 from ..rotary import Rotary
 from .layers import Around, Found, Overlap
 from .rebinding import rebind
-from .transformers_attention import bind_function, local_attention, stock_does_the_same
+from .transformers_attention import Dispatch, bind_function, local_attention, stock_does_the_same
 from .transformers_forward import Forwards, host, stretched
 from .transformers_modules import (
     attention_functions,
@@ -33,15 +35,7 @@ from .transformers_modules import (
     unfit,
     why_not,
 )
-
-# Families whose attention layer is driven whole: where each finds its sliding window.
-FAMILIES: dict[str, Callable[[Any], int | None]] = {
-    "LlamaAttention": lambda layer: None,
-    "MistralAttention": lambda layer: layer.config.sliding_window,
-    "Qwen2Attention": lambda layer: layer.sliding_window,
-    "Qwen3Attention": lambda layer: layer.sliding_window,
-    "Phi3Attention": lambda layer: layer.config.sliding_window,
-}
+from .transformers_reading import CACHES, UNUSED, Reader, Unknown
 
 
 def find_group(model: nn.Module) -> Any:
@@ -53,53 +47,89 @@ def find_group(model: nn.Module) -> Any:
     return None if stock is None else stock.process_group
 
 
-def _drive(name: str, module: Any, forwards: Forwards, overlap: Overlap) -> tuple[SelfAttention, Callable]:
-    """The block over a layer of a known family, and a forward for the layer that calls it."""
-    names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
+def unregister(model: nn.Module) -> None:
+    """Undo ``register_with_transformers`` for the attention implementations that ``model`` names."""
+    functions = attention_functions()
+    configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    for name in {getattr(config, "_attn_implementation", None) for config in configs}:
+        while functions is not None and (stock := stock_of(function := functions.get(name))) is not None:
+            if isinstance(function, Dispatch):  # of another model, which stays overlapped
+                function.before = stock.attn
+            else:
+                functions[name] = stock.attn
+
+
+def _drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: Overlap) -> tuple[SelfAttention, Callable]:
+    """The block over a layer whose forward is known, and a forward for the layer that calls it."""
+    reading, original = reader.reading, module.forward
+    heads, sources, rotary = reading.heads, reading.sources, reading.rotary
+    fused = len({source.chain for source in sources.values()}) == 1
+    kinds = {"qkv_proj": "q"} if fused else {f"{kind}_proj": kind for kind in "qkv"}
+    norms = {f"{kind}_norm": norm for kind, source in sources.items() if (norm := source.norm) is not None}
+
+    @functools.lru_cache(maxsize=4)
+    def through(*modules: nn.Module) -> nn.Module:
+        return modules[0] if len(modules) == 1 else nn.Sequential(*modules)
 
     def children() -> dict[str, Any]:
-        return {name: child for name in names if (child := getattr(module, name, None)) is not None}
+        projections = {what: through(*(getattr(module, part) for part in sources[kind].chain)) for what, kind in kinds.items()}
+        return {
+            **projections,
+            **{what: getattr(module, norm) for what, norm in norms.items()},
+            "o_proj": getattr(module, reading.output),
+        }
 
     block = SelfAttention(
         local_attention=functools.partial(local_attention, module),
-        num_heads=module.config.num_attention_heads,
-        num_kv_heads=module.config.num_key_value_heads,
-        head_dim=module.head_dim,
+        num_heads=heads["q"],
+        num_kv_heads=heads["k"],
+        head_dim=reading.head_dim,
         **children(),
-        rope=Rotary(
-            lambda tables: tuple(table.unsqueeze(2) for table in tables),
-            partial=(getattr(module.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0,
-        ),
+        first_rows=reading.first_rows(fused),
+        norm_last=any(source.last for source in sources.values()),
+        rope=None if rotary is None else Rotary(**rotary),
         sequence_process_group=overlap.channel.group,
         config=overlap.config,
         name=name,
         policy=overlap.policy,
         heads_alike=True,
-        pure=PURE | {type(norm).forward for child, norm in children().items() if child.endswith("_norm") and _is_theirs(norm)},
+        pure=PURE | {type(norm).forward for part in norms.values() if _is_theirs(norm := getattr(module, part))},
     )
-    original = module.forward
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
 
-    def forward(hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(*args, **kwargs):
         if off_in_eval(module):
-            return original(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+            return original(*args, **kwargs)
+        given = {**dict(zip(names, args)), **kwargs}
+        given.update((cache, None) for cache in CACHES if cache in given)
+        more = {key: x for key, x in given.items() if key not in UNUSED}
+        x, tables, mask = more.pop("hidden_states"), more.pop("position_embeddings", None), more.pop("attention_mask", None)
         block.use(**children())
-        given = dict(kwargs)
-        sequence, pattern = forwards.of(name, module, hidden_states, attention_mask, kwargs)
-        kwargs["dropout"] = module.attention_dropout if module.training else 0.0
-        kwargs["scaling"] = module.scaling
-        kwargs["sliding_window"] = FAMILIES[type(module).__name__](module)
+        sequence, pattern = forwards.of(name, module, x, mask, more)
+        options = {**(more if reading.passes else {}), **reader.options(module)}
+        options.update((key, PerHead(options[key])) for key in reading.per_head)
 
         def stock(x):
-            return original(x, position_embeddings, attention_mask, None, **given)[0]
+            return original(**{**given, "hidden_states": x})[0]
 
-        alike = overlap.policy and stock_does_the_same(module, hidden_states, sequence, pattern, overlap.channel, given)
+        alike = overlap.policy and stock_does_the_same(module, x, sequence, pattern, overlap.channel, given)
         o = block(
-            hidden_states, position_embeddings=position_embeddings, sequence_lengths=sequence.lengths,
-            baseline=stock if alike else None, sequence=sequence, pattern=pattern, **kwargs,
+            x, position_embeddings=tables, sequence_lengths=sequence.lengths, baseline=stock if alike else None,
+            sequence=sequence, pattern=pattern, **options,
         )  # fmt: skip
         return o, None
 
     return block, forward
+
+
+def _read(name: str, module: Any) -> tuple[Reader | None, str]:
+    """What is known about a layer's forward, or why nothing is."""
+    if "forward" in vars(module):
+        return None, "its forward was replaced"
+    try:
+        return Reader(name, module), ""
+    except Unknown as error:
+        return None, str(error)
 
 
 def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[Around]]:
@@ -126,17 +156,20 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
         if (reason := unfit(inner._attn_implementation)) is not None:
             found.append(Found(name, module, got="", lacks=f"{reason}; DeepSpeed's exchanges stay"))
             continue
-        heads = inner.num_attention_heads
-        kv_heads = getattr(inner, "num_key_value_heads", None) or heads
-        groups = overlap.groups_for(heads, kv_heads)
-        if _is_known(module):
-            block, forward = _drive(name, module, forwards, overlap)
-            linear = {name: child for name, child in module.named_children() if name.endswith("_proj")}
+        reader, unknown = _read(name, module)
+        if reader is not None:
+            heads = reader.reading.heads
+            groups = overlap.groups_for(heads["q"], heads["k"])
+            block, forward = _drive(name, module, reader, forwards, overlap)
+            linear = {part: getattr(module, part) for part in reader.reading.linear}
             got, lacks = overlap.of_driven(block, linear, groups)
             bind = functools.partial(rebind, module, forward)
         else:
+            groups = overlap.groups_for(
+                inner.num_attention_heads, getattr(inner, "num_key_value_heads", None) or inner.num_attention_heads
+            )
             got = f"attention function, {overlap.in_words(groups)}"
-            lacks = overlap.why_not_more(f"{type(module).__name__}: unknown family, projections stay its own", groups)
+            lacks = overlap.why_not_more(f"{type(module).__name__}: {unknown}; projections stay its own", groups)
             bind = functools.partial(bind_function, name, module, forwards, overlap)
             witnessed.add(name)
         found.append(Found(name, module, got, lacks, bind))
@@ -155,14 +188,6 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
 def _is_theirs(norm: nn.Module) -> bool:
     """Whether a norm is one of transformers', which are functions of their input and weight alone."""
     return type(norm).__module__.startswith("transformers.")
-
-
-def _is_known(module: nn.Module) -> bool:
-    return (
-        type(module).__name__ in FAMILIES
-        and type(module).__module__.startswith("transformers.models.")
-        and "forward" not in vars(module)
-    )
 
 
 def layer_shape(model: str) -> dict[str, int | None]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.drop_in import ProjectedAttention
+from ..attention.heads import PerHead
 from ..attention.layer import Layer
 from ..exchange.channel import Channel
 from .layers import Overlap
@@ -70,7 +71,7 @@ def local_attention(
         if pattern.chunk is not None and pattern.chunk < q.shape[1]:
             raise ValueError(f'{type(module).__name__}: "{name}" has no attention in chunks of {pattern.chunk}; use "sdpa"')
         if _takes_edges(function):
-            return attention(q, k, v, None, **sequence.for_flash)
+            return attention(q, k, v, None, **sequence.for_flash)  # guard: edges, no positions
         if sequence.bounds is None or q.shape[0] == 1:  # position_ids tell the documents of one row
             return attention(q, k, v, None, position_ids=sequence.position_ids)
         rows = [slice(row, row + 1) for row in range(q.shape[0])]
@@ -108,10 +109,10 @@ class Dispatch:
             return self.before(module, query, key, value, attention_mask, **kwargs)
         attend, forwards, where = self.attend[module]
         forwards.attended.add(where)
-        for argument in ("s_aux", "position_bias"):
-            if kwargs.get(argument) is not None:
-                raise ValueError(f"{where}: attention with {argument} (one value per head) can't be split over ranks here")
+        if kwargs.get("position_bias") is not None:
+            raise ValueError(f"{where}: attention with position_bias (a mask for each head) can't be split over ranks here")
         given = dict(kwargs)
+        per_head = {"s_aux": PerHead(kwargs.pop("s_aux"))} if kwargs.get("s_aux") is not None else {}
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         sequence, pattern = forwards.of(where, module, q, attention_mask, kwargs)
         channel = attend.layer.channel
@@ -126,7 +127,7 @@ class Dispatch:
         ulysses = stock_of(self)
         alike = alike and (q.shape[2], k.shape[2]) == (ulysses.attn_head_count, ulysses.global_kv_head_count)
         baseline = stock if alike else None
-        o = attend(local, q, k, v, batch_first=True, sequence_lengths=sequence.lengths, baseline=baseline)
+        o = attend(local, q, k, v, kwargs=per_head, batch_first=True, sequence_lengths=sequence.lengths, baseline=baseline)
         return o, None
 
 

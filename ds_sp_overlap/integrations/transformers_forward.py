@@ -101,7 +101,7 @@ def stretched(module: nn.Module, forwards: Forwards) -> tuple[Callable]:
             )
         if sequence is None:
             return original(x, position_ids, *args, **kwargs)
-        longest = torch.full_like(position_ids[..., :1], sequence.longest)
+        longest = torch.full_like(position_ids[..., :1], sequence.longest)  # guard: the longest of all ranks
         tables = original(x, torch.cat([position_ids, longest], -1), *args, **kwargs)
         cut = [table[..., :-1, :].contiguous() for table in (tables if isinstance(tables, tuple) else (tables,))]
         return tuple(cut) if isinstance(tables, tuple) else cut[0]

@@ -66,11 +66,6 @@ def _functions(kind: type[nn.Module]) -> list[types.FunctionType]:
     return [f for f in unwrapped if isinstance(f, types.FunctionType)]
 
 
-def _calls_with(kind: type[nn.Module], keyword: str) -> bool:
-    consts = (const for f in _functions(kind) for const in f.__code__.co_consts)
-    return any(isinstance(const, tuple) and keyword in const for const in consts)
-
-
 def is_attention(module: nn.Module) -> bool:
     """Whether a module's code uses transformers' attention functions; some have a collection of their own under the name."""
     name, library = "ALL_ATTENTION_FUNCTIONS", attention_functions()
@@ -142,8 +137,6 @@ def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str 
         return "cross-attention"
     if not getattr(module, "is_causal", True):
         return "its attention is not causal"
-    if _calls_with(type(module), "s_aux") and next(module.parameters(recurse=False), None) is not None:
-        return "attention with sinks (one value per head)"
     if models and "position_ids" not in _arguments(type(models[0][1])):
         return f"{type(models[0][1]).__name__} takes no position_ids and counts each rank's tokens from 0"
     return None

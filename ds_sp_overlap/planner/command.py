@@ -1,4 +1,4 @@
-"""``python -m ds_sp_overlap plan``: its arguments, its measuring ranks, its table."""
+"""``ds-sp-overlap plan``: its arguments, its measuring ranks, its table."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from tabulate import tabulate
 
 from .plan import LayerShape, Plan, Rates, plan
+
+LATENCY_US = 20.0  # of an exchange of nothing, where nobody says
 
 
 def _whole(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def _tokens(text: str) -> int:
+    """A number of tokens: 65536, 64k or 1m."""
+    digits, unit = (text[:-1], text[-1].lower()) if text[-1:].lower() in ("k", "m") else (text, "")
+    if not digits.isdecimal() or int(digits) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, or one such as 64k (65536) or 1m, got {text!r}")
+    return int(digits) * {"": 1, "k": 1024, "m": 1024**2}[unit]
 
 
 def _rate(text: str) -> float:
@@ -41,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--intermediate", type=_whole, help="width of a gated MLP that counts towards the layer's time (default: attention alone)"
     )
     run = parser.add_argument_group("run")
-    run.add_argument("--seq", type=_whole, required=True, help="global sequence, tokens")
+    run.add_argument("--seq", type=_tokens, required=True, help="global sequence, tokens: 65536 or 64k, 1m (of 1024)")
     run.add_argument("--sp", type=_whole, required=True, help="ranks of the sp group, P")
     run.add_argument("--batch", type=_whole, default=1)
     run.add_argument("--dtype-bytes", type=int, choices=(2, 4, 8), default=2, help="of an element that is exchanged (default 2)")
@@ -49,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rates.add_argument("--bandwidth", type=_rate, help="GB/s that it sends in an all-to-all while it receives as many")
     rates.add_argument("--tflops", type=_rate, help="TFLOP/s of matrix products")
     rates.add_argument("--attention-tflops", type=_rate, help="TFLOP/s of causal attention (default: --tflops)")
-    rates.add_argument("--latency-us", type=_rate, default=20.0, help="of an exchange of nothing (default 20)")
+    rates.add_argument("--latency-us", type=_rate, help=f"of an exchange of nothing (default {LATENCY_US:g}, or measured)")
     rates.add_argument(
         "--measure",
         action="store_true",
@@ -66,6 +75,10 @@ def _layer(args: argparse.Namespace) -> LayerShape:
 
         try:
             known = layer_shape(args.model)
+        except ImportError:
+            raise ValueError(
+                "--model reads a transformers config; pip install transformers, or give --hidden and --heads"
+            ) from None
         except (OSError, ValueError) as error:
             raise ValueError(f"--model {args.model}: no transformers config there: {str(error).splitlines()[0]}") from None
         shape = {key: given or known[key] for key, given in shape.items()}
@@ -119,26 +132,38 @@ def _measured(layer: LayerShape) -> Rates:
     with tempfile.TemporaryDirectory() as folder:
         result = str(Path(folder, "result"))
         arguments = (layer.sp_size, f"file://{Path(folder, 'store')}", layer, result)
-        torch.multiprocessing.start_processes(_measuring_rank, arguments, nprocs=layer.sp_size, start_method="forkserver")
+        try:
+            torch.multiprocessing.start_processes(_measuring_rank, arguments, nprocs=layer.sp_size, start_method="forkserver")
+        except (torch.multiprocessing.ProcessExitedException, torch.multiprocessing.ProcessRaisedException) as error:
+            raise RuntimeError(str(error)) from None
         return Rates(*torch.load(result))
 
 
-def _rates(args: argparse.Namespace, layer: LayerShape) -> Rates:
+def _rates(args: argparse.Namespace, layer: LayerShape) -> tuple[Rates, str]:
+    """The rates, and a line that says of each where it is from."""
     missing = [f"--{name}" for name in ("bandwidth", "tflops") if getattr(args, name) is None]
     if missing and not args.measure:
         raise ValueError(f"{' and '.join(missing)} missing; give them, or --measure on the machine itself")
-    found: Any = _measured(layer) if args.measure else None  # None only where no rate is missing
-    tera: dict[str, Any] = {name: 1e12 * rate if (rate := getattr(args, name)) else None for name in ("tflops", "attention_tflops")}
-    return Rates(
-        matmul=tera["tflops"] or found.matmul,
-        attention=tera["attention_tflops"] or (found.attention if found else tera["tflops"]),
-        wire=1e9 * args.bandwidth if args.bandwidth else found.wire,
-        latency_ms=found.latency_ms if found else args.latency_us / 1e3,
+    found = _measured(layer) if args.measure else None
+
+    def rate(option: str, unit: float, measured: str, otherwise: tuple[float, str]) -> tuple[float, str]:
+        if (given := getattr(args, option)) is not None:
+            return unit * given, "given"
+        return otherwise if found is None else (getattr(found, measured), "measured")
+
+    matmul = rate("tflops", 1e12, "matmul", (0.0, ""))  # one of the two: what is missing is measured, or was refused above
+    attention = rate("attention_tflops", 1e12, "attention", (matmul[0], "that of matrix products"))
+    wire = rate("bandwidth", 1e9, "wire", (0.0, ""))
+    latency = rate("latency_us", 1e-3, "latency_ms", (LATENCY_US / 1e3, "assumed"))
+    words = (
+        f"rates: {matmul[0] / 1e12:.4g} TFLOP/s in matrix products ({matmul[1]}), {attention[0] / 1e12:.4g} in attention "
+        f"({attention[1]}), {wire[0] / 1e9:.4g} GB/s on the wire ({wire[1]}), {1e3 * latency[0]:.3g} us an exchange ({latency[1]})"
     )
+    return Rates(matmul[0], attention[0], wire[0], latency[0]), words
 
 
-def describe(layer: LayerShape, rates: Rates, result: Plan) -> str:
-    """The answer as text."""
+def describe(layer: LayerShape, rates: str, result: Plan) -> str:
+    """The answer as text; ``rates`` says what it reckons with."""
     base = result.results["none"]
     rows = [
         (name, f"{r.step_ms:.3f}", f"{r.step_ms - r.compute_ms:.3f}", f"{r.exposed:.1%}", f"{1 - r.step_ms / base.step_ms:.1%}",
@@ -151,8 +176,7 @@ def describe(layer: LayerShape, rates: Rates, result: Plan) -> str:
         (
             f"one {what}, forward and backward, on one of {layer.sp_size} ranks: {layer.heads} query and {layer.kv_heads} KV heads "
             f"of {layer.head_dim}, model dim {layer.width}, {layer.seq} tokens, batch {layer.batch}",
-            f"rates: {rates.matmul / 1e12:.4g} TFLOP/s in matrix products, {rates.attention / 1e12:.4g} in attention, "
-            f"{rates.wire / 1e9:.4g} GB/s on the wire, {1e3 * rates.latency_ms:.3g} us an exchange",
+            rates,
             f"a model's arithmetic, not a measurement: {base.compute_ms:.3f} ms of computing, {base.wire_ms:.3f} ms of exchanges",
             tabulate(rows, headers=head, tablefmt="simple", stralign="right"),
             result.advice,
@@ -161,12 +185,14 @@ def describe(layer: LayerShape, rates: Rates, result: Plan) -> str:
 
 
 def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Print the plan; argparse's error, with the values, for what can't be planned."""
+    """Print the plan; argparse's error, with the values, for what can't be planned or measured."""
     try:
         layer = _layer(args)
-        rates = _rates(args, layer)
+        rates, words = _rates(args, layer)
     except ValueError as error:
         parser.error(str(error))
+    except RuntimeError as error:  # of ranks that could not be started, or could not exchange
+        parser.error(f"--measure failed: {str(error).strip().splitlines()[-1]}; give --bandwidth and --tflops instead")
     if int(os.environ.get("RANK", 0)) == 0:
-        print(describe(layer, rates, plan(layer, rates)))
+        print(describe(layer, words, plan(layer, rates)))
     return 0

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
+from ..say import say
+
 COLOURS = {"compute": "#9bb7d4", "wait": "#d1495b", "pack": "#edae49", "transfer": "#66a182", "unpack": "#edae49"}
 WORDS = {"compute": "computing", "wait": "standing still: exposed", "pack": "pack and unpack", "transfer": "in flight"}
 ON_COMPUTE = ("compute", "wait")
@@ -212,9 +214,9 @@ def write(folder: str, every: list[list]) -> None:
     try:
         figure = draw(every)
     except ImportError:
-        print(f"sp_overlap: timeline in {folder}; pip install matplotlib for timeline.html and timeline.png", flush=True)
+        say(f"sp_overlap: timeline in {folder}; pip install matplotlib for timeline.html and timeline.png")
         return
     figure.savefig(path("timeline.png"), dpi=110)
     with open(path("timeline.html"), "w") as file:
         file.write(page(figure, text))
-    print(f"sp_overlap: timeline in {folder}", flush=True)
+    say(f"sp_overlap: timeline in {folder}")

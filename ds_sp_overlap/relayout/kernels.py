@@ -84,6 +84,13 @@ def library() -> Library:
     return _built_here or _installed()
 
 
+def absent(which: str) -> str:
+    """What to say where ``sp_overlap.kernels`` would allow compiled kernels and there are none for the GPU; else empty."""
+    if which == "torch" or not torch.cuda.is_available() or library().cuda:
+        return ""
+    return f"no compiled kernels for the GPU ({library().reason}), PyTorch's copies pack and unpack; {REMEDY}"
+
+
 def _first_use() -> Library:
     """Build into torch's extensions folder (TORCH_EXTENSIONS_DIR), once a machine, and load.
 

@@ -39,7 +39,7 @@ def tiling(shape: Sequence[int], dim: int, starts: Sequence[int], stops: Sequenc
     tiles = shape[dim] // size if size > 0 else len(parts)
     repeats, rest = divmod(len(parts), max(tiles, 1))
     tiled = [(i // repeats * size, i // repeats * size + size) for i in range(len(parts))] if repeats else []
-    if repeats and tiles * size == shape[dim] and rest == 0 and parts == tiled:
+    if repeats and tiles * size == shape[dim] and rest == 0 and parts == tiled:  # guard: tiles lie in order
         return (*shape[:dim], tiles, size, *shape[dim + 1 :]), repeats
     return None
 
@@ -90,22 +90,22 @@ def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Ten
 
 def _copy_in(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
     """unpack, of arguments that are known to fit."""
-    half = out.dtype in (torch.float16, torch.bfloat16)
+    half = out.dtype in (torch.float16, torch.bfloat16)  # guard: halves are summed in fp32
     exact = torch.float32 if half else out.dtype
     if (tiled := _equal_tiles(out, dim, starts, stops)) is not None:
         tiles, repeats = tiled
         if repeats == 1:
             _copy(tiles, wire.view(tiles.shape))
         else:
-            tiles.copy_(wire.view(tiles.shape[0], repeats, *tiles.shape[1:]).sum(1, dtype=exact))
+            tiles.copy_(wire.view(tiles.shape[0], repeats, *tiles.shape[1:]).sum(1, dtype=exact))  # guard: replicas are summed
         return
-    if [0, *stops] == [*starts, out.shape[dim]]:  # unequal tiles, of which no two hold the same
+    if [0, *stops] == [*starts, out.shape[dim]]:  # guard: tiles need no sum
         for part, segment in _parts(out, wire, dim, starts, stops):
             part.copy_(segment)
         return
     total = torch.zeros_like(out, dtype=exact)
     for part, segment in _parts(total, wire, dim, starts, stops):
-        part.add_(segment)
+        part.add_(segment)  # guard: overlaps are summed
     out.copy_(total)
 
 

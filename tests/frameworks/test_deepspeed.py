@@ -7,9 +7,12 @@ loss would hide at 0.02 shows here.
 import base64
 import copy
 import functools
+import itertools
 import json
 import logging
+import os
 import types
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -21,6 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sp_overlap
 import ds_sp_overlap.attention.linear
 import ds_sp_overlap.integrations.deepspeed
+from ds_sp_overlap.relayout import kernels
+from tests.helpers.listening import listening
 from tests.helpers.models import (
     batches,
     cut,
@@ -334,6 +339,7 @@ MISPLACED = {
     "spOverlap": {"spOverlap": {}, "sp_overlap": {}},
     "sp_ovrelap": {"sp_ovrelap": {}},
     "ds_sp_overlap": {"ds_sp_overlap": {}},
+    "sequence_parallel_overlap": {"sequence_parallel_overlap": {}},
     "zero_optimization.sp_overlap": {"zero_optimization": {"stage": 0, "sp_overlap": {}}},
     "bf16.sp_overlaps": {"bf16": {"enabled": False, "sp_overlaps": {}}},
 }
@@ -355,23 +361,131 @@ def test_keys_of_others_and_keys_that_are_commented_out_are_no_misplaced_section
     assert list(ds_sp_overlap.integrations.deepspeed._misplaced(config)) == []
 
 
+# The environment variable.
+
+
+def asked_for(monkeypatch, variable, section=None, command_line=None):
+    """What is asked for, and what is said."""
+    monkeypatch.setenv("DS_SP_OVERLAP", variable)
+    monkeypatch.setattr(ds_sp_overlap.integrations.deepspeed, "from_command_line", command_line or {})
+    config = {} if section is None else {"sp_overlap": section}
+    with listening(logging.WARNING) as messages:
+        return ds_sp_overlap.integrations.deepspeed._asked_for({"config": config}), messages
+
+
+Config = ds_sp_overlap.SpOverlapConfig
+VARIABLES = {  # the variable, the section, what is asked for
+    "not set": ("", None, None),
+    "on": ("1", None, Config()),
+    "off": ("0", None, Config(enabled=False)),
+    "a section": ('{"head_groups": 2}', None, Config(head_groups=2)),
+    "not set beside a section": (" ", {"head_groups": 4}, Config(head_groups=4)),
+    "on beside a section": ("1", {"head_groups": 4, "enabled": False}, Config(head_groups=4)),
+    "off beside a section": ("0", {"head_groups": 4}, Config(head_groups=4, enabled=False)),
+    "its keys before the section's": ('{"head_groups": 2}', {"head_groups": 4, "wgrad": False}, Config(head_groups=2, wgrad=False)),
+    "a section, beside one that is off": ('{"head_groups": 2}', {"enabled": False}, Config(head_groups=2)),
+    "a section that is off": ('{"enabled": false}', {}, Config(enabled=False)),
+}
+
+
+@pytest.mark.parametrize("case", VARIABLES)
+def test_the_environment_variable(case, monkeypatch):
+    variable, section, expected = VARIABLES[case]
+    config, messages = asked_for(monkeypatch, variable, section)
+    assert config == expected
+    both = variable.strip() and section is not None
+    assert messages == (
+        [f"sp_overlap: DS_SP_OVERLAP={variable} goes before the section of the DeepSpeed config, key by key"] if both else []
+    )
+
+
+def test_the_command_line_goes_before_the_environment_variable(monkeypatch):
+    asked = {"timeline": {"path": "of the command"}}
+    config, _ = asked_for(monkeypatch, '{"timeline": {"path": "of the variable"}, "head_groups": 2}', None, asked)
+    assert (config.timeline.path, config.head_groups) == ("of the command", 2)
+    with pytest.raises(ValueError, match="^run --timeline: .* no sp_overlap section; add one, or set DS_SP_OVERLAP=1$"):
+        asked_for(monkeypatch, "", None, asked)
+
+
+@pytest.mark.parametrize(
+    "variable,section,message",
+    [
+        ("yes", None, "environment variable DS_SP_OVERLAP must be 1, 0 or a section such as {\"head_groups\": 2}, got 'yes'"),
+        ("2", None, "environment variable DS_SP_OVERLAP must be 1, 0 or a section such as {\"head_groups\": 2}, got '2'"),
+        ("{head_groups: 2}", None, "such as {\"head_groups\": 2}, got '{head_groups: 2}'"),
+        (
+            '{"head_group": 2}',
+            None,
+            "environment variable DS_SP_OVERLAP: sp_overlap.head_group: unknown key; did you mean 'head_groups'",
+        ),
+        ('{"check": 1}', None, "environment variable DS_SP_OVERLAP: sp_overlap.check must be true or false, got 1"),
+        ("0", {"head_group": 2}, "sp_overlap.head_group: unknown key"),
+        ("0", True, 'sp_overlap: expected a section such as {"enabled": true}, got True'),
+    ],
+)
+def test_an_environment_variable_that_is_no_section_is_refused(variable, section, message, monkeypatch):
+    with pytest.raises(ValueError) as refused:
+        asked_for(monkeypatch, variable, section)
+    assert message in str(refused.value)
+
+
+def by_the_variable(rank, values):
+    """What `deepspeed.initialize` says to no section at all and this rank's variable; the layers that are overlapped."""
+    model = tiny()
+    try:
+        with mock.patch.dict(os.environ, DS_SP_OVERLAP=values[rank]):
+            mpu = sequence_parallel(model, 2)
+            said = refusal(lambda: deepspeed.initialize(model=model, config=ds_config(0), mpu=mpu)[0].destroy())
+        return said, overlapped_layers(model)
+    finally:
+        ds_sp_overlap.disable(model)
+        forget_sequence_parallel()
+
+
+def test_the_environment_variable_switches_it_on_where_there_is_no_section():
+    layers = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert on_ranks(2, by_the_variable, ['{"head_groups": 2}'] * 2) == [(None, layers)] * 2
+    assert on_ranks(2, by_the_variable, ["0"] * 2) == [(None, [])] * 2
+
+
+@pytest.mark.parametrize("values", [("1", ""), ("", "1"), ("1", '{"head_groups": 2}')], ids=str)
+def test_a_variable_that_did_not_reach_every_rank_is_refused_on_every_rank(values):
+    first, second = on_ranks(2, by_the_variable, values, timeout_s=40)
+    assert first == second and first[1] == []
+    assert first[0][0] == "ValueError" and "sp_overlap: the ranks ask for different things (rank 0: " in first[0][1]
+    assert "; rank 1: " in first[0][1] and ".deepspeed_env" in first[0][1]
+
+
+# Accelerate's YAML.
+
+
+def test_a_section_in_accelerates_yaml_is_refused_with_what_works(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,sp_overlap,gradient_clipping")
+    for section in (None, {}):
+        with pytest.raises(
+            ValueError, match='^Accelerate YAML: "deepspeed_config.sp_overlap" goes no .* DS_SP_OVERLAP .* deepspeed_config_file$'
+        ):
+            asked_for(monkeypatch, "", section)
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,gradient_clipping,mixed_precision")
+    assert asked_for(monkeypatch, "", None)[0] is None
+
+
+# Nothing off without a word.
+
+
 def said_without_a_section(rank, size, more):
     """What DeepSpeed's logger was told of the plugin while two engines were made."""
-    ds_sp_overlap.integrations.deepspeed._say_once.cache_clear()
-    records, handler = [], logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    deepspeed.utils.logger.addHandler(handler)
     try:
-        for _ in range(2):
-            model = tiny()
-            engine, *_ = deepspeed.initialize(model=model, config=ds_config(0, **more), mpu=sequence_parallel(model, size))
-            ds_sp_overlap.disable(model)
-            engine.destroy()
-            forget_sequence_parallel()
+        with listening(logging.WARNING) as messages:
+            for _ in range(2):
+                model = tiny()
+                engine, *_ = deepspeed.initialize(model=model, config=ds_config(0, **more), mpu=sequence_parallel(model, size))
+                ds_sp_overlap.disable(model)
+                engine.destroy()
+                forget_sequence_parallel()
     finally:
-        deepspeed.utils.logger.removeHandler(handler)
         forget_sequence_parallel()
-    return [record for record in records if "sp_overlap" in record]
+    return messages
 
 
 def test_sequence_parallelism_without_a_section_is_said_once_on_rank_0():
@@ -411,6 +525,21 @@ def test_the_report_counts_the_layers_that_are_overlapped():
     layer = ds_sp_overlap.integrations.layers.Found
     report = ds_sp_overlap.Report([layer("a", None, "", "unknown"), layer("b", None, "", "unknown")], 2)
     assert "sp_overlap over sp size 2: 0 of 2 layers overlapped" in str(report)
+
+
+def test_the_report_says_that_compiled_kernels_are_absent_on_a_gpu_and_what_brings_them(monkeypatch):
+    layer = ds_sp_overlap.integrations.layers.Found("a", None, "all", "", bind=lambda: None)
+    said = {}
+    for gpu, library in itertools.product(
+        (True, False), (kernels.Library(reason="not built"), kernels.Library(built={"cuda": "13.0"}))
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        monkeypatch.setattr(kernels, "library", lambda: library)
+        for which in ("auto", "torch"):
+            said[gpu, library.cuda, which] = str(ds_sp_overlap.Report([layer], 2, kernels.absent(which)))
+    text = said.pop((True, False, "auto"))
+    assert "no compiled kernels for the GPU (not built), PyTorch's copies" in text and "python -m ds_sp_overlap build cuda" in text
+    assert len(said) == 7 and all("kernels" not in text for text in said.values())
 
 
 def test_head_groups_out_of_range_for_the_model_is_refused_on_every_rank_with_the_model_unchanged():

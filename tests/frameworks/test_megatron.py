@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import types
-import warnings
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from ds_sp_overlap.exchange.transport import C10d
 from ds_sp_overlap.integrations import deepspeed as integration
 from ds_sp_overlap.integrations import megatron_bridge
 from tests.helpers import megatron_layers
+from tests.helpers.listening import listening
 from tests.helpers.megatron_layers import ParallelAttention, Shape
 from tests.helpers.ranks import RankError, no_faults, on_ranks, refusal
 
@@ -155,16 +155,14 @@ class Hidden(nn.Linear):
 
 
 def reasons(rank, changes):
-    """What the table says of a layer that was changed, what is rebound, and the warnings."""
+    """What the table says of a layer that was changed, what is rebound, and what was said."""
     model = megatron_layers.layer(Shape(), torch.distributed.group.WORLD)
     changes(model.self_attention)
-    ds_sp_overlap.say.say_once.cache_clear()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with listening() as messages:
         report = ds_sp_overlap.enable(model)
     bound = [name for name, module in model.named_modules() if "forward" in vars(module) and name]
-    said = [str(warning.message) for warning in said if "left as it is" in str(warning.message)]
-    return [(layer.name, layer.got, layer.lacks) for layer in report.layers], bound, said
+    left = [message for message in messages if "left as it is" in message]
+    return [(layer.name, layer.got, layer.lacks) for layer in report.layers], bound, left
 
 
 def cross_attention(attention):

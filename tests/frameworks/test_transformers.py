@@ -5,7 +5,13 @@ RoPE's tables and the mean square in a norm are in fp32, token by token, alike o
 four more digits; `test_the_tolerance_catches_a_fault` proves that it is tight enough.
 """
 
+import contextlib
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
 
 import deepspeed.comm
 import pytest
@@ -15,7 +21,10 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
+import ds_sp_overlap.integrations.transformers as integration
+from tests.helpers import flash
 from tests.helpers.accelerate_script import train_with_accelerate
+from tests.helpers.listening import listening
 from tests.helpers.models import (
     BATCH,
     EXACT,
@@ -31,7 +40,6 @@ from tests.helpers.models import (
     sequence_parallel,
     sequence_parallel_model,
     tiny,
-    warned,
     worst,
 )  # fmt: skip
 from tests.helpers.ranks import on_ranks, refusal
@@ -159,7 +167,7 @@ def before_and_after(rank, family):
         return while_on, again, unchanged(), restored()
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "bitnet"])
 def test_enabling_adds_nothing_to_the_state_dict_and_disabling_restores_every_forward(family):
     for while_on, again, unchanged, restored in on_ranks(2, before_and_after, family):
         assert while_on == (True, False, 2, 2)
@@ -195,7 +203,7 @@ def packed_cases(rank, cases):
 
 def test_a_packed_document_sees_itself_alone_where_stock_lets_it_see_the_ones_before():
     cases = [(lengths, {}) for lengths in ROWS.values()]
-    cases += [(ROWS["different from row to row"], options) for options in (*FAMILY[1:], dict(family="starcoder2"), WINDOWS[0])]
+    cases += [(ROWS["different from row to row"], options) for options in (*FAMILY[1:], dict(family="bitnet"), WINDOWS[0])]
     for figures in on_ranks(2, packed_cases, cases):
         for case, (stock, *errors) in zip(cases, figures, strict=True):
             assert stock > 1e-3, "stock honours documents now: this is no longer beyond it"
@@ -283,16 +291,70 @@ def test_accelerates_deepspeed_backend_runs_overlapped_and_trains_like_stock():
         assert losses[-1] != losses[0]
 
 
-def refused_by_accelerate(rank, section):
-    return refusal(train_with_accelerate, rank, section)
+def with_every_key(rank, value):
+    return train_with_accelerate(rank, dict.fromkeys(ds_sp_overlap.SpOverlapConfig.model_fields, value), steps=1)
 
 
-def test_accelerate_takes_auto_for_a_value_of_its_own_so_the_key_is_left_out():
-    """Accelerate fills in every "auto" of the config and stops at one it doesn't know; "auto" is the default anyway."""
-    for said in on_ranks(2, refused_by_accelerate, {"head_groups": "auto"}):
-        assert said is not None and "`sp_overlap.head_groups` not found in kwargs" in said[1]
-    for losses, bound in on_ranks(2, train_with_accelerate, {}):
-        assert len(bound) == 2 and len(losses) > 2
+@pytest.mark.parametrize("value", ["auto", None])
+def test_accelerate_passes_auto_and_null_on(value):
+    """Accelerate fills in every "auto" of the config, and stops at one it doesn't know."""
+    for _, bound in on_ranks(2, with_every_key, value):
+        assert len(bound) == 2
+
+
+YAML = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+num_machines: 1
+num_processes: 2
+main_process_port: 0
+deepspeed_config:
+  zero_stage: 2
+  gradient_accumulation_steps: 1{section}
+parallelism_config:
+  parallelism_config_sp_size: 2
+  parallelism_config_sp_backend: deepspeed
+  parallelism_config_sp_seq_length_is_variable: true
+  parallelism_config_sp_attn_implementation: sdpa
+"""
+
+
+def launched(folder, section, **variables):
+    """Output of ``accelerate launch -m ds_sp_overlap run -m`` with inline ZeRO settings, on two ranks."""
+    (folder / "accelerate.yaml").write_text(YAML.format(section=section))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", folder / "accelerate.yaml"]
+    command += ["-m", "ds_sp_overlap", "run", "-m", "tests.helpers.launched_by_accelerate"]
+    ours = {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_SIZE": "2",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    done = subprocess.run(
+        command,
+        env={**os.environ, **ours, **variables},
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    return done.returncode, done.stdout
+
+
+def test_accelerate_launches_a_script_that_knows_nothing_of_the_package(tmp_path):
+    code, output = launched(tmp_path, "", DS_SP_OVERLAP='{"head_groups": 2}')
+    assert (
+        code == 0 and "overlapped ['module.model.layers.0.self_attn', 'module.model.layers.1.self_attn'] trained True" in output
+    ), output
+    assert output.count("2 of 2 layers overlapped") == 1
+
+
+def test_a_section_in_accelerates_yaml_does_not_get_lost_in_silence(tmp_path):
+    code, output = launched(tmp_path, "\n  sp_overlap:\n    head_groups: 2")
+    assert code != 0 and 'ValueError: Accelerate YAML: "deepspeed_config.sp_overlap" goes no further than the launcher' in output, (
+        output
+    )
 
 
 # LoRA and frozen projections.
@@ -372,41 +434,125 @@ def test_lora_on_a_fused_projection_equals_stock():
         assert {lacks for _, lacks in said} == {"called whole: qkv_proj (Linear)"}
 
 
-# Families that aren't known.
+# Layers that are known by what their forward computes, and others.
 
-STRANGERS = ["olmo2", "starcoder2", "cohere", "gemma"]
+KNOWN = [
+    dict(family="olmo2"),  # norms over all heads
+    dict(family="gemma3_text", head_dim=8, sliding_window=5, query_pre_attn_scalar=10),
+    dict(
+        family="cohere2", sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+    ),  # neighbours; no rotation in the second layer
+    dict(family="gpt_neox", kv_heads=4, rotary_pct=0.5),  # a projection that is fused head by head, rotated in part
+    dict(family="glm4", head_dim=8, partial_rotary_factor=0.5),
+    dict(family="hunyuan_v1_dense", head_dim=8),  # norms behind the rotation
+    dict(family="starcoder2", sliding_window=5),
+    dict(family="smollm3", no_rope_layers=[1, 0]),
+    dict(family="phi", qk_layernorm=True, partial_rotary_factor=0.5),
+]
+STRANGERS = [dict(family="bitnet"), dict(family="cohere", use_qk_norm=True), dict(family="stablelm", qk_layernorm=True)]
 
-# The norms of these two compute in fp32 whatever the model is in, so that splitting the sequence splits sums in fp32:
-# a few roundings of 6e-8 in the gradients of their weights, in stock as in ours.
-IN_FP32 = {"cohere": 1e-6, "gemma": 1e-6}
+# The norms of these compute in fp32 whatever the model is in, so that splitting the sequence splits sums in fp32:
+# a few roundings of 6e-8 in the gradients of their weights, in stock as in ours. So do the rotations of cohere2.
+IN_FP32 = {"cohere": 1e-6, "gemma3_text": 1e-6, "cohere2": 1e-6}
 
 
-def strangers(rank, families):
-    figures = against_whole_and_stock(rank, 2, [dict(family=family) for family in families])
-    said = []
-    for family in families:
-        with sequence_parallel_model(2, family=family) as (model, _):
-            said.append(str(ds_sp_overlap.enable(model)))
-    return figures, said
+def acquainted(rank, cases):
+    """Figures of each case, and what it says at the start."""
+    figures = []
+    for options in cases:
+        whole = outcome(tiny(**EXACT, **options), tokens := batches(1)[0], 0, 1, None)
+        with sequence_parallel_model(2, **EXACT, **options) as (model, group):
+            errors = []
+            for head_groups in (1, 2):
+                report = ds_sp_overlap.enable(model, {"head_groups": head_groups}, group)
+                errors.append(worst(outcome(model, tokens, rank, 2, group), whole))
+            figures.append((errors, str(report).lower()))
+    return figures
 
 
-def test_an_unknown_family_is_overlapped_at_the_attention_function_only_and_says_so():
-    for figures, said in on_ranks(2, strangers, STRANGERS):
-        for family, (left, errors), report in zip(STRANGERS, figures, said, strict=True):
-            assert left == 0
-            limit = IN_FP32.get(family, FP64)
-            assert errors.pop("stock") < limit, family
-            assert set(errors) == {1, 2}
-            assert all(whole < limit and stock < FP64 for whole, stock in errors.values()), (family, errors)
-            assert "attention function, G by timing in the first 16 steps" in report
-            assert f"{family}attention: unknown family, projections stay its own" in report.lower()
+@pytest.mark.parametrize(
+    "cases, says", [(KNOWN, "all eight exchanges, g = 2"), (STRANGERS, "attention function, g = 2")], ids=["known", "strangers"]
+)
+def test_a_layer_is_driven_whole_if_it_is_known_what_its_forward_computes(cases, says):
+    for figures in on_ranks(2, acquainted, cases):
+        for options, (errors, report) in zip(cases, figures, strict=True):
+            assert max(errors) < IN_FP32.get(options["family"], FP64), (options, errors)
+            assert says in report and ("projections stay its own" in report) == (cases is STRANGERS), report
+
+
+ROUNDED = [
+    dict(family="ernie4_5", head_dim=8),
+    dict(family="cohere2"),
+    dict(family="olmo2"),
+    dict(family="glm4", head_dim=8),
+    dict(family="gpt_neox", kv_heads=4),
+]
+
+
+def rounded(rank, cases):
+    """Whether the logits in bf16 at one head group are stock's to the bit."""
+    same = []
+    for options in cases:
+        with sequence_parallel_model(2, dtype=torch.bfloat16, **options) as (model, group):
+            inputs = {key: x for key, x in cut(batches(1)[0], rank, 2).items() if key != "labels"}
+            stock = model(**inputs, use_cache=False).logits
+            report = ds_sp_overlap.enable(model, {"head_groups": 1}, group)
+            assert "all eight exchanges" in str(report)
+            same.append(torch.equal(model(**inputs, use_cache=False).logits, stock))
+    return same
+
+
+def test_a_rotation_rounds_as_the_familys_own_does():
+    for same in on_ranks(2, rounded, ROUNDED):
+        assert same == [True] * len(ROUNDED)
+
+
+FLASH = [
+    dict(family="gpt_oss", num_local_experts=2, num_experts_per_tok=1),  # sinks
+    dict(family="gemma2", query_pre_attn_scalar=10, attn_logit_softcapping=2.0),
+]
+
+
+def under_flash(rank, size, kv_heads, cases):
+    """Errors of each case at one and two head groups, driven whole and at its attention function."""
+    tokens, group, errors = batches(1)[0], torch.distributed.group.WORLD, {}
+
+    def made(**options):
+        model = tiny(**EXACT, heads=8, kv_heads=kv_heads, head_dim=8, sliding_window=5, implementation="eager", **options)
+        torch.manual_seed(7)
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.data = 3 * torch.randn(8, dtype=torch.float64)
+        model.config._attn_implementation, model.config._experts_implementation = flash.NAME, "eager"  # whose default has no fp64
+        return model
+
+    with flash.flash_attention():
+        for options in cases:
+            whole, model = outcome(made(**options), tokens, 0, 1, None), made(**options)
+            assert all(x.abs().min() > 1e-3 * x.abs().max() for name, x in whole.items() if name.endswith("sinks"))
+            for unknown in (False, True):
+                for head_groups in (1, 2):
+                    reading = mock.patch.object(integration, "_read", lambda *_: (None, "not known"))
+                    with reading if unknown else contextlib.nullcontext():
+                        report = ds_sp_overlap.enable(model, {"head_groups": head_groups}, group)
+                    assert ("attention function" in str(report)) == unknown
+                    errors[options["family"], unknown, head_groups] = worst(outcome(model, tokens, rank, size, group), whole)
+                    ds_sp_overlap.disable(model)
+    return errors
+
+
+@pytest.mark.parametrize("size, kv_heads", [(2, 4), (4, 2)])
+def test_sinks_and_capped_scores_are_those_of_the_ranks_heads(size, kv_heads):
+    """Eight query heads; the gradient of each sink comes from the one rank that has its head."""
+    for errors in on_ranks(size, under_flash, size, kv_heads, FLASH):
+        assert len(errors) == 8 and max(errors.values()) < 1e-6, errors  # both rotate or norm in fp32
 
 
 def stranger_beside_a_friend(rank):
     """A second model enabled while the attention function is already in hand; errors of both."""
     tokens = batches(1)[0]
-    whole = [outcome(tiny(family=family, **EXACT), tokens, 0, 1, None) for family in ("starcoder2", "llama")]
-    with sequence_parallel_model(2, family="starcoder2", **EXACT) as (first, group):
+    whole = [outcome(tiny(family=family, **EXACT), tokens, 0, 1, None) for family in ("bitnet", "llama")]
+    with sequence_parallel_model(2, family="bitnet", **EXACT) as (first, group):
         second = tiny(family="llama", **EXACT)
         ds_sp_overlap.enable(first)
         ds_sp_overlap.enable(second)
@@ -480,7 +626,7 @@ def flash_calls(rank, family, options):
         forget_sequence_parallel()
 
 
-@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama", "bitnet"])
 def test_flash_attention_gets_the_position_ids_of_the_whole_sequence_and_this_ranks_heads(family):
     for seen, error in on_ranks(2, flash_calls, family, None):
         assert error < FP64
@@ -513,7 +659,7 @@ def evaluations(rank, disable_in_eval, family):
     return errors, relative_error(alone.logits.detach(), whole)
 
 
-@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama", "bitnet"])
 @pytest.mark.parametrize("disable_in_eval", [False, True])
 def test_evaluation_is_parallel_unless_stock_was_told_to_leave_it_alone(disable_in_eval, family):
     """With ``disable_in_eval`` each rank runs its own batch in eval mode, here its slice."""
@@ -543,8 +689,38 @@ def generating(rank, family):
 def test_decoding_from_a_filled_cache_is_refused_and_a_cache_that_is_empty_is_not():
     for said, error in on_ranks(2, generating, "llama"):
         assert said is not None and said[0] == "RuntimeError"
-        assert "generation with a KV cache does not work" in said[1] and "ds_sp_overlap.disable(model)" in said[1]
+        assert "generation with a KV cache does not work" in said[1] and "ds_sp_overlap.disable(model, stock_too=True)" in said[1]
         assert error < FP64
+
+
+def generating_after(rank, family):
+    """Generation after `disable` alone; after it with stock taken out too, against a model that nobody registered; and gradients after
+    it was enabled again, against those before."""
+    tokens = batches(1)[0]
+    prompt = dict(input_ids=tokens[:1, :8], attention_mask=torch.ones(1, 8, dtype=torch.long), max_new_tokens=4, do_sample=False)
+    expected = tiny(family=family, **EXACT).generate(**prompt)
+    with sequence_parallel_model(2, family=family, **EXACT) as (model, group):
+        other = tiny(family=family, seed=1, **EXACT)
+        ds_sp_overlap.enable(model)
+        ds_sp_overlap.enable(other)
+        before = outcome(model, tokens, rank, 2, group)
+        ds_sp_overlap.disable(model)
+        alone = refusal(model.generate, **prompt)
+        ds_sp_overlap.disable(model, stock_too=True)
+        same = torch.equal(model.generate(**prompt), expected)
+        ds_sp_overlap.enable(model, {}, group)
+        again = worst(outcome(model, tokens, rank, 2, group), before)
+        left = overlapped_layers(other)
+        ds_sp_overlap.disable(other)
+        return alone, same, again, len(left)
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere"])
+def test_disable_with_stock_too_leaves_a_model_that_generates(family):
+    """After `disable` alone stock's function stays, which is right for training without the overlap, and can't generate."""
+    for alone, same, again, left in on_ranks(2, generating_after, family):
+        assert alone is not None and alone[0] == "AssertionError"
+        assert same and again < FP64 and left == 2
 
 
 # Positions that are missing or local.
@@ -614,15 +790,15 @@ def at_size_one(rank):
     """Reports of enabling two models over a group of one, and what was said."""
     groups = [torch.distributed.new_group([r]) for r in range(2)]
     models = [tiny(), tiny(seed=1)]
-    with warned() as said:
+    with listening() as messages:
         reports = [str(ds_sp_overlap.enable(model, {"head_groups": 2}, groups[rank])) for model in models]
-    return reports, said, [overlapped_layers(model) for model in models]
+    return reports, messages, [overlapped_layers(model) for model in models]
 
 
 def test_sp_size_one_is_a_no_op_that_is_said_once():
-    for reports, said, bound in on_ranks(2, at_size_one):
+    for reports, messages, bound in on_ranks(2, at_size_one):
         assert reports == ["sp_overlap: nothing to do at sp size 1"] * 2
-        assert len(said) == 1 and "sequence-parallel size is 1" in said[0]
+        assert len(messages) == 1 and "sequence-parallel size is 1" in messages[0]
         assert bound == [[], []]
 
 

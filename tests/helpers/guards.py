@@ -1,55 +1,97 @@
-"""Take a guard out of the package: a piece of the source of one function, replaced while a test looks on.
+"""Take a guard out of the package: a statement that is marked in its source, replaced while a test looks on.
 
-The tests that name a guard say which of their checks watches it (`Watched`): one that finds nothing while the guard is there.
+    self.handle.wait()  # guard: waits before it reads
+
+Each marker stands once. The tests that name a guard say which of their checks watches it (`Watched`): one that finds nothing while
+the guard is there.
 """
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+import ds_sp_overlap
 from tests.helpers.ranks import on_ranks
+
+PACKAGE = Path(ds_sp_overlap.__file__).parent
 
 
 @dataclass(frozen=True)
 class Guard:
     """
-    function   where it is, ``module:qualified.name`` below ds_sp_overlap
-    text       the guard as it stands there, once
-    without    what stands there if somebody takes it out
+    marker    behind ``# guard:``, on any line of the guarded statement
+    without   what stands there, instead of that statement, if somebody takes the guard out
     """
 
-    function: str
-    text: str
+    marker: str
     without: str
 
 
-def _inner(guard):
-    """The function itself, without its decorators, and their caches."""
-    module, path = guard.function.split(":")
-    found = importlib.import_module("ds_sp_overlap." + module)
-    for name in path.split("."):
-        found = getattr(found, name)
-    return inspect.unwrap(found), getattr(found, "cache_clear", lambda: None)
+@functools.cache
+def markers():
+    """Every marker of the package with the places where it stands: files and lines."""
+    places: dict[str, list[tuple[Path, int]]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for marker in re.findall(r"# guard: (.+)", line):
+                places.setdefault(marker, []).append((path, number))
+    return places
+
+
+def guarded(marker):
+    """The file, the first and the last line of the statement that ``marker`` stands in; of one with a body, of all before that."""
+    places = markers().get(marker, [])
+    if len(places) != 1:
+        raise LookupError(f"# guard: {marker} stands {len(places)} times in the package; follow the code in the tests")
+    [(path, at)] = places
+    statements = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.stmt, ast.excepthandler))]
+    lines = [(node.lineno, node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno) for node in statements]
+    around = [(first, last) for first, last in lines if first <= at <= last]
+    if not around:
+        raise LookupError(f"# guard: {marker} stands in no statement ({path.name}, line {at}); put it behind one")
+    return path, *max(around)
+
+
+def _outermost_function(tree, line):
+    """The function that holds ``line``, itself in no other, and its qualified name."""
+    node, names = tree, []
+    while not isinstance(node, ast.FunctionDef):
+        node = next(
+            each
+            for each in node.body
+            if isinstance(each, (ast.ClassDef, ast.FunctionDef)) and each.lineno <= line <= each.end_lineno
+        )
+        names.append(node.name)
+    return node, names
 
 
 @contextlib.contextmanager
 def removed(guard):
     """Run the body without the guard. Whoever holds the function holds it without: its code is exchanged in place."""
-    function, clear_cache = _inner(guard)
-    source = textwrap.dedent(inspect.getsource(function))
-    if source.count(guard.text) != 1:
-        raise LookupError(f"{guard.function} holds {source.count(guard.text)} times the guard {guard.text!r}; follow the code here")
-    tree = ast.parse(source.replace(guard.text, guard.without))
-    tree.body[0].decorator_list = []
-    tree.body.insert(0, ast.parse("from __future__ import annotations").body[0])
+    path, first, last = guarded(guard.marker)
+    lines = path.read_text().splitlines()
+    indent = re.match(" *", lines[first - 1]).group()
+    lines[first - 1 : last] = textwrap.indent(guard.without, indent).splitlines()
+    node, names = _outermost_function(ast.parse("\n".join(lines)), first)
+    node.decorator_list = []
+    tree = ast.Module([ast.parse("from __future__ import annotations").body[0], node], [])
+
+    found = importlib.import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
+    for name in names:
+        found = getattr(found, name)
+    clear_cache = getattr(found, "cache_clear", lambda: None)
+    function = inspect.unwrap(found)
     namespace: dict = {}
-    exec(compile(tree, guard.function, "exec"), function.__globals__, namespace)
-    code, function.__code__ = function.__code__, namespace[function.__name__].__code__
+    exec(compile(tree, str(path), "exec"), function.__globals__, namespace)
+    code, function.__code__ = function.__code__, namespace[names[-1]].__code__
     clear_cache()
     try:
         yield
@@ -59,16 +101,13 @@ def removed(guard):
 
 
 SEEN_BY_PROGRAMS = {  # what the random programs notice too
-    "a half waits before it reads": Guard("exchange.in_flight:InFlight._wait", "self.handle.wait()", "pass"),
-    "replicas are summed": Guard("relayout.ops:_copy_in", ".sum(1, dtype=exact)", "[:, 0]"),
-    "gradients of shared rows are summed": Guard(
-        "attention.slices:join_pieces",
-        "put_ranges(whole, dim, part, piece, add=not once)",
-        "put_ranges(whole, dim, part, piece, add=False)",
-    ),
-    "what travels as it lies is contiguous": Guard(
-        "exchange.in_flight:_as_it_travels", "return x.contiguous().view(-1)", "return x.as_strided((x.numel(),), (1,))"
-    ),
+    guard.marker: guard
+    for guard in (
+        Guard("waits before it reads", without="pass"),
+        Guard("replicas are summed", without="tiles.copy_(wire.view(tiles.shape[0], repeats, *tiles.shape[1:])[:, 0])"),
+        Guard("shared rows are summed", without="put_ranges(whole, dim, part, piece, add=False)"),
+        Guard("one piece of memory", without="return x.as_strided((x.numel(),), (1,))"),
+    )
 }
 
 
@@ -84,6 +123,9 @@ class Watched(NamedTuple):
     check: Callable[..., list[str]]
     ranks: int = 2
     raises: bool = False
+
+    def __str__(self):
+        return self.guard.marker
 
 
 CRASHED = "crashed: "

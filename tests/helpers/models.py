@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import warnings
 from dataclasses import dataclass, field
 
 import deepspeed
@@ -89,17 +88,6 @@ def sequence_parallel_model(size, *args, stock=None, **options):
         ds_sp_overlap.disable(model)
     finally:
         forget_sequence_parallel()
-
-
-@contextlib.contextmanager
-def warned():
-    """The messages of warnings raised inside, those that are said once included."""
-    ds_sp_overlap.say.say_once.cache_clear()
-    messages = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield messages
-    messages += [str(warning.message) for warning in caught]
 
 
 @contextlib.contextmanager
@@ -253,15 +241,18 @@ FP64 = 1e-10
 EXACT = dict(dtype=torch.float64, initializer_range=0.2)
 
 
-def outcome(model, tokens, rank, size, group, positions=None):
-    """Logits of the whole sequence, and every gradient summed over the sp group."""
+def outcome(model, tokens, rank, size, group, positions=None, mask=None):
+    """Logits of the whole sequence, and every gradient summed over the sp group; of the tokens that ``mask`` [b, s] counts."""
     inputs = cut(tokens, rank, size, positions)
+    labels = inputs.pop("labels")
+    if mask is not None:
+        inputs["attention_mask"] = mask = mask.chunk(size, 1)[rank]
+        labels = labels.masked_fill(mask == 0, -100)
     model.zero_grad()
-    logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
-    share = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
-    share.backward()
+    logits = model(**inputs, use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    logits = logits.detach()
+    logits = logits.detach() if mask is None else logits.detach() * mask[..., None]
     if group is not None:
         for gradient in found.values():
             torch.distributed.all_reduce(gradient, group=group)

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import random
 import sys
 import warnings
@@ -834,6 +835,7 @@ def faults(rank, program, delayed, acted):
 def run(rank, seeds):
     """``([(seed, fault)], acted)`` of some programs of as many ranks as these."""
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     delayed, found, acted = Delayed(), [], Counter()
     for seed in seeds:
         found += [(seed, fault) for fault in faults(rank, draw(seed), delayed, acted)]

@@ -6,6 +6,7 @@ The oracle is transformers' model itself on the whole sequence, in fp64 with wei
 import collections
 import contextlib
 import inspect
+import logging
 import math
 import traceback
 import warnings
@@ -21,6 +22,7 @@ from transformers.modeling_outputs import ModelOutput
 import ds_sp_overlap
 import ds_sp_overlap.exchange.channel
 from ds_sp_overlap.attention.nodes import Projections
+from ds_sp_overlap.rotary import Rotary
 from tests.helpers.families import configs, tiny_model
 from tests.helpers.models import forget_sequence_parallel, sequence_parallel
 from tests.helpers.transports import move
@@ -51,9 +53,12 @@ def in_double():
         with Double():
             return shape(*args, **kwargs)
 
+    def in_backward(rotary, x):
+        return x.double() if rotary.rounding == "fp32" else x
+
     torch.set_default_dtype(torch.float64)
     try:
-        with Double(), mock.patch.object(Projections, "shape", in_backward_too):
+        with Double(), mock.patch.object(Projections, "shape", in_backward_too), mock.patch.object(Rotary, "_exact", in_backward):
             yield
     finally:
         torch.set_default_dtype(torch.float32)
@@ -229,6 +234,7 @@ def judge(rank, kind, small=False):
     small   the first config and batch, and packed documents alone
     """
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     with in_double():
         first = attempt(tiny_model, kind)
         if isinstance(first, Raised):

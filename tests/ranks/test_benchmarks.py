@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from benchmarks import link, record
 from benchmarks.variants import Layer, Shape, check_parity
 from benchmarks.wire import Wire
+from ds_sp_overlap.cli import main
 from ds_sp_overlap.planner.plan import FIVE
 from ds_sp_overlap.relayout import kernels
 from ds_sp_overlap.schedule import order
@@ -128,3 +130,21 @@ def test_host_times_every_variant_and_writes_it(tmp_path):
     assert list(rows) == ["stock", "drop-in, G = 1", "G = 1", "G = 2"]
     assert all(0 < int(row["min"]) <= int(row["median"]) <= int(row["max"]) for row in rows.values())
     assert "nothing moved" in json.loads((tmp_path / "host.json").read_text())["kind"]
+
+
+PLAN = "plan --hidden 32 --heads 4 --seq 64 --sp 2 --dtype-bytes 4 --measure"
+
+
+def test_plan_measures_what_is_not_given_and_says_so(capsys):
+    assert main(f"{PLAN} --bandwidth 3".split()) == 0
+    rates = re.search(
+        r"rates: (\S+) TFLOP/s in matrix products \(measured\), (\S+) in attention \(measured\), 3 GB/s on the wire \(given\), "
+        r"(\S+) us an exchange \(measured\)",
+        capsys.readouterr().out,
+    )
+    assert all(float(rate) > 0 for rate in rates.groups())
+
+
+def test_a_latency_that_is_given_is_not_measured(capsys):
+    assert main(f"{PLAN} --latency-us 7".split()) == 0
+    assert ", 7 us an exchange (given)" in capsys.readouterr().out

@@ -146,17 +146,15 @@ def test_a_comparison_that_fails_names_the_layer(collective):
 
 # Guards.
 
-WATCHED = {
-    "first calls of other layers are noticed": Watched(
-        Guard("attention.layer:Layer._comparable", "{self.where}, call {self.channel.calls.number + 1} over", "over"),
+WATCHED = [
+    Watched(
+        Guard("same layer, same call", without='return f"local sequence {lengths}, batch {geometry.batch}, {types()}"'),
         first_calls_unnoticed,
     ),
-    "later calls of other layers are noticed": Watched(
-        Guard("exchange.calls:Calls.count", "self.names.append(name)", 'self.names.append("")'), later_calls_unnoticed
-    ),
-}
+    Watched(Guard("calls are told by name", without='self.names.append("")'), later_calls_unnoticed),
+]
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_the_suite_notices_without_the_guard_that(name):
-    must_notice(WATCHED[name])
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

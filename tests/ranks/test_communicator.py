@@ -8,7 +8,6 @@ import contextlib
 import time
 import types
 import uuid
-import warnings
 from datetime import timedelta
 from unittest import mock
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_sp_overlap.exchange import transport
+from tests.helpers.listening import listening
 from tests.helpers.ranks import on_ranks, refusal
 
 GPU = torch.device("cuda", 0)
@@ -95,8 +95,7 @@ def sp_groups(rank):
 def made_by_one_group(rank):
     """Ranks 2 and 3 do nothing at all. Of the others: the communicator, what it moves, and what the default group is bound to."""
     group = sp_groups(rank)
-    with bound_to_a_gpu(), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with bound_to_a_gpu(), listening() as messages:
         if rank > 1:
             return None
         own = transport.communicator(group, max_ctas=4)
@@ -104,6 +103,7 @@ def made_by_one_group(rank):
         received = torch.empty(2)
         dist.all_to_all_single(received, torch.tensor([10.0, 11.0]) + rank, group=own)
         settings = asked_for.is_high_priority_stream, asked_for.config.max_ctas, asked_for._timeout, asked_for.split_from
+        assert messages == []
         return own is group, dist.get_process_group_ranks(own), settings, received.tolist(), dist.group.WORLD.bound_device_id
 
 
@@ -118,10 +118,9 @@ def beside_one_that_falls_back(rank):
     group = sp_groups(rank)
     if rank == 3:
         dist.new_group([3], use_local_synchronization=True)
-    with bound_to_a_gpu(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with bound_to_a_gpu(), listening() as messages:
         own = transport.communicator(group)
-        return own is group, len(Nccl.made), ["have made" in str(warning.message) for warning in caught]
+        return own is group, len(Nccl.made), ["have made" in message for message in messages]
 
 
 def test_an_sp_group_that_keeps_its_own_does_not_hang_another():

@@ -61,17 +61,15 @@ CASES = [
 
 PLANTED = {  # each of them computes what it should, as long as nobody spoils the buffer that it has no right to read
     "a send buffer read after delivery": Guard(
-        "exchange.in_flight:InFlight.finish",
-        'self.track.mark("unpacking")',
-        "sent, got = self.layout.send_sizes, self.layout.recv_sizes\n        "
-        "self.recv.split(got)[self.channel.rank].copy_(self.send.split(sent)[self.channel.rank])",  # which needn't travel
+        "sent, not read again",
+        without="sent, got = self.layout.send_sizes, self.layout.recv_sizes\n"
+        "self.recv.split(got)[self.channel.rank].copy_(self.send.split(sent)[self.channel.rank])\n"  # which needn't travel
+        "del self.send",
     ),
     "a received buffer read after its unpack": Guard(
-        "exchange.in_flight:InFlight.finish", 'self.track.mark("go")', "self.unpacks and self._unpack()"
+        "received, not read again", without="self.unpacks and self._unpack()\nreturn self.outs"
     ),
-    "a received buffer unpacked twice": Guard(
-        "exchange.in_flight:InFlight.finish", "self._unpack()", "[self._unpack() for _ in '12']"
-    ),
+    "a received buffer unpacked twice": Guard("unpacked once", without="self._unpack()\nself._unpack()"),
 }
 
 
@@ -246,46 +244,27 @@ def test_what_is_rotated_on_its_way_is_packed_and_unpacked_though_it_could_trave
 
 # Guards.
 
-WATCHED = {
-    "a half waits before it reads": Watched(SEEN_BY_PROGRAMS["a half waits before it reads"], late_delivery),
-    "the send buffer is kept until the exchange is finished": Watched(
+WATCHED = [
+    Watched(SEEN_BY_PROGRAMS["waits before it reads"], late_delivery),
+    Watched(Guard("what is sent is kept", without="self.received = self.side.mark()\nself.send = None"), late_delivery),
+    Watched(SEEN_BY_PROGRAMS["one piece of memory"], one_position_a_rank),
+    Watched(
         Guard(
-            "exchange.in_flight:InFlight.launch",
-            "if not self.side.blocks:",
-            "self.send = None\n            if not self.side.blocks:",
-        ),
-        late_delivery,
-    ),
-    "what travels as it lies is contiguous": Watched(
-        SEEN_BY_PROGRAMS["what travels as it lies is contiguous"],
-        one_position_a_rank,
-    ),
-    "what was received is unpacked into other memory": Watched(
-        Guard(
-            "exchange.in_flight:InFlight._new_outs",
-            "(like.new_empty(self.layout.target.shape),)",
+            "memory of its own",
             # Where replicas are summed, else torch itself refuses to copy.
-            "(like.new_empty(self.layout.target.shape) if self.layout.target.tiles else "
-            "like[: like.new_empty(self.layout.target.shape).numel()].view(self.layout.target.shape),)",
+            without="new = like.new_empty(self.layout.target.shape)\n"
+            "return (new if self.layout.target.tiles else like[: new.numel()].view(new.shape),)",
         ),
         late_delivery_of_replicas,
     ),
-    **{f"there is no {what.removeprefix('a ')}": Watched(guard, late_delivery) for what, guard in PLANTED.items()},
-    "what is rotated on its way is packed": Watched(
-        Guard("exchange.in_flight:InFlight.launch", "joined or self.rope is not None", "joined"),
-        rotated_as_it_lies,
-    ),
-    "what is rotated on its way back is unpacked": Watched(
-        Guard("exchange.in_flight:InFlight.launch", "self.rope_back is not None or not target", "not target"),
-        rotated_as_it_lies,
-    ),
-    "replicas are summed": Watched(SEEN_BY_PROGRAMS["replicas are summed"], late_delivery_of_replicas),
-    "overlapping parts are summed": Watched(
-        Guard("relayout.ops:_copy_in", "part.add_(segment)", "part.copy_(segment)"), late_delivery_of_replicas
-    ),
-}
+    *(Watched(guard, late_delivery) for guard in PLANTED.values()),
+    Watched(Guard("rotated, so packed", without="ready = None if joined else _as_it_travels(x, source)"), rotated_as_it_lies),
+    Watched(Guard("rotated, so unpacked", without="self.unpacks = joined or not target.is_wire_layout"), rotated_as_it_lies),
+    Watched(SEEN_BY_PROGRAMS["replicas are summed"], late_delivery_of_replicas),
+    Watched(Guard("overlaps are summed", without="part.copy_(segment)"), late_delivery_of_replicas),
+]
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_the_suite_notices_without_the_guard_that(name):
-    must_notice(WATCHED[name])
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

@@ -13,8 +13,8 @@ from tests.helpers import dropin, layers, reference
 from tests.helpers.dropin import Case
 from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
-from tests.helpers.models import warned
-from tests.helpers.ranks import on_ranks
+from tests.helpers.listening import listening
+from tests.helpers.ranks import on_ranks, refusal
 from tests.helpers.transports import Recording
 
 HEADS, KV_HEADS = 8, 4  # on two ranks, in two groups of two query heads
@@ -95,7 +95,7 @@ def stateful(rank, kind, config, wrapped=None):
         return attend(q, k, v, 0, **keywords)
 
     state = torch.get_rng_state()
-    with warned() as messages:
+    with listening() as messages:
         o = call(*mine) if wrapped is None else checkpoint(call, *mine, use_reentrant=wrapped == "reentrant")
     found = [] if torch.equal(state, torch.get_rng_state()) else ["the random state changed"]
     o.backward(dropin.my_slice(case, rank, inputs[3]))
@@ -123,6 +123,50 @@ def test_right_in_one_head_group_for(kind, config):
 def test_a_first_call_under_checkpointing_and_its_recomputation_are_one_graph(wrapped):
     for found, queries, _ in on_ranks(2, stateful, "slopes of a module", {}, wrapped):
         assert found == [] and queries == ["<q", ">q"]
+
+
+def with_slopes(rank, config, heads):
+    """Faults of attention whose slopes are said to be per head, and the exchanges of q."""
+    case, mover, of = Case(heads=heads, kv_heads=heads // 2, config=config), Recording(), factors(heads).requires_grad_()
+
+    def attend(q, k, v, slopes):
+        assert slopes.shape == (q.shape[2],)
+        return scaled(q, k, v, slopes, torch.ones(k.shape[2]).double())
+
+    inputs = dropin.whole_inputs(case)
+    q, k, v = (t.clone().requires_grad_() for t in inputs[:3])
+    expected = scaled(q, k, v, of, torch.ones(heads // 2).double())
+    expected.backward(inputs[3])
+    of_expected, of.grad = of.grad, None
+    mine = [dropin.my_slice(case, rank, t).requires_grad_() for t in inputs[:3]]
+    o = dropin.module(case, mover, local=attend)(*mine, 0, slopes=ds_sp_overlap.PerHead(of))
+    o.backward(dropin.my_slice(case, rank, inputs[3]))
+    torch.distributed.all_reduce(of.grad)
+    pairs = {"o": (o, expected), **dict(zip(("dq", "dk", "dv"), ((t.grad, w.grad) for t, w in zip(mine, (q, k, v)))))}
+    found = layers.faults(1e-12, **{n: (t.detach(), dropin.my_slice(case, rank, w.detach())) for n, (t, w) in pairs.items()})
+    return found + layers.faults(1e-12, slopes=(of.grad, of_expected)), sorted({what for what in mover.log if what[1] == "q"})
+
+
+@pytest.mark.parametrize(
+    "config, queries", [({"head_groups": 1}, ["<q", ">q"]), ({"head_groups": 2}, ["<q0", "<qkv1", ">q0", ">qkv1"])]
+)
+@pytest.mark.parametrize("heads", [8, 6])
+def test_what_is_said_to_be_per_head_goes_with_its_heads(heads, config, queries):
+    """Six heads: groups of two and of one on each rank; the slopes' gradients come from the ranks that have the heads."""
+    for found, sent in on_ranks(2, with_slopes, config, heads):
+        assert found == [] and sent == queries
+
+
+def wrong_slopes(rank, count):
+    of = torch.ones(count if rank else HEADS).double()
+    case = Case(heads=HEADS, kv_heads=KV_HEADS, config={"head_groups": 2})
+    mine = [dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]]
+    return refusal(dropin.module(case, Recording(), local=given), *mine, 0, slopes=ds_sp_overlap.PerHead(of))
+
+
+def test_too_few_of_what_is_per_head_are_refused_on_every_rank():
+    for kind, message in on_ranks(2, wrong_slopes, HEADS // 2):
+        assert kind == "ValueError" and "a tensor of [4] for 8 query heads; give [8, ..]" in message
 
 
 class Dropout(nn.Module):
@@ -169,7 +213,7 @@ LOCALS = {
 def groups_of(rank, kind, alike=False, shape=None):
     """Head groups of two calls of the drop-in, or of the block; the random state before and after; what was said."""
     local, mover = LOCALS[kind](rank), Recording()
-    with warned() as messages:
+    with listening() as messages:
         if shape is None:
             case = Case(heads=HEADS, kv_heads=2)
             attend = dropin.module(case, mover, local=local, heads_alike=alike)
@@ -226,7 +270,7 @@ def test_random_numbers_are_those_of_a_run_in_which_nothing_was_tried_out():
     assert on_ranks(2, random_numbers_differ) == [[], []]
 
 
-# For test_guards.
+# For the guards at the end.
 
 
 def misses_slopes(rank):
@@ -258,7 +302,7 @@ def trained_by_timing(rank):
     q, k, v = inputs[:3]
     expected = dropin.my_slice(case, rank, scaled(q, k, v, factors(HEADS), torch.ones(KV_HEADS).double()))
     optimizer, found = torch.optim.SGD(mine, lr=0.0), []
-    with warned() as messages:
+    with listening() as messages:
         ds_sp_overlap.enable(model, {"policy": {"warmup_steps": 8}}, group)
         inner = model[0].local_attn.forward
         model[0].local_attn.forward = lambda q, k, v: seen.add(q.shape[2]) or inner(q, k, v)
@@ -302,7 +346,7 @@ def of_harmless(rank, kind):
     """Head groups of a local attention that treats all heads alike, and what was said of it."""
     (local, kwargs), mover, case = HARMLESS[kind], Recording(), Case(heads=8, kv_heads=2)
     attend = dropin.module(case, mover, local=local())
-    with warned() as messages:
+    with listening() as messages:
         attend(*[dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]], 0, **kwargs)
     return len([what for what in mover.log if what.startswith(">q")]), messages
 
@@ -314,32 +358,24 @@ def test_what_is_no_difference_of_heads_costs_no_head_group(kind):
 
 # Guards.
 
-WATCHED = {
-    "attention that needs all heads gets them": Watched(
-        Guard("attention.layer:Layer.begin", "and not self._may_divide(call, inputs, local)", "and False"),
-        misses_slopes,
-    ),
-    "what one rank has found counts on all": Watched(
-        Guard("attention.layer:Layer._may_divide", "enumerate(found)", "enumerate(found[:1])"),
+WATCHED = [
+    Watched(Guard("heads alike", without="if False:"), misses_slopes),
+    Watched(
+        Guard(
+            "what any rank found",
+            without='seen = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found[:1]) if what)',
+        ),
         misses_what_the_other_rank_found,
     ),
-    "modules are tried out in evaluation": Watched(
-        Guard("attention.heads:_evaluating", "module.training = False", "pass"), modes_differ
-    ),
-    "modules train again as they did": Watched(
-        Guard("attention.heads:_evaluating", "module.training = training", "module.training = True"), modes_differ
-    ),
-    "trying out takes no random numbers": Watched(
-        Guard(
-            "attention.heads:fault",
-            'torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")',
-            "contextlib.nullcontext()",
-        ),
+    Watched(Guard("tried out in evaluation", without="pass"), modes_differ),
+    Watched(Guard("left as it was", without="module.training = True"), modes_differ),
+    Watched(
+        Guard("takes no random numbers", without="with torch.no_grad(), contextlib.nullcontext(), _evaluating(local.attend):"),
         random_numbers_differ,
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_the_suite_notices_without_the_guard_that(name):
-    must_notice(WATCHED[name])
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

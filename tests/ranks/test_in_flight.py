@@ -204,56 +204,21 @@ def test_a_half_out_of_place_is_refused():
 
 # Guards.
 
-WATCHED = {
-    "a source that was packed is let go": Watched(
-        Guard("exchange.in_flight:InFlight.launch", "self._pack()\n            self.sources = ()", "self._pack()"),
-        held_until_finished,
-    ),
-    "memory of an abandoned exchange returns in order": Watched(
-        Guard("exchange.in_flight:InFlight.__del__", "self.side.before_compute(self.received)", "pass"), abandoned
-    ),
-    "the compute stream waits at finish": Watched(
-        Guard("exchange.in_flight:InFlight.finish", "self.side.before_compute(self.received)", "pass"), stream_order
-    ),
-    "the transfer stream waits at launch": Watched(
-        Guard("exchange.channel:SideStream.after_compute", "self.transfer.wait_event(ready)", "pass"), stream_order
-    ),
-    "what is computed next waits for the launch": Watched(
-        Guard("exchange.channel:SideStream.after_compute", "compute.wait_event(launched)", "pass"), stream_order
-    ),
-    "it does so where no transfer is in front": Watched(
-        Guard("exchange.channel:SideStream.after_compute", "self._recorded(self.gate)", "self._recorded(self.transfer)"),
-        stream_order,
-    ),
-    "a finished transfer waits for nothing when it is freed": Watched(
-        Guard("exchange.in_flight:InFlight.finish", "self.received = None", "pass"), stream_order
-    ),
-    "a finished transfer is let go": Watched(
-        Guard(
-            "exchange.exchange:Exchange.finish_forward",
-            "in_flight, self.forward = self.forward, None",
-            "in_flight = self.forward",
-        ),
-        nothing_stays_in_flight,
-    ),
-    "a gradient's finished transfer is let go": Watched(
-        Guard(
-            "exchange.exchange:Exchange.finish_gradient",
-            "in_flight, self.gradient = self.gradient, None",
-            "in_flight = self.gradient",
-        ),
-        nothing_stays_in_flight,
-    ),
-    "a half out of place is refused": Watched(
-        Guard("exchange.in_flight:InFlight.launch", "if given.shape != each.source.shape:", "if False:"), finished_twice
-    ),
-    "a launch that fails names its exchange": Watched(
-        Guard("exchange.in_flight:InFlight.launch", "except RuntimeError as error:", "except LookupError as error:"),
-        launch_that_fails,
-    ),
-}
+WATCHED = [
+    Watched(Guard("packed, so let go", without="pass"), held_until_finished),
+    Watched(Guard("memory returns in order", without="pass"), abandoned),
+    Watched(Guard("compute waits for it", without="pass"), stream_order),
+    Watched(Guard("sends what is ready", without="pass"), stream_order),
+    Watched(Guard("goes on after the launch", without="pass"), stream_order),
+    Watched(Guard("behind no other transfer", without="launched = self._recorded(self.transfer)"), stream_order),
+    Watched(Guard("freed, waits for nothing", without="pass"), stream_order),
+    Watched(Guard("forward is let go", without="in_flight = self.forward"), nothing_stays_in_flight),
+    Watched(Guard("gradient is let go", without="in_flight = self.gradient"), nothing_stays_in_flight),
+    Watched(Guard("this half belongs here", without="if False:"), finished_twice),
+    Watched(Guard("a failed launch has a name", without="except LookupError as error:"), launch_that_fails),
+]
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_the_suite_notices_without_the_guard_that(name):
-    must_notice(WATCHED[name])
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

@@ -153,19 +153,15 @@ def some_frozen(rank):
     return found
 
 
-WATCHED = {
-    "replicas that travel together are summed": Watched(
-        Guard("exchange.joined:split", "part.add_(place)", "part.copy_(place)"), replicas
+WATCHED = [
+    Watched(Guard("joined replicas are summed", without="part.copy_(place)"), replicas),
+    Watched(
+        Guard("a tile for each peer", without="shapes = [tiled[0] for tiled in found if tiled is not None]"), replicas, raises=True
     ),
-    "what several need is no tile of each": Watched(
-        Guard("exchange.joined:_tiles", " and tiled[1] == 1", ""), replicas, raises=True
-    ),
-    "what is received of some is given to those": Watched(
-        Guard("exchange.exchange:Exchange.finish_gradient", "next(given) if needed else None", "next(given, None)"), some_frozen
-    ),
-}
+    Watched(Guard("to those that need it", without="return tuple(next(given, None) for needed in self.needed)"), some_frozen),
+]
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_the_suite_notices_without_the_guard_that(name):
-    must_notice(WATCHED[name])
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

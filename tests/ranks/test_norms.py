@@ -296,23 +296,21 @@ def test_the_package_says_which_projections_it_splits_beside_another_rope():
 
 # Guards.
 
-WATCHED = {
-    "only norms that are known are computed again": Watched(
-        Guard("attention.linear:can_compute_again", "type(norm).forward not in pure", "False"), dropping
+WATCHED = [
+    Watched(
+        Guard("only known norms", without="if not isinstance(norm, nn.Module) or False or not can_call_through(norm):"), dropping
     ),
-    "a hook on a norm's weight runs once": Watched(
+    Watched(Guard("its hooks run once", without="return True"), functools.partial(faults, kind=weight_is_hooked, groups=2)),
+    Watched(
         Guard(
-            "attention.linear:can_compute_again", "not any(parameter._backward_hooks for parameter in norm.parameters())", "True"
+            "as in forward",
+            without="ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=False)",
         ),
-        functools.partial(faults, kind=weight_is_hooked, groups=2),
-    ),
-    "autocast in backward is that of forward": Watched(
-        Guard("attention.nodes:_StartInputs.forward", "enabled=enabled", "enabled=False"),
         in_bf16,
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_the_suite_notices_without_the_guard_that(name):
-    must_notice(WATCHED[name])
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

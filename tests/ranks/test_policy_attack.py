@@ -236,14 +236,15 @@ def refused(rank):
     return refusal(off_on_one_rank, rank)
 
 
-def with_another_model(rank, collects):
-    """A second model with a policy of its own; dropped in mid-trial before the step of the first one's optimizer."""
+def dropped_in_mid_trial(models, collected, length=4):
+    """The second of two ``models``, with a policy of its own, goes before the step of the first one's optimizer."""
+    model, other = models
+    models.clear()
     gc.disable()
     try:
         with scripted(COSTS) as ran:
-            model, other = Model(torch.distributed.group.WORLD), Model(torch.distributed.group.WORLD, heads=16, seed=2)
             for step in range(24):
-                model.forward()
+                model.forward(length=length)
                 if step < 10:
                     other.forward()
                     other.backward()
@@ -252,15 +253,20 @@ def with_another_model(rank, collects):
                     faults, gone = other.faults, weakref.ref(other.policy)
                     other.itself = other
                     del other
-                    if rank in collects:
+                    if collected:
                         gc.collect()
-                    assert (gone() is None) == (rank in collects)
+                    assert (gone() is None) == collected
                 model.step()
                 if step % 3 == 0 and step < 9:
                     other.step()
         return model.faults + faults, ran, model.chosen()
     finally:
         gc.enable()
+
+
+def with_another_model(rank, collects):
+    group = torch.distributed.group.WORLD
+    return dropped_in_mid_trial([Model(group), Model(group, heads=16, seed=2)], rank in collects)
 
 
 def test_a_model_may_go_in_mid_trial_and_be_collected_on_one_rank_only():
@@ -322,28 +328,8 @@ def test_replicas_try_and_choose_alike_whatever_one_of_them_does_beside():
 
 
 def dropped_beside_replicas(rank, collects):
-    gc.disable()
-    try:
-        with replica_models(rank, 8, 16) as models, scripted(COSTS) as ran:
-            model, other = models
-            models.clear()
-            for step in range(20):
-                model.forward(length=4 + rank // 2)
-                if step < 9:
-                    other.forward()
-                    other.backward()
-                model.backward()
-                if step == 8:
-                    faults, gone = other.faults, weakref.ref(other.policy)
-                    other.itself = other
-                    del other
-                    if rank in collects:
-                        gc.collect()
-                    assert (gone() is None) == (rank in collects)
-                model.step()
-        return model.faults + faults, ran, model.chosen()
-    finally:
-        gc.enable()
+    with replica_models(rank, 8, 16) as models:
+        return dropped_in_mid_trial(models, rank in collects, 4 + rank // 2)
 
 
 def test_beside_replicas_a_model_may_go_in_mid_trial_and_be_collected_on_some_ranks_only():
@@ -430,16 +416,14 @@ def test_beside_replicas_an_optimizer_stepped_on_one_rank_only_makes_nobody_wait
 
 # Guards.
 
-WATCHED = {
-    "a layer whose input needs no gradient is timed": Watched(
-        Guard(
-            "autotune.policy:Policy.follow", "if trial.timed and torch", "if trial.timed and run.inputs[0].requires_grad and torch"
-        ),
+WATCHED = [
+    Watched(
+        Guard("also for frozen inputs", without="if trial.timed and run.inputs[0].requires_grad and torch.is_grad_enabled():"),
         not_timed,
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_the_suite_notices_without_the_guard_that(name):
-    must_notice(WATCHED[name])
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

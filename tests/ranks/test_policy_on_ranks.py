@@ -222,8 +222,8 @@ def tried(rank, what):
         options = {"family": "mistral", "sliding_window": 8, **options}
     if what == "packed":
         positions = torch.cat([torch.arange(20), torch.arange(12)]).expand(models.BATCH, -1)
-    if what == "unknown family":
-        options = {"family": "gpt_neox", "heads": 4, "kv_heads": 4}
+    if what == "unknown forward":
+        options = {"family": "bitnet", "heads": 4, "kv_heads": 2}
     with models.sequence_parallel_model(2, **options) as (model, group):
         if what == "not registered":
             models.forget_sequence_parallel()
@@ -251,7 +251,7 @@ def tried(rank, what):
     "what,expected",
     [
         ("plain", {OFF, 1, 2}),
-        ("unknown family", {OFF, 1, 2}),
+        ("unknown forward", {OFF, 1, 2}),
         ("packed", {1, 2}),
         ("window", {1, 2}),
         ("uneven", {1, 2}),
@@ -433,33 +433,26 @@ def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stag
 
 # Guards.
 
-WATCHED = {
-    "a candidate stays for its backward": Watched(
-        Guard("autotune.policy:Policy._look", "or in_backward()", ""),
-        another_optimizer_before_backward,
-    ),
-    "the slowest rank counts": Watched(
-        Guard("autotune.trial:merged", "[max(times) for times in zip(*every)]", "[min(times) for times in zip(*every)]"),
+WATCHED = [
+    Watched(Guard("stays for its backward", without="if not self._due or self.over:"), another_optimizer_before_backward),
+    Watched(
+        Guard("the slowest rank counts", without="found[key] = what, [min(times) for times in zip(*every)] or None"),
         choices_differ,
     ),
-    "replicas choose together": Watched(
-        Guard("autotune.policy:Policy._look", "if self.board is None else self.board.told(self.step)", ""),
+    Watched(Guard("replicas choose together", without="told = merged(reports)"), replicas_differ, 4),
+    Watched(
+        Guard("their lengths differ", without="batch = (geometry.batch, sum(geometry.seq_lens).bit_length())"),
         replicas_differ,
         4,
     ),
-    "replicas tell no shapes apart by lengths": Watched(
-        Guard("autotune.policy:Policy.trial", "() if self.replicas else (geometry.batch", "(geometry.batch"),
-        replicas_differ,
-        4,
-    ),
-    "replicas never run stock": Watched(
-        Guard("autotune.policy:Policy.trial", "off and not self.replicas", "off"),
+    Watched(
+        Guard("no stock", without="candidates = candidates_for(geometry.max_groups if geometry.groups > 1 else 1, off)"),
         replicas_differ_where_one_could_run_stock,
         4,
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_the_suite_notices_without_the_guard_that(name):
-    must_notice(WATCHED[name])
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

@@ -162,15 +162,15 @@ def test_a_seed_draws_the_same_program_again():
         assert str(programs.draw(seed)) == str(programs.draw(seed))
 
 
-def run_without(rank, seeds, name):
-    with removed(SEEN_BY_PROGRAMS[name]):
+def run_without(rank, seeds, guard):
+    with removed(guard):
         return programs.run(rank, seeds)
 
 
-@pytest.mark.parametrize("name", SEEN_BY_PROGRAMS)
-def test_the_programs_notice_without_the_guard_that(name):
+@pytest.mark.parametrize("guard", SEEN_BY_PROGRAMS.values(), ids=lambda guard: guard.marker)
+def test_the_programs_notice_without_the_guard(guard):
     """The negative control, within the programs of the first test."""
-    reports, _ = programs.check([seed for seed in SEEDS if programs.ranks_of(seed) == 2], run_without, name, enough=1)
+    reports, _ = programs.check([seed for seed in SEEDS if programs.ranks_of(seed) == 2], run_without, guard, enough=1)
     assert reports, "nobody noticed"
 
 

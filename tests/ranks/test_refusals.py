@@ -53,6 +53,7 @@ def give_dropin(rank, case, changes, arguments=()):
 
 
 BOTH = "attention: {0}"
+TOGETHER = "; give them one batch and sequence, query and key one head dim, key and value one number of heads"
 SHAPES = "query [2, 6, 4, 8], key [2, 6, 4, 8], value [2, 6, 4, 8]"
 
 REFUSED = {
@@ -64,7 +65,7 @@ REFUSED = {
     "KV heads that do not divide": (
         Case(),
         {"all": {name: ("narrow", 2, 0, 3) for name in "kv"}},
-        BOTH.format("KV heads must divide the query heads, got 4 query and 3 KV heads"),
+        BOTH.format("KV heads must divide the query heads, got 4 query and 3 KV heads; take 1, 2, 4 KV heads"),
     ),
     "more head groups than heads": (
         Case(config={"head_groups": 3}),
@@ -88,17 +89,21 @@ REFUSED = {
     "a key of another sequence": (
         Case(),
         {"all": {"k": ("narrow", 1, 0, 5)}},
-        BOTH.format("query, key and value don't belong together: query [2, 6, 4, 8], key [2, 5, 4, 8], value [2, 6, 4, 8]"),
+        BOTH.format(
+            "query, key and value don't belong together: query [2, 6, 4, 8], key [2, 5, 4, 8], value [2, 6, 4, 8]" + TOGETHER
+        ),
     ),
     "a key of another head dim": (
         Case(),
         {"all": {"k": ("narrow", 3, 0, 7)}},
-        BOTH.format("query, key and value don't belong together: query [2, 6, 4, 8], key [2, 6, 4, 7], value [2, 6, 4, 8]"),
+        BOTH.format(
+            "query, key and value don't belong together: query [2, 6, 4, 8], key [2, 6, 4, 7], value [2, 6, 4, 8]" + TOGETHER
+        ),
     ),
     "num_kv_heads that the key has not": (
         Case(),
         {"module": {"num_kv_heads": 2}},
-        BOTH.format(f"num_kv_heads is 2, but key has 4 heads before the exchange ({SHAPES})"),
+        BOTH.format(f"num_kv_heads is 2, but key has 4 heads before the exchange ({SHAPES}); pass num_kv_heads=4, or leave it out"),
     ),
     "too many sequence lengths": (
         Case(),
@@ -108,8 +113,8 @@ REFUSED = {
     "a sequence length that is not this rank's": (
         Case(),
         {"call": {"sequence_lengths": [7, 7]}},
-        "attention: sp rank 0: sequence_lengths: 7 for sp rank 0, whose local sequence has 6 tokens; "
-        "sp rank 1: sequence_lengths: 7 for sp rank 1, whose local sequence has 6 tokens",
+        "attention: sp rank 0: sequence_lengths: 7 for sp rank 0, whose local sequence has 6 tokens; give every rank's own; "
+        "sp rank 1: sequence_lengths: 7 for sp rank 1, whose local sequence has 6 tokens; give every rank's own",
     ),
     "a fault of one rank only": (
         Case(),
@@ -184,7 +189,7 @@ def test_ranks_that_disagree_are_told_so_on_every_rank_with_both_shapes(name, va
     assert first == second and first[0] == "ValueError"
     assert "attention: the ranks of the sp group are about to exchange different things (sp rank 0: " in first[1]
     before, after = first[1].split("sp rank 1: ")
-    assert seen[0] in before and seen[1] in after
+    assert seen[0] in before and seen[1] in after and "; give every rank the same model, config, batch and dtype" in after
 
 
 def disagreement_goes_unnoticed(rank):
@@ -253,8 +258,18 @@ def test_block_refuses_hidden_states_that_are_not_three_dimensional():
 @pytest.mark.parametrize(
     "name,rows,columns,message",
     [
-        ("q_proj", 64, 32, "layer: q_proj.out_features is 64, but 4 query and 4 KV heads of 8 make it 32"),
-        ("o_proj", 32, 64, "layer: o_proj.in_features is 64, but 4 query and 4 KV heads of 8 make it 32"),
+        (
+            "q_proj",
+            64,
+            32,
+            "layer: q_proj.out_features is 64, but 4 query and 4 KV heads of 8 make it 32; mend the layer, or num_heads=",
+        ),
+        (
+            "o_proj",
+            32,
+            64,
+            "layer: o_proj.in_features is 64, but 4 query and 4 KV heads of 8 make it 32; mend the layer, or num_heads=",
+        ),
     ],
 )
 def test_projections_of_another_size_are_refused(name, rows, columns, message):
@@ -300,11 +315,12 @@ def test_local_attention_that_returns_something_else_is_refused(attention, messa
 
 
 @pytest.mark.parametrize(
-    "given", [("q_proj", "k_proj"), (), ("qkv_proj", "q_proj"), ("q_proj", "k_proj", "v_proj", "qkv_proj")], ids=str
+    "given", [("q_proj", "k_proj"), (), ("q_proj", "qkv_proj"), ("q_proj", "k_proj", "v_proj", "qkv_proj")], ids=str
 )
 def test_projections_are_separate_or_fused_and_complete(given):
     modules = {name: nn.Linear(4, 4) for name in given}
-    with pytest.raises(ValueError, match="^layer: give q_proj, k_proj and v_proj, or qkv_proj alone$"):
+    got = ", ".join(given) or "none"
+    with pytest.raises(ValueError, match=f"^layer: give q_proj, k_proj and v_proj, or qkv_proj alone, got {got}$"):
         ds_sp_overlap.SelfAttention(local_attention=None, o_proj=None, num_heads=2, head_dim=2, name="layer", **modules)
 
 
@@ -427,7 +443,7 @@ def test_rotary_tables_that_are_missing_in_a_later_call_are_refused_too():
         assert "position_embeddings are missing" in missing[1] and "are 4 (cos)" in narrow[1] and log == []
 
 
-# For test_guards.
+# For the guards at the end.
 
 
 def narrow_tables_pass(rank):
@@ -466,7 +482,8 @@ CONFIG_REFUSED = [
     ({"head_groups": "2"}, "sp_overlap.head_groups must be a whole number of at least 1, or \"auto\", got '2'"),
     ({"head_groups": 1.5}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got 1.5'),
     ({"head_groups": True}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got True'),
-    ({"head_groups": None}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got None'),
+    ({"head_group": None}, "head_group: unknown key"),
+    ({"timeline": {"path": None}}, "sp_overlap.timeline.path must be the path of a folder, got None"),
     ({"enabled": "yes"}, "sp_overlap.enabled must be true or false, got 'yes'"),
     ({"check": 1}, "sp_overlap.check must be true or false, got 1"),
     ({"on_unsupported": "ignore"}, 'sp_overlap.on_unsupported must be "warn" or "error", got \'ignore\''),
@@ -532,6 +549,14 @@ def test_good_configs_are_read():
         config.check = False
 
 
+@pytest.mark.parametrize("unsaid", [None, "auto"])
+def test_null_and_auto_are_the_default_of_every_key_that_has_one(unsaid):
+    keys = dict.fromkeys(SpOverlapConfig.model_fields, unsaid)
+    assert SpOverlapConfig.parse(keys) == SpOverlapConfig()
+    nested = {"policy": {"warmup_steps": unsaid}, "timeline": {"path": "x", "steps": unsaid}}
+    assert SpOverlapConfig.parse(nested) == SpOverlapConfig.parse({"timeline": {"path": "x"}})
+
+
 @pytest.mark.parametrize("heads,size,groups", [(8, 2, 2), (4, 2, 2), (2, 2, 1), (7, 4, 1), (32, 8, 2), (8, 1, 2), (1, 1, 1)])
 def test_auto_is_two_groups_where_every_rank_has_two_heads(heads, size, groups):
     assert SpOverlapConfig().groups_for(heads, size) == groups
@@ -575,6 +600,7 @@ def test_check_mode_finds_a_corrupted_exchange_and_names_it_on_every_rank(what, 
         assert refused[1].startswith(
             f"layer {what}: sp_overlap.check: the overlapped exchange differs from the plain one (sp rank 1 by "
         )
+        assert refused[1].endswith('try sp_overlap.transport "c10d" and kernels "torch", and report it')
 
 
 def corruption_goes_unnoticed(rank):
@@ -605,7 +631,8 @@ def test_check_mode_finds_ranks_that_launch_in_another_order():
             "RuntimeError",
             "sp_overlap.check: the ranks launch exchanges that don't fit together (sp rank 0: layers.7 k "
             "torch.float32 [3, 1, 4, 8] "
-            "-> [6, 1, 2, 8]; sp rank 1: layers.7 v torch.float32 [3, 1, 4, 8] -> [6, 1, 2, 8])",
+            "-> [6, 1, 2, 8]; sp rank 1: layers.7 v torch.float32 [3, 1, 4, 8] -> [6, 1, 2, 8]); call the same layers in the same order on every "
+            "rank, with the same config",
         )
 
 
@@ -623,39 +650,21 @@ def failure_names_the_exchange(rank):
     return [] if refused and refused[1].startswith("layer do0: ") else [str(refused)]
 
 
-WATCHED = {
-    "tables that rotate half of a head are refused": Watched(
-        Guard("rotary:check_tables", "(width == head_dim or partial and width < head_dim)", "width <= head_dim"),
+WATCHED = [
+    Watched(
+        Guard("heads rotate whole", without="if width == sin.shape[-1] and width % 2 == 0 and width <= head_dim:"),
         narrow_tables_pass,
     ),
-    "RoPE without tables is refused": Watched(
-        Guard("rotary:Rotary.of", "if position_embeddings is None:", "if False:"), rope_is_left_out
-    ),
-    "a block without a group is refused": Watched(
-        Guard("attention.layer:Layer._comparable", "if world > 1:", "if False:"), missing_group_passes
-    ),
-    "a module of another group is refused": Watched(
-        Guard("integrations.distributed_attention:find_layers", "if own != channel.ranks:", "if False:"),
-        other_group_passes,
-    ),
-    "ranks compare what they are about to exchange": Watched(
-        Guard("exchange.channel:Channel.agree", "if not alike:", "if False:"),
-        disagreement_goes_unnoticed,
-    ),
-    "a fault of one rank is everybody's": Watched(
-        Guard("exchange.channel:Channel.agree", "if faults:", "if not mine[0]:"), fault_of_one_rank
-    ),
-    "check mode compares": Watched(
-        Guard("exchange.in_flight:InFlight.finish", "if self.expected:", "if False:"),
-        corruption_goes_unnoticed,
-    ),
-    "a failure names its exchange": Watched(
-        Guard("exchange.in_flight:InFlight._wait", "except RuntimeError as error:", "except LookupError as error:"),
-        failure_names_the_exchange,
-    ),
-}
+    Watched(Guard("RoPE needs its tables", without="if False:"), rope_is_left_out),
+    Watched(Guard("ranks need a group", without="if False:"), missing_group_passes),
+    Watched(Guard("only the same group", without="if False:"), other_group_passes),
+    Watched(Guard("ranks exchange the same", without="if False:"), disagreement_goes_unnoticed),
+    Watched(Guard("one rank's fault is everybody's", without="if not mine[0]:"), fault_of_one_rank),
+    Watched(Guard("check mode compares", without="if False:"), corruption_goes_unnoticed),
+    Watched(Guard("a failed wait has a name", without="except LookupError as error:"), failure_names_the_exchange),
+]
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_the_suite_notices_without_the_guard_that(name):
-    must_notice(WATCHED[name])
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

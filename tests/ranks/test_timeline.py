@@ -22,6 +22,7 @@ from ds_sp_overlap.profiling.timeline import UNTRACKED, Row, Timeline, Track, co
 from ds_sp_overlap.schedule import by_head_groups
 from tests.helpers import layers, models
 from tests.helpers.layers import Shape
+from tests.helpers.listening import listening
 from tests.helpers.ranks import on_ranks, refusal
 
 
@@ -291,11 +292,11 @@ def test_nothing_is_computed_between_layers():
     assert computing(rows, 0, schedules) == [], "a layer that ran without exchanges"
 
 
-def test_without_matplotlib_the_pictures_are_missing_and_it_says_what_to_install(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_the_pictures_are_missing_and_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    picture.write(str(tmp_path), [recorded(**ON_HOST)])
-    says = f"sp_overlap: timeline in {tmp_path}; pip install matplotlib for timeline.html and timeline.png\n"
-    assert capsys.readouterr().out == says
+    with listening() as messages:
+        picture.write(str(tmp_path), [recorded(**ON_HOST)])
+    assert messages == [f"sp_overlap: timeline in {tmp_path}; pip install matplotlib for timeline.html and timeline.png"]
     assert {path.name for path in tmp_path.iterdir()} == {"timeline.txt", "exchanges.csv", "trace.json"}
 
 

@@ -7,7 +7,6 @@ through gloo. They show choice, refusal and layout, and nothing about the librar
 import contextlib
 import sys
 import types
-import warnings
 from datetime import timedelta
 from unittest import mock
 
@@ -23,6 +22,7 @@ from ds_sp_overlap.exchange.channel import Channel, by_name
 from ds_sp_overlap.exchange.transport import C10d, OneRank, backend_of
 from tests.helpers import layers, models
 from tests.helpers.layers import Shape
+from tests.helpers.listening import listening
 from tests.helpers.ranks import on_ranks, refusal
 from tests.helpers.streams import Backend
 
@@ -130,8 +130,7 @@ def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lamb
     """What is made for two layers of one sp group, and over which groups their exchanges go."""
     nccl = Nccl(new_group_error=error, groups_made=groups_made)
     channels = [Channel(dist.group.WORLD, name) for _ in range(2)]
-    with nccl(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with nccl(), listening() as messages:
         if reversed_ranks:
             stack = mock.patch.object(dist, "get_process_group_ranks", lambda group: [1, 0])
         else:
@@ -144,7 +143,7 @@ def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lamb
         (ranks, o["backend"], o["use_local_synchronization"], o["pg_options"].is_high_priority_stream, vars(o["pg_options"].config))
         for ranks, o in nccl.made
     ]
-    return made, [channel.transport.group is None for channel in channels], [str(w.message) for w in caught]
+    return made, [channel.transport.group is None for channel in channels], messages
 
 
 def test_auto_makes_one_nccl_communicator_for_all_layers_with_its_members_alone():
@@ -354,8 +353,7 @@ def test_on_gloo_copy_engines_are_refused_before_training_with_the_model_unchang
 def faults_through(rank, engine, shape, steps=3):
     """Faults of a layer whose exchanges an engine moves; what it was asked to move, and what was warned of."""
     nccl, faults = Nccl(), []
-    with nccl(), fast_ulysses(engine == "FastUlysses"), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with nccl(), fast_ulysses(engine == "FastUlysses"), listening() as messages:
         layer = layers.projections(shape)
         attend = layers.block(shape, layer, dist.group.WORLD)
         whole = layers.projections(shape)
@@ -375,7 +373,7 @@ def faults_through(rank, engine, shape, steps=3):
         calls,
         nccl.exchanges.count("split"),
         len(nccl.rendezvous),
-        [str(w.message) for w in caught if "copy" in str(w.message)],
+        [message for message in messages if "copy" in message],
     )
 
 

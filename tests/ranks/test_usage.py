@@ -391,36 +391,35 @@ def tables_are_watched(rank):
     return [] if tables_changed_before_backward(rank) else ["nobody noticed that they changed"]
 
 
-WATCHED = {
-    "a part travels as it lies only if it has one element": Watched(
-        Guard(
-            "exchange.in_flight:_as_it_travels", "if not side.is_cut_into_slices:", "if len(side.parts) != side.shape[side.dim]:"
-        ),
+WATCHED = [
+    Watched(
+        Guard("each part together", without="if len(side.parts) != side.shape[side.dim]:"),
         functools.partial(of_another_memory_order, lengths=(2, 0)),
     ),
-    "gradients of shared rows are summed": Watched(
-        SEEN_BY_PROGRAMS["gradients of shared rows are summed"],
+    Watched(
+        SEEN_BY_PROGRAMS["shared rows are summed"],
         functools.partial(faults_of, use=layers.backward, shapes=SHAPES[:1], change=key_is_value),
     ),
-    "rotary tables are saved where autograd watches": Watched(
-        Guard("attention.nodes:_StartInputs.forward", "*tables, *normed", "*(table.data for table in tables), *normed"),
+    Watched(
+        Guard(
+            "unchanged",
+            without="watched = *(table.data for table in tables), *normed.values()\n"
+            "ctx.save_for_backward(x if any(of_parameters[:linear:2]) else None, *weights, *watched)",
+        ),
         tables_are_watched,
     ),
-    "rows without a gradient get zero": Watched(
-        Guard("attention.slices:join_pieces", "if once else like.new_zeros(shape)", "if once else like.new_ones(shape)"),
+    Watched(
+        Guard("zero without a gradient", without="whole = like.new_empty(shape) if once else like.new_ones(shape)"),
         attention_without_keys,
     ),
-    "keys of two groups stay as they are": Watched(
-        Guard("attention.execution:_attended", "if (k._version, v._version) != before:", "if False:"),
-        changed_in_place_though_shared,
-    ),
-    "a part that needs no gradient is not exchanged": Watched(
-        Guard("attention.nodes:_StartInputs.forward", "[is_needed((kind, group)) for kind in of]", "[True for _ in of]"),
+    Watched(Guard("keys stay as they are", without="if False:"), changed_in_place_though_shared),
+    Watched(
+        Guard("only what is needed", without="call.exchanges[of, group].needed = needed = [True for _ in of]"),
         exchanges_of_frozen_parts,
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_the_suite_notices_without_the_guard_that(name):
-    must_notice(WATCHED[name])
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

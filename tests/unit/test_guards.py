@@ -1,13 +1,32 @@
 """Taking guards out (`helpers.guards`): each test file has its own at its end."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
-from tests.helpers.guards import Guard, removed
+from tests.helpers.guards import Guard, guarded, markers, removed
+
+TESTS = Path(__file__).parents[1]
+
+
+def named():
+    """The markers of all guards that tests take out; of files that import frameworks, too."""
+    calls = [node for path in TESTS.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    guards = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Guard"]
+    return {call.args[0].value for call in guards if isinstance(call.args[0], ast.Constant)}
+
+
+def test_every_guard_is_taken_out_by_a_test():
+    assert set(markers()) == named()
+
+
+def test_every_marker_stands_once_in_a_statement():
+    for marker in markers():
+        guarded(marker)
 
 
 def test_a_guard_that_the_code_no_longer_holds_is_reported():
-    with (
-        pytest.raises(LookupError, match="holds 0 times the guard"),
-        removed(Guard("relayout.ops:_copy_in", "no such text", "pass")),
-    ):
+    nowhere = "it stands nowhere"
+    with pytest.raises(LookupError, match="stands 0 times in the package"), removed(Guard(nowhere, "pass")):
         pass

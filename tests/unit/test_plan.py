@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,6 +136,10 @@ def test_a_transformers_config_gives_the_shape(capsys, tmp_path):
 @pytest.mark.parametrize(
     "words,message",
     [
+        ("--bandwidth 45 --seq 64g", r"--seq: must be a whole number of at least 1, or one such as 64k \(65536\) or 1m, got '64g'"),
+        ("--bandwidth 45 --seq k", r"--seq: must be a whole number of at least 1, or one such as 64k \(65536\) or 1m, got 'k'"),
+        ("--bandw 45", r"unrecognized arguments: --bandw 45"),
+        ("--bandwidth 45 --batc=2", r"unrecognized arguments: --batc=2"),
         ("--bandwidth 45 --sp 0", r"--sp: must be a whole number of at least 1, got '0'"),
         ("--bandwidth -1", r"--bandwidth: must be a number above 0, got '-1'"),
         ("--bandwidth x", r"--bandwidth: must be a number above 0, got 'x'"),
@@ -151,7 +156,8 @@ def test_the_command_refuses(capsys, words, message):
     with pytest.raises(SystemExit) as refused:
         main(f"{SEVEN_B} {words}".split())
     assert refused.value.code == 2
-    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
 
 
 def test_the_command_refuses_a_layer_without_a_shape(capsys):
@@ -160,13 +166,35 @@ def test_the_command_refuses_a_layer_without_a_shape(capsys):
     assert "--hidden and --heads missing; give them, or --model" in capsys.readouterr().err
 
 
-def test_it_measures_what_is_not_given(capsys):
-    words = "plan --hidden 32 --heads 4 --seq 64 --sp 2 --dtype-bytes 4 --measure --bandwidth 3".split()
-    assert main(words) == 0
-    rates = re.search(
-        r"rates: (\S+) TFLOP/s in matrix products, (\S+) in attention, 3 GB/s on the wire, (\S+) us", capsys.readouterr().out
+MEASURED = "plan --hidden 32 --heads 4 --seq 64 --sp 2 --dtype-bytes 4 --measure"
+
+
+def test_it_says_which_rates_were_given_and_which_assumed(capsys):
+    assert main("plan --hidden 32 --heads 4 --seq 64 --sp 2 --bandwidth 3 --tflops 2".split()) == 0
+    assert (
+        "rates: 2 TFLOP/s in matrix products (given), 2 in attention (that of matrix products), 3 GB/s on the wire (given), "
+        "20 us an exchange (assumed)"
+    ) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text,tokens", [("64k", 65536), ("64K", 65536), ("1m", 2**20), ("65536", 65536)])
+def test_tokens_are_counted_in_k_and_m(capsys, text, tokens):
+    assert main(f"plan --hidden 32 --heads 4 --seq {text} --sp 2 --bandwidth 3 --tflops 2".split()) == 0
+    assert f" {tokens} tokens, batch 1" in capsys.readouterr().out
+
+
+def no_process(*arguments, **options):
+    raise torch.multiprocessing.ProcessRaisedException("-- Process 1 failed:\nTraceback\nRuntimeError: no route to host", 1, 2)
+
+
+def test_a_measurement_that_fails_is_an_error_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", no_process)
+    with pytest.raises(SystemExit) as refused:
+        main(MEASURED.split())
+    assert refused.value.code == 2
+    assert capsys.readouterr().err.startswith(
+        "ds-sp-overlap plan: --measure failed: RuntimeError: no route to host; give --bandwidth and --tflops instead"
     )
-    assert all(float(rate) > 0 for rate in rates.groups())
 
 
 def test_measuring_refuses_another_number_of_ranks_than_the_launcher_started(capsys, monkeypatch):

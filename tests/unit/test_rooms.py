@@ -19,8 +19,9 @@ LEVELS = (
     ("integrations",),
     ("planner",),
     ("doctor",),
+    ("__init__",),
     ("cli",),
-    ("__init__", "__main__"),
+    ("__main__",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 FRAMEWORKS = {"deepspeed", "transformers", "megatron", "accelerate", "peft"}

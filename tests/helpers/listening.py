@@ -1,0 +1,22 @@
+"""Listen to what the package says in passing."""
+
+import contextlib
+import logging
+
+from ds_sp_overlap.say import LOGGER, say_once
+
+
+@contextlib.contextmanager
+def listening(level=logging.DEBUG):
+    """The messages of this process inside, of ``level`` and above, those that are said once included."""
+    say_once.cache_clear()
+    messages, handler, before = [], logging.Handler(level), LOGGER.level
+    handler.addFilter(lambda record: record.getMessage().startswith("sp_overlap"))
+    handler.emit = lambda record: messages.append(record.getMessage())
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(min(level, before))
+    try:
+        yield messages
+    finally:
+        LOGGER.setLevel(before)
+        LOGGER.removeHandler(handler)

@@ -1,0 +1,239 @@
+"""What the forward of an attention layer computes, read by running it on labels: known, or not known, and never mistaken."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: F401, of the forwards below
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward  # noqa: F401
+
+from ds_sp_overlap.integrations.transformers_reading import Reader, Source, Unknown
+from ds_sp_overlap.integrations.transformers_rotary import Table, rotary_of
+from ds_sp_overlap.rotary import rotate
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 24
+FORWARD = """
+def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+    k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+    v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+    cos, sin = position_embeddings
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, self.layer_idx)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+    dropout = self.attention_dropout if self.training else 0.0
+    o, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, window=self.config.window, **kwargs)
+    o = o.reshape(*hidden_states.shape[:-1], -1)
+    return self.o_proj(o), weights
+"""
+Q_NORM, ROTATE = "self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)", "apply_rotary_pos_emb(q, k, cos, sin)"
+
+
+class Layer(nn.Module):
+    """With a forward of its own source; no weight has any memory."""
+
+    def __init__(self, *changes):
+        super().__init__()
+        source = FORWARD
+        for old, new in changes:
+            assert source.count(old) == 1
+            source = source.replace(old, new)
+        self.config = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
+        self.config.window = 5
+        self.head_dim, self.layer_idx, self.attention_dropout, self.scaling = HEAD_DIM, 0, 0.25, 0.5
+        sizes = dict(q=HEADS, k=KV_HEADS, v=KV_HEADS)
+        with torch.device("meta"):
+            for kind, heads in sizes.items():
+                self.add_module(f"{kind}_proj", nn.Linear(HIDDEN, heads * HEAD_DIM))
+            self.qkv_proj = nn.Linear(HIDDEN, sum(sizes.values()) * HEAD_DIM)
+            self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN)
+            self.q_norm, self.k_norm = nn.RMSNorm(HEAD_DIM), nn.RMSNorm(HEAD_DIM)
+            self.wide_norm, self.each_norm = nn.RMSNorm(HEADS * HEAD_DIM), nn.LayerNorm((HEADS, HEAD_DIM))
+            self.sinks, self.of_tokens = nn.Parameter(torch.zeros(HEADS)), nn.Parameter(torch.zeros(HIDDEN))
+        namespace = {}
+        exec(compile(source, "<forward>", "exec"), globals(), namespace)
+        type(self).forward = namespace["forward"]
+
+
+def layer(*changes):
+    """Each of a class of its own."""
+    return type("Attention", (Layer,), {})(*changes)
+
+
+def reading(*changes):
+    return Reader("layer", layer(*changes)).reading
+
+
+def test_a_layer_is_read():
+    found = reading()
+    rows = tuple(range(0, HEADS * HEAD_DIM, HEAD_DIM))
+    assert found.sources == {
+        "q": Source(("q_proj",), rows, "q_norm"),
+        "k": Source(("k_proj",), rows[:KV_HEADS], "k_norm"),
+        "v": Source(("v_proj",), rows[:KV_HEADS]),
+    }
+    assert (found.head_dim, found.output, found.passes, found.per_head) == (HEAD_DIM, "o_proj", True, ())
+    assert found.options == dict(dropout=0.25, scaling=0.5, window=5)
+    assert found.rotary["neighbours"] is False and found.first_rows(fused=False) is None
+
+
+OTHERWISE = {
+    "heads in the middle": ("q = " + Q_NORM, "q = self.q_norm(self.q_proj(hidden_states).view(shape).transpose(1, 2))"),
+    "with a name of its own": ("q, k = " + ROTATE, "a, b = q, k\n    q, k = apply_rotary_pos_emb(a, b, *position_embeddings)"),
+    "by a condition": ("q, k = " + ROTATE, "if self.scaling:\n        q, k = " + ROTATE),
+    "without keywords of its own": ("attention_mask, dropout", "attention_mask=attention_mask, dropout"),
+}
+
+
+@pytest.mark.parametrize("spelling", OTHERWISE)
+def test_spelling_makes_no_difference(spelling):
+    assert reading(OTHERWISE[spelling]) == reading()
+
+
+def test_a_norm_over_all_heads_belongs_to_the_projection():
+    found = reading((Q_NORM, "self.wide_norm(self.q_proj(hidden_states)).view(shape).transpose(1, 2)"))
+    assert found.sources["q"].chain == ("q_proj", "wide_norm") and found.sources["q"].norm is None
+
+
+def test_a_norm_behind_the_rotation_is_told_from_one_before_it():
+    bare = (Q_NORM, "self.q_proj(hidden_states).view(shape).transpose(1, 2)")
+    k = (
+        "self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)",
+        "self.k_proj(hidden_states).view(shape).transpose(1, 2)",
+    )
+    behind = ("q, k = " + ROTATE, "q, k = " + ROTATE + "\n    q, k = self.q_norm(q), self.k_norm(k)")
+    found = reading(bare, k, behind)
+    assert [found.sources[kind].last for kind in "qk"] == [True, True] and found.sources["q"].norm == "q_norm"
+
+
+def test_dims_that_the_forward_leaves_out_of_the_rotation_pass_through():
+    assert reading().rotary["partial"] is False
+    parts = "a, b = apply_rotary_pos_emb(q[..., :4], k[..., :4], cos, sin)"
+    found = reading(("q, k = " + ROTATE, parts + "\n    q, k = torch.cat((a, q[..., 4:]), -1), torch.cat((b, k[..., 4:]), -1)"))
+    assert found.rotary["partial"] is True
+
+
+def test_heads_of_a_fused_projection_are_found_where_they_lie():
+    fused = "self.qkv_proj(hidden_states).view(*hidden_states.shape[:-1], KV_HEADS, 4, HEAD_DIM)"
+    q = (Q_NORM, f"{fused}[..., :2, :].flatten(2, 3).transpose(1, 2)")
+    k = ("self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)", f"{fused}[..., 2, :].transpose(1, 2)")
+    v = ("self.v_proj(hidden_states).view(shape).transpose(1, 2)", f"{fused}[..., 3, :].transpose(1, 2)")
+    with pytest.raises(Unknown, match="calls qkv_proj more than once"):
+        reading(q, k, v)
+    once = ("shape = (*hidden", f"fused = {fused}\n    shape = (*hidden")
+    q, k, v = ((old, new.replace(fused, "fused")) for old, new in (q, k, v))
+    found = reading(once, q, k, v)
+    assert [found.sources[kind].rows for kind in "qkv"] == [(0, 8, 32, 40), (16, 48), (24, 56)]
+    assert found.first_rows(fused=True) == {kind: source.rows for kind, source in found.sources.items()}
+
+
+def test_what_is_kept_for_each_head_is_known_by_being_a_parameter_of_as_many():
+    assert reading(("window=self.config.window", "s_aux=self.sinks")).per_head == ("s_aux",)
+
+
+Q = "q = " + Q_NORM
+O = "o = o.reshape(*hidden_states.shape[:-1], -1)"  # noqa: E741
+WRONG = {
+    "scaled q": (Q, Q + " * 1.5"),
+    "one element of q off": (Q, Q + "\n    q = torch.cat((q[..., :-1], q[..., -1:] + 1e-9), -1)"),
+    "tokens moved": (Q, Q + ".roll(1, 2)"),
+    "rows of the batch moved": (Q, Q + ".flip(0)"),
+    "dims backwards": (Q, Q + ".flip(3)"),
+    "dims across heads": (Q, "q = self.q_norm(self.q_proj(hidden_states).view(*shape[:-2], self.head_dim, -1).mT).transpose(1, 2)"),
+    "other hidden states": (Q_NORM, "self.q_norm(self.q_proj(hidden_states + 1).view(shape)).transpose(1, 2)"),
+    "a weight of its own": (Q_NORM, "self.q_norm(self.q_proj(hidden_states * self.of_tokens).view(shape)).transpose(1, 2)"),
+    "a norm for each head": (Q_NORM, "self.each_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)"),
+    "a norm across heads and dims": (Q_NORM, "self.q_norm(self.q_proj(hidden_states).view(*shape[:-2], -1, 4).mT).transpose(1, 2)"),
+    "a norm of v": ("v = self.v_proj(hidden_states).view(shape)", "v = self.k_norm(self.v_proj(hidden_states).view(shape))"),
+    "only q rotated": ("q, k = " + ROTATE, f"q, _ = {ROTATE}"),
+    "v rotated": ("q, k = " + ROTATE, f"q, k = {ROTATE}\n    v, _ = apply_rotary_pos_emb(v, k, cos, sin)"),
+    "rotated by other tables": ("q, k = " + ROTATE, "q, k = apply_rotary_pos_emb(q, k, cos, -sin)"),
+    "rotated by the tables of other tokens": ("q, k = " + ROTATE, "q, k = apply_rotary_pos_emb(q.roll(1, 2), k, cos, sin)\n    q = q.roll(-1, 2)"),
+    "last dims rotated": (
+        "q, k = " + ROTATE,
+        "a, b = apply_rotary_pos_emb(q[..., 4:], k[..., 4:], cos, sin)\n    q, k = torch.cat((q[..., :4], a), -1), torch.cat((k[..., :4], b), -1)",
+    ),
+    "another mask": ("v, attention_mask,", "v, None,"),
+    "two calls": ("    o, weights = ", "    attend(self, q, k, v, attention_mask)\n    o, weights = "),
+    "scaled o": (O, O + " * 2"),
+    "a gate": (O, O + " * torch.sigmoid(self.q_proj(hidden_states))"),
+    "o of other tokens": (O, O + ".roll(1, 1)"),
+    "a residual": ("return self.o_proj(o), weights", "return self.o_proj(o) + hidden_states, weights"),
+    "dropout in training": ("return self.o_proj(o)", "return nn.functional.dropout(self.o_proj(o), 0.5, self.training)"),
+    "another projection in evaluation": ("self.v_proj(hidden", "(self.v_proj if self.training else self.k_proj)(hidden"),
+    "one more that is returned": ("self.o_proj(o), weights", "self.o_proj(o), weights, k"),
+    "a module on the side": (O, O + "\n    self.wide_norm(q)"),
+    "something remembered": (O, O + "\n    self.last = o"),
+    "an argument nobody knows": ("past_key_values=None", "past_key_values=None, shared=None"),
+    "a tensor for attention": ("window=self.config.window", "bias=hidden_states"),
+    "no attention": ("o, weights = attend(self, q, k, v, attention_mask", "o, weights = (lambda *_, **__: (q, None))(self, q, k, v, attention_mask"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_layer_that_computes_something_else_is_not_known(what):
+    with pytest.raises(Unknown) as caught:
+        reading(WRONG[what])
+    assert "NameError" not in str(caught.value) and "SyntaxError" not in str(caught.value)
+
+
+def test_what_a_forward_looked_at_is_looked_at_again():
+    module = layer(("self.config.window", "self.config.window if self.scaling else self.k_proj"))
+    reader = Reader("model.layer", module)
+    module.config.window, module.attention_dropout = 7, 0.75
+    assert reader.options(module) == dict(dropout=0.75, scaling=0.5, window=7)
+    module.eval()
+    assert reader.options(module) == dict(dropout=0.0, scaling=0.5, window=7)
+    module.scaling = 0.0
+    with pytest.raises(
+        RuntimeError, match="model.layer: Attention computes something else since scaling changed .* call ds_sp_overlap.enable"
+    ):
+        reader.options(module)
+
+
+# Rotary functions.
+
+
+def halves(q, k, cos, sin):
+    return rotate(q, cos.unsqueeze(1), sin.unsqueeze(1)), rotate(k, cos.unsqueeze(1), sin.unsqueeze(1))
+
+
+ROTARIES = {
+    "llama": ("as_given", False, False, "promoted"),
+    "phi3": ("as_given", True, False, "promoted"),
+    "olmo2": ("as_given", False, False, "kept"),
+    "modernbert_decoder": ("as_given", False, False, "fp32"),
+    "cohere": ("as_given", False, True, "fp32"),
+    "glm": ("first_half_each_twice", True, True, "promoted"),
+    "ernie4_5": ("first_half_each_twice", False, True, "fp32"),
+    "nanochat": ("backwards", False, False, "promoted"),
+    "gpt_oss": ("half_twice", False, False, "promoted"),
+}
+HEADS_FIRST = torch.Size((2, 3, 5, 16)), torch.Size((2, 2, 5, 16)), Table.COS, Table.SIN
+
+
+@pytest.mark.parametrize("family", ROTARIES)
+def test_a_rotary_embedding_is_known_by_what_it_does(family):
+    module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=["apply_rotary_pos_emb"])
+    found = rotary_of(module.apply_rotary_pos_emb, HEADS_FIRST, (), 5)
+    assert (found["tables"].__name__, found["partial"], found["neighbours"], found["rounding"]) == ROTARIES[family]
+
+
+NO_ROTARIES = {
+    "nothing": lambda q, k, cos, sin: (q, k),
+    "k as it is": lambda q, k, cos, sin: (halves(q, k, cos, sin)[0], k),
+    "added": lambda q, k, cos, sin: (q + cos.unsqueeze(1), k + cos.unsqueeze(1)),
+    "heads unlike": lambda q, k, cos, sin: halves(q * torch.arange(q.shape[1]).view(-1, 1, 1), k, cos, sin),
+    "off by little": lambda q, k, cos, sin: halves(q * 1.001, k, cos, sin),
+    "other tokens": lambda q, k, cos, sin: halves(q, k, cos.roll(1, 1), sin),
+    "swapped": lambda q, k, cos, sin: halves(k, q, cos, sin),
+    "rounded on the way": lambda q, k, cos, sin: tuple(x.bfloat16().to(x.dtype) for x in halves(q, k, cos, sin)),
+}
+
+
+@pytest.mark.parametrize("what", NO_ROTARIES)
+def test_a_function_that_does_something_else_is_no_rotary_embedding(what):
+    with pytest.raises(LookupError):
+        rotary_of(NO_ROTARIES[what], HEADS_FIRST, (), 5)

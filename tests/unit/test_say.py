@@ -1,0 +1,53 @@
+"""Messages go through DeepSpeed's logger, on rank 0; and nothing but the commands and the table prints."""
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+
+from ds_sp_overlap.say import say, say_once
+from tests.helpers.listening import listening
+
+PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
+PRINTS = {"cli", "doctor", "planner.command", "relayout.build", "integrations.deepspeed"}  # commands; the table of layers
+
+
+@pytest.mark.parametrize("rank,level", [("0", logging.WARNING), ("1", logging.DEBUG), ("63", logging.DEBUG)])
+def test_rank_0_warns_and_the_others_say_it_at_debug_level(rank, level, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    with listening(level + 1) as above, listening(level) as messages:
+        say("sp_overlap: x")
+    assert above == [] and messages == ["sp_overlap: x"]
+
+
+def test_what_is_said_once_is_said_once():
+    with listening() as messages:
+        for text in ("sp_overlap: once", "sp_overlap: once", "sp_overlap: twice"):
+            say_once(text)
+    assert messages == ["sp_overlap: once", "sp_overlap: twice"]
+
+
+@pytest.mark.parametrize("saying", [say, say_once])
+def test_a_message_names_the_place_it_is_from(saying):
+    places, handler = [], logging.Handler()
+    handler.emit = lambda record: places.append(record.filename)
+    logging.getLogger("DeepSpeed").addHandler(handler)
+    try:
+        saying(f"sp_overlap: of {saying}")
+    finally:
+        logging.getLogger("DeepSpeed").removeHandler(handler)
+    assert places == ["test_say.py"]
+
+
+def calls_of(source):
+    """Names of what a file calls to say something by itself."""
+    calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return {ast.unparse(function) for function in calls} & {"print", "warnings.warn", "warn", "log_dist"}
+
+
+def test_nothing_else_prints_or_warns():
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        assert calls_of(path.read_text()) <= ({"print"} if module in PRINTS else set()), module
+    assert calls_of("def f():\n    warnings.warn('x')\n    print()") == {"print", "warnings.warn"}

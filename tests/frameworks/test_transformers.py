@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 import ds_sp_overlap.integrations.transformers as integration
+from ds_sp_overlap.exchange.transport import C10d
 from tests.helpers import flash
 from tests.helpers.accelerate_script import train_with_accelerate
 from tests.helpers.listening import listening
@@ -278,6 +279,30 @@ def reused_buffer(rank):
 
 def test_position_ids_written_anew_in_place_are_noticed():
     assert all(max(errors) < FP64 for errors in on_ranks(2, reused_buffer))
+
+
+# What is handed down to attention besides.
+
+
+def groups_beside_labels(rank):
+    """Exchanges of q in a forward that gets the labels as Trainer passes them, [b, s/P] with b the query heads of a rank."""
+    inputs, launched, launch = cut(batches(1)[0], rank, 2), [], C10d.launch
+
+    def noting(*args):
+        launched.append(args[-1])
+        return launch(*args)
+
+    with sequence_parallel_model(2, layers=1) as (model, _), mock.patch.object(C10d, "launch", noting):
+        ds_sp_overlap.enable(model, {"head_groups": 2})
+        labels = inputs.pop("labels")
+        model(**inputs, labels=labels, shift_labels=labels, use_cache=False)
+    return [name.split()[1] for name in launched if name.split()[1].startswith("q")]
+
+
+def test_labels_that_trainer_hands_down_are_not_taken_for_something_per_head():
+    assert BATCH == 4 // 2, "batch and query heads of a rank are the same number"
+    for exchanges in on_ranks(2, groups_beside_labels):
+        assert len(exchanges) == 2, exchanges
 
 
 # Accelerate.

@@ -16,7 +16,9 @@ from tests.helpers.models import SEQ, batches, forget_sequence_parallel, overlap
 
 STEPS, BATCH = 4, 2
 LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"])
-EXPERTS = dict(family="mixtral", num_local_experts=4, output_router_logits=True)
+EXPERTS = dict(
+    family="mixtral", num_local_experts=4, output_router_logits=True, head_dim=8
+)  # stock Ulysses takes no None for head_dim
 
 
 @dataclass

@@ -1,4 +1,6 @@
-"""Lay the losses of two runs side by side: python compare.py OFF.log ON.log. Exit status 1 if they differ, or nothing was overlapped.
+"""Lay the losses of a run without the overlap and one with it side by side: python compare.py OFF.log ON.log.
+
+Exit status 1 if they differ, or nothing was overlapped.
 
 The overlap adds the same numbers, partly in another order. In fp32 that is a few roundings of 6e-8 a step, which training
 amplifies: 1e-6 is usual after twenty steps, TOLERANCE leaves room for a hundred times that. In bf16 a rounding is 4e-3, and two

@@ -22,10 +22,10 @@ if [ $# -eq 0 ]; then
 fi
 out=$(mktemp -d)
 python corpus.py "$out/corpus" > "$out/corpus.log" 2>&1 || { cat "$out/corpus.log"; exit 1; }
-for overlap in off on; do
-    sed "s/\"enabled\": true/\"enabled\": $([ $overlap = on ] && echo true || echo false)/" ds.json > "$out/$overlap.json"
+for overlap in 0 1; do
+    export DS_SP_OVERLAP=$overlap # goes before what ds.json says
     torchrun --standalone --nproc_per_node "$LOCAL_SIZE" -m ds_sp_overlap run "$checkout/pretrain_gpt.py" \
-        --deepspeed --deepspeed_config "$out/$overlap.json" --ds-sequence-parallel-size "$LOCAL_SIZE" --no-pipeline-parallel --zero-stage 1 \
+        --deepspeed --deepspeed_config ds.json --ds-sequence-parallel-size "$LOCAL_SIZE" --no-pipeline-parallel --zero-stage 1 \
         --use-flash-attn-v2 $model --max-position-embeddings 65536 --use-rotary-position-embeddings \
         --attention-dropout 0 --hidden-dropout 0 --no-masked-softmax-fusion --no-query-key-layer-scaling \
         --no-gradient-accumulation-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion \
@@ -35,4 +35,4 @@ for overlap in off on; do
         $([ $dtype = bf16 ] && echo --bf16 || echo --distributed-backend gloo) \
         "${@:3}" > "$out/$overlap.log" 2>&1 || { tail -n 60 "$out/$overlap.log"; exit 1; }
 done
-python ../compare.py "$out/off.log" "$out/on.log" --dtype $dtype
+python ../compare.py "$out/0.log" "$out/1.log" --dtype $dtype

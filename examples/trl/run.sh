@@ -5,11 +5,11 @@ cd "$(dirname "$0")"
 dtype=bf16
 if [ $# -eq 0 ]; then export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1; dtype=fp32; fi
 out=$(mktemp -d)
-for overlap in off on; do
-    sed "s/\"enabled\": true/\"enabled\": $([ $overlap = on ] && echo true || echo false)/" ds.json > "$out/$overlap.json"
-    accelerate launch --config_file accelerate.yaml --deepspeed_config_file "$out/$overlap.json" --main_process_port 0 \
-        --num_processes "${2:-2}" --parallelism_config_sp_size "${2:-2}" sft.py --model "${1:-tiny}" --output "$out/$overlap" \
-        "${@:3}" > "$out/$overlap.log" 2>&1 || { tail -n 60 "$out/$overlap.log"; exit 1; }
+for overlap in 0 1; do
+    export DS_SP_OVERLAP=$overlap
+    accelerate launch --config_file accelerate.yaml --main_process_port 0 --mixed_precision ${dtype/fp32/no} \
+        --num_processes "${2:-2}" --parallelism_config_sp_size "${2:-2}" sft.py --model "${1:-tiny}" --output "$out/$overlap" "${@:3}" \
+        > "$out/$overlap.log" 2>&1 || { tail -n 60 "$out/$overlap.log"; exit 1; }
     cat "$out/$overlap/trainer_state.json" >> "$out/$overlap.log" # all digits of the losses
 done
-python ../compare.py "$out/off.log" "$out/on.log" --dtype $dtype
+python ../compare.py "$out/0.log" "$out/1.log" --dtype $dtype

@@ -1,4 +1,4 @@
-"""Fine-tune with TRL's SFTTrainer over long sequences, which Ulysses splits over all ranks: see accelerate.yaml and ds.json."""
+"""Fine-tune with TRL's SFTTrainer over long sequences, which Ulysses splits over all ranks: see accelerate.yaml."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, LlamaConfig, set_seed
 from trl import SFTConfig, SFTTrainer
 
-import ds_sp_overlap  # noqa: F401  # from here on the DeepSpeed config may have a section "sp_overlap"
+import ds_sp_overlap  # noqa: F401  # from here on DS_SP_OVERLAP=1 in the environment switches the overlap on
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="tiny", help='name or folder of a model; "tiny" is one of random weights')

@@ -46,14 +46,15 @@ def in_all_sections(rank, client, folder, options):
     return {name: train(rank, client, section, f"{folder}/{name}", **options) for name, section in SECTIONS.items()}
 
 
-def assert_like_stock(logs, rounding=ROUNDING):
+def assert_like_stock(logs):
     """``logs`` of one rank, by section."""
     stock = logs.pop("stock")
     assert stock.bound == 0 and len(set(stock.losses)) == len(stock.losses) == 4 and min(stock.norms) > 0
     assert logs.pop("G = 1").equals(stock)
     for name, log in logs.items():
         assert log.bound == 2, name
-        assert log.distance(stock) <= rounding, (name, log.distance(stock))
+        assert log.distance(stock) <= ROUNDING, (name, log.distance(stock))
+    return logs["G = 2"].distance(stock)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +68,11 @@ def assert_like_stock(logs, rounding=ROUNDING):
 def test_a_trainer_overlapped_logs_what_stock_logs(client, options, tmp_path):
     if client == "SFTTrainer":
         pytest.importorskip("trl")
-    for logs in on_ranks(2, in_all_sections, client, str(tmp_path), options):
+    for logs in on_ranks(2, in_all_sections, client, str(tmp_path), options, timeout_s=600):
         for field in ("evaluate", "resume"):
             assert bool(getattr(logs["stock"], f"{field}d")) == (field in options)
-        assert_like_stock(logs)
+        # G = 2 adds in another order, but where LoRA's output projection is called whole.
+        assert (assert_like_stock(logs) > 0) == ("lora" not in options)
 
 
 def with_fault(rank, client, folder, factor):

@@ -5,11 +5,13 @@ stock does. G = 2, and timing, which tries both in turn, add in another order: a
 """
 
 import itertools
+import os
+from unittest import mock
 
 import pytest
 
 from tests.helpers.accelerate_script import train_with_accelerate
-from tests.helpers.clients import train
+from tests.helpers.clients import train, train_tiled
 from tests.helpers.models import scaled_values
 from tests.helpers.ranks import on_ranks
 
@@ -84,6 +86,42 @@ def with_fault(rank, client, folder, factor):
 def test_the_tolerance_catches_a_fault_of_a_thousandth(tmp_path):
     for off in on_ranks(2, with_fault, "Trainer", str(tmp_path), 1.001):
         assert off > 10 * ROUNDING
+
+
+# DeepSpeed's tiled computations, and what is saved for backward on the host; Liger.
+
+
+def tiled(rank, stage, offload):
+    return {name: train_tiled(rank, section, stage, offload) for name, section in SECTIONS.items()}
+
+
+@pytest.mark.parametrize(
+    "stage, offload",
+    [(1, True), pytest.param(3, False, marks=pytest.mark.clients), pytest.param(3, True, marks=pytest.mark.clients)],
+)
+def test_tiled_mlp_and_tiled_loss_train_as_with_stock(stage, offload):
+    for logs in on_ranks(2, tiled, stage, offload, timeout_s=600):
+        assert assert_like_stock(logs) > 0
+
+
+def with_liger(rank, folder):
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):  # read when Liger's kernels are made
+        more = dict(
+            use_liger_kernel=True,
+            liger_kernel_config=dict(rope=True, fused_linear_cross_entropy=True, rms_norm=False, swiglu=False),
+        )
+        logs = {name: train(rank, "Trainer", section, f"{folder}/{name}", more=more) for name, section in SECTIONS.items()}
+    return logs, train(rank, "Trainer", None, f"{folder}/plain").distance(logs["stock"])
+
+
+@pytest.mark.clients
+def test_ligers_rope_and_fused_loss_train_as_with_stock(tmp_path):
+    """On CPU by Triton's interpreter, in which Liger's norm and SwiGLU don't run (Liger 0.8.5, Triton 3.7)."""
+    for package in ("liger_kernel", "triton"):
+        pytest.importorskip(package)
+    for logs, off in on_ranks(2, with_liger, str(tmp_path), timeout_s=600):
+        assert 0 < off < ROUNDING, "Liger's kernels were not used, or are wrong"
+        assert_like_stock(logs)
 
 
 # Accelerate.

@@ -2,17 +2,30 @@
 
 import contextlib
 import gc
+import types
 from dataclasses import dataclass, field
 
+import deepspeed
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
 from peft import LoraConfig, get_peft_model
 from transformers import ByT5Tokenizer, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_sp_overlap
-from tests.helpers.models import SEQ, batches, forget_sequence_parallel, overlapped_layers, tiny
+from tests.helpers.models import (
+    SEQ,
+    VOCABULARY,
+    batches,
+    cut,
+    ds_config,
+    forget_sequence_parallel,
+    overlapped_layers,
+    sequence_parallel,
+    tiny,
+)
 
 STEPS, BATCH = 4, 2
 LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"])
@@ -140,4 +153,55 @@ def train(
             ds_sp_overlap.disable(trainer.model)
             trainer.deepspeed.destroy()
             forget_sequence_parallel()
+    return log
+
+
+# DeepSpeed's tiled computations, in a loop of one's own.
+
+
+def _tiled_mlp(mlp, x):
+    def compute(mlp, x):
+        return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+
+    return TiledMLP.apply(compute, mlp, x, 4, [mlp.down_proj.weight, mlp.gate_proj.weight, mlp.up_proj.weight])
+
+
+def _tiled_loss(model, input_ids, position_ids, labels):
+    """The sum of the losses of this rank's tokens."""
+
+    def compute(head, x, y):
+        return torch.nn.functional.cross_entropy(head(x).view(-1, VOCABULARY), y.view(-1), ignore_index=-100, reduction="sum")
+
+    x = model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    return TiledFusedLogitsLoss.apply(compute, model.lm_head, x, labels, None, 2, [model.lm_head.weight], "sum")
+
+
+def train_tiled(rank, section, stage, offload):
+    """Train with TiledMLP and TiledFusedLogitsLoss, checkpointed; ``offload``: what is saved for backward goes to the host."""
+    log, model = Log(), tiny(initializer_range=0.2)
+    for layer in model.model.layers:
+        layer.mlp.forward = types.MethodType(_tiled_mlp, layer.mlp)
+    model.forward = types.MethodType(_tiled_loss, model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    mpu = sequence_parallel(model, 2)
+    config = ds_config(stage, optimizer="SGD", **({} if section is None else {"sp_overlap": section}))
+    try:
+        engine, *_ = deepspeed.initialize(model=model.train(), config=config, mpu=mpu)
+        group = mpu.get_sequence_parallel_group()
+        for tokens in batches(STEPS):
+            inputs = cut(tokens, rank, 2)
+            count = (inputs["labels"] != -100).sum()
+            torch.distributed.all_reduce(count, group=group)
+            with torch.autograd.graph.save_on_cpu() if offload else contextlib.nullcontext():
+                loss = engine(**inputs) / count
+                engine.backward(loss)
+            engine.step()
+            torch.distributed.all_reduce(loss := loss.detach(), group=group)
+            log.losses.append(loss.item())
+            log.norms.append(float(engine.get_global_grad_norm()))
+        log.bound = len(overlapped_layers(engine.module))
+        ds_sp_overlap.disable(engine.module)
+        engine.destroy()
+    finally:
+        forget_sequence_parallel()
     return log

@@ -77,7 +77,7 @@ def enable(
     if group is None:
         raise ValueError(
             "sp_overlap: no sequence-parallel group; give deepspeed.initialize the mpu that "
-            "UlyssesSPAttentionHF.register_with_transformers returned, or pass sequence_process_group= to enable() "
+            "UlyssesSPAttentionHF.register_with_transformers returned (Accelerate does with sp_size, not with cp_size), or pass sequence_process_group= to enable() "
             "(torch.distributed.group.WORLD for all ranks)"
         )
     channel = Channel(group, config.transport, kernels=config.kernels)

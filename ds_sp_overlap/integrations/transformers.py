@@ -80,8 +80,11 @@ def _drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: 
             "o_proj": getattr(module, reading.output),
         }
 
+    def attend(q, k, v, options, **per_head):
+        return local_attention(module, q, k, v, **options, **per_head)
+
     block = SelfAttention(
-        local_attention=functools.partial(local_attention, module),
+        local_attention=attend,
         num_heads=heads["q"],
         num_kv_heads=heads["k"],
         head_dim=reading.head_dim,
@@ -107,8 +110,8 @@ def _drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: 
         x, tables, mask = more.pop("hidden_states"), more.pop("position_embeddings", None), more.pop("attention_mask", None)
         block.use(**children())
         sequence, pattern = forwards.of(name, module, x, mask, more)
-        options = {**(more if reading.passes else {}), **reader.options(module)}
-        options.update((key, PerHead(options[key])) for key in reading.per_head)
+        options = {"sequence": sequence, "pattern": pattern, **(more if reading.passes else {}), **reader.options(module)}
+        per_head = {key: PerHead(options.pop(key)) for key in reading.per_head}
 
         def stock(x):
             return original(**{**given, "hidden_states": x})[0]
@@ -116,7 +119,8 @@ def _drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: 
         alike = overlap.policy and stock_does_the_same(module, x, sequence, pattern, overlap.channel, given)
         o = block(
             x, position_embeddings=tables, sequence_lengths=sequence.lengths, baseline=stock if alike else None,
-            sequence=sequence, pattern=pattern, **options,
+            options=options,  # in a dict, where no labels [b, s/P] that Trainer hands down are taken for something per head
+            **per_head,
         )  # fmt: skip
         return o, None
 

@@ -143,6 +143,8 @@ def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str 
         return "cross-attention"
     if not getattr(module, "is_causal", True):
         return "its attention is not causal"
+    if any("context_parallel" in getattr(hook, "__qualname__", "") for hook in module._forward_pre_hooks.values()):
+        return "Accelerate's context parallelism (cp_size) splits the sequence around it; give sp_size, and no cp_size"
     if models and "position_ids" not in _arguments(type(models[0][1])):
         return f"{type(models[0][1]).__name__} takes no position_ids and counts each rank's tokens from 0"
     return None

@@ -16,12 +16,14 @@ from unittest import mock
 import deepspeed.comm
 import pytest
 import torch
+from accelerate.big_modeling import _attach_context_parallel_hooks
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 import ds_sp_overlap.integrations.transformers as integration
+from ds_sp_overlap.exchange.transport import C10d
 from tests.helpers import flash
 from tests.helpers.accelerate_script import train_with_accelerate
 from tests.helpers.listening import listening
@@ -133,6 +135,36 @@ def test_a_sliding_window_is_that_of_the_whole_sequence_where_stock_has_none():
         for case, (stock, *errors) in zip(WINDOWS, figures, strict=True):
             assert stock > 1e-3, "stock honours the window now: this is no longer beyond it"
             assert max(errors) < FP64, case
+
+
+# Bit for bit.
+
+
+def unlike_stock(rank, options):
+    """What one head group gives that is not stock's bit for bit, and how far that is off."""
+    tokens = batches(1)[0]
+    with sequence_parallel_model(2, initializer_range=0.2, **options) as (model, group):
+        stock = outcome(model, tokens, rank, 2, group)
+        ds_sp_overlap.enable(model, {"head_groups": 1, "on_unsupported": "error"})
+        found = outcome(model, tokens, rank, 2, group)
+    return {name: relative_error(found[name], x) for name, x in stock.items() if not torch.equal(found[name], x)}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
+def test_one_head_group_is_stock_bit_for_bit_but_for_two_sums_in_another_order(family):
+    """In fp32. The weight of Qwen3's norms of q and k gathers its gradient over tokens and heads in the order of memory, which is
+    [b, s, h] here and [b, h, s] with stock. With a fused projection (Phi-3) the gradient to a layer's input is the sum of three
+    products, each under an exchange, where stock has one: what lies below the last attention layer feels it.
+    """
+    for unlike in on_ranks(2, unlike_stock, dict(family=family)):
+        assert max(unlike.values(), default=0.0) < 1e-6, unlike  # a few roundings of 6e-8
+        if family == "qwen3":
+            assert {name.rsplit(".", 2)[1] for name in unlike} == {"q_norm", "k_norm"}
+        elif family == "phi3":
+            below = ("model.embed_tokens.", "model.layers.0.", "model.layers.1.input_layernorm.")
+            assert unlike and all(name.startswith(below) for name in unlike), unlike
+        else:
+            assert unlike == {}
 
 
 # The model is the same before and after.
@@ -278,6 +310,41 @@ def reused_buffer(rank):
 
 def test_position_ids_written_anew_in_place_are_noticed():
     assert all(max(errors) < FP64 for errors in on_ranks(2, reused_buffer))
+
+
+def context_parallel(rank):
+    with sequence_parallel_model(2) as (model, group):
+        _attach_context_parallel_hooks(model)  # as Accelerator.prepare does with cp_size
+        return refusal(ds_sp_overlap.enable, model, {}, group), overlapped_layers(model)
+
+
+def test_accelerates_context_parallelism_is_refused_by_name():
+    for refused, bound in on_ranks(2, context_parallel):
+        assert refused[0] == "ValueError" and "Accelerate's context parallelism (cp_size)" in refused[1] and bound == []
+
+
+# What is handed down to attention besides.
+
+
+def groups_beside_labels(rank):
+    """Exchanges of q in a forward that gets the labels as Trainer passes them, [b, s/P] with b the query heads of a rank."""
+    inputs, launched, launch = cut(batches(1)[0], rank, 2), [], C10d.launch
+
+    def noting(*args):
+        launched.append(args[-1])
+        return launch(*args)
+
+    with sequence_parallel_model(2, layers=1) as (model, _), mock.patch.object(C10d, "launch", noting):
+        ds_sp_overlap.enable(model, {"head_groups": 2})
+        labels = inputs.pop("labels")
+        model(**inputs, labels=labels, shift_labels=labels, use_cache=False)
+    return [name.split()[1] for name in launched if name.split()[1].startswith("q")]
+
+
+def test_labels_that_trainer_hands_down_are_not_taken_for_something_per_head():
+    assert BATCH == 4 // 2, "batch and query heads of a rank are the same number"
+    for exchanges in on_ranks(2, groups_beside_labels):
+        assert len(exchanges) == 2, exchanges
 
 
 # Accelerate.

@@ -1,30 +1,62 @@
 """What a user of Accelerate writes: its DeepSpeed sequence-parallel backend, with an ``sp_overlap`` section."""
 
+import itertools
+import json
 import os
+from pathlib import Path
 from unittest import mock
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.commands import launch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, ParallelismConfig
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
 import ds_sp_overlap
 from tests.helpers.models import BATCH, batches, ds_config, forget_sequence_parallel, overlapped_layers, tiny
 
+# What `accelerate launch --config_file` reads.
+YAML = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+num_machines: 1
+num_processes: 2
+deepspeed_config:
+  deepspeed_config_file: {config}
+parallelism_config:
+  parallelism_config_sp_backend: deepspeed
+  parallelism_config_sp_size: 2
+  parallelism_config_sp_attn_implementation: sdpa
+"""
 
-@mock.patch.dict(os.environ, ACCELERATE_USE_DEEPSPEED="true")  # as `accelerate launch` does
-def train_with_accelerate(rank, section, steps=4):
-    """Losses and the layers that are overlapped."""
-    tokens = batches(steps).flatten(0, 1)
+
+def launched(yaml):
+    """The environment in which `accelerate launch` starts a script."""
+    with mock.patch.object(launch, "deepspeed_launcher") as launcher:
+        launch.launch_command(launch.launch_command_parser().parse_args(["--config_file", str(yaml), "script.py"]))
+    _, environment = prepare_deepspeed_cmd_env(*launcher.call_args.args)
+    return {key: value for key, value in environment.items() if key.startswith(("ACCELERATE_", "PARALLELISM_CONFIG_"))}
+
+
+def train_with_accelerate(rank, section, way="dict", stage=2, folder=None, steps=4):
+    """Losses and the layers that are overlapped; ``way``: the config is a dict, a JSON in ``folder``, or named by a YAML there."""
+    tokens = batches(2 * steps).flatten(0, 1)
     examples = [{"input_ids": row, "labels": row.clone(), "position_ids": torch.arange(len(row))} for row in tokens]
-    config = ds_config(2, optimizer="SGD")
+    config = ds_config(stage, optimizer="SGD")
     del config["optimizer"]
     if section is not None:
         config["sp_overlap"] = section
-    model = tiny(initializer_range=0.2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        accelerator = Accelerator(
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true"}  # as `accelerate launch` does
+    if folder is not None:
+        path, yaml = Path(folder) / f"{rank}.json", Path(folder) / f"{rank}.yaml"
+        path.write_text(json.dumps(config))
+        yaml.write_text(YAML.format(config=path))
+        config = str(path)
+    if way == "yaml":
+        arguments, environment = {}, launched(yaml)
+    else:
+        arguments = dict(
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
             parallelism_config=ParallelismConfig(
                 sp_size=2,
@@ -32,12 +64,21 @@ def train_with_accelerate(rank, section, steps=4):
                 sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa"),
             ),
         )
+    with mock.patch.dict(os.environ, environment):
+        return _train(arguments, examples, steps)
+
+
+def _train(arguments, examples, steps):
+    model = tiny(initializer_range=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        accelerator = Accelerator(**arguments, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
         loader = torch.utils.data.DataLoader(examples, batch_size=BATCH)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         inner = accelerator.unwrap_model(model)
         bound, losses = overlapped_layers(inner), []
         group = model.mpu.get_sequence_parallel_group()
-        for batch in loader:
+        for batch in itertools.islice(loader, steps):
             logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
             labels = batch["shift_labels"].flatten()
             share = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100, reduction="sum")
@@ -50,6 +91,7 @@ def train_with_accelerate(rank, section, steps=4):
             torch.distributed.all_reduce(total, group=group)
             losses.append((total / count).item())
         ds_sp_overlap.disable(inner)
+        model.destroy()
         return losses, bound
     finally:
         forget_sequence_parallel()

@@ -1,0 +1,142 @@
+"""Trainer, SFTTrainer and Accelerate's loop as users run them: overlapped in one and two head groups and by timing, against stock.
+
+Weights are drawn ten times as wide as transformers draws them, so that attention matters. G = 1 computes the very numbers that
+stock does. G = 2, and timing, which tries both in turn, add in another order: a few roundings of 6e-8 over a handful of layers and steps.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.accelerate_script import train_with_accelerate
+from tests.helpers.clients import train, train_tiled
+from tests.helpers.models import scaled_values
+from tests.helpers.ranks import on_ranks
+
+SECTIONS = {"stock": None, "G = 1": {"head_groups": 1}, "G = 2": {"head_groups": 2}, "auto": {}}
+ROUNDING = 5e-6  # relative, of losses and grad norms
+
+# Of any two options below all four pairs of values, and of each option both values with every stage (Plackett and Burman's twelve runs).
+CROSSED = [
+    dict(stage=1),
+    dict(stage=1, lora=True, accumulation=2, resume=True, moe=True, checkpointing=False),
+    dict(stage=1, lora=True, evaluate=True, resume=True, moe=True),
+    dict(stage=1, accumulation=2, evaluate=True, resume=True),
+    dict(stage=2, lora=True, accumulation=2, evaluate=True),
+    dict(stage=2, lora=True, accumulation=2, checkpointing=True),
+    dict(stage=2, lora=True, moe=True),
+    dict(stage=2, resume=True, checkpointing=False),
+    dict(stage=3, evaluate=True, moe=True, checkpointing=True),
+    dict(stage=3, accumulation=2, resume=True, moe=True),
+    dict(stage=3, lora=True, evaluate=True, resume=True, checkpointing=False),
+    dict(stage=3, accumulation=2, evaluate=True, moe=True, checkpointing=True),
+]
+OFTEN = [("Trainer", CROSSED[3]), ("SFTTrainer", CROSSED[10])]  # in every run of the tests
+
+
+def test_the_choice_of_options_is_crossed_pairwise():
+    names = ("lora", "accumulation", "evaluate", "resume", "moe", "checkpointing")
+    rows = [(options["stage"], *(name in options for name in names)) for options in CROSSED]
+    for one, other in itertools.combinations(range(7), 2):
+        values = {(row[one], row[other]) for row in rows}
+        assert len(values) == (6 if one == 0 else 4), (one, other)
+
+
+def in_all_sections(rank, client, folder, options):
+    return {name: train(rank, client, section, f"{folder}/{name}", **options) for name, section in SECTIONS.items()}
+
+
+def assert_like_stock(logs):
+    """``logs`` of one rank, by section."""
+    stock = logs.pop("stock")
+    assert stock.bound == 0 and len(set(stock.losses)) == len(stock.losses) == 4 and min(stock.norms) > 0
+    assert logs.pop("G = 1").equals(stock)
+    for name, log in logs.items():
+        assert log.bound == 2, name
+        assert log.distance(stock) <= ROUNDING, (name, log.distance(stock))
+    return logs["G = 2"].distance(stock)
+
+
+@pytest.mark.parametrize(
+    "client, options",
+    [
+        pytest.param(client, options, marks=[] if (client, options) in OFTEN else pytest.mark.clients, id=f"{client} {options}")
+        for client in ("Trainer", "SFTTrainer")
+        for options in CROSSED
+    ],
+)
+def test_a_trainer_overlapped_logs_what_stock_logs(client, options, tmp_path):
+    if client == "SFTTrainer":
+        pytest.importorskip("trl")
+    for logs in on_ranks(2, in_all_sections, client, str(tmp_path), options, timeout_s=600):
+        for field in ("evaluate", "resume"):
+            assert bool(getattr(logs["stock"], f"{field}d")) == (field in options)
+        # G = 2 adds in another order, but where LoRA's output projection is called whole.
+        assert (assert_like_stock(logs) > 0) == ("lora" not in options)
+
+
+def with_fault(rank, client, folder, factor):
+    stock = train(rank, client, None, f"{folder}/stock")
+    with scaled_values(factor):
+        return train(rank, client, {"head_groups": 2}, f"{folder}/overlapped").distance(stock)
+
+
+def test_the_tolerance_catches_a_fault_of_a_thousandth(tmp_path):
+    for off in on_ranks(2, with_fault, "Trainer", str(tmp_path), 1.001):
+        assert off > 10 * ROUNDING
+
+
+# DeepSpeed's tiled computations, and what is saved for backward on the host; Liger.
+
+
+def tiled(rank, stage, offload):
+    return {name: train_tiled(rank, section, stage, offload) for name, section in SECTIONS.items()}
+
+
+@pytest.mark.parametrize(
+    "stage, offload",
+    [(1, True), pytest.param(3, False, marks=pytest.mark.clients), pytest.param(3, True, marks=pytest.mark.clients)],
+)
+def test_tiled_mlp_and_tiled_loss_train_as_with_stock(stage, offload):
+    for logs in on_ranks(2, tiled, stage, offload, timeout_s=600):
+        assert assert_like_stock(logs) > 0
+
+
+@pytest.mark.clients
+def test_ligers_rope_and_fused_loss_train_as_with_stock():
+    for package in ("liger_kernel", "triton"):
+        pytest.importorskip(package)
+    output = subprocess.check_output(
+        [sys.executable, "-m", "tests.helpers.liger"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        text=True,
+    )
+    for runs in json.loads(output.splitlines()[-1]):
+        (_, plain), *overlapped = runs.values()
+        assert 0 < plain < ROUNDING, "Liger's kernels were not used, or are wrong"
+        assert all(bound == 2 and off < ROUNDING for bound, off in overlapped), runs
+
+
+# Accelerate.
+
+
+def accelerated(rank, stage, way, folder):
+    return {name: train_with_accelerate(rank, section, way, stage, folder) for name, section in SECTIONS.items()}
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("way", ["json", "yaml"])
+def test_accelerates_loop_overlapped_has_the_losses_of_stock(stage, way, tmp_path):
+    for runs in on_ranks(2, accelerated, stage, way, str(tmp_path)):
+        (stock, bound), (same, also_bound) = runs["stock"], runs["G = 1"]
+        assert bound == [] and len(also_bound) == 2 and len(set(stock)) == 4
+        assert same == stock
+        for name in ("G = 2", "auto"):
+            assert runs[name][0] == pytest.approx(stock, rel=ROUNDING), name

@@ -1,0 +1,74 @@
+"""The examples as they stand: each ``run.sh`` trains twice on two CPU ranks and compares.
+
+Faults are planted into a copy of the package, which the ranks find before the installed one.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ["trainer", "trl", "accelerate", "own_loop", "megatron"]
+
+
+def run(example, package=ROOT):
+    """Exit status and output of an example's run.sh without arguments; ``package`` is the folder that ds_sp_overlap is found in."""
+    if example == "megatron" and "MEGATRON_DEEPSPEED" not in os.environ:
+        pytest.skip("MEGATRON_DEEPSPEED names no checkout of Megatron-DeepSpeed")
+    if example == "trl":
+        pytest.importorskip("trl")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with subprocess.Popen(
+        [ROOT / "examples" / example / "run.sh"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": str(package), "PATH": path}, start_new_session=True,
+    ) as running:  # fmt: skip
+        try:
+            output, _ = running.communicate(timeout=900)
+        except BaseException:
+            os.killpg(running.pid, signal.SIGTERM)  # the launcher and its ranks
+            raise
+    return running.returncode, output
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_trains_overlapped_to_the_losses_of_stock(example):
+    code, output = run(example)
+    assert code == 0, output
+    assert "sp size 2: 2 of 2 layers overlapped" in output and "all eight exchanges" in output
+    assert "layers.0.self_att" in output and "layers.1.self_att" in output
+    steps = [line.split() for line in output.splitlines() if line.lstrip()[:2].strip().isdigit()]
+    assert len(steps) == 20 and len({row[1] for row in steps}) == 20, "each step has a loss of its own"
+    assert "they agree" in output
+
+
+FAULTS = {
+    "v is off by a thousandth": (
+        "attention/execution.py",
+        'with_kv(call.geometry, "v", group, received)',
+        'with_kv(call.geometry, "v", group, received) * 1.001',
+        "THEY DIFFER",
+    ),
+    "nothing is overlapped": (
+        "integrations/deepspeed.py",
+        "    report = enable(engine.module, config,",
+        "    return\n    report = enable(engine.module, config,",
+        "nothing was overlapped",
+    ),
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_example_fails_where_the_overlap_is_wrong_or_off(example, fault, tmp_path):
+    file, right, wrong, said = FAULTS[fault]
+    shutil.copytree(ROOT / "ds_sp_overlap", tmp_path / "ds_sp_overlap", ignore=shutil.ignore_patterns("__pycache__"))
+    text = (tmp_path / "ds_sp_overlap" / file).read_text()
+    assert text.count(right) == 1
+    (tmp_path / "ds_sp_overlap" / file).write_text(text.replace(right, wrong))
+    code, output = run(example, tmp_path)
+    assert code != 0 and said in output, output

@@ -1,5 +1,6 @@
 """Every block of README and docs that can run here does, as a reader would run it: see `tests.helpers.pages`."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -7,10 +8,17 @@ from itertools import groupby
 
 import pytest
 
-from tests.helpers.models import tiny
+from tests.helpers.models import tiny, train_run
 from tests.helpers.pages import PAGES, ROOT, read
+from tests.helpers.ranks import on_ranks
 
 MODEL = "Qwen/Qwen3-0.6B"  # transformers takes a folder of that name for the model
+STARTS_WITH = """
+import os
+if "RANK" in os.environ:
+    import deepspeed.ops
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it would be compiled, behind a file lock
+"""
 RUN = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
 
 
@@ -27,12 +35,13 @@ def walks():
                 yield pytest.param(blocks, id=f"{path.name}, {section}")
 
 
-@pytest.mark.parametrize("blocks", walks())
+@pytest.mark.parametrize("blocks", list(walks()))
 def test_it_runs_as_it_stands(blocks, tmp_path):
     model = tiny("qwen3", vocab_size=1000, max_position_embeddings=4096)
     model.save_pretrained(tmp_path / MODEL)
+    (tmp_path / "sitecustomize.py").write_text(STARTS_WITH)
     bin = os.path.dirname(sys.executable)
-    env = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+    env = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1",
            "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}  # fmt: skip
     printed = ""
     for block in blocks:
@@ -47,3 +56,17 @@ def test_it_runs_as_it_stands(blocks, tmp_path):
             )
             assert done.returncode == 0, f"{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
             printed = done.stdout
+
+
+@pytest.mark.parametrize(
+    "family, identical",
+    [("llama", True), ("mistral", True), ("qwen2", True), ("phi3", False), ("qwen3", False), ("hunyuan_v1_dense", False)],
+)
+def test_one_head_group_trains_as_stock_bit_for_bit_or_as_nearly_as_features_says(family, identical):
+    options = {"family": family, "steps": 2, **({"head_dim": 16} if "hunyuan" in family else {})}
+    stock, one = (
+        on_ranks(2, functools.partial(train_run, section=section, **options), 2) for section in (None, {"head_groups": 1})
+    )
+    for mine, theirs in zip(one, stock, strict=True):
+        assert mine.equals(theirs) == identical
+        assert mine.distance(theirs)["gradients"] < 1e-6

@@ -626,7 +626,7 @@ def test_a_mesh_of_two_replicas_of_two_ranks_needs_no_mpu(stage):
     """The group is found, and the gradients are stock's, bit for bit.
 
     With a mesh DeepSpeed (0.19.8) sums them over the replicas, without averaging, and leaves the sum over the sp group
-    to the caller, with the plugin and without. Should ``as_left`` become small, DeepSpeed has mended that: tell the README.
+    to the caller, with the plugin and without. Should ``as_left`` become small, DeepSpeed has mended that: tell docs/configuration.md.
     """
     for rank, (members, bound, identical, as_left, summed) in enumerate(on_ranks(4, on_a_mesh, stage)):
         assert members == [rank // 2 * 2, rank // 2 * 2 + 1]

@@ -1,4 +1,4 @@
-"""The README's table of loss recipes: which gives the whole sequence's gradient, under which ZeRO setting.
+"""The table of loss recipes in docs/loss_and_gradients.md: which gives the whole sequence's gradient, under which ZeRO setting.
 
 It is DeepSpeed's behaviour, not the plugin's, and the plugin must not change it: each case runs with the overlap on.
 """

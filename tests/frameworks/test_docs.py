@@ -1,0 +1,72 @@
+"""Every block of README and docs that can run here does, as a reader would run it: see `tests.helpers.pages`."""
+
+import functools
+import os
+import subprocess
+import sys
+from itertools import groupby
+
+import pytest
+
+from tests.helpers.models import tiny, train_run
+from tests.helpers.pages import PAGES, ROOT, read
+from tests.helpers.ranks import on_ranks
+
+MODEL = "Qwen/Qwen3-0.6B"  # transformers takes a folder of that name for the model
+STARTS_WITH = """
+import os
+if "RANK" in os.environ:
+    import deepspeed.ops
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it would be compiled, behind a file lock
+"""
+RUN = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
+
+
+def runs(block):
+    return block.language in RUN and not block.said[0]
+
+
+def walks():
+    """Page, section, and its blocks up to the last that runs."""
+    for path in PAGES:
+        for section, blocks in groupby(read(path).blocks, lambda block: block.section):
+            blocks = list(blocks)
+            if any(map(runs, blocks)):
+                yield pytest.param(blocks, id=f"{path.name}, {section}")
+
+
+@pytest.mark.parametrize("blocks", list(walks()))
+def test_it_runs_as_it_stands(blocks, tmp_path):
+    model = tiny("qwen3", vocab_size=1000, max_position_embeddings=4096)
+    model.save_pretrained(tmp_path / MODEL)
+    (tmp_path / "sitecustomize.py").write_text(STARTS_WITH)
+    bin = os.path.dirname(sys.executable)
+    env = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1",
+           "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    printed = ""
+    for block in blocks:
+        what, name = block.said
+        if what == "file":
+            (tmp_path / name).write_text(block.text)
+        elif what == "printed":
+            assert block.text in printed
+        elif runs(block):
+            done = subprocess.run(
+                [*RUN[block.language], block.text], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
+            )
+            assert done.returncode == 0, f"{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            printed = done.stdout
+
+
+@pytest.mark.parametrize(
+    "family, identical",
+    [("llama", True), ("mistral", True), ("qwen2", True), ("phi3", False), ("qwen3", False), ("hunyuan_v1_dense", False)],
+)
+def test_one_head_group_trains_as_stock_bit_for_bit_or_as_nearly_as_features_says(family, identical):
+    options = {"family": family, "steps": 2, **({"head_dim": 16} if "hunyuan" in family else {})}
+    stock, one = (
+        on_ranks(2, functools.partial(train_run, section=section, **options), 2) for section in (None, {"head_groups": 1})
+    )
+    for mine, theirs in zip(one, stock, strict=True):
+        assert mine.equals(theirs) == identical
+        assert mine.distance(theirs)["gradients"] < 1e-6

@@ -1,0 +1,66 @@
+"""README and docs as a reader meets them: links, headings, tables, and blocks of code with what is said of them.
+
+A block is run, or a comment right before it says otherwise:
+
+    <!-- file: train.py -->   it is a file of that name, for the blocks behind it
+    <!-- printed -->          it is a part of what the last block that ran printed
+    <!-- not run: why -->     it can't run here
+
+Blocks of bash and python run one after the other in an empty folder, one for each section.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+
+
+@dataclass(frozen=True)
+class Block:
+    """``said`` is the comment before it, up to the colon and behind it."""
+
+    section: str
+    language: str
+    text: str
+    said: tuple[str, str]
+
+
+@dataclass
+class Page:
+    path: Path
+    anchors: set[str] = field(default_factory=set)
+    links: list[str] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    tables: list[tuple[str, list[list]]] = field(default_factory=list)  # the comment before it; rows of inline tokens
+
+
+@cache
+def read(path):
+    page, section, said = Page(path), "", ""
+    tokens = MarkdownIt("commonmark").enable("table").parse(path.read_text())
+    for at, token in enumerate(tokens):
+        if token.type == "heading_open":
+            section = tokens[at + 1].content
+            page.anchors.add("".join(c for c in section.lower().replace(" ", "-") if c.isalnum() or c in "-_"))
+        elif token.type == "fence":
+            what, _, rest = said.partition(":")
+            page.blocks.append(Block(section, token.info, token.content, (what.strip(), rest.strip())))
+        elif token.type == "table_open":
+            page.tables.append((said, []))
+        elif token.type == "tr_open":
+            page.tables[-1][1].append([])
+        elif token.type == "inline":
+            if tokens[at - 1].type in ("th_open", "td_open"):
+                page.tables[-1][1][-1].append(token)
+            page.links += [child.attrs[name] for child in token.children for name in ("href", "src") if name in child.attrs]
+        said = token.content.strip().removeprefix("<!--").removesuffix("-->").strip() if token.type == "html_block" else ""
+    return page
+
+
+def code(cell):
+    """What a cell has between backticks."""
+    return [child.content for child in cell.children if child.type == "code_inline"]

@@ -39,7 +39,7 @@ def _start_two(call, project):
 def _attend_behind_three(call, given, attend, arrive=None):
     (q,), (k,) = (call.finish([(kind, 0)], given) for kind in "qk")
     (v,) = call.finish([("v", 0)], {("v", 0): call.start("v", 0, given["v", 0])})
-    return {("o", 0): call.start("o", 0, attend(q, k, v))}
+    return {("o", 0): call.start("o", 0, attend(0, q, k, v))}
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,21 @@ from tests.helpers.families import TYPES
 from tests.helpers.ranks import RankError, on_ranks
 from tests.helpers.sweep import FAILURES, Verdict, judge, table, verdict
 
-EVERY_RUN = (
-    "falcon", "doge", "qwen2_moe", "phimoe", "llama4_text", "gemma3_text", "gpt_oss", "jamba", "qwen3_next", "gpt_neox", "olmo2",
-    "phi3",
-)  # fmt: skip
+EVERY_RUN = {
+    "falcon": "refused",
+    "doge": "refused",
+    "gpt_oss": "refused",  # as it has no sdpa; see test_transformers.py for flash attention
+    "jamba": "refused",
+    "qwen3_next": "attention function and delta rule",
+    "bitnet": "attention function",
+    "llama4_text": "whole and attention function",
+    "qwen2_moe": "whole",
+    "phimoe": "whole",
+    "gemma3_text": "whole",
+    "gpt_neox": "whole",
+    "olmo2": "whole",
+    "phi3": "whole",
+}
 PAGE = Path(__file__).parents[2] / "docs" / "sweep.md"
 SAYS = f"""# Which causal models work
 
@@ -49,7 +60,7 @@ def judged(kind, small):
 @pytest.mark.parametrize("kind", EVERY_RUN)
 def test_a_type_is_right_or_refused(kind):
     found = judged(kind, small=True)
-    assert found.word not in (*FAILURES, "not built"), found
+    assert found.word == EVERY_RUN[kind], found
 
 
 @pytest.fixture(scope="module")

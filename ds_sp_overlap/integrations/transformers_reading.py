@@ -265,7 +265,7 @@ class _Run:
     def reading(self) -> tuple[Reading, list]:
         """Raises Unknown."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.device("cpu"):
                 return self._reading(), self.looked
         except Unknown:
             raise
@@ -299,9 +299,11 @@ class _Run:
         names = [out.name for out in self.outs]
         if not self.used.issuperset(names):
             raise Unknown("its forward calls more than projections and norms")
-        projections = [part for source, _ in found.values() for part in source.chain]
-        if again := next((part for part in projections if names.count(part) > 1), None):
+        chains = {source.chain for source, _ in found.values()}
+        if again := next((part for chain in chains for part in chain if names.count(part) > 1), None):
             raise Unknown(f"its forward calls {again} more than once")
+        if len(shared := [part for chain in chains for part in chain]) > len(set(shared)):
+            raise Unknown("q, k and v share some of what is in front of their projections")
         options = {name: x for name, x in options.items() if x is not position_ids}
         passes = options.pop("sp_overlap", None) is more
         own = [parameter for parameter in self.module.parameters(recurse=False) if _shape(parameter)[:1] == (q.shape[1],)]
@@ -374,8 +376,9 @@ class _Run:
             if out.given is None or out.given.shape[-1] != heads.shape[-1] or (before := out.rows(heads, 1)) is None:
                 continue
             norm, size = getattr(self.module, out.name), heads.shape[-1:]
-            if any(norm.children()) or any(_shape(parameter) != size for parameter in norm.parameters()):
-                raise Unknown(f"{out.name} isn't alike for all heads")
+            alike = not any(norm.children()) and all(_shape(parameter) == size for parameter in norm.parameters())
+            if not alike or "norm" not in type(norm).__name__.lower():
+                raise Unknown(f"{out.name} is no norm that is alike for all heads")
             self.used.add(out.name)
             return out.name, before
         return None, heads

@@ -50,6 +50,7 @@ class Layer(nn.Module):
             self.qkv_proj = nn.Linear(HIDDEN, sum(sizes.values()) * HEAD_DIM)
             self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN)
             self.q_norm, self.k_norm = nn.RMSNorm(HEAD_DIM), nn.RMSNorm(HEAD_DIM)
+            self.tanh, self.in_norm = nn.Tanh(), nn.RMSNorm(HIDDEN)
             self.wide_norm, self.each_norm = nn.RMSNorm(HEADS * HEAD_DIM), nn.LayerNorm((HEADS, HEAD_DIM))
             self.sinks, self.of_tokens = nn.Parameter(torch.zeros(HEADS)), nn.Parameter(torch.zeros(HIDDEN))
         namespace = {}
@@ -146,6 +147,8 @@ WRONG = {
     "a weight of its own": (Q_NORM, "self.q_norm(self.q_proj(hidden_states * self.of_tokens).view(shape)).transpose(1, 2)"),
     "a norm for each head": (Q_NORM, "self.each_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)"),
     "a norm across heads and dims": (Q_NORM, "self.q_norm(self.q_proj(hidden_states).view(*shape[:-2], -1, 4).mT).transpose(1, 2)"),
+    "no norm": (Q_NORM, "self.tanh(self.q_proj(hidden_states).view(shape)).transpose(1, 2)"),
+    "a norm in front": ("shape = (*hidden", "hidden_states = self.in_norm(hidden_states)\n    shape = (*hidden"),
     "a norm of v": ("v = self.v_proj(hidden_states).view(shape)", "v = self.k_norm(self.v_proj(hidden_states).view(shape))"),
     "only q rotated": ("q, k = " + ROTATE, f"q, _ = {ROTATE}"),
     "v rotated": ("q, k = " + ROTATE, f"q, k = {ROTATE}\n    v, _ = apply_rotary_pos_emb(v, k, cos, sin)"),
@@ -177,6 +180,12 @@ def test_a_layer_that_computes_something_else_is_not_known(what):
     with pytest.raises(Unknown) as caught:
         reading(WRONG[what])
     assert "NameError" not in str(caught.value) and "SyntaxError" not in str(caught.value)
+
+
+def test_another_default_device_makes_no_difference():
+    found = reading()
+    with torch.device("meta"):
+        assert reading() == found
 
 
 def test_what_a_forward_looked_at_is_looked_at_again():

@@ -62,8 +62,16 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-@pytest.mark.parametrize("fault", FAULTS)
+# Each kind of log once: Trainer's state, lines of the script, Megatron's lines. (All ten pairs were seen to fail.)
+@pytest.mark.parametrize(
+    "fault, example",
+    [
+        ("v is off by a thousandth", "trainer"),
+        ("v is off by a thousandth", "own_loop"),
+        ("v is off by a thousandth", "megatron"),
+        ("nothing is overlapped", "trl"),
+    ],
+)
 def test_an_example_fails_where_the_overlap_is_wrong_or_off(example, fault, tmp_path):
     file, right, wrong, said = FAULTS[fault]
     shutil.copytree(ROOT / "ds_sp_overlap", tmp_path / "ds_sp_overlap", ignore=shutil.ignore_patterns("__pycache__"))

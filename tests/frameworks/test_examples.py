@@ -66,7 +66,6 @@ FAULTS = {
 @pytest.mark.parametrize(
     "fault, example",
     [
-        ("v is off by a thousandth", "trainer"),
         ("v is off by a thousandth", "own_loop"),
         ("v is off by a thousandth", "megatron"),
         ("nothing is overlapped", "trl"),

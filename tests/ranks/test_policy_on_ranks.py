@@ -73,12 +73,12 @@ def choices_differ(rank):
     return [] if groups[-1] == 4 else [str(groups)]
 
 
-def test_what_the_slowest_rank_measured_decides_and_sp_rank_0_says_it():
+def test_what_the_slowest_rank_measured_decides_and_is_said():
     """Each rank alone would choose otherwise: rank 0 G = 4, rank 1 G = 1. Guard: the largest of the ranks' times."""
-    (first, ran, said), (second, ran_too, silent) = on_ranks(2, trained_block, 2, DIFFERING, 20, {})
+    (first, ran, said), (second, ran_too, said_too) = on_ranks(2, trained_block, 2, DIFFERING, 20, {})
     assert first == second == ran == ran_too, "the candidates ran as the exchanges say"
     assert first[0] == 2 and first[1:16] == [1, 2, 4] * 5 and first[16:] == [2] * 4
-    assert silent == [] and len(said) == 1 and "G = 1 6.00 ms, G = 2 4.20 ms, G = 4 5.20 ms" in said[0]
+    assert said == said_too and len(said) == 1 and "G = 1 6.00 ms, G = 2 4.20 ms, G = 4 5.20 ms" in said[0]
 
 
 @pytest.mark.parametrize("config,groups", [({"head_groups": 1}, 1), ({"head_groups": 4}, 4), ({"policy": {"warmup_steps": 0}}, 2)])
@@ -382,7 +382,7 @@ def differing(rank):
 def test_replicas_with_batches_of_their_own_run_the_same_in_every_step_and_keep_the_same():
     """Guards: all that reduce gradients together are told; a shape has no lengths there."""
     (found, (line,)), *others = on_ranks(4, differing)
-    assert found == [] and others == [([], [])] * 3
+    assert found == [] and others == [([], [line])] * 3
     assert line.startswith("sp_overlap: 8 query and 8 KV heads over 2 ranks, float64: G = 1")
     assert line.endswith("kept: G = 2")
 

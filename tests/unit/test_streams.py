@@ -185,7 +185,7 @@ def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(back
     geometry = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, groups=2, batch_first=True)
     call = Call(channel, geometry, by_head_groups(geometry.kinds), "layer")
 
-    def attend(q, k, v):
+    def attend(group, q, k, v):
         compute_waits.extend(line for line in backend.log if line.startswith("compute") and "gate" not in line)
         backend.log.clear()
         return q + k + v

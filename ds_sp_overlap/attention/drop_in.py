@@ -92,17 +92,18 @@ class ProjectedAttention:
         if call is None:
             assert baseline is not None
             return run.end(baseline(q, k, v))
-        return run.end(self._overlapped(call, q, k, v, calling(local_attention, call.geometry, args, kwargs), arrive))
+        return run.end(self.overlapped(call, q, k, v, calling(local_attention, call.geometry, args, kwargs), arrive))
 
-    def _overlapped(
+    def overlapped(
         self,
         call: Call,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         local: Attend,
-        arrive: Callable[[str, Tensor], Tensor] | None,
+        arrive: Callable[[str, Tensor], Tensor] | None = None,
     ) -> Tensor:
+        """Walk the schedule of ``call``; q, k, v and what is returned as in a call, k and v of head dims of their own."""
         layer, geometry = self.layer, call.geometry
         given = {"q": query, "k": key, "v": value}
         flat: list[bool] = []

@@ -20,6 +20,7 @@ from ..attention.linear import PURE
 from ..attention.self_attention import SelfAttention
 from ..rotary import Rotary
 from . import transformers_delta_net as delta_net
+from . import transformers_latent as latent
 from .layers import Around, Found, Overlap
 from .rebinding import rebind
 from .transformers_attention import Dispatch, bind_function, local_attention, stock_does_the_same
@@ -175,12 +176,17 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
             got, lacks = overlap.of_driven(block, linear, groups)
             bind = functools.partial(rebind, module, forward)
         else:
-            groups = overlap.groups_for(
-                inner.num_attention_heads, getattr(inner, "num_key_value_heads", None) or inner.num_attention_heads
-            )
-            got = f"attention function, {overlap.in_words(groups)}"
-            lacks = overlap.why_not_more(f"{type(module).__name__}: {unknown}; projections stay its own", groups)
-            bind = functools.partial(bind_function, name, module, forwards, overlap)
+            bind_it: Callable = bind_function
+            kv_heads = getattr(inner, "num_key_value_heads", None) or inner.num_attention_heads
+            got, reason = "attention function", f"{type(module).__name__}: {unknown}; projections stay its own"
+            if latent.is_latent(module):
+                if whole := latent.why_not(module, overlap.channel.size):
+                    reason = f"{whole}; projections stay its own"
+                else:
+                    got, reason, bind_it, kv_heads = "latent attention", "its projections are called whole", latent.bind, 1
+            groups = overlap.groups_for(inner.num_attention_heads, kv_heads)
+            got, lacks = f"{got}, {overlap.in_words(groups)}", overlap.why_not_more(reason, groups)
+            bind = functools.partial(bind_it, name, module, forwards, overlap)
             witnessed.add(name)
         found.append(Found(name, module, got, lacks, bind))
         for at, outer in models:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..attention.drop_in import ProjectedAttention
 from ..attention.heads import PerHead
+from ..attention.latent import LatentAttention
 from ..attention.layer import Layer
 from ..attention.linear import autocast
 from ..exchange.channel import Channel
@@ -145,13 +146,19 @@ def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: 
     return q * right[:, None, None]
 
 
-def bind_function(name: str, module: Any, forwards: Forwards, overlap: Overlap) -> Undo:
-    """Overlap the attention function of a layer of an unknown family; its projections stay its own."""
+def bind_function(
+    name: str,
+    module: Any,
+    forwards: Forwards,
+    overlap: Overlap,
+    attention: Callable[[Layer], ProjectedAttention | LatentAttention] = ProjectedAttention,
+) -> Undo:
+    """Overlap the attention function of a layer; its projections stay its own."""
     functions, implementation = attention_functions(), module.config._attn_implementation
     if not isinstance(functions[implementation], Dispatch):
         functions[implementation] = Dispatch(functions[implementation])
     dispatch = functions[implementation]
-    attend = ProjectedAttention(Layer(overlap.channel, overlap.config, name, overlap.policy, heads_alike=True))
+    attend = attention(Layer(overlap.channel, overlap.config, name, overlap.policy, heads_alike=True))
     dispatch.attend[module] = attend, forwards, name
 
     def undo(module: nn.Module) -> None:

@@ -289,7 +289,7 @@ def _more(rank, model, name):
 @dataclass
 class Verdict:
     """
-    word    whole, attention function, delta rule, or several of them: right. refused. not built. Failures: wrong, blind, crashes, hangs
+    word    whole, latent attention, attention function, delta rule, or several of them: right. refused. not built. Failures: wrong, blind, crashes, hangs
     why     of what isn't whole or right; which of its configs and batches are refused
     ours, stock   largest errors of logits and gradients, as text
     """
@@ -338,7 +338,7 @@ def verdict(ranks):
         return Verdict(word, "; ".join(dict.fromkeys(why for w, why in faults if w == word)), _text(right) if right else "-", stock)
     if any(name == "first" for name, _ in refused):
         return Verdict("refused", dict(refused)["first"], stock=stock)
-    got = {"all eight exchanges": "whole", "attention function": "attention function", "delta rule": "delta rule"}
+    got = {"all eight exchanges": "whole", **{word: word for word in ("latent attention", "attention function", "delta rule")}}
     words = sorted({got[what] for what in first[0].got if what}, key=list(got.values()).index)
     why = "; ".join(f"{name} refused" for name in dict(refused))
     return Verdict(" and ".join(words), why, _text(right), stock)

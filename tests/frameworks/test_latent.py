@@ -1,0 +1,411 @@
+"""Latent attention (DeepSeek's MLA), whose latents travel: against transformers' model on the whole sequence.
+
+In fp64, also what the models compute in fp32 (`in_double`). What remains are roundings.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+import ds_sp_overlap
+from ds_sp_overlap.attention.latent import latents_pay
+from ds_sp_overlap.integrations.transformers_latent import is_latent
+from ds_sp_overlap.schedule import by_head_groups, order
+from tests.helpers import flash
+from tests.helpers.families import tiny_model
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.listening import listening
+from tests.helpers.models import FP64, packed, worst
+from tests.helpers.ranks import on_ranks, refusal
+from tests.helpers.sweep import in_double, transport
+from tests.helpers.transports import Recording
+from tests.helpers.whole import again_in_double, each_alone, found, inputs_of, share, tokens_of, training
+
+KINDS = (
+    "deepseek_v3",
+    "deepseek_v2",
+    "minicpm3",
+    "longcat_flash",
+)  # forwards unlike one another; youtu, glm4_moe_lite as the first
+LATENT, ROTATED, K, V = 24, 8, 16, 8  # of `tiny_config`: r, d_rot, d and d_v
+
+
+def heads(count, **more):
+    return dict(num_attention_heads=count, num_key_value_heads=count, **more)
+
+
+def attention_of(model):
+    return next(module for module in model.modules() if hasattr(module, "kv_b_proj"))
+
+
+def enabled(model, section=None):
+    """Overlaps ``model``; what its attention layers got."""
+    report = ds_sp_overlap.enable(model, {"head_groups": 2, "on_unsupported": "error", **(section or {})}, dist.group.WORLD)
+    return {layer.got.split(",")[0] for layer in report.layers}
+
+
+# Equality with the whole sequence.
+
+
+def against_whole(rank, cases, implementation="sdpa"):
+    """Of each case the error for each number of head groups."""
+    figures = []
+    with in_double():
+        for kind, options, lengths, groups in cases:
+            tokens, model = tokens_of(sum(lengths)), tiny_model(kind, **options)
+            whole = found(model, [share(model, *inputs_of(tokens, [sum(lengths)], 0))])
+            model.config._attn_implementation = implementation
+            errors = []
+            for count in groups:
+                assert enabled(model, {"head_groups": count, "check": count == 2}) == {"latent attention"}
+                errors.append(worst(found(model, [share(model, *inputs_of(tokens, lengths, rank))], dist.group.WORLD), whole))
+                ds_sp_overlap.disable(model)
+            figures.append(errors)
+    return figures
+
+
+CASES = {
+    2: [(kind, heads(4), [16, 16], (1, 2)) for kind in KINDS]
+    + [
+        ("deepseek_v3", heads(4, q_lora_rank=None, rope_interleave=False), [16, 16], (2,)),
+        ("deepseek_v3", heads(5, v_head_dim=12, hidden_size=40), [30, 2], (1, 2)),  # a rank has more heads than the other
+        ("deepseek_v2", heads(6, hidden_size=48), [1, 31], (3,)),
+    ],
+    4: [("deepseek_v3", heads(8), [8, 8, 8, 8], (1, 2)), ("minicpm3", heads(6, hidden_size=48), [9, 2, 1, 20], (1,))],
+}
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_loss_and_every_gradient_equal_the_whole_sequences(size):
+    for figures in on_ranks(size, against_whole, CASES[size]):
+        for case, errors in zip(CASES[size], figures, strict=True):
+            assert all(error < FP64 for error in errors), (case, errors)
+
+
+def through_flash(rank):
+    with flash.flash_attention() as calls:
+        return against_whole(rank, [("deepseek_v3", heads(4), [16, 16], (1, 2))], flash.NAME), len(calls)
+
+
+def test_a_flash_attention_gets_the_expanded_heads():
+    for figures, calls in on_ranks(2, through_flash):
+        assert calls and all(error < FP64 for errors in figures for error in errors), (figures, calls)
+
+
+ROWS = [[[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]], [[1, 1, 1, 29], [3, 1, 1, 27]], [[32], [7, 25]]]
+
+
+def documents(rank, kind):
+    errors = {}
+    with in_double():
+        model, tokens = tiny_model(kind), tokens_of(32)
+        for lengths in ROWS:
+            alone = found(model, each_alone(model, tokens, lengths))
+            assert enabled(model) == {"latent attention"}
+            inputs = inputs_of(tokens, [20, 12], rank, packed(lengths))
+            errors[str(lengths)] = worst(found(model, [share(model, *inputs)], dist.group.WORLD), alone)
+            ds_sp_overlap.disable(model)
+    return errors
+
+
+def test_packed_documents_are_kept_apart():
+    for errors in on_ranks(2, documents, "deepseek_v3"):
+        assert all(error < FP64 for error in errors.values()), errors
+
+
+def checkpointed(rank, kind, reentrant):
+    """Two forwards with documents of their own, then one backward."""
+    tokens, layouts = tokens_of(32), ROWS[:2]
+    with in_double():
+        model = tiny_model(kind)
+        alone = found(model, (loss for lengths in layouts for loss in each_alone(model, tokens, lengths)))
+        enabled(model)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.train()
+        for layer in model.model.layers:
+            layer._gradient_checkpointing_func = again_in_double(layer._gradient_checkpointing_func)
+        losses = [share(model, *inputs_of(tokens, [16, 16], rank, packed(lengths))) for lengths in layouts]
+        return worst(found(model, losses, dist.group.WORLD), alone)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(reentrant):
+    errors = on_ranks(2, checkpointed, "youtu", reentrant)
+    assert all(error < FP64 for error in errors), errors
+
+
+# What travels.
+
+
+class Sizes(Recording):
+    def __init__(self):
+        super().__init__()
+        self.received = {}
+
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        self.received[name.split()[-1]] = sum(recv_sizes)
+        return super().launch(send, recv, send_sizes, recv_sizes, group, name)
+
+
+def recorded(rank):
+    """Exchanges of a layer in their order, forward and backward, and the numbers that this rank receives in each."""
+    model, mover = tiny_model("deepseek_v3"), Sizes()
+    mover.prepare = lambda channel: None
+    with transport(mover):
+        enabled(model)
+    layer, x = attention_of(model), torch.randn(2, 16, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    positions = torch.arange(16).expand(2, 16) + 16 * rank
+    mover.log.clear()
+    y, _ = layer(x, model.model.rotary_emb(x, positions), None, position_ids=positions)
+    forward = list(mover.log)
+    mover.log.clear()
+    y.sum().backward()
+    return forward, mover.log, mover.received
+
+
+def test_a_latent_travels_once_and_k_and_v_of_heads_never():
+    made, tokens = by_head_groups(("qkv", "q")), 2 * 32
+    for forward, backward, received in on_ranks(2, recorded):
+        assert forward == order(made, made.forward) and backward == order(made, made.backward)
+        assert {name: count // tokens for name, count in received.items()} == {
+            **{"q0": K, "k0": LATENT, "v0": ROTATED, "q1": K, "o0": V, "o1": V},  # o: twice the heads of half the tokens
+            **{"dq0": K, "dk0": LATENT, "dv0": ROTATED, "dq1": K, "do0": V, "do1": V},
+        }, received
+
+
+@pytest.mark.parametrize("size, pay", [(1, False), (2, True), (64, True), (72, False), (128, False), (129, False)])
+def test_latents_pay_while_a_rank_has_more_heads_numbers(size, pay):
+    assert latents_pay(size, 128, 512, 64, 128 + 64 + 128) == pay  # DeepSeek-V3
+
+
+# Where they don't travel, and what is left.
+
+
+def left_at_the_attention_function(rank):
+    """Of layers whose heads are smaller, or whose projection was replaced: what is said, and the error."""
+    said, tokens = [], tokens_of(32)
+    with in_double():
+        for options, adapter in ((dict(kv_lora_rank=48), False), ({}, True)):
+            model = tiny_model("deepseek_v3", **options)
+            if adapter:
+                model = get_peft_model(model, LoraConfig(r=4, target_modules=["kv_b_proj"], init_lora_weights=False)).double()
+            said.append(
+                (str(ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD)), error_overlapped(rank, model, tokens))
+            )
+    return said
+
+
+def error_overlapped(rank, model, tokens):
+    """Error of the gradients of what learns in ``model``, which is overlapped, and is not behind it."""
+    results = []
+    for lengths, at in (([16, 16], rank), ([32], 0)):
+        model.zero_grad()
+        share(model, *inputs_of(tokens, lengths, at)).backward()
+        learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        results.append({name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in learning.items()})
+        for x in results[0].values() if at == rank and len(results) == 1 else ():
+            dist.all_reduce(x)
+        ds_sp_overlap.disable(model)
+    return worst(*results)
+
+
+def test_a_layer_whose_latents_are_no_smaller_or_whose_projection_is_replaced_stays_at_its_attention_function():
+    for (large, of_large), (adapted, of_adapted) in on_ranks(2, left_at_the_attention_function):
+        assert max(of_large, of_adapted) < FP64
+        assert "latents of 56 numbers a token are no smaller than a rank's k and v, 48" in large
+        assert "latents are expanded whole: kv_b_proj (Linear)" in adapted
+        assert all("attention function, G = 2" in said and "latent attention" not in said for said in (large, adapted))
+
+
+def adapted_afterwards(rank):
+    with in_double():
+        model = tiny_model("deepseek_v3")
+        assert enabled(model) == {"latent attention"}
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["kv_b_proj", "o_proj"], init_lora_weights=False)).double()
+        return error_overlapped(rank, model, tokens_of(32))
+
+
+def test_an_adapter_that_is_put_on_the_projection_afterwards_learns():
+    assert max(on_ranks(2, adapted_afterwards)) < FP64
+
+
+def on_and_off(rank):
+    model, tokens = tiny_model("youtu", attention_dropout=0.0), tokens_of(32)
+    report = str(ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD))
+    inputs, _ = inputs_of(tokens, [16, 16], rank)
+    cache = refusal(model, input_ids=tokens[:, :16], use_cache=True)
+    with torch.no_grad():
+        split = model(**inputs, use_cache=False).logits
+    left = [name for name, module in model.named_modules() if "expand_kv" in vars(module)]
+    ds_sp_overlap.disable(model)
+    with torch.no_grad():
+        alone = model(input_ids=tokens).logits
+    left += [name for name, module in model.named_modules() if vars(module).keys() & {"forward", "expand_kv"}]
+    enabled(model)
+    layer = weakref.ref(attention_of(model))
+    del model
+    gc.collect()
+    return report, cache, (split - alone.split(16, 1)[rank]).abs().max().item(), left, layer() is None
+
+
+def test_the_report_says_it_evaluation_agrees_and_nothing_is_left():
+    """Norms are of fp32 here."""
+    for report, cache, error, left, gone in on_ranks(2, on_and_off):
+        assert "2 of 2 layers overlapped" in report and "latent attention, G = 2" in report
+        assert "its projections are called whole" in report
+        assert cache is not None and error < 1e-5 and left == [] and gone
+
+
+class Padded(DeepseekV3Attention):
+    def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
+        key_states, value_states = self.expand_kv(hidden_states, position_embeddings)
+        value_states = torch.nn.functional.pad(value_states, [0, 8])
+        return attend(self, hidden_states, key_states, value_states, attention_mask)
+
+
+class Sometimes(DeepseekV3Attention):
+    def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
+        if attention_mask is not None:
+            key_states, value_states = self.expand_kv(hidden_states, position_embeddings)
+        return attend(self, hidden_states, key_states, value_states, attention_mask)
+
+
+class Swapped(DeepseekV3Attention):
+    def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
+        key_states, value_states = self.expand_kv(hidden_states, position_embeddings)
+        return attend(self, hidden_states, value_states, key_states, attention_mask)
+
+
+class Scaled(DeepseekV3Attention):
+    def expand_kv(self, kv_nope, k_rot):
+        key_states, value_states = super().expand_kv(kv_nope, k_rot)
+        return key_states, value_states * 2
+
+
+class Renamed(DeepseekV3Attention):
+    def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
+        keys, values = self.expand_kv(hidden_states, position_embeddings)
+        return attend(self, hidden_states, keys, values, attention_mask)
+
+
+def attend(*args):
+    """Stands for an attention function."""
+
+
+def known(kind, **own):
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    vars(module).update(own)
+    return is_latent(module)
+
+
+def test_a_layer_is_known_by_its_code():
+    assert known(DeepseekV3Attention) and known(Renamed)
+    assert not known(DeepseekV3Attention, forward=len) and not known(DeepseekV3Attention, expand_kv=len)
+    assert not any(map(known, (Padded, Sometimes, Swapped, Scaled, torch.nn.Linear)))
+
+
+# Training.
+
+
+def gathered_in_its_call(rank):
+    """Error where the weight of the projection is there in its own call alone, as ZeRO-3 has it; and how often it was called."""
+    calls, tokens = [], tokens_of(32)
+
+    def hooks(projection):
+        weight, whole = projection.weight, projection.weight.data
+
+        def fill(module, inputs):
+            calls.append(1)
+            weight.data = whole
+
+        def empty(module, inputs, output):
+            weight.data = torch.full_like(whole, torch.nan)
+
+        fill.__module__ = empty.__module__ = "deepspeed."
+        empty(None, None, None)
+        return projection.register_forward_pre_hook(fill), projection.register_forward_hook(empty)
+
+    with in_double():
+        model = tiny_model("deepseek_v3")
+        expected = found(model, [share(model, *inputs_of(tokens, [32], 0))])
+        assert enabled(model) == {"latent attention"}
+        for module in list(model.modules()):
+            if hasattr(module, "kv_b_proj"):
+                hooks(module.kv_b_proj)
+        return worst(found(model, [share(model, *inputs_of(tokens, [16, 16], rank))], dist.group.WORLD), expected), len(calls)
+
+
+def test_the_projection_is_called_once_and_its_weight_used_in_that_call_alone():
+    for error, calls in on_ranks(2, gathered_in_its_call):
+        assert error < FP64 and calls == 2  # layers
+
+
+FP32 = 1e-3  # sums of a thousand terms in fp32 (6e-8), in gradients that nearly cancel
+
+
+def trained(rank, stages, section, steps=3):
+    """Of each stage the largest relative difference of losses, gradients and parameters from the whole sequence's."""
+    off, (losses, gradients, parameters) = {}, training(rank, "youtu", 0, None, steps)
+    for stage, checkpoints in stages:
+        mine = training(rank, "youtu", stage, section, steps, checkpoints=checkpoints)
+        loss = max(abs(a - b) / abs(b) for a, b in zip(mine[0], losses, strict=True))
+        off[stage, checkpoints] = loss, worst(mine[1], gradients), worst(mine[2], parameters)
+    return off
+
+
+def test_training_under_zero_is_that_of_the_whole_sequence():
+    """The projection's gradient, cut by heads, is reduced as every other's."""
+    for off in on_ranks(2, trained, [(0, False), (3, False), (3, True)], {"head_groups": 2}, timeout_s=200):
+        assert all(max(figures) < FP32 for figures in off.values()), off
+
+
+def chosen(rank):
+    with listening() as said:
+        return said, trained(rank, [(0, False)], {"head_groups": "auto", "policy": {"warmup_steps": 8}}, steps=14)
+
+
+def test_g_is_chosen_by_timing():
+    for said, off in on_ranks(2, chosen, timeout_s=200):
+        assert any("4 query and 1 KV heads" in line and "kept: G = " in line for line in said), said
+        assert max(off[0, False]) < FP32, off
+
+
+# Guards.
+
+
+def faults_of_rows(rank):
+    (errors,) = against_whole(rank, [("deepseek_v3", heads(5), [16, 16], (1, 2))])
+    return [f"{error}" for error in errors if not error < FP64]
+
+
+def faults_of_adapters(rank):
+    error = adapted_afterwards(rank)
+    return [] if error < FP64 else [f"{error}"]
+
+
+def faults_outside_the_call(rank):
+    error, calls = gathered_in_its_call(rank)
+    return [] if error < FP64 and calls == 2 else [f"{error}, called {calls} times"]
+
+
+WATCHED = [
+    Watched(
+        Guard("rows of its heads", without="rows = cut(weight, 0, [((0, (last - at) * per_head),) for at, last in own])"),
+        faults_of_rows,
+    ),
+    Watched(Guard("its weight is whole", without="return attend(query, latent, rotated)"), faults_outside_the_call),
+    Watched(Guard("adapters are heard", without="if off_in_eval(module):"), faults_of_adapters),
+    Watched(Guard("only code that is known", without="if False:"), lambda: ["Scaled"] * known(Scaled), ranks=0),
+    Watched(Guard("no other use", without="return True"), lambda: [x.__name__ for x in (Padded, Swapped) if known(x)], ranks=0),
+]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

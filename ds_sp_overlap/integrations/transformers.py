@@ -168,6 +168,7 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
             found.append(Found(name, module, got="", lacks=f"{reason}; DeepSpeed's exchanges stay"))
             continue
         reader, unknown = _read(name, module)
+        heads_alone = latent.why_not(module, overlap.channel.size)
         if reader is not None:
             heads = reader.reading.heads
             groups = overlap.groups_for(heads["q"], heads["k"])
@@ -175,18 +176,21 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
             linear = {part: getattr(module, part) for part in reader.reading.linear}
             got, lacks = overlap.of_driven(block, linear, groups)
             bind = functools.partial(rebind, module, forward)
+        elif heads_alone == "":
+            groups = overlap.groups_for(inner.num_attention_heads, 1)
+            got = f"latent attention, {overlap.in_words(groups)}"
+            lacks = overlap.why_not_more("its projections are called whole", groups)
+            bind = functools.partial(latent.bind, name, module, forwards, overlap)
         else:
-            bind_it: Callable = bind_function
-            kv_heads = getattr(inner, "num_key_value_heads", None) or inner.num_attention_heads
-            got, reason = "attention function", f"{type(module).__name__}: {unknown}; projections stay its own"
-            if latent.is_latent(module):
-                if whole := latent.why_not(module, overlap.channel.size):
-                    reason = f"{whole}; projections stay its own"
-                else:
-                    got, reason, bind_it, kv_heads = "latent attention", "its projections are called whole", latent.bind, 1
-            groups = overlap.groups_for(inner.num_attention_heads, kv_heads)
-            got, lacks = f"{got}, {overlap.in_words(groups)}", overlap.why_not_more(reason, groups)
-            bind = functools.partial(bind_it, name, module, forwards, overlap)
+            groups = overlap.groups_for(
+                inner.num_attention_heads, getattr(inner, "num_key_value_heads", None) or inner.num_attention_heads
+            )
+            got = f"attention function, {overlap.in_words(groups)}"
+            lacks = overlap.why_not_more(
+                f"{heads_alone or f'{type(module).__name__}: {unknown}'}; projections stay its own", groups
+            )
+            bind = functools.partial(bind_function, name, module, forwards, overlap)
+        if reader is None:
             witnessed.add(name)
         found.append(Found(name, module, got, lacks, bind))
         for at, outer in models:

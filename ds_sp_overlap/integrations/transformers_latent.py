@@ -57,8 +57,10 @@ def _hands_on(kind: type[nn.Module]) -> bool:
     return once_made and len(given) == 1 and uses == sorted([k, v] * 2)  # guard: no other use
 
 
-def why_not(layer: Any, size: int) -> str:
-    """Why the latents of a layer don't travel over ``size`` ranks; empty if they do."""
+def why_not(layer: Any, size: int) -> str | None:
+    """Why the latents of a layer don't travel over ``size`` ranks; empty if they do, None of a layer that isn't known to have any."""
+    if not is_latent(layer):
+        return None
     per_head = layer.qk_head_dim + layer.v_head_dim
     projection = getattr(layer, PROJECTION)
     if not latents_pay(size, layer.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim, per_head):

@@ -20,7 +20,7 @@ from tests.helpers import flash
 from tests.helpers.families import tiny_model
 from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.listening import listening
-from tests.helpers.models import FP64, packed, worst
+from tests.helpers.models import FP64, forget_sequence_parallel, packed, sequence_parallel, worst
 from tests.helpers.ranks import on_ranks, refusal
 from tests.helpers.sweep import in_double, transport
 from tests.helpers.transports import Recording
@@ -259,6 +259,26 @@ def test_the_report_says_it_evaluation_agrees_and_nothing_is_left():
         assert "2 of 2 layers overlapped" in report and "latent attention, G = 2" in report
         assert "its projections are called whole" in report
         assert cache is not None and error < 1e-5 and left == [] and gone
+
+
+def evaluated_apart(rank):
+    """Error of a rank's own batch in evaluation, which stock was told to leave alone."""
+    with in_double():
+        model, tokens = tiny_model("youtu").eval(), tokens_of(32)
+        inputs, _ = inputs_of(tokens, [16, 16], rank)
+        alone = model(**inputs).logits
+        try:
+            sequence_parallel(model, 2, disable_in_eval=True)
+            assert enabled(model) == {"latent attention"}
+            with torch.no_grad():
+                return (model(**inputs, use_cache=False).logits - alone).abs().max().item()
+        finally:
+            ds_sp_overlap.disable(model)
+            forget_sequence_parallel()
+
+
+def test_evaluation_is_left_alone_where_stock_leaves_it_alone():
+    assert max(on_ranks(2, evaluated_apart)) < FP64
 
 
 class Padded(DeepseekV3Attention):

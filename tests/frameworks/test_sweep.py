@@ -19,6 +19,7 @@ EVERY_RUN = {
     "jamba": "refused",
     "qwen3_next": "attention function and delta rule",
     "bitnet": "attention function",
+    "deepseek_v3": "latent attention",
     "llama4_text": "whole and attention function",
     "qwen2_moe": "whole",
     "phimoe": "whole",
@@ -37,8 +38,8 @@ dynamic, yarn, llama3, longrope and partial rotary embeddings, where the type ha
 a mask of ones, padding on the right and on the left.
 
 - whole: all eight exchanges of the attention layers are overlapped, with their projections. attention function: the exchanges are,
-  the projections stay the layer's own. delta rule: gated delta nets, whose convolution and delta rule see the whole sequence; the
-  exchanges around them are overlapped.
+  the projections stay the layer's own. latent attention: the same, and latents travel in place of the heads that are made of them.
+  delta rule: gated delta nets, whose convolution and delta rule see the whole sequence; the exchanges around them are overlapped.
 - refused: an error on every rank, at the latest at the end of the first forward; *why* gives the message. Behind another verdict,
   *why* names the configs and batches of the type that are refused.
 - not built: no tiny model could be made.

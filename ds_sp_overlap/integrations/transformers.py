@@ -168,7 +168,7 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
             found.append(Found(name, module, got="", lacks=f"{reason}; DeepSpeed's exchanges stay"))
             continue
         reader, unknown = _read(name, module)
-        heads_alone = latent.why_not(module, overlap.channel.size)
+        why_heads = latent.why_not(module, overlap.channel.size)  # travel, where there is a latent
         if reader is not None:
             heads = reader.reading.heads
             groups = overlap.groups_for(heads["q"], heads["k"])
@@ -176,7 +176,7 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
             linear = {part: getattr(module, part) for part in reader.reading.linear}
             got, lacks = overlap.of_driven(block, linear, groups)
             bind = functools.partial(rebind, module, forward)
-        elif heads_alone == "":
+        elif why_heads == "":
             groups = overlap.groups_for(inner.num_attention_heads, 1)
             got = f"latent attention, {overlap.in_words(groups)}"
             lacks = overlap.why_not_more("its projections are called whole", groups)
@@ -186,9 +186,7 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
                 inner.num_attention_heads, getattr(inner, "num_key_value_heads", None) or inner.num_attention_heads
             )
             got = f"attention function, {overlap.in_words(groups)}"
-            lacks = overlap.why_not_more(
-                f"{heads_alone or f'{type(module).__name__}: {unknown}'}; projections stay its own", groups
-            )
+            lacks = overlap.why_not_more(f"{why_heads or f'{type(module).__name__}: {unknown}'}; projections stay its own", groups)
             bind = functools.partial(bind_function, name, module, forwards, overlap)
         if reader is None:
             witnessed.add(name)

@@ -73,7 +73,6 @@ def why_not(layer: Any, size: int) -> str | None:
 
 def bind(name: str, module: Any, forwards: Forwards, overlap: Overlap) -> Undo:
     """Overlap the attention function of a layer whose latents travel."""
-
     here, nope_dim, original = weakref.ref(module), module.qk_nope_head_dim, module.forward  # the dispatcher keeps no model alive
 
     def attention(layer: Layer) -> LatentAttention:

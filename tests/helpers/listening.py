@@ -10,13 +10,15 @@ from ds_sp_overlap.say import LOGGER, say_once
 def listening(level=logging.DEBUG):
     """The messages of this process inside, of ``level`` and above, those that are said once included."""
     say_once.cache_clear()
-    messages, handler, before = [], logging.Handler(level), LOGGER.level
+    messages, handler, before, disabled = [], logging.Handler(level), LOGGER.level, logging.root.manager.disable
     handler.addFilter(lambda record: record.getMessage().startswith("sp_overlap"))
     handler.emit = lambda record: messages.append(record.getMessage())
     LOGGER.addHandler(handler)
     LOGGER.setLevel(min(level, before))
+    logging.disable(logging.NOTSET)  # whatever ran in this process before
     try:
         yield messages
     finally:
+        logging.disable(disabled)
         LOGGER.setLevel(before)
         LOGGER.removeHandler(handler)

@@ -25,6 +25,7 @@ from .layers import Around, Found, Overlap
 from .rebinding import rebind
 from .transformers_attention import Dispatch, bind_function, local_attention, stock_does_the_same
 from .transformers_forward import Forwards, host, stretched
+from .transformers_labels import CACHES, UNUSED, Unknown
 from .transformers_modules import (
     attention_functions,
     goes_by_length,
@@ -37,7 +38,7 @@ from .transformers_modules import (
     unfit,
     why_not,
 )
-from .transformers_reading import CACHES, UNUSED, Reader, Unknown
+from .transformers_reading import Reader
 
 
 def find_group(model: nn.Module) -> Any:

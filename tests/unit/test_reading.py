@@ -7,7 +7,8 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: F401, of the forwards below
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward  # noqa: F401
 
-from ds_sp_overlap.integrations.transformers_reading import Reader, Source, Unknown
+from ds_sp_overlap.integrations.transformers_labels import Unknown
+from ds_sp_overlap.integrations.transformers_reading import Reader, Source
 from ds_sp_overlap.integrations.transformers_rotary import Table, rotary_of
 from ds_sp_overlap.rotary import rotate
 

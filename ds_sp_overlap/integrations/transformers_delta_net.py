@@ -9,9 +9,7 @@ documents apart where it is given their edges and has kernels for it.)
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +24,7 @@ from .masks import RECURRENT
 from .positions import GlobalSequence
 from .rebinding import rebind
 from .transformers_forward import Forwards
-from .transformers_modules import off_in_eval, once
+from .transformers_modules import digest, off_in_eval, once
 
 Sources = tuple[tuple[str, Callable[[Any, Tensor], Any]], ...]  # what gives which of q, k, v, z, b, a of a layer's hidden states
 
@@ -61,10 +59,7 @@ def sources_of(module: nn.Module) -> Sources | None:
 
 @once
 def _digest(kind: type[nn.Module]) -> str:
-    """Of a class's code, without comments and line breaks."""
-    functions = (vars(kind).get(name) for name in ("fix_query_key_value_ordering", "forward"))
-    text = " ".join(inspect.getsource(inspect.unwrap(function)) for function in functions if function is not None)
-    return hashlib.blake2b(" ".join(re.sub("#.*", "", text).split()).encode(), digest_size=8).hexdigest()
+    return digest(kind, "fix_query_key_value_ordering", "forward")
 
 
 def names_around(layer: nn.Module) -> dict[str, Any]:

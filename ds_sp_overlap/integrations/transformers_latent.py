@@ -8,9 +8,7 @@ too, stays the layer's own.
 from __future__ import annotations
 
 import ast
-import hashlib
 import inspect
-import re
 import textwrap
 import weakref
 from typing import Any
@@ -24,7 +22,7 @@ from .layers import Overlap
 from .rebinding import Undo, rebind
 from .transformers_attention import bind_function
 from .transformers_forward import Forwards
-from .transformers_modules import off_in_eval, once
+from .transformers_modules import digest, off_in_eval, once
 
 EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
 KNOWN = {"596e3777c27d516d"}  # source of expand_kv: `LatentAttention` computes the same
@@ -39,11 +37,10 @@ def is_latent(module: nn.Module) -> bool:
 def _hands_on(kind: type[nn.Module]) -> bool:
     """Whether ``forward`` calls ``expand_kv`` once, always, and gives both that it returns to attention, and to nothing else."""
     try:
-        expand, forward = (inspect.getsource(inspect.unwrap(getattr(kind, name))) for name in (EXPAND, "forward"))
-    except (AttributeError, OSError):  # no such method, or no source
+        expand, forward = digest(kind, EXPAND), inspect.getsource(inspect.unwrap(kind.forward))
+    except OSError:  # no source
         return False
-    text = " ".join(re.sub("#.*", "", expand).split())
-    if hashlib.blake2b(text.encode(), digest_size=8).hexdigest() not in KNOWN:  # guard: only code that is known
+    if expand not in KNOWN:  # guard: only code that is known
         return False
     body: Any = ast.parse(textwrap.dedent(forward)).body[0]
     made = [s.targets[0] for s in body.body if isinstance(s, ast.Assign) and ast.unparse(s.value).startswith(f"self.{EXPAND}(")]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Collection
@@ -56,6 +58,13 @@ def once(function: Callable[[Any], _Said]) -> Callable[[Any], _Said]:
 @once
 def _arguments(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def digest(kind: type[nn.Module], *names: str) -> str:
+    """Of the source of some methods of a class, those that it has, without comments and line breaks. Raises OSError without source."""
+    functions = (function for name in names if (function := getattr(kind, name, None)) is not None)
+    text = " ".join(inspect.getsource(inspect.unwrap(function)) for function in functions)
+    return hashlib.blake2b(" ".join(re.sub("#.*", "", text).split()).encode(), digest_size=8).hexdigest()
 
 
 @once

@@ -27,6 +27,7 @@ turn) -> ``exchange.exchange`` (packed) -> ``exchange.transport``. In the drop-i
 
 from .attention.drop_in import DistributedAttention
 from .attention.heads import PerHead
+from .attention.kept import keep_attention
 from .attention.self_attention import SelfAttention
 from .config import SpOverlapConfig
 from .integrations.deepspeed import install
@@ -34,7 +35,9 @@ from .integrations.megatron_bridge import bridge
 from .integrations.registry import Report, disable, enable
 from .rotary import Rotary
 
-__all__ = ["DistributedAttention", "PerHead", "Report", "Rotary", "SelfAttention", "SpOverlapConfig", "disable", "enable"]
+__all__ = [
+    "DistributedAttention", "PerHead", "Report", "Rotary", "SelfAttention", "SpOverlapConfig", "disable", "enable", "keep_attention",
+]  # fmt: skip
 __version__ = "0.2.0"
 
 install()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
@@ -17,11 +18,12 @@ class _Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _default(cls, section: Any) -> Any:
-        """null and "auto" stand for the default of any key that has one."""
+        """null and "auto" stand for the default of any key that has one, but where "auto" is another of its values."""
         if not isinstance(section, dict):
             return section
-        optional = {key for key, field in cls.model_fields.items() if not field.is_required()}
-        return {key: value for key, value in section.items() if key not in optional or value is not None and value != "auto"}
+        fields = {key: field for key, field in cls.model_fields.items() if not field.is_required()}
+        unsaid = {key: (None,) if "'auto'" in str(field.annotation) else (None, "auto") for key, field in fields.items()}
+        return {key: value for key, value in section.items() if value not in unsaid.get(key, ())}
 
 
 class PolicyConfig(_Section):
@@ -49,6 +51,15 @@ class SpOverlapConfig(_Section):
 
     enabled          False: as if the section were not there
     head_groups      G; "auto": the fastest in the first steps, by `policy`
+    scope            how far a schedule reaches: "layer", each attention layer by itself; "block": also what is between two of them, by
+                     chunks of tokens, where a model's layers are known to allow it; "auto": the faster in the first steps, by
+                     `policy`, beside "head_groups": "auto"
+    token_chunks     C of "block"; "auto": 4, or as many as a rank has tokens
+    window           W: hold at most so many head groups at a time, and make q, k and v again in backward, for less memory; null: all
+    memory           "auto": G and W that hold least of those that take no longer than the fastest, by 1 %, as far as ``head_groups`` and
+                     ``window`` leave them open, by `policy`; null: as those say
+    checkpointing    under activation checkpointing "recompute" attention with the rest, or "keep" o and the log-sum-exp, so that
+                     neither attention nor its exchanges run again before backward; "offload" keeps them in host memory
     projections      compute q, k, v and the output projection part by part under the exchanges; False: call them whole
     wgrad            compute the output projection's wgrad under the exchange of do; False: together with its dgrad
     kernels          which pack/unpack: "torch" is PyTorch's own copies, "compiled" (once called "cuda") the CUDA kernels and no
@@ -65,6 +76,11 @@ class SpOverlapConfig(_Section):
 
     enabled: bool = True
     head_groups: Literal["auto"] | int = "auto"
+    scope: Literal["auto", "layer", "block"] = "layer"
+    token_chunks: Literal["auto"] | int = "auto"
+    window: int | None = None
+    memory: Literal["auto"] | None = None
+    checkpointing: Literal["recompute", "keep", "offload"] = "recompute"
     projections: bool = True
     wgrad: bool = True
     kernels: Literal["auto", "compiled", "torch"] = "auto"
@@ -80,12 +96,25 @@ class SpOverlapConfig(_Section):
     def _once_called(cls, name: Any) -> Any:
         return "compiled" if name == "cuda" else name
 
+    def window_of(self, groups: int) -> int | None:
+        """W of a layer of so many head groups; None where backward is not to make q, k and v again.
+
+        What is kept over a checkpoint is received again in backward: half the groups at a time hold no more than stock does.
+        """
+        if self.window is not None:
+            return min(self.window, groups)
+        return None if self.checkpointing == "recompute" else max(1, groups // 2)
+
     def groups_for(self, heads: int, sp_size: int) -> int:
         """G for a layer of ``heads`` query heads; whether that many are possible is for `Geometry` to say.
 
         "auto" begins with 2, or 1 where a rank has one query head, and stays with it where nothing is timed.
         """
         return max(1, min(2, heads // sp_size)) if self.head_groups == "auto" else self.head_groups
+
+    def chunks_for(self, lengths: Sequence[int] = ()) -> int:
+        """C for ranks with so many tokens, or with many."""
+        return max(1, min((4, *lengths))) if self.token_chunks == "auto" else self.token_chunks
 
     @classmethod
     def parse(cls, section: Any) -> SpOverlapConfig:
@@ -98,8 +127,11 @@ class SpOverlapConfig(_Section):
             config = cls.model_validate(section)
         except ValidationError as error:
             raise ValueError("; ".join(dict.fromkeys(map(cls._explain, error.errors())))) from None
-        if config.head_groups != "auto" and config.head_groups < 1:
-            raise ValueError(f'sp_overlap.head_groups must be "auto" or at least 1, got {config.head_groups}')
+        for key in ("head_groups", "token_chunks"):
+            if (count := getattr(config, key)) != "auto" and count < 1:
+                raise ValueError(f'sp_overlap.{key} must be "auto" or at least 1, got {count}')
+        if config.window is not None and config.window < 1:
+            raise ValueError(f"sp_overlap.window must be {_VALID['window']}, got {config.window}")
         if not (config.policy.warmup_steps == 0 or config.policy.warmup_steps >= _LEAST_WARMUP):
             raise ValueError(
                 f"sp_overlap.policy.warmup_steps must be {_VALID['policy.warmup_steps']}, got {config.policy.warmup_steps}"
@@ -131,7 +163,11 @@ _LEAST_WARMUP = 8  # each of four candidates twice: once untimed, once timed
 _SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig, "timeline": TimelineConfig}
 _VALID = {
     **dict.fromkeys(("enabled", "projections", "wgrad", "check"), "true or false"),
-    "head_groups": 'a whole number of at least 1, or "auto"',
+    **dict.fromkeys(("head_groups", "token_chunks"), 'a whole number of at least 1, or "auto"'),
+    "scope": '"auto", "layer" or "block"',
+    "window": "null or a whole number of at least 1",
+    "memory": 'null or "auto"',
+    "checkpointing": '"recompute", "keep" or "offload"',
     "kernels": '"auto", "compiled" or "torch"',
     "transport": '"auto", "c10d" or "copy_engine"',
     "on_unsupported": '"warn" or "error"',

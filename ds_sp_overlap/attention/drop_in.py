@@ -105,6 +105,7 @@ class ProjectedAttention:
     ) -> Tensor:
         """Walk the schedule of ``call``; q, k, v and what is returned as in a call, k and v of head dims of their own."""
         layer, geometry = self.layer, call.geometry
+        layer.holds_all()
         given = {"q": query, "k": key, "v": value}
         flat: list[bool] = []
         pieces: dict[tuple[str, int], Tensor] = {}

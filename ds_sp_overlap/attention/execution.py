@@ -28,17 +28,25 @@ class Call:
     where        name of the layer, for errors and logs
     checked      compare each exchange with a plain one
     by_rank      those of q, k, v and o whose local tensors have a dimension for the ranks, if they travel alone (`Geometry.exchange`)
+    window       groups that are held at a time, of a layer that can run by a window; None for all
     rope_tables  (cos, sin) for q and k to be rotated by on their way out, if they travel alone (`Exchange`)
     """
 
     by_rank: frozenset[str] = frozenset()
+    window: int | None = None
     rope_tables: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, channel: Channel, geometry: Geometry, schedule: Schedule, where: str, checked: bool = False):
-        self.channel, self.geometry, self.schedule = channel, geometry, schedule
-        self.where, self.checked = where, checked
+        self.channel, self.geometry, self.where, self.checked = channel, geometry, where, checked
+        self.run_by(schedule)
         self.groups = range(geometry.groups)
         self.exchanges: dict[Part, Exchange] = {}  # that were started
+
+    def run_by(self, schedule: Schedule) -> None:
+        """From now on."""
+        self.schedule = schedule
+        if self.channel.timeline is not None:
+            self.channel.timeline.follow(self.where, schedule)
 
     @property
     def folded(self) -> frozenset[Part]:
@@ -49,15 +57,18 @@ class Call:
 
     def start(self, of: str, group: int, *tensors: Tensor) -> Tensor:
         """Start the exchange of one or several of q, k, v of a group, or of o and what it was computed of; returns its token."""
+        exchange = self.exchanges[of, group] = self.exchange(of, group, tuple(x.shape[-1] for x in tensors))
+        return exchange.start(*tensors)
+
+    def exchange(self, of: str, group: int, head_dims: tuple[int, ...]) -> Exchange:
+        """One exchange of a group, not started: of q, k, v or o, or of several in one; "odo" is o again, beside do."""
         tables = None
         if len(of) > 1:
-            layout = self.geometry.together(of, group, tuple(x.shape[-1] for x in tensors))
+            layout = self.geometry.together("qq" if of == "odo" else of, group, head_dims)
         else:
-            layout = self.geometry.exchange(of, group, tensors[0].shape[-1], of in self.by_rank)
+            layout = self.geometry.exchange(of, group, head_dims[0], of in self.by_rank)
             tables = self.rope_tables if of in ("q", "k") else None
-        name = self.schedule.name(of, group)
-        exchange = self.exchanges[of, group] = Exchange(self.channel, layout, self.where, name, self.checked, tables)
-        return exchange.start(*tensors)
+        return Exchange(self.channel, layout, self.where, self.schedule.name(of, group), self.checked, tables)
 
     def finish(self, parts: list[Part], tokens: dict[Part, Tensor]) -> tuple[Tensor, ...]:
         """Finish exchanges in one node; returns what was received, q, k and v each on its own."""
@@ -97,18 +108,18 @@ def attend_groups(
     attended: dict[int, tuple[Tensor, ...]] = {}  # o, and q, k, v of which it was computed
     started: dict[Part, Tensor] = {}
     for node in call.schedule.attention:
-        act, _, group = step = node[0]
+        act, _, group, *_ = step = node[0]
         if act == "finish":
             # Alone where something is done on arrival: under the exchanges that are still on their way.
             for steps in (node,) if arrive is None else [(step,) for step in node]:
-                arrived = call.finish([(of, group) for _, of, _ in steps], tokens)
-                for kind, x in zip([kind for _, of, _ in steps for kind in of], arrived):
+                arrived = call.finish([(step.of, group) for step in steps], tokens)
+                for kind, x in zip([kind for step in steps for kind in step.of], arrived):
                     received[kind, group] = x if arrive is None else arrive(kind, x)
         elif act == "attend":
             q = received.pop(("q", group))
             k, v = with_kv(call.geometry, "k", group, received), with_kv(call.geometry, "v", group, received)
             with call.named(step):
-                attended[group] = _attended(call, attend, group, q, k, v), q, k, v
+                attended[group] = attend_group(call, attend, group, q, k, v), q, k, v
             del q, k, v  # before the next are put together
         else:
             started["o", group] = call.start("o", group, *attended.pop(group))
@@ -147,7 +158,7 @@ def _on_device(index: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(index, device=device)
 
 
-def _attended(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_group(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """``attend`` of a group, which may change in place what no other group reads, on whatever rank.
 
     Raises RuntimeError if it changes k or v where there are KV heads that two groups share.

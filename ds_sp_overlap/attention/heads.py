@@ -152,13 +152,13 @@ def _random_state(devices: list[torch.device]) -> list[Tensor]:
     return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
 
 
-def _modules(attend: Any) -> list[nn.Module]:
+def modules_of(attend: Any) -> list[nn.Module]:
     """The modules that an attention is or is made of, as far as it can be known."""
     if isinstance(attend, nn.Module):
         return list(attend.modules())
     if isinstance(attend, functools.partial):
         inside = [attend.func, *attend.args, *attend.keywords.values()]
-        return [module for x in inside for module in _modules(x)]
+        return [module for x in inside for module in modules_of(x)]
     inside = [getattr(attend, "__self__", None), *(cell.cell_contents for cell in getattr(attend, "__closure__", None) or ())]
     return [module for x in inside if isinstance(x, nn.Module) for module in x.modules()]
 
@@ -166,7 +166,7 @@ def _modules(attend: Any) -> list[nn.Module]:
 @contextlib.contextmanager
 def _evaluating(attend: Any) -> Iterator[None]:
     """Run the body with the attention's modules in evaluation: dropout would be another one in every call."""
-    were = [(module, module.training) for module in _modules(attend)]
+    were = [(module, module.training) for module in modules_of(attend)]
     for module, _ in were:
         module.training = False  # guard: tried out in evaluation
     try:

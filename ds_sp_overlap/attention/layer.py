@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..autotune.choices import Tried, tried
+from ..autotune.costs import LayerShape
 from ..autotune.policy import Policy
-from ..autotune.trial import OFF
+from ..autotune.trial import candidates_for
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
@@ -53,6 +55,7 @@ class Layer:
         channel.timeline = channel.timeline or Timeline.of(config, channel)
         self.agreed, self.called = False, where
         self._divides: dict[tuple, bool] = {}  # whether attention may be cut into head groups, by kind of call
+        self._reads_o: dict[tuple, bool] = {}  # whether the backward of attention that is not run again reads o, by kind of call
 
     def __deepcopy__(self, memo: dict) -> Layer:
         """Of the copy of a module: it exchanges over the same group."""
@@ -67,36 +70,70 @@ class Layer:
         inputs: tuple[Tensor, ...],
         local: Callable[[], Local] | None,
         has_baseline: bool,
+        head_dim: int = 0,
     ) -> tuple[Run, Call | None]:
         """Begin a `call` of this layer, with the head groups that the policy chooses; None where the baseline is to run.
 
         local          the local attention of the call; None where it is known to treat all heads alike
         has_baseline   whether there is something that gives the same without overlap
+        head_dim       d of a layer that can run by a window; 0 of others
         """
-        call, timeline, device = self.call(describe), self.channel.timeline, inputs[0].device
-        if (
-            call.geometry.groups > 1 and local and not self.heads_alike and not self._may_divide(call, inputs, local)
-        ):  # guard: heads alike
-            call = self._made(_regrouped(call.geometry, 1), call.checked)
-        self.channel.calls.count(self.channel, self.called, device)
+        call, timeline, device = self.counted(describe, inputs, local), self.channel.timeline, inputs[0].device
         run = Run(inputs)
         if timeline is not None:
             timeline.look()
             if timeline.recording():
                 run.timed(timeline.layer(self.where, device))
-        policy = self.policy
-        trial = None if policy is None else policy.trial(call.geometry, inputs[0], off=has_baseline)
-        if policy is None or trial is None:
-            return run, call
-        candidate, geometry = trial.candidate(self.index), call.geometry
-        policy.follow(run, trial, candidate, geometry.batch * sum(geometry.seq_lens))
-        return run, None if candidate == OFF else self._made(_regrouped(geometry, candidate), call.checked)
+        policy, geometry = self.policy, call.geometry
+        off = has_baseline and not (policy and policy.replicas)
+        tried = self._tried(geometry, inputs[0], head_dim, off) if self.config.memory == "auto" else None
+        trial = None if policy is None else policy.trial(geometry, inputs[0], has_baseline, tried)
+        candidate = tried.default if tried is not None else geometry.groups
+        if policy is not None and trial is not None:
+            candidate = trial.candidate(self.index)
+            policy.follow(run, trial, candidate, geometry.batch * sum(geometry.seq_lens))
+        if isinstance(candidate, str):
+            return run, None
+        groups, window = candidate if isinstance(candidate, tuple) else (candidate, None)
+        call = call if groups == geometry.groups else self._made(_regrouped(geometry, groups), call.checked)
+        call.window = window or self.config.window_of(groups)
+        return run, call
+
+    def _tried(self, geometry: Geometry, x: Tensor, head_dim: int, off: bool) -> Tried:
+        """What is tried where memory counts, and what is taken until then or else; alike on all ranks that choose together."""
+        config, policy, size = self.config, self.policy, geometry.sp_size
+        fixed = geometry.groups if config.head_groups != "auto" or geometry.groups == 1 else None
+        if not head_dim:  # what holds less is not known, but more groups hold less
+            ways = candidates_for(geometry.max_groups if fixed is None else 1, off)
+            return Tried(ways[::-1] if fixed is None else (fixed,), geometry.groups)
+        # Lengths that vary are one shape to the policy; those of replicas differ, and are all long.
+        local = 2**20 if policy and policy.replicas else 1 << (sum(geometry.seq_lens) // size).bit_length()
+        batch = 1 if policy and policy.replicas else geometry.batch
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        sizes = x.shape[-1], geometry.heads, geometry.kv_heads, head_dim, local * size, size, batch, dtype.itemsize
+        return tried(
+            LayerShape(*sizes), fixed, config.window, config.checkpointing != "recompute", off, config.policy.warmup_steps // 2
+        )
+
+    def counted(
+        self,
+        describe: Callable[[], tuple[Geometry, Callable[[], tuple]]],
+        inputs: tuple[Tensor, ...],
+        local: Callable[[], Local] | None,
+    ) -> Call:
+        """A `call` of this layer, counted, in one head group where its local attention needs all heads at once."""
+        call = self.call(describe)
+        if (
+            call.geometry.groups > 1 and local and not self.heads_alike and not self._may_divide(call, inputs, local)
+        ):  # guard: heads alike
+            call = self._made(_regrouped(call.geometry, 1), call.checked)
+        self.channel.calls.count(self.channel, self.called, inputs[0].device)
+        return call
 
     def _may_divide(self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]) -> bool:
         """Whether the local attention may be called group by group; tried out for the first call of a kind, on all ranks."""
-        first, device, geometry = inputs[0], inputs[0].device, call.geometry
-        sizes = geometry.heads, geometry.kv_heads, first.shape[-1], inputs[-1].shape[-1]
-        kind = *sizes, first.dtype, torch.is_autocast_enabled(device.type)  # the same on every rank
+        device, kind = inputs[0].device, kind_of(call, inputs)
         if kind not in self._divides:
             attention = local()
             mine = fault(call, attention, device, partial(with_head_dim, where=self.where))
@@ -110,6 +147,28 @@ class Layer:
                     f"them, and runs in one head group ({seen}). If it treats all heads alike, say so with heads_alike=True"
                 )
         return self._divides[kind]
+
+    def holds_all(self) -> None:
+        """Say of a layer that can't make q, k and v again in backward what that means, if it was asked to."""
+        if self.config.window_of(1) is not None:
+            say_once(
+                "sp_overlap: window and checkpointing need projections that are computed part by part; a layer whose projections can't be "
+                "(adapters, hooks, RoPE that learns, DistributedAttention between the caller's own) holds all head groups until backward"
+            )
+
+    def reads_o(self, kind: tuple, mine: bool, learns: str) -> bool:
+        """Whether o must travel again in backward: on one rank of the first call of a kind, then on all of them.
+
+        kind     as `kind_of` tells
+        learns   what attention learns and nobody was told of; refused on all ranks
+        """
+        found = self.channel.gather((mine, learns), self.where) if kind not in self._reads_o else [(False, learns)]
+        if seen := next((what for _, what in found if what), ""):  # guard: no gradient is lost
+            raise ValueError(
+                f"{self.where}: local attention learns {seen}, which it is not called with; with sp_overlap.window or checkpointing give "
+                "it as an argument (PerHead for one slice a head), or as a module with parameters"
+            )
+        return self._reads_o.setdefault(kind, any(reads for reads, _ in found))
 
     def call(self, describe: Callable[[], tuple[Geometry, Callable[[], tuple]]]) -> Call:
         """A call of this layer, of the geometry that ``describe`` gives.
@@ -128,10 +187,7 @@ class Layer:
         return self._made(geometry, first and self.config.check)
 
     def _made(self, geometry: Geometry, checked: bool) -> Call:
-        schedule = _checked(self.schedule, geometry.kinds, self.config.wgrad)
-        if self.channel.timeline is not None:
-            self.channel.timeline.follow(self.where, schedule)
-        return Call(self.channel, geometry, schedule, self.where, checked)
+        return Call(self.channel, geometry, _checked(self.schedule, geometry.kinds, self.config.wgrad), self.where, checked)
 
     def refuse(self, error: ValueError) -> None:
         """Raise ``error``, on the layer's first call on every rank."""
@@ -203,3 +259,10 @@ def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
             f"same with heads and head dim flattened, got {list(o.shape)}"
         )
     return o
+
+
+def kind_of(call: Call, inputs: tuple[Tensor, ...]) -> tuple:
+    """What tells kinds of calls apart, the same on every rank."""
+    geometry, first = call.geometry, inputs[0]
+    sizes = geometry.heads, geometry.kv_heads, first.shape[-1], inputs[-1].shape[-1]
+    return *sizes, first.dtype, torch.is_autocast_enabled(first.device.type)

@@ -13,10 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-
-from .slices import Ranges, batched, cut_ranges
 
 # Forwards of linear layers that compute ``x w^T + b`` and nothing else, and what tells of a layer whether it leaves b to its caller
 # and returns ``(x w^T, b)``; None for those that return one tensor.
@@ -34,6 +31,9 @@ _EVERYWHERE = tuple(  # hooks of all modules
 )
 
 
+_CALL = nn.Module.__call__
+
+
 def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     """Whether ``module`` is a plain linear layer that may be computed in parts.
 
@@ -42,7 +42,7 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     """
     if type(module).forward not in plain or not can_call_through(module):  # guard: no forward of its own
         return False
-    if type(module.weight) not in (nn.Parameter, Tensor):  # a quantised or distributed tensor
+    if type(parameter_of(module, "weight")) not in (nn.Parameter, Tensor):  # a quantised or distributed tensor
         return False
     return True
 
@@ -69,22 +69,32 @@ def can_call_through(module: nn.Module) -> bool:
     """Whether nobody would see, and mind, that a module is called by `call_through`: with other inputs, for another output."""
     if "forward" in vars(module) or module._compiled_call_impl is not None:  # guard: a replaced forward runs
         return False
-    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, *_EVERYWHERE
-    if not any(kinds):
-        return True
-    hooks = (getattr(hook, "__module__", "") or "" for hooks in kinds for hook in hooks.values())  # guard: hooks of all modules
-    return all(where.startswith(tuple(harmless)) for where in hooks)  # guard: only harmless hooks
+    return hooks_are_harmless(module)
+
+
+def hooks_are_harmless(module: nn.Module, *more: str) -> bool:
+    """Whether nobody hooked a module's call, or every module's, but those that are `harmless`, and ``more``."""
+    hooks = (getattr(hook, "__module__", "") or "" for hooks in _hooks(module) for hook in hooks.values())
+    return all(where.startswith((*harmless, *more)) for where in hooks)  # guard: only harmless hooks
+
+
+def _hooks(module: nn.Module) -> list[dict]:
+    """Hooks on the call of ``module``, kind by kind."""
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return list(filter(None, own + _EVERYWHERE))  # guard: hooks of all modules
 
 
 def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor) -> Any:
     """Run ``body(*inputs)`` as the forward of all ``modules`` at once, each called exactly once.
 
     The first module is called, its forward calls the second, and the innermost forward is ``body``: inside it every
-    hook has run and every weight is whole. The inputs are what the hooks made of them.
+    hook has run and every weight is whole. The inputs are what the hooks made of them. A call on which nothing hangs is left out.
     """
     if not modules:
         return body(*inputs)
     first, rest = modules[0], modules[1:]
+    if not _hooks(first) and type(first).__call__ is _CALL:
+        return call_through(rest, body, *inputs)
 
     def forward(*args: Tensor) -> Any:
         del vars(first)["forward"]  # guard: given back at once
@@ -95,6 +105,12 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
         return first(*inputs)
     finally:
         vars(first).pop("forward", None)  # guard: given back after a raise
+
+
+def parameter_of(module: nn.Module, name: str) -> Any:
+    """A parameter of ``module``; for less of the host's time than ``module.weight``, which looks everywhere else first."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -121,11 +137,10 @@ def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.transpose(0, 1)
 
 
-def projected_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Ranges, ranks: int = 0) -> Tensor:
-    """``x`` [tokens, m] times some rows of ``weight`` [n, m], [tokens, n_r]; [tokens, ranks, n_r / ranks] as it travels, if ranks."""
-    if ranks:
-        return by_rank(x, batched(weight, 0, rows, ranks), None if bias is None else batched(bias, 0, rows, ranks))
-    return F.linear(x, cut_ranges(weight, 0, rows), None if bias is None else cut_ranges(bias, 0, rows))
+def autocast_of(device: torch.device) -> dict[str, Any]:
+    """What is in force, for ``torch.autocast`` to bring it back."""
+    kind = device.type
+    return dict(device_type=kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
 
 
 @overload

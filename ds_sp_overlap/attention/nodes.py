@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..exchange.exchange import refuse_second_derivatives
+from ..exchange.exchange import Node, refuse_second_derivatives
 from .execution import Call, Part, finish_output, start_inputs
-from .linear import Plain, autocast, by_rank, matrix, projected_rows
-from .slices import Pieces, Ranges, batched, cut_ranges
+from .linear import Plain, autocast, autocast_of, by_rank, matrix, parameter_of
+from .slices import Pieces, Ranges, batched, cutter
 
 
 class Rows(NamedTuple):
@@ -34,6 +34,7 @@ class Projections:
 
     modules   the linear layers
     rows      of each part
+    parts     of each linear layer, the rows that its parts are made of
     norms     of q and k, over d of heads [.., h, d]; computed again in backward, so that nothing but their input is kept
     rope      a `Rotary` that rotates q and k
     tables    (cos, sin) [.., 1, d_rot] by which, without a gradient; empty if nothing is rotated
@@ -46,6 +47,7 @@ class Projections:
 
     modules: list[nn.Linear]
     rows: dict[Part, Rows]
+    parts: list[tuple[Ranges, ...]]
     norms: dict[str, nn.Module]
     rope: Any
     tables: tuple[Tensor, ...]
@@ -70,21 +72,33 @@ class Projections:
 
     def parameters(self) -> list[Tensor | None]:
         """Weight and bias of each linear layer, then what is learned in the norms."""
-        linear = [p for m in self.modules for p in (m.weight, None if self.plain[type(m).forward](m) else m.bias)]
+        linear = [
+            p
+            for m in self.modules
+            for p in (parameter_of(m, "weight"), None if self.plain[type(m).forward](m) else parameter_of(m, "bias"))
+        ]
         return linear + [p for norm in self.norms.values() for p in norm.parameters()]
 
-    def parts(self, module: int) -> tuple[Ranges, ...]:
-        """The rows of a linear layer that each of its parts is made of."""
-        return tuple(rows for of, rows, _ in self.rows.values() if of == module)
-
-    def project(self, part: Part, x: Tensor, tokens: Sequence[int], parameters: tuple[Any, ...]) -> Tensor:
-        """Of x [s/P b, m]: [*tokens, h, d], or [*tokens, P, h, d] in the memory order of the wire.
+    def projecting(self, x: Tensor, tokens: Sequence[int], parameters: Sequence[Any]) -> Callable[[Part], Tensor]:
+        """What projects x [s/P b, m] to a part: [*tokens, h, d], or [*tokens, P, h, d] in the memory order of the wire.
 
         parameters   as `parameters` gives them, or what autocast made of them
         """
-        module, rows, ranks = self.rows[part]
-        y = projected_rows(x, parameters[2 * module], parameters[2 * module + 1], rows, ranks)
-        return y.view(*tokens, *y.shape[1:-1], y.shape[-1] // self.head_dim, self.head_dim)
+        pairs = list(zip(parameters[::2], parameters[1::2], self.parts))
+        weights = [cutter(weight.t(), 1, parts) for weight, _, parts in pairs]
+        biases = [None if bias is None else cutter(bias, 0, parts) for _, bias, parts in pairs]
+
+        def project(part: Part) -> Tensor:
+            module, rows, ranks = self.rows[part]
+            bias = biases[module]
+            if ranks:
+                weight, bias, _ = pairs[module]
+                y = by_rank(x, batched(weight, 0, rows, ranks), None if bias is None else batched(bias, 0, rows, ranks))
+                return y.view(*tokens, ranks, y.shape[-1] // self.head_dim, self.head_dim)
+            y = torch.mm(x, weights[module](rows)) if bias is None else torch.addmm(bias(rows), x, weights[module](rows))
+            return y.view(*tokens, y.shape[-1] // self.head_dim, self.head_dim)
+
+        return project
 
     def is_rotated(self, part: Part, tables: tuple[Tensor, ...]) -> bool:
         return bool(tables) and part[0] != "v" and part not in self.folded
@@ -106,7 +120,105 @@ class Projections:
         return heads.movedim(0, 2) if ranks else heads
 
 
-class _StartInputs(torch.autograd.Function):
+class Inputs:
+    """Gradients of x and of what q, k and v are projected with, one part after another; shared by forward and backward of a node.
+
+    needs   whether x has a gradient, then each of the ``parameters``
+    """
+
+    def __init__(self, call: Call, made: Projections, x: Tensor, parameters: Sequence[Tensor | None], needs: Sequence[bool]):
+        self.call, self.made, self.shape, self.dtype = call, made, x.shape, x.dtype
+        self.of_x, *self.of_parameters = needs
+        self.linear = 2 * len(made.modules)
+        self.shapes = [None if p is None else p.shape for p in parameters]
+        self.autocast: dict[str, Any] = {}
+        if made.norms:
+            self.autocast = autocast_of(x.device)  # guard: as in forward
+
+    def is_needed(self, part: Part) -> bool:
+        """Whether there will be a gradient of q, k or v of a group."""
+        at, of = 2 * self.made.rows[part].module, self.of_parameters
+        return self.of_x or any(of[at : at + 2]) or any(of[self.made.learned.get(part[0], slice(0))])
+
+    def begin(
+        self,
+        x: Tensor | None,
+        weights: Sequence[Any],
+        tables: tuple[Tensor, ...],
+        normed: dict[Part, Tensor],
+        some: bool,
+        late: bool = False,
+    ) -> None:
+        """Of a backward, in which ``some`` parts may have no gradient; ``late`` as in `Pieces`.
+
+        weights   of each linear layer at its place among the parameters
+        normed    inputs of the norms
+        """
+        self.x, self.tables, self.normed = None if x is None else matrix(x), tables, normed
+        self.found = {
+            at: Pieces(shape, 0, self.made.parts[at // 2], some, late)
+            for at, shape in enumerate(self.shapes[: self.linear])
+            if shape is not None and self.of_parameters[at]
+        }
+        self.cut = [cutter(weight, 0, parts) for weight, parts in zip(weights[::2], self.made.parts)] if self.of_x else []
+        self.learned: list[Tensor | None] = [None] * (len(self.shapes) - self.linear)
+        self.dx: Tensor | None = None
+        self.gradients: dict[Part, Tensor] = {}
+        self._halved: set[Part] = set()  # either dgrad or wgrad is done
+
+    def arrived(self, part: Part, dy: Tensor) -> None:
+        """Take the gradient of what was sent, and turn it into that of what was projected, [tokens, n]."""
+        made = self.made
+        if part not in self.normed:
+            if made.is_rotated(part, self.tables):
+                dy = made.rope.rotate_back(dy.flatten(2, -2), *self.tables).to(self.dtype)
+            self.gradients[part] = matrix(dy)
+            return
+        leaf, of_norm = self.normed.pop(part).detach().requires_grad_(), list(made.norms[part[0]].parameters())
+        with torch.enable_grad(), torch.autocast(**self.autocast):
+            y = made.shape(part, leaf, self.tables, again=True)
+        places = made.learned[part[0]]
+        wanted = [at for at in range(places.start, places.stop) if self.of_parameters[at]]
+        dy, *found = torch.autograd.grad(y, [leaf, *(of_norm[at - places.start] for at in wanted)], dy, allow_unused=True)
+        for at, gradient in zip(wanted, found):
+            if gradient is not None:
+                so_far = self.learned[at - self.linear]
+                self.learned[at - self.linear] = gradient if so_far is None else so_far + gradient
+        self.gradients[part] = matrix(dy)
+
+    def step(self, act: str, part: Part) -> None:
+        """dgrad or wgrad of a part; nothing, where no gradient of it arrived."""
+        if part not in self.gradients:
+            return
+        (module, rows, _), dy = self.made.rows[part], self.gradients[part]
+        at = 2 * module
+        if act == "dgrad" and self.of_x:
+            weight = self.cut[module](rows)
+            if self.dx is None:
+                self.dx = dy @ weight
+            elif len(self.call.groups) == 1 or self.dx.dtype != dy.dtype:
+                self.dx += dy @ weight  # rounds as the layer that it replaces does
+            else:
+                self.dx.addmm_(dy, weight)
+        elif act == "wgrad":
+            if self.of_parameters[at]:
+                self.found[at].put(rows, torch.mm, dy.t(), self.x)
+            if self.of_parameters[at + 1]:
+                self.found[at + 1].put(rows, torch.sum, dy, 0)
+        del dy  # before the next one is unpacked
+        if part in self._halved:
+            del self.gradients[part]
+        self._halved.add(part)
+
+    def end(self) -> tuple[Tensor | None, ...]:
+        """Gradients of x and of the parameters."""
+        of_linear = [self.found[at].whole() if at in self.found else None for at in range(self.linear)]
+        found = None if self.dx is None else self.dx.view(self.shape), *of_linear, *self.learned
+        del self.x, self.cut, self.tables, self.found, self.learned, self.dx  # of this backward
+        return found
+
+
+class _StartInputs(Node):
     """Tokens of the exchanges of q, k and v of all groups.
 
     x [.., m]     parameters   w [n, m] and b [n] of each linear layer, then what is learned in the norms
@@ -117,110 +229,58 @@ class _StartInputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, made: Projections, x: Tensor, *parameters: Tensor | None):
-        ctx.call, ctx.made, ctx.shape, ctx.dtype, device = call, made, x.shape, x.dtype, x.device.type
         ctx.set_materialize_grads(False)
-        of_x, *of_parameters = ctx.needs_input_grad[2:]
-        linear, rows = 2 * len(made.modules), matrix(x)
+        inputs = ctx.inputs = Inputs(call, made, x, parameters, ctx.needs_input_grad[2:])
+        rows = matrix(x)
         tables, made.tables = made.tables, ()  # saved where autograd watches, and let go with the rest
+        of_part = made.projecting(rows, inputs.shape[:2], parameters[: inputs.linear])
         normed: dict[Part, Tensor] = {}
         unneeded: list[Tensor] = []
 
-        def is_needed(part: Part) -> bool:
-            at = 2 * made.rows[part].module
-            return of_x or any(of_parameters[at : at + 2]) or any(of_parameters[made.learned.get(part[0], slice(0))])
-
         def project(kind: str, group: int) -> Tensor:
             part = kind, group
-            heads = made.project(part, rows, ctx.shape[:2], parameters)
-            if kind in made.norms and made.recorded and is_needed(part):
+            heads = of_part(part)
+            if kind in made.norms and made.recorded and inputs.is_needed(part):
                 normed[part] = heads
             return made.shape(part, heads, tables)
 
         tokens = start_inputs(call, project)
-        if not of_x:
+        if not inputs.of_x:
             for (of, group), token in tokens.items():
-                call.exchanges[of, group].needed = needed = [is_needed((kind, group)) for kind in of]  # guard: only what is needed
+                call.exchanges[of, group].needed = needed = [
+                    inputs.is_needed((kind, group)) for kind in of
+                ]  # guard: only what is needed
                 if not any(needed):
                     unneeded.append(token)
             ctx.mark_non_differentiable(*unneeded)
-        ctx.shapes, ctx.normed, ctx.tables = [None if p is None else p.shape for p in parameters], list(normed), len(tables)
-        if normed:
-            enabled = torch.is_autocast_enabled(device)
-            ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=enabled)  # guard: as in forward
+        ctx.normed, ctx.tables, linear = list(normed), len(tables), inputs.linear
         # Only what some gradient reads: dx the weights, dw x, and a norm's its input.
-        weights = (p if of_x and at % 2 == 0 else None for at, p in enumerate(parameters[:linear]))
-        ctx.save_for_backward(x if any(of_parameters[:linear:2]) else None, *weights, *tables, *normed.values())  # guard: unchanged
+        weights = (p if inputs.of_x and at % 2 == 0 else None for at, p in enumerate(parameters[:linear]))
+        of_weights = inputs.of_parameters[:linear:2]
+        ctx.save_for_backward(x if any(of_weights) else None, *weights, *tables, *normed.values())  # guard: unchanged
         return tuple(tokens[exchange] for exchange in call.schedule.starts)
 
     @staticmethod
     def backward(ctx, *tokens):
-        call, made, (x, *saved) = ctx.call, ctx.made, ctx.saved_tensors
-        of_x, *of_parameters = ctx.needs_input_grad[2:]
-        linear = 2 * len(made.modules)
-        weights, tables = saved[:linear], saved[linear : linear + ctx.tables]
+        inputs, (x, *saved) = ctx.inputs, ctx.saved_tensors
+        call, linear = inputs.call, inputs.linear
+        weights, tables = saved[:linear], tuple(saved[linear : linear + ctx.tables])
         normed = dict(zip(ctx.normed, saved[linear + len(tables) :]))
         del saved
         ctx.maybe_clear_saved_tensors()
-        x = None if x is None else matrix(x)
         reached = {exchange for exchange, token in zip(call.schedule.starts, tokens) if token is not None}
-        gradients: dict[Part, Tensor] = {}
-        halved: set[Part] = set()  # either dgrad or wgrad is done
-        some, found = len(reached) < len(tokens), {}
-        for at, shape in enumerate(ctx.shapes[:linear]):
-            if of_parameters[at]:
-                found[at] = Pieces(shape, 0, made.parts(at // 2), some)
-        learned: list[Tensor | None] = [None] * (len(ctx.shapes) - linear)
-        dx: Tensor | None = None
-
-        def unshaped(part: Part, dy: Tensor) -> Tensor:
-            """The gradient of what was projected, [tokens, n], of that of what was sent."""
-            if part not in normed:
-                if made.is_rotated(part, tables):
-                    dy = made.rope.rotate_back(dy.flatten(2, -2), *tables).to(ctx.dtype)
-                return matrix(dy)
-            leaf, of_norm = normed.pop(part).detach().requires_grad_(), list(made.norms[part[0]].parameters())
-            with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                y = made.shape(part, leaf, tables, again=True)
-            places = made.learned[part[0]]
-            wanted = [at for at in range(places.start, places.stop) if of_parameters[at]]
-            dy, *found = torch.autograd.grad(y, [leaf, *(of_norm[at - places.start] for at in wanted)], dy, allow_unused=True)
-            for at, gradient in zip(wanted, found):
-                if gradient is not None:
-                    so_far = learned[at - linear]
-                    learned[at - linear] = gradient if so_far is None else so_far + gradient
-            return matrix(dy)
-
-        for act, of, group in call.schedule.backward_of_inputs:
-            part = of, group
+        inputs.begin(x, weights, tables, normed, len(reached) < len(tokens))
+        del x, normed
+        for act, of, group, *_ in call.schedule.backward_of_inputs:
             if act == "finish":
                 if (of[1:], group) in reached:
                     for kind, dy in zip(of[1:], call.exchanges[of[1:], group].finish_gradient()):
                         if dy is not None:
-                            gradients[kind, group] = unshaped((kind, group), dy)
-                continue
-            if part not in gradients:
-                continue
-            (module, rows, _), dy = made.rows[part], gradients[part]
-            at = 2 * module
-            if act == "dgrad" and of_x:
-                weight = cut_ranges(weights[at], 0, rows)
-                if dx is None:
-                    dx = dy @ weight
-                elif len(call.groups) == 1 or dx.dtype != dy.dtype:
-                    dx += dy @ weight  # rounds as the layer that it replaces does
-                else:
-                    dx.addmm_(dy, weight)
-            elif act == "wgrad":
-                if of_parameters[at]:
-                    found[at].put(rows, torch.mm, dy.t(), x)
-                if of_parameters[at + 1]:
-                    found[at + 1].put(rows, torch.sum, dy, 0)
-            del dy  # before the next one is unpacked
-            if part in halved:
-                del gradients[part]
-            halved.add(part)
-        of_linear = [found[at].whole if at in found else None for at in range(linear)]
-        return None, None, None if dx is None else dx.view(ctx.shape), *of_linear, *learned
+                            inputs.arrived((kind, group), dy)
+                            del dy
+            else:
+                inputs.step(act, (of, group))
+        return None, None, *inputs.end()
 
 
 def start_projected(call: Call, made: Projections, x: Tensor) -> tuple[Tensor, ...]:
@@ -233,10 +293,55 @@ def start_projected(call: Call, made: Projections, x: Tensor) -> tuple[Tensor, .
     return _StartInputs.apply(call, made, *autocast(x, *parameters[:linear]), *parameters[linear:])
 
 
-class _FinishOutput(torch.autograd.Function):
+class OutputProjection:
+    """The output projection of o, one group after another; shared by forward and backward of a node.
+
+    w [m, k], w_g = w[:, c_g] its columns for a group
+    """
+
+    def __init__(self, call: Call, shape: torch.Size):
+        self.call, self.shape = call, shape
+        self.columns = tuple(call.geometry.elements_of("o", group, 0, shape[1] // call.geometry.heads) for group in call.groups)
+
+    def merging(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor | None, int, Tensor], tuple[Tensor, Tensor]]:
+        """What makes y + o_g w_g^T of y and o of a group, or b + o_g w_g^T for the first; with o [tokens, k_g] as it was multiplied."""
+        cut = cutter(weight.t(), 0, self.columns)
+
+        def merge(y: Tensor | None, group: int, o: Tensor) -> tuple[Tensor, Tensor]:
+            tokens = o.shape[:2]
+            (o,) = autocast(matrix(o))
+            operands = o, cut(self.columns[group])
+            if y is not None:
+                matrix(y).addmm_(*operands)
+                return y, o
+            y = o.new_empty(*tokens, weight.shape[0])  # no view, so that the caller may update it in place
+            torch.mm(*operands, out=matrix(y)) if bias is None else torch.addmm(bias, *operands, out=matrix(y))
+            return y, o
+
+        return merge
+
+    def dgrads(self, dy: Tensor, weight: Tensor) -> Callable[[int, int], Tensor]:
+        """What makes do_g = dy w_g, [s/P, b, h_g, d], of a group and d."""
+        rows, cut = matrix(dy), cutter(weight, 1, self.columns)
+
+        def dgrad(group: int, head_dim: int) -> Tensor:
+            if "o" in self.call.by_rank:
+                do = by_rank(rows, batched(weight, 1, self.columns[group], self.call.geometry.sp_size))
+            else:
+                do = torch.mm(rows, cut(self.columns[group]))
+            return do.view(*dy.shape[:2], *do.shape[1:-1], do.shape[-1] // head_dim, head_dim)
+
+        return dgrad
+
+    def pieces(self, late: bool = False) -> Pieces:
+        """Of dw."""
+        return Pieces(self.shape, 1, self.columns, late=late)
+
+
+class _FinishOutput(Node):
     """The output projection of o of all groups.
 
-    w [m, k], w_g = w[:, c_g] its columns for a group     b [m]
+    w [m, k]     b [m]
 
     forward    y = b + sum of o_g w_g^T, each finished in its turn
     backward   do_g = dy w_g started, last group first;  then, under their exchanges, dw[:, c_g] = dy^T o_g,  db = sum dy
@@ -246,54 +351,38 @@ class _FinishOutput(torch.autograd.Function):
     def forward(ctx, call: Call, weight: Tensor, bias: Tensor | None, *tokens: Tensor):
         outputs: dict[int, Tensor] = {}
         y: Tensor | None = None
-        ctx.call, ctx.columns = call, {}
+        output = OutputProjection(call, weight.shape)
+        ctx.call, ctx.output, merge_into = call, output, output.merging(weight, bias)
 
         def merge(group: int, o: Tensor) -> None:
             nonlocal y
-            tokens, columns = o.shape[:2], call.geometry.elements_of("o", group, 0, o.shape[-1])
-            (o,) = autocast(matrix(o))
-            ctx.columns[group], outputs[group] = columns, o
-            operands = o, cut_ranges(weight, 1, columns).t()
-            if y is not None:
-                matrix(y).addmm_(*operands)
-                return
-            y = o.new_empty(*tokens, weight.shape[0])  # no view, so that the caller may update it in place
-            torch.mm(*operands, out=matrix(y)) if bias is None else torch.addmm(bias, *operands, out=matrix(y))
+            y, outputs[group] = merge_into(y, group, o)
 
         finish_output(call, {("o", group): token for group, token in enumerate(tokens)}, merge)
         of_weight, _, *of_tokens = ctx.needs_input_grad[1:]
-        ctx.shape = weight.shape
         ctx.save_for_backward(weight if any(of_tokens) else None, *((outputs[group] for group in call.groups) if of_weight else ()))
         return y
 
     @staticmethod
     def backward(ctx, dy):
         refuse_second_derivatives(ctx.call.where)
-        call, (weight, *outputs) = ctx.call, ctx.saved_tensors
+        call, output, (weight, *outputs) = ctx.call, ctx.output, ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: `outputs` has them, and lets go of each after its use
         of_weight, of_bias, *of_tokens = ctx.needs_input_grad[1:]
-        dw, rows = Pieces(ctx.shape, 1, tuple(ctx.columns.values())), matrix(dy)
-
-        def dgrad(group: int) -> Tensor:
-            columns, head_dim = ctx.columns[group], call.exchanges["o", group].layout.target.shape[-1]
-            if "o" in call.by_rank:
-                do = by_rank(rows, batched(weight, 1, columns, call.geometry.sp_size))
-            else:
-                do = rows @ cut_ranges(weight, 1, columns)
-            return do.view(*dy.shape[:2], *do.shape[1:-1], do.shape[-1] // head_dim, head_dim)
-
+        dw, rows = output.pieces(), matrix(dy)
+        dgrad: Any = any(of_tokens) and output.dgrads(dy, weight)
         computed: dict[int, Tensor] = {}
-        for act, _, group in call.schedule.backward_of_output:  # guard: the wgrad comes last
+        for act, _, group, *_ in call.schedule.backward_of_output:  # guard: the wgrad comes last
             if act == "wgrad" and of_weight:
-                dw.put(ctx.columns[group], torch.mm, rows.t(), outputs[group])
+                dw.put(output.columns[group], torch.mm, rows.t(), outputs[group])
                 outputs[group] = None
             elif act == "dgrad" and of_tokens[group]:
-                computed[group] = dgrad(group)
+                computed[group] = dgrad(group, call.exchanges["o", group].layout.target.shape[-1])
             elif act == "start" and of_tokens[group]:
                 call.exchanges["o", group].start_gradient([computed.pop(group)])
         db = rows.sum(0) if of_bias else None
         token = dy.new_empty(0)
-        return None, dw.whole, db, *(token if needed else None for needed in of_tokens)
+        return None, dw.whole(), db, *(token if needed else None for needed in of_tokens)
 
 
 def finish_projected(
@@ -305,6 +394,6 @@ def finish_projected(
 
     To be called inside `linear.call_through`.
     """
-    weight, bias = autocast(module.weight, None if leaves else module.bias)
-    y = _FinishOutput.apply(call, weight, bias, *tokens)
-    return y if leaves is None else (y, module.bias if leaves else None)
+    bias = parameter_of(module, "bias")
+    y = _FinishOutput.apply(call, *autocast(parameter_of(module, "weight"), None if leaves else bias), *tokens)
+    return y if leaves is None else (y, bias if leaves else None)

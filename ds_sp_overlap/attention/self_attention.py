@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from ..autotune.costs import schedule_of
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
@@ -16,12 +19,14 @@ from ..exchange.transport import Transport
 from ..relayout import ops
 from ..rotary import Rotary
 from ..schedule import Schedule, by_head_groups
-from .execution import Call, Part, attend_groups, finish_output, start_inputs
-from .heads import Local, calling
-from .layer import Layer, with_head_dim
+from .execution import Attend, Call, Part, attend_groups, finish_output, start_inputs
+from .heads import Local, PerHead, calling, modules_of
+from .kept import current
+from .layer import Layer, kind_of, with_head_dim
 from .linear import PLAIN, PURE, Plain, Pure, autocast, batched_pays, call_through, can_compute_again, can_split
 from .nodes import Projections, Rows, finish_projected, start_projected
-from .slices import cut, join
+from .slices import Ranges, cut, join
+from .window import LocalAttention, windowed
 
 
 class SelfAttention:
@@ -89,6 +94,11 @@ class SelfAttention:
         self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
         self.plain, self.pure, self.first_rows, self.norm_last = plain, pure, first_rows, norm_last
         parsed = SpOverlapConfig.parse(config or {})
+        if schedule is not by_head_groups and parsed.window_of(1) is not None:
+            raise ValueError(
+                f"{name}: schedule= beside sp_overlap.window or checkpointing: such a layer makes q, k and v again in backward, in an "
+                "order of its own (schedule.by_window); leave out one of the two"
+            )
         channel = Channel(sequence_process_group, transport or parsed.transport, kernels=parsed.kernels)
         self.layer = Layer(channel, parsed, name, policy, heads_alike, schedule)
         self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj, q_norm, k_norm)
@@ -127,6 +137,7 @@ class SelfAttention:
         if self.first_rows is not None:
             self._projections = {kind: (module, self.first_rows[kind]) for kind, (module, _) in self._projections.items()}
         self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
+        self._known: tuple[tuple, Any] | None = None  # what `_rows` returned, and for what
 
     def split_projections(self) -> list[nn.Module]:
         """The projections that are computed part by part, as of now."""
@@ -137,6 +148,14 @@ class SelfAttention:
         plain = all(module in able for module in self._inputs) and (self.rope is None or isinstance(self.rope, Rotary))
         plain = plain and all(can_compute_again(norm, self.pure) for norm in norms)
         return able if plain else [module for module in able if module not in self._inputs]
+
+    def window_of(self, groups: int, split: list[nn.Module]) -> int | None:
+        """How many of the head groups are held at a time by a call that computes ``split`` part by part; None where all of them are."""
+        return self.layer.config.window_of(groups) if self._inputs[0] in split and self.o_proj in split else None
+
+    def keeps_over_checkpoints(self) -> bool:
+        """Whether attention is kept over a checkpoint, as of now."""
+        return self.layer.config.checkpointing != "recompute" and self.window_of(1, self.split_projections()) is not None
 
     @torch.compiler.disable
     def __call__(
@@ -160,10 +179,11 @@ class SelfAttention:
         """
         extra = (*args, *kwargs.values())
         run, call = self.layer.begin(
-            lambda: self._describe(hidden_states, position_embeddings, sequence_lengths, extra),
+            lambda: self.describe(hidden_states, position_embeddings, sequence_lengths, extra),
             (hidden_states,),
             lambda: Local(self.local_attention, args, kwargs, self.head_dim, self.head_dim, autocast(hidden_states)[0].dtype),
             baseline is not None,
+            self.head_dim if self.layer.config.memory == "auto" and self._can_window() else 0,
         )
         (x,) = run.inputs
         if call is None:
@@ -185,13 +205,20 @@ class SelfAttention:
         def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return with_head_dim(local(group, q, k, v), q, self.layer.where)
 
+        window = call.window if self._inputs[0] in split and self.o_proj in split else None
+        if window is None:
+            self.layer.holds_all()
+        else:
+            # A part may travel alone in one program and joined in the other: neither written as it travels nor rotated on the way.
+            call.by_rank, call.rope_tables = frozenset(), None
+            call.run_by(schedule_of(call.geometry, window, self.layer.config.wgrad))
         if self._inputs[0] in split:
             assert tables is not None
             norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
             recorded = torch.is_grad_enabled()
             made = Projections(
                 self._inputs,
-                self._rows(call),
+                *self._rows(call),
                 norms,
                 self.rope,
                 tables,
@@ -201,10 +228,22 @@ class SelfAttention:
                 self.plain,
                 recorded,
             )
+            if window is not None:
+                leaves = self.plain[type(self.o_proj).forward](self.o_proj)
+                watched = self.watched(call, hidden_states, attend, args, kwargs)
+                checkpointing = self.layer.config.checkpointing
+                visit = None if checkpointing == "recompute" else current(self.layer.where)
+                return call_through(
+                    [*made.called, self.o_proj],
+                    lambda x: windowed(call, made, watched, visit, checkpointing == "offload", self.o_proj, leaves, x),
+                    hidden_states,
+                )
             started = call_through(made.called, lambda x: start_projected(call, made, x), hidden_states)
             tokens = dict(zip(call.schedule.starts, started))
         else:
-            tokens = start_inputs(call, self._whole(call, hidden_states, position_embeddings))
+            turn = self.rope
+            rotate = None if turn is None else lambda heads: turn(heads, position_embeddings)
+            tokens = start_inputs(call, self.whole(call, hidden_states, rotate))
         tokens = attend_groups(call, tokens, attend)
         if self.o_proj in split:
             of_groups = [tokens["o", group] for group in call.groups]
@@ -214,6 +253,19 @@ class SelfAttention:
         finish_output(call, tokens, outputs.__setitem__)
         heads = [call.geometry.heads_of("q", group) for group in call.groups]
         return self.o_proj(join([outputs[group] for group in call.groups], 2, heads).flatten(2))
+
+    def _can_window(self) -> bool:
+        split = self.split_projections()
+        return self._inputs[0] in split and self.o_proj in split
+
+    def watched(self, call: Call, x: Tensor, attend: Attend, args: tuple, kwargs: dict) -> LocalAttention:
+        """The local attention of a call, and the tensors that it reads beside q, k and v."""
+        leaves = (leaf.tensor if isinstance(leaf, PerHead) else leaf for leaf in tree_leaves((args, kwargs)))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        own = {id(p) for module in (*self._inputs, self.o_proj, *self._norms.values()) if module for p in module.parameters()}
+        inside = [p for module in modules_of(self.local_attention) for p in module.parameters() if id(p) not in own]
+        learned = {id(x): x for x in (*given, *inside) if x.requires_grad}
+        return LocalAttention(attend, given, list(learned.values()), partial(self.layer.reads_o, kind_of(call, (x,))))
 
     def _folded(self) -> Rotary | None:
         """The rotation of q and k, if it is done in the kernels that pack them."""
@@ -231,32 +283,46 @@ class SelfAttention:
         tables = self.rope.of(position_embeddings, self.head_dim) if isinstance(self.rope, Rotary) else ()
         return () if tables is None else None if any(table.requires_grad for table in tables) else tables
 
-    def _rows(self, call: Call) -> dict[Part, Rows]:
-        """Where each part of q, k and v comes from."""
+    def _rows(self, call: Call) -> tuple[dict[Part, Rows], list[tuple[Ranges, ...]]]:
+        """Where each part of q, k and v comes from; and what each projection is cut into."""
+        of, known = (call.geometry, call.schedule, call.by_rank), self._known
+        if known is not None and known[0] == of:  # as in the call before, mostly
+            return known[1]
         rows = {}
         for kind, group in call.schedule.parts:
             module, first = self._projections[kind]
             ranks = call.geometry.sp_size if kind in call.by_rank and (kind, group) in call.schedule.starts else 0
             rows[kind, group] = Rows(module, call.geometry.elements_of(kind, group, first, self.head_dim), ranks)
-        return rows
+        parts = [tuple(part.rows for part in rows.values() if part.module == module) for module in range(len(self._inputs))]
+        self._known = of, (rows, parts)
+        return rows, parts
 
-    def _whole(self, call: Call, x: Tensor, position_embeddings: Any) -> Callable[[str, int], Tensor]:
-        """``project`` of `start_inputs`: each projection is called when its first part is asked for, and cut."""
-        rows = self._rows(call)
+    def whole(
+        self,
+        call: Call,
+        x: Tensor,
+        rotate: Callable[[Tensor], Tensor] | None,
+        called: Callable[[Any], Any] = lambda module: module,
+    ) -> Callable[[str, int], Tensor]:
+        """``project`` of `start_inputs`: each projection is called when its first part is asked for, and cut.
+
+        called   what is called in place of a projection or a norm
+        """
+        rows, parts = self._rows(call)
         made: dict[Part, Tensor] = {}
 
         def project(kind: str, group: int) -> Tensor:
             module = rows[kind, group].module
             if (kind, group) not in made:
-                parts = {part: of.rows for part, of in rows.items() if of.module == module}
-                y = self._inputs[module](x)
-                made.update(zip(parts, cut(y[0] if isinstance(y, tuple) else y, 2, list(parts.values()))))
+                y = called(self._inputs[module])(x)
+                of_module = [part for part, of in rows.items() if of.module == module]
+                made.update(zip(of_module, cut(y[0] if isinstance(y, tuple) else y, 2, list(parts[module]))))
             heads = made.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
             if kind == "v":
                 return heads
-            norm = self._norms[kind]
+            norm = None if self._norms[kind] is None else called(self._norms[kind])
             heads = heads if norm is None or self.norm_last else norm(heads)
-            heads = heads if self.rope is None or (kind, group) in call.folded else self.rope(heads, position_embeddings)
+            heads = heads if rotate is None or (kind, group) in call.folded else rotate(heads)
             return norm(heads) if norm is not None and self.norm_last else heads
 
         return project
@@ -277,7 +343,12 @@ class SelfAttention:
 
         return frozenset(kind for kind in "qkvo" if not (call.rope_tables is not None and kind in "qk") and pays(kind))
 
-    def _describe(
+    @property
+    def inputs(self) -> list[Any]:
+        """Projections of q, k and v, and their norms."""
+        return [*self._inputs, *(norm for norm in self._norms.values() if norm is not None)]
+
+    def describe(
         self, hidden: Tensor, position_embeddings: Any, lengths: list[int] | None, extra: tuple
     ) -> tuple[Geometry, Callable[[], tuple]]:
         if hidden.dim() != 3:

@@ -6,7 +6,7 @@ A part is a list of ranges. Parts may overlap (KV heads that two ranks need): th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -62,6 +62,22 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
         at += stop - start
 
 
+def cutter(parameter: Tensor, dim: int, parts: tuple[Ranges, ...]) -> Callable[[Ranges], Tensor]:
+    """`cut_ranges` of each of ``parts``; where each is one range and they tile ``dim``, views that are all made at once."""
+    if (tiles := _tiles(parts, parameter.shape[dim])) is None:
+        return partial(cut_ranges, parameter, dim)
+    order, sizes = tiles
+    return dict(zip(order, parameter.split_with_sizes(sizes, dim) if len(sizes) > 1 else (parameter,))).__getitem__
+
+
+@lru_cache(maxsize=4096)
+def _tiles(parts: tuple[Ranges, ...], size: int) -> tuple[list[Ranges], list[int]] | None:
+    """The parts in order, with their sizes."""
+    order = sorted(parts)
+    ok = all(len(part) == 1 for part in order) and _disjoint_cover(parts, size)
+    return (order, [stop - start for ((start, stop),) in order]) if ok else None
+
+
 @lru_cache(maxsize=4096)
 def _disjoint_cover(parts: tuple[Ranges, ...], size: int) -> bool:
     ranges = sorted(r for part in parts for r in part)
@@ -72,27 +88,39 @@ class Pieces:
     """A tensor that is put together of pieces along ``dim``: summed where their parts overlap, zero where there is none.
 
     parts   of all pieces that will come, and ``some`` that they may stay away
-    whole   the tensor; None before the first piece
+    late    put them together at the end: where other memory is let go meanwhile
     """
 
-    def __init__(self, shape: Sequence[int], dim: int, parts: tuple[Ranges, ...], some: bool = False):
-        self.shape, self.dim = shape, dim
-        self.whole: Tensor | None = None
-        self.once = not some and _disjoint_cover(parts, shape[dim])
+    def __init__(self, shape: Sequence[int], dim: int, parts: tuple[Ranges, ...], some: bool = False, late: bool = False):
+        self.shape, self.dim, self.late = shape, dim, late
+        self._whole: Tensor | None = None
+        self._waiting: list[tuple[Ranges, Tensor]] = []
+        self.once, self.parts = not some and _disjoint_cover(parts, shape[dim]), parts
 
     def put(self, part: Ranges, compute: Callable[..., Tensor], *operands: Any) -> None:
         """Put ``compute(*operands)``, like the first of them, in its place; computed there, if nothing else is put in that slice."""
-        if self.once and part == ((0, self.shape[self.dim]),):
-            self.whole = compute(*operands)
+        if self.late:
+            self._waiting.append((part, compute(*operands)))
             return
-        if self.whole is None:
-            self.whole = (
-                operands[0].new_empty(self.shape) if self.once else operands[0].new_zeros(self.shape)
-            )  # guard: zero without a gradient
+        if self.once and part == ((0, self.shape[self.dim]),):
+            self._whole = compute(*operands)
+            return
+        if self._whole is None:
+            make = operands[0].new_empty if self.once else operands[0].new_zeros  # guard: zero without a gradient
+            self._whole = make(*self.shape)
+            self.cut = cutter(self._whole, self.dim, self.parts)
         if self.once and len(part) == 1:
-            compute(*operands, out=cut_ranges(self.whole, self.dim, part))
+            compute(*operands, out=self.cut(part))
         else:
-            put_ranges(self.whole, self.dim, part, compute(*operands), add=not self.once)  # guard: shared rows are summed
+            put_ranges(self._whole, self.dim, part, compute(*operands), add=not self.once)  # guard: shared rows are summed
+
+    def whole(self) -> Tensor | None:
+        """The tensor; None if there was no piece."""
+        self.late = False
+        while self._waiting:
+            part, piece = self._waiting.pop()
+            self.put(part, _copied, piece)
+        return self._whole
 
 
 def _copied(piece: Tensor, out: Tensor | None = None) -> Tensor:
@@ -105,7 +133,7 @@ def _joined(shape: Sequence[int], dim: int, parts: Sequence[Ranges], pieces: Seq
     joined = Pieces(shape, dim, tuple(part for part, _ in given))
     for part, piece in given:
         joined.put(part, _copied, piece)
-    return joined.whole
+    return joined.whole()
 
 
 class _Cut(torch.autograd.Function):

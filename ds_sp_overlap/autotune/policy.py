@@ -1,7 +1,7 @@
 """Which G, or none: tried in the first steps of training on the ranks themselves, and never asked again.
 
 Candidates are "off", the layer's own forward, where there is one that computes the same thing, and G = 1, 2, 4 as far as
-the heads go. Each is tried for an optimizer step at a time; within a step the layers of a model run different ones, so that
+the heads go; where memory counts also some (G, W), see `choices`. Each is tried for an optimizer step at a time; within a step the layers of a model run different ones, so that
 whatever else happens to the machine happens to all of them. With C = 4 candidates, warmup_steps = 16 and no loser yet:
 
     step     | 0       | 1   2   3   4     | 5   6   7   8   9  10  11  12  13  14  15  16 | 17 ...
@@ -38,7 +38,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ from ..profiling.clocks import clock_of
 from ..profiling.steps import Listener, in_backward
 from ..profiling.timed import Run, Timed, output_of
 from ..say import say
-from .trial import Candidate, Report, Trial, candidates_for, merged
+from .choices import Tried
+from .trial import BLOCK, LAYER, Candidate, Report, Trial, candidates_for, merged
 
 WAIT_S = 60  # for replicas whose optimizers have not stepped, before nothing is tried any more
 
@@ -100,6 +101,7 @@ class Policy:
     warmup_steps   optimizer steps in which a shape may run something else than what is kept
     replicas       whether all ranks of the world choose together, several sp groups with batches of their own
     say            what is done with the line about each choice
+    frugal         as of a `Trial`
 
     Shapes are told apart by heads, sizes, dtype and candidates; in one sp group also by batch and by length, in powers of two,
     so that lengths that vary are not timed for ever. Replicas' batches differ, so that nothing of them tells shapes apart
@@ -113,9 +115,11 @@ class Policy:
         warmup_steps: int,
         replicas: bool = False,
         say: Callable[[str], Any] = say,
+        frugal: bool = False,
     ):
-        self.channel, self.warmup_steps, self.replicas, self.say = channel, warmup_steps, replicas, say
+        self.channel, self.warmup_steps, self.replicas, self.say, self.frugal = channel, warmup_steps, replicas, say, frugal
         self.trials: dict[tuple, Trial] = {}
+        self._first: dict[tuple, int] = {}  # step in which layers in a row were first called, with inputs of a kind
         self.board = Board() if replicas else None
         self.over = False  # nothing is tried any more
         self.clock: Any = None
@@ -129,28 +133,33 @@ class Policy:
 
         gradient_group   the ranks that reduce gradients together, as far as it is known
         """
-        if not (config.head_groups == "auto" and config.policy.warmup_steps > 0 and channel.size > 1):
+        asked = config.head_groups == "auto" or config.memory == "auto"
+        if not (asked and config.policy.warmup_steps > 0 and channel.size > 1):
             return None
         world = dist.get_world_size()
         replicas = world > channel.size
         if replicas and (gradient_group is None or dist.get_world_size(gradient_group) < world):
             return None
-        return cls(channel, config.policy.warmup_steps, replicas)
+        return cls(channel, config.policy.warmup_steps, replicas, frugal=config.memory == "auto")
 
     def join(self) -> int:
         """A number for one more layer."""
         self._layers += 1
         return self._layers - 1
 
-    def trial(self, geometry: Geometry, x: Tensor, off: bool) -> Trial | None:
-        """The trial for a call with ``x``; None where there is one candidate only, or none to be tried any more."""
+    def trial(self, geometry: Geometry, x: Tensor, off: bool, tried: Tried | None = None) -> Trial | None:
+        """The trial for a call with ``x``; None where there is one candidate only, or none to be tried any more.
+
+        tried   what to try instead of every number of groups
+        """
         self._look()
         # G = 1 where two groups were possible: the call has arguments per head
         candidates = candidates_for(geometry.max_groups if geometry.groups > 1 else 1, off and not self.replicas)  # guard: no stock
+        candidates, default = (candidates, geometry.groups) if tried is None else tried
         if len(candidates) == 1 and (self.over or not self.replicas):
             return None
         batch = () if self.replicas else (geometry.batch, sum(geometry.seq_lens).bit_length())  # guard: their lengths differ
-        key = (geometry.heads, geometry.kv_heads, x.shape[2:], x.dtype, *batch, candidates, geometry.groups)
+        key = (geometry.heads, geometry.kv_heads, x.shape[2:], x.dtype, *batch, candidates, default)
         if key not in self.trials:
             if self.over:
                 return None
@@ -161,9 +170,26 @@ class Policy:
         self.clock = self.clock or clock_of(x.device)
         return self.trials[key]
 
+    def trial_of_block(self, where: str, x: Tensor, lengths: Sequence[int]) -> Trial | None:
+        """The trial for layers in a row, the first called ``where`` and given ``x`` [b, s/P, m]; None before their G is chosen.
+
+        Not beside replicas, which would have to begin it in the same step.
+        """
+        self._look()
+        key = (where, x.shape[0], sum(lengths).bit_length(), x.dtype, (LAYER, BLOCK), LAYER)
+        if key not in self.trials:
+            first = self._first.setdefault(key, self.step)  # in which its layers begin to try G
+            busy = any(trial.chosen is None and trial.met >= self.step - 1 for trial in self.trials.values())
+            if self.replicas or self.over or busy or self.step == first:  # guard: one thing is timed at a time
+                return None
+            what = f"{where} and the layers behind it, batch {x.shape[0]}, about {sum(lengths)} tokens, {str(x.dtype)[6:]}"
+            self.trials[key] = self._trial(key, what)
+        self.clock = self.clock or clock_of(x.device)
+        return self.trials[key]
+
     def _trial(self, key: tuple, what: str) -> Trial:
         *_, candidates, default = key
-        return Trial(what, candidates, default, self.warmup_steps)
+        return Trial(what, candidates, default, self.warmup_steps, self.frugal)
 
     def _back(self, trial: Trial) -> None:
         """A call's backward has begun; alike on all ranks of the sp group, which exchange in it."""

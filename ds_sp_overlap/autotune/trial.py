@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
-OFF = "off"
-Candidate = int | str  # G, or OFF
+OFF, LAYER, BLOCK = "off", "layers one by one", "block"
+GROUPS = (1, 2, 4)  # head groups that are tried
+CLOSE = 0.01  # of two candidates whose times differ by no more, the one that holds less is kept, where memory counts
+Candidate = int | tuple[int, int] | str  # G, or G and W, or OFF of a layer; LAYER or BLOCK of layers in a row
 PRUNED_ABOVE = 1.5  # times the fastest's time, after which a candidate is not tried again
 Report = dict[tuple, tuple[str, list[float]]]  # trials by key, in words, and the `milliseconds` of a rank
 
 
 def candidates_for(max_groups: int, off: bool) -> tuple[Candidate, ...]:
     """What can be tried with up to ``max_groups`` head groups."""
-    return (*((OFF,) if off else ()), *(groups for groups in (1, 2, 4) if groups <= max_groups))
+    return (*((OFF,) if off else ()), *(groups for groups in GROUPS if groups <= max_groups))
 
 
 def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | None]]:
@@ -35,12 +37,14 @@ class Trial:
 
     what           the shape, in words
     candidates     chosen at once where there is only one
-    default        the G of calls before the first step of trying, and the choice if nothing was ever timed
+    default        of calls before the first step of trying, and the choice if nothing was ever timed
     warmup_steps   at most so many steps
+    frugal         keep the first of the candidates that takes no longer than the fastest, but for `CLOSE`; else the fastest
     """
 
-    def __init__(self, what: str, candidates: tuple[Candidate, ...], default: int, warmup_steps: int):
+    def __init__(self, what: str, candidates: tuple[Candidate, ...], default: Candidate, warmup_steps: int, frugal: bool = False):
         self.what, self.left, self.default, self.warmup_steps = what, list(candidates), default, warmup_steps
+        self.frugal = frugal
         self.place = self.round = self.steps = 0  # place in the round; rounds and steps that are over
         self.started = False
         self.chosen: Candidate | None = candidates[0] if len(candidates) == 1 else None
@@ -101,15 +105,21 @@ class Trial:
 
     def decide(self) -> None:
         """Choose by what is known now."""
-        best = min(self.left, key=lambda candidate: self.slowest_ms.get(candidate, float("inf")))
+        times = {candidate: self.slowest_ms.get(candidate, float("inf")) for candidate in self.left}
+        least = (1 + CLOSE * self.frugal) * min(times.values())
+        best = next(candidate for candidate in self.left if times[candidate] <= least)
         self.chosen, self.marks = best if best in self.slowest_ms else self.default, {}
 
     def __str__(self) -> str:
         def name(candidate: Candidate | None) -> str:
+            if isinstance(candidate, tuple):
+                return f"G = {candidate[0]}, W = {candidate[1]}"
             return f"G = {candidate}" if isinstance(candidate, int) else candidate or "nothing yet"
 
         if not self.slowest_ms:
             return f"sp_overlap: {self.what}: no call was timed, {name(self.chosen)}"
         times = ", ".join(f"{name(candidate)} {ms:.2f} ms" for candidate, ms in self.slowest_ms.items())
         kept = "off, stock is fastest here" if self.chosen == OFF else name(self.chosen)
-        return f"sp_overlap: {self.what}: {times} a layer, forward and backward on the slowest rank; kept: {kept}"
+        kept += f", which holds least of those within {CLOSE:.0%}" if self.frugal and self.chosen not in (None, OFF) else ""
+        each = "" if LAYER in self.slowest_ms else " a layer"
+        return f"sp_overlap: {self.what}: {times}{each}, forward and backward on the slowest rank; kept: {kept}"

@@ -157,12 +157,13 @@ class Channel:
 
     def side(self, device: torch.device) -> HostStream | SideStream:
         """What carries exchanges of tensors on ``device``; made once."""
-        if device not in self._sides:
+        if (side := self._sides.get(device)) is None:
             if device.type == "cpu" or self.size > 1 and backend_of(self.group, device.type) == "gloo":
-                self._sides[device] = HostStream()
+                side = HostStream()
             else:
-                self._sides[device] = SideStream(torch.get_device_module(device), device, self._stream)
-        return self._sides[device]
+                side = SideStream(torch.get_device_module(device), device, self._stream)
+            self._sides[device] = side
+        return side
 
     @property
     def ranks(self) -> list[int]:

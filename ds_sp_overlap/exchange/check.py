@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..rotary import rotate
 from .channel import Channel
-from .layout import Layout
+from .layout import Layout, Side
 
 
 def plain_exchange(
@@ -55,12 +55,19 @@ def plain_exchange(
     return out.to(x.device)
 
 
-def compare(channel: Channel, got: Tensor, expected: Tensor, name: str, rotated: bool = False) -> None:
+def compare(channel: Channel, got: Tensor, expected: Tensor, name: str, rotated: bool = False, target: Side | None = None) -> None:
     """Raise RuntimeError on all ranks, naming the exchange, if one of them received anything else.
 
     Bit for bit, but for sums of replicas in half precision, whose order of rounding is not fixed, and for rotation, of which
     each element is two products and a sum: three roundings of numbers no larger than sqrt(2) times the largest.
+
+    target   what was written of ``got``; all of it if None
     """
+    if target is not None and not target.covers:
+        got, expected = (
+            torch.cat([x.narrow(target.dim, start, stop - start) for start, stop in target.parts], target.dim)
+            for x in (got, expected)
+        )
     half = got.dtype in (torch.float16, torch.bfloat16)
     rtol = torch.finfo(got.dtype).eps if half or rotated else 0.0
     atol = 3 * 2**0.5 * rtol * expected.abs().max().item() if rotated and expected.numel() else rtol

@@ -42,6 +42,16 @@ def refuse_second_derivatives(where: str) -> None:
         )
 
 
+class Node(torch.autograd.Function):
+    """A node of autograd, made for less of the host's time: what torch does for functorch first is left out where that is off."""
+
+    @classmethod
+    def apply(cls, *args):
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # untyped in torch
+
+
 class Exchange:
     """One exchange of one call: state of its forward transfer, and of the gradient's.
 
@@ -73,7 +83,7 @@ class Exchange:
         """
         if not torch.is_grad_enabled():
             self.start_forward(tensors[: len(self.layout.each)])
-            return _token(tensors[0])
+            return new_token(tensors[0])
         return _Start.apply(self, *tensors)  # guard: leads to each of them
 
     def finish(self, token: Tensor) -> Tensor:
@@ -86,27 +96,27 @@ class Exchange:
         name = f"{self.where} {self.what}"
         self.forward = InFlight(self.channel, self.layout, name, self.rope).launch(xs, self.checked)
 
-    def finish_forward(self) -> tuple[Tensor, ...]:
-        """The second half."""
+    def finish_forward(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """The second half; ``into`` as in `InFlight.finish`."""
         if self.forward is None:
             raise RuntimeError(f"{self.where} {self.what}: finished without having been started, or finished twice")
         in_flight, self.forward = self.forward, None  # guard: forward is let go
-        return in_flight.finish()
+        return in_flight.finish(into)
 
     def start_gradient(self, dys: Sequence[Tensor]) -> None:
         """The first half of the backward, with the gradients of those tensors that are `needed`."""
         name, layout = f"{self.where} d{self.what}", self.layout.only(self.needed).inverse
         self.gradient = InFlight(self.channel, layout, name, None, self.rope).launch(dys, self.checked)
 
-    def finish_gradient(self) -> tuple[Tensor | None, ...]:
-        """The second half; None for tensors that need none."""
+    def finish_gradient(self, into: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
+        """The second half; None for tensors that need none. ``into`` as in `InFlight.finish`, of those that need one."""
         if self.gradient is None:
             raise RuntimeError(
                 f"{self.where} d{self.what}: finished without having been started; gradients of a layer's inputs and of its "
                 "weights come of one backward, ask for them together"
             )
         in_flight, self.gradient = self.gradient, None  # guard: gradient is let go
-        found = in_flight.finish()
+        found = in_flight.finish(into)
         if len(found) == len(self.needed):
             return found
         given = iter(found)
@@ -120,7 +130,7 @@ def finish_together(exchanges: list[Exchange], tokens: list[Tensor]) -> tuple[Te
     return _Finish.apply(exchanges, *tokens)
 
 
-class _Start(torch.autograd.Function):
+class _Start(Node):
     @staticmethod
     def forward(ctx, exchange, *tensors):
         sent = len(exchange.layout.each)
@@ -129,7 +139,7 @@ class _Start(torch.autograd.Function):
         if sent > 1:  # one alone has a gradient if its token has: o even where attention computed it of nothing
             exchange.needed = ctx.needs_input_grad[1 : 1 + sent]
         exchange.start_forward(tensors[:sent])
-        return _token(tensors[0])
+        return new_token(tensors[0])
 
     @staticmethod
     def backward(ctx, token):
@@ -138,11 +148,12 @@ class _Start(torch.autograd.Function):
         return None, *found, *ctx.unsent
 
 
-def _token(x: Tensor) -> Tensor:
+def new_token(x: Tensor) -> Tensor:
+    """An empty tensor like ``x``."""
     return x.new_empty(0)  # on the tensor's device: both halves stay in one ready queue of the autograd engine
 
 
-class _Finish(torch.autograd.Function):
+class _Finish(Node):
     @staticmethod
     def forward(ctx, exchanges, *tokens):
         ctx.exchanges = exchanges
@@ -168,5 +179,5 @@ class _Finish(torch.autograd.Function):
         for exchange, dys, is_tracked in reversed(launched):  # guard: in the order drawn
             if is_tracked:
                 exchange.start_gradient(list(compress(dys, exchange.needed)))
-        token = _token(gradients[0])
+        token = new_token(gradients[0])
         return None, *(token if is_tracked else None for *_, is_tracked in launched)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from .layout import Layout, Range, Side
+from .layout import Layout, Range, Side, chunk_of
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,19 @@ class Geometry:
         """Which of q, k, v travel with ``group``; no KV head is new to a group that shares all of them."""
         return "qkv" if self.heads_of("k", group) else "q"
 
+    @cached_property
+    def last_use(self) -> tuple[int, ...]:
+        """For each group, the last one that attends to KV heads that travel with it, on whatever rank; itself if none do."""
+        uses = list(range(self.groups))
+        for rank in range(self.sp_size):
+            for group in range(self.groups):
+                start, stop = self.kv_range(rank, group)
+                for sent in range(group):
+                    first, end = self.sent_range("k", rank, sent)
+                    if max(first, start) < min(end, stop):
+                        uses[sent] = max(uses[sent], group)
+        return tuple(uses)
+
     # What an exchange does.
 
     @lru_cache(maxsize=4096)
@@ -204,6 +217,24 @@ class Geometry:
     def together(self, kinds: str, group: int, head_dims: tuple[int, ...]) -> Layout:
         """One exchange for several of q, k, v of a group."""
         first, *also = (self.exchange(kind, group, head_dim) for kind, head_dim in zip(kinds, head_dims))
+        return replace(first, also=tuple(also))
+
+    @lru_cache(maxsize=4096)
+    def of_chunk(self, kinds: str, group: int, head_dims: tuple[int, ...], chunk: int, chunks: int) -> Layout:
+        """`together`, or o, for one of ``chunks`` parts of every rank's tokens: the local tensor has these tokens alone, the global one
+        all, of which those of other chunks are left out."""
+        if kinds == "o":
+            return self.of_chunk("q", group, head_dims, chunk, chunks).inverse
+        before = [sum(self.seq_lens[:rank]) for rank in range(self.sp_size)]
+        ranges = [chunk_of(length, chunk, chunks) for length in self.seq_lens]
+        mine, places = ranges[self.sp_rank], tuple((at + start, at + stop) for at, (start, stop) in zip(before, ranges))
+
+        def part(layout: Layout) -> Layout:
+            *_, heads, head_dim = layout.source.shape
+            local = replace(layout.source, shape=self._shape(mine[1] - mine[0], heads, head_dim))
+            return Layout(local, replace(layout.target, parts=places))
+
+        first, *also = map(part, self.together(kinds, group, head_dims).each)
         return replace(first, also=tuple(also))
 
     def _shape(self, seq: int, heads: int, head_dim: int) -> tuple[int, ...]:

@@ -68,13 +68,15 @@ class InFlight:
         joined = len(xs) > 1
         ready = None if joined or self.rope is not None else _as_it_travels(x, source)  # guard: rotated, so packed
         packs = ready is None
-        dtype = functools.reduce(torch.promote_types, (given.dtype for given in xs)) if joined else x.dtype
-        self.send = x.new_empty(layout.send_elements, dtype=dtype) if ready is None else ready
+        self.dtypes, new_empty = None, x.new_empty
+        if len(dtypes := {given.dtype for given in xs}) > 1:
+            self.dtypes = [given.dtype for given in xs]
+            new_empty = partial(new_empty, dtype=functools.reduce(torch.promote_types, dtypes))
+        self.send = new_empty(layout.sources.elements) if ready is None else ready
         self.unpacks = joined or self.rope_back is not None or not target.is_wire_layout  # guard: rotated, so unpacked
-        self.dtypes = [given.dtype for given in xs] if joined else None
         self.outs = () if self.unpacks else self._new_outs(x)
         # What is received as it lies is no view: its owner may change it in place, as he may what was unpacked.
-        self.recv = x.new_empty(layout.recv_elements, dtype=dtype) if self.unpacks else self.outs[0].view(-1)
+        self.recv = new_empty(layout.targets.elements) if self.unpacks else self.outs[0].view(-1)
         self.track = channel.timeline.exchange(self.name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
         self.track.mark("issued")
         with named(self.name, "start"):
@@ -87,7 +89,7 @@ class InFlight:
                     self.track.mark("started")
                     try:
                         self.handle = channel.transport.launch(
-                            self.send, self.recv, layout.send_sizes, layout.recv_sizes, channel.group, self.name
+                            self.send, self.recv, layout.sources.sizes, layout.targets.sizes, channel.group, self.name
                         )
                     except RuntimeError as error:  # guard: a failed launch has a name
                         raise channel.failed(self.name, "the exchange", error) from error
@@ -101,12 +103,13 @@ class InFlight:
         return self
 
     def _new_outs(self, like: Tensor) -> tuple[Tensor, ...]:
+        sides = self.layout.targets.each
         if self.dtypes is None:
-            return (like.new_empty(self.layout.target.shape),)  # guard: memory of its own
-        return tuple(like.new_empty(each.target.shape, dtype=dtype) for each, dtype in zip(self.layout.each, self.dtypes))
+            return tuple([like.new_empty(*side.shape) for side in sides])  # guard: memory of its own
+        return tuple([like.new_empty(*side.shape, dtype=dtype) for side, dtype in zip(sides, self.dtypes)])
 
     def _sent_bytes(self) -> int:
-        sizes = self.layout.send_sizes
+        sizes = self.layout.sources.sizes
         return (sum(sizes) - sizes[self.channel.rank]) * self.send.element_size()
 
     def _wait(self) -> None:
@@ -117,8 +120,8 @@ class InFlight:
 
     def _pack(self) -> None:
         relayout, source = ops.implementation(self.channel.kernels), self.layout.source
-        if self.layout.also:
-            join(self.sources, [each.source for each in self.layout.each], self.send)
+        if self.layout.also or not source.covers:
+            join(self.sources, self.layout.sources, self.send)
         elif self.rope is None:
             relayout.pack(*self.sources, source.dim, *source.edges, self.send)
         else:
@@ -126,15 +129,15 @@ class InFlight:
 
     def _unpack(self) -> None:
         relayout, target = ops.implementation(self.channel.kernels), self.layout.target
-        if self.layout.also:
-            split(self.recv, [each.target for each in self.layout.each], self.outs)
+        if self.layout.also or not target.covers:
+            split(self.recv, self.layout.targets, self.outs)
         elif self.rope_back is None:
             relayout.unpack(self.recv, target.dim, *target.edges, *self.outs)
         else:
             relayout.unpack_rotate_back(self.recv, *self.rope_back, *target.edges, *self.outs)
 
-    def finish(self) -> tuple[Tensor, ...]:
-        """Wait, and hand over what was received."""
+    def finish(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """Wait, and hand over what was received; in ``into``, if given, where what no part of the target holds stays as it is."""
         self.track.mark("wait")
         with named(self.name, "finish"):
             if self.side.blocks:  # guard: waits before it unpacks
@@ -147,14 +150,17 @@ class InFlight:
             self.sources, self.handle = (), None
             del self.send  # guard: sent, not read again
             if self.unpacks:
-                self.outs = self._new_outs(self.recv)
+                self.outs = tuple(into) or self._new_outs(self.recv)
                 self._unpack()  # guard: unpacked once
+            elif into:
+                into[0].copy_(self.outs[0])
+                self.outs = tuple(into)
             self.track.mark("done")
         self.track.mark("go")
         if self.expected:  # guard: check mode compares
             rotated = (self.rope or self.rope_back) is not None
-            for out, expected in zip(self.outs, self.expected):
-                check.compare(self.channel, out, expected, self.name, rotated)
+            for each, out, expected in zip(self.layout.each, self.outs, self.expected):
+                check.compare(self.channel, out, expected, self.name, rotated, each.target)
         return self.outs  # guard: received, not read again
 
     def __del__(self) -> None:

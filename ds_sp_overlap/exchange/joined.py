@@ -7,26 +7,26 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .layout import Side
+from .layout import Side, Sides
 
 
-def join(tensors: Sequence[Tensor], sides: Sequence[Side], wire: Tensor) -> None:
+def join(tensors: Sequence[Tensor], sides: Sides, wire: Tensor) -> None:
     """Write the parts of ``tensors``, each [.., .., h, d], into the flat ``wire``, which may have a wider dtype."""
-    if tiles := _tiles(sides):  # one kernel
-        torch.cat([x.reshape(*shape) for x, shape in zip(tensors, tiles)], 3, out=_tiled_wire(wire, sides, tiles))
+    if sides.tiles():  # one kernel
+        torch.cat([_tile(x, side) for x, side in zip(tensors, sides.each)], 3, out=wire.as_strided(*sides.tiled_wire))
         return
     for part, place in _places(tensors, sides, wire):
         place.copy_(part)
 
 
-def split(wire: Tensor, sides: Sequence[Side], tensors: Sequence[Tensor]) -> None:
-    """The inverse of `join`; slices that several parts hold are summed, in fp32 for half precision."""
-    if tiles := _tiles(sides):
-        pieces = _tiled_wire(wire, sides, tiles).split_with_sizes([shape[3] for shape in tiles], 3)
-        for x, shape, piece in zip(tensors, tiles, pieces):
-            x.view(*shape).copy_(piece)
+def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
+    """The inverse of `join`; slices that several parts hold are summed, in fp32 for half precision. What no part holds stays."""
+    if tiles := sides.tiles():
+        pieces = wire.as_strided(*sides.tiled_wire).split_with_sizes([shape[3] for shape in tiles], 3)
+        for x, side, piece in zip(tensors, sides.each, pieces):
+            _tile(x, side).copy_(piece)
         return
-    if all(side.tiles for side in sides):  # guard: joined tiles need no sum
+    if all(side.tiles or not side.covers for side in sides.each):  # guard: joined tiles need no sum
         for part, place in _places(tensors, sides, wire):
             part.copy_(place)
         return
@@ -37,22 +37,20 @@ def split(wire: Tensor, sides: Sequence[Side], tensors: Sequence[Tensor]) -> Non
         x.copy_(total)
 
 
-def _tiles(sides: Sequence[Side]) -> list[tuple[int, ...]]:
-    """`Side.tiled` of each; none if the parts of one don't tile it equally."""
-    return [side.tiled for side in sides] if all(side.tiles and side.tiled for side in sides) else []  # guard: a tile for each peer
+def _tile(x: Tensor, side: Side) -> Tensor:
+    """The parts of ``x`` in the shape of `Side.tiled`; a view, if ``x`` lies in one piece."""
+    if side.tiles:
+        return x.reshape(*side.tiled)
+    assert side.spaced is not None
+    piece, (start, stop) = side.spaced
+    return x.unflatten(side.dim, (len(side.parts), piece)).narrow(side.dim + 1, start, stop - start).flatten(3)  # no other chunk
 
 
-def _tiled_wire(wire: Tensor, sides: Sequence[Side], tiles: list[tuple[int, ...]]) -> Tensor:
-    """The wire in the order of the tensors' memory, with the tiles of all of them side by side."""
-    dim, shape = sides[0].dim, [*tiles[0][:3], sum(shape[3] for shape in tiles)]
-    return wire.view(shape.pop(dim), *shape).movedim(0, dim)
-
-
-def _places(tensors: Sequence[Tensor], sides: Sequence[Side], wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _places(tensors: Sequence[Tensor], sides: Sides, wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Each part with its place in the wire, of its shape."""
     at = 0
-    for ranges in zip(*(side.parts for side in sides)):  # of one peer
-        parts = [x.narrow(side.dim, start, stop - start) for x, side, (start, stop) in zip(tensors, sides, ranges)]
+    for ranges in zip(*(side.parts for side in sides.each)):  # of one peer
+        parts = [x.narrow(side.dim, start, stop - start) for x, side, (start, stop) in zip(tensors, sides.each, ranges)]
         size = sum(part.numel() for part in parts)
         widths = [part.shape[2] * part.shape[3] for part in parts]
         together = wire.narrow(0, at, size).view(*parts[0].shape[:2], sum(widths))

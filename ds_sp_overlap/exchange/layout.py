@@ -15,9 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 Range = tuple[int, int]  # [start, stop)
+
+
+def chunk_of(length: int, chunk: int, chunks: int) -> Range:
+    """The tokens of one of ``chunks`` parts of ``length`` tokens; empty ones come where there are fewer tokens than chunks."""
+    return length * chunk // chunks, length * (chunk + 1) // chunks
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,31 @@ class Side:
         return edges[-1] == self.shape[self.dim] and all(part[0] == edge for part, edge in zip(self.parts, edges))
 
     @cached_property
+    def covers(self) -> bool:
+        """Whether every place of the dimension is in some part. Of the whole sequence a chunk of tokens leaves most out."""
+        edge = 0
+        for start, stop in sorted(self.parts):
+            edge = max(edge, stop) if start <= edge else edge
+        return edge == self.shape[self.dim]
+
+    @cached_property
+    def spaced(self) -> tuple[int, Range] | None:
+        """Where the dimension falls into as many equal pieces as there are peers, each with its peer's part in the same place: the
+        length of a piece, and that place."""
+        piece, rest = divmod(self.shape[self.dim], len(self.parts))
+        places = {(start - peer * piece, stop - peer * piece) for peer, (start, stop) in enumerate(self.parts)}
+        start, stop = min(places)
+        return (piece, (start, stop)) if rest == 0 and len(places) == 1 and 0 <= start <= stop <= piece else None
+
+    @cached_property
     def tiled(self) -> tuple[int, ...]:
-        """Shape with a dimension for the peers in front of the one that is cut, and h and d in one; empty where parts differ in size."""
-        sizes = {stop - start for start, stop in self.parts}
-        shape = (*self.shape[: self.dim], len(self.parts), *sizes, *self.shape[self.dim + 1 :])
-        return (*shape[:3], shape[3] * shape[4]) if len(sizes) == 1 else ()
+        """Shape of the parts with a dimension for the peers in front of the one that is cut, and h and d in one; empty where they are not
+        `spaced`."""
+        if self.spaced is None:
+            return ()
+        _, (start, stop) = self.spaced
+        shape = (*self.shape[: self.dim], len(self.parts), stop - start, *self.shape[self.dim + 1 :])
+        return (*shape[:3], shape[3] * shape[4])
 
     @cached_property
     def is_wire_layout(self) -> bool:
@@ -72,6 +97,39 @@ class Side:
     def is_cut_into_slices(self) -> bool:
         """Whether each part is one slice, as in a tensor that has a dimension for the ranks."""
         return self.tiles and all(stop - start == 1 for start, stop in self.parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Sides:
+    """The same end of an exchange for every tensor that travels in it."""
+
+    each: tuple[Side, ...]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements per peer, of all tensors together."""
+        return [sum(sizes) for sizes in zip(*(side.split_sizes for side in self.each))]
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(self.sizes)
+
+    @lru_cache(maxsize=4096)
+    def tiles(self) -> list[tuple[int, ...]]:
+        """`Side.tiled` of each; none if the parts of one are not evenly spaced."""
+        tiles = [side.tiled for side in self.each]
+        return tiles if all(tiles) else []  # guard: a tile for each peer
+
+    @cached_property
+    def tiled_wire(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of the wire in the order of the tensors' memory, with the `tiles` of all of them side by side."""
+        dim, width = self.each[0].dim, sum(shape[3] for shape in self.tiles())
+        shape = [*self.tiles()[0][:3], width]
+        peers = shape.pop(dim)
+        strides = [shape[1] * width, width, 1]
+        strides.insert(dim, shape[0] * strides[0])
+        shape.insert(dim, peers)
+        return tuple(shape), tuple(strides)
 
 
 @dataclass(frozen=True)
@@ -91,22 +149,12 @@ class Layout:
         return self, *self.also
 
     @cached_property
-    def send_sizes(self) -> list[int]:
-        """Elements to each peer, of all tensors together."""
-        return [sum(sizes) for sizes in zip(*(layout.source.split_sizes for layout in self.each))]
+    def sources(self) -> Sides:
+        return Sides(tuple(layout.source for layout in self.each))
 
     @cached_property
-    def recv_sizes(self) -> list[int]:
-        """Elements from each peer."""
-        return [sum(sizes) for sizes in zip(*(layout.target.split_sizes for layout in self.each))]
-
-    @cached_property
-    def send_elements(self) -> int:
-        return sum(self.send_sizes)
-
-    @cached_property
-    def recv_elements(self) -> int:
-        return sum(self.recv_sizes)
+    def targets(self) -> Sides:
+        return Sides(tuple(layout.target for layout in self.each))
 
     @cached_property
     def inverse(self) -> Layout:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllToAllOptions, all_to_all_single
 
 from ..say import say
 
@@ -94,10 +95,20 @@ class C10d:
 def plain_all_to_all(
     recv: Tensor, send: Tensor, recv_sizes: list[int] | None, send_sizes: list[int] | None, group: Any, name: str, async_op: bool
 ) -> Any:
-    """None where ``async_op`` is false; then the current stream goes on when it is over."""
-    return dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=async_op)
+    """None where ``async_op`` is false; then the current stream goes on when it is over.
+
+    What torch's function would ask the group for, without its checks: less than half of the host's time.
+    """
+    if dist.all_to_all_single is not all_to_all_single or send.is_complex():  # somebody put his own there; or as real numbers
+        return dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=async_op)
+    work = group.alltoall_base(recv, send, recv_sizes or [], send_sizes or [], _ASYNC if async_op else _SYNC)
+    if async_op or work is None:
+        return work
+    work.wait()
 
 
+_ASYNC, _SYNC = AllToAllOptions(), AllToAllOptions()
+_ASYNC.asyncOp, _SYNC.asyncOp = True, False
 all_to_all = plain_all_to_all  # an integration puts its framework's in its place, where that keeps a log of them
 
 

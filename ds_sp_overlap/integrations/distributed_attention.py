@@ -47,7 +47,8 @@ def find_layers(model: nn.Module, overlap: Overlap) -> list[Found]:
             )
         got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
         bind = functools.partial(bind_drop_in, name, module, overlap)
-        found.append(Found(name, module, got, "the projections belong to its caller", bind))
+        lacks = overlap.why_not_more("the projections belong to its caller")
+        found.append(Found(name, module, got, lacks, bind))
     return found
 
 

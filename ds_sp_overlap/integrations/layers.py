@@ -56,18 +56,38 @@ class Overlap(NamedTuple):
         Geometry(size, self.channel.rank, (0,) * size, 0, heads, kv_heads, groups)  # refuses
         return groups
 
-    def in_words(self, groups: int) -> str:
-        return f"G = {groups}" if self.policy is None else f"G by timing in the first {self.policy.warmup_steps} steps"
+    def in_words(self, groups: int, windowed: bool = False) -> str:
+        """The head groups of a layer, and what is held and kept of them if it is ``windowed``."""
+        config = self.config
+        words = [f"G = {groups}" if self.policy is None else f"G by timing in the first {self.policy.warmup_steps} steps"]
+        if windowed:
+            few = None if config.window is None else config.window if self.policy else min(config.window, groups)
+            words.append(f"{few or 'all'} at a time, made again in backward")
+            words += {"keep": ["kept over checkpoints"], "offload": ["kept over checkpoints in host memory"]}.get(
+                config.checkpointing, []
+            )
+        return ", ".join(words)
 
-    def why_not_more(self, reason: str, groups: int) -> str:
-        """The ``reason``, if any, and the lack of heads, if any."""
+    def why_not_more(self, reason: str, groups: int = 0, windowed: bool = False) -> str:
+        """The ``reason``, if any, and the lack of heads, if any; with what the section asks for in vain if it isn't ``windowed``."""
+        changed = self.config.model_dump(exclude_defaults=True)
+        asked = [] if windowed else [f"sp_overlap.{key}" for key in ("window", "checkpointing") if key in changed]
+        vain = f"so {' and '.join(asked)} can't be had" if asked else ""
         few = "one query head a rank" if groups == 1 and self.config.head_groups == "auto" else ""
-        return "; ".join(filter(None, (reason, few)))
+        return "; ".join(filter(None, (reason, vain, few)))
+
+    def of_block(self, alone: str, block: SelfAttention, layers: int) -> str:
+        """What a layer gets that runs in a chain of so many; ``alone`` it gets that."""
+        many = f"block of {layers} layer{'s' if layers > 1 else ''}, C = {self.config.chunks_for()}"
+        if self.config.scope == "auto":
+            return f"{alone}; or {many}, by timing"
+        return f"all eight exchanges, G = {self.groups_for(block.heads, block.kv_heads)}, {many}"
 
     def of_driven(self, block: SelfAttention, linear: dict[str, nn.Module], groups: int) -> tuple[str, str]:
         """What a layer that is driven whole gets, and what it doesn't; ``linear`` are its projections by name."""
         split = block.split_projections()
+        windowed = block.window_of(groups, split) is not None
         names = ", ".join(name for name, child in linear.items() if child in split)
         whole = ", ".join(f"{name} ({type(child).__name__})" for name, child in linear.items() if child not in split)
-        got = f"all eight exchanges, {self.in_words(groups)}" + (f", {names} under them" if names else "")
-        return got, self.why_not_more(f"called whole: {whole}" if whole else "", groups)
+        got = f"all eight exchanges, {self.in_words(groups, windowed)}" + (f", {names} under them" if names else "")
+        return got, self.why_not_more(f"called whole: {whole}" if whole else "", groups, windowed)

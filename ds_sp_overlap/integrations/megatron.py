@@ -184,7 +184,8 @@ def find_layers(model: nn.Module, overlap: Overlap) -> list[Found]:
         if reason and exchanges:
             bind = functools.partial(bind_drop_in, f"{name}.dist_attn", module.dist_attn, overlap)
             got = "q, k, v and o, dq, dk, dv and do with one another and with attention"
-            found.append(Found(f"{name}.dist_attn", module.dist_attn, got, reason, bind, inside))
+            lacks = overlap.why_not_more(reason)
+            found.append(Found(f"{name}.dist_attn", module.dist_attn, got, lacks, bind, inside))
             continue
         if reason:
             found.append(Found(name, module, "", reason, None, inside))

@@ -9,29 +9,26 @@ stock drops them. What can't be honoured is refused on all ranks.
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from ..attention.heads import PerHead
-from ..attention.linear import PURE
-from ..attention.self_attention import SelfAttention
-from ..rotary import Rotary
 from . import transformers_delta_net as delta_net
 from . import transformers_latent as latent
 from .layers import Around, Found, Overlap
 from .rebinding import rebind
-from .transformers_attention import Dispatch, bind_function, local_attention, stock_does_the_same
+from .transformers_attention import Dispatch, bind_function
+from .transformers_chains import find_chains
+from .transformers_checkpoints import Checkpoints
+from .transformers_driven import Driven, drive
 from .transformers_forward import Forwards, host, stretched
-from .transformers_labels import CACHES, UNUSED, Unknown
+from .transformers_labels import Unknown
 from .transformers_modules import (
     attention_functions,
     goes_by_length,
     is_attention,
     models_around,
-    off_in_eval,
     refuse_unexchanged,
     stock_of,
     takes_tokens,
@@ -62,73 +59,6 @@ def unregister(model: nn.Module) -> None:
                 functions[name] = stock.attn
 
 
-def _drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: Overlap) -> tuple[SelfAttention, Callable]:
-    """The block over a layer whose forward is known, and a forward for the layer that calls it."""
-    reading, original = reader.reading, module.forward
-    heads, sources, rotary = reading.heads, reading.sources, reading.rotary
-    fused = len({source.chain for source in sources.values()}) == 1
-    kinds = {"qkv_proj": "q"} if fused else {f"{kind}_proj": kind for kind in "qkv"}
-    norms = {f"{kind}_norm": norm for kind, source in sources.items() if (norm := source.norm) is not None}
-
-    @functools.lru_cache(maxsize=4)
-    def through(*modules: nn.Module) -> nn.Module:
-        return modules[0] if len(modules) == 1 else nn.Sequential(*modules)
-
-    def children() -> dict[str, Any]:
-        projections = {what: through(*(getattr(module, part) for part in sources[kind].chain)) for what, kind in kinds.items()}
-        return {
-            **projections,
-            **{what: getattr(module, norm) for what, norm in norms.items()},
-            "o_proj": getattr(module, reading.output),
-        }
-
-    def attend(q, k, v, options, **per_head):
-        return local_attention(module, q, k, v, **options, **per_head)
-
-    block = SelfAttention(
-        local_attention=attend,
-        num_heads=heads["q"],
-        num_kv_heads=heads["k"],
-        head_dim=reading.head_dim,
-        **children(),
-        first_rows=reading.first_rows(fused),
-        norm_last=any(source.last for source in sources.values()),
-        rope=None if rotary is None else Rotary(**rotary),
-        sequence_process_group=overlap.channel.group,
-        config=overlap.config,
-        name=name,
-        policy=overlap.policy,
-        heads_alike=True,
-        pure=PURE | {type(norm).forward for part in norms.values() if _is_theirs(norm := getattr(module, part))},
-    )
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-
-    def forward(*args, **kwargs):
-        if off_in_eval(module):
-            return original(*args, **kwargs)
-        given = {**dict(zip(names, args)), **kwargs}
-        given.update((cache, None) for cache in CACHES if cache in given)
-        more = {key: x for key, x in given.items() if key not in UNUSED}
-        x, tables, mask = more.pop("hidden_states"), more.pop("position_embeddings", None), more.pop("attention_mask", None)
-        block.use(**children())
-        sequence, pattern = forwards.of(name, module, x, mask, more)
-        options = {"sequence": sequence, "pattern": pattern, **(more if reading.passes else {}), **reader.options(module)}
-        per_head = {key: PerHead(options.pop(key)) for key in reading.per_head}
-
-        def stock(x):
-            return original(**{**given, "hidden_states": x})[0]
-
-        alike = overlap.policy and stock_does_the_same(module, x, sequence, pattern, overlap.channel, given)
-        o = block(
-            x, position_embeddings=tables, sequence_lengths=sequence.lengths, baseline=stock if alike else None,
-            options=options,  # in a dict, where no labels [b, s/P] that Trainer hands down are taken for something per head
-            **per_head,
-        )  # fmt: skip
-        return o, None
-
-    return block, forward
-
-
 def _read(name: str, module: Any) -> tuple[Reader | None, str]:
     """What is known about a layer's forward, or why nothing is."""
     if "forward" in vars(module):
@@ -153,8 +83,10 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
         if delta_net.sources_of(module) and (models := models_around(name, modules))
     }
     refuse_unexchanged(modules, nets)
+    whole: dict[str, Driven] = {}  # layers that are driven whole
     hosts: dict[str, dict[str, nn.Module]] = {}  # bound layers, by the models around them
     witnessed: set[str] = set()  # layers that must be seen to call their attention function
+    keeping: set[nn.Module] = set()  # layers that keep their attention over checkpoints
     for name, module in modules.items():
         inner: Any = getattr(module, "config", None)
         if not is_attention(module) or not hasattr(inner, "_attn_implementation"):
@@ -173,10 +105,12 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
         if reader is not None:
             heads = reader.reading.heads
             groups = overlap.groups_for(heads["q"], heads["k"])
-            block, forward = _drive(name, module, reader, forwards, overlap)
+            driven = drive(name, module, reader, forwards, overlap)
             linear = {part: getattr(module, part) for part in reader.reading.linear}
-            got, lacks = overlap.of_driven(block, linear, groups)
-            bind = functools.partial(rebind, module, forward)
+            got, lacks = overlap.of_driven(driven.block, linear, groups)
+            bind = functools.partial(rebind, module, driven.forward)
+            whole[name] = driven
+            keeping |= {module} if driven.block.keeps_over_checkpoints() else set()
         elif why_heads == "":
             groups = overlap.groups_for(inner.num_attention_heads, 1)
             got = f"latent attention, {overlap.in_words(groups)}"
@@ -195,27 +129,33 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
         for at, outer in models:
             if takes_tokens(outer):
                 hosts.setdefault(at, {})[name] = module
+    chains, reasons = ([], {}) if overlap.config.scope == "layer" else find_chains(modules, whole, forwards, overlap.policy)
+    linked = {link.attention.where: (link, len(chain)) for chain in chains for link in chain}
+    for layer in found:
+        if layer.name in linked:
+            link, count = linked[layer.name]
+            layer.got, layer.lacks = overlap.of_block(layer.got, link.attention.block, count), link.lacks
+        elif layer.name in reasons:
+            layer.lacks = "; ".join(filter(None, (layer.lacks, f"no block: {reasons[layer.name]}")))
     for name, (at, around) in nets.items():
         if at not in hosts:
             raise ValueError(f"{name} ({type(modules[name]).__name__}): no attention layer beside it is overlapped")
         found.append(delta_net.found(name, modules[name], around, forwards, overlap))
     asking = {id(names): names for names in (delta_net.names_around(modules[name]) for name in nets)}
     configs = [config for at in hosts for config in (modules[at].config, modules[at].config.get_text_config())]
-    hosting: list[tuple[nn.Module, tuple]] = [
-        (modules[at], host(at or type(model).__name__, modules[at], forwards, layers, witnessed, configs, list(asking.values())))
-        for at, layers in hosts.items()
-    ]
+    hosting: list[tuple[nn.Module, tuple]] = []
+    for at, layers in hosts.items():
+        where, host_of = at or type(model).__name__, modules[at]
+        checkpoints = Checkpoints(where, host_of, keeping, overlap.channel)
+        recurrent = list(asking.values())
+        hosting.append((host_of, host(where, host_of, forwards, layers, witnessed, configs, recurrent, checkpoints)))
     hosting += [(module, stretched(module, forwards)) for module in modules.values() if goes_by_length(module)]
+    hosting += [(link.module, (link.forward,)) for chain in chains for link in chain]
     return found, [Around(module, functools.partial(rebind, module, *forward)) for module, forward in hosting]
 
 
-def _is_theirs(norm: nn.Module) -> bool:
-    """Whether a norm is one of transformers', which are functions of their input and weight alone."""
-    return type(norm).__module__.startswith("transformers.")
-
-
 def layer_shape(model: str) -> dict[str, int | None]:
-    """Sizes of a layer by the config that ``model`` names (a name, a folder or a file); None for those it doesn't give.
+    """Sizes of a layer, and how many there are, by the config that ``model`` names (a name, a folder or a file); None for those it doesn't give.
 
     Raises OSError or ValueError where there is no config.
     """
@@ -228,5 +168,15 @@ def layer_shape(model: str) -> dict[str, int | None]:
         "kv_heads": "num_key_value_heads",
         "head_dim": "head_dim",
         "intermediate": "intermediate_size",
+        "layers": "num_hidden_layers",
     }
     return {key: getattr(config, name, None) for key, name in names.items()}
+
+
+def parameters(model: str) -> int:
+    """How many parameters the model of a config has, without making them. Raises as `layer_shape`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())

@@ -62,7 +62,7 @@ class _Tables(tuple):
 class Looked:
     """The layer, or its config, as its forward sees it: what it looks at is noted, its children return labels."""
 
-    def __init__(self, value: Any, path: tuple[str, ...], run: Run):
+    def __init__(self, value: Any, path: tuple[str, ...], run: Any):
         vars(self).update(_value=value, _path=path, _run=run)
 
     def __getattr__(self, name: str) -> Any:
@@ -70,7 +70,7 @@ class Looked:
         if not self._path and name == "training":
             return run.training
         if isinstance(value, nn.Module):
-            return Child(name, value, run)
+            return run.child(name, value)
         if inspect.ismethod(value) and value.__self__ is self._value:
             return types.MethodType(run.rewired(value.__func__), self) if not self._path else value
         run.looked.append(((*self._path, name), value))
@@ -146,6 +146,9 @@ class Run:
 
     def labels(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, dtype=torch.float64)
+
+    def child(self, name: str, module: nn.Module) -> Child:
+        return Child(name, module, self)
 
     def _arguments(self, forward: Callable) -> dict[str, Any]:
         given = dict(

@@ -86,23 +86,24 @@ class Reader:
     def options(self, module: Any) -> dict[str, Any]:
         """Keywords of the attention function, as of now. Raises RuntimeError if the layer computes something else than before."""
         reading, looked = self.readings[module.training]
-        if any(_changed(module, *look) for look in looked):
+        if any(changed(module, *look) for look in looked):
             now, reason = None, ""
             try:
                 now, looked = _read(module, module.training)
             except Unknown as error:
                 reason = f" ({error})"
             if now is None or now != reading:
-                changed = dict.fromkeys(".".join(look[0]) for look in self.readings[module.training][1] if _changed(module, *look))
+                seen = dict.fromkeys(".".join(look[0]) for look in self.readings[module.training][1] if changed(module, *look))
                 raise RuntimeError(
-                    f"{self.where}: {type(module).__name__} computes something else since {', '.join(changed)} changed{reason}; "
+                    f"{self.where}: {type(module).__name__} computes something else since {', '.join(seen)} changed{reason}; "
                     "call ds_sp_overlap.enable again"
                 )
             self.readings[module.training] = reading, looked = now, looked
         return reading.options
 
 
-def _changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
+def changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
+    """Whether something else than ``value`` is found now at ``path``."""
     for name in path:
         module = getattr(module, name, None)
     return module is not value and (isinstance(value, Tensor) or module != value)

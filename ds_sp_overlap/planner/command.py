@@ -10,7 +10,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from .plan import LayerShape, Plan, Rates, plan
+from ..autotune.costs import WINDOWS, LayerShape, Rates
+from .fits import Model, Way, longest
+from .plan import CLOSE, Plan, plan
 
 LATENCY_US = 20.0  # of an exchange of nothing, where nobody says
 
@@ -54,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--sp", type=_whole, required=True, help="ranks of the sp group, P")
     run.add_argument("--batch", type=_whole, default=1)
     run.add_argument("--dtype-bytes", type=int, choices=(2, 4, 8), default=2, help="of an element that is exchanged (default 2)")
+    fits = parser.add_argument_group("memory", "prints the longest sequence that fits; of a model, by itself or from --model")
+    fits.add_argument("--memory", type=_rate, help="GiB of a GPU that PyTorch can use: 79 of an H100 of 80 GB")
+    fits.add_argument("--layers", type=_whole)
+    fits.add_argument("--params", type=_rate, help="parameters in billions: 8.03")
     rates = parser.add_argument_group("rates", "of one GPU; what it reaches, not its data sheet")
     rates.add_argument("--bandwidth", type=_rate, help="GB/s that it sends in an all-to-all while it receives as many")
     rates.add_argument("--tflops", type=_rate, help="TFLOP/s of matrix products")
@@ -82,6 +88,7 @@ def _layer(args: argparse.Namespace) -> LayerShape:
         except (OSError, ValueError) as error:
             raise ValueError(f"--model {args.model}: no transformers config there: {str(error).splitlines()[0]}") from None
         shape = {key: given or known[key] for key, given in shape.items()}
+        args.layers = args.layers or known["layers"]
     missing = [f"--{key}" for key in ("hidden", "heads") if not shape[key]]
     if missing:
         raise ValueError(f"{' and '.join(missing)} missing; give them, or --model")
@@ -98,6 +105,20 @@ def _layer(args: argparse.Namespace) -> LayerShape:
         element_bytes=args.dtype_bytes,
         intermediate=shape["intermediate"] or 0,
     )
+
+
+def _model(args: argparse.Namespace) -> Model | None:
+    """Raises ValueError if what fits is asked for of a model that is not known."""
+    if args.memory is None:
+        return None
+    if args.params is None and args.model is not None:
+        from ..integrations.transformers import parameters
+
+        return Model(args.layers, parameters(args.model))
+    missing = [f"--{name}" for name in ("layers", "params") if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"--memory needs {' and '.join(missing)}; give them, or --model")
+    return Model(args.layers, int(1e9 * args.params))
 
 
 def _measuring_rank(rank: int, size: int, init: str, layer: LayerShape, result: str | None) -> Rates:
@@ -166,11 +187,11 @@ def describe(layer: LayerShape, rates: str, result: Plan) -> str:
     """The answer as text; ``rates`` says what it reckons with."""
     base = result.results["none"]
     rows = [
-        (name, f"{r.step_ms:.3f}", f"{r.step_ms - r.compute_ms:.3f}", f"{r.exposed:.1%}", f"{1 - r.step_ms / base.step_ms:.1%}",
-         f"{r.held / 2**20:.1f}")
+        (name, f"{r.step_ms:.3f}", f"{result.limits[name]:.3f}", f"{r.step_ms - r.compute_ms:.3f}", f"{r.exposed:.1%}", f"{1 - r.step_ms / base.step_ms:.1%}",
+         f"{r.peak / 2**20:.1f}" if r.peak else "-")
         for name, r in result.results.items()
     ]  # fmt: skip
-    head = ("overlapped exchanges", "step ms", "exposed ms", "exposed", "saves", "buffers MiB")
+    head = ("overlapped exchanges", "step ms", "limit ms", "exposed ms", "exposed", "saves", "peak MiB")
     what = "layer with its MLP" if layer.intermediate else "attention layer"
     return "\n".join(
         (
@@ -180,6 +201,21 @@ def describe(layer: LayerShape, rates: str, result: Plan) -> str:
             f"a model's arithmetic, not a measurement: {base.compute_ms:.3f} ms of computing, {base.wire_ms:.3f} ms of exchanges",
             tabulate(rows, headers=head, tablefmt="simple", stralign="right"),
             result.advice,
+            f"of those that take no longer than the shortest ({CLOSE:.0%}) the smallest peak: {result.smallest}",
+        )
+    )
+
+
+def _describe_fits(layer: LayerShape, model: Model, best: int, gib: float) -> str:
+    ways = [Way(0), Way(best), *(Way(*window) for window in WINDOWS if window[0] <= layer.geometry(1).max_groups)]
+    found = {way: longest(layer, model, way, int(gib * 2**30)) for way in ways}
+    names = ("all kept", "checkpointed", "keep", "inputs on host", "offload")
+    rows = [(way, *(f"{of[name] // 1024:,}k" if name in of else "-" for name in names)) for way, of in found.items()]
+    return "\n".join(
+        (
+            f"longest sequence that fits into {gib:g} GiB with {model.layers} layers, {model.parameters / 1e9:.3g} billion parameters under ZeRO-3 "
+            f"over {layer.sp_size} ranks, loss and MLP in tiles, k = 1024 tokens, by what is done with activations; arithmetic, not a measurement",
+            tabulate(rows, headers=("", *names), tablefmt="simple", stralign="right"),
         )
     )
 
@@ -188,11 +224,15 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Print the plan; argparse's error, with the values, for what can't be planned or measured."""
     try:
         layer = _layer(args)
+        model = _model(args)
         rates, words = _rates(args, layer)
     except ValueError as error:
         parser.error(str(error))
     except RuntimeError as error:  # of ranks that could not be started, or could not exchange
         parser.error(f"--measure failed: {str(error).strip().splitlines()[-1]}; give --bandwidth and --tflops instead")
     if int(os.environ.get("RANK", 0)) == 0:
-        print(describe(layer, words, plan(layer, rates)))
+        found = plan(layer, rates)
+        print(describe(layer, words, found))
+        if model is not None:
+            print(f"\n{_describe_fits(layer, model, found.best, args.memory)}")
     return 0

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .plan import LayerShape, Rates
+from ..autotune.costs import LayerShape, Rates
 
 LONGEST = 8192  # tokens of attention that are timed; its rate hardly changes beyond, its time does
 

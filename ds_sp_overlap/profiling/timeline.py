@@ -73,10 +73,7 @@ class Track:
 class Untracked:
     """Null object: no marks."""
 
-    def mark(self, event: str) -> None:
-        pass
-
-    follow = mark
+    mark = follow = staticmethod(callable)  # a builtin: costs the host less than a function that does nothing
 
 
 UNTRACKED = Untracked()

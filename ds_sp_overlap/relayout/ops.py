@@ -32,31 +32,33 @@ def _parts(tensor: Tensor, wire: Tensor, dim: int, starts: list[int], stops: lis
 
 
 @functools.lru_cache(maxsize=4096)
-def tiling(shape: Sequence[int], dim: int, starts: Sequence[int], stops: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
-    """Shape with a dimension for tiles in front of ``dim``, if the parts are equal tiles that cover it in order, and how many parts in
-    succession are each of them: more than one where several ranks in succession need the same KV heads."""
+def _tiled(
+    shape: Sequence[int], strides: Sequence[int], dim: int, starts: Sequence[int], stops: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """Shape and strides with the tiles in front, if the parts are equal tiles of ``dim`` that cover it in order, and how many parts
+    in succession are each of them: more than one where several ranks in succession need the same KV heads."""
     parts, size = list(zip(starts, stops)), stops[0] - starts[0]
     tiles = shape[dim] // size if size > 0 else len(parts)
     repeats, rest = divmod(len(parts), max(tiles, 1))
     tiled = [(i // repeats * size, i // repeats * size + size) for i in range(len(parts))] if repeats else []
     if repeats and tiles * size == shape[dim] and rest == 0 and parts == tiled:  # guard: tiles lie in order
-        return (*shape[:dim], tiles, size, *shape[dim + 1 :]), repeats
+        return (tiles, *shape[:dim], size, *shape[dim + 1 :]), (size * strides[dim], *strides), repeats
     return None
 
 
 def _equal_tiles(tensor: Tensor, dim: int, starts: Sequence[int], stops: Sequence[int]) -> tuple[Tensor, int] | None:
     """View of ``tensor`` with the tiles in front that its parts are, and how often each is repeated."""
-    found = tiling(tensor.shape, dim, tuple(starts), tuple(stops))
-    return None if found is None else (tensor.view(*found[0]).movedim(dim, 0), found[1])
+    if (found := _tiled(tensor.shape, tensor.stride(), dim, tuple(starts), tuple(stops))) is None:
+        return None
+    shape, strides, repeats = found
+    return tensor.as_strided(shape, strides), repeats
 
 
 def _copy(to: Tensor, source: Tensor) -> None:
     """``to.copy_(source)``; on a GPU 16 bytes at a time where that is possible: PyTorch's permuting copy of 2-byte elements is slow."""
-    wide_to, wide_source = (_in_16_bytes(to), _in_16_bytes(source)) if to.is_cuda else (None, None)
-    if wide_to is None or wide_source is None:
-        to.copy_(source)
-    else:
-        wide_to.copy_(wide_source)
+    if to.is_cuda and (wide_to := _in_16_bytes(to)) is not None and (wide_source := _in_16_bytes(source)) is not None:
+        to, source = wide_to, wide_source
+    to.copy_(source)
 
 
 def _in_16_bytes(x: Tensor) -> Tensor | None:

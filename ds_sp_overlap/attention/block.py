@@ -1,0 +1,526 @@
+"""Transformer layers in a chain: the exchanges of one layer's o and of the next layer's q, k, v under the MLP between them.
+
+Between two attentions nothing mixes tokens. So that part, a *segment*, runs in chunks of every rank's tokens: chunk c of o is
+projected, goes through the MLP, and its q, k, v of the next layer travel, while the exchanges of other chunks are under way. Backward
+is the mirror image, as everywhere in this package. `schedule.block` draws both.
+
+    chain = Chain(chunks=4)                     one for each forward of a model
+    for layer, successor in pairs:
+        hidden = chain.run(layer, successor, hidden, position_embeddings=...)
+
+A successor's q, k, v are used if it is given the hidden states that `run` returned. If it never runs, or is given others, nothing is
+lost but the time that they took.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..exchange.chunks import finish_chunks, start_chunks
+from ..exchange.exchange import Exchange
+from ..exchange.layout import chunk_of
+from ..profiling.ranges import NOTHING, is_profiled, named
+from ..rotary import Rotary
+from ..schedule import Block, Step, by_chunks
+from . import linear
+from .deferred import Shadows, Wgrads
+from .execution import Call, attend_group, with_kv
+from .heads import Local, calling
+from .kept_o import Held, Kept, attend_kept, finish_kept
+from .layer import with_head_dim
+from .linear import autocast, call_through, can_call_through
+from .rerun import Stretch
+from .self_attention import SelfAttention
+from .slices import Ranges, cut, join
+
+Rerun = Literal["none", "all", "but attention"]
+Key = tuple[str, int, int]  # an exchange: what it moves, of which head group, of which chunk
+
+
+@dataclass
+class BlockLayer:
+    """One pre-norm transformer layer: r = h + attention(norm_in(h)), y = r + mlp(norm_mid(r)).
+
+    attention          drives q, k, v and the output projection
+    norm_in, norm_mid  in front of attention, in front of the MLP
+    mlp                token by token; its forward is that of its class
+
+    Norms, MLP and projections are called once, with hooks, around all chunks; for each chunk their class's forward runs on a copy.
+    """
+
+    attention: SelfAttention
+    norm_in: nn.Module
+    norm_mid: nn.Module
+    mlp: nn.Module
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self.norm_in, self.norm_mid, self.mlp, self.attention.o_proj, *self.attention.inputs]
+
+    def in_the_way(self) -> str:
+        """Why the layer can't run in a chain, as its modules are now; empty if it can."""
+        if not (self.attention.rope is None or isinstance(self.attention.rope, Rotary)):
+            return "its rotary embedding is not known to be one that goes token by token"
+        for root in self.modules:
+            if not isinstance(root, nn.Module):
+                return f"{type(root).__name__} is no module"
+            for module in root.modules():
+                if not can_call_through(module):
+                    return f"{type(module).__name__} has a forward or a hook of its own"
+        return ""
+
+
+class Options(NamedTuple):
+    """What a layer's attention is called with: see `SelfAttention.__call__`."""
+
+    position_embeddings: Any
+    sequence_lengths: list[int] | None
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def is_same(self, other: Options) -> bool:
+        """Whether projections for one are those for the other."""
+        return _leaves_are_same(self.position_embeddings, other.position_embeddings) and (
+            self.sequence_lengths == other.sequence_lengths
+        )
+
+
+def _leaves_are_same(one: Any, other: Any) -> bool:
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_leaves_are_same, one, other))
+    return one is other
+
+
+class Inputs:
+    """One call of a layer's attention: who holds what, its program, and what is under way to it or from it.
+
+    stretch   of which it is a part, where it will be run again
+    again     it is run again; ``idle`` if its attention never ran
+    kept      what is kept of attention, if it is; the tensors of it are ``held``
+    o         chunks of it, local, and whether they have gradients; where the output will be run again
+    """
+
+    def __init__(self, layer: BlockLayer, call: Call, block: Block, options: Options):
+        self.layer, self.call, self.block, self.options = layer, call, block, options
+        self.mlp_wgrads: Wgrads | None = None
+        self.exchanges: dict[Key, Exchange] = {}
+        self.tokens: dict[Key, Tensor] = {}
+        self.stretch: _Stretch | None = None
+        self.again = self.idle = False
+        self.kept: Kept | None = None
+        self.held: Held = {}
+        self.o: dict[Key, tuple[Tensor, bool]] | None = None
+
+    def anew(self) -> Inputs:
+        """For the same call, run again."""
+        made = Inputs(self.layer, self.call, self.block, self.options)
+        made.kept, made.held, made.o, made.again = self.kept, self.held, self.o, True
+        return made
+
+    def finish_o(self, key: Key) -> Tensor:
+        """A chunk of o."""
+        if self.again:
+            assert self.o is not None
+            o, has_gradient = self.o[key]
+            token = o.new_empty(0).requires_grad_(has_gradient)
+            o = o.detach().requires_grad_(has_gradient)
+            return o if self.kept is None else finish_kept(self.kept, key, None, o.detach(), token)
+        exchange, token = self.exchanges.pop(key), self.tokens.pop(key)
+        kept = self.kept if torch.is_grad_enabled() else None
+        o = exchange.finish(token) if kept is None else finish_kept(kept, key, exchange, None, token)
+        if self.o is not None:
+            self.o[key] = o.detach(), o.requires_grad
+        return o
+
+    def exchange(self, of: str, group: int, chunk: int) -> Exchange:
+        """A new exchange; q, k and v have the head dim of the layer."""
+        call, dims = self.call, (self.layer.attention.head_dim,) * len(of)
+        layout = call.geometry.of_chunk(of, group, dims, chunk, self.block.chunks)
+        exchange = Exchange(call.channel, layout, call.where, self.block.name(of, group, chunk), call.checked)
+        self.exchanges[of, group, chunk] = exchange
+        return exchange
+
+    def named(self, step: Step) -> Any:
+        """A range of a profiler, named as in the drawing of the program."""
+        return named(self.call.where, self.block.label(step)) if is_profiled() else NOTHING
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """This rank's tokens of each chunk."""
+        length = self.call.geometry.seq_lens[self.call.geometry.sp_rank]
+        return [chunk_of(length, chunk, self.block.chunks) for chunk in range(self.block.chunks)]
+
+    def rotations(self) -> list[Callable[[Tensor], Tensor] | None]:
+        """What rotates q and k of each chunk."""
+        attention = self.layer.attention
+        rope = attention.rope
+        if rope is None:
+            return [None] * self.block.chunks
+        assert isinstance(rope, Rotary)
+        tables = rope.of(self.options.position_embeddings, attention.head_dim)
+        if tables is None:
+            return [None] * self.block.chunks
+        dim = -3 if attention.batch_first else -4  # of the tokens, from the right
+
+        def rotation(start: int, stop: int) -> Callable[[Tensor], Tensor]:
+            mine = [x if x.dim() < -dim or x.shape[dim] == 1 else x.narrow(dim, start, stop - start) for x in tables]
+            return lambda heads: rope.rotate(heads, *mine)
+
+        return [rotation(*tokens) for tokens in self.ranges()]
+
+
+@dataclass
+class _Started:
+    """q, k and v of a layer that were started ahead of it, and the hidden states that they were made of."""
+
+    inputs: Inputs
+    hidden: Tensor
+    version: int
+    grad: tuple[bool, bool]
+    ahead: Any = None  # node of autograd behind which they are
+
+    @classmethod
+    def of(cls, inputs: Inputs, hidden: Tensor) -> _Started:
+        return cls(inputs, hidden, hidden._version, (torch.is_grad_enabled(), hidden.requires_grad))
+
+    def serves(self, layer: BlockLayer, hidden: Tensor, options: Options, rerun: Rerun) -> bool:
+        return (
+            layer is self.inputs.layer
+            and (self.inputs.stretch is None) == (rerun == "none")
+            and self.grad == (torch.is_grad_enabled(), hidden.requires_grad)
+            and self.inputs.options.is_same(options)
+            and not _is_watched(hidden)
+            and self._is_same(hidden)
+        )
+
+    def watch(self, node: Any, hidden: Tensor) -> None:
+        """Have ``node``, through which the layer's residual gives its part of the gradient of ``hidden``, refuse to give it to
+        somebody: it would take it for all of the gradient."""
+        where, given = self.inputs.call.where, weakref.ref(hidden)
+        ahead = self.ahead
+
+        def refuse(_: Any) -> None:
+            asked = (x := given()) is not None and _is_watched(x)
+            if asked or ahead is not None and not torch._C._will_engine_execute_node(ahead):  # guard: no part of a gradient
+                raise RuntimeError(
+                    f"{where}: somebody asks for the gradient of the hidden states in front of this layer, but the layer before it, "
+                    "in a block with it, has not made its q, k and v of them; run the layers one by one "
+                    '(sp_overlap.scope "layer")'
+                )
+
+        node.register_prehook(refuse)
+
+    def _is_same(self, hidden: Tensor) -> bool:
+        """Whether ``hidden`` is what was returned, unchanged, but for nodes of autograd that do nothing to a gradient."""
+        if hidden is not self.hidden:
+            mine, given = ((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (self.hidden, hidden))
+            node, last = hidden.grad_fn, self.hidden.grad_fn
+            while node is not last:
+                made_by = getattr(getattr(type(node), "_forward_cls", None), "__module__", "")
+                if not made_by.startswith(tuple(linear.harmless)):  # guard: only harmless nodes between
+                    return False
+                node = node.next_functions[0][0]  # type: ignore[union-attr]
+            if mine != given:
+                return False
+        return hidden._version == self.version  # guard: hidden states as they were
+
+
+def _is_watched(hidden: Tensor) -> bool:
+    """Whether somebody will see, or change, the gradient of ``hidden``."""
+    return bool(hidden._backward_hooks) or hidden.retains_grad and not hidden.is_leaf
+
+
+class Chain:
+    """One forward of a model whose layers are run one after another.
+
+    chunks   C, the parts that every rank's tokens are cut into
+    """
+
+    def __init__(self, chunks: int):
+        self.chunks = chunks
+        self._started: _Started | None = None
+        self._ahead = True  # as long as what is started ahead is used
+
+    @property
+    def ahead(self) -> BlockLayer | None:
+        """The layer whose q, k and v were started ahead of it."""
+        return None if self._started is None else self._started.inputs.layer
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all that was started ahead was of use so far."""
+        return self._ahead
+
+    @torch.compiler.disable
+    def run(
+        self,
+        layer: BlockLayer,
+        successor: BlockLayer | None,
+        hidden: Tensor,
+        *args: Any,
+        position_embeddings: Any = None,
+        next_position_embeddings: Any = None,
+        sequence_lengths: list[int] | None = None,
+        rerun: Rerun = "none",
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run a layer, and start q, k and v of its successor.
+
+        hidden                    [b, s/P, m], or [s/P, b, m] where the attention is not ``batch_first``
+        position_embeddings       as for `SelfAttention`
+        next_position_embeddings  the successor's; the same if None
+        rerun                     "all": hold hidden states and o from forward to backward, and run the layer again there, as an
+                                  activation checkpoint does; "but attention": hold what its backward reads beside, and don't run
+                                  attention again. The same for the successor
+        returns                   as ``hidden``
+
+        The remaining arguments go to the local attention. Collective, in the order of the program, as is `SelfAttention`.
+        Gradients of hidden states between two layers of a chain are refused: q, k and v don't come from them. Raises RuntimeError.
+        """
+        options = Options(position_embeddings, sequence_lengths, args, kwargs)
+        rerun = rerun if torch.is_grad_enabled() else "none"
+        started, self._started = self._started, None
+        if started is not None and started.serves(layer, hidden, options, rerun):
+            inputs = started.inputs
+            inputs.options = options
+        else:
+            self._ahead = self._ahead and started is None
+            inputs, started = self._begun(layer, hidden, options), None
+            _stretched(None, inputs, hidden, rerun)
+        if started is not None:
+            started.ahead = next(iter(inputs.tokens.values())).grad_fn
+        if inputs.stretch is None:
+            _attend(inputs, hidden)
+        else:
+            inputs.stretch.attend(inputs, hidden, keep=rerun == "but attention")
+        following = None
+        if successor is not None and self._may_start(successor):
+            then = position_embeddings if next_position_embeddings is None else next_position_embeddings
+            following = self._begun(successor, hidden, options._replace(position_embeddings=then))
+        out = _stretched(inputs, following, hidden, rerun, started)
+        if following is not None:
+            self._started = _Started.of(following, out)
+        return out
+
+    def _may_start(self, successor: BlockLayer) -> bool:
+        """Whether q, k and v of ``successor`` may be started ahead of it: on every rank alike."""
+        layer = successor.attention.layer
+        first = not layer.agreed or layer.config.check  # its ranks compare with nothing under way
+        return self._ahead and not first and not torch.is_inference_mode_enabled()  # its tensors don't tell when they are changed
+
+    def _begun(self, layer: BlockLayer, hidden: Tensor, options: Options) -> Inputs:
+        attention, chunks = layer.attention, self.chunks
+        positions, lengths, args, kwargs = options
+
+        def describe() -> Any:
+            geometry, types = attention.describe(hidden, positions, lengths, (*args, *kwargs.values()))
+            if fault := layer.in_the_way():
+                raise ValueError(f"a block of layers: {fault}; run the layer by itself")
+            return geometry, lambda: (*types(), f"a block in {chunks} chunks")
+
+        dtype = autocast(hidden)[0].dtype
+        dim = attention.head_dim
+        call = attention.layer.counted(describe, (hidden,), lambda: Local(attention.local_attention, args, kwargs, dim, dim, dtype))
+        return Inputs(layer, call, by_chunks(call.geometry.kinds, chunks), options)
+
+
+class _Stretch(Stretch):
+    """A segment, and the attention behind it, of which hidden states and o are held, and what is kept of attention.
+
+    In backward the MLP is run again under the last exchanges of do, and q, k and v of the next layer travel again under the MLP.
+    """
+
+    def __init__(self, done: Inputs | None, following: Inputs | None, hidden: Tensor):
+        here = done or following
+        assert here is not None
+        super().__init__(here.call.where, hidden.device)
+        self.done = None if done is None else done.anew()
+        self.following = None if following is None else following.anew()  # which is under way itself, and leads here
+        self.hidden, self.has_gradient, self.version = hidden.detach(), hidden.requires_grad, hidden._version
+        self.attends = False
+
+    def attend(self, inputs: Inputs, hidden: Tensor, keep: bool) -> None:
+        """The second part, the first time."""
+        if keep and any(token.requires_grad for token in inputs.tokens.values()):
+            inputs.kept = Kept(partial(_beside, inputs.call, inputs.block, inputs.layer.attention.head_dim))
+        with self.watched():
+            _attend(inputs, hidden)
+        inputs.stretch, inputs.o, self.attends, self.following = None, {}, True, inputs.anew()
+
+    def run(self) -> None:
+        if self.hidden._version != self.version:  # guard: held, and not changed
+            raise RuntimeError(
+                f"{self.where}: the hidden states in front of it were changed in place before backward could use them"
+            )
+        done = None if self.done is None else self.done.anew()
+        following = None if self.following is None else self.following.anew()
+        hidden = self.hidden.detach().requires_grad_(self.has_gradient)
+        if following is not None:
+            following.idle = not self.attends
+        with self.as_before(0):
+            _segment(done, following, hidden)
+        if following is not None and self.attends:
+            with self.as_before(1):
+                _attend(following, hidden)
+
+
+def _stretched(
+    done: Inputs | None, following: Inputs | None, hidden: Tensor, rerun: Rerun, started: _Started | None = None
+) -> Tensor:
+    """`_segment`, of which autograd keeps nothing if it will be run again."""
+    if rerun == "none":
+        return _segment(done, following, hidden, started)
+    stretch = _Stretch(done, following, hidden)
+    with stretch.watched():
+        out = _segment(done, following, hidden, started)
+    if following is not None:
+        following.stretch = stretch
+    return out if done is None else stretch.behind(out)
+
+
+def _beside(call: Call, block: Block, head_dim: int, key: Key) -> Exchange:
+    """An exchange of a chunk of o and of do, towards attention."""
+    _, group, chunk = key
+    layout = call.geometry.of_chunk("qq", group, (head_dim, head_dim), chunk, block.chunks)
+    return Exchange(call.channel, layout, call.where, block.name("odo", group, chunk), call.checked)
+
+
+def _attend(inputs: Inputs, hidden: Tensor) -> None:
+    """Walk the program from the finishes of q, k and v to the starts of o.
+
+    hidden   as the layer is given
+    """
+    call, (_, _, args, kwargs), attention = inputs.call, inputs.options, inputs.layer.attention
+    if inputs.stretch is None and not inputs.again:
+        # In backward it comes behind the starts of dq, dk and dv, whose first chunk nothing else hides.
+        inputs.mlp_wgrads = Wgrads([inputs.layer.mlp], call.where, attention.plain, here=True)
+    local = calling(attention.local_attention, call.geometry, args, kwargs)
+
+    def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return with_head_dim(local(group, q, k, v), q, call.where)
+
+    kept, watched = inputs.kept, attention.watched(call, hidden, attend, args, kwargs)
+    received: dict[tuple[str, int], Tensor] = {}
+    attended: tuple[Tensor, ...] = ()
+    for (act, group), same in groupby(inputs.block.attention_steps, key=lambda step: (step.act, step.group)):
+        steps = list(same)
+        keys = [step[1:] for step in steps]
+        if act == "finish":
+            arrived = finish_chunks([inputs.exchanges.pop(key) for key in keys], [inputs.tokens.pop(key) for key in keys])
+            received.update(((kind, group), x) for kind, x in zip(steps[0].of, arrived))
+            del arrived
+        elif act == "attend":
+            q = received.pop(("q", group))
+            k, v = with_kv(call.geometry, "k", group, received), with_kv(call.geometry, "v", group, received)
+            with call.named(steps[0]):
+                if kept is None:
+                    attended = attend_group(call, attend, group, q, k, v), q, k, v
+                else:
+                    attended = q, k, v
+            del q, k, v
+        elif kept is not None:
+            one = partial(attend_group, call, attend, group)
+            exchanges = {} if inputs.again else {key: inputs.exchange(*key) for key in keys}
+            inputs.tokens.update(zip(keys, attend_kept(kept, inputs.held, group, one, watched, exchanges, *attended)))
+            attended = ()
+        elif not inputs.again:
+            meanwhile = {} if inputs.stretch is None else dict(meanwhile=inputs.stretch.when_needed)
+            inputs.tokens.update(zip(keys, start_chunks([inputs.exchange(*key) for key in keys], *attended, **meanwhile)))
+            attended = ()
+    if kept is not None and not inputs.again:
+        kept.agree(watched)
+
+
+def _segment(done: Inputs | None, following: Inputs | None, hidden: Tensor, started: _Started | None = None) -> Tensor:
+    """Walk the program from the finishes of o to the starts of the next layer's q, k and v, whose tokens ``following`` gets.
+
+    done        the attention that was run; None in front of the first, where ``hidden`` is returned
+    following   the next one; None behind the last
+    started     what ``done`` was started by, if it was, ahead
+    """
+    here = done or following
+    assert here is not None
+    roots: list[nn.Module] = []
+    if done is not None:
+        roots += [done.layer.attention.o_proj, done.layer.norm_mid, done.layer.mlp]
+    if following is not None:
+        roots += [following.layer.norm_in, *following.layer.attention.inputs]
+    called = dict.fromkeys(module for root in roots for module in root.modules() if type(module).forward is not nn.Module.forward)
+    given = {} if done is None else done.tokens
+
+    def body(hidden: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
+        given.update(zip(given, tokens))
+        late = [] if done is None or done.mlp_wgrads is None else [done.mlp_wgrads]
+        known = late[0].slots if late else ()
+        plain = here.layer.attention.plain
+        wgrads = Wgrads(roots, here.call.where, plain, at_once=not late, besides=known)
+        shadows = Shadows(*late, wgrads)
+        outs = _walk(done, following, shadows, hidden, started)
+        shadows.end()
+        if following is not None:
+            outs += following.tokens.values()
+        return tuple(outs)
+
+    outs = iter(call_through(list(called), body, hidden, *given.values()))
+    out = hidden if done is None else next(outs)
+    if following is not None:
+        following.tokens.update(zip(following.tokens, outs))
+    return out
+
+
+def _walk(
+    done: Inputs | None, following: Inputs | None, shadows: Shadows, hidden: Tensor, started: _Started | None
+) -> list[Tensor]:
+    """The chunks of a segment, inside all its modules; returns its hidden states, unless it is in front of the first attention."""
+    here = done or following
+    assert here is not None
+    seq_dim = here.call.geometry.seq_dim
+    ranges: list[Ranges] = [(tokens,) for tokens in here.ranges()]
+    xs = list(cut(hidden, seq_dim, ranges))
+    if started is not None and xs[0].requires_grad:
+        xs = xs if len(xs) > 1 else [hidden.view_as(hidden)]
+        started.watch(xs[0].grad_fn, hidden)
+    rotations = [] if following is None else following.rotations()
+    of_groups: list[Tensor] = []
+    projected: dict[tuple[str, int], Tensor] = {}
+    program = here.block.segment if done and following else here.block.tail if done else here.block.head
+    for step in program:
+        act, of, group, chunk = step
+        if act == "finish":
+            assert done is not None
+            of_groups.append(done.finish_o(step[1:]))
+        elif act == "start":
+            assert following is not None
+            sent = [projected.pop((kind, group)) for kind in of]
+            if following.idle:
+                continue
+            following.tokens[step[1:]] = following.exchange(*step[1:]).start(*sent)
+            del sent
+        elif act == "project":
+            assert following is not None
+            with following.named(step):
+                x = shadows.of(following.layer.norm_in)(xs[chunk])
+                project = following.layer.attention.whole(following.call, x, rotations[chunk], shadows.of)
+                projected = {part: project(*part) for part in following.call.schedule.parts}
+            del x, project
+        elif act == "merge":
+            assert done is not None
+            with done.named(step):
+                o = join(of_groups, 2, [done.call.geometry.heads_of("q", each) for each in done.call.groups]).flatten(2)
+                xs[chunk] = xs[chunk] + shadows.of(done.layer.attention.o_proj)(o)
+            of_groups.clear()
+            del o
+        else:
+            assert done is not None
+            with done.named(step):
+                x = shadows.of(done.layer.norm_mid)(xs[chunk])
+                xs[chunk] = xs[chunk] + shadows.of(done.layer.mlp)(x)
+            del x
+    return [] if done is None else [join(xs, seq_dim, ranges)]

@@ -1,0 +1,86 @@
+"""Both ends of attention where its exchanges move chunks of tokens: one tensor of the whole sequence, many exchanges.
+
+    q, k, v = finish_chunks(exchanges, tokens)    every chunk is received into its places of one q, one k, one v
+    tokens  = start_chunks(exchanges, o, q, k, v) every chunk is sent from its places of o
+
+Each is one node of autograd. In backward the roles swap, chunk by chunk, the last one first: its gradient is the first that the
+program of a block needs. The local end of such an exchange is that of any other: `Exchange.start`, `Exchange.finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import compress
+
+import torch
+from torch import Tensor
+
+from .exchange import Exchange, new_token, refuse_second_derivatives
+
+
+def finish_chunks(exchanges: list[Exchange], tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Finish the exchanges of all chunks; returns what they moved, whole, in the order of ``layout.each``.
+
+    exchanges   of q, k and v or some of them, in the order of their chunks (`Geometry.of_chunk`)
+    """
+    if not torch.is_grad_enabled():
+        return _received(exchanges)
+    return _FinishChunks.apply(exchanges, *tokens)
+
+
+def start_chunks(exchanges: list[Exchange], *tensors: Tensor, meanwhile: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
+    """Start the exchanges of all chunks, each with its part of the same tensors; returns their tokens.
+
+    tensors     as in `Exchange.start`: o, and behind it q, k and v of which it was computed
+    meanwhile   called in backward, while their gradients are under way
+    """
+    if not torch.is_grad_enabled():
+        return _sent(exchanges, tensors)
+    return _StartChunks.apply(exchanges, meanwhile, *tensors)
+
+
+def _received(exchanges: list[Exchange]) -> tuple[Tensor, ...]:
+    outs: tuple[Tensor, ...] = ()
+    for exchange in exchanges:
+        outs = exchange.finish_forward(outs)
+    return outs
+
+
+def _sent(exchanges: list[Exchange], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    for exchange in exchanges:
+        exchange.start_forward(tensors[: len(exchange.layout.each)])
+    return tuple(new_token(tensors[0]) for _ in exchanges)
+
+
+class _FinishChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchanges, *tokens):
+        ctx.exchanges, outs = exchanges, _received(exchanges)
+        ctx.needed = [any(ctx.needs_input_grad[1:]) and needed for needed in exchanges[0].needed]
+        ctx.mark_non_differentiable(*(out for out, needed in zip(outs, ctx.needed) if not needed))
+        return outs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        """Before: nothing. Now: the exchange of each chunk of dq, dk, dv is launched, the last chunk's first."""
+        refuse_second_derivatives(ctx.exchanges[0].where)
+        for exchange in reversed(ctx.exchanges):  # guard: the last chunk first
+            exchange.start_gradient(list(compress(gradients, ctx.needed)))
+        return None, *(new_token(gradients[0]) for _ in ctx.exchanges)
+
+
+class _StartChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchanges, meanwhile, *tensors):
+        ctx.meanwhile = meanwhile
+        ctx.exchanges, ctx.unsent = exchanges, [None] * (len(tensors) - len(exchanges[0].layout.each))
+        return _sent(exchanges, tensors)
+
+    @staticmethod
+    def backward(ctx, *tokens):
+        """Before: do = all_to_all(dy). Now: its chunks are under way since the finish of each; wait for them."""
+        ctx.meanwhile()  # guard: run again, then waits for do
+        outs: tuple[Tensor | None, ...] = ()
+        for exchange in reversed(ctx.exchanges):
+            outs = exchange.finish_gradient([out for out in outs if out is not None])
+        return None, None, *outs, *ctx.unsent

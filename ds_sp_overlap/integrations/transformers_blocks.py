@@ -1,0 +1,288 @@
+"""transformers: decoder layers that compute ``r = h + attention(norm(h))`` and return ``r + mlp(norm(r))``, told from a run.
+
+The layer's own forward runs with recorders in its children's place, which return random numbers. What it makes of these is to be
+those sums, bit for bit. Its norms and its MLP are tried out on tokens, together and in parts. No weight is read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.linear import hooks_are_harmless
+from .rebinding import is_ours
+from .transformers_labels import BATCH, UNUSED, Looked, Opaque, Unknown
+from .transformers_reading import changed
+
+SEQ = 5
+CAPTURING = (
+    "transformers.utils.output_capturing"  # whose hooks note what a layer returns: weights of attention, which are None here
+)
+DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16  # some add residuals up in fp32, or clamp them in fp16
+
+
+@dataclass(frozen=True)
+class BlockReading:
+    """What a decoder layer's forward computes: ``r = h + attention(norm_in(h))``, then ``r + mlp(norm_mid(r))``.
+
+    norm_in, attention, norm_mid, mlp   names of its children
+    arguments   of the attention's arguments, the layer's that they are
+    constants   what else the attention is given
+    passes      whether further keywords of the layer go to the attention
+    blanks      how many None it returns behind the hidden states, in a tuple; None if it returns a tensor
+    """
+
+    norm_in: str
+    attention: str
+    norm_mid: str
+    mlp: str
+    arguments: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    passes: bool
+    blanks: int | None
+
+    def of_attention(self, given: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+        """What the attention gets beside hidden states where the layer, which has arguments ``names``, is ``given`` this."""
+        more = {name: x for name, x in given.items() if name not in names} if self.passes else {}
+        return {**more, **dict(self.constants), **{name: given[of] for name, of in self.arguments if of in given}}
+
+    def returned(self, hidden: Tensor) -> Any:
+        return hidden if self.blanks is None else (hidden, *[None] * self.blanks)
+
+
+class BlockReader:
+    """Reads a decoder layer, whose attention is its child ``attention``. Raises Unknown.
+
+    reading   what it computes
+    names     arguments of its forward
+    """
+
+    def __init__(self, layer: Any, attention: str):
+        if "forward" in vars(layer):
+            raise Unknown("its forward was replaced")
+        try:
+            with torch.no_grad(), torch.device("cpu"):
+                self._read(layer, attention)
+        except Unknown:
+            raise
+        except Exception as error:  # of any kind: of code that was not made for recorders
+            raise Unknown(f"its forward computes what is not known here ({type(error).__name__}: {error})") from error
+
+    def _read(self, layer: Any, attention: str) -> None:
+        runs = [_Run(layer, attention, training, dtype) for training in (True, False) for dtype in DTYPES]
+        self.reading, *others = (run.reading() for run in runs)
+        if any(other != self.reading for other in others):
+            raise Unknown("its forward is another one in evaluation, or in another dtype")
+        self.names = frozenset(runs[0].named)
+        self._looked = {path: value for run in runs for path, value in run.looked}
+        self._kinds = self._now(layer)
+        size = getattr(layer, attention).config.hidden_size
+        for name in (self.reading.norm_in, self.reading.norm_mid):
+            _try_out(name, getattr(layer, name), size, norm=True)
+        _try_out(self.reading.mlp, getattr(layer, self.reading.mlp), size)
+
+    def _now(self, layer: Any) -> list[type]:
+        """Kinds of the modules that were tried out."""
+        parts = (getattr(layer, name) for name in (self.reading.norm_in, self.reading.norm_mid, self.reading.mlp))
+        return [type(module) for part in parts for module in part.modules()]
+
+    def why_not(self, layer: Any) -> str:
+        """Why the layer can't be driven as it was read, as of now; empty if it can."""
+        what = next((".".join(path) for path, value in self._looked.items() if changed(layer, path, value)), "")
+        if what or self._kinds != self._now(layer):  # guard: what was read is what runs
+            return f"{what or 'a module in it'} changed since it was read; call ds_sp_overlap.enable again"
+        attention = getattr(layer, self.reading.attention)
+        own = "forward" in vars(attention) and not is_ours(attention)
+        if own or not hooks_are_harmless(attention, CAPTURING):  # guard: an attention that is not called has no hooks
+            return f"{self.reading.attention} ({type(attention).__name__}) has a forward or a hook of its own"
+        return ""
+
+
+# The layer's own forward.
+
+
+class _Recorder:
+    """In place of a child: notes what it is given, and returns random numbers of its shape."""
+
+    def __init__(self, name: str, module: nn.Module, run: _Run):
+        self._name, self._module, self._run = name, module, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run, module = self._run, self._module
+        if isinstance(module, nn.Identity) or (isinstance(module, nn.modules.dropout._DropoutNd) and not kwargs):
+            if run.training and getattr(module, "p", 0.0) > 0:
+                raise Unknown(f"{self._name} drops out")
+            run.looked += [((self._name, "p"), module.p)] if hasattr(module, "p") else []
+            return args[0]
+        if attends := self._name == run.attention:
+            names = list(inspect.signature(type(module).forward).parameters)[1:]
+            run.given = {**dict(zip(names, args)), **kwargs}
+            args, kwargs = (run.given.pop("hidden_states", None),), {}
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            raise Unknown(f"{self._name} takes more than one tensor")
+        made = run.numbers()
+        run.calls.append((self._name, args[0].clone(), made.clone()))
+        return (made, run.weights) if attends else made
+
+    def __getattr__(self, name: str) -> Any:
+        raise Unknown(f"its forward reads {self._name}.{name}")
+
+
+class _Run:
+    """One run of a decoder layer's forward on random numbers.
+
+    calls      names of the children that were called, what they were given, and what they returned
+    given      the attention's arguments
+    arguments  the layer's
+    named      which of them have names
+    looked     what the forward looked at on the way: names from the layer on, and what it found
+    """
+
+    def __init__(self, layer: Any, attention: str, training: bool, dtype: torch.dtype):
+        self.layer, self.attention, self.training, self.dtype = layer, attention, training, dtype
+        self.generator = torch.Generator().manual_seed(0)
+        self.size = BATCH, SEQ, getattr(layer, attention).config.hidden_size
+        self.calls: list[tuple[str, Tensor, Tensor]] = []
+        self.given: dict[str, Any] = {}
+        self.looked: list[tuple[tuple[str, ...], Any]] = []
+        self.weights, self.more = Opaque(), Opaque()
+        forward = inspect.unwrap(type(layer).forward)
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
+        self.named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        if "hidden_states" not in self.named:
+            raise Unknown("its forward takes no hidden_states")
+        self.x = self.numbers()
+        self.arguments: dict[str, Any] = {name: None if name in UNUSED else Opaque() for name in self.named}
+        self.arguments["hidden_states"] = self.x
+        self.hidden, drawn = self.x.clone(), torch.get_rng_state()
+        more = dict(sp_overlap=self.more) if len(self.named) < len(parameters) else {}
+        self.returned = forward(Looked(layer, (), self), **self.arguments, **more)
+        if not torch.equal(drawn, torch.get_rng_state()):
+            raise Unknown("its forward draws random numbers")
+
+    def numbers(self) -> Tensor:
+        """With an infinite one, which some would clamp."""
+        made = torch.randn(self.size, generator=self.generator, dtype=torch.float64).to(self.dtype)
+        made.view(-1)[len(self.calls)] = torch.inf
+        return made
+
+    def child(self, name: str, module: nn.Module) -> _Recorder:
+        return _Recorder(name, module, self)
+
+    def rewired(self, function: Any) -> Callable:
+        return inspect.unwrap(function)
+
+    def reading(self) -> BlockReading:
+        """Raises Unknown."""
+        names = [name for name, _, _ in self.calls]
+        if len(names) != 4 or names[1] != self.attention or len(set(names)) < 4:
+            raise Unknown(f"its forward calls {', '.join(names)}, not a norm, {self.attention}, a norm and an MLP")
+        (norm_in, h, a), (_, b, attended), (norm_mid, r, c), (mlp, d, out) = self.calls
+        self._same(self.x, self.hidden, "its forward changes the hidden states that it is given")
+        self._same(h, self.hidden, f"{norm_in} is not given the hidden states as they are")
+        self._same(b, a, f"{self.attention} is not given what {norm_in} returned")
+        self._same(r, self.hidden + attended, f"{norm_mid} is not given the hidden states + what {self.attention} returned")
+        self._same(d, c, f"{mlp} is not given what {norm_mid} returned")
+        hidden, *behind = self.returned if isinstance(self.returned, tuple) else (self.returned,)
+        self._same(hidden, r + out, f"its forward doesn't return what {norm_mid} was given + what {mlp} returned")
+        if any(x is not None and x is not self.weights for x in behind):
+            raise Unknown("its forward returns more than hidden states")
+        passes = self.given.pop("sp_overlap", None) is self.more
+        opaque = {id(x): name for name, x in self.arguments.items() if isinstance(x, Opaque)}
+        arguments = {name: opaque[id(x)] for name, x in self.given.items() if id(x) in opaque}
+        rest = {name: x for name, x in self.given.items() if name not in arguments}
+        if not all(x is None or isinstance(x, (bool, int, float, str)) for x in rest.values()):
+            raise Unknown(f"its forward changes what {self.attention} is given")
+        constants = {name: x for name, x in rest.items() if name not in UNUSED}
+        blanks = len(behind) if isinstance(self.returned, tuple) else None
+        return BlockReading(
+            norm_in, self.attention, norm_mid, mlp, tuple(arguments.items()), tuple(constants.items()), passes, blanks
+        )
+
+    def _same(self, x: Any, expected: Tensor, otherwise: str) -> None:
+        """Raise Unknown unless ``x`` is what is expected, bit for bit."""
+        if not isinstance(x, Tensor) or x.dtype != expected.dtype or not torch.equal(x, expected):
+            raise Unknown(otherwise)
+
+
+# Norms and MLPs, token by token.
+
+
+class _Linear(nn.Module):
+    """In place of a linear layer: one of rank 1, which needs no memory."""
+
+    def __init__(self, linear: nn.Linear, generator: torch.Generator):
+        super().__init__()
+        sizes = self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.into, self.out = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
+        self.into /= linear.in_features**0.5
+        self.bias, self.calls = None if linear.bias is None else self.out.flip(0), 0
+
+    @property
+    def weight(self) -> Tensor:
+        return torch.outer(self.out, self.into)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = (x @ self.into)[..., None] * self.out
+        return y if self.bias is None else y + self.bias
+
+
+def _stand_in(module: nn.Module, training: bool, generator: torch.Generator) -> nn.Module:
+    """A copy with parameters and linear layers of random numbers, and no hooks."""
+    if type(module) is nn.Linear:
+        return _Linear(module, generator)
+    copy = object.__new__(type(module))
+    hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
+    parameters = {
+        name: torch.randn(getattr(p, "ds_shape", p.shape), generator=generator, dtype=torch.float64)
+        for name, p in module.named_parameters(recurse=False)
+    }
+    children = {name: _stand_in(child, training, generator) for name, child in module.named_children()}
+    vars(copy).update({**vars(module), **hooks, "_parameters": parameters, "_modules": children, "training": training})
+    return copy
+
+
+def _try_out(name: str, module: nn.Module, size: int, norm: bool = False) -> None:
+    """Raise Unknown unless ``module`` is a function of one token [.., size] at a time.
+
+    norm   is made of parameters of its own; else of linear layers, and of modules that have no parameters
+    """
+    what = f"{name} ({type(module).__name__})"
+    if norm and (any(module.children()) or any(True for _ in module.buffers())):
+        raise Unknown(f"{what} has more than parameters")
+    for at, part in () if norm else module.named_modules(prefix=name):
+        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if own and type(part) is not nn.Linear:
+            raise Unknown(f"{at} ({type(part).__name__}) is no plain linear layer, and no activation")
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+            raise Unknown(f"{at} ({type(part).__name__}) drops out")
+    for training in (True, False):
+        generator, drawn = torch.Generator().manual_seed(0), torch.get_rng_state()
+        stand_in = _stand_in(module, training, generator)
+        x = torch.randn(BATCH, SEQ, size, generator=generator, dtype=torch.float64)
+        whole, parts = (torch.cat([_ran(what, stand_in, part) for part in cut], 1) for cut in ((x,), x.split((2, SEQ - 2), 1)))
+        if not torch.equal(drawn, torch.get_rng_state()):
+            raise Unknown(f"{what} draws random numbers")
+        if not (parts - whole).abs().max() <= 1e-5 * whole.abs().max():  # fp32 in it, which vector units round by position
+            raise Unknown(f"{what} makes something else of some tokens than of all")
+
+
+def _ran(what: str, stand_in: nn.Module, x: Tensor) -> Tensor:
+    """What tokens become, and their gradients. Raises Unknown."""
+    linear = [part for part in stand_in.modules() if isinstance(part, _Linear)]
+    with torch.enable_grad():
+        x = x.clone().requires_grad_()
+        y = type(stand_in).forward(stand_in, x * 1)  # which may be changed in place
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        raise Unknown(f"{what} doesn't return hidden states alone")
+    calls = [part.calls for part in linear]
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    if calls != [part.calls for part in linear]:
+        raise Unknown(f"{what} is computed again in backward")
+    return torch.cat((y.detach(), dx), -1)

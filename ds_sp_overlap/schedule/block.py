@@ -1,0 +1,133 @@
+"""The order between two attentions, where tokens don't meet, in chunks of every rank's tokens.
+
+    finish q, k, v, attend, start o           as in a layer by itself, all chunks one after another
+    finish o, merge, MLP, project, start      chunk by chunk: norms and residuals too, and q, k, v of the next layer
+
+    compute | attention Wo.0 MLP.0 Wqkv.0 Wo.1 MLP.1 Wqkv.1
+    wire    |           o.0  o.1          qkv.0             qkv.1
+
+In backward the same the other way about. Weight gradients wait for all chunks. Those of the projections are made under the last
+exchange of do, those of the MLP under the first of dq, dk and dv, which nothing else hides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+from .steps import Program, Schedule, Step
+
+
+@dataclass(frozen=True)
+class Block(Schedule):
+    """The programs of a layer in the middle of a chain: of its attention, and of what lies between it and the next one.
+
+    chunks   C
+    """
+
+    chunks: int = 1
+
+    @cached_property
+    def _cut(self) -> int:
+        """Where the segment begins in forward."""
+        return 1 + max(at for at, step in enumerate(self.forward) if step.act == "start" and step.of == "o")
+
+    @cached_property
+    def attention_steps(self) -> Program:
+        return self.forward[: self._cut]
+
+    @cached_property
+    def tail(self) -> Program:
+        """What the last layer does behind its attention."""
+        return tuple(step for step in self.segment if _ends(step))
+
+    @cached_property
+    def head(self) -> Program:
+        """What the first layer does in front of its attention."""
+        return tuple(step for step in self.segment if not _ends(step))
+
+    @cached_property
+    def segment(self) -> Program:
+        """What lies between two attentions."""
+        return self.forward[self._cut :]
+
+    def chain(self, layers: int) -> Schedule:
+        """Forward and backward of ``layers`` in one chain."""
+        at = next(at for at, step in enumerate(self.backward) if step.act == "finish" and step.of == "do")
+        segment, attention = self.backward[:at], self.backward[at:]
+        tail = tuple(step for step in segment if _ends(step))
+        head = tuple(step for step in segment if not _ends(step))
+        forward = self.head + (self.attention_steps + self.segment) * (layers - 1) + self.attention_steps + self.tail
+        return replace(self, forward=forward, backward=tail + (attention + segment) * (layers - 1) + attention + head)
+
+    def name(self, of: str, group: int, chunk: int = 0) -> str:
+        return f"{super().name(of, group)}.{chunk}"
+
+    def label(self, step: Step) -> str:
+        if step.act == "attend":
+            return super().label(step)
+        what = "MLP" if step.of == "MLP" else f"W{step.of}"
+        return f"{what} wgrad" if step.act == "wgrad" else f"{what}.{step.chunk}" + " backward" * (step.act == "dgrad")
+
+
+def _ends(step: Step) -> bool:
+    return step.of in ("o", "do", "MLP")
+
+
+@cache
+def by_chunks(kinds: tuple[str, ...], chunks: int) -> Block:
+    """
+    kinds    what travels with each head group, as for `by_head_groups`: in one exchange a chunk
+    chunks   C
+    """
+    groups, every = range(len(kinds)), range(chunks)
+    forward, backward = [], []
+    for group in groups:
+        forward += [Step("finish", kinds[group], group, c) for c in every]
+        forward += [Step("attend", "o", group)] + [Step("start", "o", group, c) for c in every]
+    for c in every:
+        forward += [Step("finish", "o", group, c) for group in groups] + [Step("merge", "o", 0, c), Step("MLP", "MLP", 0, c)]
+        forward += [Step("project", "qkv", 0, c)] + [Step("start", kinds[group], group, c) for group in groups]
+
+    for c in reversed(every):
+        backward += [Step("finish", "d" + kinds[group], group, c) for group in reversed(groups)]
+        backward += [Step("dgrad", of, 0, c) for of in ("qkv", "MLP", "o")]
+        backward += [Step("start", "do", group, c) for group in reversed(groups)]
+    backward += [Step("wgrad", of, 0) for of in ("o", "qkv")]
+    for group in reversed(groups):
+        backward += [Step("finish", "do", group, c) for c in reversed(every)] + [Step("attend", "do", group)]
+        backward += [Step("start", "d" + kinds[group], group, c) for c in reversed(every)]
+    backward += [Step("wgrad", "MLP", 0)]
+    return Block(tuple(forward), tuple(backward), chunks)
+
+
+Needs = dict[Step, list[Step]]
+
+
+def periods(kinds: tuple[str, ...], chunks: int) -> tuple[Needs, Needs]:
+    """What lies between the attention of one layer and of the next whatever the order: each step with those that it comes after.
+
+    Forward, from the end of one layer's last group to the end of the next layer's; backward likewise, but from group 0 to group 0. Left
+    out is what may lie before or behind: exchanges of the other groups of o, or of dq, dk, dv; weight gradients.
+    """
+    groups, every = range(len(kinds)), range(chunks)
+    forward: Needs = {}
+    backward: Needs = {}
+    for c in every:
+        chunk = [
+            Step("start", "o", groups[-1], c),
+            Step("merge", "o", 0, c),
+            Step("MLP", "MLP", 0, c),
+            Step("project", "qkv", 0, c),
+        ]
+        forward.update((step, chunk[at - 1 : at] if at else []) for at, step in enumerate(chunk))
+        forward.update((Step("start", kinds[group], group, c), chunk[-1:]) for group in groups)
+        chunk = [Step("start", "d" + kinds[0], 0, c), *(Step("dgrad", of, 0, c) for of in ("qkv", "MLP", "o"))]
+        backward.update((step, chunk[at - 1 : at] if at else []) for at, step in enumerate(chunk))
+        backward.update((Step("start", "do", group, c), chunk[-1:]) for group in groups)
+    for group in groups:
+        forward[Step("attend", "o", group)] = [
+            Step("start", kinds[of], of, c) for of in groups[: group + 1] if of == group or kinds[of] != "q" for c in every
+        ]
+        backward[Step("attend", "do", group)] = [Step("start", "do", group, c) for c in every]
+    return forward, backward

@@ -126,16 +126,17 @@ def test_the_bf16_tolerance_catches_a_fault():
 # ZeRO-3.
 
 
-def weights_read(rank, born_partitioned, head_groups):
+def weights_read(rank, born_partitioned, **section):
     """Status of a weight each time that the package reads it, in forward and backward; of all parameters afterwards."""
-    config = ds_config(3, optimizer="SGD", sp_overlap={"head_groups": head_groups})
-    reads, cut_ranges, phase = [], ds_sp_overlap.attention.linear.cut_ranges, ["forward"]
+    config = ds_config(3, optimizer="SGD", sp_overlap=section)
+    reads, cutter, phase = [], ds_sp_overlap.attention.nodes.cutter, ["forward"]
 
-    def reading(parameter, dim, ranges):
+    def reading(weight, dim, parts):
+        parameter = weight if weight._base is None else weight._base  # of a transposed one
         reads.append((phase[0], parameter.ds_status.name, parameter.numel() == parameter.ds_numel))
-        return cut_ranges(parameter, dim, ranges)
+        return cutter(weight, dim, parts)
 
-    ds_sp_overlap.attention.linear.cut_ranges = ds_sp_overlap.attention.nodes.cut_ranges = reading
+    ds_sp_overlap.attention.nodes.cutter = reading
     try:
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=born_partitioned):
             model = tiny(pad_token_id=None)  # transformers would zero the padding row of a weight that isn't there
@@ -155,23 +156,25 @@ def weights_read(rank, born_partitioned, head_groups):
             engine.step()
         layer = engine.module.model.layers[0].self_attn
         before = len(reads)
-        refusal(reading, layer.q_proj.weight, 0, ((0, 1),))  # the instrument sees a weight that is not there
+        refusal(reading, layer.q_proj.weight, 0, (((0, 1),),))  # the instrument sees a weight that is not there
         control = reads[before:]
         ds_sp_overlap.disable(engine.module)
         engine.destroy()
         return reads[:before], after, control
     finally:
-        ds_sp_overlap.attention.linear.cut_ranges = ds_sp_overlap.attention.nodes.cut_ranges = cut_ranges
+        ds_sp_overlap.attention.nodes.cutter = cutter
         forget_sequence_parallel()
 
 
 @pytest.mark.parametrize("born_partitioned", [False, True])
-@pytest.mark.parametrize("head_groups", [1, 2])
-def test_zero3_reads_no_weight_while_it_is_partitioned_and_partitions_all_again(born_partitioned, head_groups):
-    for reads, after, control in on_ranks(2, weights_read, born_partitioned, head_groups):
-        # two layers, three steps; q and o once a head group, k and v once, as a rank has one KV head for both groups
+@pytest.mark.parametrize("head_groups, window", [(1, None), (2, None), (1, 1), (2, 1), (2, 2)])
+def test_zero3_reads_no_weight_while_it_is_partitioned_and_partitions_all_again(born_partitioned, head_groups, window):
+    read = functools.partial(weights_read, born_partitioned=born_partitioned, head_groups=head_groups, window=window)
+    for reads, after, control in on_ranks(2, read):
+        # two layers, three steps; each projection once, whatever it is cut into
         for phase in ("forward", "backward"):
-            assert len([read for read in reads if read[0] == phase]) == 2 * 3 * (2 * head_groups + 2)
+            again = 3 if window and phase == "backward" else 0  # q, k and v are made again
+            assert len([read for read in reads if read[0] == phase]) == 2 * 3 * (4 + again)
         assert {read[1:] for read in reads} == {(ZeroParamStatus.AVAILABLE.name, True)}
         assert after == [{ZeroParamStatus.NOT_AVAILABLE.name}] * 3
         assert control == [("backward", ZeroParamStatus.NOT_AVAILABLE.name, False)]

@@ -42,9 +42,11 @@ a mask of ones, padding on the right and on the left.
   delta rule: gated delta nets, whose convolution and delta rule see the whole sequence; the exchanges around them are overlapped.
 - refused: an error on every rank, at the latest at the end of the first forward; *why* gives the message. Behind another verdict,
   *why* names the configs and batches of the type that are refused.
+- block: of a type that is driven whole, how many layers in a row run as one with `"scope": "block"`, in three chunks of tokens; or why
+  they don't.
 - not built: no tiny model could be made.
-- The error is relative to the largest magnitude, the worst of all configs and batches with one and two head groups. It may be
-  1e-10; what the models compute in fp32 (norms, routers, rotary tables) is computed in fp64 here. Each type that is overlapped was
+- The error is relative to the largest magnitude, the worst of all configs and batches with one and two head groups, and as a block. It
+  may be 1e-10; what the models compute in fp32 (norms, routers, rotary tables) is computed in fp64 here. Each type that is overlapped was
   also run with one element of an exchange off by 1e-6, forward and backward, and the error was seen.
 - stock's: of DeepSpeed's `UlyssesSPAttentionHF` on the first config and batch, or what it raises.
 

@@ -87,12 +87,12 @@ MODELS = [IRREGULAR, dict(family="bitnet", **IRREGULAR), dict(family="mistral", 
 
 
 @contextlib.contextmanager
-def overlapped(attention, head_groups, **options):
+def overlapped(attention, head_groups, window=None, **options):
     """A model that is overlapped over all ranks, and the calls of flash attention."""
     with flash.flash_attention() as calls:
         model = tiny(**options)
         model.config._attn_implementation = attention
-        ds_sp_overlap.enable(model, {"head_groups": head_groups}, torch.distributed.group.WORLD)
+        ds_sp_overlap.enable(model, {"head_groups": head_groups, "window": window}, torch.distributed.group.WORLD)
         try:
             yield model, calls
         finally:
@@ -129,17 +129,17 @@ def of_layers(rank, *args, **options):
     return [wait for step in later for wait in [*set(step) - {SENT, READ, EARLIER}, *[READ] * (step.count(READ) - 1)]]
 
 
-def all_cases(rank, attention, head_groups):
+def all_cases(rank, attention, head_groups, window):
     cases = [(rows, IRREGULAR, False) for rows in ROWS]
     cases += [("packed in two rows", options, masked) for options in MODELS for masked in (False, True)][1:]
-    return {repr(case): steps(rank, attention, head_groups, ROWS[case[0]], case[2], **case[1])[0] for case in cases}
+    return {repr(case): steps(rank, attention, head_groups, ROWS[case[0]], case[2], window=window, **case[1])[0] for case in cases}
 
 
-@pytest.mark.parametrize("head_groups", [1, 2])
+@pytest.mark.parametrize("head_groups, window", [(1, None), (2, None), (2, 1), (2, 2)])
 @pytest.mark.parametrize("attention", ["sdpa", flash.NAME])
-def test_the_host_waits_once_a_step_and_in_no_layer(attention, head_groups):
+def test_the_host_waits_once_a_step_and_in_no_layer(attention, head_groups, window):
     """Behind the first step, which compares the ranks and makes what is kept."""
-    for cases in on_ranks(2, all_cases, attention, head_groups):
+    for cases in on_ranks(2, all_cases, attention, head_groups, window):
         for case, (_, *later) in cases.items():
             for step in later:
                 assert step.count(READ) == 1, (case, step)

@@ -856,6 +856,7 @@ def draw(seed):
 class _Draw:
     def __init__(self, seed):
         self.random, self.ranks = random.Random(seed), ranks_of(seed)
+        self.windows = random.Random(-1 - seed)  # of its own: what else a seed draws is as it was
         self.half = self.chance(0.05)
         self.shapes = {self.some(1, 3): self.lengths() for _ in range(self.some(1, 2))}
         self.transport = self.pick("plain", "plain", "plain", "late", "delayed")
@@ -943,6 +944,8 @@ class _Draw:
             config["wgrad"] = False
         if self.chance(0.1):
             config["check"] = True
+        if self.windows.random() < 0.35:
+            config["window"] = self.windows.randint(1, 3)
         return dict(
             batch_first=self.chance(0.5),
             view=self.chance(0.4),
@@ -1022,7 +1025,8 @@ class _Draw:
 
     def lets_input_go(self, spec):
         """Whether nothing reads a layer's input in backward."""
-        return set(spec.projections) <= set(spec.frozen) and not (spec.wrapped or spec.hooks or spec.shares)
+        is_read = spec.block and "window" in dict(spec.config)  # q, k and v are made of it again
+        return set(spec.projections) <= set(spec.frozen) and not (spec.wrapped or spec.hooks or spec.shares or is_read)
 
     def every_hook(self, index):
         spec = self.layers[index]

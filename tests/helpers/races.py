@@ -59,7 +59,7 @@ class Races(TorchDispatchMode):
         returned = func(*args, **kwargs)
         made = _storages(returned)
         written = _storages([value for argument, value in _arguments(func, args, kwargs) if _is_written(argument)])
-        if not written and given.keys() & made.keys():  # a view
+        if name.startswith("set_") or not written and given.keys() & made.keys():  # a view
             return returned
         fills = "empty" not in name  # not so: new_empty
         reads = {} if name.startswith("new_") or name.endswith("_like") or not fills else given

@@ -202,14 +202,16 @@ def attempt(function, *args):
 class Trial:
     """What one rank found of one model and batch.
 
-    stock, ours  errors (logits, worst gradient), or what was raised; ours for each number of head groups
+    stock, ours  errors (logits, worst gradient), or what was raised; ours with one and two head groups, and as a block
     got          of each attention layer what is overlapped in it
+    blocks       of each layer that is driven whole how many are in its block, or why it is in none
     faults       of each planted fault the error that it made, and how often it acted
     """
 
     stock: tuple | Raised | None = None
     ours: dict = field(default_factory=dict)
     got: list = field(default_factory=list)
+    blocks: list = field(default_factory=list)
     faults: dict = field(default_factory=dict)
 
 
@@ -224,6 +226,27 @@ def overlapped(model, batch, rank, groups, *expected, trial=None):
             trial.got = [layer.got.split(",")[0] for layer in report.layers]
         found = attempt(split, model, batch, rank, group)
         return found if isinstance(found, Raised) else min((errors(found, x) for x in expected), key=max)
+    finally:
+        ds_sp_overlap.disable(model)
+
+
+BLOCK = {"head_groups": 1, "scope": "block", "token_chunks": 3}
+
+
+def add_block(trial, model, batch, rank, *expected):
+    """The errors of a second forward, in which layers start the next one's q, k and v; none where there is no block."""
+    group = dist.group.WORLD
+    report = attempt(ds_sp_overlap.enable, model, BLOCK, group)
+    if isinstance(report, Raised):
+        trial.ours["block"] = report
+        return
+    try:
+        whole = [layer for layer in report.layers if layer.got.startswith("all eight exchanges")]
+        trial.blocks = [(layer.got + layer.lacks).partition("block")[2].strip(": ").removeprefix("of ") for layer in whole]
+        if any("block" in layer.got for layer in whole):
+            attempt(split, model, batch, rank, group)
+            found = attempt(split, model, batch, rank, group)
+            trial.ours["block"] = found if isinstance(found, Raised) else min((errors(found, x) for x in expected), key=max)
     finally:
         ds_sp_overlap.disable(model)
 
@@ -260,7 +283,8 @@ def _first(rank, model):
         found = registered if isinstance(registered, Raised) else attempt(split, model, batch, rank, dist.group.WORLD)
         trial.stock = found if isinstance(found, Raised) else errors(found, expected)
         for groups in (1, 2):
-            trial.ours[groups] = overlapped(model, batch, rank, groups, expected, trial=trial)
+            trial.ours[f"G = {groups}"] = overlapped(model, batch, rank, groups, expected, trial=trial)
+        add_block(trial, model, batch, rank, expected)
         if not any(isinstance(x, Raised) for x in trial.ours.values()):
             for what in ("q", "dk"):
                 with transport(fault := Off(what)):
@@ -271,7 +295,7 @@ def _first(rank, model):
 
 
 def _more(rank, model, name):
-    """Another config or batch: two head groups, and stock Ulysses not registered.
+    """Another config or batch: two head groups, a block, and stock Ulysses not registered.
 
     Packed documents are right one by one, or as transformers computes a packed row: it counts Llama 4's temperature by row.
     """
@@ -280,7 +304,9 @@ def _more(rank, model, name):
     if isinstance(expected, Raised):
         return expected
     expected = [expected, whole(model, batch, apart=True)] if name == "packed" else [expected]
-    return Trial(ours={2: overlapped(model, batch, rank, 2, *expected)})
+    trial = Trial(ours={"G = 2": overlapped(model, batch, rank, 2, *expected)})
+    add_block(trial, model, batch, rank, *expected)
+    return trial
 
 
 # Verdicts.
@@ -292,12 +318,14 @@ class Verdict:
     word    whole, latent attention, attention function, delta rule, or several of them: right. refused. not built. Failures: wrong, blind, crashes, hangs
     why     of what isn't whole or right; which of its configs and batches are refused
     ours, stock   largest errors of logits and gradients, as text
+    block         of layers that are driven whole how many run as one, or why not
     """
 
     word: str
     why: str = ""
     ours: str = "-"
     stock: str = "-"
+    block: str = "-"
 
 
 FAILURES = ("wrong", "blind", "crashes", "hangs")
@@ -320,11 +348,11 @@ def verdict(ranks):
         for rank, trials in enumerate(ranks):
             if isinstance(trial := trials[name], Raised):
                 continue  # this config has no whole sequence to compare with
-            for groups, found in trial.ours.items():
+            for how, found in trial.ours.items():
                 if not isinstance(found, Raised):
                     right.append(found)
                     if max(found) > FP64:
-                        faults.append(("wrong", f"{name}: {_text([found])} at G = {groups}"))
+                        faults.append(("wrong", f"{name}: {_text([found])} with {how}"))
                 elif found.refusal:
                     refused.append((name, found.message))
                 else:
@@ -341,15 +369,16 @@ def verdict(ranks):
     got = {"all eight exchanges": "whole", **{word: word for word in ("latent attention", "attention function", "delta rule")}}
     words = sorted({got[what] for what in first[0].got if what}, key=list(got.values()).index)
     why = "; ".join(f"{name} refused" for name in dict(refused))
-    return Verdict(" and ".join(words), why, _text(right), stock)
+    block = "; ".join(dict.fromkeys(said.split(", C")[0] for said in first[0].blocks)) or "-"
+    return Verdict(" and ".join(words), why, _text(right), stock, block)
 
 
 def table(verdicts):
     """Markdown of {type: `Verdict`}."""
     count = collections.Counter(verdict.word for verdict in verdicts.values())
     lines = [", ".join(f"{number} {word}" for word, number in count.most_common()) + ".", ""]
-    lines += ["| type | verdict | why | largest error, logits / gradients | stock's |", "|---|---|---|---|---|"]
+    lines += ["| type | verdict | why | block | largest error, logits / gradients | stock's |", "|---|---|---|---|---|---|"]
     for kind, found in sorted(verdicts.items()):
-        cells = kind, found.word, found.why, found.ours, found.stock
+        cells = kind, found.word, found.why, found.block, found.ours, found.stock
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -56,12 +56,17 @@ def _packs(in_flight):
     """Whether the layout says so; what travels as it lies may have to be copied too."""
     layout, source = in_flight.layout, in_flight.layout.source
     as_it_lies = source.is_wire_layout or source.is_cut_into_slices
-    return layout.send_elements > 0 and bool(in_flight.rope is not None or layout.also or not as_it_lies)
+    return layout.sources.elements > 0 and bool(in_flight.rope is not None or layout.also or not as_it_lies)
 
 
 def _unpacks(in_flight):
     layout = in_flight.layout
-    return layout.recv_elements > 0 and bool(in_flight.rope_back is not None or layout.also or not layout.target.is_wire_layout)
+    return layout.targets.elements > 0 and bool(in_flight.rope_back is not None or layout.also or not layout.target.is_wire_layout)
+
+
+def _places(x, side):
+    """What the parts of a side hold of ``x``."""
+    return [x.narrow(side.dim, start, stop - start) for start, stop in side.parts]
 
 
 def _is_written_by_ours(source):
@@ -102,13 +107,14 @@ def spoiled_buffers():
 
     @functools.wraps(unpack)
     def unpacking(self):
-        here.acted["filled"] += any(out.numel() for out in self.outs) and all(is_spoiled(out) for out in self.outs if out.numel())
+        places = [place for each, out in zip(self.layout.each, self.outs) for place in _places(out, each.target) if place.numel()]
+        here.acted["filled"] += bool(places) and all(map(is_spoiled, places))
         unpack(self)
         here.acted["poisoned"] += spoil(self.recv)
 
     @functools.wraps(collect)
-    def collecting(self):
-        out = collect(self)
+    def collecting(self, *into):
+        out = collect(self, *into)
         here.due.update(delayed=1, spoiled=_packs(self), poisoned=_unpacks(self), filled=_unpacks(self))
         return out
 

@@ -186,6 +186,13 @@ def forwards_inside(rank, shape):
     layer = layers.projections(shape)
     inside = []
 
+    def hook(*_):  # without one there is no call to go through
+        pass
+
+    hook.__module__ = "deepspeed.hook"
+    for projection in layer.values():
+        projection.register_forward_pre_hook(hook)
+
     class Look(Recording):
         def launch(self, *args):
             inside.extend(name for name, module in layer.named_modules() if "forward" in vars(module))
@@ -232,7 +239,7 @@ WATCHED = [
     Watched(
         Guard(
             "hooks of all modules",
-            without='hooks = (getattr(hook, "__module__", "") or "" for hooks in kinds[:4] for hook in hooks.values())',
+            without="return list(filter(None, own))",
         ),
         functools.partial(hooked_everywhere, kind="forward"),
     ),

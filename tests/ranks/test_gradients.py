@@ -18,6 +18,7 @@ BLOCKS = {
     "G = 2": Shape(config={"head_groups": 2}),
     "fused": Shape(fused=True, bias=True),
     "node by node": Shape(rotary=False),
+    "a window": Shape(config={"head_groups": 2, "window": 1}),
 }
 DROPINS = {
     "drop-in, G = 1": Case(config={"head_groups": 1}),
@@ -236,6 +237,8 @@ def odd_on_one_rank(rank, shapes, odd=None, freeze=""):
 ODD_SHAPES = [
     *(Shape(rope=False, rotary=rotary, config={"head_groups": groups}) for rotary in (True, False) for groups in (1, 2)),
     Shape(kv_heads=2, rope=False),
+    Shape(rope=False, config={"head_groups": 2, "window": 1}),
+    Shape(kv_heads=2, rope=False, config={"head_groups": 2, "window": 2}),
     *(Case(config={"head_groups": groups}, rotary_dims=dims) for groups in (1, 2) for dims in (0, 8)),
     Case(heads=8, kv_heads=2, value_dim=8),
 ]

@@ -5,6 +5,7 @@ Each test names the guard it watches; at the end the guards are taken out, one b
 
 import contextlib
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -59,10 +60,17 @@ CASES = [
 ]
 
 
+WINDOWED = [
+    replace(shape, heads=8, kv_heads=4 if shape.heads == 4 else 2, rotary=True, config={"head_groups": 4, "window": window})
+    for shape in SHAPES[:12:2]
+    for window in (1, 2)
+]
+
+
 PLANTED = {  # each of them computes what it should, as long as nobody spoils the buffer that it has no right to read
     "a send buffer read after delivery": Guard(
         "sent, not read again",
-        without="sent, got = self.layout.send_sizes, self.layout.recv_sizes\n"
+        without="sent, got = self.layout.sources.sizes, self.layout.targets.sizes\n"
         "self.recv.split(got)[self.channel.rank].copy_(self.send.split(sent)[self.channel.rank])\n"  # which needn't travel
         "del self.send",
     ),
@@ -96,6 +104,11 @@ def test_results_do_not_depend_on_when_the_bytes_move(transport):
     """Guards: each half waits before it reads; send buffers are held until then and written by nobody; what was
     received and unpacked is not read again; all of an output is written."""
     no_faults(2, spoiled_with_control, transport, SHAPES, CASES)
+
+
+@pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
+def test_nor_do_those_of_a_window(transport):
+    no_faults(2, spoiled_with_control, transport, WINDOWED, [])
 
 
 @kinds
@@ -195,19 +208,20 @@ def test_four_ranks_do_not_depend_on_it_either():
     no_faults(4, spoiled_with_control, transports.Delayed, shapes, cases)
 
 
-def spoiled_uses(rank):
+def spoiled_uses(rank, shape=Shape(kv_heads=2)):
     found = []
     with transports.spoiled_buffers():
         for use in (twice_before_backward, second_backward, reentrant, grad_of_input_then_backward):
             for change in (None, adapted_query_and_output):
                 mover = transports.Late()
-                found += layers.block_faults(rank, Shape(kv_heads=2), use, mover, change=change) + mover.faults + mover.unfinished()
+                found += layers.block_faults(rank, shape, use, mover, change=change) + mover.faults + mover.unfinished()
     return found
 
 
 def test_repeated_calls_and_backwards_do_not_depend_on_it_either():
     """The same guards, where two calls are in flight at once or one is run again."""
     no_faults(2, spoiled_uses)
+    no_faults(2, spoiled_uses, Shape(heads=8, kv_heads=4, config={"head_groups": 4, "window": 2}))
 
 
 def late_delivery(rank):

@@ -304,7 +304,7 @@ WATCHED = [
     Watched(
         Guard(
             "as in forward",
-            without="ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=False)",
+            without='self.autocast = {**autocast_of(x.device), "enabled": False}',
         ),
         in_bf16,
     ),

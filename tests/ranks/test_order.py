@@ -1,6 +1,7 @@
 """Exchanges start and finish in the order of the schedule."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_sp_overlap
-from ds_sp_overlap.schedule import by_head_groups, order
+from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.schedule import by_head_groups, by_window, order, without_o
 from tests.helpers import layers, models, reference
 from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
@@ -41,13 +43,21 @@ class Products(TorchDispatchMode):
         return result
 
 
-def recorded(rank, size, kv_heads, config, compute=False):
+def fused(q, k, v):
+    """Attention whose backward reads o."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(
+        1, 2
+    )
+
+
+def recorded(rank, size, kv_heads, config, compute=False, local=reference.attention):
     """(forward, backward) of a block of its own, with its weight gradients among the exchanges if ``compute``."""
     torch.manual_seed(1)
     mover = Recording()
     linear = lambda n, m: torch.nn.Linear(n, m, bias=False)  # noqa: E731
     attend = ds_sp_overlap.SelfAttention(
-        local_attention=reference.attention,
+        local_attention=local,
         num_heads=HEADS,
         num_kv_heads=kv_heads,
         head_dim=DIM,
@@ -58,6 +68,7 @@ def recorded(rank, size, kv_heads, config, compute=False):
         o_proj=linear(HEADS * DIM, HIDDEN),
         transport=mover,
         sequence_process_group=torch.distributed.group.WORLD if size > 1 else None,
+        heads_alike=True,
     )
     y = attend(torch.randn(1, 7, HIDDEN, requires_grad=True))
     forward, mover.log[:] = list(mover.log), []
@@ -95,6 +106,19 @@ def test_a_kv_head_shared_by_two_groups_travels_with_the_first_in_both_direction
     for forward, backward in on(size, size, {"head_groups": 2}):
         assert forward == ">q0 >k0 >v0 >q1 <q0 <k0 <v0 >o0 <q1 >o1 <o0 <o1".split()
         assert backward == ">do1 >do0 <do1 >dq1 <do0 >dv0 >dk0 >dq0 <dq1 <dv0 <dk0 <dq0".split()
+
+
+@pytest.mark.parametrize("local", [reference.attention, fused], ids=["run again", "kept"])
+@pytest.mark.parametrize("size, groups, kv_heads", [(1, 4, 4), (2, 2, 4), (2, 2, 2), (1, 2, 1), (2, 1, 4)])
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("wgrad", [True, False])
+def test_a_window_starts_and_finishes_as_its_schedule_says(wgrad, window, size, groups, kv_heads, local):
+    """With o beside do where local attention's backward reads it."""
+    geometry = Geometry(size, 0, (7,) * size, 1, HEADS, kv_heads, groups)
+    made = by_window(geometry.kinds, geometry.last_use, window, wgrad, kv_heads * 4 <= HEADS)
+    made = without_o(made) if local is reference.attention else made
+    for forward, backward in on(size, kv_heads, {"head_groups": groups, "window": window, "wgrad": wgrad}, False, local):
+        assert forward == order(made, made.forward) and backward == order(made, made.backward)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -156,15 +180,15 @@ def test_the_order_is_the_same_for_fused_and_whole_projections(groups):
         assert sorted(seen["whole"][1]) == sorted(drawn(groups)[1])
 
 
-def order_of_gradients(rank, family, adapted):
+def order_of_gradients(rank, family, adapted, windows=(None,)):
     """Names of a model's parameters in the order in which autograd delivers their gradients, for G = 1, 2, 4."""
     orders = []
-    for groups in (1, 2, 4):
+    for groups, window in itertools.product((1, 2, 4), windows):
         with models.sequence_parallel_model(2, family=family, heads=8, kv_heads=8 if family == "gpt_neox" else 4) as (model, group):
             if adapted:
                 lora = LoraConfig(target_modules=["q_proj", "o_proj"], r=2, init_lora_weights=False)
                 model = get_peft_model(model, lora)
-            ds_sp_overlap.enable(model, {"head_groups": groups, "on_unsupported": "error"}, group)
+            ds_sp_overlap.enable(model, {"head_groups": groups, "window": window, "on_unsupported": "error"}, group)
             order = []
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
@@ -183,6 +207,14 @@ def test_parameters_get_their_gradients_in_one_order_for_every_number_of_groups(
         assert len(one) >= 8 and one == two == four
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_and_so_with_a_window(family):
+    """For every number of groups and every window; not in the order of a layer without one, as the section is alike on all ranks."""
+    for one, *others in on_ranks(2, order_of_gradients, family, False, (1, 2)):
+        assert len(one) >= 8 and len(one) == len(set(one)), "each once"
+        assert all(order == one for order in others)
+
+
 # Guards.
 
 WATCHED = [
@@ -197,7 +229,7 @@ WATCHED = [
     Watched(
         Guard(
             "the wgrad comes last",
-            without='for act, _, group in sorted(call.schedule.backward_of_output, key=lambda step: (-step.group, "wgrad dgrad start".index(step.act))):',
+            without='for act, _, group, *_ in sorted(call.schedule.backward_of_output, key=lambda step: (-step.group, "wgrad dgrad start".index(step.act))):',
         ),
         functools.partial(wgrad_out_of_place, groups=2),
     ),

@@ -73,6 +73,8 @@ FEATURES = {
     "two groups": configured("head_groups", 2),
     "three groups or four": configured("head_groups", 3, 4),
     "automatic groups": configured("head_groups", "auto"),
+    "a window of one group": configured("window", 1),
+    "a window of more groups": configured("window", 2, 3),
     "projections called whole": configured("projections", False),
     "wgrad in place": configured("wgrad", False),
     "check": configured("check", True),

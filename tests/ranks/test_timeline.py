@@ -1,6 +1,7 @@
 """The timeline: what is recorded is what was exchanged, the rows are those of the drawing, nothing runs when it is off."""
 
 import csv
+import functools
 import json
 import re
 import subprocess
@@ -19,7 +20,7 @@ from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.profiling import picture, timeline
 from ds_sp_overlap.profiling.timed import Run
 from ds_sp_overlap.profiling.timeline import UNTRACKED, Row, Timeline, Track, computing
-from ds_sp_overlap.schedule import by_head_groups
+from ds_sp_overlap.schedule import by_head_groups, by_window, without_o
 from tests.helpers import layers, models
 from tests.helpers.layers import Shape
 from tests.helpers.listening import listening
@@ -76,9 +77,14 @@ def test_an_exchange_that_was_never_finished_is_left_out():
     assert recorded(**{event: at for event, at in ON_HOST.items() if event not in ("done", "go")}) == []
 
 
-def played(groups):
-    """The compute row of the schedule, forward and backward: what is done between two stops, adjacent bars of one name as one."""
-    made = by_head_groups(("qkv",) * groups)
+def schedule_of(groups, window=None):
+    if window is None:
+        return by_head_groups(("qkv",) * groups)
+    return without_o(by_window(("qkv",) * groups, tuple(range(groups)), window))  # of attention that is run again
+
+
+def played(made):
+    """The compute row of a schedule, forward and backward: what is done between two stops, adjacent bars of one name as one."""
     rows = []
     for program in (made.forward, made.backward):
         between = [
@@ -88,9 +94,10 @@ def played(groups):
     return rows
 
 
-def rows_of_a_block(rank, size, groups, folder):
+def rows_of_a_block(rank, size, groups, folder, window=None):
     """Rows of one forward and backward of a block."""
-    shape = Shape(config={"head_groups": groups, "timeline": {"path": folder, "steps": [0, 0]}}, lengths=(6,) * size)
+    config = {"head_groups": groups, "window": window, "timeline": {"path": folder, "steps": [0, 0]}}
+    shape = Shape(config=config, lengths=(6,) * size)
     layer, group = layers.projections(shape), torch.distributed.group.WORLD if size > 1 else None
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     attend = layers.block(shape, layer, group)
@@ -99,10 +106,10 @@ def rows_of_a_block(rank, size, groups, folder):
     return [tuple(row) for row in stopped(lines)]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_the_compute_row_is_the_one_that_the_schedule_plays(groups, size, tmp_path):
-    args = size, groups, str(tmp_path)
+@pytest.mark.parametrize("size, groups", [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("window", [None, 1, 2])
+def test_the_compute_row_is_the_one_that_the_schedule_plays(window, groups, size, tmp_path):
+    args = size, groups, str(tmp_path), window
     for rows in [rows_of_a_block(0, *args)] if size == 1 else on_ranks(2, rows_of_a_block, *args):
         rows = [Row(*row) for row in rows]
         names = {"forward": [], "backward": []}
@@ -111,7 +118,20 @@ def test_the_compute_row_is_the_one_that_the_schedule_plays(groups, size, tmp_pa
             kind = next(kind for kind, span in spans.items() if span.begin <= row.begin and row.end <= span.end)
             if names[kind][-1:] != [row.what]:
                 names[kind].append(row.what)
-        assert [names["forward"], names["backward"]] == played(groups)
+        assert [names["forward"], names["backward"]] == played(schedule_of(groups, window))
+
+
+def test_what_lies_between_two_stops_is_the_same_in_forward_and_backward_of_a_window():
+    """q, k and v are exchanged in both: the row that is named by its stops is not confused."""
+    for kinds in (("qkv",) * 4, ("qkv", "q", "qkv", "q"), ("qkv", "q", "q", "q")):
+        for last in ((0, 1, 2, 3), (1, 1, 3, 3), (3, 1, 2, 3)):
+            for window in (1, 2, 3):
+                whole = by_window(kinds, tuple(max(g, n) if "k" in kinds[g] else g for g, n in enumerate(last)), window)
+                for made in (whole, without_o(whole)):
+                    exchanged = {made.name(step.of, step.group) for step in (*made.forward, *made.backward) if step.on_wire}
+                    forward, backward = (timeline._between(made, program, exchanged) for program in (made.forward, made.backward))
+                    shared = {stops for stops in forward.keys() & backward.keys() if stops != ("[", "]")}
+                    assert {stops: forward[stops] for stops in shared} == {stops: backward[stops] for stops in shared}
 
 
 EXCHANGES = {1: ("q", "k", "v", "o"), 2: ("q0", "k0", "v0", "qkv1", "o0", "o1")}  # and in backward those of their gradients
@@ -239,9 +259,9 @@ def test_ranks_whose_optimizers_step_apart_wait_for_nobody(tmp_path):
 def untracked(rank):
     seen, finish = [], in_flight.InFlight.finish
 
-    def watching(self):
+    def watching(self, *into):
         seen.append(self.track)
-        return finish(self)
+        return finish(self, *into)
 
     in_flight.InFlight.finish = watching
     try:
@@ -253,6 +273,16 @@ def untracked(rank):
         return attend.layer.channel.timeline is None, all(track is UNTRACKED for track in seen), len(seen)
     finally:
         in_flight.InFlight.finish = finish
+
+
+def test_exchanges_that_are_made_again_are_counted_with_the_first(tmp_path):
+    whole = 6 * 2 * 4 * 8 * 8  # one of q, k, v, o on a rank, in bytes
+    for rows in on_ranks(2, rows_of_a_block, 2, 2, str(tmp_path), 1):
+        costs = picture.costs([Row(*row) for row in rows])
+        assert {what: values[:2] for (*_, what), values in costs.items()} == {
+            **{f"{kind}{group}": (2, whole / 2) for kind in "qkv" for group in (0, 1)},
+            **{f"{kind}{group}": (1, whole / 4) for kind in ("o", "do", "dq", "dk", "dv") for group in (0, 1)},
+        }
 
 
 def test_without_the_key_nothing_is_marked():
@@ -319,8 +349,8 @@ def test_a_folder_that_cant_be_made_is_refused_on_every_rank_before_training(tmp
 # Profilers.
 
 
-def ranges(rank):
-    shape = Shape(config={"head_groups": 2})
+def ranges(rank, **window):
+    shape = Shape(config={"head_groups": 2, **window})
     layer = layers.projections(shape)
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     attend = layers.block(shape, layer, torch.distributed.group.WORLD)
@@ -334,6 +364,17 @@ def test_profilers_see_ranges_with_the_names_of_the_drawing():
     expected = [f"layer {what} {half}" for what in exchanges for half in ("start", "finish")]
     expected += [f"layer {what}{group}" for what in ("Wq", "Wk", "Wv", "Wo", "attention ") for group in (0, 1)]
     assert on_ranks(2, ranges) == [sorted(expected)] * 2
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_and_of_the_drawing_of_a_window(window):
+    made = schedule_of(2, window)
+    program = (*made.forward, *made.backward)
+    expected = {
+        f"layer {made.name(step.of, step.group)} {step.act}" if step.on_wire else f"layer {made.label(step)}" for step in program
+    }
+    assert {"layer Wq1 backward", "layer Wo wgrad", "layer attention 0 backward", "layer do1 start", "layer q1 finish"} <= expected
+    assert on_ranks(2, functools.partial(ranges, window=window)) == [sorted(expected)] * 2
 
 
 # The command line.

@@ -164,9 +164,9 @@ def test_rotary_tables_that_were_changed_before_backward_are_noticed():
         assert kind == "RuntimeError" and "modified by an inplace operation" in message
 
 
-def backward_under_autocast(rank):
+def backward_under_autocast(rank, window=None):
     """Relative distance of dx from that of a backward without autocast."""
-    shape, dx = Shape(dtype=torch.float32, config={"head_groups": 2}), []
+    shape, dx = Shape(dtype=torch.float32, config={"head_groups": 2, "window": window}), []
     attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
     for enabled in (False, True):
         x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
@@ -180,6 +180,8 @@ def backward_under_autocast(rank):
 def test_backward_may_run_under_autocast_though_forward_did_not():
     for error in on_ranks(2, backward_under_autocast):
         assert 0 < error < 0.05  # bf16 has 8 bits
+    for error in on_ranks(2, backward_under_autocast, 1):  # all of which is run as forward was
+        assert error == 0
 
 
 def of_another_memory_order(rank, lengths):
@@ -375,7 +377,13 @@ def autocast_errors(rank, shape):
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(dtype=torch.float32, bias=True), Shape(dtype=torch.float32, fused=True)], ids=["apart", "fused"]
+    "shape",
+    [
+        Shape(dtype=torch.float32, bias=True),
+        Shape(dtype=torch.float32, fused=True),
+        Shape(dtype=torch.float32, heads=8, config={"head_groups": 4, "window": 2}),
+    ],
+    ids=["apart", "fused", "a window"],
 )
 def test_autocast_rounds_no_more_than_the_reference_does(shape):
     """At most 3 times: partial sums over 2 groups and 2 ranks add roundings; a wrong factor is off by hundreds."""
@@ -411,7 +419,7 @@ WATCHED = [
     Watched(
         Guard(
             "zero without a gradient",
-            without="self.whole = operands[0].new_empty(self.shape) if self.once else operands[0].new_ones(self.shape)",
+            without="make = operands[0].new_empty if self.once else operands[0].new_ones",
         ),
         attention_without_keys,
     ),

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_sp_overlap import SelfAttention
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.joined import split
-from ds_sp_overlap.exchange.layout import Side
+from ds_sp_overlap.exchange.layout import Side, Sides
 from ds_sp_overlap.relayout.ops import _in_16_bytes, implementation, pack, unpack
 from tests.helpers import layers
 from tests.helpers.guards import Guard, Watched, must_notice
@@ -282,7 +282,7 @@ def unpacked_and_split(*kinds, bits=False):
         unpack(torch.cat([x[:, :, slice(*part)].flatten() for part in PARTS[kind]]), 2, *starts_stops(PARTS[kind]), out)
     peers = zip(*(PARTS[kind] for kind in kinds))
     wire = torch.cat([torch.cat([x[:, :, slice(*part)] for part in parts], 2).flatten() for parts in peers])
-    split(wire, [Side(tuple(x.shape), 2, tuple(PARTS[kind])) for kind in kinds], outs[len(kinds) :])
+    split(wire, Sides(tuple(Side(tuple(x.shape), 2, tuple(PARTS[kind])) for kind in kinds)), outs[len(kinds) :])
     wrong = []
     for kind, out in zip(kinds * 2, outs):
         expected = x * torch.tensor([[sum(start <= head < stop for start, stop in PARTS[kind])] for head in range(6)])
@@ -307,7 +307,7 @@ WATCHED = [
     Watched(Guard("tiles need no sum", without="if False:"), UNEQUAL[0], ranks=0),
     Watched(Guard("tiles need no sum", without="if True:"), UNEQUAL[1], ranks=0),
     Watched(Guard("joined tiles need no sum", without="if False:"), UNEQUAL[0], ranks=0),
-    Watched(Guard("joined tiles need no sum", without="if any(side.tiles for side in sides):"), UNEQUAL[2], ranks=0),
+    Watched(Guard("joined tiles need no sum", without="if any(side.tiles for side in sides.each):"), UNEQUAL[2], ranks=0),
     Watched(Guard("halves are summed in fp32", without="half = False"), halves_summed_in_fp32, ranks=0),
     Watched(
         Guard("tiles lie in order", without="if repeats and tiles * size == shape[dim] and rest == 0:"),

@@ -44,8 +44,8 @@ def read(*tensors):
         tensor.add_(1)
 
 
-def whole_layer(wire, groups):
-    layer, attend = block(wire, head_groups=groups)
+def whole_layer(wire, groups, **config):
+    layer, attend = block(wire, head_groups=groups, **config)
     read(*layer.step(attend))
 
 
@@ -59,9 +59,9 @@ def wgrad_first(wire):
     read(*layer.step(attend))
 
 
-def several_layers_accumulate(wire):
+def several_layers_accumulate(wire, **config):
     """Two layers, two batches, one step of an optimizer; some gradients of the first are still there when the second is run."""
-    made = [block(wire, head_groups=2) for _ in range(2)]
+    made = [block(wire, head_groups=2, **config) for _ in range(2)]
     for _ in range(2):
         x = made[0][0].x.detach().requires_grad_()
         y = made[1][1](made[0][1](x))
@@ -72,14 +72,14 @@ def several_layers_accumulate(wire):
         read(*(p.grad for layer, _ in made for p in layer.projections.parameters()))
 
 
-def checkpointed(wire):
-    layer, attend = block(wire, head_groups=2)
+def checkpointed(wire, **config):
+    layer, attend = block(wire, head_groups=2, **config)
     for reentrant in (True, False):
         read(*layer.step(lambda x: checkpoint(attend, x, use_reentrant=reentrant)))  # noqa: B023
 
 
-def twice_backward(wire):
-    layer, attend = block(wire, head_groups=2)
+def twice_backward(wire, **config):
+    layer, attend = block(wire, head_groups=2, **config)
     x = layer.x.detach().requires_grad_()
     y = attend(x)
     y.backward(layer.dy, retain_graph=True)
@@ -87,8 +87,8 @@ def twice_backward(wire):
     read(x.grad)
 
 
-def no_gradient(wire):
-    layer, attend = block(wire, head_groups=2)
+def no_gradient(wire, **config):
+    layer, attend = block(wire, head_groups=2, **config)
     with torch.no_grad():
         read(attend(layer.x))
 
@@ -121,15 +121,22 @@ class Broken(torch.autograd.Function):
         raise ArithmeticError("deliberate")
 
 
-def abandoned(wire):
+def abandoned(wire, **config):
     for in_forward in (True, False):
-        layer, attend = block(wire, head_groups=2)
+        layer, attend = block(wire, head_groups=2, **config)
         layer.local.forward = lambda q, k, v: Broken.apply(q, k, v, in_forward)  # noqa: B023
         attend.layer.heads_alike = True
         with pytest.raises(ArithmeticError):
             layer.step(attend)
         del layer, attend
         gc.collect()
+
+
+def run_again(wire, **config):
+    """Attention that is not kept, so that o doesn't travel in backward."""
+    layer, attend = block(wire, head_groups=2, **config)
+    attend.local_attention = lambda q, k, v: layer.local(q * 2, k, v).exp()
+    read(*layer.step(attend))
 
 
 def exchange(wire, kind):
@@ -170,6 +177,15 @@ SCENES = {
     "abandoned": abandoned,
     "alone": alone,
     "elsewhere": elsewhere,
+    **{
+        f"a window of {window}, G = {groups}": functools.partial(whole_layer, groups=groups, window=window)
+        for groups, window in ((4, 1), (4, 2), (4, 3), (2, 2), (1, 1))
+    },
+    **{
+        f"a window of {window}: {scene.__name__}": functools.partial(scene, window=window)
+        for scene in (several_layers_accumulate, checkpointed, twice_backward, no_gradient, abandoned, run_again)
+        for window in (1, 2)
+    },
 }
 
 

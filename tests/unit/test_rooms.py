@@ -102,8 +102,9 @@ def test_no_framework_is_known_outside_integrations(module):
 
 
 def test_the_schedule_needs_no_torch():
-    inside, outside = imports(FILES["schedule"])
-    assert inside == set() and outside <= set(sys.stdlib_module_names) | {"__future__"}
+    for module in (module for module in FILES if room(module) == "schedule"):
+        inside, outside = imports(FILES[module])
+        assert {room(other) for other in inside} <= {"schedule"} and outside <= set(sys.stdlib_module_names) | {"__future__"}
 
 
 def test_an_import_upwards_a_circle_and_a_framework_are_seen():

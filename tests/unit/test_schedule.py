@@ -1,6 +1,7 @@
 """The schedule as a value: what is refused, what is drawn, and one more of them that a real layer runs by."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap import schedule
-from ds_sp_overlap.schedule import Schedule, Step, by_head_groups, check, draw, play
+from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.schedule import Schedule, Step, by_head_groups, by_window, check, draw, order, play, window, without_o
 from tests.helpers.schedules import merged_last, step_of
 
 README = Path(__file__).parents[2] / "README.md"
@@ -89,6 +91,119 @@ def test_a_schedule_for_other_groups_than_the_layer_has_is_refused(kinds, others
             check(by_head_groups(others), kinds)
 
 
+# By a window of groups.
+
+windows = st.integers(1, 5)
+GEOMETRIES = [  # where no rank needs a new KV head for a group, where groups share one, where ranks have unequally many, and none of it
+    Geometry(size, 0, (2,) * size, 1, heads, kv_heads, groups)
+    for size, heads, kv_heads in (
+        (2, 8, 8),
+        (2, 8, 4),
+        (2, 16, 2),
+        (4, 16, 2),
+        (4, 4, 1),
+        (2, 6, 3),
+        (2, 7, 7),
+        (3, 14, 2),
+        (1, 6, 2),
+    )
+    for groups in range(1, heads // size + 1)
+]
+
+
+@settings(deadline=None)
+@given(geometry=st.sampled_from(GEOMETRIES), most=windows, wgrad_last=st.booleans(), products_last=st.booleans())
+def test_every_window_of_every_geometry_makes_a_schedule_that_holds(geometry, most, wgrad_last, products_last):
+    made = check(by_window(geometry.kinds, geometry.last_use, most, wgrad_last, products_last), geometry.kinds)
+    assert made.groups == geometry.groups and made.window == min(most, made.groups)
+    alone = check(without_o(made), geometry.kinds)
+    assert alone.forward == made.forward
+    assert [step._replace(of="do") if step.of == "odo" else step for step in made.backward] == list(alone.backward)
+    # the same products in both, and those of the schedule that holds all groups
+    every, whole = set(made.backward), set(by_head_groups(geometry.kinds).backward)
+    assert {step for step in every if step.act in ("dgrad", "wgrad")} == {step for step in whole if step.act in ("dgrad", "wgrad")}
+
+
+@settings(deadline=None)
+@given(kinds=kinds, most=windows, data=st.data())
+def test_a_window_holds_wherever_kv_heads_are_used_last(kinds, most, data):
+    last = tuple(data.draw(st.integers(group, len(kinds) - 1)) if "k" in kinds[group] else group for group in range(len(kinds)))
+    check(by_window(kinds, last, most), kinds)
+
+
+@settings(deadline=None)
+@given(geometry=st.sampled_from(GEOMETRIES), most=windows, data=st.data())
+def test_a_windowed_schedule_with_a_step_missing_or_twice_is_refused(geometry, most, data):
+    made = by_window(geometry.kinds, geometry.last_use, most)
+    which = data.draw(st.sampled_from(["forward", "backward"]))
+    program = getattr(made, which)
+    at = data.draw(st.integers(0, len(program) - 1))
+    for changed in (program[:at] + program[at + 1 :], program[: at + 1] + program[at:]):
+        with pytest.raises(
+            ValueError, match=f"^schedule, {which}: (project|start|finish|attend|merge|dgrad|wgrad) .+ (is|comes|while)"
+        ):
+            check(replace(made, **{which: changed}), geometry.kinds)
+
+
+# Of four groups in twos, of which the first two share KV heads.
+REFUSED_OF_A_WINDOW = {
+    "more groups held than the window": ("forward", "project q 2", "attend o 0", "project q 2 while 2 groups are held; the window is 2"),
+    "more groups held again": ("backward", "project q 1", "attend do 3", "project q 1 while 2 groups are held; the window is 2"),
+    "attended before it is there again": ("backward", "attend do 2", "finish qkv 2", "attend do 2 comes before finish qkv 2"),
+    "attended before shared keys are there again": ("backward", "attend do 1", "finish kv 0", "attend do 1 comes before finish kv 0"),
+    "keys let go that another group attends to": ("backward", "attend do 0", "attend do 1", "attend do 0 comes before"),
+    "keys let go in forward that another attends to": ("forward", "attend o 1", "attend o 0", "attend o 1 comes before"),
+    "sent again before it is made again": ("backward", "start q 0", "project q 0", "start q 0 comes before project q 0"),
+    "attention before o is there": ("backward", "attend do 2", "finish odo 2", "attend do 2 comes before finish odo 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_OF_A_WINDOW)
+def test_an_order_in_which_a_window_cannot_be_run_is_refused(name):
+    which, step, before, says = REFUSED_OF_A_WINDOW[name]
+    kinds = ("qkv", "q", "qkv", "qkv")
+    made = by_window(kinds, (1, 1, 2, 3), 2)
+    changed = moved(getattr(made, which), step_of(step), step_of(before))
+    with pytest.raises(ValueError, match=f"^schedule, {which}: {re.escape(says)}"):
+        check(replace(made, **{which: changed}), kinds)
+
+
+def test_what_is_not_made_again_is_missed():
+    made = by_window(("qkv", "qkv"), (0, 1), 1)
+    without = tuple(step for step in made.backward if step[1:3] != ("k", 0))
+    with pytest.raises(ValueError, match="^schedule, backward: start k 0 is missing"):
+        check(replace(made, backward=without), ("qkv", "qkv"))
+
+
+@given(geometry=st.sampled_from(GEOMETRIES))
+def test_a_window_of_one_holds_one_send_buffer_in_backward_but_for_dq_dk_and_dv(geometry):
+    under_way: set = set()
+    for what in order(*(lambda made: (made, made.backward))(by_window(geometry.kinds, geometry.last_use, 1))):
+        kind = what[1:].rstrip("0123456789")
+        if kind[0] != "d" or kind == "do":
+            under_way.symmetric_difference_update({what[1:]})
+        assert len(under_way) <= 1
+
+
+@given(geometry=st.sampled_from(GEOMETRIES), most=st.integers(2, 5))
+def test_a_wider_window_computes_something_under_every_exchange_but_the_first_and_the_last(geometry, most):
+    """In backward attention or a product lies between start and finish of all of them but those of the group that is begun with, and
+    of the one that is ended with."""
+    made = by_window(geometry.kinds, geometry.last_use, most)
+    for program, ends in ((made.forward, (made.groups - 1,)), (made.backward, (made.groups - 1, 0))):
+        begun: dict = {}
+        for step in program:
+            if step.act == "start":
+                begun[step[1:]] = False
+            elif step.act == "finish":
+                assert begun[step[1:]] or step.group in (0, *ends), step
+            else:
+                begun = dict.fromkeys(begun, True)
+
+
+# Drawings.
+
+
 def drawings(groups):
     """Both, as they stand in a text."""
     made = by_head_groups(("qkv",) * groups)
@@ -99,6 +214,23 @@ def test_what_is_drawn_in_docstring_and_readme_is_printed_from_the_schedule():
     for groups, text in ((1, schedule.__doc__), (2, schedule.__doc__), (2, README.read_text())):
         for drawing in drawings(groups):
             assert drawing in text, drawing
+
+
+def pieces(drawing, columns=112):
+    """The rows of a drawing, cut where both have a blank, so that no piece is wider."""
+    names, rows = zip(*(row.split(" | ") for row in drawing.splitlines()))
+    rows = [row.ljust(max(map(len, rows))) for row in rows]
+    while any(rows):
+        blank = [at for at in range(columns) if all(row[at : at + 1] in ("", " ") for row in rows)]
+        yield "\n".join(f"    {name} | {row[: blank[-1]].rstrip()}" for name, row in zip(names, rows))
+        rows = [row[blank[-1] + 1 :] for row in rows]
+
+
+def test_the_drawing_of_a_window_is_printed_from_its_schedule():
+    made = by_window(("qkv",) * 4, (0, 1, 2, 3), 2)
+    drawn = ["\n\n".join(pieces(draw(made, program), columns)) for program, columns in ((made.forward, 120), (made.backward, 112))]
+    for name, drawing in zip(("forward", "backward"), drawn):
+        assert f"    {name}\n{drawing}\n" in window.__doc__, drawing
 
 
 def test_a_drawing_has_every_exchange_once_behind_what_made_it():
@@ -112,8 +244,9 @@ def test_a_drawing_has_every_exchange_once_behind_what_made_it():
 
 def test_one_exchange_at_a_time_is_on_the_wire_and_waits_are_what_is_exposed():
     made = by_head_groups(("qkv", "qkv"))
-    played = play(made, made.forward, lambda step: 10 if step.on_wire else 1, held=lambda step: 3)
+    played = play(made, made.forward, lambda step: 10 if step.on_wire else 1, held=range(len(made.forward)))
     assert [bar.begin for bar in played.wire] == [1, 11, 21, 31, 41, 51]
     # Behind Wv1, at 6, it waits for q0 k0 v0 until 31, attends until 32, waits for qkv1 until 41, and for o0, o1 until 51 and 61.
     assert played.exposed_ms == {"q0": 5, "k0": 10, "v0": 10, "qkv1": 9, "o0": 9, "o1": 9}
-    assert (played.step_ms, played.compute_ms, played.wire_ms, played.held) == (62, 10, 60, 12)
+    assert (played.step_ms, played.compute_ms, played.wire_ms, played.peak) == (62, 10, 60, len(made.forward) - 1)
+    assert [played.held[made.forward.index(step_of(step))] for step in ("attend o 0", "merge o 1")] == [(31, 13), (61, 21)]

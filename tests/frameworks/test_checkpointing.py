@@ -1,0 +1,337 @@
+"""Attention that is kept over the gradient checkpointing of transformers models; refused where there is nowhere to keep it."""
+
+import contextlib
+import dataclasses
+import functools
+from dataclasses import dataclass
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.sequence.layer import DistributedAttention
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+from transformers import modeling_utils
+
+import ds_sp_overlap
+from ds_sp_overlap.attention.again import Attended
+from ds_sp_overlap.exchange.in_flight import InFlight
+from ds_sp_overlap.integrations.positions import Positions
+from tests.helpers import clients, layers, megatron_layers
+from tests.helpers.families import tiny_model
+from tests.helpers.flash import NAME, flash_attention
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.layers import Shape
+from tests.helpers.models import EXACT, FP64, batches, cut, outcome, sequence_parallel_model, tiny, train_run, worst
+from tests.helpers.ranks import on_ranks, refusal
+
+WIDE = dict(heads=8, kv_heads=2, head_dim=8)
+KEEP = {"head_groups": 4, "window": 2, "checkpointing": "keep"}
+NON_REENTRANT = {"use_reentrant": False}
+
+
+@dataclass
+class Counts:
+    exchanges: int = 0
+    attended: int = 0  # that backward ran attention again
+
+
+@contextlib.contextmanager
+def counting():
+    """The exchanges that are launched inside, and how often backward runs attention again."""
+    counts = Counts()
+    launch, run_again = InFlight.launch, Attended._run_again
+
+    def launching(*args, **kwargs):
+        counts.exchanges += 1
+        return launch(*args, **kwargs)
+
+    def attending(*args, **kwargs):
+        counts.attended += 1
+        return run_again(*args, **kwargs)
+
+    with mock.patch.object(InFlight, "launch", launching), mock.patch.object(Attended, "_run_again", attending):
+        yield counts
+
+
+def exact(rank, implementation, more, section, how):
+    """Error against the whole sequence; exchanges in forward and backward; the report."""
+    tokens = batches(1)[0]
+    expected = outcome(tiny(**WIDE, **EXACT, **more).train(), tokens, 0, 1, None)
+    with flash_attention():
+        model = tiny(**WIDE, **EXACT, **more).train()
+        model.config._attn_implementation = implementation
+        if how == "before":
+            model.gradient_checkpointing_enable(NON_REENTRANT)
+        group = torch.distributed.group.WORLD
+        report = ds_sp_overlap.enable(model, section, group)
+        if how == "after":
+            model.gradient_checkpointing_enable(NON_REENTRANT)
+        outcome(model, tokens, rank, 2, group)
+        with counting() as counted:
+            error = worst(outcome(model, tokens, rank, 2, group), expected)
+        functions = [layer._gradient_checkpointing_func for layer in model.model.layers] if how else []
+        assert all("context_fn" not in function.keywords for function in functions)
+        ds_sp_overlap.disable(model)
+        assert not how or worst(outcome(model, tokens, 0, 1, None), expected) < FP64
+    return error, counted, str(report)
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("checkpointing", ["keep", "offload"])
+def test_a_checkpointed_model_exchanges_no_more_than_one_that_is_not(how, checkpointing):
+    section = {**KEEP, "checkpointing": checkpointing}
+    (error, stored, _), *_ = on_ranks(2, exact, "sdpa", {}, section, "")
+    assert error < FP64
+    (error, repeated, _), *_ = on_ranks(2, exact, "sdpa", {}, {**KEEP, "checkpointing": "recompute"}, how)
+    assert error < FP64 and repeated.exchanges > stored.exchanges
+    for error, kept, report in on_ranks(2, exact, "sdpa", {}, section, how):
+        assert error < FP64 and kept == stored
+        assert kept.attended == 0, "sdpa's fused kernel keeps a log-sum-exp, with q, k and v as they were received"
+        assert "2 at a time, made again in backward, kept over checkpoints" in report
+
+
+@pytest.mark.parametrize("more", [dict(family="qwen3"), dict(family="mistral", sliding_window=5)], ids=str)
+def test_norms_and_windows_are_kept_too(more):
+    """Of a window, which sdpa is given as a mask, attention is run again, and nothing exchanged."""
+    (error, kept, _), *_ = on_ranks(2, exact, "sdpa", more, KEEP, "before")
+    (_, stored, _), *_ = on_ranks(2, exact, "sdpa", more, KEEP, "")
+    assert error < FP64 and kept == stored
+
+
+def test_flash_attention_is_kept_too():
+    """Its stand-in repeats k and v, so that backward runs it again: one number a head and token is for flash-attn itself to show."""
+    (error, kept, _), *_ = on_ranks(2, exact, NAME, {}, KEEP, "before")
+    (_, stored, _), *_ = on_ranks(2, exact, NAME, {}, KEEP, "")
+    assert error < FP64 and kept == stored
+
+
+def of_transformers_5(rank, options):
+    tokens, group = batches(1)[0], torch.distributed.group.WORLD
+    expected = outcome(tiny(layers=3, **WIDE, **EXACT), tokens, 0, 1, None)
+    model = tiny(layers=3, **WIDE, **EXACT).train()
+    ds_sp_overlap.enable(model, KEEP, group)
+    outcome(model, tokens, rank, 2, group)
+    counts = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.activation_checkpointing_enable(**options)
+        to_host = mock.patch.object(modeling_utils, "save_on_cpu", lambda **_: save_on_cpu())  # not pinned, which takes a GPU
+        with counting() as counted, to_host:
+            error = worst(outcome(model, tokens, rank, 2, group), expected)
+        counts.append(counted)
+    return error, counts
+
+
+@pytest.mark.parametrize("options", [{"every_n_layers": 2}, {"offload": True}], ids=str)
+def test_the_options_of_transformers_5_work_with_it(options):
+    if not hasattr(modeling_utils.PreTrainedModel, "activation_checkpointing_enable"):
+        pytest.skip("older transformers")
+    for error, (stored, kept) in on_ranks(2, of_transformers_5, options):
+        assert error < FP64 and kept == stored
+
+
+# Training.
+
+
+def prepared(model):
+    model.gradient_checkpointing_enable(NON_REENTRANT)
+    return model.train()
+
+
+def trained(rank, stage):
+    """Whether training with attention kept is bit for bit that without checkpointing, and the exchanges of both and of recomputation."""
+    run = functools.partial(train_run, rank, 2, stage=stage, accumulation=2, steps=2, **WIDE)
+    runs, exchanges = [], []
+    for section, prepare in ((KEEP, None), (KEEP, prepared), ({**KEEP, "checkpointing": "recompute"}, prepared)):
+        with counting() as counted:
+            runs.append(run(section, prepare=prepare))
+        exchanges.append(counted.exchanges)
+    stored, kept, recomputed = runs
+    return kept.equals(stored), recomputed.equals(stored), exchanges
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_is_that_without_checkpointing(stage):
+    for kept, recomputed, (stored, fewer, more) in on_ranks(2, trained, stage):
+        assert kept and recomputed
+        assert stored == fewer < more
+
+
+def with_trainer(rank, folder, checkpointing, section):
+    with counting() as counted:
+        log = clients.train(rank, "Trainer", section, folder, stage=2, accumulation=2, checkpointing=checkpointing)
+    return log, counted.exchanges
+
+
+def test_a_trainer_keeps_attention(tmp_path):
+    section = {**KEEP, "head_groups": 2}
+    (stored, exchanges), *_ = on_ranks(2, with_trainer, f"{tmp_path}/stored", None, section)
+    for log, count in on_ranks(2, with_trainer, f"{tmp_path}/kept", False, section):
+        assert log.equals(stored) and count == exchanges and log.bound == 2
+
+
+def adapted(rank):
+    """LoRA on all projections: they are called whole, attention runs again as ever."""
+    tokens = batches(1)[0]
+    lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+
+    def dressed(model):
+        torch.manual_seed(3)
+        return get_peft_model(model, lora).double()
+
+    expected = outcome(dressed(tiny(**WIDE, **EXACT)), tokens, 0, 1, None)
+    with sequence_parallel_model(2, **WIDE, **EXACT) as (model, group):
+        model = dressed(model)
+        model.get_base_model().gradient_checkpointing_enable({"use_reentrant": True})
+        model.train()
+        report = ds_sp_overlap.enable(model, KEEP)
+        return worst(outcome(model, tokens, rank, 2, group), expected), str(report)
+
+
+def test_a_layer_whose_projections_are_called_whole_says_that_it_is_not_kept():
+    for error, report in on_ranks(2, adapted):
+        assert error < FP64
+        assert "so sp_overlap.window and sp_overlap.checkpointing can't be had" in report
+
+
+class Caller(nn.Module):
+    """A layer between projections of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.core = DistributedAttention(nn.Identity(), torch.distributed.group.WORLD)
+
+
+REPORTED = {
+    "latent attention": lambda: tiny_model("youtu"),
+    "delta rule": lambda: tiny_model("qwen3_5_text"),
+    "attention function": lambda: tiny("bitnet"),
+    "one another": Caller,
+}
+
+
+def reported(rank, what, section):
+    report = ds_sp_overlap.enable(REPORTED[what](), section, torch.distributed.group.WORLD)
+    return [(layer.got, layer.lacks) for layer in report.layers]
+
+
+@pytest.mark.parametrize("what", REPORTED)
+def test_the_report_says_which_layers_have_no_window(what):
+    section = {"head_groups": 1}
+    for key, value in (("window", 1), ("checkpointing", "keep")):
+        layers = on_ranks(2, reported, what, {**section, key: value})[0]
+        assert any(what in got for got, _ in layers)
+        for got, lacks in layers:
+            assert ("made again in backward" in got) != (f"so sp_overlap.{key} can't be had" in lacks), (got, lacks)
+    assert not any("can't be had" in lacks for _, lacks in on_ranks(2, reported, what, section)[0])
+
+
+# Refusals.
+
+
+def own_context():
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+
+def refusals(rank):
+    """What a model says in forward of each way to checkpoint it, and the exchanges until then."""
+    tokens, found = batches(1)[0], []
+    with sequence_parallel_model(2, **WIDE) as (model, group):
+        model.train()
+        ds_sp_overlap.enable(model, KEEP)
+        for way in (
+            {"use_reentrant": True},
+            {"use_reentrant": False, "context_fn": own_context},
+            deepspeed.checkpointing.checkpoint,
+        ):
+            if callable(way):
+                model.gradient_checkpointing_enable(NON_REENTRANT)
+                for layer in model.model.layers:
+                    layer._gradient_checkpointing_func = way
+            else:
+                model.gradient_checkpointing_enable(way)
+            with counting() as counted:
+                found.append((refusal(outcome, model, tokens, rank, 2, group), counted.exchanges))
+            if found[-1][0] is None:
+                break
+        model.eval()
+        model(**{key: x for key, x in cut(tokens, rank, 2).items() if key != "labels"}, use_cache=False)  # nothing is checkpointed
+        model.train()
+        model.gradient_checkpointing_enable(NON_REENTRANT)
+        outcome(model, tokens, rank, 2, group)
+    return found
+
+
+def test_checkpointing_that_attention_cannot_be_kept_over_is_refused_on_all_ranks():
+    every = on_ranks(2, refusals)
+    assert every[0] == every[1]
+    for (kind, message), exchanges in every[0]:
+        assert kind == "ValueError" and exchanges == 0
+        assert 'gradient_checkpointing_kwargs={"use_reentrant": False}' in message and "layers.0 (LlamaDecoderLayer)" in message
+    reentrant, own, of_deepspeed = (message for (_, message), _ in every[0])
+    assert "with use_reentrant=True" in reentrant
+    assert "with a context_fn of its own" in own
+    assert "by deepspeed.runtime.activation_checkpointing.checkpointing.checkpoint" in of_deepspeed
+
+
+def around(rank, way):
+    """What checkpoints that the package doesn't see raise in backward, and whether anything was exchanged in it."""
+    deepspeed.checkpointing.configure(None, partition_activations=False)
+    function = getattr(deepspeed.checkpointing, way)
+    shape = Shape(heads=8, kv_heads=2, rope=False, config=KEEP)
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]).requires_grad_()
+    y = function(lambda x: attend(x).sin(), x)
+    with counting() as counted:
+        return refusal(y.sum().backward), counted.exchanges
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "non_reentrant_checkpoint"])
+def test_checkpointing_of_deepspeed_is_refused_before_it_exchanges_again(way):
+    for (kind, message), exchanges in on_ranks(2, around, way):
+        assert kind == "RuntimeError" and exchanges == 0
+        assert "not with DeepSpeed's or Megatron's checkpointing" in message and '"recompute"' in message
+
+
+# Megatron-DeepSpeed.
+
+
+def keeping(call, x, dy):
+    body = functools.partial(checkpoint, use_reentrant=False, context_fn=ds_sp_overlap.keep_attention)
+    return megatron_layers.backward(lambda x: body(lambda x: call(x.tanh()).sin(), x), x, dy)
+
+
+def of_megatron(rank, shape):
+    with counting() as counted:
+        return megatron_layers.layer_faults(rank, shape, keeping), counted.exchanges
+
+
+def test_a_layer_of_megatron_is_kept_by_a_checkpoint_with_our_context():
+    shape = megatron_layers.Shape("core", 8, 2, config=KEEP)
+    without = dataclasses.replace(shape, config={**KEEP, "checkpointing": "recompute"})
+    (faults, kept), *_ = on_ranks(2, of_megatron, shape)
+    (others, recomputed), *_ = on_ranks(2, of_megatron, without)
+    assert faults == others == []
+    assert kept < recomputed
+
+
+# Guards.
+
+
+def refused_by_another(rank):
+    """On rank 0 nothing is wrong, and it would go on to exchange positions."""
+    with sequence_parallel_model(2, **WIDE) as (model, group):
+        ds_sp_overlap.enable(model.train(), KEEP)
+        model.gradient_checkpointing_enable({"use_reentrant": rank == 1})
+        with mock.patch.object(Positions, "forward", side_effect=NotImplementedError("went on")):
+            kind, message = refusal(outcome, model, batches(1)[0], rank, 2, group)
+    return [] if "sp rank 1: " in message else [f"{kind}: {message}"]
+
+
+@pytest.mark.parametrize("watched", [Watched(Guard("refused on all ranks", without="pass"), refused_by_another)], ids=str)
+def test_notices_a_removed_guard(watched):
+    must_notice(watched)

@@ -1,0 +1,538 @@
+"""Layers in a chain equal the same layers on the whole sequence, in whatever use: three pre-norm layers with an MLP, fp64, 1e-12.
+
+Each use is run on the chain and on the model by itself (`helpers.blocks`).
+"""
+
+import dataclasses
+import functools
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ds_sp_overlap.schedule import by_chunks, order
+from tests.helpers import blocks, layers, transports
+from tests.helpers.blocks import LAYERS, Blocks
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.ranks import no_faults, on_ranks, refusal
+from tests.helpers.transports import Recording
+from tests.helpers.uses import Adapted
+
+SHAPES = [
+    Blocks(heads, kv_heads, 4, batch, lengths, batch_first, fused=fused, bias=fused, norms=norms, chunks=chunks, config={"head_groups": groups})
+    for heads, kv_heads in ((4, 4), (8, 2))
+    for groups in (1, 2)
+    for chunks, batch, lengths, batch_first, fused, norms in (
+        (1, 1, (6, 6), True, False, False),
+        (2, 3, (5, 3), True, True, False),
+        (4, 1, (8, 8), False, False, True),
+        (4, 3, (3, 6), True, False, True),
+    )
+]  # fmt: skip
+RERUNS = "none", "all", "but attention"
+FEW = [SHAPES[2], SHAPES[5], Blocks(2, 2, 8, 1, (6, 6), chunks=3, rope=False, config={"head_groups": 1})]
+
+
+def rerun_too(shapes, reruns=RERUNS):
+    return [dataclasses.replace(shape, rerun=rerun) for rerun in reruns for shape in shapes]
+
+
+@pytest.mark.parametrize("rerun", RERUNS)
+def test_a_chain_equals_the_whole_sequence(rerun):
+    no_faults(2, blocks.faults_of_all, rerun_too(SHAPES, [rerun]))
+
+
+def test_so_it_does_on_four_ranks():
+    """With KV heads that ranks share, ranks with other counts of heads, and ranks with fewer tokens than chunks."""
+    shapes = [
+        Blocks(9, 3, 4, 2, (2, 1, 2, 3), chunks=2),
+        Blocks(8, 2, 4, 1, (4, 4, 4, 4), chunks=4, config={"head_groups": 2}),
+        Blocks(4, 1, 4, 3, (1, 2, 5, 1), False, chunks=3),
+    ]
+    no_faults(4, blocks.faults_of_all, rerun_too(shapes))
+
+
+def spoiled(rank, shapes, transport):
+    found = []
+    with transports.spoiled_buffers():
+        for shape in shapes:
+            mover = transport()
+            found += [f"{shape}: {fault}" for fault in blocks.faults(rank, shape, transport=mover) + mover.faults]
+            found += mover.unfinished() if transport is transports.Late else []
+    return found
+
+
+@pytest.mark.parametrize("rerun", RERUNS)
+@pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
+def test_results_do_not_depend_on_when_the_bytes_move(transport, rerun):
+    no_faults(2, spoiled, rerun_too(FEW, [rerun]), transport)
+
+
+# Uses.
+
+
+def without_grad(model, x, dy):
+    with torch.no_grad():
+        y = model(x)
+    with torch.inference_mode():
+        inferred = model(x).clone()
+    assert not y.requires_grad
+    return {"output": y, "inferred": torch.tensor(inferred.tolist(), dtype=y.dtype)}
+
+
+def evaluation(model, x, dy):
+    model.eval()
+    y = model(x)
+    with torch.no_grad():
+        again = model(x)
+    y.backward(dy)
+    return {"output": y, "again": again, "dx": x.grad}
+
+
+def accumulation(model, x, dy):
+    model(x).backward(dy)
+    y = model(2 * x)
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def second_backward(model, x, dy):
+    y = model(x)
+    y.backward(dy, retain_graph=True)
+    y.backward(dy * dy)
+    return {"output": y, "dx": x.grad}
+
+
+def grad_of_input_then_backward(model, x, dy):
+    y = model(x)
+    (only,) = torch.autograd.grad(y, x, dy * dy, retain_graph=True)
+    y.backward(dy)
+    return {"only": only, "dx": x.grad}
+
+
+def grad_of_one_weight_then_backward(model, x, dy):
+    y = model(x)
+    for parameter in model.layers[1].mlp.parameters():
+        (parameter.grad,) = torch.autograd.grad(y, parameter, dy, retain_graph=True)
+    y.backward(dy * dy)
+    return {"output": y, "dx": x.grad}
+
+
+def twice_before_backward(model, x, dy):
+    first, second = model(x), model(x * x)
+    (first * second * dy).sum().backward()
+    return {"first": first, "second": second, "dx": x.grad}
+
+
+def of_a_frozen_input(model, x, dy):
+    y = model(x.detach())
+    y.backward(dy)
+    return {"output": y}
+
+
+def early_exit(model, x, dy):
+    """What was started for the last layer is of no use."""
+    model.chain()
+    y = model.layers[1](model.layers[0](x))
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def skipped_layer(model, x, dy):
+    model.chain()
+    y = model.layers[2](model.layers[0](x))
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def a_layer_twice(model, x, dy):
+    model.chain()
+    y = model.layers[1](model.layers[1](model.layers[0](x)))
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def a_layer_alone(model, x, dy):
+    model.chain()
+    y = model.layers[1](x)
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def hidden_states_in_a_loss(model, x, dy):
+    """A hook that reads, as that of ``output_hidden_states``."""
+    seen = []
+    hooks = [layer.register_forward_hook(lambda module, given, out: seen.append(out)) for layer in model.layers]
+    y = model(x)
+    sum((h**2 * dy).sum() for h in [*seen, y]).backward()
+    for hook in hooks:
+        hook.remove()
+    return {"output": y, "dx": x.grad, **{f"hidden {at}": h for at, h in enumerate(seen)}}
+
+
+def replaced_by(change, model, x, dy):
+    hook = model.layers[0].register_forward_hook(lambda module, given, out: change(out))
+    y = model(x)
+    y.backward(dy)
+    hook.remove()
+    return {"output": y, "dx": x.grad}
+
+
+class Reversed(torch.autograd.Function):
+    """Does nothing to what it is given, and much to its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return -2 * dy
+
+
+hook_that_replaces = functools.partial(replaced_by, lambda out: out * 1.5)
+hook_that_changes_in_place = functools.partial(replaced_by, lambda out: out.mul_(1.5))
+hook_that_detaches = functools.partial(replaced_by, lambda out: out.detach())
+hook_that_changes_the_gradient = functools.partial(replaced_by, Reversed.apply)
+
+
+def gradient_hook_on_hidden_states(model, x, dy):
+    def hook(module, given, out):
+        out.register_hook(lambda gradient: 3 * gradient)
+
+    handle = model.layers[1].register_forward_hook(hook)
+    y = model(x)
+    y.backward(dy)
+    handle.remove()
+    return {"output": y, "dx": x.grad}
+
+
+def full_backward_hook(model, x, dy):
+    seen = []
+    hooks = [layer.register_full_backward_hook(lambda module, given, out: seen.append(out[0])) for layer in model.layers]
+    y = model(x)
+    y.backward(dy)
+    for hook in hooks:
+        hook.remove()
+    return {"output": y, "dx": x.grad, **{f"gradient {at}": g for at, g in enumerate(seen)}}
+
+
+def retained_gradient(model, x, dy):
+    seen = []
+
+    def hook(module, given, out):
+        out.retain_grad()
+        seen.append(out)
+
+    hooks = [layer.register_forward_hook(hook) for layer in model.layers]
+    y = model(x)
+    y.backward(dy)
+    for handle in hooks:
+        handle.remove()
+    return {"output": y, "dx": x.grad, **{f"gradient {at}": h.grad for at, h in enumerate(seen)}}
+
+
+def checkpointed_as_a_whole(model, x, dy):
+    y = checkpoint(model, x, use_reentrant=False)
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def checkpointed_reentrant(model, x, dy):
+    y = checkpoint(model, x, use_reentrant=True)
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def backward_abandoned(model, x, dy):
+    model(3 * x)
+    return blocks.backward(model, x, dy)
+
+
+USES = {
+    "as ever": blocks.backward,
+    "no_grad": without_grad,
+    "evaluation": evaluation,
+    "accumulation": accumulation,
+    "second backward": second_backward,
+    "grad of input, then backward": grad_of_input_then_backward,
+    "grad of one weight, then backward": grad_of_one_weight_then_backward,
+    "twice before backward": twice_before_backward,
+    "frozen input": of_a_frozen_input,
+    "early exit": early_exit,
+    "skipped layer": skipped_layer,
+    "a layer twice": a_layer_twice,
+    "a layer alone": a_layer_alone,
+    "hidden states in a loss": hidden_states_in_a_loss,
+    "hook that replaces": hook_that_replaces,
+    "hook that changes in place": hook_that_changes_in_place,
+    "hook that detaches": hook_that_detaches,
+    "hook that changes the gradient": hook_that_changes_the_gradient,
+    "gradient hook": gradient_hook_on_hidden_states,
+    "full backward hook": full_backward_hook,
+    "retained gradient": retained_gradient,
+    "checkpointed": checkpointed_as_a_whole,
+    "checkpointed, reentrant": checkpointed_reentrant,
+    "abandoned": backward_abandoned,
+}
+
+
+def faults_of(rank, use, change="nothing", shapes=FEW, reruns=RERUNS):
+    return blocks.faults_of_all(rank, rerun_too(shapes, reruns), USES[use], CHANGES[change])
+
+
+@pytest.mark.parametrize("use", USES)
+def test_right_in_every_use(use):
+    no_faults(2, faults_of, use)
+
+
+# Parameters that don't train, or are dressed up.
+
+
+def frozen(*names):
+    def change(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in names))
+
+    return change
+
+
+def alone(*names):
+    def change(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(part in name for part in names))
+
+    return change
+
+
+def adapted(model):
+    """As LoRA does it, in the middle layer's attention and in the last one's MLP."""
+    at, mlp = model.layers[1].attention, model.layers[2].mlp
+    for name in [name for name in at if name in ("q_proj", "qkv_proj", "o_proj")]:
+        at[name] = Adapted(at[name])
+    mlp.down, mlp.gate = Adapted(mlp.down), Adapted(mlp.gate)
+
+
+def tied(model):
+    """One weight in two layers, one linear layer in two places."""
+    model.layers[2].mlp.up.weight = model.layers[0].mlp.up.weight
+    model.layers[1].mlp.up = model.layers[1].mlp.gate
+
+
+def weight_normed(model):
+    torch.nn.utils.parametrizations.weight_norm(model.layers[1].mlp.up)
+
+
+CHANGES = {
+    "nothing": None,
+    "q and k frozen": frozen("q_proj", "k_proj", "qkv_proj"),
+    "MLP frozen": frozen("mlp"),
+    "norms frozen": frozen("norm"),
+    "first layer frozen": frozen("layers.0"),
+    "last layer frozen": frozen("layers.2"),
+    "all frozen": frozen(""),
+    "one bias trains": alone("layers.1.mlp.down.bias", "layers.1.attention.o_proj.bias"),
+    "norms train": alone("norm"),
+    "adapted": adapted,
+    "tied": tied,
+    "weight norm": weight_normed,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_right_for_models_with(change):
+    no_faults(2, faults_of, "as ever", change)
+
+
+@pytest.mark.parametrize("change", ["q and k frozen", "first layer frozen", "norms train", "adapted", "one bias trains"])
+def test_right_for_frozen_inputs_with(change):
+    """FEW[1] has biases."""
+    no_faults(2, faults_of, "frozen input", change, FEW[1:2] if change == "one bias trains" else FEW)
+
+
+# The order.
+
+
+def recorded(rank, groups, chunks):
+    """Forward and backward of the second of three steps, as they were launched and finished."""
+    shape, mover = Blocks(heads=4, kv_heads=4, lengths=(8, 8), chunks=chunks, config={"head_groups": groups}), Recording()
+    model = blocks.Model(shape)
+    blocks.enchain(model, shape, rank, torch.distributed.group.WORLD, mover)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    with torch.no_grad():
+        model(x)
+    mover.log.clear()
+    y = model(x.requires_grad_())
+    forward, mover.log[:] = list(mover.log), []
+    y.backward(dy)
+    return forward, list(mover.log)
+
+
+def drawn(groups, chunks):
+    chain = by_chunks(("qkv",) * groups, chunks).chain(LAYERS)
+    return order(chain, chain.forward), order(chain, chain.backward)
+
+
+@pytest.mark.parametrize("groups,chunks", [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4)])
+def test_exchanges_start_and_finish_as_drawn(groups, chunks):
+    for seen in on_ranks(2, recorded, groups, chunks):
+        assert seen == drawn(groups, chunks)
+
+
+class Products(TorchDispatchMode):
+    """Writes weight gradients of the MLPs and of the projections into a log, told by their shape."""
+
+    def __init__(self, log, width):
+        super().__init__()
+        self.log, self.width = log, width
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if (
+            function in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
+            and result.shape[0] * result.shape[1] % self.width**2 == 0
+        ):
+            self.log.append("dMLP" if max(result.shape) == 2 * self.width else "dW")
+        return result
+
+
+def wgrads_out_of_place(rank):
+    """Where weight gradients are made that neither the last exchange of do nor the first of dq, dk, dv hides."""
+    shape, mover = Blocks(4, 4, 8, 1, (9, 9), chunks=3, config={"head_groups": 1}), Recording()
+    model = blocks.Model(shape)
+    blocks.enchain(model, shape, rank, torch.distributed.group.WORLD, mover)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    with torch.no_grad():
+        model(x)
+    y = model(x.requires_grad_())
+    mover.log.clear()
+    with Products(mover.log, shape.width):
+        y.backward(dy)
+    log = " ".join(mover.log)
+    under_do = [part.count("dW") for part in re.findall(r">do.0 ((?:d\w+ )*)<do.2", log)]
+    under_dq = [part.count("dMLP") for part in re.findall(r">dqkv.0 ((?:d\w+ )*)<dqkv.2", log)]
+    of_layer = 3 * 3  # three linear layers, three chunks
+    if under_do == [3, 12, 12] and under_dq == [of_layer] * 3 and log.count("dMLP") == 3 * of_layer:
+        return []
+    return [log]
+
+
+def test_weight_gradients_are_made_under_exchanges_that_nothing_else_hides():
+    """The first layer's projections are not: theirs are made between the chunks that are waited for."""
+    no_faults(2, wgrads_out_of_place)
+
+
+# Hooks, and gradients that nobody may ask for.
+
+
+def counted_hooks(rank, shape):
+    """Calls of each module's hooks in a step, and of each parameter's; and the order in which gradients are delivered."""
+    model = blocks.Model(shape)
+    blocks.enchain(model, shape, rank, torch.distributed.group.WORLD)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    with torch.no_grad():
+        model(x)
+    forward, delivered = [], []
+
+    def harmless(name):
+        return lambda *_: forward.append(name)
+
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleDict, nn.ModuleList)):
+            hook = harmless(name)
+            hook.__module__ = "deepspeed.runtime"
+            module.register_forward_pre_hook(hook)
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: delivered.append(name))
+    model(x.requires_grad_()).backward(dy)
+    found = [f"{name} called {forward.count(name)} times" for name in set(forward) if forward.count(name) != 1]
+    found += [
+        f"{name} delivered {delivered.count(name)} times" for name, _ in model.named_parameters() if delivered.count(name) != 1
+    ]
+    found += [f"{len(forward)} modules"] * (len(forward) != 1 + LAYERS * (11 + 2 * shape.norms))
+    return found, delivered
+
+
+@pytest.mark.parametrize("shape", FEW[::2], ids=str)
+def test_every_module_is_called_once_and_every_gradient_delivered_once_in_one_order(shape):
+    (found, delivered), (others, elsewhere) = on_ranks(2, counted_hooks, shape)
+    assert found == others == [] and delivered == elsewhere
+
+
+def refused(rank, ask):
+    shape = FEW[0]
+    model, seen = blocks.Model(shape), []
+    blocks.enchain(model, shape, rank, torch.distributed.group.WORLD)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    with torch.no_grad():
+        model(x)
+    model.layers[1].register_forward_hook(lambda module, given, out: seen.append(out))
+    y = model(x.requires_grad_())
+    return refusal(ASKED[ask], y, seen[0], dy)
+
+
+def asked_by_autograd(y, hidden, dy):
+    torch.autograd.grad(y, hidden, dy)
+
+
+def asked_by_retain_grad(y, hidden, dy):
+    hidden.retain_grad()
+    y.backward(dy)
+
+
+def asked_by_a_hook(y, hidden, dy):
+    hidden.register_hook(lambda gradient: None)
+    y.backward(dy)
+
+
+def asked_for_second_derivatives(y, hidden, dy):
+    y.backward(dy, create_graph=True)
+
+
+ASKED = {
+    "grad": asked_by_autograd,
+    "retain_grad": asked_by_retain_grad,
+    "hook": asked_by_a_hook,
+    "twice": asked_for_second_derivatives,
+}
+
+
+@pytest.mark.parametrize("ask", ASKED)
+def test_what_would_be_a_part_of_a_gradient_is_refused(ask):
+    words = (
+        "no second derivatives" if ask == "twice" else "somebody asks for the gradient of the hidden states in front of this layer"
+    )
+    for kind, message in on_ranks(2, refused, ask):
+        assert kind == "RuntimeError" and words in message
+
+
+# Guards.
+
+
+def unrefused(rank):
+    return [] if refused(rank, "grad") else ["a part of the gradient passed for all of it"]
+
+
+WATCHED = [
+    Watched(
+        Guard("of this backward alone", without="now = self.backward = torch._C._current_graph_task_id()\nif False:"),
+        functools.partial(faults_of, use="grad of input, then backward"),
+    ),
+    Watched(Guard("no part of a gradient", without="if False:"), unrefused),
+    Watched(
+        Guard("only harmless nodes between", without="if False:"),
+        functools.partial(faults_of, use="hook that changes the gradient"),
+    ),
+    Watched(
+        Guard("hidden states as they were", without="return True"),
+        functools.partial(faults_of, use="hook that changes in place", reruns=["none"]),
+    ),
+]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

@@ -1,0 +1,440 @@
+"""Under activation checkpointing with ``keep_attention`` neither projections nor attention nor exchanges run again before backward.
+
+fp64: 1e-12 where a layer's rounding is 1e-15 to 1e-14, and the smallest mistake more than 1e-3.
+"""
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import ds_sp_overlap
+from tests.helpers import layers, reference, uses
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.layers import Shape
+from tests.helpers.ranks import no_faults, on_ranks, refusal
+from tests.helpers.transports import Late, Recording, spoiled_buffers
+
+SECTIONS = [
+    {"head_groups": 2, "checkpointing": "keep"},
+    {"head_groups": 4, "window": 2, "checkpointing": "keep"},
+    {"head_groups": 4, "window": 1, "checkpointing": "keep"},
+    {"head_groups": 4, "window": 2, "checkpointing": "offload"},
+]
+
+
+def flash(q, k, v, dropout=0.0):
+    """Of q, k, v [b, s, h, d]: a fused kernel, which keeps a log-sum-exp."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+LOCAL = {"flash": flash, "math": reference.attention}
+
+
+def keeping(function, *args, **options):
+    return checkpoint(function, *args, use_reentrant=False, context_fn=ds_sp_overlap.keep_attention, **options)
+
+
+# Ways to use a layer in a checkpoint; the same on the whole sequence, where `keep_attention` finds nothing to keep.
+
+
+def alone(call, layer, x, dy):
+    return layers.backward(lambda x: keeping(call, x), layer, x, dy)
+
+
+def between_others(call, layer, x, dy):
+    return layers.backward(lambda x: keeping(lambda x: call(x.tanh()).sin() * x, x), layer, x, dy)
+
+
+def fed_with_its_own_output(call, layer, x, dy):
+    return layers.backward(lambda x: keeping(lambda x: call(call(x).tanh()).sin(), x), layer, x, dy)
+
+
+def one_after_another(call, layer, x, dy):
+    def body(x):
+        return x + call(x.tanh()).sin()
+
+    return layers.backward(lambda x: keeping(body, keeping(torch.sin, keeping(body, x))), layer, x, dy)
+
+
+def nested(call, layer, x, dy):
+    def inner(x):
+        return call(x.tanh()).sin()
+
+    return layers.backward(lambda x: keeping(lambda x: call(keeping(inner, x.sin()).sin()).cos(), x), layer, x, dy)
+
+
+def second_backward(call, layer, x, dy):
+    y = keeping(lambda x: call(x.tanh()).sin(), x)
+    y.backward(dy, retain_graph=True)
+    y.backward(dy * dy)
+    return {"output": y, "dx": x.grad}
+
+
+def half_by_half(call, layer, x, dy):
+    """Two calls in one checkpoint, which is computed again for each."""
+    first, second = keeping(lambda x: (call(x.tanh()).sin(), call(x.sin()).sin()), x)
+    first.backward(dy)
+    second.backward(dy * dy)
+    return {"first": first, "second": second, "dx": x.grad}
+
+
+def a_part_then_all(call, layer, x, dy):
+    y = keeping(lambda x: call(x.tanh()).sin(), x)
+    (only,) = torch.autograd.grad(y, x, dy * dy, retain_graph=True)
+    y.backward(dy)
+    return {"only": only, "dx": x.grad}
+
+
+def a_backward_within(call, layer, x, dy):
+    """The checkpoint is computed again in the middle of its forward."""
+
+    def body(x):
+        y = call(x.tanh()).sin()
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+        return call(y + dx.detach()).sin()
+
+    return layers.backward(lambda x: keeping(body, x), layer, x, dy)
+
+
+def to_its_end(call, layer, x, dy):
+    with set_checkpoint_early_stop(False):
+        return between_others(call, layer, x, dy)
+
+
+def accumulated(call, layer, x, dy):
+    first = keeping(lambda x: call(x.tanh()).sin(), x)
+    second = keeping(lambda x: call(x.sin()).sin(), x)
+    (first * dy).sum().backward()
+    (second * dy).sum().backward()
+    between_others(call, layer, 2 * x, dy)
+    return {"first": first, "second": second, "dx": x.grad}
+
+
+def without_a_backward(call, layer, x, dy):
+    keeping(lambda x: call(3 * x).sin(), x)
+    with torch.no_grad():
+        quiet = keeping(lambda x: call(x.tanh()).sin(), x)
+    assert not quiet.requires_grad
+    return {"quiet": quiet, **between_others(call, layer, x, dy)}
+
+
+USES = [
+    alone, between_others, fed_with_its_own_output, one_after_another, nested, second_backward, half_by_half, a_part_then_all,
+    a_backward_within, to_its_end, accumulated, without_a_backward,
+]  # fmt: skip
+
+
+def faults_of_uses(rank, section, local, shape, change=None):
+    faults = []
+    for use in USES:
+        transport = Late()
+        made = Shape(**shape, config=section)
+        with spoiled_buffers():
+            found = layers.block_faults(rank, made, use, transport, change=change, local_attention=laid_out(LOCAL[local], made))
+        faults += [f"{use.__name__}: {fault}" for fault in found + transport.faults]
+    return faults
+
+
+def laid_out(local, shape):
+    """``local``, heads last, in the layout of ``shape``."""
+    if shape.batch_first:
+        return local
+    return lambda *heads: local(*(x.transpose(0, 1) for x in heads)).transpose(0, 1)
+
+
+CASES = [
+    (SECTIONS[0], "flash", dict(kv_heads=2)),
+    (SECTIONS[0], "math", dict(kv_heads=1, lengths=(7, 5))),
+    (SECTIONS[1], "flash", dict(heads=8, kv_heads=2, bias=True)),
+    (SECTIONS[1], "math", dict(heads=8, kv_heads=8, fused=True, batch_first=False)),
+    (SECTIONS[2], "flash", dict(heads=8, kv_heads=4, batch_first=False)),
+    (SECTIONS[3], "flash", dict(heads=8, kv_heads=2, lengths=(4, 8))),
+    (SECTIONS[3], "math", dict(heads=8, kv_heads=2)),
+]
+
+
+@pytest.mark.parametrize(("section", "local", "shape"), CASES, ids=str)
+def test_gradients_are_those_of_the_whole_sequence(section, local, shape):
+    no_faults(2, faults_of_uses, section, local, shape)
+
+
+def faults_of_changes(rank, section):
+    faults = []
+    for change in (uses.frozen_query, uses.only_query_trains, uses.only_input_trains, uses.frozen_output, uses.key_is_value):
+        shape = Shape(heads=8, kv_heads=2, config=section)
+        found = layers.block_faults(rank, shape, between_others, change=change, local_attention=flash)
+        faults += [f"{change.__name__}: {fault}" for fault in found]
+    return faults
+
+
+@pytest.mark.parametrize("section", SECTIONS[1::2], ids=str)
+def test_what_does_not_train_may_be_kept_too(section):
+    no_faults(2, faults_of_changes, section)
+
+
+# What runs.
+
+
+class Traced:
+    """A layer that writes down its exchanges, the calls of its attention, and where else the program is.
+
+    log   ``>q0``, ``<q0`` of exchanges, "attention", and what the program adds
+    """
+
+    def __init__(self, section, local=flash, shape=Shape(heads=8, kv_heads=2), name="layer", transport=None):
+        self.shape, self.transport = shape, transport or Recording()
+        self.log = self.transport.log
+        self.modules = layers.projections(shape)
+
+        def attention(q, k, v, *rest):
+            self.log.append("attention")
+            return local(q, k, v, *rest)
+
+        shape = Shape(heads=shape.heads, kv_heads=shape.kv_heads, rope=False, config=section)
+        self.block = layers.block(
+            shape, self.modules, torch.distributed.group.WORLD, self.transport, local_attention=attention, heads_alike=True
+        )
+        self.block.layer.where = name
+
+    def __call__(self, x, *args):
+        return self.block(x, *args)
+
+    def body(self, x):
+        self.log.append("begin")
+        y = self(x.tanh())
+        self.log.append("behind")
+        return y.sin()
+
+    def gradients(self):
+        return {name: p.grad.clone() for name, p in self.modules.named_parameters()}
+
+
+def tokens(rank, shape=Shape(heads=8, kv_heads=2)):
+    return layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]).requires_grad_()
+
+
+def logs(rank, section, local, how):
+    """What is logged in forward, and in backward."""
+    layer = Traced(section, LOCAL[local])
+    layer(tokens(rank)).sum().backward()  # the first call compares more
+    layer.log.clear()
+    context = {"context_fn": ds_sp_overlap.keep_attention} if how == "kept" else {}
+    x = tokens(rank)
+    y = layer.body(x) if how == "plain" else checkpoint(layer.body, x, use_reentrant=False, **context)
+    forward = list(layer.log)
+    layer.log.clear()
+    y.sum().backward()
+    return forward, list(layer.log)
+
+
+@pytest.mark.parametrize("local", LOCAL)
+@pytest.mark.parametrize("section", SECTIONS[1::2], ids=str)
+def test_the_recomputation_exchanges_nothing_and_does_not_attend(section, local):
+    (forward, backward), *_ = on_ranks(2, logs, section, local, "plain")
+    assert backward.count("attention") == (4 if local == "math" else 0)
+    assert any(entry.startswith(">odo" if local == "flash" else ">do") for entry in backward)
+    kept = on_ranks(2, logs, section, local, "kept")
+    assert kept == [(forward, ["begin", "behind", *backward])] * 2
+    without = {**section, "checkpointing": "recompute"}
+    again = on_ranks(2, logs, without, local, "recomputed")
+    assert again == [(forward, [*forward, *backward])] * 2
+
+
+def entries_of_nested(rank, run):
+    """What a layer in a checkpoint inside another one, and once more behind it, logs in a step."""
+    layer = Traced(SECTIONS[1])
+    run = keeping if run == "kept" else lambda function, x: function(x)
+    for _ in range(2):
+        layer.log.clear()
+        run(lambda x: layer(run(lambda x: layer(x.tanh()).sin(), x.cos()).cos()).sin(), tokens(rank)).sum().backward()
+    return sorted(layer.log)
+
+
+def test_a_checkpoint_inside_another_exchanges_no_more_either():
+    assert on_ranks(2, entries_of_nested, "kept") == on_ranks(2, entries_of_nested, "plain")
+
+
+def faults_of_two_layers(rank, how):
+    """Two layers in one checkpoint, one of them not windowed; a checkpoint without a layer."""
+    sections = SECTIONS[1], {"head_groups": 2} if how == "mixed" else SECTIONS[0]
+    found = []
+    for kept in (False, True):
+        transport = Recording()
+        first, second = (Traced(each, name=name, transport=transport) for each, name in zip(sections, ("first", "second")))
+        x = tokens(rank)
+        run = keeping if kept else lambda function, x: function(x)
+        y = run(torch.sin, run(lambda x: second(first(x.tanh()).sin()).sin(), x))
+        transport.log.clear()
+        y.sum().backward()
+        found.append({"dx": x.grad, **first.gradients(), **{f"second {k}": v for k, v in second.gradients().items()}})
+        attended = transport.log.count("attention")
+    return layers.faults(1e-12, **{name: (found[1][name], found[0][name]) for name in found[0]}), attended
+
+
+@pytest.mark.parametrize(("how", "attended"), [("both", 0), ("mixed", 2)])
+def test_layers_of_one_checkpoint_keep_each_its_own(how, attended):
+    assert on_ranks(2, faults_of_two_layers, how) == [([], attended)] * 2
+
+
+# Random numbers.
+
+
+def drawn(rank, section, dropout, how):
+    """Gradients where random numbers are drawn in front of attention, in it and behind it; and what is drawn afterwards."""
+    layer = Traced(section, lambda q, k, v: flash(q, k, v, dropout))
+    x = tokens(rank)
+
+    def body(x):
+        return F.dropout(layer(F.dropout(x, 0.3)).sin(), 0.3) * torch.rand(()).double()
+
+    for _ in range(2):
+        x.grad = None
+        layer.modules.zero_grad()
+        torch.manual_seed(11 + rank)
+        y = keeping(lambda x: body(body(x)), x) if how == "kept" else body(body(x))
+        y.sum().backward()
+    return {"y": y.detach(), "dx": x.grad, **layer.gradients(), "after": torch.rand(3)}
+
+
+def faults_of_draws(rank, dropout=0.25):
+    expected = drawn(rank, {"head_groups": 4}, dropout, "plain")
+    got = drawn(rank, SECTIONS[1], dropout, "kept")
+    return layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected})
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_random_numbers_are_those_of_the_first_forward(dropout):
+    no_faults(2, faults_of_draws, dropout)
+
+
+# What is held, and for how long.
+
+
+def held(rank, section, end):
+    """Bytes kept between forward and backward, of o, and whether anything is left of it afterwards."""
+    seen = []
+
+    def context():
+        during = ds_sp_overlap.keep_attention()
+        seen.append(weakref.ref(during[0].kept))
+        return during
+
+    layer = Traced(section, scaled if "learned" in end else flash)
+    gain = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def body(x):  # attention learns what was computed in the checkpoint, whose graph it must not hold
+        return layer(x.tanh(), *([gain.exp()] if "learned" in end else [])).sin()
+
+    gc.collect()
+    gc.disable()
+    left = []
+    try:
+        for step in range(3):
+            x = tokens(rank)
+            y = checkpoint(body, x, use_reentrant=False, context_fn=context)
+            entries = seen[-1]().entries
+            flat = {id(x): x for entry in entries for x in entry.tensors}.values()
+            size = sum(x.numel() * x.element_size() for x in (getattr(x, "host", x) for x in flat))
+            del entries, flat
+            if "abandoned" not in end:
+                y.sum().backward()
+            del y
+            patience = time.monotonic() + 10
+            while seen[-1]() is not None and time.monotonic() < patience:  # a thread of gloo's may hold the hooks for a moment
+                time.sleep(0.01)
+            left.append(seen[-1]() is not None)
+    finally:
+        gc.enable()
+    return size, x.numel() * x.element_size(), left
+
+
+def scaled(q, k, v, gain):
+    return flash(q, k, v * gain)
+
+
+ENDS = [(section, end) for section in SECTIONS[1::2] for end in ("backward", "abandoned")]
+ENDS += [({**SECTIONS[0], "head_groups": 1}, end) for end in ("learned", "learned and abandoned")]
+
+
+@pytest.mark.parametrize(("section", "end"), ENDS, ids=str)
+def test_o_and_the_log_sum_exp_are_kept_and_let_go(section, end):
+    for size, of_o, left in on_ranks(2, held, section, end):
+        log_sum_exp = of_o // 8  # one number a head and token; fp64
+        scaled_value = of_o // 4 + 8 if "learned" in end else 0  # of a quarter of the heads, and the gain
+        assert size == of_o + log_sum_exp + scaled_value
+        assert left == [False] * 3
+
+
+# Refusals.
+
+
+def refusals(rank):
+    """What checkpoints that nothing can be kept in raise, and one that does something else the second time."""
+    layer, other = Traced(SECTIONS[1]), Traced(SECTIONS[1], name="other")
+    sent = []
+
+    def refused(run):
+        layer.log.clear()
+        found = refusal(run)
+        sent.append([entry for entry in layer.log if entry.startswith(">")])
+        return found
+
+    def backward(**options):
+        return refused(lambda: checkpoint(layer.body, tokens(rank), **options).sum().backward())
+
+    found = [backward(use_reentrant=True), backward(use_reentrant=False)]
+    times = []
+
+    def changing(x):
+        times.append(None)
+        return (layer if len(times) == 1 else other)(x).sin()
+
+    found.append(refused(lambda: keeping(changing, tokens(rank)).sum().backward()))
+    return found, [len(entries) for entries in sent]
+
+
+def test_a_checkpoint_that_keeps_nothing_or_changes_is_refused_by_all_ranks_before_it_exchanges():
+    every = on_ranks(2, refusals)
+    assert every[0] == every[1]
+    (reentrant, plain, changed), sent = every[0]
+    assert reentrant == plain and plain[0] == "RuntimeError"
+    assert "context_fn=ds_sp_overlap.keep_attention" in plain[1] and '"recompute"' in plain[1]
+    assert (
+        changed[0] == "RuntimeError" and "other: called when its checkpoint is computed again, where there was layer" in changed[1]
+    )
+    assert len(set(sent)) == 1  # of forward alone
+
+
+# Guards.
+
+
+def faults_of_a_backward_within(rank):
+    return layers.block_faults(rank, Shape(kv_heads=2, config=SECTIONS[0]), a_backward_within, local_attention=flash)
+
+
+def what_is_left(rank):
+    return ["left"] * any(held(rank, *ENDS[-1])[2])
+
+
+GUARDS = [
+    Watched(Guard("the same random numbers", without="pass"), faults_of_draws),
+    Watched(Guard("what is drawn behind attention is as before", without="pass"), faults_of_draws),
+    Watched(
+        Guard("a checkpoint or offload around is not asked", without="plainly = torch.enable_grad()"),
+        faults_of_a_backward_within,
+        raises=True,  # torch counts what is saved
+    ),
+    Watched(Guard("nothing circular", without="attended = forward.attended"), what_is_left),
+]
+
+
+@pytest.mark.parametrize("watched", GUARDS, ids=str)
+def test_notices_a_removed_guard(watched):
+    must_notice(watched)

@@ -1,0 +1,556 @@
+"""A layer that holds few head groups, and makes q, k and v again in backward (``"window"``): on 2 and 4 ranks, fp64, 1e-12.
+
+Against the reference on the whole sequence, with two kinds of local attention: one whose backward reads a log-sum-exp beside q, k, v
+and o, and is kept; and one that saves its scores, and is run again. What no reference can repeat (drop-out, what attention learns of
+its own) is held against the same layer without a window.
+"""
+
+import functools
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ds_sp_overlap
+from ds_sp_overlap.schedule import by_head_groups, order
+from tests.helpers import layers, reference
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.layers import HEADS, Shape
+from tests.helpers.listening import listening
+from tests.helpers.ranks import no_faults, on_ranks, refusal
+from tests.helpers.schedules import merged_last
+from tests.helpers.transports import Recording
+from tests.helpers.uses import CHANGES, USES, only_input_trains
+
+MORE_HEADS = [(16, 16), (16, 4), (16, 2)]  # for eight groups on two ranks
+
+
+class Flash(nn.Module):
+    """PyTorch's fused attention, of which nothing but a log-sum-exp is kept; counts its calls."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        self.batch_first, self.calls = batch_first, Counter()
+
+    def forward(self, q, k, v):
+        self.calls[torch._C._current_autograd_node() is not None] += 1  # in backward?
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v)) if not self.batch_first else (q, k, v)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+        return o if self.batch_first else o.transpose(0, 1)
+
+
+class Math(Flash):
+    """Softmax written out: it saves its scores, which is too much to keep."""
+
+    def forward(self, q, k, v):
+        self.calls[torch._C._current_autograd_node() is not None] += 1
+        return (reference.attention if self.batch_first else reference.sequence_first_attention)(q, k, v)
+
+
+def counted(rank, kind, shape, use=layers.backward, change=None, transport=None):
+    """Faults, and how often attention was called in forward and in backward."""
+    local = kind(shape.batch_first)
+    found = layers.block_faults(rank, shape, use, transport, change=change, local_attention=local)
+    return found, local.calls[False], local.calls[True]
+
+
+def faults_of(rank, shapes, kind=Flash, use=layers.backward, change=None, again=None):
+    """Of shapes; and where attention was run again though it could be kept, or kept though it is too much, if it is said what."""
+    every = []
+    for shape in shapes:
+        found, forward, backward = counted(rank, kind, shape, use, change)
+        every += [f"{shape}: {fault}" for fault in found]
+        if again is not None and (forward, backward) != (shape.config["head_groups"], again * shape.config["head_groups"]):
+            every.append(f"{shape}: {forward} calls in forward, {backward} in backward")
+    return every
+
+
+# Heads, groups, windows.
+
+
+def shapes_of(heads, kv_heads, size, **more):
+    for groups in (2, 4, 8):
+        for window in (1, 2, 3):
+            if groups <= heads // size:
+                for batch_first, fused, bias in (
+                    (True, False, False),
+                    (False, False, True),
+                    (True, True, True),
+                    (False, True, False),
+                ):
+                    yield Shape(
+                        heads=heads, kv_heads=kv_heads, head_dim=4, lengths=(3,) * size, batch_first=batch_first, fused=fused, bias=bias,
+                        config={"head_groups": groups, "window": window}, **more,
+                    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind, again", [(Flash, 0), (Math, 1)], ids=["kept", "run again"])
+@pytest.mark.parametrize("heads, kv_heads", [*HEADS, *MORE_HEADS])
+def test_a_window_equals_the_reference_for_all_heads_groups_and_layouts(heads, kv_heads, kind, again, size):
+    """And attention is run again in backward only if it saves too much."""
+    no_faults(size, faults_of, list(shapes_of(heads, kv_heads, size)), kind, layers.backward, None, again)
+
+
+@pytest.mark.parametrize("lengths", [(5, 2), (1, 1), (0, 4), (3, 1, 4, 2), (0, 5, 0, 1)], ids=str)
+def test_a_window_equals_the_reference_for_unequal_local_sequences(lengths):
+    shapes = [
+        Shape(
+            heads=8, kv_heads=kv_heads, head_dim=4, batch=batch, lengths=lengths, batch_first=batch_first,
+            config={"head_groups": 2, "window": window},
+        )
+        for kv_heads in (8, 2)
+        for batch in (1, 3)
+        for batch_first in (True, False)
+        for window in (1, 2)
+    ]  # fmt: skip
+    for kind in (Flash, Math):
+        no_faults(len(lengths), faults_of, shapes, kind)
+
+
+SWITCHES = [{"wgrad": False}, {"check": True}, {"checkpointing": "keep"}, {"kernels": "torch"}, {"window": 5}]
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=str)
+def test_a_window_equals_the_reference_for_all_switches(switch):
+    shapes = [
+        Shape(heads=8, kv_heads=kv_heads, rope=rope, config={"head_groups": 4, "window": window, **switch})
+        for kv_heads in (8, 2)
+        for rope in (True, False)
+        for window in (1, 2)
+    ]
+    for kind in (Flash, Math):
+        no_faults(2, faults_of, shapes, kind)
+
+
+# Uses and changes.
+
+SHAPES = [
+    Shape(kv_heads=2, config={"head_groups": 2, "window": 1}),
+    Shape(heads=8, bias=True, config={"head_groups": 4, "window": 2}),
+    Shape(fused=True, bias=True, batch_first=False, config={"head_groups": 2, "window": 1}),
+    Shape(heads=8, kv_heads=2, rope=False, config={"head_groups": 4, "window": 2}),
+]
+SEPARATE = [shape for shape in SHAPES if not shape.fused]
+
+
+def in_use(rank, use):
+    """Retained graphs and repeated backwards with both kinds; attention that is kept must not be let go then."""
+    return faults_of(rank, SHAPES, Flash, use) + faults_of(rank, SHAPES, Math, use)
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_a_window_is_right_in_every_use(use):
+    no_faults(2, in_use, use)
+
+
+def changed(rank, change):
+    return faults_of(rank, SEPARATE, Flash, change=change) + faults_of(rank, SEPARATE, Math, change=change)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_window_is_right_for_projections_that_are(change):
+    no_faults(2, changed, change)
+
+
+def input_changed(rank):
+    """What is said where the input, of which q, k and v are made again, was changed in place, though no weight needs it."""
+    layer = layers.projections(SHAPES[0])
+    only_input_trains(layer)
+    attend = layers.block(SHAPES[0], layer, torch.distributed.group.WORLD)
+    x, dy = (layers.my_slice(SHAPES[0], rank, t) for t in layers.whole_inputs(SHAPES[0]))
+    hidden = x.requires_grad_() * 1
+    y = layers.call_block(SHAPES[0], attend, rank, hidden)
+    hidden += 1
+    return refusal(y.backward, dy)
+
+
+def test_an_input_that_was_changed_in_place_is_noticed():
+    for kind, message in on_ranks(2, input_changed):
+        assert kind == "RuntimeError" and "modified by an inplace operation" in message
+
+
+# Attention of other kinds, against the same layer without a window.
+
+
+def learned_inside(rank, batch_first=True):
+    class Scaled(Flash):
+        def __init__(self):
+            super().__init__(batch_first)
+            self.of_query = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+            self.of_output = nn.Parameter(torch.linspace(0.5, 2, 8, dtype=torch.float64))
+
+        def forward(self, q, k, v):
+            return super().forward(q * self.of_query, k, v) * self.of_output
+
+    return Scaled(), {}
+
+
+class Sinks(nn.Module):
+    """A sink for each head, which takes a share of the weights."""
+
+    def forward(self, q, k, v, sinks):
+        repeat = q.shape[2] // k.shape[2]
+        k, v = (x.repeat_interleave(repeat, 2) for x in (k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k)
+        scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], v)
+
+
+def sinks_that_learn(rank):
+    of = torch.linspace(-1, 2, 8, dtype=torch.float64).requires_grad_()
+    return Sinks(), {"sinks": ds_sp_overlap.PerHead(of)}
+
+
+def an_argument_that_learns(rank):
+    factor = torch.tensor(1.5, dtype=torch.float64).requires_grad_()
+    return (lambda q, k, v, factor: Flash(True)(q * factor, k, v)), {"factor": factor}
+
+
+def hooks_on_what_learns(rank):
+    """They are told of the gradient once, and change it once."""
+    local, _ = learned_inside(rank)
+    factor = torch.tensor(1.5, dtype=torch.float64).requires_grad_()
+    for x in (local.of_query, local.of_output, factor):
+        x.register_hook(lambda gradient: 2 * gradient + 1)
+    return Hooked(local), {"factor": factor}
+
+
+class Hooked(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, q, k, v, factor):
+        return self.inner(q * factor, k, v)
+
+
+def drop_out(rank):
+    return (lambda q, k, v: F.dropout(reference.attention(q, k, v), 0.5)), {}
+
+
+def drop_out_of_flash(rank):
+    return (lambda q, k, v: F.dropout(Flash(True)(q, k, v), 0.5)), {}
+
+
+def changes_query(rank):
+    return (lambda q, k, v: Flash(True)(q.mul_(0.5), k, v)), {}
+
+
+def changes_query_and_key(rank):
+    return (lambda q, k, v: reference.attention(q.mul_(0.5), k.add_(0.1), v)), {}
+
+
+def constant_output(rank):
+    return (lambda q, k, v: torch.ones_like(q)), {}
+
+
+def constant_output_on_one_rank(rank):
+    return (lambda q, k, v: torch.ones_like(q) if rank else Flash(True)(q, k, v)), {}
+
+
+def kept_on_one_rank(rank):
+    """o must travel to the one that reads it."""
+    return (Flash(True) if rank else Math(True)), {}
+
+
+def no_gradient_of_keys(rank):
+    return (lambda q, k, v: Flash(True)(q, k.detach(), v)), {}
+
+
+def value_that_is_query(rank):
+    """One tensor as the gradient of two."""
+    return (lambda q, k, v: q + k + v), {}
+
+
+def output_is_value(rank):
+    return (lambda q, k, v: v), {}
+
+
+def strided_output(rank):
+    return (lambda q, k, v: Flash(True)(q, k, v).transpose(0, 1).contiguous().transpose(0, 1)), {}
+
+
+def flat_output(rank):
+    return (lambda q, k, v: Flash(True)(q, k, v).flatten(2)), {}
+
+
+def checkpointed_inside(rank):
+    return (lambda q, k, v: checkpoint(Flash(True), q, k, v, use_reentrant=False)), {}
+
+
+def leaves_the_graph(rank):
+    def attend(q, k, v):
+        with torch.no_grad():
+            return Flash(True)(q, k, v)
+
+    return attend, {}
+
+
+OTHERS = [
+    learned_inside,
+    sinks_that_learn,
+    an_argument_that_learns,
+    hooks_on_what_learns,
+    drop_out,
+    drop_out_of_flash,
+    changes_query,
+    changes_query_and_key,
+    constant_output,
+    constant_output_on_one_rank,
+    kept_on_one_rank,
+    no_gradient_of_keys,
+    value_that_is_query,
+    output_is_value,
+    strided_output,
+    flat_output,
+    checkpointed_inside,
+    leaves_the_graph,
+]
+
+
+def outcome(rank, shape, other, use=layers.backward, frozen=False):
+    """Output, all gradients, and the random numbers that come next."""
+    local, kwargs = other(rank)
+    layer = layers.projections(shape).requires_grad_(not frozen)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=local, heads_alike=True)
+    tables = reference.rope_tables(torch.arange(6), shape.head_dim, shape.dtype)
+    torch.manual_seed(7)
+    got = use(lambda x: attend(x, position_embeddings=tables, **kwargs), layer, x.requires_grad_(not frozen), dy)
+    learned = [*layer.parameters(), *(local.parameters() if isinstance(local, nn.Module) else ())]
+    learned += [x.tensor if isinstance(x, ds_sp_overlap.PerHead) else x for x in kwargs.values()]
+    pairs = {f"learned {i}": p.grad for i, p in enumerate(learned)} | {name: x.detach() for name, x in got.items() if x is not None}
+    pairs = {name: x for name, x in pairs.items() if not (frozen and x is None)}
+    return {**pairs, "random": torch.get_rng_state().double()}
+
+
+def against_no_window(rank, other, windows, use=layers.backward):
+    found = []
+    for kv_heads in (8, 2) if other is not changes_query_and_key else (8,):
+        for window in windows:
+            shape = Shape(heads=8, kv_heads=kv_heads, config={"head_groups": 4})
+            expected = outcome(rank, shape, other, use)
+            got = outcome(rank, Shape(heads=8, kv_heads=kv_heads, config={"head_groups": 4, "window": window}), other, use)
+            assert got.keys() == expected.keys()
+            faults = layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected})
+            found += [f"{kv_heads} KV heads, window {window}: {fault}" for fault in faults]
+    return found
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
+def test_a_window_does_to_local_attention_what_is_done_without_it(other):
+    no_faults(2, against_no_window, other, (1, 2))
+
+
+@pytest.mark.parametrize("other", [drop_out, learned_inside, changes_query], ids=lambda other: other.__name__)
+@pytest.mark.parametrize(
+    "use", [use for use in USES if use.__name__ in ("second_backward", "twice_before_backward", "non_reentrant")]
+)
+def test_and_so_where_it_is_used_twice(other, use):
+    no_faults(2, against_no_window, other, (2,), use)
+
+
+def attention_alone_learns(rank):
+    found = []
+    for other in (learned_inside, sinks_that_learn):
+        for window in (1, 2):
+            sections = {"head_groups": 4}, {"head_groups": 4, "window": window}
+            expected, got = (outcome(rank, Shape(heads=8, config=section), other, frozen=True) for section in sections)
+            assert got.keys() == expected.keys() and len(got) > 2
+            found += layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected})
+    return found
+
+
+def test_attention_alone_may_learn():
+    no_faults(2, attention_alone_learns)
+
+
+def changes_shared_keys(rank):
+    shape = Shape(heads=8, kv_heads=2, config={"head_groups": 4, "window": 2})
+    return refusal(outcome, rank, shape, changes_query_and_key)
+
+
+def test_keys_that_two_groups_read_are_not_changed_in_place_in_silence():
+    for kind, message in on_ranks(2, changes_shared_keys):
+        assert kind == "RuntimeError" and "local attention changes k or v in place" in message
+
+
+# What is refused.
+
+
+def foreign(rank, later=False):
+    """Local attention of rank 1 learns something that nobody was told of; from its second call on, if ``later``."""
+    hidden = torch.ones((), dtype=torch.float64, requires_grad=not later)
+    local = (lambda q, k, v: Flash(True)(q * hidden, k, v)) if rank or later else Flash(True)
+    shape = Shape(config={"head_groups": 2, "window": 1})
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, local_attention=local, heads_alike=True)
+    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
+    if later:
+        layers.call_block(shape, attend, rank, x)
+        hidden.requires_grad_()
+    return refusal(layers.call_block, shape, attend, rank, x)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_attention_learns_without_being_given_it_is_refused_on_every_rank(later):
+    """Its gradient would be lost."""
+    for kind, message in on_ranks(2, foreign, later, timeout_s=60):
+        assert kind == "ValueError" and message.startswith(
+            "layer: local attention learns a tensor of [], which it is not called with"
+        )
+
+
+@pytest.mark.parametrize("section", [{"window": 1}, {"checkpointing": "keep"}], ids=str)
+def test_a_schedule_of_ones_own_beside_a_window_is_refused(section):
+    make = functools.partial(
+        ds_sp_overlap.SelfAttention, local_attention=reference.attention, num_heads=4, head_dim=8, schedule=merged_last,
+        **{f"{kind}_proj": nn.Linear(32, 32) for kind in "qkvo"},
+    )  # fmt: skip
+    make(config={})
+    with pytest.raises(
+        ValueError, match="^attention: schedule= beside sp_overlap.window or checkpointing: .* leave out one of the two"
+    ):
+        make(config=section)
+
+
+# Where there is none.
+
+
+def without_a_window(rank, what):
+    """Exchanges of a layer that holds all groups though it was given a window, and what was said."""
+    shape, mover = Shape(config={"head_groups": 2, "window": 1}), Recording()
+    layer = layers.projections(shape)
+    for change in CHANGES:
+        if change.__name__ == what:
+            change(layer)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
+    tables = [t.requires_grad_(what == "tables") for t in reference.rope_tables(torch.arange(6), 8, shape.dtype)]
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    with listening() as messages:
+        attend(x.requires_grad_(), position_embeddings=tables).backward(dy)
+    return mover.log, messages
+
+
+@pytest.mark.parametrize("what", ["tables", "all_adapted", "adapted_query_and_output"])
+def test_projections_that_cannot_be_split_hold_all_groups_and_it_is_said(what):
+    made = by_head_groups(("qkv", "qkv"))
+    for log, messages in on_ranks(2, without_a_window, what):
+        assert log[:12] == order(made, made.forward) and sorted(log[12:]) == sorted(order(made, made.backward))
+        (said,) = messages
+        assert said.startswith("sp_overlap: window and checkpointing need projections") and "holds all head groups" in said
+
+
+# Norms.
+
+
+def normed(rank, window, last, kind, frozen):
+    """Faults of a layer with norms of q and k, before or behind RoPE."""
+    shape = Shape(heads=8, kv_heads=4, config={"head_groups": 4, "window": window})
+
+    def made():
+        layer = layers.projections(shape)
+        torch.manual_seed(5)
+        norms = nn.ModuleDict({f"{which}_norm": kind(shape.head_dim, dtype=shape.dtype) for which in "qk"})
+        for parameter in norms.parameters():
+            nn.init.uniform_(parameter, 0.5, 2)
+        return nn.ModuleDict({"layer": layer, "norms": norms.requires_grad_(not frozen)})
+
+    mine, whole = made(), made()
+    x, dy = layers.whole_inputs(shape)
+    tables = reference.rope_tables(torch.arange(x.shape[1]), shape.head_dim, shape.dtype)
+
+    def expected(x):
+        q, k, v = (whole["layer"][f"{which}_proj"](x).unflatten(-1, (-1, shape.head_dim)) for which in "qkv")
+        steps = [lambda x, which: whole["norms"][f"{which}_norm"](x), lambda x, which: reference.rope(x, *tables)]
+        for step in reversed(steps) if last else steps:
+            q, k = step(q, "q"), step(k, "k")
+        return whole["layer"]["o_proj"](reference.attention(q, k, v).flatten(2))
+
+    attend = layers.block(shape, mine["layer"], torch.distributed.group.WORLD, local_attention=Flash(True), heads_alike=True)
+    attend.use(**mine["layer"], **mine["norms"])
+    attend.norm_last = last
+    assert len(attend.split_projections()) == 4
+    wanted = layers.backward(expected, whole, x.clone().requires_grad_(), dy)
+    local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
+    got = layers.backward(lambda x: layers.call_block(shape, attend, rank, x), mine, local_x.requires_grad_(), local_dy)
+    pairs = {name: (got[name].detach(), layers.my_slice(shape, rank, wanted[name].detach())) for name in got}
+    for name, parameter in mine.named_parameters():
+        total = parameter.grad
+        if total is not None:
+            torch.distributed.all_reduce(total)
+        pairs[name] = total, whole.get_parameter(name).grad
+    return layers.faults(1e-12, **pairs)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["before RoPE", "behind RoPE"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_norms_are_computed_again(window, last):
+    for kind in (nn.RMSNorm, *[nn.LayerNorm] * (not last)):  # behind RoPE a bias of k has no gradient but rounding
+        for frozen in (False, True):
+            no_faults(2, normed, window, last, kind, frozen)
+
+
+# Autocast.
+
+
+def made_as_before(rank, forward, backward):
+    """What local attention is given in forward and in backward, where it is run again, under autocast in either."""
+    shape, seen = Shape(dtype=torch.float32, config={"head_groups": 2, "window": 1}), []
+
+    def local(q, k, v):
+        seen.append((q.dtype, k.dtype, v.dtype, torch.is_autocast_enabled("cpu")))
+        return reference.attention(q, k, v)
+
+    layer = layers.projections(shape)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=local, heads_alike=True)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+        y = layers.call_block(shape, attend, rank, x.requires_grad_())
+    with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+        y.backward(dy.to(y.dtype))
+    assert len(seen) == 4 and x.grad.dtype == torch.float32
+    dtype = torch.bfloat16 if forward else torch.float32  # of v; what is rotated has that of RoPE's tables
+    return [] if len(set(seen)) == 1 and seen[0][2:] == (dtype, forward) else [str(seen)]
+
+
+@pytest.mark.parametrize("forward, backward", [(True, False), (False, True), (True, True)])
+def test_backward_makes_q_k_and_v_under_the_autocast_of_forward(forward, backward):
+    no_faults(2, made_as_before, forward, backward)
+
+
+# Guards.
+
+
+def told_of_foreign(rank):
+    return [] if foreign(rank, later=True) else ["its gradient is lost in silence"]
+
+
+def against(other):
+    return functools.partial(against_no_window, other=other, windows=(1, 2))
+
+
+WATCHED = [
+    Watched(Guard("the same random numbers", without="pass"), against(drop_out)),
+    Watched(Guard("what is drawn next is as before", without="pass"), against(drop_out)),
+    Watched(Guard("changed, so run again", without="changed = False"), against(changes_query)),
+    Watched(Guard("no view, which nobody may change", without="return x.view_as(x)"), against(changes_query), raises=True),
+    Watched(Guard("hooks run once", without="pass"), against(hooks_on_what_learns)),
+    Watched(Guard("others may exchange one", without='self.sums["q", group] = dq'), against(constant_output), raises=True),
+    Watched(Guard("others may read it", without="if part in self.sums:"), against(value_that_is_query)),
+    Watched(Guard("no gradient is lost", without="if False:"), told_of_foreign),
+    Watched(
+        Guard("q, k and v are made as before", without="if True:"),
+        functools.partial(made_as_before, forward=True, backward=False),
+        raises=True,  # types that are mixed
+    ),
+]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

@@ -1,0 +1,91 @@
+"""The longest sequence that fits: against published lengths, and what it is made of."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from ds_sp_overlap.autotune.costs import LayerShape, Sizes
+from ds_sp_overlap.cli import main
+from ds_sp_overlap.planner.fits import STATES, Model, Way, held_by_model, longest
+from ds_sp_overlap.planner.plan import NONE
+
+LLAMA, MODEL = LayerShape(4096, 32, 8, 128, 65536, 8, intermediate=14336), Model(32, 8_030_261_248)
+GIB, M = 2**30, 2**20
+STOCK = Way(0)
+
+
+def test_lengths_are_those_that_others_published():
+    """ "Untied Ulysses" (arXiv 2602.21196), abstract: Llama3-8B on a node of eight H100 trains on 5M tokens, a head group at a time, and
+    on less than 4M without. There too inputs of layers are in host memory, MLP and loss in tiles."""
+    ours, stock = (longest(LLAMA, MODEL, way, 79 * GIB)["inputs on host"] for way in (Way(4, 1), STOCK))
+    assert 5 * M <= ours < 6 * M
+    assert 3 * M <= stock <= 4 * M
+
+
+@pytest.mark.parametrize("way", [STOCK, Way(2), Way(4, 1), Way(4, 2)], ids=str)
+def test_what_is_said_to_fit_fits_and_a_little_more_does_not(way):
+    for name, tokens in longest(LLAMA, MODEL, way, 79 * GIB).items():
+        more = tokens + 1024 * LLAMA.sp_size
+        fits, beyond = (held_by_model(replace(LLAMA, seq=seq), MODEL, way)[name] for seq in (tokens, more))
+        assert fits <= 79 * GIB < beyond, name
+
+
+def test_a_model_holds_its_states_and_what_its_layers_wait_with():
+    x = LLAMA.seq // 8 * 4096 * 2
+    one, more = (held_by_model(LLAMA, Model(layers, MODEL.parameters), STOCK) for layers in (1, 33))
+    # q and o of the whole width, k and v of a quarter of it; o again; the log-sum-exp, 4 bytes of 128 heads' 2; and four times x.
+    assert (more["all kept"] - one["all kept"]) / 32 / x == 2 + 2 / 4 + 1 + 2 / 128 + 4
+    assert (more["checkpointed"] - one["checkpointed"]) / 32 == x
+    assert more["inputs on host"] == one["inputs on host"] == one["checkpointed"] + x
+    assert one["checkpointed"] - STATES * MODEL.parameters // 8 == max(Sizes(LLAMA, 1).held(NONE, is_stock=True)) + 5 * x
+    one, more = (held_by_model(LLAMA, Model(layers, MODEL.parameters), Way(4, 1)) for layers in (1, 33))
+    assert (more["keep"] - one["keep"]) / 32 / x == 2 + 2 / 128
+    assert more["offload"] == one["offload"] < one["keep"] + 3 * x
+
+
+def test_nothing_fits_where_the_states_do_not():
+    assert set(longest(LLAMA, MODEL, STOCK, 14 * GIB).values()) == {0}
+
+
+PLAN = "plan --seq 64k --sp 8 --bandwidth 45 --tflops 600"
+SHAPE = "--hidden 4096 --heads 32 --kv-heads 8"
+
+
+def test_the_command_prints_what_fits(capsys):
+    assert main(f"{PLAN} {SHAPE} --memory 79 --layers 32 --params 8.03".split()) == 0
+    out = capsys.readouterr().out
+    assert "into 79 GiB with 32 layers, 8.03 billion parameters under ZeRO-3 over 8 ranks" in out
+    assert re.search(r"^ +none +264k +1,424k +- +4,088k +-$", out, re.MULTILINE)
+    assert re.search(r"^G = 4, W = 1( +[\d,]+k){5}$", out, re.MULTILINE)
+    assert main(f"{PLAN} {SHAPE}".split()) == 0
+    assert "fits" not in capsys.readouterr().out
+
+
+def test_a_transformers_config_gives_layers_and_parameters(capsys, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=96, num_attention_heads=8, intermediate_size=128, num_hidden_layers=3, vocab_size=100, tie_word_embeddings=False
+    )
+    config.save_pretrained(tmp_path)
+    parameters = sum(p.numel() for p in LlamaForCausalLM(config).parameters())
+    assert main(f"{PLAN} --model {tmp_path} --memory 1".split()) == 0
+    assert f"with 3 layers, {parameters / 1e9:.3g} billion parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        ("--memory 79", r"--memory needs --layers and --params; give them, or --model"),
+        ("--memory 79 --layers 3", r"--memory needs --params; give them, or --model"),
+        ("--memory 0", r"--memory: must be a number above 0, got '0'"),
+        ("--memory 79 --layers 0", r"--layers: must be a whole number of at least 1, got '0'"),
+    ],
+)
+def test_the_command_refuses(capsys, words, message):
+    with pytest.raises(SystemExit) as refused:
+        main(f"{PLAN} {SHAPE} {words}".split())
+    assert refused.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)

@@ -1,0 +1,153 @@
+"""Tensors that go to host memory and come back are copied, before their memory is given back and before they are read."""
+
+import contextlib
+import gc
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_sp_overlap.attention import offload
+from ds_sp_overlap.attention.kept import Kept, Visit
+from ds_sp_overlap.attention.offload import Away
+from ds_sp_overlap.exchange.channel import SideStream
+from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.streams import Backend
+
+
+class Copies(TorchDispatchMode):
+    """Each copy takes its time on the stream that is current; ``times`` has them all."""
+
+    def __init__(self, backend):
+        super().__init__()
+        self.backend, self.times = backend, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            self.times.append((self.backend.current, self.backend.current.tick()))
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def on_streams():
+    """As on an accelerator."""
+    backend = Backend()
+    side = SideStream(backend, torch.device("cpu"))
+    nobody = staticmethod(lambda: None)
+    with mock.patch.object(offload, "copies", lambda device: side), mock.patch.object(Kept, "_last", nobody):
+        with Copies(backend) as copies:
+            yield copies
+
+
+@pytest.fixture
+def copies():
+    with on_streams() as copies:
+        yield copies
+
+
+def is_over(copies, index=-1):
+    """Whether what the compute stream does next comes after a copy."""
+    return copies.backend.compute.is_after(*copies.times[index])
+
+
+def test_what_leaves_is_copied_behind_what_made_it_and_given_back_behind_the_copy(copies):
+    x = torch.randn(3, 4)
+    made = copies.backend.compute.tick()
+    away = Away(x)
+    stream, _ = copies.times[-1]
+    assert stream.name == "transfer" and stream.is_after(copies.backend.compute, made)
+    assert not is_over(copies)  # compute goes on meanwhile
+    away.leave()
+    assert away.here is None and is_over(copies)
+    assert torch.equal(away.host, x) and away.host.data_ptr() != x.data_ptr()
+
+
+def test_what_comes_back_is_copied_into_memory_that_is_free_and_read_behind_the_copy(copies):
+    x = torch.randn(3, 4)
+    away = Away(x)
+    away.leave()
+    freed = copies.backend.compute.tick()  # by what had the memory before
+    away.bring()
+    stream, _ = copies.times[-1]
+    assert stream.is_after(copies.backend.compute, freed) and not is_over(copies)
+    count = len(copies.times)
+    got = away.get()
+    assert is_over(copies) and len(copies.times) == count
+    assert torch.equal(got, x) and away.here is None
+    assert torch.equal(away.get(), x)  # a second backward
+
+
+def test_what_is_still_here_is_not_brought_back(copies):
+    x = torch.randn(3)
+    away = Away(x)
+    assert away.get() is x and len(copies.times) == 1 and is_over(copies)
+
+
+@pytest.mark.parametrize("brought", [False, True])
+def test_memory_of_what_is_dropped_returns_behind_its_copy(copies, brought):
+    away = Away(torch.randn(3))
+    if brought:
+        away.leave()
+        away.bring()
+    assert not is_over(copies)
+    del away
+    gc.collect()
+    assert is_over(copies)
+
+
+def test_a_checkpoint_that_is_computed_again_has_the_one_before_it_brought(copies):
+    tensors = {name: [torch.randn(4), torch.randn(2, 2).t()] for name in "abc"}
+    shared = torch.randn(5)
+    kept = {name: Kept() for name in "abc"}
+
+    def here(name):
+        return [x.here is not None for x in kept[name].away()]
+
+    for name, checkpoint in kept.items():
+        for x in tensors[name]:
+            Visit(checkpoint, again=False).put(name, {"o": x, "mask": shared[1:]}, "rest", offload=True, shared=[shared])
+    assert [here(name) for name in "abc"] == [[False, False], [False, False], [False, True]]
+    for name, before in zip("cba", "ba "):
+        visit = Visit(kept[name], again=True)
+        for number, x in enumerate(tensors[name]):
+            got, rest = visit.take(name)
+            assert torch.equal(got["o"], x) and got["o"].stride() == x.stride() and rest == "rest"
+            assert got["mask"].data_ptr() == shared[1:].data_ptr()
+            if before != " ":
+                assert here(before) == [True, True]
+        assert here(name) == [False, False]
+    assert len(copies.times) == 6 + 5  # one was still here
+
+
+def faults_of(*checks):
+    for check in checks:
+        with on_streams() as copies:
+            check(copies)
+    return []
+
+
+def leaves():
+    return faults_of(test_what_leaves_is_copied_behind_what_made_it_and_given_back_behind_the_copy)
+
+
+def comes_back():
+    return faults_of(test_what_comes_back_is_copied_into_memory_that_is_free_and_read_behind_the_copy)
+
+
+def is_dropped():
+    return faults_of(lambda copies: test_memory_of_what_is_dropped_returns_behind_its_copy(copies, True))
+
+
+@pytest.mark.parametrize(
+    "watched",
+    [
+        Watched(Guard("copies what is ready", without="if True:"), leaves, ranks=0),
+        Watched(Guard("copied, then given back", without="pass"), leaves, ranks=0),
+        Watched(Guard("arrived, then read", without="pass"), comes_back, ranks=0),
+        Watched(Guard("dropped behind its copy", without="pass"), is_dropped, ranks=0),
+    ],
+    ids=str,
+)
+def test_notices_a_removed_guard(watched):
+    must_notice(watched)

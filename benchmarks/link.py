@@ -24,6 +24,7 @@ cores: such figures show that the schedule works there, and support no claim abo
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -44,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--blocks", type=int, nargs="+", metavar="C", help="three layers with an MLP, and these in C chunks")
     parser.add_argument("--no-switches", action="store_true", help="leave out the variants with one switch turned off")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
@@ -95,17 +97,18 @@ def predict(shape, args: argparse.Namespace) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
+    from ds_sp_overlap.autotune.costs import Costs, LayerShape
     from ds_sp_overlap.planner import measure, plan
     from ds_sp_overlap.schedule import by_head_groups
 
-    layer = plan.LayerShape(
+    layer = LayerShape(
         shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.seq, args.ranks, shape.batch, shape.dtype.itemsize
     )
     rates = measure.rates(layer, dist.group.WORLD, torch.device("cpu"))
-    one = plan.Costs(layer, rates, 1)
+    one = Costs(layer, rates, 1)
     played = {"DeepSpeed": one.played(plan.NONE), "five of eight": one.played(plan.FIVE)}
     for groups in args.groups:
-        costs = plan.Costs(layer, rates, groups)
+        costs = Costs(layer, rates, groups)
         played[f"G = {groups}"] = costs.played(by_head_groups(costs.geometry.kinds))
     return {name: of.step_ms for name, of in played.items()}
 
@@ -113,11 +116,12 @@ def predict(shape, args: argparse.Namespace) -> dict[str, float]:
 def work(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
+    from benchmarks.stack import Stack
     from benchmarks.variants import Layer, Shape, Silent, check_parity, free_wire
 
     join(args.rank, args.ranks)
     shape = Shape(args.seq, args.heads, args.head_dim, args.kv_heads or args.heads, args.batch)
-    layer = Layer(shape, args.rank, args.ranks, dist.group.WORLD)
+    layer = (Stack if args.blocks else Layer)(shape, args.rank, args.ranks, dist.group.WORLD)
     stock, silent = layer.stock(), {g: layer.ours(Silent(), head_groups=g) for g in args.groups}
 
     def stock_alone():
@@ -131,18 +135,26 @@ def work(args: argparse.Namespace) -> None:
     }
     peak, predicted, kept = {}, {}, None
     if not args.only_compute:
-        runs = {"DeepSpeed": stock, "five of eight": layer.five_of_eight()}
-        runs |= {name: layer.ours(**config) for name, config in configs(args).items()}
-        runs["G = auto"], kept = layer.auto()
+        ours = {name: lambda mover=None, config=config: layer.ours(mover, **config) for name, config in configs(args).items()}
+        if args.blocks:
+            for chunks, groups in itertools.product(args.blocks, args.groups):
+                name = f"block, C = {chunks}, G = {groups}"
+                ours[name] = lambda mover=None, c=chunks, g=groups: layer.block(c, mover, head_groups=g)
+        else:
+            ours["five of eight"] = layer.five_of_eight
+        runs = {"DeepSpeed": stock} | {name: make() for name, make in ours.items()}
+        if not args.blocks:
+            runs["G = auto"], kept = layer.auto()
         expected = layer.step(stock)
         for name, run in runs.items():
             check_parity(name, layer.step(run), expected)
         del expected
         with free_wire():  # memory that other threads give back would not be seen
-            peak = {"DeepSpeed": layer.peak_bytes(stock), "five of eight": layer.peak_bytes(layer.five_of_eight(Silent()))}
-            peak |= {name: layer.peak_bytes(layer.ours(Silent(), **config)) for name, config in configs(args).items()}
-            peak["G = auto"] = layer.peak_bytes(stock if kept == "off" else layer.ours(Silent(), head_groups=kept))
-        predicted = predict(shape, args)
+            peak = {"DeepSpeed": layer.peak_bytes(stock)}
+            peak |= {name: layer.peak_bytes(make(Silent())) for name, make in ours.items()}
+            if kept is not None:
+                peak["G = auto"] = layer.peak_bytes(stock if kept == "off" else layer.ours(Silent(), head_groups=kept))
+        predicted = {} if args.blocks else predict(shape, args)
         launch = layer.exchanges()
 
         def side_by_side():
@@ -156,7 +168,7 @@ def work(args: argparse.Namespace) -> None:
     if args.rank == 0:
         result = {
             "times_ms": times,
-            "wire_bytes": shape.wire_bytes(args.ranks),
+            "wire_bytes": shape.wire_bytes(args.ranks) * (3 if args.blocks else 1),
             "peak_bytes": peak,
             "thread_ms": others,
             "plan_ms": predicted,

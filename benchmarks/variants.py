@@ -175,10 +175,13 @@ class Layer:
             parameter.grad = None
         return peak_bytes(lambda: self.step(run))
 
+    def exchange_elements(self) -> list[int]:
+        return self.shape.exchange_elements(self.size)
+
     def exchanges(self) -> Callable[[], Callable[[], None]]:
         """What launches the eight exchanges, of data that nothing depends on, and returns what waits for them."""
         options = dict(dtype=self.shape.dtype, device=self.shape.device)
-        buffers = [(torch.randn(n, **options), torch.empty(n, **options)) for n in self.shape.exchange_elements(self.size)]
+        buffers = [(torch.randn(n, **options), torch.empty(n, **options)) for n in self.exchange_elements()]
 
         def launch():
             works = [dist.all_to_all_single(recv, send, group=self.group, async_op=True) for send, recv in buffers]
@@ -213,7 +216,7 @@ def check_parity(name: str, got: list[Tensor], expected: list[Tensor], tolerance
         torch.testing.assert_close(mine, theirs, rtol=0, atol=bound, msg=lambda m: f"{name}: {m}")
 
 
-def _held_bytes(run: Callable[[], object]) -> list[int]:
+def held_over_time(run: Callable[[], object]) -> list[int]:
     """Bytes of PyTorch's CPU allocator over what was held before ``run``, after each change, as long as its result lives.
 
     Allocations of the calling thread, which is also the thread of a CPU backward, as the profiler reports them.
@@ -226,9 +229,9 @@ def _held_bytes(run: Callable[[], object]) -> list[int]:
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """Most bytes that ``run`` held at once."""
-    return max(_held_bytes(run))
+    return max(held_over_time(run))
 
 
 def held_bytes(run: Callable[[], object]) -> int:
     """Bytes that the result of ``run`` holds."""
-    return _held_bytes(run)[-1]
+    return held_over_time(run)[-1]

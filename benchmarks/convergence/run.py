@@ -18,6 +18,8 @@ goes through deepspeed.initialize, one after another in the same ranks:
     stock, split sums   each linear layer sums its products in two halves, as a row-parallel one   | floor
     sp = 1              without sequence parallelism; the same batch, spread over the ranks by whole sequences
     G = n               overlapped: stock with "sp_overlap": {"head_groups": n} in its config
+    block               whole decoder layers in chunks of tokens, up to two head groups
+    window, kept        up to four head groups, two at a time, under activation checkpointing that keeps attention
 
 The noise runs change nothing but the order of additions. A run of G = n counts the exchanges that the plugin launched,
 and stops everything if one of the eight is missing in any layer or step. Results: curves.csv, verdict.md, curves.png,
@@ -68,7 +70,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.batch = args.batch or least
     if args.batch % least:
         parser.error(f"--batch must be a multiple of {least} at --sp {args.sp}, got {args.batch}")
-    names = [variant.name for variant in variants(args.groups)]
+    names = [variant.name for variant in variants(args.groups, MODELS[args.model][3] // args.sp)]
     if unknown := set(args.skip) - set(names[1:]):
         parser.error(f"--skip: no variant {sorted(unknown)} that can be left out; there are {names[1:]}")
     if set(NOISE) <= set(args.skip):
@@ -89,7 +91,7 @@ def work(args: argparse.Namespace) -> bool:
     if world % args.sp:
         raise ValueError(f"--sp must divide the number of ranks, got {args.sp} and {world}")
     begin, corpus = time.monotonic(), text()
-    chosen = [variant for variant in variants(args.groups) if variant.name not in args.skip]
+    chosen = [variant for variant in variants(args.groups, MODELS[args.model][3] // args.sp) if variant.name not in args.skip]
     runs: dict[str, dict[str, verdict.Run]] = {}
     with tqdm(total=len(args.dtypes) * len(chosen) * args.steps, unit="step", disable=not first) as progress:
         for dtype in args.dtypes:
@@ -118,7 +120,10 @@ def report(args: argparse.Namespace, runs: dict[str, dict[str, verdict.Run]], co
             return "noise"
         return "judged" if variant.sp or dtype == "fp32" else "shown"
 
-    roles = {dtype: {v.name: how(v, dtype) for v in variants(args.groups)[1:] if v.name in runs[dtype]} for dtype in runs}
+    roles = {
+        dtype: {v.name: how(v, dtype) for v in variants(args.groups, MODELS[args.model][3] // args.sp)[1:] if v.name in runs[dtype]}
+        for dtype in runs
+    }
     rows = [row for dtype in runs for row in verdict.judge(dtype, runs[dtype], roles[dtype], args.steps)]
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "curves.csv").open("w", newline="") as file:

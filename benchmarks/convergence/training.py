@@ -30,6 +30,8 @@ class Variant:
     microbatches in a step
     split_sums   linear layers sum their products in two halves
     groups       G of the overlap; None is without the plugin
+    section      further keys of its section
+    kept         under activation checkpointing, non-reentrant
     """
 
     name: str
@@ -37,10 +39,15 @@ class Variant:
     microbatches: int = 1
     split_sums: bool = False
     groups: int | None = None
+    section: dict = dataclasses.field(default_factory=dict)
+    kept: bool = False
 
 
-def variants(groups: list[int]) -> list[Variant]:
-    """All variants; the first is the one that the others are compared with."""
+def variants(groups: list[int], heads: int = 4) -> list[Variant]:
+    """All variants; the first is the one that the others are compared with.
+
+    heads   query heads a rank
+    """
     return [
         Variant("stock"),
         Variant("stock, again"),
@@ -48,6 +55,8 @@ def variants(groups: list[int]) -> list[Variant]:
         Variant(NOISE[1], split_sums=True),
         Variant("sp = 1", sp=False),
         *(Variant(f"G = {g}", groups=g) for g in groups),
+        Variant("window, kept", groups=min(4, heads), section={"window": 2, "checkpointing": "keep"}, kept=True),
+        Variant("block", groups=min(2, heads), section={"scope": "block"}),
     ]
 
 
@@ -77,9 +86,10 @@ class Watch:
 
         def launch(transport, send, recv, send_sizes, recv_sizes, group, name):
             layer, what = name.split()
-            kinds = what.rstrip("0123456789")  # without the head group; several travel together
+            kinds = what.rstrip("0123456789.")  # without head group and chunk; several travel together
             gradient = "d" * kinds.startswith("d")
-            self.launched.update((layer, gradient + kind) for kind in kinds.removeprefix("d"))
+            every = ["o", "do"] if kinds == "odo" else [gradient + kind for kind in kinds.removeprefix("d")]
+            self.launched.update((layer, kind) for kind in every)
             if self.plant and ".layers.0." in layer and kinds == "v":
                 send = send * (1 + self.plant)
             return original(transport, send, recv, send_sizes, recv_sizes, group, name)
@@ -134,8 +144,8 @@ def train(variant: Variant, dtype: str, corpus: np.ndarray, args: argparse.Names
     )  # fmt: skip
     torch.manual_seed(args.seed)
     model = LlamaForCausalLM(llama)
-    if args.checkpointing:
-        model.gradient_checkpointing_enable()
+    if args.checkpointing or variant.kept:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if variant.split_sums:
         split_sums(model)
     micro = args.batch // variant.microbatches if variant.sp else args.batch // args.sp
@@ -152,7 +162,7 @@ def train(variant: Variant, dtype: str, corpus: np.ndarray, args: argparse.Names
         "zero_force_ds_cpu_optimizer": False,
     }
     if variant.groups is not None:
-        config["sp_overlap"] = {"head_groups": variant.groups, "on_unsupported": "error"}
+        config["sp_overlap"] = {"head_groups": variant.groups, "on_unsupported": "error", **variant.section}
     engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
 
     def parameters() -> list[np.ndarray]:

@@ -1,0 +1,77 @@
+"""Transformer layers one behind another, attention and gated MLP, and every way to run them that `link.py --blocks` compares.
+
+stock    DeepSpeed's class between whole projections
+ours     ds_sp_overlap.SelfAttention in each layer
+block    the same layers as one `Chain`: exchanges under the MLP as well
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.variants import Layer, Shape
+from ds_sp_overlap.attention.block import BlockLayer, Chain
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, intermediate: int, **options):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, intermediate, bias=False, **options) for _ in range(2))
+        self.down = nn.Linear(intermediate, width, bias=False, **options)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Stack(Layer):
+    """Layers of one rank, sequence first, with the interface of `variants.Layer`."""
+
+    def __init__(self, shape: Shape, rank: int, size: int, group=None, layers: int = 3, intermediate: int = 0):
+        super().__init__(shape, rank, size, group)
+        options = dict(dtype=shape.dtype, device=shape.device)
+        self.layers = [Layer(shape, rank, size, group) for _ in range(layers)]
+        torch.manual_seed(10)
+        self.rest = nn.ModuleList(
+            nn.ModuleDict(
+                dict(
+                    norm_in=nn.RMSNorm(shape.width, **options),
+                    norm_mid=nn.RMSNorm(shape.width, **options),
+                    mlp=MLP(shape.width, intermediate or shape.width * 11 // 4, **options),
+                )
+            )
+            for _ in self.layers
+        )
+        self.projections = nn.ModuleList([*(layer.projections for layer in self.layers), *self.rest])
+
+    def _run(self, attends: list[Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
+        def run(x):
+            for attend, rest in zip(attends, self.rest):
+                x = x + attend(rest["norm_in"](x))
+                x = x + rest["mlp"](rest["norm_mid"](x))
+            return x
+
+        return run
+
+    def stock(self):
+        return self._run([layer.stock() for layer in self.layers])
+
+    def ours(self, transport=None, **config):
+        return self._run([layer.ours(transport, **config) for layer in self.layers])
+
+    def block(self, chunks: int, transport=None, **config) -> Callable[[Tensor], Tensor]:
+        blocks = [BlockLayer(layer.ours(transport, **config), **rest) for layer, rest in zip(self.layers, self.rest)]
+
+        def run(x):
+            chain = Chain(chunks)
+            for block, successor in zip(blocks, [*blocks[1:], None]):
+                x = chain.run(block, successor, x)
+            return x
+
+        return run
+
+    def exchange_elements(self) -> list[int]:
+        return self.shape.exchange_elements(self.size) * len(self.layers)

@@ -732,20 +732,15 @@ class World:
             self.mover.settle()
 
 
-@functools.cache
-def group_of_the_thread():
-    return dist.new_group()
-
-
 class Delayed(transports.Delayed):
-    """Over a group of its own, so that its thread can't overtake what the ranks compare; waits for what was abandoned."""
+    """Waits for what was abandoned, too."""
 
     def __init__(self):
         super().__init__(longest_s=0.001)
-        self.handles, self.group = [], group_of_the_thread()
+        self.handles = []
 
-    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
-        self.handles.append(super().launch(send, recv, send_sizes, recv_sizes, self.group, name))
+    def launch(self, *arguments):
+        self.handles.append(super().launch(*arguments))
         return self.handles[-1]
 
     def settle(self):

@@ -206,12 +206,16 @@ class Late:
 
 
 class Delayed:
-    """Moves each exchange after a random time of its own, in a thread, in the order of launches."""
+    """Moves each exchange after a random time of its own, in a thread, in the order of launches.
+
+    Over a group of its own, so that the thread can't overtake what the ranks compare. Made by all ranks of the world.
+    """
 
     def __init__(self, seed=0, longest_s=0.003):
         self.faults: list[str] = []
         self.queue: queue.Queue = queue.Queue()
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.group = dist.new_group() if dist.is_initialized() else None
+        rank = 0 if self.group is None else dist.get_rank()
         self.random, self.longest_s = random.Random(1000 * seed + rank), longest_s
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -225,9 +229,9 @@ class Delayed:
                 transfer.faults.append(repr(error))
             done.set()
 
-    def launch(self, *arguments):
+    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         done = threading.Event()
-        self.queue.put((Transfer(self.faults, *arguments), done))
+        self.queue.put((Transfer(self.faults, send, recv, send_sizes, recv_sizes, group and self.group, name), done))
 
         class Handle:
             wait = staticmethod(done.wait)

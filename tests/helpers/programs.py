@@ -12,7 +12,6 @@ needs a gradient, what hooks saw and how often a parameter got its gradient; ``f
 import argparse
 import contextlib
 import dataclasses
-import functools
 import itertools
 import logging
 import random

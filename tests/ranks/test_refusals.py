@@ -473,7 +473,7 @@ CONFIG_REFUSED = [
     (
         {"head_group": 2},
         "sp_overlap.head_group: unknown key; did you mean 'head_groups'? Valid keys: enabled, head_groups, "
-        "scope, token_chunks, window, checkpointing, projections, "
+        "scope, token_chunks, window, memory, checkpointing, projections, "
         "wgrad, kernels, transport, on_unsupported, documents, policy, timeline, check",
     ),
     ({"Wgrad": True}, "did you mean 'wgrad'?"),
@@ -557,8 +557,10 @@ def test_good_configs_are_read():
 @pytest.mark.parametrize("unsaid", [None, "auto"])
 def test_null_and_auto_are_the_default_of_every_key_that_has_one(unsaid):
     keys = dict.fromkeys(SpOverlapConfig.model_fields, unsaid)
-    assert SpOverlapConfig.parse({"scope": "auto"}).scope == "auto"  # which has another default
-    assert SpOverlapConfig.parse({**keys, "scope": None}) == SpOverlapConfig()
+    for other in "scope", "memory":  # another default
+        keys[other] = None
+        assert getattr(SpOverlapConfig.parse({other: "auto"}), other) == "auto"
+    assert SpOverlapConfig.parse(keys) == SpOverlapConfig()
     nested = {"policy": {"warmup_steps": unsaid}, "timeline": {"path": "x", "steps": unsaid}}
     assert SpOverlapConfig.parse(nested) == SpOverlapConfig.parse({"timeline": {"path": "x"}})
 

@@ -412,7 +412,7 @@ WATCHED = [
         Guard(
             "unchanged",
             without="watched = *(table.data for table in tables), *normed.values()\n"
-            "ctx.save_for_backward(x if any(of_parameters[:linear:2]) else None, *weights, *watched)",
+            "ctx.save_for_backward(x if any(of_weights) else None, *weights, *watched)",
         ),
         tables_are_watched,
     ),

@@ -57,7 +57,8 @@ class SpOverlapConfig(_Section):
     token_chunks     C of "block"; "auto": 4, or as many as a rank has tokens
     window           W: hold at most so many head groups at a time, and make q, k and v again in backward, for less memory; null: all
     memory           "auto": G and W that hold least of those that take no longer than the fastest, by 1 %, as far as ``head_groups`` and
-                     ``window`` leave them open, by `policy`; null: as those say
+                     ``window`` leave them open, by `policy`; with transformers' gradient checkpointing it keeps attention, unless
+                     ``checkpointing`` is given; null: as those say
     checkpointing    under activation checkpointing "recompute" attention with the rest, or "keep" o and the log-sum-exp, so that
                      neither attention nor its exchanges run again before backward; "offload" keeps them in host memory
     projections      compute q, k, v and the output projection part by part under the exchanges; False: call them whole

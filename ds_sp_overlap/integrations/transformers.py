@@ -20,7 +20,7 @@ from .layers import Around, Found, Overlap
 from .rebinding import rebind
 from .transformers_attention import Dispatch, bind_function
 from .transformers_chains import find_chains
-from .transformers_checkpoints import Checkpoints
+from .transformers_checkpoints import Checkpoints, can_keep
 from .transformers_driven import Driven, drive
 from .transformers_forward import Forwards, host, stretched
 from .transformers_labels import Unknown
@@ -76,6 +76,8 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
     """
     if attention_functions() is None:
         return [], []
+    if overlap.config.memory == "auto" and "checkpointing" not in overlap.config.model_fields_set and can_keep(model):
+        overlap = overlap._replace(config=overlap.config.model_copy(update={"checkpointing": "keep"}))
     forwards, modules, found = Forwards(overlap.channel, overlap.config), dict(model.named_modules()), []
     nets = {
         name: models[0]

@@ -68,6 +68,13 @@ class Checkpoints:
         return found
 
 
+def can_keep(model: nn.Module) -> bool:
+    """Whether ``model`` is checkpointed, as it is now, and nowhere by something that attention can't be kept over."""
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    functions = [vars(module)[FUNCTION] for module in checkpointed if FUNCTION in vars(module)]
+    return bool(functions) and not any(map(_why_not, functions))
+
+
 def _why_not(function: Any) -> str:
     """How a function checkpoints that takes no ``context_fn`` of ours, in words; empty if it does."""
     given = function.keywords if isinstance(function, functools.partial) else {}

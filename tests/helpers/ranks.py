@@ -1,7 +1,8 @@
 """Run a function on P gloo ranks and bring the results home.
 
 The workers are started once a P and kept: each holds a process group and runs what it is sent. A worker that fails or
-does not answer in time takes its pool with it, and the next test gets a new one.
+does not answer in time takes its pool with it, and the next test gets a new one. So does one with many threads: engines of
+DeepSpeed that outlive their test hold process groups, and the threads of these wake up all the time.
 """
 
 import atexit
@@ -21,6 +22,7 @@ from torch.distributed.distributed_c10d import _world
 _context = torch.multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "deepspeed", "ds_sp_overlap", "tests.helpers.models"])
 _pools: dict[int, "Pool"] = {}
+MOST_THREADS = 60
 
 
 class RankError(AssertionError):
@@ -99,6 +101,10 @@ class Pool:
             raise RankError(failures)
         return returned
 
+    def threads(self):
+        """How many the first worker has."""
+        return len(os.listdir(f"/proc/{self.workers[0].pid}/task"))
+
     def stacks(self):
         """Where each worker is."""
         for worker in self.workers:
@@ -127,6 +133,9 @@ def refusal(function, *args, **kwargs):
 def on_ranks(size, function, *args, timeout_s=180):
     """``[function(rank, *args) for rank in range(size)]``, each on its own rank. ``function`` must be importable."""
     pool = _pools.get(size)
+    if pool is not None and pool.threads() > MOST_THREADS:
+        pool.close()
+        pool = None
     if pool is None:
         pool = _pools[size] = Pool(size)
     return pool.run(function, args, timeout_s)

@@ -3,8 +3,18 @@
     finish q, k, v, attend, start o           as in a layer by itself, all chunks one after another
     finish o, merge, MLP, project, start      chunk by chunk: norms and residuals too, and q, k, v of the next layer
 
-    compute | attention Wo.0 MLP.0 Wqkv.0 Wo.1 MLP.1 Wqkv.1
-    wire    |           o.0  o.1          qkv.0             qkv.1
+Two layers of one head group, C = 2:
+
+    forward
+    compute | Wqkv.0 Wqkv.1 ......attention ....Wo.0 MLP.0 Wqkv.0 Wo.1 MLP.1 Wqkv.1 ......attention ....Wo.0 MLP.0 Wo.1 MLP.1
+    wire    |        qkv.0  qkv.1           o.0 o.1               qkv.0             qkv.1           o.0 o.1
+
+    backward
+    compute | MLP.1 Wo.1 MLP.0 Wo.0 Wo wgrad attention MLP wgrad Wqkv.1 MLP.1 Wo.1 Wqkv.0 MLP.0 Wo.0 Wo wgrad Wqkv wgrad
+    wire    |            do.1       do.0               dqkv.1 dqkv.0               do.1              do.0
+
+    compute | attention MLP wgrad Wqkv.1 Wqkv.0 Wqkv wgrad
+    wire    |           dqkv.1 dqkv.0
 
 In backward the same the other way about. Weight gradients wait for all chunks. Those of the projections are made under the last
 exchange of do, those of the MLP under the first of dq, dk and dv, which nothing else hides.

@@ -102,7 +102,7 @@ class Schedule:
         """What is written on the bar of a step of the compute row."""
         if step == MLP:
             return "MLP"
-        of, number = step.of[-1], self.name("", step.group)
+        of, number = step.of[-1], "" if self.groups == 1 else step.group
         if step.act == "attend":
             return f"attention {number}".rstrip() + " backward" * (step.of == "do")
         if step.act in ("dgrad", "wgrad"):

@@ -10,7 +10,20 @@ from hypothesis import strategies as st
 
 from ds_sp_overlap import schedule
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.schedule import Schedule, Step, by_head_groups, by_window, check, draw, order, play, window, without_o
+from ds_sp_overlap.schedule import (
+    Schedule,
+    Step,
+    block,
+    by_chunks,
+    by_head_groups,
+    by_window,
+    check,
+    draw,
+    order,
+    play,
+    window,
+    without_o,
+)
 from tests.helpers.schedules import merged_last, step_of
 
 README = Path(__file__).parents[2] / "README.md"
@@ -227,10 +240,17 @@ def pieces(drawing, columns=112):
 
 
 def test_the_drawing_of_a_window_is_printed_from_its_schedule():
-    made = by_window(("qkv",) * 4, (0, 1, 2, 3), 2)
-    drawn = ["\n\n".join(pieces(draw(made, program), columns)) for program, columns in ((made.forward, 120), (made.backward, 112))]
-    for name, drawing in zip(("forward", "backward"), drawn):
-        assert f"    {name}\n{drawing}\n" in window.__doc__, drawing
+    held_by(window.__doc__, by_window(("qkv",) * 4, (0, 1, 2, 3), 2), 120, 112)
+
+
+def test_the_drawing_of_a_chain_is_printed_from_its_schedule():
+    held_by(block.__doc__, by_chunks(("qkv",), 2).chain(2), 120, 112)
+
+
+def held_by(text, made, *columns):
+    for name, program, wide in zip(("forward", "backward"), (made.forward, made.backward), columns):
+        drawing = "\n\n".join(pieces(draw(made, program), wide))
+        assert f"    {name}\n{drawing}\n" in text, drawing
 
 
 def test_a_drawing_has_every_exchange_once_behind_what_made_it():

@@ -16,10 +16,11 @@ from torch import nn
 
 from . import transformers_delta_net as delta_net
 from . import transformers_latent as latent
+from .chains import find_chains
 from .layers import Around, Found, Overlap
 from .rebinding import rebind
 from .transformers_attention import Dispatch, bind_function
-from .transformers_chains import find_chains
+from .transformers_chains import DecoderLayer
 from .transformers_checkpoints import Checkpoints, can_keep
 from .transformers_driven import Driven, drive
 from .transformers_forward import Forwards, host, stretched
@@ -131,14 +132,12 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
         for at, outer in models:
             if takes_tokens(outer):
                 hosts.setdefault(at, {})[name] = module
-    chains, reasons = ([], {}) if overlap.config.scope == "layer" else find_chains(modules, whole, forwards, overlap.policy)
-    linked = {link.attention.where: (link, len(chain)) for chain in chains for link in chain}
-    for layer in found:
-        if layer.name in linked:
-            link, count = linked[layer.name]
-            layer.got, layer.lacks = overlap.of_block(layer.got, link.attention.block, count), link.lacks
-        elif layer.name in reasons:
-            layer.lacks = "; ".join(filter(None, (layer.lacks, f"no block: {reasons[layer.name]}")))
+    wanted = {
+        name: functools.partial(DecoderLayer, parent, modules[parent], child, driven, forwards)
+        for name, driven in whole.items()
+        for parent, _, child in [name.rpartition(".")]
+    }
+    chains = find_chains(modules, wanted, found, overlap)
     for name, (at, around) in nets.items():
         if at not in hosts:
             raise ValueError(f"{name} ({type(modules[name]).__name__}): no attention layer beside it is overlapped")

@@ -1,4 +1,4 @@
-"""transformers: decoder layers that compute ``r = h + attention(norm(h))`` and return ``r + mlp(norm(r))``, told from a run.
+"""Transformer layers that compute ``r = h + attention(norm(h))`` and return ``r + mlp(norm(r))``, told from a run.
 
 The layer's own forward runs with recorders in its children's place, which return random numbers. What it makes of these is to be
 those sums, bit for bit. Its norms and its MLP are tried out on tokens, together and in parts. No weight is read.
@@ -27,6 +27,27 @@ DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16  # some add
 
 
 @dataclass(frozen=True)
+class Form:
+    """How the layers of a framework are written.
+
+    size        m of an attention
+    is_linear   whether a module computes ``x w^T + b`` and nothing else
+    token_dim   of hidden states
+    biases      its attentions, MLPs and linear layers return ``(output, bias)``, where the bias is yet to be added, or None
+    absent      arguments that are None wherever a layer runs in a chain
+    """
+
+    size: Callable[[Any], int]
+    is_linear: Callable[[nn.Module], bool]
+    token_dim: int
+    biases: bool
+    absent: tuple[str, ...]
+
+
+TRANSFORMERS = Form(lambda attention: attention.config.hidden_size, lambda module: type(module) is nn.Linear, 1, False, ())
+
+
+@dataclass(frozen=True)
 class BlockReading:
     """What a decoder layer's forward computes: ``r = h + attention(norm_in(h))``, then ``r + mlp(norm_mid(r))``.
 
@@ -35,6 +56,7 @@ class BlockReading:
     constants   what else the attention is given
     passes      whether further keywords of the layer go to the attention
     blanks      how many None it returns behind the hidden states, in a tuple; None if it returns a tensor
+    zeros       how many zeros behind these
     """
 
     norm_in: str
@@ -45,6 +67,7 @@ class BlockReading:
     constants: tuple[tuple[str, Any], ...]
     passes: bool
     blanks: int | None
+    zeros: int = 0
 
     def of_attention(self, given: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
         """What the attention gets beside hidden states where the layer, which has arguments ``names``, is ``given`` this."""
@@ -52,17 +75,20 @@ class BlockReading:
         return {**more, **dict(self.constants), **{name: given[of] for name, of in self.arguments if of in given}}
 
     def returned(self, hidden: Tensor) -> Any:
-        return hidden if self.blanks is None else (hidden, *[None] * self.blanks)
+        if self.blanks is None:
+            return hidden
+        return (hidden, *[None] * self.blanks, *(hidden.new_zeros(()) for _ in range(self.zeros)))
 
 
 class BlockReader:
-    """Reads a decoder layer, whose attention is its child ``attention``. Raises Unknown.
+    """Reads a layer, whose attention is its child ``attention``. Raises Unknown.
 
     reading   what it computes
     names     arguments of its forward
     """
 
-    def __init__(self, layer: Any, attention: str):
+    def __init__(self, layer: Any, attention: str, form: Form = TRANSFORMERS):
+        self.form = form
         if "forward" in vars(layer):
             raise Unknown("its forward was replaced")
         try:
@@ -74,22 +100,32 @@ class BlockReader:
             raise Unknown(f"its forward computes what is not known here ({type(error).__name__}: {error})") from error
 
     def _read(self, layer: Any, attention: str) -> None:
-        runs = [_Run(layer, attention, training, dtype) for training in (True, False) for dtype in DTYPES]
+        form, size = self.form, self.form.size(getattr(layer, attention))
+        runs = [
+            _Run(layer, attention, size, form, training, dtype, bias)
+            for training in (True, False)
+            for dtype in DTYPES
+            for bias in {form.biases, False}
+        ]
         self.reading, *others = (run.reading() for run in runs)
         if any(other != self.reading for other in others):
             raise Unknown("its forward is another one in evaluation, or in another dtype")
         self.names = frozenset(runs[0].named)
         self._looked = {path: value for run in runs for path, value in run.looked}
         self._kinds = self._now(layer)
-        size = getattr(layer, attention).config.hidden_size
         for name in (self.reading.norm_in, self.reading.norm_mid):
-            _try_out(name, getattr(layer, name), size, norm=True)
-        _try_out(self.reading.mlp, getattr(layer, self.reading.mlp), size)
+            _try_out(name, getattr(layer, name), size, form, norm=True)
+        _try_out(self.reading.mlp, getattr(layer, self.reading.mlp), size, form)
 
     def _now(self, layer: Any) -> list[type]:
         """Kinds of the modules that were tried out."""
         parts = (getattr(layer, name) for name in (self.reading.norm_in, self.reading.norm_mid, self.reading.mlp))
         return [type(module) for part in parts for module in part.modules()]
+
+    def unexpected(self, given: dict[str, Any]) -> str:
+        """Why the layer can't be driven where it is given this; empty if it can."""
+        present = [name for name in self.form.absent if given.get(name) is not None]
+        return f"it is given {present[0]}" if present else ""  # guard: what was left out when it was read is not given
 
     def why_not(self, layer: Any) -> str:
         """Why the layer can't be driven as it was read, as of now; empty if it can."""
@@ -126,6 +162,10 @@ class _Recorder:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             raise Unknown(f"{self._name} takes more than one tensor")
         made = run.numbers()
+        if run.form.biases and any(module.children()):  # else it is a norm
+            bias = run.numbers()[0, 0] if run.bias else None
+            run.calls.append((self._name, args[0].clone(), made.clone() if bias is None else made + bias))
+            return made, bias
         run.calls.append((self._name, args[0].clone(), made.clone()))
         return (made, run.weights) if attends else made
 
@@ -134,7 +174,7 @@ class _Recorder:
 
 
 class _Run:
-    """One run of a decoder layer's forward on random numbers.
+    """One run of a layer's forward on random numbers.
 
     calls      names of the children that were called, what they were given, and what they returned
     given      the attention's arguments
@@ -143,10 +183,10 @@ class _Run:
     looked     what the forward looked at on the way: names from the layer on, and what it found
     """
 
-    def __init__(self, layer: Any, attention: str, training: bool, dtype: torch.dtype):
-        self.layer, self.attention, self.training, self.dtype = layer, attention, training, dtype
+    def __init__(self, layer: Any, attention: str, size: int, form: Form, training: bool, dtype: torch.dtype, bias: bool):
+        self.layer, self.attention, self.form, self.training, self.dtype, self.bias = layer, attention, form, training, dtype, bias
         self.generator = torch.Generator().manual_seed(0)
-        self.size = BATCH, SEQ, getattr(layer, attention).config.hidden_size
+        self.size = BATCH, SEQ, size
         self.calls: list[tuple[str, Tensor, Tensor]] = []
         self.given: dict[str, Any] = {}
         self.looked: list[tuple[tuple[str, ...], Any]] = []
@@ -157,7 +197,7 @@ class _Run:
         if "hidden_states" not in self.named:
             raise Unknown("its forward takes no hidden_states")
         self.x = self.numbers()
-        self.arguments: dict[str, Any] = {name: None if name in UNUSED else Opaque() for name in self.named}
+        self.arguments: dict[str, Any] = {name: None if name in (*UNUSED, *form.absent) else Opaque() for name in self.named}
         self.arguments["hidden_states"] = self.x
         self.hidden, drawn = self.x.clone(), torch.get_rng_state()
         more = dict(sp_overlap=self.more) if len(self.named) < len(parameters) else {}
@@ -190,7 +230,10 @@ class _Run:
         self._same(d, c, f"{mlp} is not given what {norm_mid} returned")
         hidden, *behind = self.returned if isinstance(self.returned, tuple) else (self.returned,)
         self._same(hidden, r + out, f"its forward doesn't return what {norm_mid} was given + what {mlp} returned")
-        if any(x is not None and x is not self.weights for x in behind):
+        zeros = [
+            x for x in behind if self.form.biases and isinstance(x, Tensor) and x.dim() == 0 and x.dtype == hidden.dtype and not x
+        ]
+        if any(x is not None and x is not self.weights for x in behind[: len(behind) - len(zeros)]):
             raise Unknown("its forward returns more than hidden states")
         passes = self.given.pop("sp_overlap", None) is self.more
         opaque = {id(x): name for name, x in self.arguments.items() if isinstance(x, Opaque)}
@@ -199,10 +242,9 @@ class _Run:
         if not all(x is None or isinstance(x, (bool, int, float, str)) for x in rest.values()):
             raise Unknown(f"its forward changes what {self.attention} is given")
         constants = {name: x for name, x in rest.items() if name not in UNUSED}
-        blanks = len(behind) if isinstance(self.returned, tuple) else None
-        return BlockReading(
-            norm_in, self.attention, norm_mid, mlp, tuple(arguments.items()), tuple(constants.items()), passes, blanks
-        )
+        blanks = len(behind) - len(zeros) if isinstance(self.returned, tuple) else None
+        given = tuple(arguments.items()), tuple(constants.items()), passes
+        return BlockReading(norm_in, self.attention, norm_mid, mlp, *given, blanks, len(zeros))
 
     def _same(self, x: Any, expected: Tensor, otherwise: str) -> None:
         """Raise Unknown unless ``x`` is what is expected, bit for bit."""
@@ -216,39 +258,45 @@ class _Run:
 class _Linear(nn.Module):
     """In place of a linear layer: one of rank 1, which needs no memory."""
 
-    def __init__(self, linear: nn.Linear, generator: torch.Generator):
+    def __init__(self, linear: Any, form: Form, generator: torch.Generator):
         super().__init__()
-        sizes = self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.into, self.out = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
-        self.into /= linear.in_features**0.5
+        self.out_features, self.in_features = getattr(linear.weight, "ds_shape", linear.weight.shape)
+        self.into, self.out = (
+            torch.randn(size, generator=generator, dtype=torch.float64) for size in (self.in_features, self.out_features)
+        )
+        self.into /= self.in_features**0.5
         self.bias, self.calls = None if linear.bias is None else self.out.flip(0), 0
+        self.biases, self.skip_bias_add = form.biases, getattr(linear, "skip_bias_add", False)
 
     @property
     def weight(self) -> Tensor:
         return torch.outer(self.out, self.into)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.calls += 1
         y = (x @ self.into)[..., None] * self.out
-        return y if self.bias is None else y + self.bias
+        if self.skip_bias_add:
+            return y, self.bias
+        y = y if self.bias is None else y + self.bias
+        return (y, None) if self.biases else y
 
 
-def _stand_in(module: nn.Module, training: bool, generator: torch.Generator) -> nn.Module:
+def _stand_in(module: nn.Module, form: Form, training: bool, generator: torch.Generator) -> nn.Module:
     """A copy with parameters and linear layers of random numbers, and no hooks."""
-    if type(module) is nn.Linear:
-        return _Linear(module, generator)
+    if form.is_linear(module):
+        return _Linear(module, form, generator)
     copy = object.__new__(type(module))
     hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
     parameters = {
         name: torch.randn(getattr(p, "ds_shape", p.shape), generator=generator, dtype=torch.float64)
         for name, p in module.named_parameters(recurse=False)
     }
-    children = {name: _stand_in(child, training, generator) for name, child in module.named_children()}
+    children = {name: _stand_in(child, form, training, generator) for name, child in module.named_children()}
     vars(copy).update({**vars(module), **hooks, "_parameters": parameters, "_modules": children, "training": training})
     return copy
 
 
-def _try_out(name: str, module: nn.Module, size: int, norm: bool = False) -> None:
+def _try_out(name: str, module: nn.Module, size: int, form: Form, norm: bool = False) -> None:
     """Raise Unknown unless ``module`` is a function of one token [.., size] at a time.
 
     norm   is made of parameters of its own; else of linear layers, and of modules that have no parameters
@@ -258,27 +306,32 @@ def _try_out(name: str, module: nn.Module, size: int, norm: bool = False) -> Non
         raise Unknown(f"{what} has more than parameters")
     for at, part in () if norm else module.named_modules(prefix=name):
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        if own and type(part) is not nn.Linear:
+        if own and not form.is_linear(part):
             raise Unknown(f"{at} ({type(part).__name__}) is no plain linear layer, and no activation")
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
             raise Unknown(f"{at} ({type(part).__name__}) drops out")
     for training in (True, False):
         generator, drawn = torch.Generator().manual_seed(0), torch.get_rng_state()
-        stand_in = _stand_in(module, training, generator)
-        x = torch.randn(BATCH, SEQ, size, generator=generator, dtype=torch.float64)
-        whole, parts = (torch.cat([_ran(what, stand_in, part) for part in cut], 1) for cut in ((x,), x.split((2, SEQ - 2), 1)))
+        stand_in, dim = _stand_in(module, form, training, generator), form.token_dim
+        x = torch.randn(BATCH, SEQ, size, generator=generator, dtype=torch.float64).movedim(1, dim)
+        whole, parts = (
+            torch.cat([_ran(what, stand_in, part, form.biases and not norm) for part in cut], dim)
+            for cut in ((x,), x.split((2, SEQ - 2), dim))
+        )
         if not torch.equal(drawn, torch.get_rng_state()):
             raise Unknown(f"{what} draws random numbers")
         if not (parts - whole).abs().max() <= 1e-5 * whole.abs().max():  # fp32 in it, which vector units round by position
             raise Unknown(f"{what} makes something else of some tokens than of all")
 
 
-def _ran(what: str, stand_in: nn.Module, x: Tensor) -> Tensor:
+def _ran(what: str, stand_in: nn.Module, x: Tensor, biases: bool) -> Tensor:
     """What tokens become, and their gradients. Raises Unknown."""
     linear = [part for part in stand_in.modules() if isinstance(part, _Linear)]
     with torch.enable_grad():
         x = x.clone().requires_grad_()
         y = type(stand_in).forward(stand_in, x * 1)  # which may be changed in place
+        if biases and isinstance(y, tuple) and len(y) == 2:
+            y = y[0] if y[1] is None else y[0] + y[1]
     if not isinstance(y, Tensor) or y.shape != x.shape:
         raise Unknown(f"{what} doesn't return hidden states alone")
     calls = [part.calls for part in linear]

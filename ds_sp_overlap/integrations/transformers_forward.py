@@ -10,50 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.block import Chain
 from ..config import SpOverlapConfig
 from ..exchange.channel import Channel
+from .chains import Courses
 from .masks import Masks, Pattern
 from .positions import GlobalSequence, Positions
 from .transformers_checkpoints import Checkpoints
 from .transformers_modules import first_of, off_in_eval
 
 
-class Course:
-    """One forward of a model: its chain of layers.
-
-    reasons   of each of them why it can't run in the chain; empty if it can
-    ahead     tells the layer that last started its successor's q, k and v whether they were of use; None where there is none
-    """
-
-    def __init__(self, chunks: int):
-        self.chain = Chain(chunks)
-        self.reasons: dict[Any, str] = {}
-        self.ahead: Callable[[bool], None] | None = None
-
-    def settle(self, of_use: bool) -> None:
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None:
-            ahead(of_use)
-
-
-class Forwards:
+class Forwards(Courses):
     """The forwards of a model, and the global sequence of each: its own, a checkpoint's, a layer's that is called by itself."""
 
     def __init__(self, channel: Channel, config: SpOverlapConfig):
-        self.positions, self.masks, self.config = Positions(channel, config.documents), Masks(), config
+        super().__init__(config)
+        self.positions, self.masks = Positions(channel, config.documents), Masks()
         self.attended: set[str] = set()  # layers whose attention function was called
-        self.course: Course | None = None  # of the model's forward that is running
-
-    @contextlib.contextmanager
-    def running(self, sequence: GlobalSequence) -> Iterator[None]:
-        """The body is a forward of the model over ``sequence``."""
-        self.course = course = Course(self.config.chunks_for(sequence.lengths))
-        try:
-            yield
-            course.settle(False)  # of a layer that never came
-        finally:
-            self.course = None
 
     def of(self, where: str, module: nn.Module, x: Tensor, mask: Any, kwargs: dict[str, Any]) -> tuple[GlobalSequence, Pattern]:
         """What a layer's call with ``x`` [b, s/P, ..] belongs to. Collective if the layer is called by itself.
@@ -103,7 +75,7 @@ def host(
             checkpoints.keeping(),
             positions.forward(name, {**dict(zip(names, args)), **kwargs}) as sequence,
             _witnessed(forwards, unseen),
-            forwards.running(sequence),
+            forwards.running(sequence.lengths),
         ):
             asked = forwards.masks.asked(name, sequence, first.config._attn_implementation, configs)
             with asked, forwards.masks.told(sequence, recurrent):  # guard: recurrent layers are told

@@ -7,7 +7,6 @@ order; `test_the_tolerance_catches_a_fault` proves `FP64` tight enough.
 import contextlib
 import functools
 import itertools
-from unittest import mock
 
 import deepspeed
 import pytest
@@ -17,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.block import Chain
 from ds_sp_overlap.autotune.trial import BLOCK, LAYER, OFF
+from tests.helpers.chains import Runs, ran, whole_chain
 from tests.helpers.families import tiny_model
 from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.listening import listening
@@ -47,44 +46,12 @@ FAMILIES = [
 ]
 
 
-class Runs:
-    """Counts what ran in chains: of each forward the layers, and how many of them found their q, k and v started."""
-
-    def __init__(self):
-        self.forwards = []
-
-    def __enter__(self):
-        runs, begun, run = self, Chain.__init__, Chain.run
-
-        def begin(chain, chunks):
-            begun(chain, chunks)
-            runs.forwards.append([])
-
-        def count(chain, layer, successor, hidden, **options):
-            expected = chain.ahead is layer
-            out = run(chain, layer, successor, hidden, **options)
-            runs.forwards[-1].append((expected and chain.in_step, chain.ahead is not None))
-            return out
-
-        self.patch = mock.patch.multiple(Chain, __init__=begin, run=count)
-        self.patch.start()
-        return self
-
-    def __exit__(self, *_):
-        self.patch.stop()
-
-
 @contextlib.contextmanager
 def block(model, **section):
     report = ds_sp_overlap.enable(model, {"scope": "block", "on_unsupported": "error", "head_groups": 1, **section})
     with Runs() as runs:
         yield report, runs
     ds_sp_overlap.disable(model)
-
-
-def whole_chain(layers=LAYERS):
-    """What `Runs` counts where each layer starts what the next one uses."""
-    return [(at > 0, at < layers - 1) for at in range(layers)]
 
 
 def against_whole(rank, size, cases, chunks):
@@ -228,11 +195,6 @@ def same_values(module, given, output):
     return output.clone()
 
 
-def ran(*layers):
-    """What `Runs` counts in a forward: "-" of a layer by itself, ">" of one that starts the next, "<" of one that was started."""
-    return [("<" in layer, ">" in layer) for layer in layers]
-
-
 ALL = [whole_chain()] * 3
 BEHIND = [ran(">", "<>", "-")] * 2 + [ran(">", "<", "-")]  # layer 2 isn't given what layer 1 returns; which is learnt
 IN_FRONT = [ran(">", "-", "-")] * 2 + [ran("-", ">", "<")]
@@ -314,9 +276,9 @@ def test_whatever_happens_to_layers_results_are_those_of_the_whole_sequence(sect
     if section.get("checkpointing") == "keep":  # refused under checkpoints that keep nothing
         names = [name for name in names if "checkpoint" not in name]
     for figures in on_ranks(2, in_all_ways, 2, names, section, timeout_s=300):
-        for name, (errors, ran) in figures.items():
-            assert max(errors) < FP64, (name, errors, ran)
-            assert WAYS[name][1] in (None, ran), (name, ran)
+        for name, (errors, forwards) in figures.items():
+            assert max(errors) < FP64, (name, errors, forwards)
+            assert WAYS[name][1] in (None, forwards), (name, forwards)
 
 
 def now_and_then(rank):

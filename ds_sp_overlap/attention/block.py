@@ -53,6 +53,7 @@ class BlockLayer:
     norm_in, norm_mid  in front of attention, in front of the MLP
     mlp                token by token; its forward is that of its class
 
+    MLP and projections return ``y``, or ``(y, bias)`` with a bias that is yet to be added, or None.
     Norms, MLP and projections are called once, with hooks, around all chunks; for each chunk their class's forward runs on a copy.
     """
 
@@ -514,13 +515,21 @@ def _walk(
             assert done is not None
             with done.named(step):
                 o = join(of_groups, 2, [done.call.geometry.heads_of("q", each) for each in done.call.groups]).flatten(2)
-                xs[chunk] = xs[chunk] + shadows.of(done.layer.attention.o_proj)(o)
+                xs[chunk] = xs[chunk] + _with_bias(shadows.of(done.layer.attention.o_proj)(o))
             of_groups.clear()
             del o
         else:
             assert done is not None
             with done.named(step):
                 x = shadows.of(done.layer.norm_mid)(xs[chunk])
-                xs[chunk] = xs[chunk] + shadows.of(done.layer.mlp)(x)
+                xs[chunk] = xs[chunk] + _with_bias(shadows.of(done.layer.mlp)(x))
             del x
     return [] if done is None else [join(xs, seq_dim, ranges)]
+
+
+def _with_bias(y: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
+    """What a module returns, some of which leave their bias to be added."""
+    if isinstance(y, Tensor):
+        return y
+    y, bias = y
+    return y if bias is None else y + bias

@@ -12,6 +12,7 @@ has parameters (a norm) is left to autograd, which adds up a parameter's gradien
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,19 +26,32 @@ _UNHOOKED: dict[str, Any] = {f"_{kind}_hooks": {} for kind in ("forward", "forwa
 
 
 class _Slot:
-    """A linear layer in one call, and what its gradients will be made of."""
+    """A linear layer in one call, and what its gradients will be made of.
 
-    def __init__(self, module: Any, where: str, at_once: bool):
-        self.module, self.where, self.at_once = module, where, at_once
-        self.dtypes = [None if x is None or not x.requires_grad else x.dtype for x in (module.weight, module.bias)]
+    leaves   whether it leaves its bias to its caller, and autograd; None where it returns one tensor
+    """
+
+    def __init__(self, module: Any, where: str, at_once: bool, leaves: bool | None):
+        self.module, self.where, self.at_once, self.leaves = module, where, at_once, leaves
+        self.dtypes = [None if x is None or not x.requires_grad else x.dtype for x in self.parameters]
         self.trains = [dtype is not None for dtype in self.dtypes]
         self.operands: Sequence[Tensor | None] = ()  # weight and bias, while chunks go by
         self._start(-1)
 
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Of its product."""
+        return self.module.weight, None if self.leaves else self.module.bias
+
     def open(self) -> None:
         """The weights are there."""
         with torch.no_grad():
-            self.operands = autocast(self.module.weight, self.module.bias)
+            self.operands = autocast(*self.parameters)
+
+    def forward(self, x: Tensor, token: Tensor | None) -> Any:
+        """As the layer's, for a chunk."""
+        y = _Linear.apply(self, *autocast(x), token)
+        return y if self.leaves is None else (y, self.module.bias if self.leaves else None)
 
     def _start(self, backward: int) -> None:
         self.backward = backward
@@ -101,17 +115,13 @@ class Wgrads:
         here: bool = False,
     ):
         self.slots = {
-            module: _Slot(module, where, at_once)
+            module: _Slot(module, where, at_once, plain[type(module).forward](module))
             for root in roots
             for module in root.modules()
-            if module not in besides and _is_linear(module, plain) and not (here and _is_away(module))
+            if module not in besides and can_split(module, plain) and not (here and _is_away(module))
         }
-        parameters = [x for module in self.slots for x in (module.weight, module.bias)]
+        parameters = [x for slot in self.slots.values() for x in slot.parameters]
         self.token = _Weights.apply(list(self.slots.values()), *parameters) if parameters else None
-
-
-def _is_linear(module: Any, plain: Plain) -> bool:
-    return can_split(module, plain) and plain[type(module).forward](module) is None
 
 
 def _is_away(module: Any) -> bool:
@@ -136,7 +146,7 @@ class Shadows:
             if module in self.slots:
                 slot, token = self.slots[module]
                 slot.open()
-                vars(copy)["forward"] = lambda x: _Linear.apply(slot, *autocast(x), token)
+                vars(copy)["forward"] = partial(slot.forward, token=token)
             else:
                 children = {name: child if child is None else self.of(child) for name, child in module._modules.items()}
                 vars(copy)["_modules"] = children

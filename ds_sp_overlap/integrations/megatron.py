@@ -16,7 +16,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from ..attention.linear import Plain
 from ..attention.self_attention import SelfAttention
 from ..rotary import Rotary
+from .chains import Courses, Link, find_chains
 from .distributed_attention import DistributedAttention, bind_drop_in
-from .layers import Found, Overlap
+from .layers import Around, Found, Overlap
+from .megatron_chains import Asked, ParallelTransformerLayer, around, list_of
 from .rebinding import rebind
 
 FORWARD = ("hidden_states", "attention_mask", "encoder_output", "inference_params", "rotary_pos_emb")
@@ -82,7 +84,20 @@ def _check_mask(mask: Any, seq: int) -> None:
 # Layers.
 
 
-def _drive(name: str, module: Any, overlap: Overlap) -> tuple[SelfAttention, Callable]:
+class _Driven(NamedTuple):
+    """A layer that is driven whole.
+
+    forward   takes the place of the layer's
+    ask       arguments of the layer by name, and what was made already for others of the same forward of the model -> keywords of
+              the block's call
+    """
+
+    block: SelfAttention
+    forward: Callable
+    ask: Asked
+
+
+def _drive(name: str, module: Any, overlap: Overlap) -> _Driven:
     """The block over a layer, and a forward for the layer that calls it."""
     original, channel = module.forward, overlap.channel
     flash = module.use_flash_attn and not module.use_flash_attn_triton
@@ -107,6 +122,22 @@ def _drive(name: str, module: Any, overlap: Overlap) -> tuple[SelfAttention, Cal
         heads_alike=True,
     )
 
+    def ask(given: dict[str, Any], made: dict) -> dict[str, Any]:
+        hidden, mask, rotary = given["hidden_states"], given.get("attention_mask"), given.get("rotary_pos_emb")
+        try:
+            if given.get("inference_params") is not None:
+                raise ValueError(
+                    "generation with a KV cache does not work on a sequence that is split over ranks; call "
+                    "ds_sp_overlap.disable(model) and generate without sequence parallelism"
+                )
+            _check_mask(None if module.use_flash_attn else mask, channel.size * len(hidden))
+            of = (*map(id, rotary), len(hidden), hidden.dtype) if isinstance(rotary, (tuple, list)) else id(rotary)
+            if of not in made:  # alike for all layers, which are known to be given the same by that
+                made[of] = rotary, _tables(rotary, channel.rank, len(hidden), channel.size, hidden.dtype)
+        except ValueError as error:
+            block.layer.refuse(error)
+        return dict(position_embeddings=made[of][1], mask=(mask,))
+
     def forward(
         hidden_states,
         attention_mask=None,
@@ -115,28 +146,19 @@ def _drive(name: str, module: Any, overlap: Overlap) -> tuple[SelfAttention, Cal
         rotary_pos_emb=None,
         cpu_offloading=False,  # HEAD gives it first, and calls again without it after a TypeError
     ):
-        tables: tuple[Tensor, ...] = ()
-        try:
-            if inference_params is not None:
-                raise ValueError(
-                    "generation with a KV cache does not work on a sequence that is split over ranks; call "
-                    "ds_sp_overlap.disable(model) and generate without sequence parallelism"
-                )
-            _check_mask(None if module.use_flash_attn else attention_mask, channel.size * len(hidden_states))
-            tables = _tables(rotary_pos_emb, channel.rank, len(hidden_states), channel.size, hidden_states.dtype)
-        except ValueError as error:
-            block.layer.refuse(error)
+        given = dict(hidden_states=hidden_states, attention_mask=attention_mask)
+        asked = ask({**given, "inference_params": inference_params, "rotary_pos_emb": rotary_pos_emb}, {})
 
         def stock(x):
             return original(x, attention_mask, encoder_output, inference_params, rotary_pos_emb)
 
         baseline = stock if overlap.policy and stock_is_right else None
         try:
-            return block(hidden_states, position_embeddings=tables, mask=(attention_mask,), baseline=baseline)
+            return block(hidden_states, baseline=baseline, **asked)
         except TypeError as error:  # HEAD would take this one for its own and call again, on this rank alone
             raise RuntimeError(f"{name}: {error}") from error
 
-    return block, forward
+    return _Driven(block, forward, ask)
 
 
 def _plain(linears: list[nn.Module]) -> Plain:
@@ -173,10 +195,15 @@ def _why_not(module: nn.Module) -> tuple[str, bool]:
     return "", True
 
 
-def find_layers(model: nn.Module, overlap: Overlap) -> list[Found]:
-    """The ``ParallelAttention`` layers of a model. Raises ValueError where ``head_groups`` is out of range."""
-    found = []
-    for name, module in model.named_modules():
+def _is_plain(module: nn.Module) -> bool:
+    return bool(_plain([module]))
+
+
+def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[Around]]:
+    """The ``ParallelAttention`` layers of a model, and the modules around them. Raises ValueError where ``head_groups`` is out of range."""
+    found, modules, courses = [], dict(model.named_modules()), Courses(overlap.config)
+    wanted: dict[str, Callable[[], Link]] = {}
+    for name, module in modules.items():
         if not _is_attention(module):
             continue
         inside = (module.dist_attn,)
@@ -191,9 +218,12 @@ def find_layers(model: nn.Module, overlap: Overlap) -> list[Found]:
             found.append(Found(name, module, "", reason, None, inside))
             continue
         groups = overlap.groups_for(module.num_attention_heads, module.num_key_value_heads)
-        block, forward = _drive(name, module, overlap)
-        linear = {name: child for name, child in module.named_children() if name != "dist_attn"}
-        got, lacks = overlap.of_driven(block, linear, groups)
-        bind = functools.partial(rebind, module, forward)
+        driven = _drive(name, module, overlap)
+        linear = {part: child for part, child in module.named_children() if part != "dist_attn"}
+        got, lacks = overlap.of_driven(driven.block, linear, groups)
+        bind = functools.partial(rebind, module, driven.forward)
         found.append(Found(name, module, got, lacks, bind, inside))
-    return found
+        at, _, child = name.rpartition(".")
+        link = functools.partial(ParallelTransformerLayer, at, modules[at], child, driven.block, driven.ask)
+        wanted[name] = functools.partial(link, list_of(at, modules), _is_plain, courses)
+    return found, around(find_chains(modules, wanted, found, overlap), courses, overlap.channel.size)

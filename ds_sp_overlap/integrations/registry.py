@@ -93,10 +93,10 @@ def enable(
         ops.check_usable(config.kernels)  # refused here, on every rank, where this one can't
         if timeline is not None:
             timeline.check()
-        found.extend(megatron.find_layers(model, overlap))
-        of_transformers, hosts = transformers.find_layers(model, overlap)
-        found.extend(of_transformers)
-        around.extend(hosts)
+        for framework in (megatron, transformers):
+            layers, hosts = framework.find_layers(model, overlap)
+            found.extend(layers)
+            around.extend(hosts)
         inside = {module for layer in found for module in layer.inside}
         found.extend(layer for layer in distributed_attention.find_layers(model, overlap) if layer.module not in inside)
         left = {module: layer for layer in found if layer.bind is None for module in layer.inside}

@@ -180,9 +180,9 @@ def inputs(shape, seed=2):
     return x, dy, mask, tables and tuple(table[:, None, None] for table in tables)
 
 
-def reference_layer(shape, weights, x, mask, tables):
-    """The layer on the whole sequence, from a dict of its weights by name."""
-    pick = lambda name: weights["self_attention." + name]  # noqa: E731
+def reference_attention(shape, weights, x, mask, tables, where="self_attention."):
+    """What is added to ``x`` on the whole sequence, from a dict of weights by name."""
+    pick = lambda name: weights[where + name]  # noqa: E731
     names = list(NAMES.values()) if shape.split else ["query_key_value"]
     y = x @ torch.cat([pick(f"{name}.weight") for name in names]).t()
     if shape.bias:
@@ -199,7 +199,12 @@ def reference_layer(shape, weights, x, mask, tables):
     else:
         o = reference.attention(q, k, v)
     o = o.transpose(0, 1).flatten(2) @ pick("dense.weight").t()
-    return x + o + (pick("dense.bias") if shape.bias else 0)
+    return o + (pick("dense.bias") if shape.bias else 0)
+
+
+def reference_layer(shape, weights, x, mask, tables):
+    """The layer on the whole sequence, from a dict of its weights by name."""
+    return x + reference_attention(shape, weights, x, mask, tables)
 
 
 def backward(call, x, dy):

@@ -100,6 +100,24 @@ def test_grouped_queries_against_the_unsharded_model(run, sp, kv_heads):
     assert got.sent_bytes["async"] == 50 * LAYERS * 2 * travelling * one
 
 
+BLOCKS = {
+    "plain": {},
+    "llama": {
+        "more": tuple("--disable-bias-linear --normalization rmsnorm --swiglu --untie-embeddings-and-output-weights".split()) + ROPE
+    },
+    "accumulation": {"accumulation": 2},
+    "zero 3": {"stage": 3},
+    "evaluation": {"more": ("--eval-interval", "3", "--eval-iters", "2")},
+}
+
+
+@pytest.mark.parametrize("options", BLOCKS.values(), ids=BLOCKS)
+def test_blocks_train_as_stock_does(run, stock, options):
+    got = run(section={"scope": "block", "head_groups": 1, "token_chunks": 4}, steps=10, **options)
+    assert excess(got, stock(steps=10, **options), ROPE[0] in options.get("more", ())) == {}
+    assert "block of 2 layers, C = 4" in got.output and "in no block" not in got.output
+
+
 # Ways in.
 
 

@@ -92,7 +92,7 @@ class BlockReader:
         if "forward" in vars(layer):
             raise Unknown("its forward was replaced")
         try:
-            with torch.no_grad(), torch.device("cpu"):
+            with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(()):  # guard: the program's random numbers stay
                 self._read(layer, attention)
         except Unknown:
             raise

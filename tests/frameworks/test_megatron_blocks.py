@@ -285,9 +285,25 @@ def test_a_layer_that_is_given_a_loss_returns_it():
     assert not any(on_ranks(2, given_a_loss))
 
 
+def random_numbers_taken(rank):
+    """A layer that drops out is run when it is read."""
+    model = megatron_models.model(Model(), torch.distributed.group.WORLD)
+    drops_out(model.layers[1])
+    before = torch.get_rng_state()
+    ds_sp_overlap.enable(model, BLOCK)
+    return [] if torch.equal(torch.get_rng_state(), before) else ["random numbers are gone"]
+
+
+def test_reading_layers_takes_none_of_the_random_numbers_of_training():
+    assert not any(on_ranks(2, random_numbers_taken))
+
+
 # Guards.
 
-WATCHED = [Watched(Guard("what was left out when it was read is not given", without='return ""'), given_a_loss)]
+WATCHED = [
+    Watched(Guard("what was left out when it was read is not given", without='return ""'), given_a_loss),
+    Watched(Guard("the program's random numbers stay", without='with torch.no_grad(), torch.device("cpu"):'), random_numbers_taken),
+]
 
 
 @pytest.mark.parametrize("watched", WATCHED, ids=str)

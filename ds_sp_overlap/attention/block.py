@@ -52,6 +52,7 @@ class BlockLayer:
     attention          drives q, k, v and the output projection
     norm_in, norm_mid  in front of attention, in front of the MLP
     mlp                token by token; its forward is that of its class
+    idle               tells of a hook that it does nothing for now
 
     Norms, MLP and projections are called once, with hooks, around all chunks; for each chunk their class's forward runs on a copy.
     """
@@ -60,6 +61,7 @@ class BlockLayer:
     norm_in: nn.Module
     norm_mid: nn.Module
     mlp: nn.Module
+    idle: linear.Idle = linear._never
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -73,7 +75,7 @@ class BlockLayer:
             if not isinstance(root, nn.Module):
                 return f"{type(root).__name__} is no module"
             for module in root.modules():
-                if not can_call_through(module):
+                if not can_call_through(module, self.idle):
                     return f"{type(module).__name__} has a forward or a hook of its own"
         return ""
 
@@ -238,7 +240,7 @@ class _Started:
             if not made_by.startswith(tuple(linear.harmless)):  # guard: only harmless nodes between
                 return None
             found.append((node, at))
-            node, at = node.next_functions[0]  # type: ignore[union-attr, assignment]
+            node, at = node.next_functions[0]  # type: ignore[union-attr]
         return [*found, (last, self.hidden.output_nr)]
 
     def _is_same(self, hidden: Tensor) -> bool:

@@ -23,7 +23,7 @@ from ..config import SpOverlapConfig
 from ..profiling.steps import in_backward
 from ..profiling.timed import Run
 from ..say import say_once
-from .transformers_blocks import BlockReader
+from .transformers_blocks import BlockReader, records_nothing
 from .transformers_driven import Driven
 from .transformers_forward import Course, Forwards
 from .transformers_labels import Unknown
@@ -51,7 +51,7 @@ class Link:
         self.name, self.module, self.reader, self.attention, self.forwards = name, module, reader, attention, forwards
         self.successor: Link | None = None
         self.choice: Choice | None = None
-        self.layer = BlockLayer(attention.block, *self._parts())
+        self.layer = BlockLayer(attention.block, *self._parts(), records_nothing)
         if reason := self.layer.in_the_way():
             raise Unknown(reason)
         self._original, self._misses = module.forward, 0
@@ -190,6 +190,7 @@ def find_chains(
     auto = forwards.config.scope == "auto"
     chains: list[list[Link]] = []
     reasons: dict[str, str] = {}
+    tried: set[Any] = set()
     for name, driven in attention.items():
         parent, _, child = name.rpartition(".")
         try:
@@ -199,7 +200,7 @@ def find_chains(
                 raise Unknown("sp_overlap.window is of layers one by one")
             if auto and (policy is None or policy.replicas):
                 raise Unknown('scope "auto" is found beside head_groups "auto", in one sp group; "block" takes it')
-            link = Link(parent, modules[parent], BlockReader(modules[parent], child), driven, forwards)
+            link = Link(parent, modules[parent], BlockReader(modules[parent], child, tried), driven, forwards)
         except Unknown as error:
             reasons[name] = f"{type(modules[parent]).__name__}: {error}"
             continue

@@ -52,6 +52,7 @@ class BlockLayer:
     attention          drives q, k, v and the output projection
     norm_in, norm_mid  in front of attention, in front of the MLP
     mlp                token by token; its forward is that of its class
+    idle               tells of a hook that it does nothing for now
 
     MLP and projections return ``y``, or ``(y, bias)`` with a bias that is yet to be added, or None.
     Norms, MLP and projections are called once, with hooks, around all chunks; for each chunk their class's forward runs on a copy.
@@ -61,6 +62,7 @@ class BlockLayer:
     norm_in: nn.Module
     norm_mid: nn.Module
     mlp: nn.Module
+    idle: linear.Idle = linear._never
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -74,7 +76,7 @@ class BlockLayer:
             if not isinstance(root, nn.Module):
                 return f"{type(root).__name__} is no module"
             for module in root.modules():
-                if not can_call_through(module):
+                if not can_call_through(module, self.idle):
                     return f"{type(module).__name__} has a forward or a hook of its own"
         return ""
 
@@ -204,33 +206,65 @@ class _Started:
     def watch(self, node: Any, hidden: Tensor) -> None:
         """Have ``node``, through which the layer's residual gives its part of the gradient of ``hidden``, refuse to give it to
         somebody: it would take it for all of the gradient."""
-        where, given = self.inputs.call.where, weakref.ref(hidden)
-        ahead = self.ahead
+        given, ahead, words = weakref.ref(hidden), self.ahead, self._refusal()
 
         def refuse(_: Any) -> None:
             asked = (x := given()) is not None and _is_watched(x)
             if asked or ahead is not None and not torch._C._will_engine_execute_node(ahead):  # guard: no part of a gradient
-                raise RuntimeError(
-                    f"{where}: somebody asks for the gradient of the hidden states in front of this layer, but the layer before it, "
-                    "in a block with it, has not made its q, k and v of them; run the layers one by one "
-                    '(sp_overlap.scope "layer")'
-                )
+                raise RuntimeError(words)
 
         node.register_prehook(refuse)
+
+    def watch_between(self, hidden: Tensor) -> None:
+        """Refuse it, of ``hidden`` and of what was returned, where gradients of something in front of it are asked for as well.
+
+        Then all of backward runs, and no node is told that somebody gets what it is given. So each passes on another tensor of the
+        same numbers: if the one that it was given is still there when backward is over, somebody got it.
+        """
+        for node, at in self._between(hidden) or ():
+            if node is not None:
+                node.register_prehook(partial(_pass_on, at, self._refusal()))
+
+    def _refusal(self) -> str:
+        return (
+            f"{self.inputs.call.where}: somebody asks for the gradient of the hidden states in front of this layer, but the layer "
+            "before it, in a block with it, has not made its q, k and v of them; run the layers one by one "
+            '(sp_overlap.scope "layer")'
+        )
+
+    def _between(self, hidden: Tensor) -> list[tuple[Any, int]] | None:
+        """Nodes of autograd from ``hidden`` to what was returned, with the outputs that they are of; None if one of them may do
+        something to a gradient."""
+        node, at, last, found = hidden.grad_fn, hidden.output_nr, self.hidden.grad_fn, []
+        while node is not last:
+            made_by = getattr(getattr(type(node), "_forward_cls", None), "__module__", "")
+            if not made_by.startswith(tuple(linear.harmless)):  # guard: only harmless nodes between
+                return None
+            found.append((node, at))
+            node, at = node.next_functions[0]  # type: ignore[union-attr]
+        return [*found, (last, self.hidden.output_nr)]
 
     def _is_same(self, hidden: Tensor) -> bool:
         """Whether ``hidden`` is what was returned, unchanged, but for nodes of autograd that do nothing to a gradient."""
         if hidden is not self.hidden:
             mine, given = ((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (self.hidden, hidden))
-            node, last = hidden.grad_fn, self.hidden.grad_fn
-            while node is not last:
-                made_by = getattr(getattr(type(node), "_forward_cls", None), "__module__", "")
-                if not made_by.startswith(tuple(linear.harmless)):  # guard: only harmless nodes between
-                    return False
-                node = node.next_functions[0][0]  # type: ignore[union-attr]
-            if mine != given:
+            if self._between(hidden) is None or mine != given:
                 return False
         return hidden._version == self.version  # guard: hidden states as they were
+
+
+def _pass_on(at: int, words: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+    """Give a node the gradient of its output ``at`` as another tensor; raise, when backward is over, if somebody has the first one."""
+    if (gradient := gradients[at]) is None:
+        return None
+    kept = weakref.ref(gradient)
+
+    def refuse() -> None:
+        if kept() is not None:  # guard: no part of a gradient beside others
+            raise RuntimeError(words)
+
+    torch.autograd.Variable._execution_engine.queue_callback(refuse)
+    return *gradients[:at], gradient.view_as(gradient), *gradients[at + 1 :]
 
 
 def _is_watched(hidden: Tensor) -> bool:
@@ -297,6 +331,7 @@ class Chain:
             _stretched(None, inputs, hidden, rerun)
         if started is not None:
             started.ahead = next(iter(inputs.tokens.values())).grad_fn
+            started.watch_between(hidden)
         if inputs.stretch is None:
             _attend(inputs, hidden)
         else:

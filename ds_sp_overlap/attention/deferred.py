@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..exchange.exchange import new_token, refuse_second_derivatives
-from .linear import Plain, autocast, can_split, matrix
+from .linear import Plain, autocast, can_split
 
 _UNHOOKED: dict[str, Any] = {f"_{kind}_hooks": {} for kind in ("forward", "forward_pre", "backward", "backward_pre")}
 
@@ -158,6 +158,11 @@ class Shadows:
             slot.operands = ()
 
 
+def _by_token(x: Tensor) -> Tensor:
+    """``x`` [.., k] as a matrix; tokens may be in one dimension already, as in a mixture of experts."""
+    return x.reshape(-1, x.shape[-1])
+
+
 class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(ctx, slots, *parameters):
@@ -184,5 +189,5 @@ class _Linear(torch.autograd.Function):
         refuse_second_derivatives(ctx.slot.where)
         weight, x = ctx.saved_tensors
         if any(ctx.slot.trains):
-            ctx.slot.leave(matrix(dy), None if x is None else matrix(x))
+            ctx.slot.leave(_by_token(dy), None if x is None else _by_token(x))
         return None, None if weight is None else dy @ weight, None  # the token's node is waited for, not told anything

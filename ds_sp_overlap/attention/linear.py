@@ -65,17 +65,29 @@ def can_compute_again(norm: object, pure: Pure = PURE) -> bool:
     return not any(parameter._backward_hooks for parameter in norm.parameters())  # guard: its hooks run once
 
 
-def can_call_through(module: nn.Module) -> bool:
-    """Whether nobody would see, and mind, that a module is called by `call_through`: with other inputs, for another output."""
+Idle = Callable[[Any], bool]
+
+
+def _never(hook: Any) -> bool:
+    return False
+
+
+def can_call_through(module: nn.Module, idle: Idle = _never) -> bool:
+    """Whether nobody would see, and mind, that a module is called by `call_through`: with other inputs, for another output.
+
+    idle   tells of a hook that it does nothing for now
+    """
     if "forward" in vars(module) or module._compiled_call_impl is not None:  # guard: a replaced forward runs
         return False
-    return hooks_are_harmless(module)
+    return hooks_are_harmless(module, idle=idle)
 
 
-def hooks_are_harmless(module: nn.Module, *more: str) -> bool:
+def hooks_are_harmless(module: nn.Module, *more: str, idle: Idle = _never) -> bool:
     """Whether nobody hooked a module's call, or every module's, but those that are `harmless`, and ``more``."""
-    hooks = (getattr(hook, "__module__", "") or "" for hooks in _hooks(module) for hook in hooks.values())
-    return all(where.startswith((*harmless, *more)) for where in hooks)  # guard: only harmless hooks
+    hooks = (hook for hooks in _hooks(module) for hook in hooks.values() if not idle(hook))
+    return all(
+        (getattr(hook, "__module__", "") or "").startswith((*harmless, *more)) for hook in hooks
+    )  # guard: only harmless hooks
 
 
 def _hooks(module: nn.Module) -> list[dict]:

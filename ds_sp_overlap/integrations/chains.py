@@ -25,7 +25,7 @@ from ..profiling.steps import in_backward
 from ..profiling.timed import Run
 from ..say import say_once
 from .layers import Found, Overlap
-from .transformers_blocks import BlockReader
+from .transformers_blocks import BlockReader, records_nothing
 from .transformers_labels import Unknown
 
 CHECKPOINTS = "torch.utils.checkpoint", "deepspeed."  # where hooks on saved tensors come from that compute a layer again
@@ -89,7 +89,7 @@ class Link(ABC):
         self.name, self.module, self.reader, self.courses = name, module, reader, courses
         self.successor: Link | None = None
         self.choice: Choice | None = None
-        self.layer = BlockLayer(attention, *self._parts())
+        self.layer = BlockLayer(attention, *self._parts(), records_nothing)
         if reason := self.layer.in_the_way():
             raise Unknown(reason)
         self._original, self._misses = module.forward, 0

@@ -132,8 +132,9 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
         for at, outer in models:
             if takes_tokens(outer):
                 hosts.setdefault(at, {})[name] = module
+    tried: set[Any] = set()  # MLPs
     wanted = {
-        name: functools.partial(DecoderLayer, parent, modules[parent], child, driven, forwards)
+        name: functools.partial(DecoderLayer, parent, modules[parent], child, driven, forwards, tried)
         for name, driven in whole.items()
         for parent, _, child in [name.rpartition(".")]
     }

@@ -37,6 +37,7 @@ from tests.helpers.models import (
 )  # fmt: skip
 from tests.helpers.policies import scripted
 from tests.helpers.ranks import on_ranks
+from tests.helpers.sweep import in_double
 
 LAYERS = 3
 FAMILIES = [
@@ -423,6 +424,88 @@ def test_accumulated_gradients_hidden_states_and_evaluation_equal_the_whole_sequ
         assert forwards[1:] == [whole_chain()] * 2 + [ran("-", "-", "-")] + [whole_chain()] * 3 + [ran("-", "-", "-")]
 
 
+# Mixtures of experts, whose experts' weights get a gradient of each chunk.
+
+ROUTERS = 1e-5  # they compute in fp32, whose roundings (1e-7) differ by position; a token in a wrong place gives more than 1e-2
+EAGER = dict(experts_implementation="eager")  # grouped products know no fp64
+MIXTURES = {
+    "mixtral": dict(family="mixtral", num_local_experts=4, head_dim=8),
+    "qwen3_moe": dict(family="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=16),
+    "qwen2_moe": dict(
+        family="qwen2_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40
+    ),
+}
+
+
+def mixtures(rank, size, chunks):
+    """Of each family, and one whose first layer is dense, the error against the whole sequence and what ran in chains."""
+    tokens, figures = batches(1)[0], {}
+    dense = {**MIXTURES["qwen3_moe"], "mlp_only_layers": [0]}
+    for name, options in {**MIXTURES, "dense first": dense}.items():
+        for again in (False, True):
+            options = {**EXACT, **EAGER, "layers": LAYERS, **options}
+            with contextlib.nullcontext() if again else in_double():  # which doesn't reach into backward
+                whole = outcome(tiny(**options), tokens, 0, 1, None)
+                with sequence_parallel_model(size, **options) as (model, group), block(model, token_chunks=chunks) as (_, runs):
+                    if again:
+                        model.gradient_checkpointing_enable({"use_reentrant": False})
+                    errors = [worst(outcome(model, tokens, rank, size, group), whole) for _ in range(2)]
+            figures[name, again] = max(errors), runs.forwards[1]
+    return figures
+
+
+@pytest.mark.parametrize("chunks", [3, 20])  # of 16 tokens: some chunks are empty
+def test_mixtures_of_experts_equal_the_whole_sequences(chunks):
+    for figures in on_ranks(2, mixtures, 2, chunks):
+        for (_, again), (error, forward) in figures.items():
+            assert error < (ROUTERS if again else FP64) and forward == whole_chain(), figures
+
+
+def routed(model, tokens, rank, size, group, record):
+    """Logits, those of the routers if they are recorded, and gradients of the loss with that of the routers in it."""
+    inputs = cut(tokens, rank, size)
+    labels = inputs.pop("labels")
+    model.zero_grad()
+    out = model(**inputs, use_cache=False, output_router_logits=record, output_hidden_states=True)
+    found = {"logits": out.logits.detach()}
+    loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    for number, logits in enumerate(out.router_logits or ()):
+        found[f"router {number}"] = by_row = logits.unflatten(0, (len(tokens), -1))
+        loss = loss + by_row.square().sum()
+    loss.backward()
+    found = {name: x.detach() for name, x in found.items()}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    if group is not None:
+        for name, x in found.items():
+            parts = [torch.empty_like(x) for _ in range(size)]
+            torch.distributed.all_gather(parts, x.contiguous(), group=group)
+            found[name] = torch.cat(parts, 1)
+        for gradient in gradients.values():
+            torch.distributed.all_reduce(gradient, group=group)
+    return {**found, **gradients}
+
+
+def recorded_routers(rank):
+    """Of forwards that record their routers' logits, and of those that don't, between them: errors, what ran, what was said."""
+    options, tokens = {**EXACT, **EAGER, "layers": LAYERS, **MIXTURES["qwen3_moe"]}, batches(1)[0]
+    errors = []
+    with in_double():
+        model = tiny(**options)
+        whole = {record: routed(model, tokens, 0, 1, None, record) for record in (False, True)}
+        assert len(whole[True]) == len(whole[False]) + LAYERS
+        with sequence_parallel_model(2, **options) as (model, group), block(model) as (_, runs), listening() as messages:
+            for record in (False, False, True, False, True):
+                errors.append(worst(routed(model, tokens, rank, 2, group, record), whole[record]))
+    return max(errors), runs.forwards, [message for message in messages if "no block" in message]
+
+
+def test_a_layer_whose_router_is_recorded_runs_by_itself():
+    for error, forwards, messages in on_ranks(2, recorded_routers):
+        assert error < FP64
+        assert forwards[1:] == [whole_chain(), [], whole_chain(), []]
+        assert len(messages) == LAYERS and all("Qwen3MoeTopKRouter has a forward or a hook of its own" in x for x in messages)
+
+
 # DeepSpeed.
 
 FP32 = {"gradients": 1e-5, "losses": 1e-6, "norms": 2e-6}  # as in test_deepspeed.py, where they are shown to be tight
@@ -445,11 +528,13 @@ def test_training_with_deepspeed_equals_stock(stage):
     cases = {
         "accumulation": ({"head_groups": 1}, dict(accumulation=2)),
         "head groups": ({"head_groups": 2}, dict(heads=8)),
+        "experts": ({"head_groups": 1}, MIXTURES["mixtral"]),
     }
     for figures in on_ranks(2, trained, stage, cases):
         for name, (off, ran_last) in figures.items():
             assert all(off[what] <= FP32[what] for what in FP32), (name, off)
-            assert ran_last == whole_chain(), (name, ran_last)
+            leaf = stage == 3 and name == "experts"  # of ZeRO-3, as DeepSpeed makes these mixtures
+            assert ran_last == ([] if leaf else whole_chain()), (name, ran_last)
 
 
 def faulty(rank, factor):
@@ -466,7 +551,8 @@ def test_a_fault_of_a_tenth_of_a_percent_is_seen_in_training():
 
 KINDS = {
     "llama": {"block of 2 layers, C = 4"},
-    "dots1": {"block of 1 layer, C = 4", "no block: Dots1DecoderLayer: mlp.experts (Dots1Experts) is no plain linear layer, and no activation"},
+    "dots1": {"block of 2 layers, C = 4"},
+    "phimoe": {"no block: PhimoeDecoderLayer: mlp (PhimoeSparseMoeBlock) draws random numbers"},
     "glm4": {
         "no block: Glm4DecoderLayer: its forward calls input_layernorm, self_attn, post_self_attn_layernorm, "
         "post_attention_layernorm, mlp, post_mlp_layernorm, not a norm, self_attn, a norm and an MLP"
@@ -685,7 +771,13 @@ def faults_of_timing(rank):
     return [] if ran_in_chains[:7] == [0] * 7 else [f"a block in steps where G was timed: {ran_in_chains}"]
 
 
+def faults_of_routers(rank):
+    error, *_ = recorded_routers(rank)
+    return [] if error < FP64 else [f"off by {error}"]
+
+
 WATCHED = [
+    Watched(Guard("nothing is recorded in parts", without="return True"), faults_of_routers, raises=True),
     Watched(Guard("one thing is timed at a time", without="if self.over:\n    return None"), faults_of_timing),
     Watched(
         Guard("an attention that is not called has no hooks", without="if False:"),

@@ -121,6 +121,15 @@ def grad_of_one_weight_then_backward(model, x, dy):
     return {"output": y, "dx": x.grad}
 
 
+def grad_of_everything(model, x, dy):
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    y = model(x)
+    (dx, *gradients) = torch.autograd.grad(y, [x, *parameters], dy)
+    for parameter, gradient in zip(parameters, gradients):
+        parameter.grad = gradient
+    return {"output": y, "dx": dx}
+
+
 def twice_before_backward(model, x, dy):
     first, second = model(x), model(x * x)
     (first * second * dy).sum().backward()
@@ -260,6 +269,7 @@ USES = {
     "second backward": second_backward,
     "grad of input, then backward": grad_of_input_then_backward,
     "grad of one weight, then backward": grad_of_one_weight_then_backward,
+    "grad of everything": grad_of_everything,
     "twice before backward": twice_before_backward,
     "frozen input": of_a_frozen_input,
     "early exit": early_exit,
@@ -462,8 +472,7 @@ def test_every_module_is_called_once_and_every_gradient_delivered_once_in_one_or
     assert found == others == [] and delivered == elsewhere
 
 
-def refused(rank, ask):
-    shape = FEW[0]
+def refused(rank, ask, shape=FEW[0]):
     model, seen = blocks.Model(shape), []
     blocks.enchain(model, shape, rank, torch.distributed.group.WORLD)
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
@@ -471,29 +480,44 @@ def refused(rank, ask):
         model(x)
     model.layers[1].register_forward_hook(lambda module, given, out: seen.append(out))
     y = model(x.requires_grad_())
-    return refusal(ASKED[ask], y, seen[0], dy)
+    return refusal(ASKED[ask], y, seen[0], dy, [x, *model.parameters()])
 
 
-def asked_by_autograd(y, hidden, dy):
+def asked_by_autograd(y, hidden, dy, others):
     torch.autograd.grad(y, hidden, dy)
 
 
-def asked_by_retain_grad(y, hidden, dy):
+def asked_beside_others(y, hidden, dy, others):
+    torch.autograd.grad(y, [hidden, *others], dy)
+
+
+def asked_in_a_loss_of_hidden_states(y, hidden, dy, others):
+    torch.autograd.grad((y * dy).sum() + (hidden * dy).sum() + hidden.sin().sum(), [*others, hidden])
+
+
+def asked_by_retain_grad(y, hidden, dy, others):
     hidden.retain_grad()
     y.backward(dy)
 
 
-def asked_by_a_hook(y, hidden, dy):
+def asked_by_inputs(y, hidden, dy, others):
+    y.backward(dy, inputs=[hidden, *others])
+
+
+def asked_by_a_hook(y, hidden, dy, others):
     hidden.register_hook(lambda gradient: None)
     y.backward(dy)
 
 
-def asked_for_second_derivatives(y, hidden, dy):
+def asked_for_second_derivatives(y, hidden, dy, others):
     y.backward(dy, create_graph=True)
 
 
 ASKED = {
     "grad": asked_by_autograd,
+    "beside others": asked_beside_others,
+    "in a loss of hidden states": asked_in_a_loss_of_hidden_states,
+    "inputs": asked_by_inputs,
     "retain_grad": asked_by_retain_grad,
     "hook": asked_by_a_hook,
     "twice": asked_for_second_derivatives,
@@ -505,15 +529,16 @@ def test_what_would_be_a_part_of_a_gradient_is_refused(ask):
     words = (
         "no second derivatives" if ask == "twice" else "somebody asks for the gradient of the hidden states in front of this layer"
     )
-    for kind, message in on_ranks(2, refused, ask):
-        assert kind == "RuntimeError" and words in message
+    for shape in rerun_too(FEW[:1]):
+        for kind, message in on_ranks(2, refused, ask, shape):
+            assert kind == "RuntimeError" and words in message
 
 
 # Guards.
 
 
-def unrefused(rank):
-    return [] if refused(rank, "grad") else ["a part of the gradient passed for all of it"]
+def unrefused(rank, ask):
+    return [] if refused(rank, ask) else ["a part of the gradient passed for all of it"]
 
 
 WATCHED = [
@@ -521,7 +546,8 @@ WATCHED = [
         Guard("of this backward alone", without="now = self.backward = torch._C._current_graph_task_id()\nif False:"),
         functools.partial(faults_of, use="grad of input, then backward"),
     ),
-    Watched(Guard("no part of a gradient", without="if False:"), unrefused),
+    Watched(Guard("no part of a gradient", without="if False:"), functools.partial(unrefused, ask="grad")),
+    Watched(Guard("no part of a gradient beside others", without="if False:"), functools.partial(unrefused, ask="beside others")),
     Watched(
         Guard("only harmless nodes between", without="if False:"),
         functools.partial(faults_of, use="hook that changes the gradient"),

@@ -1,13 +1,18 @@
 """What the forward of a decoder layer computes, read by running it on recorders: known, or not known, and never mistaken."""
 
+import copy
+import inspect
+import textwrap
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint  # noqa: F401, of the forwards below
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from ds_sp_overlap.integrations.transformers_blocks import BlockReader, BlockReading
 from ds_sp_overlap.integrations.transformers_labels import Unknown
@@ -243,6 +248,74 @@ def test_an_mlp_may_have_adapters():
     get_peft_model(module, LoraConfig(target_modules=["up_proj"], lora_dropout=0.1))
     with pytest.raises(Unknown, match="mlp.up_proj.lora_dropout.default .Dropout. drops out"):
         BlockReader(module, "self_attn")
+
+
+# Mixtures of experts.
+
+MOE = MixtralConfig(
+    hidden_size=24, intermediate_size=40, num_local_experts=4, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1
+)
+ROUTE = "_, top_k_weights, top_k_index = self.gate(hidden_states)"
+
+
+def with_experts(*changes, implementation="eager", config=MOE):
+    """Of a class of its own, with ``changes`` of its mixture's forward."""
+    config = copy.deepcopy(config)
+    config._experts_implementation = implementation
+    made = layer()
+    with torch.device("meta"):
+        made.mlp = MixtralSparseMoeBlock(config)
+    if changes:
+        forward = compiled(textwrap.dedent(inspect.getsource(MixtralSparseMoeBlock.forward)), changes)
+        made.mlp.__class__ = type("Mixture", (MixtralSparseMoeBlock,), {"forward": forward, "__module__": "transformers.test"})
+    return made
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_a_mixture_of_experts_that_goes_token_by_token_is_read(implementation):
+    assert BlockReader(with_experts(implementation=implementation), "self_attn").reading == reading()
+
+
+def test_large_experts_are_tried_out_in_little_memory():
+    large = copy.deepcopy(MOE)
+    large.intermediate_size, large.num_local_experts = 2**20, 64  # 38 GB
+    assert BlockReader(with_experts(config=large), "self_attn").reading == reading()
+
+
+CAPACITY = """
+    load = torch.nn.functional.one_hot(top_k_index, 4).sum(1).cumsum(0).gather(1, top_k_index)
+    top_k_weights = torch.where(load > 8, 0.0, top_k_weights)
+"""
+WRONG_MIXTURES = {
+    "a capacity": ((ROUTE, ROUTE + CAPACITY), "makes something else of some tokens"),
+    "experts that choose tokens": (
+        (ROUTE, ROUTE + "\n    top_k_weights = top_k_weights.softmax(0)"), "makes something else of some tokens"),
+    "a random number": ((ROUTE, ROUTE + "\n    top_k_weights = top_k_weights + torch.rand(1)"), "draws random numbers"),
+    "a count that is kept": ((ROUTE, ROUTE + "\n    self.top_k = len(hidden_states)"), "remembers something"),
+    "a gradient of all tokens": ((ROUTE, ROUTE + "\n    top_k_weights = Meeting.apply(top_k_weights[None])[0]"), "makes something else"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG_MIXTURES)
+def test_a_mixture_of_experts_whose_tokens_meet_is_not_known(what):
+    change, message = WRONG_MIXTURES[what]
+    with pytest.raises(Unknown, match=message):
+        BlockReader(with_experts(change), "self_attn")
+
+
+def test_a_mixture_like_one_that_was_tried_out_is_not_tried_out_again():
+    tried, one, like = set(), with_experts(), with_experts()
+    like.mlp.experts.config = one.mlp.experts.config
+    for module in (one, like):
+        BlockReader(module, "self_attn", tried=tried)
+    assert len(tried) == 1
+    other = with_experts((ROUTE, ROUTE + CAPACITY))
+    with pytest.raises(Unknown, match="makes something else"):
+        BlockReader(other, "self_attn", tried=tried)
+    noisy = with_experts()
+    noisy.mlp.jitter_noise = 0.1
+    with pytest.raises(Unknown, match="draws random numbers"):
+        BlockReader(noisy, "self_attn", tried=tried)
 
 
 def test_an_mlp_or_a_norm_with_a_parameter_or_buffer_is_not_known():

@@ -85,9 +85,8 @@ def can_call_through(module: nn.Module, idle: Idle = _never) -> bool:
 def hooks_are_harmless(module: nn.Module, *more: str, idle: Idle = _never) -> bool:
     """Whether nobody hooked a module's call, or every module's, but those that are `harmless`, and ``more``."""
     hooks = (hook for hooks in _hooks(module) for hook in hooks.values() if not idle(hook))
-    return all(
-        (getattr(hook, "__module__", "") or "").startswith((*harmless, *more)) for hook in hooks
-    )  # guard: only harmless hooks
+    names = (getattr(hook, "__module__", "") or "" for hook in hooks)
+    return all(where.startswith((*harmless, *more)) for where in names)  # guard: only harmless hooks
 
 
 def _hooks(module: nn.Module) -> list[dict]:

@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -437,9 +438,9 @@ def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stag
 # Where memory counts.
 
 
-def right_with_windows(rank, use, config):
+def right_with_windows(rank, name, config):
     """As `right`, tried as if the sequence were long; how many exchanges of q there were in the last step."""
-    of_layer.tried = lambda layer, *given: choices.tried(replace(layer, seq=2**22), *given)
+    use = USES[name]
     shape = Shape(heads=16, kv_heads=8, config={"memory": "auto", **config})
     layer, whole, mover, found = layers.projections(shape), layers.projections(shape), Recording(), []
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
@@ -450,7 +451,8 @@ def right_with_windows(rank, use, config):
     expected = use(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
     # By rank 0 alone another would be kept.
     costs = {1: 2.0, 2: 1.0, 4: 1.5, 8: 1.5, (8, 2): 1.009, (8, 1): [1.005, 1.2][rank], (4, 1): 1.5, (4, 2): 1.5, (2, 1): 1.5}
-    with scripted(costs) as log:
+    as_long = lambda layer, *given: choices.tried(replace(layer, seq=2**22), *given)
+    with mock.patch.object(of_layer, "tried", as_long), scripted(costs) as log:
         for _ in range(20):
             sgd.zero_grad()
             mover.log.clear()
@@ -467,7 +469,7 @@ WINDOWS = {(2, 1), (4, 1), (4, 2), (8, 1), (8, 2)}
 
 @pytest.mark.parametrize("name", USES)
 def test_of_windows_the_one_that_holds_least_is_kept_on_all_ranks_and_every_step_is_right(name):
-    (found, ran, sent), other = on_ranks(2, right_with_windows, USES[name], {})
+    (found, ran, sent), other = on_ranks(2, right_with_windows, name, {})
     assert found == [] and ([], ran, sent) == other
     # Before the first optimizer step what holds least of those that are predicted to be fast; at last what does of those that were.
     assert (ran[0], ran[-1]) == ((8, 2), (8, 2)) and set(ran) == {1, 2, 4} | WINDOWS
@@ -475,13 +477,13 @@ def test_of_windows_the_one_that_holds_least_is_kept_on_all_ranks_and_every_step
 
 
 def test_without_steps_to_try_in_what_is_predicted_is_taken():
-    for found, ran, sent in on_ranks(2, right_with_windows, layers.backward, {"policy": {"warmup_steps": 0}}):
+    for found, ran, sent in on_ranks(2, right_with_windows, "plain", {"policy": {"warmup_steps": 0}}):
         assert found == [] and ran == [] and sent > 8, "in a window"
 
 
 @pytest.mark.parametrize("config", [{"head_groups": 2}, {"window": 1}, {"projections": False}], ids=str)
 def test_what_is_given_beside_stays(config):
-    for found, ran, sent in on_ranks(2, right_with_windows, layers.backward, config):
+    for found, ran, sent in on_ranks(2, right_with_windows, "plain", config):
         groups = {candidate if isinstance(candidate, int) else candidate[0] for candidate in ran}
         windows = {candidate for candidate in ran if isinstance(candidate, tuple)}
         assert found == []

@@ -91,7 +91,7 @@ def test_a_message_that_is_explained_is_one_of_the_packages():
 
 
 def tables_of_figures():
-    return [(said, rows) for said, rows in read(ROOT / "docs/benchmarks.md").tables if said.startswith("figures:")]
+    return [(said, rows) for page in PAGES for said, rows in read(page).tables if said.startswith("figures:")]
 
 
 @pytest.mark.parametrize("said, rows", tables_of_figures(), ids=[said for said, _ in tables_of_figures()])

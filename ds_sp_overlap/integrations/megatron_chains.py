@@ -18,8 +18,9 @@ from ..attention.self_attention import SelfAttention
 from .chains import Course, Courses, Link
 from .layers import Around
 from .rebinding import rebind
-from .transformers_blocks import BlockReader, Form
+from .transformers_blocks import BlockReader
 from .transformers_labels import Unknown
+from .tried_out import Form
 
 Asked = Callable[[dict[str, Any], dict], dict[str, Any]]
 

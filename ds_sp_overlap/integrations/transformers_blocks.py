@@ -7,7 +7,6 @@ those sums, bit for bit. Its norms and its MLP are tried out on tokens, together
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +19,8 @@ from ..attention.linear import hooks_are_harmless
 from .rebinding import is_ours
 from .transformers_labels import BATCH, UNUSED, Looked, Opaque, Unknown
 from .transformers_reading import changed
+from .tried_out import SEQ, TRANSFORMERS, Form, kind, try_out
 
-SEQ = 5
-CROWD = 32  # tokens that are alike
-MOST = 2**26  # numbers of a module that is tried out
 CAPTURING = (
     "transformers.utils.output_capturing"  # whose hooks note what a layer returns: weights of attention, which are None here
 )
@@ -37,27 +34,6 @@ def records_nothing(hook: Any) -> bool:
         return False
     collected = sys.modules[CAPTURING]._active_collector.get()
     return not collected or inspect.getclosurevars(hook).nonlocals["key"] not in collected  # guard: nothing is recorded in parts
-
-
-@dataclass(frozen=True)
-class Form:
-    """How the layers of a framework are written.
-
-    size        m of an attention
-    is_linear   whether a module computes ``x w^T + b`` and nothing else
-    token_dim   of hidden states
-    biases      its attentions, MLPs and linear layers return ``(output, bias)``, where the bias is yet to be added, or None
-    absent      arguments that are None wherever a layer runs in a chain
-    """
-
-    size: Callable[[Any], int]
-    is_linear: Callable[[nn.Module], bool]
-    token_dim: int
-    biases: bool
-    absent: tuple[str, ...]
-
-
-TRANSFORMERS = Form(lambda attention: attention.config.hidden_size, lambda module: type(module) is nn.Linear, 1, False, ())
 
 
 @dataclass(frozen=True)
@@ -128,10 +104,10 @@ class BlockReader:
         self._looked = {path: value for run in runs for path, value in run.looked}
         self._kinds = self._now(layer)
         for name in (self.reading.norm_in, self.reading.norm_mid):
-            _try_out(name, getattr(layer, name), size, form, norm=True)
+            try_out(name, getattr(layer, name), size, form, norm=True)
         mlp = getattr(layer, self.reading.mlp)
-        if (known := _kind(mlp)) not in self._tried:
-            _try_out(self.reading.mlp, mlp, size, form)
+        if (known := kind(mlp)) not in self._tried:
+            try_out(self.reading.mlp, mlp, size, form)
             self._tried.add(known)
 
     def _now(self, layer: Any) -> list[type]:
@@ -270,163 +246,3 @@ class _Run:
 
 
 # Norms and MLPs, token by token.
-
-
-class _Linear(nn.Module):
-    """In place of a linear layer: one of rank 1, which needs no memory."""
-
-    def __init__(self, linear: Any, form: Form, generator: torch.Generator, dtype: torch.dtype):
-        super().__init__()
-        self.out_features, self.in_features = sizes = getattr(linear.weight, "ds_shape", linear.weight.shape)
-        self.out, self.into = (torch.randn(size, generator=generator, dtype=dtype) for size in sizes)
-        self.into /= self.in_features**0.5
-        self.bias, self.calls = None if linear.bias is None else self.out.flip(0), 0
-        self.biases, self.skip_bias_add = form.biases, getattr(linear, "skip_bias_add", False)
-
-    @property
-    def weight(self) -> Tensor:
-        return torch.outer(self.out, self.into)
-
-    def forward(self, x: Tensor) -> Any:
-        self.calls += 1
-        y = (x @ self.into)[..., None] * self.out
-        if self.skip_bias_add:
-            return y, self.bias
-        y = y if self.bias is None else y + self.bias
-        return (y, None) if self.biases else y
-
-
-def _kind(module: nn.Module) -> tuple:
-    """What tells whether an MLP is like another: of all its parts the types, the shapes and what else they hold."""
-
-    def held(part: nn.Module) -> tuple:
-        more = {name: value for name, value in vars(part).items() if name not in of_all}
-        return tuple((name, value if isinstance(value, (int, float, str)) else id(value)) for name, value in more.items())
-
-    of_all = vars(nn.Module())
-    parts = ((name, type(part), held(part), tuple(_shapes(part).items())) for name, part in module.named_modules())
-    return tuple((*part, tuple(module.get_submodule(part[0])._buffers)) for part in parts)
-
-
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    """Of its own parameters; whole, where ZeRO-3 took them into parts."""
-    return {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters(recurse=False)}
-
-
-def _stand_in(module: nn.Module, form: Form, training: bool, generator: torch.Generator, dtype: torch.dtype) -> nn.Module:
-    """A copy with parameters, buffers and linear layers of random numbers, and no hooks. Experts are narrow inside."""
-    if form.is_linear(module):
-        return _Linear(module, form, generator, dtype)
-    copy = object.__new__(type(module))
-    hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
-    parameters: dict[str, Any] = dict.fromkeys(module._parameters)  # some are None
-    for name, shape in _narrow(module).items():
-        if math.prod(shape) > MOST:
-            raise Unknown(f"a {type(module).__name__} is too large to be tried out")
-        numbers = torch.randn(shape, generator=generator, dtype=dtype)
-        parameters[name] = (numbers / shape[-1] ** 0.5 if len(shape) > 1 else numbers).requires_grad_()
-    buffers: dict[str, Any] = dict.fromkeys(module._buffers)
-    for name, x in module.named_buffers(recurse=False):
-        buffers[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype) if x.is_floating_point() else x.clone()
-    children: dict[str, Any] = dict.fromkeys(module._modules)
-    for name, child in module.named_children():
-        children[name] = _stand_in(child, form, training, generator, dtype)
-    new = {"_parameters": parameters, "_buffers": buffers, "_modules": children, "training": training}
-    vars(copy).update({**vars(module), **hooks, **new})
-    return copy
-
-
-def _narrow(module: Any) -> dict[str, torch.Size]:
-    """Shapes of its own parameters; of experts', [experts, out, in] and [experts, out], with few numbers inside an expert."""
-    shapes = _shapes(module)
-    if not hasattr(module, "_apply_gate") or not hasattr(module, "is_transposed"):  # of transformers' `use_experts_implementation`
-        return shapes
-    inside: dict[str, int] = {}
-    for name, shape in shapes.items():
-        if len(shape) == 3:
-            inside[name] = -1 if ("down" in name) != module.is_transposed else -2
-        elif "down" not in name:
-            inside[name] = -1
-    unit = math.gcd(*(shapes[name][at] for name, at in inside.items()))
-    made = {name: list(shape) for name, shape in shapes.items()}
-    for name, at in inside.items():
-        made[name][at] = 4 * made[name][at] // unit  # grouped products want rows of 16 bytes
-    return {name: torch.Size(shape) for name, shape in made.items()}
-
-
-def _try_out(name: str, module: nn.Module, size: int, form: Form, norm: bool = False) -> None:
-    """Raise Unknown unless ``module`` is a function of one token [.., size] at a time.
-
-    norm   is made of parameters of its own; else of linear layers, of modules that have no parameters, and of transformers' own
-    """
-    what = f"{name} ({type(module).__name__})"
-    if norm and (any(module.children()) or any(True for _ in module.buffers())):
-        raise Unknown(f"{what} has more than parameters")
-    for at, part in () if norm else module.named_modules(prefix=name):
-        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        known = form.is_linear(part) or _is_theirs(part) and all(type(x) in (nn.Parameter, nn.Buffer, Tensor) for x in own)
-        if own and not known:
-            raise Unknown(f"{at} ({type(part).__name__}) is no plain linear layer, and no activation")
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-            raise Unknown(f"{at} ({type(part).__name__}) drops out")
-    # fp32 for experts, whose grouped products know no fp64.
-    dtype = torch.float32 if any(hasattr(part, "_apply_gate") for part in module.modules()) else torch.float64
-    for training in (True, False):
-        generator, drawn = torch.Generator().manual_seed(0), torch.get_rng_state()
-        stand_in, dim = _stand_in(module, form, training, generator, dtype), form.token_dim
-        x = torch.randn(BATCH, SEQ, size, generator=generator, dtype=dtype)
-        if not norm:  # a crowd, which goes to the same experts
-            x = torch.cat((x, x[:1, :1] + 0.01 * torch.randn(BATCH, CROWD, size, generator=generator, dtype=dtype)), 1)
-        x = x.movedim(1, dim)
-        cuts = (2, SEQ - 2) if norm else (2, SEQ, 0, CROWD - 2)
-        biases = form.biases and not norm
-        before, (whole, of_whole) = _state(stand_in), _ran(what, stand_in, x, biases)
-        ys, of_parts = zip(*(_ran(what, stand_in, part, biases) for part in x.split(cuts, dim)))
-        if not torch.equal(drawn, torch.get_rng_state()):
-            raise Unknown(f"{what} draws random numbers")
-        if not _is_same_state(before, _state(stand_in)):
-            raise Unknown(f"{what} remembers something of its tokens")
-        pairs = [(torch.cat(ys, dim), whole), *((sum(parts), of_all) for *parts, of_all in zip(*of_parts, of_whole))]
-        if not all((mine - expected).abs().max() <= 1e-5 * expected.abs().max() for mine, expected in pairs):
-            # fp32 in it, which vector units round by position
-            raise Unknown(f"{what} makes something else of some tokens than of all")
-
-
-def _is_theirs(part: nn.Module) -> bool:
-    """Whether a module is one of transformers', which are tried out with whatever parameters and buffers they have."""
-    return type(part).__module__.startswith("transformers.")
-
-
-def _state(stand_in: nn.Module) -> list[tuple[dict[str, Any], list[Tensor]]]:
-    """What its parts remember."""
-    parts = [part for part in stand_in.modules() if not isinstance(part, _Linear)]
-    return [(dict(vars(part)), [x.clone() for x in part.buffers(recurse=False)]) for part in parts]
-
-
-def _is_same_state(before: list, now: list) -> bool:
-    return all(
-        mine.keys() == others.keys()
-        and all(mine[name] is others[name] for name in mine)
-        and all(map(torch.equal, buffers, other_buffers))
-        for (mine, buffers), (others, other_buffers) in zip(before, now)
-    )
-
-
-def _ran(what: str, stand_in: nn.Module, x: Tensor, biases: bool) -> tuple[Tensor, list[Tensor]]:
-    """What tokens become, with their gradients; and the gradients of its parameters. Raises Unknown."""
-    linear = [part for part in stand_in.modules() if isinstance(part, _Linear)]
-    parameters = [p for part in stand_in.modules() if part not in linear for p in part._parameters.values() if p is not None]
-    with torch.enable_grad():
-        x = x.clone().requires_grad_()
-        y = type(stand_in).forward(stand_in, x * 1)  # which may be changed in place
-        if biases and isinstance(y, tuple) and len(y) == 2:
-            y = y[0] if y[1] is None else y[0] + y[1]
-    if not isinstance(y, Tensor) or y.shape != x.shape:
-        raise Unknown(f"{what} doesn't return hidden states alone")
-    if not y.numel() and not y.requires_grad:  # of no tokens
-        return torch.cat((y, x.detach()), -1), [torch.zeros_like(p) for p in parameters]
-    calls = [part.calls for part in linear]
-    dx, *of_parameters = torch.autograd.grad(y, [x, *parameters], torch.ones_like(y), allow_unused=True, materialize_grads=True)
-    if calls != [part.calls for part in linear]:
-        raise Unknown(f"{what} is computed again in backward")
-    return torch.cat((y.detach(), dx), -1), of_parameters

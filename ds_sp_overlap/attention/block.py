@@ -275,23 +275,19 @@ def _is_watched(hidden: Tensor) -> bool:
 class Chain:
     """One forward of a model whose layers are run one after another.
 
-    chunks   C, the parts that every rank's tokens are cut into
+    chunks    C, the parts that every rank's tokens are cut into
+    in_step   whether all that was started ahead was of use so far
     """
 
     def __init__(self, chunks: int):
         self.chunks = chunks
         self._started: _Started | None = None
-        self._ahead = True  # as long as what is started ahead is used
+        self.in_step = True
 
     @property
     def ahead(self) -> BlockLayer | None:
         """The layer whose q, k and v were started ahead of it."""
         return None if self._started is None else self._started.inputs.layer
-
-    @property
-    def in_step(self) -> bool:
-        """Whether all that was started ahead was of use so far."""
-        return self._ahead
 
     @torch.compiler.disable
     def run(
@@ -301,20 +297,18 @@ class Chain:
         hidden: Tensor,
         *args: Any,
         position_embeddings: Any = None,
-        next_position_embeddings: Any = None,
         sequence_lengths: list[int] | None = None,
         rerun: Rerun = "none",
         **kwargs: Any,
     ) -> Tensor:
         """Run a layer, and start q, k and v of its successor.
 
-        hidden                    [b, s/P, m], or [s/P, b, m] where the attention is not ``batch_first``
-        position_embeddings       as for `SelfAttention`
-        next_position_embeddings  the successor's; the same if None
-        rerun                     "all": hold hidden states and o from forward to backward, and run the layer again there, as an
-                                  activation checkpoint does; "but attention": hold what its backward reads beside, and don't run
-                                  attention again. The same for the successor
-        returns                   as ``hidden``
+        hidden                [b, s/P, m], or [s/P, b, m] where the attention is not ``batch_first``
+        position_embeddings   as for `SelfAttention`
+        rerun                 "all": hold hidden states and o from forward to backward, and run the layer again there, as an
+                              activation checkpoint does; "but attention": hold what its backward reads beside, and don't run
+                              attention again. The same for the successor
+        returns               as ``hidden``
 
         The remaining arguments go to the local attention. Collective, in the order of the program, as is `SelfAttention`.
         Gradients of hidden states between two layers of a chain are refused: q, k and v don't come from them. Raises RuntimeError.
@@ -326,7 +320,7 @@ class Chain:
             inputs = started.inputs
             inputs.options = options
         else:
-            self._ahead = self._ahead and started is None
+            self.in_step = self.in_step and started is None
             inputs, started = self._begun(layer, hidden, options), None
             _stretched(None, inputs, hidden, rerun)
         if started is not None:
@@ -338,8 +332,7 @@ class Chain:
             inputs.stretch.attend(inputs, hidden, keep=rerun == "but attention")
         following = None
         if successor is not None and self._may_start(successor):
-            then = position_embeddings if next_position_embeddings is None else next_position_embeddings
-            following = self._begun(successor, hidden, options._replace(position_embeddings=then))
+            following = self._begun(successor, hidden, options)
         out = _stretched(inputs, following, hidden, rerun, started)
         if following is not None:
             self._started = _Started.of(following, out)
@@ -349,7 +342,7 @@ class Chain:
         """Whether q, k and v of ``successor`` may be started ahead of it: on every rank alike."""
         layer = successor.attention.layer
         first = not layer.agreed or layer.config.check  # its ranks compare with nothing under way
-        return self._ahead and not first and not torch.is_inference_mode_enabled()  # its tensors don't tell when they are changed
+        return self.in_step and not first and not torch.is_inference_mode_enabled()  # its tensors don't tell when they are changed
 
     def _begun(self, layer: BlockLayer, hidden: Tensor, options: Options) -> Inputs:
         attention, chunks = layer.attention, self.chunks

@@ -19,9 +19,9 @@ The figures are of a rate-limited link. They compare schedules, and say nothing 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import json
+import logging
 import os
 import statistics
 import sys
@@ -65,6 +65,7 @@ def work(args: argparse.Namespace) -> None:
 
     import ds_sp_overlap
     from ds_sp_overlap.config import SpOverlapConfig
+    from ds_sp_overlap.say import LOGGER
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -148,9 +149,9 @@ def work(args: argparse.Namespace) -> None:
             times[name].append(took.item() * 1e3)
     switch({})
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        for _ in range(SpOverlapConfig().policy.warmup_steps + 2):
-            step()
+    LOGGER.addHandler(logging.StreamHandler(said))
+    for _ in range(SpOverlapConfig().policy.warmup_steps + 2):
+        step()
     dist.barrier()
     if args.rank == 0:
         print(json.dumps({"times_ms": times, "losses": losses, "auto": said.getvalue().strip()}), flush=True)

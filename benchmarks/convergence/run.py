@@ -1,6 +1,6 @@
 """Train one LLaMA with and without the overlap, and hold the difference against the noise of training itself.
 
-    python benchmarks/convergence/run.py                        two CPU processes, about four minutes
+    python benchmarks/convergence/run.py                        two CPU processes, about seven minutes
     python benchmarks/convergence/run.py --plant-error 1e-4     the same with a fault in one exchange: must FAIL
 
 On GPUs, through the launcher; --sp ranks share a sequence, groups of them are data parallel:

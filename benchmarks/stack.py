@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.variants import Layer, Shape
-from ds_sp_overlap.attention.block import BlockLayer, Chain
+from ds_sp_overlap.attention.block import BlockLayer
+from ds_sp_overlap.attention.chain import Chain
+
+LAYERS = 3
+
+
+def intermediate_of(width: int) -> int:
+    return width * 11 // 4
 
 
 class MLP(nn.Module):
@@ -30,17 +37,17 @@ class MLP(nn.Module):
 class Stack(Layer):
     """Layers of one rank, sequence first, with the interface of `variants.Layer`."""
 
-    def __init__(self, shape: Shape, rank: int, size: int, group=None, layers: int = 3, intermediate: int = 0):
+    def __init__(self, shape: Shape, rank: int, size: int, group=None):
         super().__init__(shape, rank, size, group)
         options = dict(dtype=shape.dtype, device=shape.device)
-        self.layers = [Layer(shape, rank, size, group) for _ in range(layers)]
+        self.layers = [Layer(shape, rank, size, group) for _ in range(LAYERS)]
         torch.manual_seed(10)
         self.rest = nn.ModuleList(
             nn.ModuleDict(
                 dict(
                     norm_in=nn.RMSNorm(shape.width, **options),
                     norm_mid=nn.RMSNorm(shape.width, **options),
-                    mlp=MLP(shape.width, intermediate or shape.width * 11 // 4, **options),
+                    mlp=MLP(shape.width, intermediate_of(shape.width), **options),
                 )
             )
             for _ in self.layers

@@ -1,20 +1,12 @@
-"""Transformer layers in a chain: the exchanges of one layer's o and of the next layer's q, k, v under the MLP between them.
+"""The exchanges of one layer's o and of the next layer's q, k, v under the MLP between them.
 
 Between two attentions nothing mixes tokens. So that part, a *segment*, runs in chunks of every rank's tokens: chunk c of o is
 projected, goes through the MLP, and its q, k, v of the next layer travel, while the exchanges of other chunks are under way. Backward
-is the mirror image, as everywhere in this package. `schedule.block` draws both.
-
-    chain = Chain(chunks=4)                     one for each forward of a model
-    for layer, successor in pairs:
-        hidden = chain.run(layer, successor, hidden, position_embeddings=...)
-
-A successor's q, k, v are used if it is given the hidden states that `run` returned. If it never runs, or is given others, nothing is
-lost but the time that they took.
+is the mirror image, as everywhere in this package. `schedule.block` draws both. `chain` puts layers together.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,19 +21,20 @@ from ..exchange.exchange import Exchange
 from ..exchange.layout import chunk_of
 from ..profiling.ranges import NOTHING, is_profiled, named
 from ..rotary import Rotary
-from ..schedule import Block, Step, by_chunks
+from ..schedule import Block, Step
 from . import linear
 from .deferred import Shadows, Wgrads
 from .execution import Call, attend_group, with_kv
-from .heads import Local, calling
+from .heads import calling
 from .kept_o import Held, Kept, attend_kept, finish_kept
 from .layer import with_head_dim
-from .linear import autocast, call_through, can_call_through
+from .linear import call_through, can_call_through
 from .rerun import Stretch
 from .self_attention import SelfAttention
 from .slices import Ranges, cut, join
 
 Rerun = Literal["none", "all", "but attention"]
+Watch = Callable[[Any, Tensor], None]
 Key = tuple[str, int, int]  # an exchange: what it moves, of which head group, of which chunk
 
 
@@ -179,187 +172,6 @@ class Inputs:
         return [rotation(*tokens) for tokens in self.ranges()]
 
 
-@dataclass
-class _Started:
-    """q, k and v of a layer that were started ahead of it, and the hidden states that they were made of."""
-
-    inputs: Inputs
-    hidden: Tensor
-    version: int
-    grad: tuple[bool, bool]
-    ahead: Any = None  # node of autograd behind which they are
-
-    @classmethod
-    def of(cls, inputs: Inputs, hidden: Tensor) -> _Started:
-        return cls(inputs, hidden, hidden._version, (torch.is_grad_enabled(), hidden.requires_grad))
-
-    def serves(self, layer: BlockLayer, hidden: Tensor, options: Options, rerun: Rerun) -> bool:
-        return (
-            layer is self.inputs.layer
-            and (self.inputs.stretch is None) == (rerun == "none")
-            and self.grad == (torch.is_grad_enabled(), hidden.requires_grad)
-            and self.inputs.options.is_same(options)
-            and not _is_watched(hidden)
-            and self._is_same(hidden)
-        )
-
-    def watch(self, node: Any, hidden: Tensor) -> None:
-        """Have ``node``, through which the layer's residual gives its part of the gradient of ``hidden``, refuse to give it to
-        somebody: it would take it for all of the gradient."""
-        given, ahead, words = weakref.ref(hidden), self.ahead, self._refusal()
-
-        def refuse(_: Any) -> None:
-            asked = (x := given()) is not None and _is_watched(x)
-            if asked or ahead is not None and not torch._C._will_engine_execute_node(ahead):  # guard: no part of a gradient
-                raise RuntimeError(words)
-
-        node.register_prehook(refuse)
-
-    def watch_between(self, hidden: Tensor) -> None:
-        """Refuse it, of ``hidden`` and of what was returned, where gradients of something in front of it are asked for as well.
-
-        Then all of backward runs, and no node is told that somebody gets what it is given. So each passes on another tensor of the
-        same numbers: if the one that it was given is still there when backward is over, somebody got it.
-        """
-        for node, at in self._between(hidden) or ():
-            if node is not None:
-                node.register_prehook(partial(_pass_on, at, self._refusal()))
-
-    def _refusal(self) -> str:
-        return (
-            f"{self.inputs.call.where}: somebody asks for the gradient of the hidden states in front of this layer, but the layer "
-            "before it, in a block with it, has not made its q, k and v of them; run the layers one by one "
-            '(sp_overlap.scope "layer")'
-        )
-
-    def _between(self, hidden: Tensor) -> list[tuple[Any, int]] | None:
-        """Nodes of autograd from ``hidden`` to what was returned, with the outputs that they are of; None if one of them may do
-        something to a gradient."""
-        node, at, last, found = hidden.grad_fn, hidden.output_nr, self.hidden.grad_fn, []
-        while node is not last:
-            made_by = getattr(getattr(type(node), "_forward_cls", None), "__module__", "")
-            if not made_by.startswith(tuple(linear.harmless)):  # guard: only harmless nodes between
-                return None
-            found.append((node, at))
-            node, at = node.next_functions[0]  # type: ignore[union-attr]
-        return [*found, (last, self.hidden.output_nr)]
-
-    def _is_same(self, hidden: Tensor) -> bool:
-        """Whether ``hidden`` is what was returned, unchanged, but for nodes of autograd that do nothing to a gradient."""
-        if hidden is not self.hidden:
-            mine, given = ((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (self.hidden, hidden))
-            if self._between(hidden) is None or mine != given:
-                return False
-        return hidden._version == self.version  # guard: hidden states as they were
-
-
-def _pass_on(at: int, words: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-    """Give a node the gradient of its output ``at`` as another tensor; raise, when backward is over, if somebody has the first one."""
-    if (gradient := gradients[at]) is None:
-        return None
-    kept = weakref.ref(gradient)
-
-    def refuse() -> None:
-        if kept() is not None:  # guard: no part of a gradient beside others
-            raise RuntimeError(words)
-
-    torch.autograd.Variable._execution_engine.queue_callback(refuse)
-    return *gradients[:at], gradient.view_as(gradient), *gradients[at + 1 :]
-
-
-def _is_watched(hidden: Tensor) -> bool:
-    """Whether somebody will see, or change, the gradient of ``hidden``."""
-    return bool(hidden._backward_hooks) or hidden.retains_grad and not hidden.is_leaf
-
-
-class Chain:
-    """One forward of a model whose layers are run one after another.
-
-    chunks    C, the parts that every rank's tokens are cut into
-    in_step   whether all that was started ahead was of use so far
-    """
-
-    def __init__(self, chunks: int):
-        self.chunks = chunks
-        self._started: _Started | None = None
-        self.in_step = True
-
-    @property
-    def ahead(self) -> BlockLayer | None:
-        """The layer whose q, k and v were started ahead of it."""
-        return None if self._started is None else self._started.inputs.layer
-
-    @torch.compiler.disable
-    def run(
-        self,
-        layer: BlockLayer,
-        successor: BlockLayer | None,
-        hidden: Tensor,
-        *args: Any,
-        position_embeddings: Any = None,
-        sequence_lengths: list[int] | None = None,
-        rerun: Rerun = "none",
-        **kwargs: Any,
-    ) -> Tensor:
-        """Run a layer, and start q, k and v of its successor.
-
-        hidden                [b, s/P, m], or [s/P, b, m] where the attention is not ``batch_first``
-        position_embeddings   as for `SelfAttention`
-        rerun                 "all": hold hidden states and o from forward to backward, and run the layer again there, as an
-                              activation checkpoint does; "but attention": hold what its backward reads beside, and don't run
-                              attention again. The same for the successor
-        returns               as ``hidden``
-
-        The remaining arguments go to the local attention. Collective, in the order of the program, as is `SelfAttention`.
-        Gradients of hidden states between two layers of a chain are refused: q, k and v don't come from them. Raises RuntimeError.
-        """
-        options = Options(position_embeddings, sequence_lengths, args, kwargs)
-        rerun = rerun if torch.is_grad_enabled() else "none"
-        started, self._started = self._started, None
-        if started is not None and started.serves(layer, hidden, options, rerun):
-            inputs = started.inputs
-            inputs.options = options
-        else:
-            self.in_step = self.in_step and started is None
-            inputs, started = self._begun(layer, hidden, options), None
-            _stretched(None, inputs, hidden, rerun)
-        if started is not None:
-            started.ahead = next(iter(inputs.tokens.values())).grad_fn
-            started.watch_between(hidden)
-        if inputs.stretch is None:
-            _attend(inputs, hidden)
-        else:
-            inputs.stretch.attend(inputs, hidden, keep=rerun == "but attention")
-        following = None
-        if successor is not None and self._may_start(successor):
-            following = self._begun(successor, hidden, options)
-        out = _stretched(inputs, following, hidden, rerun, started)
-        if following is not None:
-            self._started = _Started.of(following, out)
-        return out
-
-    def _may_start(self, successor: BlockLayer) -> bool:
-        """Whether q, k and v of ``successor`` may be started ahead of it: on every rank alike."""
-        layer = successor.attention.layer
-        first = not layer.agreed or layer.config.check  # its ranks compare with nothing under way
-        return self.in_step and not first and not torch.is_inference_mode_enabled()  # its tensors don't tell when they are changed
-
-    def _begun(self, layer: BlockLayer, hidden: Tensor, options: Options) -> Inputs:
-        attention, chunks = layer.attention, self.chunks
-        positions, lengths, args, kwargs = options
-
-        def describe() -> Any:
-            geometry, types = attention.describe(hidden, positions, lengths, (*args, *kwargs.values()))
-            if fault := layer.in_the_way():
-                raise ValueError(f"a block of layers: {fault}; run the layer by itself")
-            return geometry, lambda: (*types(), f"a block in {chunks} chunks")
-
-        dtype = autocast(hidden)[0].dtype
-        dim = attention.head_dim
-        call = attention.layer.counted(describe, (hidden,), lambda: Local(attention.local_attention, args, kwargs, dim, dim, dtype))
-        return Inputs(layer, call, by_chunks(call.geometry.kinds, chunks), options)
-
-
 class _Stretch(Stretch):
     """A segment, and the attention behind it, of which hidden states and o are held, and what is kept of attention.
 
@@ -400,18 +212,33 @@ class _Stretch(Stretch):
                 _attend(following, hidden)
 
 
-def _stretched(
-    done: Inputs | None, following: Inputs | None, hidden: Tensor, rerun: Rerun, started: _Started | None = None
-) -> Tensor:
-    """`_segment`, of which autograd keeps nothing if it will be run again."""
+def run_segment(done: Inputs | None, following: Inputs | None, hidden: Tensor, rerun: Rerun, watch: Watch | None = None) -> Tensor:
+    """Run what lies between two attentions; start q, k and v of the second, whose tokens ``following`` gets.
+
+    done        the attention that was run; None in front of the first, where ``hidden`` is returned
+    following   the next one; None behind the last
+    rerun       unless it is "none", autograd keeps nothing: the segment will be run again
+    watch       is called with the node of autograd through which the residual gives its part of a gradient, and its hidden states
+    """
     if rerun == "none":
-        return _segment(done, following, hidden, started)
+        return _segment(done, following, hidden, watch)
     stretch = _Stretch(done, following, hidden)
     with stretch.watched():
-        out = _segment(done, following, hidden, started)
+        out = _segment(done, following, hidden, watch)
     if following is not None:
         following.stretch = stretch
     return out if done is None else stretch.behind(out)
+
+
+def attend(inputs: Inputs, hidden: Tensor, rerun: Rerun) -> None:
+    """Run the attention whose q, k and v are under way, and start its o.
+
+    hidden   as the layer is given
+    """
+    if inputs.stretch is None:
+        _attend(inputs, hidden)
+    else:
+        inputs.stretch.attend(inputs, hidden, keep=rerun == "but attention")
 
 
 def _beside(call: Call, block: Block, head_dim: int, key: Key) -> Exchange:
@@ -422,10 +249,7 @@ def _beside(call: Call, block: Block, head_dim: int, key: Key) -> Exchange:
 
 
 def _attend(inputs: Inputs, hidden: Tensor) -> None:
-    """Walk the program from the finishes of q, k and v to the starts of o.
-
-    hidden   as the layer is given
-    """
+    """Walk the program from the finishes of q, k and v to the starts of o."""
     call, (_, _, args, kwargs), attention = inputs.call, inputs.options, inputs.layer.attention
     if inputs.stretch is None and not inputs.again:
         # In backward it comes behind the starts of dq, dk and dv, whose first chunk nothing else hides.
@@ -467,13 +291,8 @@ def _attend(inputs: Inputs, hidden: Tensor) -> None:
         kept.agree(watched)
 
 
-def _segment(done: Inputs | None, following: Inputs | None, hidden: Tensor, started: _Started | None = None) -> Tensor:
-    """Walk the program from the finishes of o to the starts of the next layer's q, k and v, whose tokens ``following`` gets.
-
-    done        the attention that was run; None in front of the first, where ``hidden`` is returned
-    following   the next one; None behind the last
-    started     what ``done`` was started by, if it was, ahead
-    """
+def _segment(done: Inputs | None, following: Inputs | None, hidden: Tensor, watch: Watch | None = None) -> Tensor:
+    """Walk the program from the finishes of o to the starts of the next layer's q, k and v."""
     here = done or following
     assert here is not None
     roots: list[nn.Module] = []
@@ -491,7 +310,7 @@ def _segment(done: Inputs | None, following: Inputs | None, hidden: Tensor, star
         plain = here.layer.attention.plain
         wgrads = Wgrads(roots, here.call.where, plain, at_once=not late, besides=known)
         shadows = Shadows(*late, wgrads)
-        outs = _walk(done, following, shadows, hidden, started)
+        outs = _walk(done, following, shadows, hidden, watch)
         shadows.end()
         if following is not None:
             outs += following.tokens.values()
@@ -504,18 +323,16 @@ def _segment(done: Inputs | None, following: Inputs | None, hidden: Tensor, star
     return out
 
 
-def _walk(
-    done: Inputs | None, following: Inputs | None, shadows: Shadows, hidden: Tensor, started: _Started | None
-) -> list[Tensor]:
+def _walk(done: Inputs | None, following: Inputs | None, shadows: Shadows, hidden: Tensor, watch: Watch | None) -> list[Tensor]:
     """The chunks of a segment, inside all its modules; returns its hidden states, unless it is in front of the first attention."""
     here = done or following
     assert here is not None
     seq_dim = here.call.geometry.seq_dim
     ranges: list[Ranges] = [(tokens,) for tokens in here.ranges()]
     xs = list(cut(hidden, seq_dim, ranges))
-    if started is not None and xs[0].requires_grad:
+    if watch is not None and xs[0].requires_grad:
         xs = xs if len(xs) > 1 else [hidden.view_as(hidden)]
-        started.watch(xs[0].grad_fn, hidden)
+        watch(xs[0].grad_fn, hidden)
     rotations = [] if following is None else following.rotations()
     of_groups: list[Tensor] = []
     projected: dict[tuple[str, int], Tensor] = {}

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.block import Chain
+from ds_sp_overlap.attention.chain import Chain
 from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.integrations import transformers_driven
 from tests.helpers.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, train_run, worst
@@ -56,13 +56,13 @@ def checkpointed(model, **options):
     return model
 
 
-def against_whole(rank, size, cases, chunks, checkpointing):
+def against_whole(rank, size, cases, chunks, checkpointing, reentrant):
     tokens, figures = batches(1)[0], {}
     for case, options in enumerate(cases):
         options = {**EXACT, "layers": LAYERS, **options}
         whole = outcome(tiny(**options), tokens, 0, 1, None)
         with sequence_parallel_model(size, **options) as (model, group):
-            checkpointed(model)
+            checkpointed(model, use_reentrant=reentrant)
             for count, groups in itertools.product(chunks, range(1, min(model.config.num_attention_heads // size, 2) + 1)):
                 section = dict(scope="block", on_unsupported="error", checkpointing=checkpointing, token_chunks=count)
                 ds_sp_overlap.enable(model, {**section, "head_groups": groups})
@@ -91,10 +91,10 @@ def expected_counts(case, count, groups, checkpointing):
     }
 
 
-@pytest.mark.parametrize("checkpointing", ["recompute", "keep"])
+@pytest.mark.parametrize("checkpointing, reentrant", [("recompute", False), ("recompute", True), ("keep", False)])
 @pytest.mark.parametrize("size, cases, chunks", [(2, FAMILIES, (1, 2, 4)), (4, FAMILIES[1:2], (3,))])
-def test_logits_and_every_gradient_equal_the_whole_sequences(size, cases, chunks, checkpointing):
-    for figures in on_ranks(size, against_whole, size, cases, chunks, checkpointing):
+def test_logits_and_every_gradient_equal_the_whole_sequences(size, cases, chunks, checkpointing, reentrant):
+    for figures in on_ranks(size, against_whole, size, cases, chunks, checkpointing, reentrant):
         assert len(figures) == sum(min(case.get("heads", 4) // size, 2) for case in cases) * len(chunks)
         for (case, count, groups), (error, counts) in figures.items():
             assert error < FP64, (case, count, groups)

@@ -17,12 +17,14 @@ Rooms, each of which imports from those above it alone:
     planner        what overlap would be worth, before anything is run
     doctor, cli    the self-check, and ``ds-sp-overlap``
 
-The way of a query from a model's forward to the wire: ``integrations`` (the forward that was put in place) ->
-``attention.self_attention`` (the block) -> ``attention.layer`` (agreement of the ranks, number of head groups, the schedule) ->
-``attention.linear`` (the projections' own hooks) -> ``attention.nodes`` (one node, which projects) -> ``attention.execution`` (in its
-turn) -> ``exchange.exchange`` (packed) -> ``exchange.transport``. In the drop-in it goes from ``attention.layer`` straight to
-``attention.execution``, since it is projected already. The way back is autograd's: ``attention.nodes`` (do),
-``exchange.exchange`` (dq, dk, dv start), ``attention.nodes`` (dx and the weights).
+The way of a query from a rebound forward to the wire, each calling the next: ``integrations.rebinding`` (was put in place of the
+layer's forward) -> ``integrations.transformers_driven`` (what the layer asks for) -> ``attention.self_attention`` (the block) ->
+``attention.linear`` (the projections' own hooks) -> ``attention.nodes`` (one node of autograd, which projects) ->
+``attention.execution`` (walks the schedule) -> ``exchange.exchange`` -> ``exchange.in_flight`` (packed) -> ``exchange.transport``.
+
+Before it projects, the block asks ``attention.layer``: agreement of the ranks, number of head groups, the schedule. In the drop-in
+the way leads from there straight to ``attention.execution``, since q is projected already. The way back is autograd's:
+``attention.nodes`` (do), ``exchange.exchange`` (dq, dk, dv start), ``attention.nodes`` (dx and the weights).
 """
 
 from .attention.drop_in import DistributedAttention

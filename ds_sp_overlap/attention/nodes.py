@@ -385,9 +385,7 @@ class _FinishOutput(Node):
         return None, dw.whole(), db, *(token if needed else None for needed in of_tokens)
 
 
-def finish_projected(
-    call: Call, module: nn.Linear, leaves: bool | None, tokens: tuple[Tensor, ...]
-) -> Tensor | tuple[Tensor, Tensor | None]:
+def finish_projected(call: Call, module: nn.Linear, leaves: bool | None, *tokens: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
     """Walk the section of the output, with the tokens of the groups and ``module``; returns what it returns.
 
     leaves   whether that is ``(y, bias to add)``, None for y alone

@@ -233,12 +233,9 @@ class SelfAttention:
                 watched = self.watched(call, hidden_states, attend, args, kwargs)
                 checkpointing = self.layer.config.checkpointing
                 visit = None if checkpointing == "recompute" else current(self.layer.where)
-                return call_through(
-                    [*made.called, self.o_proj],
-                    lambda x: windowed(call, made, watched, visit, checkpointing == "offload", self.o_proj, leaves, x),
-                    hidden_states,
-                )
-            started = call_through(made.called, lambda x: start_projected(call, made, x), hidden_states)
+                layer = partial(windowed, call, made, watched, visit, checkpointing == "offload", self.o_proj, leaves)
+                return call_through([*made.called, self.o_proj], layer, hidden_states)
+            started = call_through(made.called, partial(start_projected, call, made), hidden_states)
             tokens = dict(zip(call.schedule.starts, started))
         else:
             turn = self.rope
@@ -248,7 +245,7 @@ class SelfAttention:
         if self.o_proj in split:
             of_groups = [tokens["o", group] for group in call.groups]
             leaves = self.plain[type(self.o_proj).forward](self.o_proj)
-            return call_through([self.o_proj], lambda *tokens: finish_projected(call, self.o_proj, leaves, tokens), *of_groups)
+            return call_through([self.o_proj], partial(finish_projected, call, self.o_proj, leaves), *of_groups)
         outputs: dict[int, Tensor] = {}
         finish_output(call, tokens, outputs.__setitem__)
         heads = [call.geometry.heads_of("q", group) for group in call.groups]

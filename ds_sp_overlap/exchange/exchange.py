@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, compress, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +43,18 @@ def refuse_second_derivatives(where: str) -> None:
         )
 
 
-class Node(torch.autograd.Function):
-    """A node of autograd, made for less of the host's time: what torch does for functorch first is left out where that is off."""
+class _Apply:
+    """``apply`` for less of the host's time: what torch does for functorch first is left out where that is off."""
 
-    @classmethod
-    def apply(cls, *args):
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # untyped in torch
+    def __get__(self, node: object, kind: type[Node]) -> Any:
+        above = Node if torch._C._are_functorch_transforms_active() else torch.autograd.Function
+        return super(above, kind).apply  # type: ignore[misc]  # untyped in torch
+
+
+class Node(torch.autograd.Function):
+    """A node of autograd."""
+
+    apply: Any = _Apply()
 
 
 class Exchange:

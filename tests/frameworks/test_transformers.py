@@ -6,10 +6,13 @@ four more digits; `test_the_tolerance_catches_a_fault` proves that it is tight e
 """
 
 import contextlib
+import inspect
 import itertools
 import os
+import re
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from unittest import mock
 
@@ -1010,3 +1013,29 @@ def test_bad_input_is_a_clear_error_on_every_rank_and_changes_nothing(bad_inputs
         assert raised is not None, "nothing was raised"
         assert raised[0] == "ValueError" and BAD[fault] in raised[1], raised
         assert unchanged
+
+
+def way_of_the_first_exchange(rank):
+    """Modules of the package from a layer's forward to the transport, outermost first."""
+    package, ways, launch = Path(ds_sp_overlap.__file__).parent, [], C10d.launch
+
+    def recorded(self, *args):
+        files = [Path(frame.filename) for frame in traceback.extract_stack()] + [Path(inspect.getfile(C10d))]
+        inside = [file.relative_to(package).with_suffix("") for file in files if file.is_relative_to(package)]
+        ways.append([module for module, _ in itertools.groupby(".".join(file.parts) for file in inside)])
+        return launch(self, *args)
+
+    with sequence_parallel_model(2) as (model, _), mock.patch.object(C10d, "launch", recorded):
+        ds_sp_overlap.enable(model, {"head_groups": 1})
+        inputs = cut(batches(1)[0], rank, 2)
+        inputs.pop("labels")
+        model(**inputs, use_cache=False)
+    rebound = max(at for at, module in enumerate(ways[0]) if module == "integrations.rebinding")  # of models around the layer too
+    return ways[0][rebound:]
+
+
+def test_the_way_of_a_query_to_the_wire_enters_no_file_twice_and_is_the_one_that_the_package_describes():
+    described = ds_sp_overlap.__doc__.split("The way of a query")[1].split("\n\n")[0]
+    for way in on_ranks(2, way_of_the_first_exchange):
+        assert way == re.findall(r"``([a-z]+\.[a-z_]+)``", described)
+        assert len(way) == len(set(way)) <= 10

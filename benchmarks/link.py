@@ -14,6 +14,7 @@ stops the run. All variants run in turn inside one loop, each step after a barri
     phase limit    the same for forward and backward apart, and added up: a forward exchange can't hide behind the backward. Half
                    of the exchange but only a third of the arithmetic is forward, so that near exchange = compute no schedule
                    of one layer comes closer to the limit than a sixth
+    no order below of a block: by the planner's arithmetic, what waits for what, see `ds_sp_overlap.planner.limit`
     side by side   compute and exchange of unrelated data at once: what is above the limit here is the processor time that
                    moving bytes takes from a rank's core, and no schedule can win it back
 
@@ -65,6 +66,11 @@ def configs(args: argparse.Namespace) -> dict[str, dict]:
     return every
 
 
+def blocks(args: argparse.Namespace) -> list[tuple[str, int, int]]:
+    """Variants of whole blocks: name, C and G."""
+    return [(f"block, C = {c}, G = {g}", c, g) for c, g in itertools.product(args.blocks or [], args.groups)]
+
+
 # One rank.
 
 
@@ -92,8 +98,9 @@ def measure(variants: dict, args: argparse.Namespace) -> tuple[dict[str, list[fl
     return times, {name: statistics.median(values) for name, values in others.items()}
 
 
-def predict(shape, args: argparse.Namespace) -> dict[str, float]:
-    """Step ms of each schedule by `ds_sp_overlap.planner`, at rates that its own measurement finds on this link. Collective."""
+def predict(shape, args: argparse.Namespace, layers: int, intermediate: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Step ms of each schedule by `ds_sp_overlap.planner`, at rates that its own measurement finds on this link; and of blocks the ms
+    that no order stays below. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -102,7 +109,15 @@ def predict(shape, args: argparse.Namespace) -> dict[str, float]:
     from ds_sp_overlap.schedule import by_head_groups
 
     layer = LayerShape(
-        shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.seq, args.ranks, shape.batch, shape.dtype.itemsize
+        shape.width,
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.seq,
+        args.ranks,
+        shape.batch,
+        shape.dtype.itemsize,
+        intermediate,
     )
     rates = measure.rates(layer, dist.group.WORLD, torch.device("cpu"))
     one = Costs(layer, rates, 1)
@@ -110,13 +125,17 @@ def predict(shape, args: argparse.Namespace) -> dict[str, float]:
     for groups in args.groups:
         costs = Costs(layer, rates, groups)
         played[f"G = {groups}"] = costs.played(by_head_groups(costs.geometry.kinds))
-    return {name: of.step_ms for name, of in played.items()}
+    steps, limits = {name: layers * of.step_ms for name, of in played.items()}, {}
+    for name, chunks, groups in blocks(args):
+        of_block = plan.BlockCosts(layer, rates, groups, chunks)
+        steps[name], limits[name] = of_block.played(of_block.block.chain(layers)).step_ms, layers * of_block.limit()
+    return steps, limits
 
 
 def work(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
-    from benchmarks.stack import Stack
+    from benchmarks.stack import LAYERS, Stack, intermediate_of
     from benchmarks.variants import Layer, Shape, Silent, check_parity, free_wire
 
     join(args.rank, args.ranks)
@@ -133,14 +152,12 @@ def work(args: argparse.Namespace) -> None:
         **{f"compute: G = {g}": lambda run=run: layer.step(run) for g, run in silent.items()},
         "forward": lambda: layer.forward(silent[args.groups[0]]),
     }
-    peak, predicted, kept = {}, {}, None
+    peak, predicted, limits, kept = {}, {}, {}, None
     if not args.only_compute:
         ours = {name: lambda mover=None, config=config: layer.ours(mover, **config) for name, config in configs(args).items()}
-        if args.blocks:
-            for chunks, groups in itertools.product(args.blocks, args.groups):
-                name = f"block, C = {chunks}, G = {groups}"
-                ours[name] = lambda mover=None, c=chunks, g=groups: layer.block(c, mover, head_groups=g)
-        else:
+        for name, chunks, groups in blocks(args):
+            ours[name] = lambda mover=None, c=chunks, g=groups: layer.block(c, mover, head_groups=g)
+        if not args.blocks:
             ours["five of eight"] = layer.five_of_eight
         runs = {"DeepSpeed": stock} | {name: make() for name, make in ours.items()}
         if not args.blocks:
@@ -154,7 +171,7 @@ def work(args: argparse.Namespace) -> None:
             peak |= {name: layer.peak_bytes(make(Silent())) for name, make in ours.items()}
             if kept is not None:
                 peak["G = auto"] = layer.peak_bytes(stock if kept == "off" else layer.ours(Silent(), head_groups=kept))
-        predicted = {} if args.blocks else predict(shape, args)
+        predicted, limits = predict(shape, args, *((LAYERS, intermediate_of(shape.width)) if args.blocks else (1, 0)))
         launch = layer.exchanges()
 
         def side_by_side():
@@ -168,10 +185,11 @@ def work(args: argparse.Namespace) -> None:
     if args.rank == 0:
         result = {
             "times_ms": times,
-            "wire_bytes": shape.wire_bytes(args.ranks) * (3 if args.blocks else 1),
+            "wire_bytes": shape.wire_bytes(args.ranks) * (LAYERS if args.blocks else 1),
             "peak_bytes": peak,
             "thread_ms": others,
             "plan_ms": predicted,
+            "limit_ms": limits,
             "kept": kept,
         }
         print(json.dumps(result), flush=True)
@@ -206,6 +224,7 @@ def rows_of(target: float, mbit: float, result: dict) -> list[dict]:
                 "step / phase limit": round(median[name] / phases, 3) if whole or name == "side by side" else "",
                 "DeepSpeed / step": round(median["DeepSpeed"] / median[name], 2) if whole else "",
                 "plan ms": round(result["plan_ms"][name], 1) if name in result["plan_ms"] else "",
+                "no order below, ms": round(result["limit_ms"][name], 1) if name in result["limit_ms"] else "",
                 "plan error": f"{result['plan_ms'][name] / median[name] - 1:+.1%}" if name in result["plan_ms"] else "",
                 "thread CPU ms": round(result["thread_ms"][name], 1) if name in result["thread_ms"] else "",
                 "peak MiB": round(result["peak_bytes"][name] / 2**20, 1) if whole else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,25 +16,29 @@ from ..autotune.costs import LayerShape, Rates
 LONGEST = 8192  # tokens of attention that are timed; its rate hardly changes beyond, its time does
 
 
-def _seconds(run: Callable[[], Any], group: Any, device: torch.device, repeat: int = 5) -> float:
-    """Median time of ``run``, of the slowest rank; synchronises the device."""
+def _seconds(run: Callable[[], Any], group: Any, device: torch.device) -> float:
+    """Median time of ``run``, of the slowest rank, over at least half a second of runs; synchronises the device."""
 
     def finished() -> float:
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
         return time.perf_counter()
 
-    times = []
-    for _ in range(repeat + 2):
+    def median(repeat: int) -> float:
+        times = []
+        for _ in range(repeat):
+            if group is not None:
+                dist.barrier(group)
+            begin = finished()
+            run()
+            times.append(finished() - begin)
+        took = torch.tensor(statistics.median(times), dtype=torch.float64, device=device)
         if group is not None:
-            dist.barrier(group)
-        begin = finished()
-        run()
-        times.append(finished() - begin)
-    took = torch.tensor(sorted(times[2:])[repeat // 2], dtype=torch.float64, device=device)
-    if group is not None:
-        dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
-    return took.item()
+            dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
+        return took.item()
+
+    median(1)  # the first takes longer
+    return median(min(max(5, int(0.5 / median(1))), 100))  # as often on every rank, and long enough for a processor's moods
 
 
 def rates(layer: LayerShape, group: Any, device: torch.device) -> Rates:

@@ -251,14 +251,19 @@ def outcome(model, tokens, rank, size, group, positions=None, mask=None):
     logits = model(**inputs, use_cache=False).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    logits = logits.detach() if mask is None else logits.detach() * mask[..., None]
+    return of_all_ranks({"logits": logits.detach() if mask is None else logits.detach() * mask[..., None]}, found, size, group)
+
+
+def of_all_ranks(local, gradients, size, group):
+    """Tensors [b, s/P, ..] of the whole sequence, and gradients summed, over an sp group; as they are where there is none."""
     if group is not None:
-        for gradient in found.values():
+        for name, x in local.items():
+            parts = [torch.empty_like(x) for _ in range(size)]
+            torch.distributed.all_gather(parts, x.contiguous(), group=group)
+            local[name] = torch.cat(parts, 1)
+        for gradient in gradients.values():
             torch.distributed.all_reduce(gradient, group=group)
-        parts = [torch.empty_like(logits) for _ in range(size)]
-        torch.distributed.all_gather(parts, logits.contiguous(), group=group)
-        logits = torch.cat(parts, 1)
-    return {"logits": logits, **found}
+    return {**local, **gradients}
 
 
 def worst(found, expected):

@@ -72,13 +72,15 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_order_that_cannot_be_run_is_refused(name):
-    which, step, before, says = REFUSED[name]
-    made = by_head_groups(("qkv", "qkv"))
+def refuses(made, kinds, which, step, before, says):
     changed = moved(getattr(made, which), step_of(step), step_of(before))
     with pytest.raises(ValueError, match=f"^schedule, {which}: {re.escape(says)}"):
-        check(Schedule(**{"forward": made.forward, "backward": made.backward, which: changed}), ("qkv", "qkv"))
+        check(replace(made, **{which: changed}), kinds)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_order_that_cannot_be_run_is_refused(name):
+    refuses(by_head_groups(("qkv", "qkv")), ("qkv", "qkv"), *REFUSED[name])
 
 
 @pytest.mark.parametrize(
@@ -173,12 +175,8 @@ REFUSED_OF_A_WINDOW = {
 
 @pytest.mark.parametrize("name", REFUSED_OF_A_WINDOW)
 def test_an_order_in_which_a_window_cannot_be_run_is_refused(name):
-    which, step, before, says = REFUSED_OF_A_WINDOW[name]
     kinds = ("qkv", "q", "qkv", "qkv")
-    made = by_window(kinds, (1, 1, 2, 3), 2)
-    changed = moved(getattr(made, which), step_of(step), step_of(before))
-    with pytest.raises(ValueError, match=f"^schedule, {which}: {re.escape(says)}"):
-        check(replace(made, **{which: changed}), kinds)
+    refuses(by_window(kinds, (1, 1, 2, 3), 2), kinds, *REFUSED_OF_A_WINDOW[name])
 
 
 def test_what_is_not_made_again_is_missed():

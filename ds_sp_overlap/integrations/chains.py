@@ -1,4 +1,4 @@
-"""Transformer layers one after another, run as a chain (`attention.block`): what is the same in every framework.
+"""Transformer layers one after another, run as a chain (`attention.chain`): what is the same in every framework.
 
 The forward of each is rebound, and starts the q, k and v of the layer behind it in its list of modules. Whatever else a model does
 with its layers (leaves some out, calls one twice or by itself, changes hidden states between two) gives the same results: what was
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.block import BlockLayer, Chain, Rerun
+from ..attention.block import BlockLayer, Rerun
+from ..attention.chain import Chain
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
 from ..autotune.trial import BLOCK, LAYER, Candidate
@@ -36,6 +37,7 @@ class Course:
     """One forward of a model: its chain of layers.
 
     lengths   local length of every rank
+    rerun     what of its layers is run again in backward, by gradient checkpointing
     reasons   of each of its layers why it can't run in the chain; empty if it can
     ahead     tells the layer that last started its successor's q, k and v whether they were of use; None where there is none
     made      what its layers have in common, made for the first of them
@@ -43,6 +45,7 @@ class Course:
 
     def __init__(self, config: SpOverlapConfig, lengths: Sequence[int]):
         self.chain, self.lengths = Chain(config.chunks_for(lengths)), list(lengths)
+        self.rerun: Rerun = "none"
         self.reasons: dict[Link, str] = {}
         self.ahead: Callable[[bool], None] | None = None
         self.made: dict[Any, Any] = {}
@@ -61,11 +64,11 @@ class Courses:
         self.course: Course | None = None
 
     @contextlib.contextmanager
-    def running(self, lengths: Sequence[int]) -> Iterator[None]:
+    def running(self, lengths: Sequence[int]) -> Iterator[Course]:
         """The body is a forward of the model over so many tokens of each rank."""
         self.course = course = Course(self.config, lengths)
         try:
-            yield
+            yield course
             course.settle(False)  # of a layer that never came
         finally:
             self.course = None
@@ -98,7 +101,7 @@ class Link(ABC):
     @property
     def rerun(self) -> Rerun:
         """What of the layer is run again in backward, by gradient checkpointing."""
-        return "none"
+        return "none" if self.courses.course is None else self.courses.course.rerun
 
     @property
     def lacks(self) -> str:

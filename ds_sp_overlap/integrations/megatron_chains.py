@@ -2,19 +2,23 @@
 
 A layer is read as a decoder layer of transformers is, by running its own forward on recorders. What is different is its form:
 hidden states are [s/P, b, m], attention, MLP and linear layers return ``(output, bias)``, the layer ``(hidden states, 0)``.
+
+Activation checkpointing of the layers, one by one, is done by the chain, cut at attention.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from deepspeed.runtime.activation_checkpointing import checkpointing as of_deepspeed
 from torch import nn
 
 from ..attention.self_attention import SelfAttention
+from ..config import SpOverlapConfig
 from .chains import Course, Courses, Link
 from .layers import Around
 from .rebinding import rebind
@@ -23,6 +27,7 @@ from .transformers_labels import Unknown
 from .tried_out import Form
 
 Asked = Callable[[dict[str, Any], dict], dict[str, Any]]
+CHECKPOINTED = "_checkpointed_forward"  # what runs the layers under activation checkpointing
 
 
 def _width(attention: Any) -> int:
@@ -64,9 +69,8 @@ class ParallelTransformerLayer(Link):
 
     @property
     def lacks(self) -> str:
-        again = getattr(self.around, "checkpoint_activations", False)
-        again = again or getattr(self.around, "recompute_granularity", None) == "full"
-        return "in training one by one: activation checkpointing" if again else ""
+        reason = _no_rerun(self.around, self.courses.config)
+        return reason and f"in training one by one: {reason}"
 
     def use(self) -> None:
         """Its modules are never replaced."""
@@ -87,22 +91,75 @@ def list_of(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
     return modules[at.rpartition(".")[0]]
 
 
+def _no_rerun(around: Any, config: SpOverlapConfig) -> str:
+    """Why a chain can't do the activation checkpointing of the layers of ``around``; empty if it can, or there is none."""
+    if getattr(around, "checkpoint_activations", False):
+        layers = getattr(around, "checkpoint_num_layers", 1)
+    elif getattr(around, "recompute_granularity", None) == "full":
+        layers = getattr(around, "recompute_num_layers", 1)
+        if around.recompute_method != "uniform" or around.distribute_saved_activations:
+            return "activation checkpointing of some layers, or of activations that are spread over ranks"
+    else:
+        return ""
+    what = "activation checkpointing"
+    if layers != 1:
+        return f"{what} of {layers} layers at a time"
+    if config.checkpointing == "offload" or config.scope == "auto":
+        return f'{what}, with sp_overlap.checkpointing "offload" or scope "auto"'
+    if any((of_deepspeed.PARTITION_ACTIVATIONS, of_deepspeed.CPU_CHECKPOINT, of_deepspeed.CONTIGUOUS_CHECKPOINTING)):
+        return f"{what} with partitioned, contiguous or offloaded activations"
+    # Its numbers are drawn from generators that Megatron keeps, and puts back for its own checkpoints only.
+    inside = (inner for layer in around.layers for inner in layer.modules())
+    if any(isinstance(inner, nn.Dropout) and inner.p > 0 or getattr(inner, "dropout_p", 0) for inner in inside):
+        return f"{what} with dropout"
+    return ""
+
+
+@contextlib.contextmanager
+def _cut_at_attention(around: Any, links: Sequence[Link], course: Course, config: SpOverlapConfig) -> Iterator[None]:
+    """The body is a forward of ``around``, whose ``links`` do the checkpointing of its layers if they can."""
+    original = getattr(around, CHECKPOINTED, None)
+    if original is None or CHECKPOINTED in vars(around):
+        yield
+        return
+
+    def forward(hidden_states, attention_mask, encoder_output, enc_dec_attn_mask, rotary_pos_emb, *more):
+        whole = encoder_output is None and [link.module for link in links] == list(around.layers)
+        if not whole or _no_rerun(around, config) or any(link.why_not(course) for link in links):
+            return original(hidden_states, attention_mask, encoder_output, enc_dec_attn_mask, rotary_pos_emb, *more)
+        course.rerun, losses = "all" if config.checkpointing == "recompute" else "but attention", []
+        for layer in around.layers:
+            hidden_states, loss = layer(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb)
+            losses.append(loss)
+        return hidden_states, losses
+
+    setattr(around, CHECKPOINTED, forward)
+    try:
+        yield
+    finally:
+        delattr(around, CHECKPOINTED)
+
+
 def around(chains: list[list[Link]], courses: Courses, sp_size: int) -> list[Around]:
     """What rebinds the layers, and the modules that run them."""
 
-    def course_of(module: Any) -> Callable:
+    def course_of(module: Any, links: list[Link]) -> Callable:
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
             if courses.course is not None or hidden is None:  # of a stage of a pipeline
                 return original(*args, **kwargs)
-            with courses.running([len(hidden)] * sp_size):
+            with courses.running([len(hidden)] * sp_size) as course, _cut_at_attention(module, links, course, courses.config):
                 return original(*args, **kwargs)
 
         return forward
 
-    links = [link for chain in chains for link in chain]
-    outer = dict.fromkeys(link.around for link in links if isinstance(link, ParallelTransformerLayer))
-    hosts = [Around(module, partial(rebind, module, course_of(module), False)) for module in outer]
-    return hosts + [Around(link.module, partial(rebind, link.module, link.forward)) for link in links]
+    of_module: dict[Any, list[Link]] = {}
+    for link in (link for chain in chains for link in chain):
+        if isinstance(link, ParallelTransformerLayer):
+            of_module.setdefault(link.around, []).append(link)
+    hosts = [Around(module, partial(rebind, module, course_of(module, links), False)) for module, links in of_module.items()]
+    return hosts + [
+        Around(link.module, partial(rebind, link.module, link.forward)) for links in of_module.values() for link in links
+    ]

@@ -54,8 +54,8 @@ def _no_rerun(module: Any, config: SpOverlapConfig) -> str:
     given = function.keywords if isinstance(function, functools.partial) else {}
     if config.checkpointing == "offload":
         return 'gradient checkpointing, with sp_overlap.checkpointing "offload"'
-    if getattr(function, "func", None) is not checkpoint or given.get("use_reentrant") is not False:
-        return "gradient checkpointing that is not torch's with use_reentrant=False"
+    if getattr(function, "func", None) is not checkpoint:
+        return "gradient checkpointing that is not torch's"
     if given.get("context_fn", noop_context_fn) not in (noop_context_fn, keep_attention) or given.get("debug"):
         return "gradient checkpointing with a context_fn or debug"
     return ""

@@ -27,6 +27,7 @@ from tests.helpers.models import (
     batches,
     cut,
     document_by_document,
+    of_all_ranks,
     outcome,
     packed,
     scaled_values,
@@ -228,7 +229,7 @@ WAYS = {
     "gradient checkpointing": (lambda model: checkpointing(model, False), ALL),
     "a checkpoint around all layers": (lambda model: checkpoint_around(model, False), [[]] * 6),
     "a reentrant checkpoint around all layers": (lambda model: checkpoint_around(model, True), [[]] * 6),
-    "reentrant gradient checkpointing": (lambda model: checkpointing(model, True), [[]] * 3),
+    "reentrant gradient checkpointing": (lambda model: checkpointing(model, True), ALL),
     **{
         f"{'a reentrant' if reentrant else 'a'} checkpoint around {words}": (
             lambda model, reentrant=reentrant, which=which: other_layers(
@@ -399,15 +400,7 @@ def used(model, tokens, rank, size, group):
         with mode():
             found[mode.__name__] = model(**inputs[0], use_cache=False).logits.clone()
     model.train()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    if group is not None:
-        for name, x in found.items():
-            parts = [torch.empty_like(x) for _ in range(size)]
-            torch.distributed.all_gather(parts, x.contiguous(), group=group)
-            found[name] = torch.cat(parts, 1)
-        for gradient in gradients.values():
-            torch.distributed.all_reduce(gradient, group=group)
-    return {**found, **gradients}
+    return of_all_ranks(found, {name: p.grad.clone() for name, p in model.named_parameters()}, size, group)
 
 
 def compared_in_use(rank):
@@ -474,15 +467,7 @@ def routed(model, tokens, rank, size, group, record):
         loss = loss + by_row.square().sum()
     loss.backward()
     found = {name: x.detach() for name, x in found.items()}
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    if group is not None:
-        for name, x in found.items():
-            parts = [torch.empty_like(x) for _ in range(size)]
-            torch.distributed.all_gather(parts, x.contiguous(), group=group)
-            found[name] = torch.cat(parts, 1)
-        for gradient in gradients.values():
-            torch.distributed.all_reduce(gradient, group=group)
-    return {**found, **gradients}
+    return of_all_ranks(found, {name: p.grad.clone() for name, p in model.named_parameters()}, size, group)
 
 
 def recorded_routers(rank):
@@ -579,13 +564,16 @@ def said_of_kinds(rank):
         "whole": {"projections": False},
         "again": {},
         "offload": {"checkpointing": "offload"},
-        "reentrant": {},
+        "not torch's": {},
     }
     for what, section in sections.items():
         report = ds_sp_overlap.enable(model, {"scope": "block", **section}, torch.distributed.group.WORLD)
         found[what] = report.layers[0].lacks
         if what != "window":
-            model.gradient_checkpointing_enable({"use_reentrant": what == "offload"})  # of the next
+            model.gradient_checkpointing_enable({"use_reentrant": what == "again"})  # of the next
+        if what == "offload":
+            for layer in model.model.layers:
+                layer._gradient_checkpointing_func = functools.partial(lambda function, *args, **_: function(*args))
     return found
 
 
@@ -599,7 +587,7 @@ def test_the_table_says_which_layers_run_as_a_block_and_why_the_others_do_not():
         assert "no block: LlamaDecoderLayer: sp_overlap.projections is false" in found["whole"]
         assert "no block: LlamaDecoderLayer: sp_overlap.window is of layers one by one" in found["window"]
         assert found["again"] == ""
-        assert found["reentrant"] == ("in training one by one: gradient checkpointing that is not torch's with use_reentrant=False")
+        assert found["not torch's"] == "in training one by one: gradient checkpointing that is not torch's"
         assert found["offload"] == 'in training one by one: gradient checkpointing, with sp_overlap.checkpointing "offload"'
 
 

@@ -129,6 +129,7 @@ WAYS = {
     "early exit": (dict(way=functools.partial(set_to, stops=2), stops=2), [ran("-", "-"), ran(">", "<")]),  # the last never compared
     "a reentrant checkpoint": (dict(way=functools.partial(set_to, checkpointed="reentrant")), [[], []]),
     "a checkpoint": (dict(way=functools.partial(set_to, checkpointed="not reentrant")), [[], []]),
+    "checkpoints of two layers": (dict(way=functools.partial(set_to, checkpoint_activations=True, checkpoint_num_layers=2)), [[], []]),
     "accumulated gradients": (dict(times=2), [ran("-", "-", "-"), *[whole_chain()] * 3]),
     "frozen weights": (dict(prepare=frozen), [ran("-", "-", "-"), whole_chain()]),
 }  # fmt: skip
@@ -143,6 +144,34 @@ def test_whatever_happens_to_layers_results_are_those_of_the_whole_sequence():
         for name, (found, forwards, _) in results.items():
             assert found == [], (name, found)
             assert forwards == WAYS[name][1], (name, forwards)
+
+
+def checkpointed(rank):
+    """Under activation checkpointing of each layer: what is wrong, what ran in chains, and how many layers the chain ran again."""
+    found = {}
+    for mode in ("recompute", "keep"):
+        for prepare in (nothing_to, drop_out_in_attention)[: 2 if mode == "recompute" else 1]:  # nothing else can keep attention
+            with Runs() as runs:
+                way = functools.partial(set_to, checkpoint_activations=True)
+                wrong, forwards, _ = compared(rank, Model(), {"checkpointing": mode}, way, prepare=prepare)
+            found[mode, prepare.__name__] = wrong, forwards, runs.rerun
+    return found
+
+
+def nothing_to(model):
+    pass
+
+
+def drop_out_in_attention(model):
+    """As its layers say; what they compute stays as it is."""
+    model.layers[1].self_attention.dropout_p = 0.1
+
+
+def test_activation_checkpointing_of_each_layer_is_done_by_the_chain():
+    for found in on_ranks(2, checkpointed):
+        for mode in ("recompute", "keep"):
+            assert found[mode, "nothing_to"] == ([], [ran("-", "-", "-"), whole_chain()], 6)
+        assert found["recompute", "drop_out_in_attention"] == ([], [[], []], 0)
 
 
 def evaluated(rank):
@@ -227,7 +256,7 @@ def said(rank):
         report = ds_sp_overlap.enable(model, BLOCK)
         bound = [name for name, module in model.named_modules() if "forward" in vars(module) and name.count(".") == 1]
         found[change.__name__] = [(layer.got, layer.lacks) for layer in report.layers], bound
-    model.checkpoint_activations = True
+    model.checkpoint_activations, model.checkpoint_num_layers = True, 2
     report = ds_sp_overlap.enable(model, BLOCK)
     alone = megatron_layers.layer(Model(), torch.distributed.group.WORLD)
     return found, report.layers[0].lacks, ds_sp_overlap.enable(alone, BLOCK).layers[0].lacks
@@ -246,7 +275,7 @@ def test_the_table_says_which_layers_run_as_a_block_and_why_the_others_do_not():
                 "",
             ]
             assert bound == ["layers.0", "layers.2"]
-        assert again == "in training one by one: activation checkpointing"
+        assert again == "in training one by one: activation checkpointing of 2 layers at a time"
         assert alone == "no block: ParallelTransformerLayer: it is in no list of layers"
 
 

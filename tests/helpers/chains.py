@@ -2,14 +2,17 @@
 
 from unittest import mock
 
-from ds_sp_overlap.attention.block import Chain
+from ds_sp_overlap.attention.chain import Chain
 
 
 class Runs:
-    """Counts what ran in chains: of each forward the layers, and how many of them found their q, k and v started."""
+    """Counts what ran in chains: of each forward the layers, and how many of them found their q, k and v started.
+
+    rerun   of how many layers the chain did the gradient checkpointing
+    """
 
     def __init__(self):
-        self.forwards = []
+        self.forwards, self.rerun = [], 0
 
     def __enter__(self):
         runs, begun, run = self, Chain.__init__, Chain.run
@@ -20,6 +23,7 @@ class Runs:
 
         def count(chain, layer, successor, hidden, **options):
             expected = chain.ahead is layer
+            runs.rerun += options["rerun"] != "none"
             out = run(chain, layer, successor, hidden, **options)
             runs.forwards[-1].append((expected and chain.in_step, chain.ahead is not None))
             return out

@@ -6,7 +6,8 @@ The contract (commit 4efb479d), beside that of `megatron_layers`:
   or ``normed + ...`` where residuals come from behind the norms. It may drop paths;
 - an MLP leaves the bias of its first linear layer to a fused activation, and may leave its last one to the layer;
 - experts return three tensors;
-- the layers are in a list, ``layers``, of a module that runs them one by one, or under activation checkpoints.
+- the layers are in a list, ``layers``, of a module that runs them one by one, or under activation checkpoints, with
+  ``checkpoint_activations`` so many of them at a time as ``checkpoint_num_layers`` says, in ``_checkpointed_forward``.
 """
 
 import math
@@ -147,9 +148,28 @@ class ParallelTransformer(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(ParallelTransformerLayer(shape, group, number) for number in range(1, shape.layers + 1))
         self.stops, self.between, self.checkpointed = shape.layers, lambda at, x: x, None
-        self.checkpoint_activations = False
+        self.checkpoint_activations, self.checkpoint_num_layers = False, 1
+
+    def _checkpointed_forward(
+        self, hidden_states, attention_mask, encoder_output, enc_dec_attn_mask, rotary_pos_emb, first_microbatch
+    ):
+        losses = []
+        for at in range(0, len(self.layers), self.checkpoint_num_layers):
+
+            def run(x, at=at):
+                found = []
+                for layer in self.layers[at : at + self.checkpoint_num_layers]:
+                    x, loss = layer(x, attention_mask, encoder_output, enc_dec_attn_mask, rotary_pos_emb=rotary_pos_emb)
+                    found.append(loss)
+                return x, *found
+
+            hidden_states, *found = checkpoint(run, hidden_states, use_reentrant=True)
+            losses += found
+        return hidden_states, losses
 
     def forward(self, hidden_states, attention_mask, rotary_pos_emb=None):
+        if self.checkpoint_activations:
+            return self._checkpointed_forward(hidden_states, attention_mask, None, None, rotary_pos_emb, None)
         losses = []
         for at, layer in enumerate(self.layers[: self.stops]):
             if self.checkpointed is None:

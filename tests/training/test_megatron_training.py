@@ -180,6 +180,15 @@ def test_with(stock, overlapped, options):
     assert set(got.exchanges) == {"async"}
 
 
+@pytest.mark.parametrize("options", [WITH["checkpoint activations"], WITH["full recompute"]], ids=["deepspeed's", "full recompute"])
+@pytest.mark.parametrize("checkpointing", ["recompute", "keep"])
+def test_a_block_does_the_checkpointing_of_its_layers(run, stock, options, checkpointing):
+    section = {"scope": "block", "head_groups": 1, "token_chunks": 4, "checkpointing": checkpointing}
+    got = run(section=section, steps=10, **options)
+    assert excess(got, stock(steps=10, **options)) == {}
+    assert got.exchanges == {"async": 10 * LAYERS * 4 * 5}  # of a chunk: qkv, o, do, dqkv, and qkv once more
+
+
 def test_dropout_draws_what_stock_draws(stock, overlapped):
     """One head group: attention is called once, as by stock. More groups draw other numbers."""
     options = {"steps": 10, "more": ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")}

@@ -57,10 +57,11 @@ class Course:
 
 
 class Courses:
-    """The forwards of a model; ``course`` is that which is running."""
+    """The forwards of a model; ``course`` is that which is running, ``known`` what was read of its layers."""
 
     def __init__(self, config: SpOverlapConfig):
         self.config = config
+        self.known: list[BlockReader] = []
         self.course: Course | None = None
 
     @contextlib.contextmanager

@@ -63,7 +63,7 @@ class ParallelTransformerLayer(Link):
             raise Unknown("residuals in fp32")
         form = Form(_width, is_linear, token_dim=0, biases=True, absent=("aggregated_moe_loss",))
         with contextlib.redirect_stdout(io.StringIO()):  # its fused norm says, at every call, that it is on a CPU
-            reader = BlockReader(module, child, form)
+            reader = BlockReader(module, child, form, courses.known)
         self.ask, self.around = ask, around
         super().__init__(name, module, reader, attention, courses)
 

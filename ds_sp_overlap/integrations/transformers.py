@@ -60,12 +60,12 @@ def unregister(model: nn.Module) -> None:
                 functions[name] = stock.attn
 
 
-def _read(name: str, module: Any) -> tuple[Reader | None, str]:
+def _read(name: str, module: Any, known: list[Reader]) -> tuple[Reader | None, str]:
     """What is known about a layer's forward, or why nothing is."""
     if "forward" in vars(module):
         return None, "its forward was replaced"
     try:
-        return Reader(name, module), ""
+        return Reader(name, module, known), ""
     except Unknown as error:
         return None, str(error)
 
@@ -89,6 +89,7 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
     whole: dict[str, Driven] = {}  # layers that are driven whole
     hosts: dict[str, dict[str, nn.Module]] = {}  # bound layers, by the models around them
     witnessed: set[str] = set()  # layers that must be seen to call their attention function
+    known: list[Reader] = []
     keeping: set[nn.Module] = set()  # layers that keep their attention over checkpoints
     for name, module in modules.items():
         inner: Any = getattr(module, "config", None)
@@ -103,7 +104,7 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
         if (reason := unfit(inner._attn_implementation)) is not None:
             found.append(Found(name, module, got="", lacks=f"{reason}; DeepSpeed's exchanges stay"))
             continue
-        reader, unknown = _read(name, module)
+        reader, unknown = _read(name, module, known)
         why_heads = latent.why_not(module, overlap.channel.size)  # travel, where there is a latent
         if reader is not None:
             heads = reader.reading.heads
@@ -132,9 +133,8 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
         for at, outer in models:
             if takes_tokens(outer):
                 hosts.setdefault(at, {})[name] = module
-    tried: set[Any] = set()  # MLPs
     wanted = {
-        name: functools.partial(DecoderLayer, parent, modules[parent], child, driven, forwards, tried)
+        name: functools.partial(DecoderLayer, parent, modules[parent], child, driven, forwards)
         for name, driven in whole.items()
         for parent, _, child in [name.rpartition(".")]
     }

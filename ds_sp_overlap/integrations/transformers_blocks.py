@@ -72,25 +72,29 @@ class BlockReading:
 class BlockReader:
     """Reads a layer, whose attention is its child ``attention``. Raises Unknown.
 
-    tried     MLPs that were tried out before, which is added to
+    known     readers of other layers, to which it is added; a layer that is like one of theirs is not read again
     reading   what it computes
     names     arguments of its forward
     """
 
-    def __init__(self, layer: Any, attention: str, form: Form = TRANSFORMERS, tried: set[Any] | None = None):
-        self.form, self._tried = form, set() if tried is None else tried
+    def __init__(self, layer: Any, attention: str, form: Form = TRANSFORMERS, known: list[BlockReader] | None = None):
+        known = [] if known is None else known
         if "forward" in vars(layer):
             raise Unknown("its forward was replaced")
+        if like := next((reader for reader in known if reader._serves(layer, attention, form)), None):
+            vars(self).update(vars(like))
+            return
         try:
             with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(()):  # guard: the program's random numbers stay
-                self._read(layer, attention)
+                self._read(layer, attention, form)
         except Unknown:
             raise
         except Exception as error:  # of any kind: of code that was not made for recorders
             raise Unknown(f"its forward computes what is not known here ({type(error).__name__}: {error})") from error
+        known.append(self)
 
-    def _read(self, layer: Any, attention: str) -> None:
-        form, size = self.form, self.form.size(getattr(layer, attention))
+    def _read(self, layer: Any, attention: str, form: Form) -> None:
+        size = form.size(getattr(layer, attention))
         runs = [
             _Run(layer, attention, size, form, training, dtype, bias)
             for training in (True, False)
@@ -103,12 +107,28 @@ class BlockReader:
         self.names = frozenset(runs[0].named)
         self._looked = {path: value for run in runs for path, value in run.looked}
         self._kinds = self._now(layer)
-        for name in (self.reading.norm_in, self.reading.norm_mid):
-            try_out(name, getattr(layer, name), size, form, norm=True)
-        mlp = getattr(layer, self.reading.mlp)
-        if (known := kind(mlp)) not in self._tried:
-            try_out(self.reading.mlp, mlp, size, form)
-            self._tried.add(known)
+        for name, norm in ((self.reading.norm_in, True), (self.reading.norm_mid, True), (self.reading.mlp, False)):
+            try_out(name, getattr(layer, name), size, form, norm)
+        self.form, self._like = form, self._form_of(layer, attention, form)
+
+    def _serves(self, layer: Any, attention: str, form: Form) -> bool:
+        """Whether ``layer`` is like the one that was read, in all that its forward looks at and in the modules that were tried out."""
+        if type(layer) is not self._like[0] or self._changed(layer):
+            return False
+        return self._form_of(layer, attention, form) == self._like
+
+    def _form_of(self, layer: Any, attention: str, form: Form) -> tuple:
+        children = [(name, type(child), any(child.children())) for name, child in layer.named_children()]
+        parts = [
+            kind(getattr(layer, name))
+            for name in (self.reading.norm_in, self.reading.norm_mid, self.reading.mlp)
+            if hasattr(layer, name)
+        ]
+        return type(layer), attention, form, form.size(getattr(layer, attention)), children, parts
+
+    def _changed(self, layer: Any) -> str:
+        """What it looked at that is something else now, or in this layer; empty if nothing is."""
+        return next((".".join(path) for path, value in self._looked.items() if changed(layer, path, value)), "")
 
     def _now(self, layer: Any) -> list[type]:
         """Kinds of the modules that were tried out."""
@@ -122,8 +142,7 @@ class BlockReader:
 
     def why_not(self, layer: Any) -> str:
         """Why the layer can't be driven as it was read, as of now; empty if it can."""
-        what = next((".".join(path) for path, value in self._looked.items() if changed(layer, path, value)), "")
-        if what or self._kinds != self._now(layer):  # guard: what was read is what runs
+        if (what := self._changed(layer)) or self._kinds != self._now(layer):  # guard: what was read is what runs
             return f"{what or 'a module in it'} changed since it was read; call ds_sp_overlap.enable again"
         attention = getattr(layer, self.reading.attention)
         own = "forward" in vars(attention) and not is_ours(attention)

@@ -19,8 +19,8 @@ from .transformers_forward import Forwards
 class DecoderLayer(Link):
     """A decoder layer around ``attention``, its child ``child``, which is driven whole. Raises Unknown."""
 
-    def __init__(self, name: str, module: Any, child: str, attention: Driven, forwards: Forwards, tried: set[Any]):
-        super().__init__(name, module, BlockReader(module, child, tried=tried), attention.block, forwards)
+    def __init__(self, name: str, module: Any, child: str, attention: Driven, forwards: Forwards):
+        super().__init__(name, module, BlockReader(module, child, known=forwards.known), attention.block, forwards)
         self.attention = attention
 
     @property

@@ -71,13 +71,27 @@ class Reading:
 
 
 class Reader:
-    """Reads a layer, and again whenever something that its forward looked at has changed."""
+    """Reads a layer, and again whenever something that its forward looked at has changed.
 
-    def __init__(self, where: str, module: Any):
-        self.where = where
-        self.readings: dict[bool, tuple[Reading, list]] = {training: _read(module, training) for training in (True, False)}
+    known   readers of other layers, to which it is added; a layer that is like one of theirs is not read again
+    """
+
+    def __init__(self, where: str, module: Any, known: list[Reader] | None = None):
+        known = [] if known is None else known
+        self.where, self._form = where, _form(module)
+        self.readings: dict[bool, tuple[Reading, list]]
+        if like := next((reader for reader in known if reader._serves(module, self._form)), None):
+            self.readings = dict(like.readings)
+            return
+        self.readings = {training: _read(module, training) for training in (True, False)}
         if self.readings[True][0] != self.readings[False][0]:
             raise Unknown("its forward is another one in evaluation")
+        known.append(self)
+
+    def _serves(self, module: Any, form: tuple) -> bool:
+        """Whether ``module`` of this ``form`` is like the one that was read, in all that its forward looks at."""
+        looked = (look for _, looks in self.readings.values() for look in looks)
+        return self._form == form and not any(changed(module, *look) for look in looked)
 
     @property
     def reading(self) -> Reading:
@@ -107,6 +121,22 @@ def changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
     for name in path:
         module = getattr(module, name, None)
     return module is not value and (isinstance(value, Tensor) or module != value)
+
+
+def _form(module: Any) -> tuple:
+    """What a reading goes by beside what the forward looks at."""
+    config = module.config
+    counts = [getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")]
+    parts = [
+        (
+            name,
+            type(part),
+            getattr(part, "out_features", None),
+            [(own, _shape(p)) for own, p in part.named_parameters(recurse=False)],
+        )
+        for name, part in module.named_modules()
+    ]
+    return counts, parts
 
 
 def _shape(parameter: Tensor) -> tuple[int, ...]:

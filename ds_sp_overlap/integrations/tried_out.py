@@ -63,11 +63,14 @@ class _Linear(nn.Module):
 
 
 def kind(module: nn.Module) -> tuple:
-    """What tells whether an MLP is like another: of all its parts the types, the shapes and what else they hold."""
+    """What tells whether a module is like another: of all its parts the types, the shapes and what else they hold."""
+
+    def is_plain(value: Any) -> bool:
+        return isinstance(value, (int, float, str)) or isinstance(value, tuple) and all(map(is_plain, value))
 
     def held(part: nn.Module) -> tuple:
         more = {name: value for name, value in vars(part).items() if name not in of_all}
-        return tuple((name, value if isinstance(value, (int, float, str)) else id(value)) for name, value in more.items())
+        return tuple((name, value if is_plain(value) else id(value)) for name, value in more.items())
 
     of_all = vars(nn.Module())
     parts = ((name, type(part), held(part), tuple(_shapes(part).items())) for name, part in module.named_modules())

@@ -1,5 +1,7 @@
 """What the forward of an attention layer computes, read by running it on labels: known, or not known, and never mistaken."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: F401, of the forwards below
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward  # noqa: F401
 
+from ds_sp_overlap.integrations import transformers_reading
 from ds_sp_overlap.integrations.transformers_labels import Unknown
 from ds_sp_overlap.integrations.transformers_reading import Reader, Source
 from ds_sp_overlap.integrations.transformers_rotary import Table, rotary_of
@@ -201,6 +204,51 @@ def test_what_a_forward_looked_at_is_looked_at_again():
         RuntimeError, match="model.layer: Attention computes something else since scaling changed .* call ds_sp_overlap.enable"
     ):
         reader.options(module)
+
+
+def twin(module):
+    """Another layer of its class, with the same config and parameters of its own."""
+    return copy.deepcopy(module, {id(module.config): module.config})
+
+
+def test_a_layer_like_one_that_was_read_is_not_read_again(monkeypatch):
+    known, one = [], layer()
+    reader = Reader("layers.0", one, known)
+    monkeypatch.setattr(transformers_reading, "_read", None)
+    other = Reader("layers.1", two := twin(one), known)
+    assert known == [reader] and other.reading == reader.reading and other.options(two) == reader.options(one)
+
+
+UNLIKE = {
+    "another scale": (lambda module: setattr(module, "scaling", 0.25), ()),
+    "a parameter of its own": (lambda module: None, (("window=self.config.window", "s_aux=self.sinks"),)),
+    "other heads": (lambda module: setattr(module, "k_proj", nn.Linear(HIDDEN, HEADS * HEAD_DIM, device="meta")), ()),
+    "another norm": (lambda module: setattr(module, "q_norm", nn.Tanh()), ()),
+    "a config of its own": (lambda module: setattr(module, "config", with_window(7)), ()),
+}
+
+
+def with_window(window):
+    config = layer().config
+    config.window = window
+    return config
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_a_layer_unlike_one_that_was_read_is_read_by_itself(what):
+    change, changes = UNLIKE[what]
+    known, one = [], layer(*changes)
+    reader = Reader("layers.0", one, known)
+    change(other := twin(one))
+    try:
+        found = Reader("layers.1", other, known)
+    except Unknown:
+        return
+    assert (
+        known == [reader, found]
+        and any(found.options(other)[name] is not x for name, x in reader.options(one).items())
+        or (found.reading.heads != reader.reading.heads)
+    )
 
 
 # Rotary functions.

@@ -303,19 +303,63 @@ def test_a_mixture_of_experts_whose_tokens_meet_is_not_known(what):
         BlockReader(with_experts(change), "self_attn")
 
 
-def test_a_mixture_like_one_that_was_tried_out_is_not_tried_out_again():
-    tried, one, like = set(), with_experts(), with_experts()
-    like.mlp.experts.config = one.mlp.experts.config
-    for module in (one, like):
-        BlockReader(module, "self_attn", tried=tried)
-    assert len(tried) == 1
-    other = with_experts((ROUTE, ROUTE + CAPACITY))
-    with pytest.raises(Unknown, match="makes something else"):
-        BlockReader(other, "self_attn", tried=tried)
-    noisy = with_experts()
-    noisy.mlp.jitter_noise = 0.1
-    with pytest.raises(Unknown, match="draws random numbers"):
-        BlockReader(noisy, "self_attn", tried=tried)
+def twin(module):
+    """Another layer of its class, with the same configs."""
+    configs = [part.config for part in module.modules() if hasattr(part, "config")]
+    return copy.deepcopy(module, {id(config): config for config in configs})
+
+
+@pytest.mark.parametrize("made", [layer, with_experts])
+def test_a_layer_like_one_that_was_read_is_not_read_again(made, monkeypatch):
+    known, one = [], made()
+    reader = BlockReader(one, "self_attn", known=known)
+    monkeypatch.setattr(BlockReader, "_read", None)
+    other = BlockReader(twin(one), "self_attn", known=known)
+    assert known == [reader] and other.reading == reader.reading and not other.why_not(twin(one))
+
+
+def make_noisy(module):
+    module.mlp.jitter_noise = 0.1
+
+
+def let_tokens_meet(module):
+    forward = compiled(textwrap.dedent(inspect.getsource(MixtralSparseMoeBlock.forward)), [(ROUTE, ROUTE + CAPACITY)])
+    module.mlp.__class__ = type("Mixture", (MixtralSparseMoeBlock,), {"forward": forward, "__module__": "transformers.test"})
+
+
+def widen(module):
+    module.self_attn.config = LlamaConfig(hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2)
+
+
+def set_multiplier(module):
+    module.multiplier = 0.5
+
+
+def set_p(module):
+    module.dropout.p = 0.5
+
+
+def mix_tokens(module):
+    module.post_attention_layernorm.__class__ = type(
+        "Norm", (LlamaRMSNorm,), {"forward": lambda self, x: (x - x.mean(1, keepdim=True)) * self.weight}
+    )
+
+
+@pytest.mark.parametrize("change", [make_noisy, let_tokens_meet, widen, set_multiplier, set_p, mix_tokens])
+def test_a_layer_unlike_one_that_was_read_is_read_by_itself(change):
+    known, one = [], with_experts()
+    BlockReader(one, "self_attn", known=known)
+    change(other := twin(one))
+    with pytest.raises(Unknown):
+        BlockReader(other, "self_attn", known=known)
+
+
+def test_another_eps_is_tried_out_by_itself():
+    known, one = [], layer()
+    BlockReader(one, "self_attn", known=known)
+    other = twin(one)
+    other.input_layernorm.variance_epsilon = 0.1
+    assert BlockReader(other, "self_attn", known=known) is known[1]
 
 
 def test_an_mlp_or_a_norm_with_a_parameter_or_buffer_is_not_known():
@@ -356,14 +400,6 @@ def test_a_replaced_forward_is_not_read():
 
 def hook(*_):
     pass
-
-
-def set_p(module):
-    module.dropout.p = 0.5
-
-
-def set_multiplier(module):
-    module.multiplier = 0.5
 
 
 def replace_linear(module):

@@ -12,17 +12,20 @@ Rooms, each of which imports from those above it alone:
     profiling      clocks, optimizer steps, the timeline of what each exchange cost
     exchange       geometry (who holds what), the sp group with its streams, transports, the exchange itself, its check
     autotune       choice of the number of head groups by timing
-    attention      runs a layer by its schedule: the block (`SelfAttention`) and the drop-in (`DistributedAttention`)
+    attention      runs a layer by its schedule: the whole layer (`SelfAttention`) or the drop-in (`DistributedAttention`); chains of layers
     integrations   DeepSpeed, Megatron-DeepSpeed, transformers: find attention layers, rebind their forward
     planner        what overlap would be worth, before anything is run
     doctor, cli    the self-check, and ``ds-sp-overlap``
 
 The way of a query from a rebound forward to the wire, each calling the next: ``integrations.rebinding`` (was put in place of the
-layer's forward) -> ``integrations.transformers_driven`` (what the layer asks for) -> ``attention.self_attention`` (the block) ->
+layer's forward) -> ``integrations.transformers_driven`` (what the layer asks for) -> ``attention.self_attention`` (the whole layer) ->
 ``attention.linear`` (the projections' own hooks) -> ``attention.nodes`` (one node of autograd, which projects) ->
 ``attention.execution`` (walks the schedule) -> ``exchange.exchange`` -> ``exchange.in_flight`` (packed) -> ``exchange.transport``.
 
-Before it projects, the block asks ``attention.layer``: agreement of the ranks, number of head groups, the schedule. In the drop-in
+In a window ``attention.window`` stands in place of ``nodes`` and ``execution``; in a chain of layers ``integrations.chains``,
+``attention.chain`` and ``attention.block`` do, from the layer's forward on.
+
+Before it projects, the layer asks ``attention.layer``: agreement of the ranks, number of head groups, the schedule. In the drop-in
 the way leads from there straight to ``attention.execution``, since q is projected already. The way back is autograd's:
 ``attention.nodes`` (do), ``exchange.exchange`` (dq, dk, dv start), ``attention.nodes`` (dx and the weights).
 """

@@ -23,13 +23,24 @@ from ..profiling.timed import Run
 from ..profiling.timeline import Timeline
 from ..relayout import ops
 from ..say import say_once
-from ..schedule import Schedule, by_head_groups, check
+from ..schedule import Block, Schedule, Windowed, by_head_groups, check
 from .execution import Call
 from .heads import Local, PerHead, difference_of_ranks, fault
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
-_checked = lru_cache(maxsize=256)(lambda schedule, kinds, wgrad_last: check(schedule(kinds, wgrad_last), kinds))
 _regrouped = lru_cache(maxsize=4096)(lambda geometry, groups: replace(geometry, groups=groups))
+
+
+@lru_cache(maxsize=256)
+def _checked(schedule: Callable[[tuple[str, ...], bool], Schedule], kinds: tuple[str, ...], wgrad_last: bool) -> Schedule:
+    """What ``schedule`` makes. Raises ValueError where a layer can't run by it."""
+    made = schedule(kinds, wgrad_last)
+    if isinstance(made, (Windowed, Block)):
+        raise ValueError(
+            f"schedule= makes a {type(made).__name__}, which a layer runs by where its config says so; return a Schedule, or leave "
+            "out schedule= and set sp_overlap.window or sp_overlap.scope"
+        )
+    return check(made, kinds)
 
 
 class Layer:

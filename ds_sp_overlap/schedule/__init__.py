@@ -10,6 +10,9 @@ A schedule is two programs, forward and backward; a program is a tuple of steps:
     merge o 0      y += o0 Wo of the group                       dgrad o 0    do0 = dy Wo     wgrad o 0    dWo = dy^T o0
     start q 0      launch an exchange, which goes on by itself   finish q 0   the compute row waits for it
 
+``start`` packs and ``finish`` unpacks, on the compute row. ``finish dq`` also takes dq back through RoPE and norm. Kernels that fold
+RoPE rotate in ``start``, and back in ``finish``.
+
 With two head groups, as `draw` prints it. Bars are as long as their names, not as their times. Dots: the compute row waits.
 The wire carries one exchange at a time. ``Wo wgrad`` is one product a group. In backward ``Wq0`` is dgrad and wgrad.
 
@@ -35,13 +38,17 @@ A KV head travels once, with the first group that needs it. A group that needs n
 over the groups before they start. q, k and v of the first group travel one by one, each under the next projection; those of a later
 group are hidden by attention anyway, and travel in one exchange.
 
-Who reads it: `execution` walks forward. `nodes` walks the two ends of backward; autograd does its middle. `plan` plays it with
-costs, and `held` says what is in memory meanwhile. `timeline` names measured bars by it. Tests hold a recorded layer against it.
+Who reads it: `execution` walks forward. `nodes` walks the two ends of backward; autograd does its middle. `attention.window` walks
+both programs of a window, and sums dk and dv itself. `attention.block` walks a block's forward; autograd runs its backward in the
+order that is drawn, to which tests hold it. `plan` plays programs with costs, and `held` says what is in memory meanwhile.
+`timeline` names measured bars by them. Tests hold a recorded layer against them.
 
-`by_window` holds few groups at a time: its backward makes q, k and v again.
+`by_window` holds few groups at a time: its backward makes q, k and v again. `by_chunks` goes from one attention to the next in chunks
+of tokens.
 
-Projections that are called whole, or by the caller (the drop-in), are not cut: ``project`` is then a slice, ``merge`` collects,
-and autograd orders all of backward. A step whose result nobody needs is left out.
+An end that is not cut, since its projection is called whole, or by the caller (the drop-in): the first ``project`` calls the module,
+or slices what the caller made, Wo comes behind the last ``merge``, and autograd orders the backward of that end. The drop-in rotates
+on arrival. A step whose result nobody needs is left out.
 
 Another schedule is another function ``(kinds, wgrad_last) -> Schedule``, see `by_head_groups`: ``SelfAttention(schedule=...)``.
 Give the same on every rank. It is asked for each number of head groups that is tried. The layer checks what it returns.

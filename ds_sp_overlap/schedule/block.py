@@ -17,7 +17,12 @@ Two layers of one head group, C = 2:
     wire    |           dqkv.1 dqkv.0
 
 In backward the same the other way about. Weight gradients wait for all chunks. Those of the projections are made under the last
-exchange of do, those of the MLP under the first of dq, dk and dv, which nothing else hides.
+exchange of do, those of the MLP under the first of dq, dk and dv, which nothing else hides. Those in front of the first attention
+are made chunk by chunk, though drawn at the end, and so are all where layers are run again.
+
+A layer's first call is not started ahead: its ranks compare. Where layers are run again in backward (gradient checkpointing), the
+segment is, and q, k and v travel once more, under the last exchange of do; o does not, it was held. Attention is run again too,
+unless it was kept: then o travels beside do (``odo.c``).
 """
 
 from __future__ import annotations

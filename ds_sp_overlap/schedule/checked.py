@@ -1,4 +1,4 @@
-"""What holds for every schedule that a layer runs; `plan` plays others too."""
+"""What holds for every schedule that a layer is given, and for those of a window; `plan` plays others too."""
 
 from __future__ import annotations
 

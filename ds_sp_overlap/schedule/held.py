@@ -11,11 +11,12 @@ a window makes q, k and v again; so its forward lets go of them.
     global o 0     [s, h_0/P]    attend o 0       start o 0, attend do 0
     lse o 0        [s, h_0/P]    attend o 0       attend do 0                log-sum-exp, one number a head and token
     work do 0                    attend do 0      attend do 0                what local attention's backward takes for itself
-    local o 0      [s/P, h_0]    finish o 0       merge o 0, wgrad o 0
+    local o 0      [s/P, h_0]    finish o 0       merge o 0, wgrad o 0, start odo 0
     rows q 0       [h_0, m]      wgrad q 0        into dW q, at the end      of a window; else written there at once
     y, dx, dW q                  the first step that adds to it; the layer's caller reads it
 
-and likewise do, dq, dk, dv. x, dy and the weights were there before.
+and likewise do, dq, dk, dv. x, dy and the weights were there before. Left out are inputs of norms, KV heads that are repeated for
+attention, and blocks.
 """
 
 from __future__ import annotations

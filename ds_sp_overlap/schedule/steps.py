@@ -15,7 +15,8 @@ class Step(NamedTuple):
     of      on the wire what it moves: q, k, v, or several of them in one exchange (qkv), or o; in backward dq, dqkv, do and so on;
             of a projection q, k, v, o; of attention o, in backward do
     group   head group
-    chunk   of every rank's tokens, in the programs of a block
+    chunk   of every rank's tokens, in the programs of a block; there projections and MLP are of all groups and have group 0, and what
+            they are of may also be qkv or MLP
     """
 
     act: str
@@ -41,7 +42,7 @@ class Schedule:
     attention   finish q, k, v, attend, start o   finish do, attend, start dv, dk, dq
     output      finish o and merge                dgrad o, start do, wgrad o
 
-    inputs and output are one node of autograd each (if not cut, see above), so that their order in backward is free. attention is
+    inputs and output are one node of autograd each where projections are computed part by part, so that their order in backward is free. attention is
     many nodes. Autograd runs them in reverse, so that backward must be the mirror image of forward.
     """
 

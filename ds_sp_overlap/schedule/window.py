@@ -17,6 +17,12 @@ are projections again, ``Wv Wk Wq`` dgrad and wgrad:
     compute | Wk1 Wv1 attention 2 Wo0 dgrad Wo wgrad Wv2 Wk2 Wq2 Wq0 Wk0 Wv0 attention 1 attention 0 Wv1 Wk1 Wq1 Wv0 Wk0 Wq0
     wire    |         qkv1        dqkv2              odo0                    qkv0        dqkv1       dv0 dk0 dq0
 
+k and v that later groups attend to as well come back with the last of these, in an exchange of their own (kv0), apart from their q.
+Their dk and dv go out with the group that they came with in forward, when every group has added to them.
+
+In a checkpoint that keeps attention the layer runs in this order too, two passes of groups (W = G / 2) unless a window is given. Run
+again, it does no more than merge the o that was kept: no q, k, v, no attention, no exchange. Then comes backward as drawn.
+
 With one group at a time a group's gradients are finished before the next group is begun, and each exchange of backward but dq, dk and
 dv is finished before the next one is started: one send buffer is held, and the compute row waits for every exchange.
 """
@@ -58,7 +64,7 @@ def by_window(
     last_use     the last group that attends to the KV heads that travel with each (`Geometry.last_use`)
     wgrad_last   compute a group's part of dWo when its do has started; else before
     products_last   compute dx and the weight gradients of q, k and v when all groups have attended: dq, dk and dv of few KV heads are
-                 less to hold than dx and those gradients
+                 less to hold than dx and those gradients. Layers do so from four query heads a KV head on
     """
     groups, window = range(len(kinds)), min(window, len(kinds))
     starts = {group: _starts(kinds[group], group == 0 or window == 1) for group in groups}
@@ -155,5 +161,5 @@ def _starts(kinds: str, alone: bool) -> tuple[str, ...]:
 
 @cache
 def without_o(schedule: Schedule) -> Schedule:
-    """The same where local attention is run again in backward, which then reads no o."""
+    """The same where no rank's attention reads o in backward, for instance since it is run again there."""
     return replace(schedule, backward=tuple(step._replace(of="do") if step.of == "odo" else step for step in schedule.backward))

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from ds_sp_overlap.schedule import Schedule, by_head_groups, draw, order, play
+from ds_sp_overlap.schedule import Schedule, by_chunks, by_head_groups, by_window, draw, order, play
 from tests.helpers import layers
 from tests.helpers.layers import Shape
 from tests.helpers.ranks import on_ranks
@@ -43,15 +43,29 @@ def test_a_schedule_that_is_added_is_run_recorded_drawn_and_played(kv_heads, kin
     assert draw(made, made.forward) != draw(by_head_groups(kinds), by_head_groups(kinds).forward)
 
 
-def by_a_wrong_one(rank, kinds):
+WRONG = {
+    "too early": (
+        lambda kinds: Schedule(by_head_groups(kinds).forward[1:], by_head_groups(kinds).backward),
+        "schedule, forward: start q 0 comes before project q 0",
+    ),
+    "of a window": (
+        lambda kinds: by_window(kinds, (0, 1), 1),
+        "schedule= makes a Windowed, which a layer runs by where its config",
+    ),
+    "of a block": (lambda kinds: by_chunks(kinds, 2), "schedule= makes a Block, which a layer runs by where its config says so"),
+}
+
+
+def by_a_wrong_one(rank, what):
     layer = layers.block(Shape(), layers.projections(Shape()), torch.distributed.group.WORLD)
-    layer.layer.schedule = lambda kinds, wgrad_last: Schedule(by_head_groups(kinds).forward[1:], by_head_groups(kinds).backward)
+    layer.layer.schedule = lambda kinds, wgrad_last: WRONG[what][0](kinds)
     try:
         layers.call_block(Shape(), layer, rank, torch.zeros(2, 6, 32, dtype=torch.float64))
     except ValueError as error:
         return str(error)
 
 
-def test_a_layer_refuses_a_schedule_that_cannot_be_run():
-    for said in on_ranks(2, by_a_wrong_one, ("qkv", "qkv")):
-        assert said == "schedule, forward: start q 0 comes before project q 0"
+@pytest.mark.parametrize("what", WRONG)
+def test_a_layer_refuses_a_schedule_that_cannot_be_run(what):
+    for said in on_ranks(2, by_a_wrong_one, what):
+        assert said.startswith(WRONG[what][1])

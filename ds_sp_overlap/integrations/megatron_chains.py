@@ -93,16 +93,12 @@ def list_of(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
 
 def _no_rerun(around: Any, config: SpOverlapConfig) -> str:
     """Why a chain can't do the activation checkpointing of the layers of ``around``; empty if it can, or there is none."""
-    if getattr(around, "checkpoint_activations", False):
-        layers = getattr(around, "checkpoint_num_layers", 1)
-    elif getattr(around, "recompute_granularity", None) == "full":
-        layers = getattr(around, "recompute_num_layers", 1)
-        if around.recompute_method != "uniform" or around.distribute_saved_activations:
-            return "activation checkpointing of some layers, or of activations that are spread over ranks"
-    else:
+    if not _is_checkpointed(around):
         return ""
     what = "activation checkpointing"
-    if layers != 1:
+    if not around.checkpoint_activations and (around.recompute_method != "uniform" or around.distribute_saved_activations):
+        return f"{what} of some layers, or of activations that are spread over ranks"
+    if (layers := max(getattr(around, f"{which}_num_layers", 1) for which in ("checkpoint", "recompute"))) != 1:
         return f"{what} of {layers} layers at a time"
     if config.checkpointing == "offload" or config.scope == "auto":
         return f'{what}, with sp_overlap.checkpointing "offload" or scope "auto"'
@@ -115,6 +111,10 @@ def _no_rerun(around: Any, config: SpOverlapConfig) -> str:
     return ""
 
 
+def _is_checkpointed(around: Any) -> bool:
+    return getattr(around, "checkpoint_activations", False) or getattr(around, "recompute_granularity", None) == "full"
+
+
 @contextlib.contextmanager
 def _cut_at_attention(around: Any, links: Sequence[Link], course: Course, config: SpOverlapConfig) -> Iterator[None]:
     """The body is a forward of ``around``, whose ``links`` do the checkpointing of its layers if they can."""
@@ -123,13 +123,15 @@ def _cut_at_attention(around: Any, links: Sequence[Link], course: Course, config
         yield
         return
 
-    def forward(hidden_states, attention_mask, encoder_output, enc_dec_attn_mask, rotary_pos_emb, *more):
-        whole = encoder_output is None and [link.module for link in links] == list(around.layers)
-        if not whole or _no_rerun(around, config) or any(link.why_not(course) for link in links):
-            return original(hidden_states, attention_mask, encoder_output, enc_dec_attn_mask, rotary_pos_emb, *more)
+    def forward(hidden_states, attention_mask, encoder_output, enc_dec_attn_mask, rotary_pos_emb, *args, **kwargs):
+        layers = [around._get_layer(at) for at in range(around.num_layers)]
+        able = _is_checkpointed(around) and not _no_rerun(around, config) and encoder_output is None
+        if not able or layers != [link.module for link in links] or any(link.why_not(course) for link in links):
+            return original(hidden_states, attention_mask, encoder_output, enc_dec_attn_mask, rotary_pos_emb, *args, **kwargs)
         course.rerun, losses = "all" if config.checkpointing == "recompute" else "but attention", []
-        for layer in around.layers:
-            hidden_states, loss = layer(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb)
+        for layer in layers:
+            output = layer(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb)
+            hidden_states, loss = output if isinstance(output, tuple) else (output, output.new_zeros(()))
             losses.append(loss)
         return hidden_states, losses
 

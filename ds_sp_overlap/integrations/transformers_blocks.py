@@ -119,12 +119,9 @@ class BlockReader:
 
     def _form_of(self, layer: Any, attention: str, form: Form) -> tuple:
         children = [(name, type(child), any(child.children())) for name, child in layer.named_children()]
-        parts = [
-            kind(getattr(layer, name))
-            for name in (self.reading.norm_in, self.reading.norm_mid, self.reading.mlp)
-            if hasattr(layer, name)
-        ]
-        return type(layer), attention, form, form.size(getattr(layer, attention)), children, parts
+        parts = (getattr(layer, name, None) for name in (self.reading.norm_in, self.reading.norm_mid, self.reading.mlp))
+        kinds = [kind(part) for part in parts if isinstance(part, nn.Module)]
+        return type(layer), attention, form, form.size(getattr(layer, attention)), children, kinds
 
     def _changed(self, layer: Any) -> str:
         """What it looked at that is something else now, or in this layer; empty if nothing is."""

@@ -59,6 +59,9 @@ class _Tables(tuple):
         return self
 
 
+MISSING = object()  # what a forward looked for in vain
+
+
 class Looked:
     """The layer, or its config, as its forward sees it: what it looks at is noted, its children return labels."""
 
@@ -66,12 +69,16 @@ class Looked:
         vars(self).update(_value=value, _path=path, _run=run)
 
     def __getattr__(self, name: str) -> Any:
-        run, value = self._run, getattr(self._value, name)
+        run, value = self._run, getattr(self._value, name, MISSING)
+        if value is MISSING:
+            run.looked.append(((*self._path, name), MISSING))
+            raise AttributeError(name)
         if not self._path and name == "training":
             return run.training
         if isinstance(value, nn.Module):
             return run.child(name, value)
         if inspect.ismethod(value) and value.__self__ is self._value:
+            run.looked.append(((*self._path, name, "__func__"), value.__func__))
             return types.MethodType(run.rewired(value.__func__), self) if not self._path else value
         run.looked.append(((*self._path, name), value))
         return Looked(value, (*self._path, name), run) if name == "config" else value

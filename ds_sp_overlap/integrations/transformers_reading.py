@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .transformers_labels import BATCH, Child, Looked, Opaque, Out, Run, Unknown
+from .transformers_labels import BATCH, MISSING, Child, Looked, Opaque, Out, Run, Unknown
 from .transformers_rotary import rotary_of
 
 
@@ -119,7 +119,7 @@ class Reader:
 def changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
     """Whether something else than ``value`` is found now at ``path``."""
     for name in path:
-        module = getattr(module, name, None)
+        module = getattr(module, name, MISSING)
     return module is not value and (isinstance(value, Tensor) or module != value)
 
 

@@ -130,6 +130,9 @@ WAYS = {
     "a reentrant checkpoint": (dict(way=functools.partial(set_to, checkpointed="reentrant")), [[], []]),
     "a checkpoint": (dict(way=functools.partial(set_to, checkpointed="not reentrant")), [[], []]),
     "checkpoints of two layers": (dict(way=functools.partial(set_to, checkpoint_activations=True, checkpoint_num_layers=2)), [[], []]),
+    "checkpoints of fewer layers": (
+        dict(way=functools.partial(set_to, checkpoint_activations=True, num_layers=2), stops=2), [[], []]
+    ),
     "accumulated gradients": (dict(times=2), [ran("-", "-", "-"), *[whole_chain()] * 3]),
     "frozen weights": (dict(prepare=frozen), [ran("-", "-", "-"), whole_chain()]),
 }  # fmt: skip

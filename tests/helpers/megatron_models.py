@@ -148,17 +148,21 @@ class ParallelTransformer(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(ParallelTransformerLayer(shape, group, number) for number in range(1, shape.layers + 1))
         self.stops, self.between, self.checkpointed = shape.layers, lambda at, x: x, None
-        self.checkpoint_activations, self.checkpoint_num_layers = False, 1
+        self.checkpoint_activations, self.checkpoint_num_layers, self.num_layers = False, 1, shape.layers
+
+    def _get_layer(self, number):
+        return self.layers[number]
 
     def _checkpointed_forward(
         self, hidden_states, attention_mask, encoder_output, enc_dec_attn_mask, rotary_pos_emb, first_microbatch
     ):
         losses = []
-        for at in range(0, len(self.layers), self.checkpoint_num_layers):
+        for at in range(0, self.num_layers, self.checkpoint_num_layers):
 
             def run(x, at=at):
                 found = []
-                for layer in self.layers[at : at + self.checkpoint_num_layers]:
+                for number in range(at, min(at + self.checkpoint_num_layers, self.num_layers)):
+                    layer = self._get_layer(number)
                     x, loss = layer(x, attention_mask, encoder_output, enc_dec_attn_mask, rotary_pos_emb=rotary_pos_emb)
                     found.append(loss)
                 return x, *found

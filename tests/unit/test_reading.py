@@ -1,6 +1,7 @@
 """What the forward of an attention layer computes, read by running it on labels: known, or not known, and never mistaken."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -60,6 +61,9 @@ class Layer(nn.Module):
         namespace = {}
         exec(compile(source, "<forward>", "exec"), globals(), namespace)
         type(self).forward = namespace["forward"]
+
+    def scale(self):
+        return 0.5
 
 
 def layer(*changes):
@@ -222,6 +226,14 @@ def test_a_layer_like_one_that_was_read_is_not_read_again(monkeypatch):
 UNLIKE = {
     "another scale": (lambda module: setattr(module, "scaling", 0.25), ()),
     "a parameter of its own": (lambda module: None, (("window=self.config.window", "s_aux=self.sinks"),)),
+    "what the other has not": (
+        lambda module: setattr(module, "cap", 3.0),
+        (("window=self.config.window", "cap=getattr(self, 'cap', None)"),),
+    ),
+    "a method of its own": (
+        lambda module: setattr(module, "scale", types.MethodType(lambda self: 0.75, module)),
+        (("scaling=self.scaling", "scaling=self.scale()"),),
+    ),
     "other heads": (lambda module: setattr(module, "k_proj", nn.Linear(HIDDEN, HEADS * HEAD_DIM, device="meta")), ()),
     "another norm": (lambda module: setattr(module, "q_norm", nn.Tanh()), ()),
     "a config of its own": (lambda module: setattr(module, "config", with_window(7)), ()),

@@ -345,13 +345,28 @@ def mix_tokens(module):
     )
 
 
-@pytest.mark.parametrize("change", [make_noisy, let_tokens_meet, widen, set_multiplier, set_p, mix_tokens])
+def lose_the_mlp(module):
+    module.mlp = None
+
+
+@pytest.mark.parametrize("change", [lose_the_mlp, make_noisy, let_tokens_meet, widen, set_multiplier, set_p, mix_tokens])
 def test_a_layer_unlike_one_that_was_read_is_read_by_itself(change):
     known, one = [], with_experts()
     BlockReader(one, "self_attn", known=known)
     change(other := twin(one))
     with pytest.raises(Unknown):
         BlockReader(other, "self_attn", known=known)
+
+
+def test_what_one_layer_has_and_the_other_has_not_is_seen():
+    known, one = [], layer(("* self.multiplier", "* getattr(self, 'factor', 1.0)"))
+    reader = BlockReader(one, "self_attn", known=known)
+    other = twin(one)
+    other.factor = 0.5
+    with pytest.raises(Unknown):
+        BlockReader(other, "self_attn", known=known)
+    one.factor = 0.5
+    assert "factor changed since it was read" in reader.why_not(one)
 
 
 def test_another_eps_is_tried_out_by_itself():

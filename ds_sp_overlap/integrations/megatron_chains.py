@@ -98,7 +98,7 @@ def _no_rerun(around: Any, config: SpOverlapConfig) -> str:
     what = "activation checkpointing"
     if not around.checkpoint_activations and (around.recompute_method != "uniform" or around.distribute_saved_activations):
         return f"{what} of some layers, or of activations that are spread over ranks"
-    if (layers := max(getattr(around, f"{which}_num_layers", 1) for which in ("checkpoint", "recompute"))) != 1:
+    if (layers := max(getattr(around, f"{which}_num_layers", 1) or 1 for which in ("checkpoint", "recompute"))) != 1:
         return f"{what} of {layers} layers at a time"
     if config.checkpointing == "offload" or config.scope == "auto":
         return f'{what}, with sp_overlap.checkpointing "offload" or scope "auto"'

@@ -113,9 +113,7 @@ class BlockReader:
 
     def _serves(self, layer: Any, attention: str, form: Form) -> bool:
         """Whether ``layer`` is like the one that was read, in all that its forward looks at and in the modules that were tried out."""
-        if type(layer) is not self._like[0] or self._changed(layer):
-            return False
-        return self._form_of(layer, attention, form) == self._like
+        return not self._changed(layer) and self._form_of(layer, attention, form) == self._like
 
     def _form_of(self, layer: Any, attention: str, form: Form) -> tuple:
         children = [(name, type(child), any(child.children())) for name, child in layer.named_children()]

@@ -138,13 +138,13 @@ class Run:
         self.rotations: list[tuple[Callable, tuple, tuple]] = []
         self.rotated: list[Out] = []
         self.looked: list[tuple[tuple[str, ...], Any]] = []
-        config = module.config
+        self.layer = Looked(module, (), self)
+        config = self.layer.config
         counts = {getattr(config, name, 0) for name in ("num_attention_heads", "num_key_value_heads")}
         self.seq = next(seq for seq in (5, 7, 11) if seq not in counts)  # unlike the heads, whose dim is told by its size
         self.x = self.labels(BATCH, self.seq, config.hidden_size)
         self.tables = _Tables((self.labels(BATCH, self.seq, 2), self.labels(BATCH, self.seq, 2)))
         self.mask, self.weights, self.position_ids, self.more = (Opaque() for _ in range(4))
-        self.layer = Looked(module, (), self)
         self.o: Any = None
         forward = self.rewired(type(module).forward)
         self.returned = forward(self.layer, **self._arguments(forward))

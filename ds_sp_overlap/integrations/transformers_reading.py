@@ -124,19 +124,9 @@ def changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
 
 
 def _form(module: Any) -> tuple:
-    """What a reading goes by beside what the forward looks at."""
-    config = module.config
-    counts = [getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")]
-    parts = [
-        (
-            name,
-            type(part),
-            getattr(part, "out_features", None),
-            [(own, _shape(p)) for own, p in part.named_parameters(recurse=False)],
-        )
-        for name, part in module.named_modules()
-    ]
-    return counts, parts
+    """What a reading goes by beside what it looks at: the modules, and the shapes of what they learn."""
+    shapes = {name: _shape(parameter) for name, parameter in module.named_parameters()}
+    return [(name, type(part), getattr(part, "out_features", None)) for name, part in module.named_modules()], shapes
 
 
 def _shape(parameter: Tensor) -> tuple[int, ...]:

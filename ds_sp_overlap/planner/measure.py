@@ -17,7 +17,7 @@ LONGEST = 8192  # tokens of attention that are timed; its rate hardly changes be
 
 
 def _seconds(run: Callable[[], Any], group: Any, device: torch.device) -> float:
-    """Median time of ``run``, of the slowest rank, over at least half a second of runs; synchronises the device."""
+    """Median time of ``run``, of the slowest rank, over about half a second, 5 to 100 runs; synchronises the device."""
 
     def finished() -> float:
         if device.type != "cpu":
@@ -38,7 +38,7 @@ def _seconds(run: Callable[[], Any], group: Any, device: torch.device) -> float:
         return took.item()
 
     median(1)  # the first takes longer
-    return median(min(max(5, int(0.5 / median(1))), 100))  # as often on every rank, and long enough for a processor's moods
+    return median(min(max(5, int(0.5 / median(1))), 100))  # as often on every rank
 
 
 def rates(layer: LayerShape, group: Any, device: torch.device) -> Rates:

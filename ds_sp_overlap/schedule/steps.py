@@ -42,8 +42,8 @@ class Schedule:
     attention   finish q, k, v, attend, start o   finish do, attend, start dv, dk, dq
     output      finish o and merge                dgrad o, start do, wgrad o
 
-    inputs and output are one node of autograd each where projections are computed part by part, so that their order in backward is free. attention is
-    many nodes. Autograd runs them in reverse, so that backward must be the mirror image of forward.
+    inputs and output are one node of autograd each where projections are computed part by part, so that their order in backward is
+    free. attention is many nodes. Autograd runs them in reverse, so that backward must be the mirror image of forward.
     """
 
     forward: Program

@@ -20,7 +20,7 @@ are projections again, ``Wv Wk Wq`` dgrad and wgrad:
 k and v that later groups attend to as well come back with the last of these, in an exchange of their own (kv0), apart from their q.
 Their dk and dv go out with the group that they came with in forward, when every group has added to them.
 
-In a checkpoint that keeps attention the layer runs in this order too, two passes of groups (W = G / 2) unless a window is given. Run
+In a checkpoint that keeps attention the layer runs in this order too, with half the groups at a time unless a window is given. Run
 again, it does no more than merge the o that was kept: no q, k, v, no attention, no exchange. Then comes backward as drawn.
 
 With one group at a time a group's gradients are finished before the next group is begun, and each exchange of backward but dq, dk and

@@ -1,5 +1,6 @@
 """What the forward of an attention layer computes, read by running it on labels: known, or not known, and never mistaken."""
 
+import contextlib
 import copy
 import types
 
@@ -252,15 +253,8 @@ def test_a_layer_unlike_one_that_was_read_is_read_by_itself(what):
     known, one = [], layer(*changes)
     reader = Reader("layers.0", one, known)
     change(other := twin(one))
-    try:
-        found = Reader("layers.1", other, known)
-    except Unknown:
-        return
-    assert (
-        known == [reader, found]
-        and any(found.options(other)[name] is not x for name, x in reader.options(one).items())
-        or (found.reading.heads != reader.reading.heads)
-    )
+    with contextlib.suppress(Unknown):  # which is said of a layer that is read
+        assert known == [reader, Reader("layers.1", other, known)]
 
 
 # Rotary functions.

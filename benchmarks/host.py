@@ -6,9 +6,10 @@ Method. A process group that moves nothing (torch's "fake" backend) plays rank 0
 nothing beside the calls. On a GPU the same calls run ahead of the device, so their cost shows only where a layer's kernels take
 less than it. Variants run in turn inside one loop; parity of shapes first (values are whatever the buffers held).
 
-    stock      projections, DeepSpeed's DistributedAttention, output projection
-    drop-in    the same with ds_sp_overlap.DistributedAttention
-    G = n      ds_sp_overlap.SelfAttention
+    stock          projections, DeepSpeed's DistributedAttention, output projection
+    drop-in        the same with ds_sp_overlap.DistributedAttention
+    G = n          ds_sp_overlap.SelfAttention
+    block, C = n   with --blocks: a layer of a chain of three, with norms and MLP, as have the others then
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_sp_overlap
 from benchmarks import record
+from benchmarks.stack import Stack
+from benchmarks.variants import Layer, Shape
+
+
+class Local(nn.Module):
+    def forward(self, q, k, v):
+        return q + k + v
 
 
 def main() -> None:
@@ -36,9 +43,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="P")
     parser.add_argument("--heads-per-rank", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=2, help="local sequence")
+    parser.add_argument("--tokens", type=int, default=4, help="local sequence")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--blocks", type=int, nargs="+", metavar="C", help="time whole layers, and blocks in C chunks")
     parser.add_argument("--out", type=Path, help="write OUT.csv and OUT.json")
     parser.add_argument("--profile", action="store_true", help="show where the time of the last variant goes")
     args = parser.parse_args()
@@ -47,44 +55,31 @@ def main() -> None:
     dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
 
-    heads, d = args.ranks * args.heads_per_rank, args.head_dim
-    layer = nn.ModuleDict({f"{kind}_proj": nn.Linear(heads * d, heads * d, bias=False) for kind in "qkvo"})
-    x = torch.randn(args.tokens, 1, heads * d, requires_grad=True)
-    dy = torch.randn(args.tokens, 1, heads * d)
+    heads = args.ranks * args.heads_per_rank
+    shape = Shape(args.ranks * args.tokens, heads, args.head_dim, heads)
+    layer = (Stack if args.blocks else Layer)(shape, 0, args.ranks, dist.group.WORLD)
+    layers = layer.layers if isinstance(layer, Stack) else [layer]
+    for each in layers:
+        each.local = Local()
+    x, dy = layer.x.requires_grad_(), layer.dy
 
-    class Local(nn.Module):
-        def forward(self, q, k, v):
-            return q + k + v
-
-    def around(attention):
-        def run():
-            q, k, v = (layer[f"{kind}_proj"](x).unflatten(-1, (-1, d)) for kind in "qkv")
-            return layer["o_proj"](attention(q, k, v, 1).flatten(2))
-
-        return run
-
-    def ours(groups):
-        block = ds_sp_overlap.SelfAttention(
-            local_attention=Local(), num_heads=heads, head_dim=d, sequence_process_group=dist.group.WORLD, batch_first=False,
-            config={"head_groups": groups}, **layer,
-        )  # fmt: skip
-        return lambda: block(x)
-
-    variants = {
-        "stock": around(DistributedAttention(Local(), dist.group.WORLD)),
-        "drop-in, G = 1": around(ds_sp_overlap.DistributedAttention(Local(), dist.group.WORLD, config={"head_groups": 1})),
-        **{f"G = {groups}": ours(groups) for groups in args.groups},
-    }
+    variants = {"stock": layer.stock()}
+    if not args.blocks:
+        drop_in = ds_sp_overlap.DistributedAttention(Local(), dist.group.WORLD, config={"head_groups": 1})
+        variants["drop-in, G = 1"] = layer.around(drop_in)
+    variants.update({f"G = {groups}": layer.ours(head_groups=groups) for groups in args.groups})
+    if isinstance(layer, Stack):
+        variants.update({f"block, C = {chunks}": layer.block(chunks, head_groups=1) for chunks in args.blocks})
     times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(args.steps + 20):
         for name, run in variants.items():
             start = time.process_time()
-            y = run()
+            y = run(x)
             y.backward(dy)
             took = time.process_time() - start
             assert y.shape == x.shape, name
             if turn >= 20:
-                times[name].append(took * 1e6)
+                times[name].append(took * 1e6 / len(layers))
     stock = statistics.median(times["stock"])
     rows = []
     for name, t in times.items():
@@ -100,7 +95,7 @@ def main() -> None:
         profile = cProfile.Profile()
         profile.enable()
         for _ in range(args.steps):
-            run().backward(dy)
+            run(x).backward(dy)
         profile.disable()
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 

@@ -124,7 +124,10 @@ class Layer:
         return run(self.x.detach().requires_grad_())
 
     def stock(self) -> Callable[[Tensor], Tensor]:
-        attend = deepspeed.sequence.layer.DistributedAttention(self.local, self.group)
+        return self.around(deepspeed.sequence.layer.DistributedAttention(self.local, self.group))
+
+    def around(self, attend: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        """Whole projections around DeepSpeed's class, or what is called like it."""
 
         def run(x):
             q, k, v = (self.projections[f"{kind}_proj"](x).unflatten(-1, (-1, self.shape.head_dim)) for kind in "qkv")

@@ -19,15 +19,15 @@ Rooms, each of which imports from those above it alone:
 
 The way of a query from a rebound forward to the wire, each calling the next: ``integrations.rebinding`` (was put in place of the
 layer's forward) -> ``integrations.transformers_driven`` (what the layer asks for) -> ``attention.self_attention`` (the whole layer) ->
-``attention.linear`` (the projections' own hooks) -> ``attention.nodes`` (one node of autograd, which projects) ->
+``attention.linear`` (the projections' own hooks) -> ``attention.projections`` (one node of autograd) ->
 ``attention.execution`` (walks the schedule) -> ``exchange.exchange`` -> ``exchange.in_flight`` (packed) -> ``exchange.transport``.
 
-In a window ``attention.window`` stands in place of ``nodes`` and ``execution``; in a chain of layers ``integrations.chains``,
+In a window ``attention.window`` stands in place of ``projections`` and ``execution``; in a chain of layers ``integrations.chains``,
 ``attention.chain`` and ``attention.block`` do, from the layer's forward on.
 
 Before it projects, the layer asks ``attention.layer``: agreement of the ranks, number of head groups, the schedule. In the drop-in
 the way leads from there straight to ``attention.execution``, since q is projected already. The way back is autograd's:
-``attention.nodes`` (do), ``exchange.exchange`` (dq, dk, dv start), ``attention.nodes`` (dx and the weights).
+``attention.output`` (do), ``exchange.exchange`` (dq, dk, dv start), ``attention.projections`` (dx and the weights).
 """
 
 from .attention.drop_in import DistributedAttention

@@ -95,7 +95,7 @@ def _leaves_are_same(one: Any, other: Any) -> bool:
     return one is other
 
 
-class Inputs:
+class LayerCall:
     """One call of a layer's attention: who holds what, its program, and what is under way to it or from it.
 
     stretch   of which it is a part, where it will be run again
@@ -115,9 +115,9 @@ class Inputs:
         self.held: Held = {}
         self.o: dict[Key, tuple[Tensor, bool]] | None = None
 
-    def anew(self) -> Inputs:
+    def anew(self) -> LayerCall:
         """For the same call, run again."""
-        made = Inputs(self.layer, self.call, self.block, self.options)
+        made = LayerCall(self.layer, self.call, self.block, self.options)
         made.kept, made.held, made.o, made.again = self.kept, self.held, self.o, True
         return made
 
@@ -178,7 +178,7 @@ class _Stretch(Stretch):
     In backward the MLP is run again under the last exchanges of do, and q, k and v of the next layer travel again under the MLP.
     """
 
-    def __init__(self, done: Inputs | None, following: Inputs | None, hidden: Tensor):
+    def __init__(self, done: LayerCall | None, following: LayerCall | None, hidden: Tensor):
         here = done or following
         assert here is not None
         super().__init__(here.call.where, hidden.device)
@@ -187,13 +187,13 @@ class _Stretch(Stretch):
         self.hidden, self.has_gradient, self.version = hidden.detach(), hidden.requires_grad, hidden._version
         self.attends = False
 
-    def attend(self, inputs: Inputs, hidden: Tensor, keep: bool) -> None:
+    def attend(self, here: LayerCall, hidden: Tensor, keep: bool) -> None:
         """The second part, the first time."""
-        if keep and any(token.requires_grad for token in inputs.tokens.values()):
-            inputs.kept = Kept(partial(_beside, inputs.call, inputs.block, inputs.layer.attention.head_dim))
+        if keep and any(token.requires_grad for token in here.tokens.values()):
+            here.kept = Kept(partial(_beside, here.call, here.block, here.layer.attention.head_dim))
         with self.watched():
-            _attend(inputs, hidden)
-        inputs.stretch, inputs.o, self.attends, self.following = None, {}, True, inputs.anew()
+            _attend(here, hidden)
+        here.stretch, here.o, self.attends, self.following = None, {}, True, here.anew()
 
     def run(self) -> None:
         if self.hidden._version != self.version:  # guard: held, and not changed
@@ -212,7 +212,9 @@ class _Stretch(Stretch):
                 _attend(following, hidden)
 
 
-def run_segment(done: Inputs | None, following: Inputs | None, hidden: Tensor, rerun: Rerun, watch: Watch | None = None) -> Tensor:
+def run_segment(
+    done: LayerCall | None, following: LayerCall | None, hidden: Tensor, rerun: Rerun, watch: Watch | None = None
+) -> Tensor:
     """Run what lies between two attentions; start q, k and v of the second, whose tokens ``following`` gets.
 
     done        the attention that was run; None in front of the first, where ``hidden`` is returned
@@ -230,15 +232,15 @@ def run_segment(done: Inputs | None, following: Inputs | None, hidden: Tensor, r
     return out if done is None else stretch.behind(out)
 
 
-def attend(inputs: Inputs, hidden: Tensor, rerun: Rerun) -> None:
+def attend(here: LayerCall, hidden: Tensor, rerun: Rerun) -> None:
     """Run the attention whose q, k and v are under way, and start its o.
 
     hidden   as the layer is given
     """
-    if inputs.stretch is None:
-        _attend(inputs, hidden)
+    if here.stretch is None:
+        _attend(here, hidden)
     else:
-        inputs.stretch.attend(inputs, hidden, keep=rerun == "but attention")
+        here.stretch.attend(here, hidden, keep=rerun == "but attention")
 
 
 def _beside(call: Call, block: Block, head_dim: int, key: Key) -> Exchange:
@@ -248,25 +250,25 @@ def _beside(call: Call, block: Block, head_dim: int, key: Key) -> Exchange:
     return Exchange(call.channel, layout, call.where, block.name("odo", group, chunk), call.checked)
 
 
-def _attend(inputs: Inputs, hidden: Tensor) -> None:
+def _attend(here: LayerCall, hidden: Tensor) -> None:
     """Walk the program from the finishes of q, k and v to the starts of o."""
-    call, (_, _, args, kwargs), attention = inputs.call, inputs.options, inputs.layer.attention
-    if inputs.stretch is None and not inputs.again:
+    call, (_, _, args, kwargs), attention = here.call, here.options, here.layer.attention
+    if here.stretch is None and not here.again:
         # In backward it comes behind the starts of dq, dk and dv, whose first chunk nothing else hides.
-        inputs.mlp_wgrads = Wgrads([inputs.layer.mlp], call.where, attention.plain, here=True)
+        here.mlp_wgrads = Wgrads([here.layer.mlp], call.where, attention.plain, here=True)
     local = calling(attention.local_attention, call.geometry, args, kwargs)
 
     def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return with_head_dim(local(group, q, k, v), q, call.where)
 
-    kept, watched = inputs.kept, attention.watched(call, hidden, attend, args, kwargs)
+    kept, watched = here.kept, attention.watched(call, hidden, attend, args, kwargs)
     received: dict[tuple[str, int], Tensor] = {}
     attended: tuple[Tensor, ...] = ()
-    for (act, group), same in groupby(inputs.block.attention_steps, key=lambda step: (step.act, step.group)):
+    for (act, group), same in groupby(here.block.attention_steps, key=lambda step: (step.act, step.group)):
         steps = list(same)
         keys = [step[1:] for step in steps]
         if act == "finish":
-            arrived = finish_chunks([inputs.exchanges.pop(key) for key in keys], [inputs.tokens.pop(key) for key in keys])
+            arrived = finish_chunks([here.exchanges.pop(key) for key in keys], [here.tokens.pop(key) for key in keys])
             received.update(((kind, group), x) for kind, x in zip(steps[0].of, arrived))
             del arrived
         elif act == "attend":
@@ -280,18 +282,18 @@ def _attend(inputs: Inputs, hidden: Tensor) -> None:
             del q, k, v
         elif kept is not None:
             one = partial(attend_group, call, attend, group)
-            exchanges = {} if inputs.again else {key: inputs.exchange(*key) for key in keys}
-            inputs.tokens.update(zip(keys, attend_kept(kept, inputs.held, group, one, watched, exchanges, *attended)))
+            exchanges = {} if here.again else {key: here.exchange(*key) for key in keys}
+            here.tokens.update(zip(keys, attend_kept(kept, here.held, group, one, watched, exchanges, *attended)))
             attended = ()
-        elif not inputs.again:
-            meanwhile = {} if inputs.stretch is None else dict(meanwhile=inputs.stretch.when_needed)
-            inputs.tokens.update(zip(keys, start_chunks([inputs.exchange(*key) for key in keys], *attended, **meanwhile)))
+        elif not here.again:
+            meanwhile = {} if here.stretch is None else dict(meanwhile=here.stretch.when_needed)
+            here.tokens.update(zip(keys, start_chunks([here.exchange(*key) for key in keys], *attended, **meanwhile)))
             attended = ()
-    if kept is not None and not inputs.again:
+    if kept is not None and not here.again:
         kept.agree(watched)
 
 
-def _segment(done: Inputs | None, following: Inputs | None, hidden: Tensor, watch: Watch | None = None) -> Tensor:
+def _segment(done: LayerCall | None, following: LayerCall | None, hidden: Tensor, watch: Watch | None = None) -> Tensor:
     """Walk the program from the finishes of o to the starts of the next layer's q, k and v."""
     here = done or following
     assert here is not None
@@ -323,7 +325,9 @@ def _segment(done: Inputs | None, following: Inputs | None, hidden: Tensor, watc
     return out
 
 
-def _walk(done: Inputs | None, following: Inputs | None, shadows: Shadows, hidden: Tensor, watch: Watch | None) -> list[Tensor]:
+def _walk(
+    done: LayerCall | None, following: LayerCall | None, shadows: Shadows, hidden: Tensor, watch: Watch | None
+) -> list[Tensor]:
     """The chunks of a segment, inside all its modules; returns its hidden states, unless it is in front of the first attention."""
     here = done or following
     assert here is not None

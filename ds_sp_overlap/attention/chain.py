@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..schedule import by_chunks
 from . import linear
-from .block import BlockLayer, Inputs, Options, Rerun, attend, run_segment
+from .block import BlockLayer, LayerCall, Options, Rerun, attend, run_segment
 from .heads import Local
 from .linear import autocast
 
@@ -29,22 +29,22 @@ from .linear import autocast
 class Started:
     """q, k and v of a layer that were started ahead of it, and the hidden states that they were made of."""
 
-    inputs: Inputs
+    begun: LayerCall
     hidden: Tensor
     version: int
     grad: tuple[bool, bool]
     ahead: Any = None  # node of autograd behind which they are
 
     @classmethod
-    def of(cls, inputs: Inputs, hidden: Tensor) -> Started:
-        return cls(inputs, hidden, hidden._version, (torch.is_grad_enabled(), hidden.requires_grad))
+    def of(cls, begun: LayerCall, hidden: Tensor) -> Started:
+        return cls(begun, hidden, hidden._version, (torch.is_grad_enabled(), hidden.requires_grad))
 
     def serves(self, layer: BlockLayer, hidden: Tensor, options: Options, rerun: Rerun) -> bool:
         return (
-            layer is self.inputs.layer
-            and (self.inputs.stretch is None) == (rerun == "none")
+            layer is self.begun.layer
+            and (self.begun.stretch is None) == (rerun == "none")
             and self.grad == (torch.is_grad_enabled(), hidden.requires_grad)
-            and self.inputs.options.is_same(options)
+            and self.begun.options.is_same(options)
             and not _is_watched(hidden)
             and self._is_same(hidden)
         )
@@ -73,7 +73,7 @@ class Started:
 
     def _refusal(self) -> str:
         return (
-            f"{self.inputs.call.where}: somebody asks for the gradient of the hidden states in front of this layer, but the layer "
+            f"{self.begun.call.where}: somebody asks for the gradient of the hidden states in front of this layer, but the layer "
             "before it, in a block with it, has not made its q, k and v of them; run the layers one by one "
             '(sp_overlap.scope "layer")'
         )
@@ -133,7 +133,7 @@ class Chain:
     @property
     def ahead(self) -> BlockLayer | None:
         """The layer whose q, k and v were started ahead of it."""
-        return None if self._started is None else self._started.inputs.layer
+        return None if self._started is None else self._started.begun.layer
 
     @torch.compiler.disable
     def run(
@@ -163,20 +163,20 @@ class Chain:
         rerun = rerun if torch.is_grad_enabled() else "none"
         started, self._started = self._started, None
         if started is not None and started.serves(layer, hidden, options, rerun):
-            inputs = started.inputs
-            inputs.options = options
+            here = started.begun
+            here.options = options
         else:
             self.in_step = self.in_step and started is None
-            inputs, started = self._begun(layer, hidden, options), None
-            run_segment(None, inputs, hidden, rerun)
+            here, started = self._begun(layer, hidden, options), None
+            run_segment(None, here, hidden, rerun)
         if started is not None:
-            started.ahead = next(iter(inputs.tokens.values())).grad_fn
+            started.ahead = next(iter(here.tokens.values())).grad_fn
             started.watch_between(hidden)
-        attend(inputs, hidden, rerun)
+        attend(here, hidden, rerun)
         following = None
         if successor is not None and self._may_start(successor):
             following = self._begun(successor, hidden, options)
-        out = run_segment(inputs, following, hidden, rerun, None if started is None else started.watch)
+        out = run_segment(here, following, hidden, rerun, None if started is None else started.watch)
         if following is not None:
             self._started = Started.of(following, out)
         return out
@@ -187,7 +187,7 @@ class Chain:
         first = not layer.agreed or layer.config.check  # its ranks compare with nothing under way
         return self.in_step and not first and not torch.is_inference_mode_enabled()  # its tensors don't tell when they are changed
 
-    def _begun(self, layer: BlockLayer, hidden: Tensor, options: Options) -> Inputs:
+    def _begun(self, layer: BlockLayer, hidden: Tensor, options: Options) -> LayerCall:
         attention, chunks = layer.attention, self.chunks
         positions, lengths, args, kwargs = options
 
@@ -200,4 +200,4 @@ class Chain:
         dtype = autocast(hidden)[0].dtype
         dim = attention.head_dim
         call = attention.layer.counted(describe, (hidden,), lambda: Local(attention.local_attention, args, kwargs, dim, dim, dtype))
-        return Inputs(layer, call, by_chunks(call.geometry.kinds, chunks), options)
+        return LayerCall(layer, call, by_chunks(call.geometry.kinds, chunks), options)

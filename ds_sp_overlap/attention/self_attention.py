@@ -24,7 +24,8 @@ from .heads import Local, PerHead, calling, modules_of
 from .kept import current
 from .layer import Layer, kind_of, with_head_dim
 from .linear import PLAIN, PURE, Plain, Pure, autocast, batched_pays, call_through, can_compute_again, can_split
-from .nodes import Projections, Rows, finish_projected, start_projected
+from .output import finish_projected
+from .projections import Projections, Rows, start_projected
 from .slices import Ranges, cut, join
 from .window import LocalAttention, windowed
 

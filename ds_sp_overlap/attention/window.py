@@ -19,7 +19,8 @@ from .again import Attended, Random, attend_once
 from .execution import Attend, Call, Part, attend_group, with_kv
 from .kept import Visit
 from .linear import autocast, autocast_of, matrix
-from .nodes import Inputs, OutputProjection, Projections
+from .output import OutputProjection
+from .projections import InputGradients, Projections
 
 
 class LocalAttention(NamedTuple):
@@ -43,7 +44,7 @@ class _Forward:
     attended  of each group, with the tensors to keep
     """
 
-    def __init__(self, call: Call, made: Projections, local: LocalAttention, inputs: Inputs, output: OutputProjection):
+    def __init__(self, call: Call, made: Projections, local: LocalAttention, inputs: InputGradients, output: OutputProjection):
         self.call, self.made, self.local, self.inputs, self.output = call, made, local, inputs, output
         self.outputs: dict[int, Tensor] = {}
         self.attended: dict[int, Attended] = {}
@@ -91,7 +92,7 @@ class _Forward:
         return o
 
 
-def wanted_of(call: Call, inputs: Inputs, group: int) -> list[bool]:
+def wanted_of(call: Call, inputs: InputGradients, group: int) -> list[bool]:
     """Of which of q, k and v of a group there will be a gradient."""
     sent = [sent for sent, *_ in call.geometry.kv_pieces(group)]
     return [inputs.is_needed(("q", group)), *(any(inputs.is_needed((kind, at)) for at in sent) for kind in "kv")]
@@ -110,7 +111,7 @@ class _Windowed(Node):
         learned, parameters = rest[: len(local.learned)], rest[len(local.learned) :]
         of_x, ctx.of_weight, ctx.of_bias, *needs = ctx.needs_input_grad[5:]
         ctx.of_learned, of_parameters = needs[: len(learned)], needs[len(learned) :]
-        inputs = ctx.inputs = Inputs(call, made, x, parameters, (of_x, *of_parameters))
+        inputs = ctx.inputs = InputGradients(call, made, x, parameters, (of_x, *of_parameters))
         output = ctx.output = OutputProjection(call, weight.shape)
         ctx.local, ctx.autocast, tables = local, autocast_of(x.device), made.tables
         made.tables = ()  # saved below

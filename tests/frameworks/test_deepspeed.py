@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sp_overlap
 import ds_sp_overlap.attention.linear
 import ds_sp_overlap.integrations.deepspeed
+from ds_sp_overlap.attention import output, projections
 from ds_sp_overlap.relayout import kernels
 from tests.helpers.listening import listening
 from tests.helpers.models import (
@@ -129,14 +130,14 @@ def test_the_bf16_tolerance_catches_a_fault():
 def weights_read(rank, born_partitioned, **section):
     """Status of a weight each time that the package reads it, in forward and backward; of all parameters afterwards."""
     config = ds_config(3, optimizer="SGD", sp_overlap=section)
-    reads, cutter, phase = [], ds_sp_overlap.attention.nodes.cutter, ["forward"]
+    reads, cutter, phase = [], projections.cutter, ["forward"]
 
     def reading(weight, dim, parts):
         parameter = weight if weight._base is None else weight._base  # of a transposed one
         reads.append((phase[0], parameter.ds_status.name, parameter.numel() == parameter.ds_numel))
         return cutter(weight, dim, parts)
 
-    ds_sp_overlap.attention.nodes.cutter = reading
+    projections.cutter = output.cutter = reading
     try:
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=born_partitioned):
             model = tiny(pad_token_id=None)  # transformers would zero the padding row of a weight that isn't there
@@ -162,7 +163,7 @@ def weights_read(rank, born_partitioned, **section):
         engine.destroy()
         return reads[:before], after, control
     finally:
-        ds_sp_overlap.attention.nodes.cutter = cutter
+        projections.cutter = output.cutter = cutter
         forget_sequence_parallel()
 
 

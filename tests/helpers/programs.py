@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
-from ds_sp_overlap.attention import nodes, self_attention
+from ds_sp_overlap.attention import output, projections, self_attention
 from ds_sp_overlap.relayout import ops
 from tests.helpers import reference, transports
 from tests.helpers.ranks import RankError, on_ranks
@@ -784,7 +784,7 @@ def faults(rank, program, delayed, acted):
         rounded = World(program, exact=False)
         tolerance = 0.02 + 4 * max(errors(rounded, rounded.run(), expected).values())
     mover = {"plain": None, "late": transports.Late(), "delayed": delayed}[program.transport]
-    by_rank = nodes.by_rank
+    by_rank = projections.by_rank
 
     def counting(*args, **kwargs):
         acted["rank-major"] += 1
@@ -798,7 +798,8 @@ def faults(rank, program, delayed, acted):
             stack.enter_context(transports.spoiled_buffers())
         if program.rank_major:
             stack.enter_context(mock.patch.object(self_attention, "batched_pays", pays))
-            stack.enter_context(mock.patch.object(nodes, "by_rank", counting))
+            for end in projections, output:
+                stack.enter_context(mock.patch.object(end, "by_rank", counting))
         if program.folds:
             stack.enter_context(mock.patch.object(ops, "_TORCH", ops._TORCH._replace(folds=True)))
         world = World(program, rank, mover)

@@ -77,7 +77,7 @@ class Watch:
     """Counts what the plugin's exchanges move; sends v of layer 0 and the first head group as v * (1 + ``plant``)."""
 
     def __init__(self, plant: float):
-        self.plant, self.launched = plant, Counter()
+        self.plant, self.launched, self.chunks = plant, Counter(), set()
 
     def __enter__(self):
         from ds_sp_overlap.exchange.transport import C10d
@@ -87,6 +87,7 @@ class Watch:
         def launch(transport, send, recv, send_sizes, recv_sizes, group, name):
             layer, what = name.split()
             kinds = what.rstrip("0123456789.")  # without head group and chunk; several travel together
+            self.chunks.add("." in what)
             gradient = "d" * kinds.startswith("d")
             every = ["o", "do"] if kinds == "odo" else [gradient + kind for kind in kinds.removeprefix("d")]
             self.launched.update((layer, kind) for kind in every)
@@ -107,6 +108,8 @@ class Watch:
         # One exchange of q and o per group; KV heads travel with the first group that needs them, so at least one.
         least = {kind: passes * ((variant.groups or 0) if kind in "qo" else 1) for kind in "qkvo"}
         short = [name for name, count in self.launched.items() if count < least[name[1][-1]]]
+        if self.launched and self.chunks != {variant.section.get("scope") == "block"}:
+            raise RuntimeError(f"{variant.name}: a block exchanges chunks of tokens, and nothing else does; found {self.chunks}")
         if len(self.launched) != expected or short:
             raise RuntimeError(
                 f"{variant.name}: expected {expected} kinds of exchanges through the plugin ({layers} layers, each "

@@ -106,6 +106,7 @@ class LayerCall:
 
     def __init__(self, layer: BlockLayer, call: Call, block: Block, options: Options):
         self.layer, self.call, self.block, self.options = layer, call, block, options
+        call.run_by(block)
         self.mlp_wgrads: Wgrads | None = None
         self.exchanges: dict[Key, Exchange] = {}
         self.tokens: dict[Key, Tensor] = {}

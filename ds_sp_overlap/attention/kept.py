@@ -132,7 +132,7 @@ def current(where: str) -> Visit | None:
         raise RuntimeError(
             f"{where}: sp_overlap.checkpointing is to keep attention, but the checkpoint around this layer has nowhere to keep it; use "
             "torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=ds_sp_overlap.keep_attention) (transformers: "
-            "gradient_checkpointing_enable({\"use_reentrant\": False}); not with DeepSpeed's or Megatron's checkpointing), or "
-            'set sp_overlap.checkpointing to "recompute"'
+            "gradient_checkpointing_enable({\"use_reentrant\": False}); DeepSpeed's and Megatron's checkpointing has none, "
+            'but Megatron\'s layers keep it with sp_overlap.scope "block"), or set sp_overlap.checkpointing to "recompute"'
         )
     return visit

@@ -91,10 +91,8 @@ class Layer:
         """
         call, timeline, device = self.counted(describe, inputs, local), self.channel.timeline, inputs[0].device
         run = Run(inputs)
-        if timeline is not None:
-            timeline.look()
-            if timeline.recording():
-                run.timed(timeline.layer(self.where, device))
+        if timeline is not None and timeline.recording():
+            run.timed(timeline.layer(self.where, device))
         policy, geometry = self.policy, call.geometry
         off = has_baseline and not (policy and policy.replicas)
         tried = self._tried(geometry, inputs[0], head_dim, off) if self.config.memory == "auto" else None
@@ -140,6 +138,8 @@ class Layer:
         ):  # guard: heads alike
             call = self._made(_regrouped(call.geometry, 1), call.checked)
         self.channel.calls.count(self.channel, self.called, inputs[0].device)
+        if self.channel.timeline is not None:
+            self.channel.timeline.look()
         return call
 
     def _may_divide(self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]) -> bool:

@@ -239,8 +239,8 @@ class SelfAttention:
             started = call_through(made.called, partial(start_projected, call, made), hidden_states)
             tokens = dict(zip(call.schedule.starts, started))
         else:
-            turn = self.rope
-            rotate = None if turn is None else lambda heads: turn(heads, position_embeddings)
+            rotary = self.rope
+            rotate = None if rotary is None else lambda heads: rotary(heads, position_embeddings)
             tokens = start_inputs(call, self.whole(call, hidden_states, rotate))
         tokens = attend_groups(call, tokens, attend)
         if self.o_proj in split:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..config import SpOverlapConfig
-from ..schedule import Program, Schedule
+from ..schedule import Block, Program, Schedule
 from . import picture
 from .clocks import clock_of
 from .steps import OptimizerSteps
@@ -245,14 +245,21 @@ def computing(rows: list[Row], step: int, schedules: dict[tuple[int, str], Sched
     exchanged: dict[str, set[str]] = {}
     for *_, row in stops:
         exchanged.setdefault(row.layer, set()).add(row.what)
-    names = {
-        layer: {**_between(schedule, schedule.forward, exchanged[layer]), **_between(schedule, schedule.backward, exchanged[layer])}
-        for (at, layer), schedule in schedules.items()
-        if at == step and layer in exchanged
-    }
+    between = list(zip(stops, stops[1:]))
+    followed = {first.layer for (*_, before, first), (*_, after, second) in between if before[:2] == "<o" and after[:2] == ">q"}
+    names, chained = {}, set()
+    for (at, layer), schedule in schedules.items():
+        if at == step and layer in exchanged:
+            if isinstance(schedule, Block):  # between two stops may lie the end of one layer and the beginning of the next
+                chained.add(layer)
+                schedule = schedule.chain(2 if layer in followed else 1)
+            programs = schedule.forward, schedule.backward
+            names[layer] = {stops: name for each in programs for stops, name in _between(schedule, each, exchanged[layer]).items()}
     found = []
-    for (_, begin, before, first), (end, _, after, second) in zip(stops, stops[1:]):
-        name = names.get(first.layer, {}).get((before, after)) if first.layer == second.layer else None
+    for (_, begin, before, first), (end, _, after, second) in between:
+        layers = dict.fromkeys((first.layer, second.layer))
+        known = layers if len(layers) == 1 or layers.keys() <= chained else ()
+        name = next((name for layer in known if (name := names.get(layer, {}).get((before, after)))), None)
         if name and end > begin:
             found.append(Row(step, first.layer, name, "compute", begin, end))
     return found
@@ -264,7 +271,7 @@ def _between(schedule: Schedule, program: Program, exchanged: set[str]) -> dict[
     labels: list[str] = []
     before = "["
     for step in program:
-        name = schedule.name(step.of, step.group)
+        name = schedule.name(step.of, step.group, step.chunk)
         if step.on_wire and name in exchanged:
             stop = (">" if step.act == "start" else "<") + name
             found[before, stop], before, labels = ", ".join(labels), stop, []

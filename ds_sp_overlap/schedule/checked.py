@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from .block import Block
 from .steps import Program, Schedule, Step, section_of
 from .window import Windowed
 
@@ -13,7 +14,11 @@ Needs = dict[Step, list[Step]]
 def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
     """Return ``schedule``. Raises ValueError if it can't be run where ``kinds`` travel with the head groups: if a step is missing,
     unknown, there twice or too early, if the sections are not three pieces in their order, or if backward's attention section is not
-    the mirror image of forward's. A `Windowed` one has no sections; there, if more groups are held than its window lets."""
+    the mirror image of forward's. A `Windowed` one has no sections; there, if more groups are held than its window lets. Of a
+    `Block` all of backward but the weight gradients is the mirror image."""
+    if isinstance(schedule, Block):
+        _block(schedule, kinds)
+        return schedule
     for group, here in enumerate(kinds):
         sent = [kind for of, at in dict.fromkeys(schedule.starts) if at == group for kind in of]
         for kind in "qkv":
@@ -87,6 +92,35 @@ def _window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
                 held.discard(step.group)
 
 
+def _block(block: Block, kinds: tuple[str, ...]) -> None:
+    groups, every = range(len(kinds)), range(block.chunks)
+    forward: Needs = {}
+    for group in groups:
+        arrived = [at for at in groups[: group + 1] if at == group or kinds[at] != "q"]
+        attend = Step("attend", "o", group)
+        forward[attend] = [Step("finish", kinds[at], at, c) for at in arrived for c in every]
+        for c in every:
+            start = Step("start", "o", group, c)
+            forward |= {Step("finish", kinds[group], group, c): [], start: [attend], start._replace(act="finish"): [start]}
+    for c in every:
+        merge, mlp, project = Step("merge", "o", 0, c), Step("MLP", "MLP", 0, c), Step("project", "qkv", 0, c)
+        forward |= {merge: [Step("finish", "o", group, c) for group in groups], mlp: [merge], project: [mlp]}
+        forward |= {Step("start", kinds[group], group, c): [project] for group in groups}
+    _each_in_its_turn("forward", block.forward, forward)
+    mirrored = [_mirror(step) for part in (block.segment, block.attention_steps) for step in reversed(part)]
+    backward: Needs = {step: [before] if before else [] for before, step in zip([None, *mirrored], mirrored)}
+    backward |= {Step("wgrad", of, 0): [Step("dgrad", of, 0, c) for c in every] for of in ("o", "qkv", "MLP")}
+    _each_in_its_turn("backward", block.backward, backward)
+
+
+def _mirror(step: Step) -> Step:
+    """What autograd does in backward for a step of a block."""
+    if step.on_wire or step.act == "attend":
+        act = {"start": "finish", "finish": "start"}.get(step.act, step.act)
+        return step._replace(act=act, of="d" + step.of)
+    return step._replace(act="dgrad")
+
+
 def _sending(step: Step, of: str) -> Step:
     """Of an exchange of do, ``of``: beside o or alone."""
     return step._replace(of=of) if step.on_wire and step.of == "do" else step
@@ -129,4 +163,4 @@ def _mirrored(node: Program) -> Program:
 
 
 def _words(step: Step) -> str:
-    return " ".join(map(str, step[:3]))
+    return " ".join(map(str, step[:3])) + f".{step.chunk}" * (step.chunk > 0)

@@ -29,5 +29,6 @@ def travelling(*sent):
 
 
 def step_of(words):
-    act, of, group = words.split()
-    return Step(act, of, int(group))
+    act, of, at = words.split()
+    group, _, chunk = at.partition(".")
+    return Step(act, of, int(group), int(chunk or 0))

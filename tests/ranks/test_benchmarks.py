@@ -122,12 +122,19 @@ def test_link_turns_switches_off_at_the_groups_that_were_asked_for():
     assert list(named) == ["G = 4", "G = 8", "G = 4, projections off", "G = 4, wgrad off"]
 
 
-def test_host_times_every_variant_and_writes_it(tmp_path):
-    ran = script(BENCHMARKS / "host.py", "--steps", 2, "--groups", 1, 2, "--out", tmp_path / "host")
+HOST = {
+    "": ["stock", "drop-in, G = 1", "G = 1", "G = 2"],
+    "--blocks 2 4": ["stock", "G = 1", "G = 2", "block, C = 2", "block, C = 4"],
+}
+
+
+@pytest.mark.parametrize("options", HOST)
+def test_host_times_every_variant_and_writes_it(options, tmp_path):
+    ran = script(BENCHMARKS / "host.py", "--steps", 2, "--groups", 1, 2, *options.split(), "--out", tmp_path / "host")
     assert ran.returncode == 0, ran.stderr
     with (tmp_path / "host.csv").open() as file:
         rows = {row["variant"]: row for row in csv.DictReader(file)}
-    assert list(rows) == ["stock", "drop-in, G = 1", "G = 1", "G = 2"]
+    assert list(rows) == HOST[options]
     assert all(0 < int(row["min"]) <= int(row["median"]) <= int(row["max"]) for row in rows.values())
     assert "nothing moved" in json.loads((tmp_path / "host.json").read_text())["kind"]
 

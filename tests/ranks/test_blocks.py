@@ -366,9 +366,9 @@ def test_right_for_frozen_inputs_with(change):
 # The order.
 
 
-def recorded(rank, groups, chunks):
+def recorded(rank, heads, groups, chunks):
     """Forward and backward of the second of three steps, as they were launched and finished."""
-    shape, mover = Blocks(heads=4, kv_heads=4, lengths=(8, 8), chunks=chunks, config={"head_groups": groups}), Recording()
+    shape, mover = Blocks(heads, 4, lengths=(8, 8), chunks=chunks, config={"head_groups": groups}), Recording()
     model = blocks.Model(shape)
     blocks.enchain(model, shape, rank, torch.distributed.group.WORLD, mover)
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
@@ -381,15 +381,15 @@ def recorded(rank, groups, chunks):
     return forward, list(mover.log)
 
 
-def drawn(groups, chunks):
-    chain = by_chunks(("qkv",) * groups, chunks).chain(LAYERS)
-    return order(chain, chain.forward), order(chain, chain.backward)
-
-
-@pytest.mark.parametrize("groups,chunks", [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4)])
-def test_exchanges_start_and_finish_as_drawn(groups, chunks):
-    for seen in on_ranks(2, recorded, groups, chunks):
-        assert seen == drawn(groups, chunks)
+@pytest.mark.parametrize(
+    "heads,kinds,chunks",
+    [*((4, ("qkv",) * g, c) for g, c in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4))), (16, ("qkv", "q", "qkv", "q"), 2)],
+)
+def test_exchanges_start_and_finish_as_drawn(heads, kinds, chunks):
+    """Four KV heads; of four groups every other one brings none."""
+    chain = by_chunks(kinds, chunks).chain(LAYERS)
+    for seen in on_ranks(2, recorded, heads, len(kinds), chunks):
+        assert seen == (order(chain, chain.forward), order(chain, chain.backward))
 
 
 class Products(TorchDispatchMode):

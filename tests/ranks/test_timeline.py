@@ -20,8 +20,9 @@ from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.profiling import picture, timeline
 from ds_sp_overlap.profiling.timed import Run
 from ds_sp_overlap.profiling.timeline import UNTRACKED, Row, Timeline, Track, computing
-from ds_sp_overlap.schedule import by_head_groups, by_window, without_o
-from tests.helpers import layers, models
+from ds_sp_overlap.schedule import by_chunks, by_head_groups, by_window, without_o
+from tests.helpers import blocks, layers, models
+from tests.helpers.blocks import LAYERS, Blocks
 from tests.helpers.layers import Shape
 from tests.helpers.listening import listening
 from tests.helpers.ranks import on_ranks, refusal
@@ -119,6 +120,35 @@ def test_the_compute_row_is_the_one_that_the_schedule_plays(window, groups, size
             if names[kind][-1:] != [row.what]:
                 names[kind].append(row.what)
         assert [names["forward"], names["backward"]] == played(schedule_of(groups, window))
+
+
+def rows_of_a_chain(rank, chunks, folder):
+    """Rows of the second of two steps of three layers in a chain, and whether the recording was over with it."""
+    shape = Blocks(4, 4, lengths=(8, 8), chunks=chunks, config={"head_groups": 2, "timeline": {"path": folder, "steps": [1, 1]}})
+    model = blocks.Model(shape)
+    blocks.enchain(model, shape, rank, torch.distributed.group.WORLD)
+    for number, layer in enumerate(model.layers):
+        _, block = layer.run.args
+        block.attention.layer.where = f"layers.{number}"
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    lines = timeline._open[folder]
+    for _ in range(2):
+        model(x).backward(dy)
+        rows = [tuple(row) for row in lines.rows()]
+        sgd.step()
+    model(x)
+    return rows, lines.steps is None
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_the_compute_row_of_a_chain_is_the_one_that_its_schedule_plays(chunks, tmp_path):
+    """But for what has no exchange of the chain in front of it or behind it: its very first and its very last steps."""
+    forward, backward = played(by_chunks(("qkv", "qkv"), chunks).chain(LAYERS))
+    for rows, is_over in on_ranks(2, rows_of_a_chain, chunks, str(tmp_path)):
+        computed = sorted((row for row in (Row(*row) for row in rows) if row.kind == "compute"), key=lambda row: row.begin)
+        names = [name for name, _ in groupby(row.what for row in computed)]
+        assert names == [*forward[1:-1], *backward[1:-1]] and is_over
 
 
 def test_what_lies_between_two_stops_is_the_same_in_forward_and_backward_of_a_window():

@@ -42,7 +42,10 @@ def test_a_run_that_did_not_overlap_is_refused():
         watch.check(variants["G = 2"], layers=1, passes=3)
     for kind in "qkvo":
         watch.launched["layer", kind] = watch.launched["layer", "d" + kind] = 6
+    watch.chunks = {False}
     watch.check(variants["G = 2"], layers=1, passes=3)
+    with pytest.raises(RuntimeError, match="block: a block exchanges chunks of tokens, .* found {False}"):
+        watch.check(variants["block"], layers=1, passes=3)
     with pytest.raises(RuntimeError, match="stock: expected 0"):
         watch.check(variants["stock"], layers=1, passes=3)
     watch.launched["layer", "do"] = 5

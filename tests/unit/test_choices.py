@@ -59,7 +59,7 @@ def layers(draw):
     return LayerShape(64 * heads, heads, kv_heads, 64, sp_size * 2 ** draw(st.integers(4, 18)), sp_size)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(layer=layers(), again=st.booleans(), off=st.booleans())
 def test_for_any_layer(layer, again, off):
     candidates, default = tried(layer, None, None, again, off, 8)

@@ -44,7 +44,7 @@ def layers(draw):
     )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layer=layers(), data=st.data())
 def test_for_any_layer(layer, data):
     groups = data.draw(st.integers(1, layer.geometry(1).max_groups))

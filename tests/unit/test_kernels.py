@@ -140,7 +140,7 @@ def check_unpack(case, device="cpu"):
 
 @needs_library
 @given(case=geometries())
-@settings(deadline=None, max_examples=700, derandomize=True)
+@settings(deadline=None, max_examples=300, derandomize=True)
 def test_they_move_and_sum_the_same_bits_as_pytorch_and_write_all_of_their_output_and_nothing_else(case):
     torch.manual_seed(0)
     check_pack(case)
@@ -308,7 +308,7 @@ class Rotation:
 
 @needs_library
 @given(inputs=rotations())
-@settings(deadline=None, max_examples=400, derandomize=True)
+@settings(deadline=None, max_examples=150, derandomize=True)
 def test_heads_are_rotated_cut_and_put_back_within_one_rounding(inputs):
     torch.manual_seed(0)
     case = Rotation(**inputs)

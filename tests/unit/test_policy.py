@@ -103,7 +103,7 @@ def test_the_first_round_is_not_timed():
     assert all(len(forwards) == 1 for c in model.policy.trials.values() for forwards, _ in c.marks.values())
 
 
-def test_a_hopeless_candidate_is_not_tried_again_after_it_was_timed_once():
+def test_a_candidate_that_is_far_behind_is_timed_once_and_pruned():
     model = Model(4, {**COSTS, OFF: 9.0, 4: 3.4})
     table = [model.step() for _ in range(20)]
     assert all(step.count(OFF) == 1 and step.count(4) == 1 for step in table[1:9])
@@ -114,7 +114,7 @@ def test_a_hopeless_candidate_is_not_tried_again_after_it_was_timed_once():
 @pytest.mark.parametrize(
     "costs", [COSTS, {OFF: 6.0, 1: 4.0, 2: 2.0, 4: 2.2}, {1: 1.0, 2: 1.1, 4: 5.0}, {1: 1.0, 2: 2.5, 4: 2.5}], ids=str
 )
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 3])
 def test_trying_costs_less_than_a_percent_of_a_thousand_steps(costs, count):
     """In at most 16 of them, and in time spent in the layers, by the scripted clock."""
     model = Model(count, costs)

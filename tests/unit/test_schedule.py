@@ -106,6 +106,47 @@ def test_a_schedule_for_other_groups_than_the_layer_has_is_refused(kinds, others
             check(by_head_groups(others), kinds)
 
 
+# By chunks of tokens.
+
+chunks = st.integers(1, 5)
+
+
+@settings(deadline=None)
+@given(kinds=kinds, chunks=chunks)
+def test_every_number_of_chunks_makes_a_block_that_holds(kinds, chunks):
+    assert check(by_chunks(kinds, chunks), kinds).chunks == chunks
+
+
+@settings(deadline=None)
+@given(kinds=kinds, chunks=chunks, data=st.data())
+def test_a_block_with_a_step_missing_or_twice_is_refused(kinds, chunks, data):
+    made = by_chunks(kinds, chunks)
+    which = data.draw(st.sampled_from(["forward", "backward"]))
+    program = getattr(made, which)
+    at = data.draw(st.integers(0, len(program) - 1))
+    for changed in (program[:at] + program[at + 1 :], program[: at + 1] + program[at:]):
+        with pytest.raises(
+            ValueError, match="^schedule, (forward|backward): (project|MLP|start|finish|attend|merge|dgrad|wgrad) .+ (is|comes)"
+        ):
+            check(replace(made, **{which: changed}), kinds)
+
+
+# Of two groups, the second of which brings no KV head, in two chunks.
+REFUSED_OF_A_BLOCK = {
+    "attended before a chunk is there": ("forward", "attend o 0", "finish qkv 0.1", "attend o 0 comes before finish qkv 0.1"),
+    "merged before a group is there": ("forward", "merge o 0.1", "finish o 1.1", "merge o 0.1 comes before finish o 1.1"),
+    "projected before the MLP": ("forward", "project qkv 0.1", "MLP MLP 0.1", "project qkv 0.1 comes before MLP MLP 0.1"),
+    "started before it is made": ("forward", "start q 1", "project qkv 0", "start q 1 comes before project qkv 0"),
+    "chunks in another order than autograd's": ("backward", "finish dq 1", "dgrad qkv 0.1", "finish dq 1 comes before start do 0.1"),
+    "a wgrad before all chunks are there": ("backward", "wgrad MLP 0", "dgrad MLP 0", "wgrad MLP 0 comes before dgrad MLP 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_OF_A_BLOCK)
+def test_an_order_in_which_a_block_cannot_be_run_is_refused(name):
+    refuses(by_chunks(("qkv", "q"), 2), ("qkv", "q"), *REFUSED_OF_A_BLOCK[name])
+
+
 # By a window of groups.
 
 windows = st.integers(1, 5)

@@ -114,7 +114,7 @@ def test_a_candidate_that_is_far_behind_is_timed_once_and_pruned():
 @pytest.mark.parametrize(
     "costs", [COSTS, {OFF: 6.0, 1: 4.0, 2: 2.0, 4: 2.2}, {1: 1.0, 2: 1.1, 4: 5.0}, {1: 1.0, 2: 2.5, 4: 2.5}], ids=str
 )
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [3])
 def test_trying_costs_less_than_a_percent_of_a_thousand_steps(costs, count):
     """In at most 16 of them, and in time spent in the layers, by the scripted clock."""
     model = Model(count, costs)

@@ -91,7 +91,7 @@ def layers(draw):
 exponents = st.floats(6, 12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(layer=layers(), matmul=exponents, attention=exponents, wire=exponents, latency=st.sampled_from([0.0, 0.1]))
 def test_for_any_layer(layer, matmul, attention, wire, latency):
     rates = Rates(10**matmul, 10**attention, 10**wire, latency)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable
@@ -74,10 +75,11 @@ def batch(corpus: np.ndarray, step: int, args: argparse.Namespace, sp_group: int
 
 
 class Watch:
-    """Counts what the plugin's exchanges move; sends v of layer 0 and the first head group as v * (1 + ``plant``)."""
+    """Counts what the plugin's exchanges move; sends v of layer 0 and the first head group as v * (1 + ``plant``),
+    with what travels with it."""
 
     def __init__(self, plant: float):
-        self.plant, self.launched, self.chunks = plant, Counter(), set()
+        self.plant, self.planted, self.launched, self.chunks = plant, 0, Counter(), set()
 
     def __enter__(self):
         from ds_sp_overlap.exchange.transport import C10d
@@ -91,8 +93,8 @@ class Watch:
             gradient = "d" * kinds.startswith("d")
             every = ["o", "do"] if kinds == "odo" else [gradient + kind for kind in kinds.removeprefix("d")]
             self.launched.update((layer, kind) for kind in every)
-            if self.plant and ".layers.0." in layer and kinds == "v":
-                send = send * (1 + self.plant)
+            if self.plant and ".layers.0." in layer and re.fullmatch(r"q?k?v0?(\.\d+)?", what):
+                self.planted, send = self.planted + 1, send * (1 + self.plant)
             return original(transport, send, recv, send_sizes, recv_sizes, group, name)
 
         self._patch = mock.patch.object(C10d, "launch", launch)
@@ -108,6 +110,8 @@ class Watch:
         # One exchange of q and o per group; KV heads travel with the first group that needs them, so at least one.
         least = {kind: passes * ((variant.groups or 0) if kind in "qo" else 1) for kind in "qkvo"}
         short = [name for name, count in self.launched.items() if count < least[name[1][-1]]]
+        if self.plant and variant.groups and not self.planted:
+            raise RuntimeError(f"{variant.name}: nothing was planted")
         if self.launched and self.chunks != {variant.section.get("scope") == "block"}:
             raise RuntimeError(f"{variant.name}: a block exchanges chunks of tokens, and nothing else does; found {self.chunks}")
         if len(self.launched) != expected or short:

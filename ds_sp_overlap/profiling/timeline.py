@@ -105,7 +105,7 @@ class Timeline:
         self.clock: Any = None
         self.tracks: list[Track] = []
         self.layers: list[tuple[int, str, str, Any, Any]] = []
-        self.schedules: dict[tuple[int, str], Schedule] = {}  # by step and layer
+        self.schedules: dict[tuple[int, str, bool], Schedule] = {}  # by step and layer, in a block or by itself
         self.left: list[Row] = []  # of this rank, when the recording is over
 
     @classmethod
@@ -151,7 +151,7 @@ class Timeline:
         """The layer ``where`` is about to run by ``schedule``."""
         if self.recording():
             assert self.steps is not None
-            self.schedules[self.steps.now(), where] = schedule
+            self.schedules[self.steps.now(), where, isinstance(schedule, Block)] = schedule
 
     def layer(self, where: str, device: torch.device) -> Timed:
         """What marks a call of the layer ``where``."""
@@ -230,7 +230,7 @@ class Timeline:
         return rows + [row for step in sorted({row.step for row in rows}) for row in computing(rows, step, self.schedules)]
 
 
-def computing(rows: list[Row], step: int, schedules: dict[tuple[int, str], Schedule]) -> list[Row]:
+def computing(rows: list[Row], step: int, schedules: dict[tuple[int, str, bool], Schedule]) -> list[Row]:
     """What the compute row did between its stops: starts and finishes of exchanges, begin and end of layers.
 
     Between two stops of a layer the row did what the layer's schedule has between them.
@@ -246,15 +246,19 @@ def computing(rows: list[Row], step: int, schedules: dict[tuple[int, str], Sched
     for *_, row in stops:
         exchanged.setdefault(row.layer, set()).add(row.what)
     between = list(zip(stops, stops[1:]))
-    followed = {first.layer for (*_, before, first), (*_, after, second) in between if before[:2] == "<o" and after[:2] == ">q"}
-    names, chained = {}, set()
-    for (at, layer), schedule in schedules.items():
+    followed = {
+        first.layer
+        for (*_, before, first), (*_, after, second) in between
+        if before[:2] == "<o" and after[:2] == ">q" and before.partition(".")[2] == after.partition(".")[2]
+    }
+    names: dict[str, dict[tuple[str, str], str]] = {}
+    for (at, layer, _), schedule in schedules.items():
         if at == step and layer in exchanged:
             if isinstance(schedule, Block):  # between two stops may lie the end of one layer and the beginning of the next
-                chained.add(layer)
                 schedule = schedule.chain(2 if layer in followed else 1)
-            programs = schedule.forward, schedule.backward
-            names[layer] = {stops: name for each in programs for stops, name in _between(schedule, each, exchanged[layer]).items()}
+            for program in (schedule.forward, schedule.backward):
+                names.setdefault(layer, {}).update(_between(schedule, program, exchanged[layer]))
+    chained = {layer for at, layer, is_chained in schedules if at == step and is_chained}
     found = []
     for (_, begin, before, first), (end, _, after, second) in between:
         layers = dict.fromkeys((first.layer, second.layer))

@@ -93,19 +93,26 @@ def _window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
 
 
 def _block(block: Block, kinds: tuple[str, ...]) -> None:
+    """Group after group is attended, all its o started; then chunk after chunk goes on, in which o of its groups comes first."""
     groups, every = range(len(kinds)), range(block.chunks)
     forward: Needs = {}
+    started: list[Step] = []  # of the group before, of the chunk before
     for group in groups:
         arrived = [at for at in groups[: group + 1] if at == group or kinds[at] != "q"]
         attend = Step("attend", "o", group)
         forward[attend] = [Step("finish", kinds[at], at, c) for at in arrived for c in every]
         for c in every:
-            start = Step("start", "o", group, c)
-            forward |= {Step("finish", kinds[group], group, c): [], start: [attend], start._replace(act="finish"): [start]}
+            forward[Step("finish", kinds[group], group, c)] = started
+            forward[Step("start", "o", group, c)] = [attend]
+        started = [Step("start", "o", group, c) for c in every]
     for c in every:
         merge, mlp, project = Step("merge", "o", 0, c), Step("MLP", "MLP", 0, c), Step("project", "qkv", 0, c)
-        forward |= {merge: [Step("finish", "o", group, c) for group in groups], mlp: [merge], project: [mlp]}
-        forward |= {Step("start", kinds[group], group, c): [project] for group in groups}
+        for group in groups:
+            finish = Step("finish", "o", group, c)
+            forward[finish], started = started, [finish]
+        forward |= {merge: started, mlp: [merge], project: [mlp]}
+        started = [Step("start", kinds[group], group, c) for group in groups]
+        forward |= {start: [project] for start in started}
     _each_in_its_turn("forward", block.forward, forward)
     mirrored = [_mirror(step) for part in (block.segment, block.attention_steps) for step in reversed(part)]
     backward: Needs = {step: [before] if before else [] for before, step in zip([None, *mirrored], mirrored)}

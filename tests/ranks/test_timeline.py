@@ -123,8 +123,8 @@ def test_the_compute_row_is_the_one_that_the_schedule_plays(window, groups, size
 
 
 def rows_of_a_chain(rank, chunks, folder):
-    """Rows of the second of two steps of three layers in a chain, and whether the recording was over with it."""
-    shape = Blocks(4, 4, lengths=(8, 8), chunks=chunks, config={"head_groups": 2, "timeline": {"path": folder, "steps": [1, 1]}})
+    """Rows of two steps of three layers in a chain, and whether the recording was over with them."""
+    shape = Blocks(4, 4, lengths=(8, 8), chunks=chunks, config={"head_groups": 2, "timeline": {"path": folder, "steps": [0, 1]}})
     model = blocks.Model(shape)
     blocks.enchain(model, shape, rank, torch.distributed.group.WORLD)
     for number, layer in enumerate(model.layers):
@@ -141,14 +141,25 @@ def rows_of_a_chain(rank, chunks, folder):
     return rows, lines.steps is None
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("chunks", [2, 4])
 def test_the_compute_row_of_a_chain_is_the_one_that_its_schedule_plays(chunks, tmp_path):
     """But for what has no exchange of the chain in front of it or behind it: its very first and its very last steps."""
-    forward, backward = played(by_chunks(("qkv", "qkv"), chunks).chain(LAYERS))
+    made = by_chunks(("qkv", "qkv"), chunks)
+    alone = [rows[1:-1] * LAYERS for rows in played(made.chain(1))]  # nothing is started ahead in the first step
+    together = [rows[1:-1] for rows in played(made.chain(LAYERS))]
     for rows, is_over in on_ranks(2, rows_of_a_chain, chunks, str(tmp_path)):
         computed = sorted((row for row in (Row(*row) for row in rows) if row.kind == "compute"), key=lambda row: row.begin)
-        names = [name for name, _ in groupby(row.what for row in computed)]
-        assert names == [*forward[1:-1], *backward[1:-1]] and is_over
+        for step, (forward, backward) in enumerate((alone, together)):
+            assert [name for name, _ in groupby(row.what for row in computed if row.step == step)] == forward + backward
+        assert is_over
+
+
+def test_a_layer_that_ran_by_itself_and_in_a_block_is_named_as_either():
+    alone, block = by_head_groups(("qkv",)), by_chunks(("qkv",), 1)
+    schedules = {(0, "layer", False): alone, (0, "layer", True): block}
+    stops = [("wait", "v"), ("issue", "o"), ("wait", "qkv.0"), ("issue", "o.0")]
+    rows = [Row(0, "layer", what, kind, 2 * at, 2 * at + 1) for at, (kind, what) in enumerate(stops)]
+    assert [(row.what, row.begin) for row in computing(rows, 0, schedules)] == [("attention", 1), ("attention", 5)]
 
 
 def test_what_lies_between_two_stops_is_the_same_in_forward_and_backward_of_a_window():
@@ -341,7 +352,7 @@ def test_what_overlaps_is_drawn_in_lanes_of_its_own():
 def test_nothing_is_computed_between_layers():
     rows = [Row(0, f"layers.{i}", f"layers.{i}", "forward", 10 * i, 10 * i + 5) for i in range(2)]
     rows += [Row(0, f"layers.{i}", "q", "issue", 10 * i + 3, 10 * i + 3) for i in range(2)]
-    schedules = {(0, f"layers.{i}"): by_head_groups(("qkv",)) for i in range(2)}
+    schedules = {(0, f"layers.{i}", False): by_head_groups(("qkv",)) for i in range(2)}
     assert [(row.layer, row.what, row.begin, row.end) for row in computing(rows, 0, schedules)] == [
         ("layers.0", "Wq", 0, 3),
         ("layers.1", "Wq", 10, 13),

@@ -32,7 +32,12 @@ def test_every_variant_trains_the_same_model_and_a_planted_fault_is_caught():
     verdicts = {row.variant: row.verdict for row in verdict.judge("fp32", runs, roles, 3)}
     assert verdicts["stock, again"] == verdicts["sp = 1"] == verdicts["G = 1"] == "PASS"
     assert np.array_equal(runs["stock, again"].curve, runs["stock"].curve)
-    assert verdicts["G = 2"].startswith("FAIL")
+    assert verdicts["G = 2"].startswith("FAIL") and verdicts["block"].startswith("FAIL")
+
+
+def test_a_fault_that_was_not_planted_is_no_control():
+    with pytest.raises(RuntimeError, match="G = 2: nothing was planted"):
+        training.Watch(1e-3).check(training.Variant("G = 2", groups=2), layers=1, passes=3)
 
 
 def test_a_run_that_did_not_overlap_is_refused():

@@ -137,6 +137,10 @@ REFUSED_OF_A_BLOCK = {
     "merged before a group is there": ("forward", "merge o 0.1", "finish o 1.1", "merge o 0.1 comes before finish o 1.1"),
     "projected before the MLP": ("forward", "project qkv 0.1", "MLP MLP 0.1", "project qkv 0.1 comes before MLP MLP 0.1"),
     "started before it is made": ("forward", "start q 1", "project qkv 0", "start q 1 comes before project qkv 0"),
+    "o of a later group first": ("forward", "finish o 1", "finish o 0", "finish o 1 comes before finish o 0"),
+    "o of two chunks at once": ("forward", "finish o 0.1", "merge o 0", "finish o 0.1 comes before start qkv 0"),
+    "o before all of it was started": ("forward", "finish o 0", "start o 1.1", "finish o 0 comes before start o 1.1"),
+    "two groups at once": ("forward", "finish q 1", "start o 0.1", "finish q 1 comes before start o 0.1"),
     "chunks in another order than autograd's": ("backward", "finish dq 1", "dgrad qkv 0.1", "finish dq 1 comes before start do 0.1"),
     "a wgrad before all chunks are there": ("backward", "wgrad MLP 0", "dgrad MLP 0", "wgrad MLP 0 comes before dgrad MLP 0"),
 }  # fmt: skip

@@ -20,9 +20,9 @@ from tests.helpers.transports import Recording
 HIDDEN, HEADS, DIM = 20, 4, 8  # no two matrix products of the layer have the same shape
 
 
-def drawn(groups):
-    """(forward, backward) as the schedule has it for G = ``groups``."""
-    made = by_head_groups(("qkv",) * groups)
+def drawn(kinds):
+    """(forward, backward) as the schedule has it for what travels with each head group."""
+    made = by_head_groups(kinds)
     return order(made, made.forward), order(made, made.backward)
 
 
@@ -51,21 +51,21 @@ def fused(q, k, v):
     )
 
 
-def recorded(rank, size, kv_heads, config, compute=False, local=reference.attention):
+def recorded(rank, size, kv_heads, config, compute=False, local=reference.attention, heads=HEADS):
     """(forward, backward) of a block of its own, with its weight gradients among the exchanges if ``compute``."""
     torch.manual_seed(1)
     mover = Recording()
     linear = lambda n, m: torch.nn.Linear(n, m, bias=False)  # noqa: E731
     attend = ds_sp_overlap.SelfAttention(
         local_attention=local,
-        num_heads=HEADS,
+        num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=DIM,
         config=config,
-        q_proj=linear(HIDDEN, HEADS * DIM),
+        q_proj=linear(HIDDEN, heads * DIM),
         k_proj=linear(HIDDEN, kv_heads * DIM),
         v_proj=linear(HIDDEN, kv_heads * DIM),
-        o_proj=linear(HEADS * DIM, HIDDEN),
+        o_proj=linear(heads * DIM, HIDDEN),
         transport=mover,
         sequence_process_group=torch.distributed.group.WORLD if size > 1 else None,
         heads_alike=True,
@@ -86,18 +86,20 @@ def on(size, *args):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_exchanges_start_and_finish_as_drawn(groups, size):
-    forward, backward = drawn(groups)
-    assert len(forward) == len(backward) == len(set(forward)) == len(set(backward)) == {1: 8, 2: 12}[groups]
-    for seen in on(size, HEADS, {"head_groups": groups}):
+@pytest.mark.parametrize("kinds", [("qkv",), ("qkv",) * 2, ("qkv",) * 4, ("qkv", "q", "qkv", "q")], ids="-".join)
+def test_exchanges_start_and_finish_as_drawn(kinds, size):
+    """Of four KV heads on two ranks in four groups, every other group brings none."""
+    forward, backward = drawn(kinds)
+    assert len(forward) == len(backward) == len(set(forward)) == len(set(backward)) == {1: 8, 2: 12, 4: 20}[len(kinds)]
+    heads = size * len(kinds)
+    for seen in on(size, heads // (1 + ("q" in kinds)), {"head_groups": len(kinds)}, False, reference.attention, heads):
         assert seen == (forward, backward)
 
 
 def order_differs(rank, groups):
     """A line if the order isn't the one drawn."""
     seen = recorded(rank, 2, HEADS, {"head_groups": groups})
-    return [] if seen == drawn(groups) else [str(seen)]
+    return [] if seen == drawn(("qkv",) * groups) else [str(seen)]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -175,9 +177,9 @@ def order_of_uses(rank, config):
 def test_the_order_is_the_same_for_fused_and_whole_projections(groups):
     """Starts and finishes in forward as drawn; in backward a module called whole needs all its gradients first."""
     for seen in on_ranks(2, order_of_uses, {"head_groups": groups}):
-        assert seen["fused"] == drawn(groups)
-        assert seen["whole"][0] == drawn(groups)[0]
-        assert sorted(seen["whole"][1]) == sorted(drawn(groups)[1])
+        assert seen["fused"] == drawn(("qkv",) * groups)
+        assert seen["whole"][0] == drawn(("qkv",) * groups)[0]
+        assert sorted(seen["whole"][1]) == sorted(drawn(("qkv",) * groups)[1])
 
 
 def order_of_gradients(rank, family, adapted, windows=(None,)):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..exchange.exchange import new_token, refuse_second_derivatives
+from ..exchange.exchange import Node, new_token, refuse_second_derivatives
 from .linear import Plain, autocast, can_split
 
 _UNHOOKED: dict[str, Any] = {f"_{kind}_hooks": {} for kind in ("forward", "forward_pre", "backward", "backward_pre")}
@@ -163,7 +163,7 @@ def _by_token(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-class _Weights(torch.autograd.Function):
+class _Weights(Node):
     @staticmethod
     def forward(ctx, slots, *parameters):
         ctx.slots = slots
@@ -174,7 +174,7 @@ class _Weights(torch.autograd.Function):
         return None, *(gradient for slot in ctx.slots for gradient in slot.gradients())
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Node):
     """y = x w^T + b of a chunk; its backward gives dx, and leaves dy and x with the slot."""
 
     @staticmethod

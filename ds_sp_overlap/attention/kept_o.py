@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..exchange.exchange import Exchange, new_token, refuse_second_derivatives
+from ..exchange.exchange import Exchange, Node, new_token, refuse_second_derivatives
 from .again import AttendGroup, attend_once
 from .window import LocalAttention
 
@@ -51,7 +50,7 @@ def attend_kept(
     return _Attend.apply(kept, held, group, attend, local, exchanges, *heads, *local.learned)
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(Node):
     @staticmethod
     def forward(ctx, kept, held, group, attend, local, exchanges, *tensors):
         heads = tensors[:3]
@@ -90,7 +89,7 @@ def finish_kept(kept: Kept, chunk: Chunk, exchange: Exchange | None, o: Tensor |
     return _Finish.apply(kept, chunk, exchange, o, token)
 
 
-class _Finish(torch.autograd.Function):
+class _Finish(Node):
     @staticmethod
     def forward(ctx, kept: Kept, chunk: Chunk, exchange: Any, o: Tensor | None, token: Tensor):
         if o is None:

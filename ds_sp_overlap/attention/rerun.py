@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..exchange.exchange import Node
 from .again import Random
 
 
@@ -125,7 +126,7 @@ class Stretch(ABC):
         return x
 
 
-class _Behind(torch.autograd.Function):
+class _Behind(Node):
     @staticmethod
     def forward(ctx, stretch: Stretch, y: Tensor):
         ctx.again = stretch.when_needed

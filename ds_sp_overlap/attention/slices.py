@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..exchange.exchange import Node
 from ..exchange.layout import Range
 
 Ranges = tuple[Range, ...]  # of a part
@@ -136,7 +137,7 @@ def _joined(shape: Sequence[int], dim: int, parts: Sequence[Ranges], pieces: Seq
     return joined.whole()
 
 
-class _Cut(torch.autograd.Function):
+class _Cut(Node):
     """Cut a tensor into parts; the gradient is put together in one pass instead of one padded sum a part."""
 
     @staticmethod
@@ -151,7 +152,7 @@ class _Cut(torch.autograd.Function):
         return _joined(ctx.shape, ctx.dim, ctx.parts, grads), None, None
 
 
-class _Join(torch.autograd.Function):
+class _Join(Node):
     """The inverse of `_Cut`."""
 
     @staticmethod

@@ -15,7 +15,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from .exchange import Exchange, new_token, refuse_second_derivatives
+from .exchange import Exchange, Node, new_token, refuse_second_derivatives
 
 
 def finish_chunks(exchanges: list[Exchange], tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -52,7 +52,7 @@ def _sent(exchanges: list[Exchange], tensors: Sequence[Tensor]) -> tuple[Tensor,
     return tuple(new_token(tensors[0]) for _ in exchanges)
 
 
-class _FinishChunks(torch.autograd.Function):
+class _FinishChunks(Node):
     @staticmethod
     def forward(ctx, exchanges, *tokens):
         ctx.exchanges, outs = exchanges, _received(exchanges)
@@ -69,7 +69,7 @@ class _FinishChunks(torch.autograd.Function):
         return None, *(new_token(gradients[0]) for _ in ctx.exchanges)
 
 
-class _StartChunks(torch.autograd.Function):
+class _StartChunks(Node):
     @staticmethod
     def forward(ctx, exchanges, meanwhile, *tensors):
         ctx.meanwhile = meanwhile

@@ -12,6 +12,7 @@ side by side          ours over a wire that costs nothing while the eight exchan
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -224,6 +225,7 @@ def held_over_time(run: Callable[[], object]) -> list[int]:
 
     Allocations of the calling thread, which is also the thread of a CPU backward, as the profiler reports them.
     """
+    gc.collect()  # what an earlier run left in circles would be let go of meanwhile
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = run()  # noqa: F841 (kept)
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

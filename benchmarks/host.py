@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4, help="local sequence")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--blocks", type=int, nargs="+", metavar="C", help="time whole layers, and blocks in C chunks")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[], metavar="C", help="time whole layers, and blocks in C chunks")
     parser.add_argument("--out", type=Path, help="write OUT.csv and OUT.json")
     parser.add_argument("--profile", action="store_true", help="show where the time of the last variant goes")
     args = parser.parse_args()
@@ -58,7 +58,7 @@ def main() -> None:
     heads = args.ranks * args.heads_per_rank
     shape = Shape(args.ranks * args.tokens, heads, args.head_dim, heads)
     layer = (Stack if args.blocks else Layer)(shape, 0, args.ranks, dist.group.WORLD)
-    layers = layer.layers if isinstance(layer, Stack) else [layer]
+    layers = layer.layers if args.blocks else [layer]
     for each in layers:
         each.local = Local()
     x, dy = layer.x.requires_grad_(), layer.dy
@@ -68,8 +68,7 @@ def main() -> None:
         drop_in = ds_sp_overlap.DistributedAttention(Local(), dist.group.WORLD, config={"head_groups": 1})
         variants["drop-in, G = 1"] = layer.around(drop_in)
     variants.update({f"G = {groups}": layer.ours(head_groups=groups) for groups in args.groups})
-    if isinstance(layer, Stack):
-        variants.update({f"block, C = {chunks}": layer.block(chunks, head_groups=1) for chunks in args.blocks})
+    variants.update({f"block, C = {chunks}": layer.block(chunks, head_groups=1) for chunks in args.blocks})
     times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(args.steps + 20):
         for name, run in variants.items():

@@ -38,10 +38,10 @@ A KV head travels once, with the first group that needs it. A group that needs n
 over the groups before they start. q, k and v of the first group travel one by one, each under the next projection; those of a later
 group are hidden by attention anyway, and travel in one exchange.
 
-Who reads it: `execution` walks forward. `projections` and `output` walk the two ends of backward; autograd does its middle. `attention.window` walks
-both programs of a window, and sums dk and dv itself. `attention.block` walks a block's forward; autograd runs its backward in the
-order that is drawn, to which tests hold it. `plan` plays programs with costs, and `held` says what is in memory meanwhile.
-`timeline` names measured bars by them. Tests hold a recorded layer against them.
+Who reads it: `execution` walks forward. `projections` and `output` walk the two ends of backward; autograd does its middle.
+`attention.window` walks both programs of a window, and sums dk and dv itself. `attention.block` walks a block's forward; autograd
+runs its backward in the order that is drawn, to which tests hold it. `plan` plays programs with costs, and `held` says what is in
+memory meanwhile. `timeline` names measured bars by them. Tests hold a recorded layer against them.
 
 `by_window` holds few groups at a time: its backward makes q, k and v again. `by_chunks` goes from one attention to the next in chunks
 of tokens.

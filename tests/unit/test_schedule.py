@@ -40,16 +40,21 @@ def test_every_number_of_groups_and_kv_heads_makes_a_schedule_that_holds(kinds, 
     assert check(merged_last(kinds, wgrad_last), kinds) != made or len(kinds) == 1
 
 
-@settings(deadline=None)
-@given(kinds=kinds, data=st.data())
-def test_a_schedule_with_a_step_missing_or_twice_is_refused(kinds, data):
-    made = by_head_groups(kinds)
+def refuses_a_step_missing_or_twice(made, kinds, data):
+    """In either program; said of one of them: a block's backward is compared with its forward."""
     which = data.draw(st.sampled_from(["forward", "backward"]))
     program = getattr(made, which)
     at = data.draw(st.integers(0, len(program) - 1))
+    said = "^schedule, (forward|backward): (project|MLP|start|finish|attend|merge|dgrad|wgrad) .+ (is|comes|while)"
     for changed in (program[:at] + program[at + 1 :], program[: at + 1] + program[at:]):
-        with pytest.raises(ValueError, match=f"^schedule, {which}: (project|start|finish|attend|merge|dgrad|wgrad) .+ (is|comes)"):
-            check(Schedule(**{"forward": made.forward, "backward": made.backward, which: changed}), kinds)
+        with pytest.raises(ValueError, match=said):
+            check(replace(made, **{which: changed}), kinds)
+
+
+@settings(deadline=None)
+@given(kinds=kinds, data=st.data())
+def test_a_schedule_with_a_step_missing_or_twice_is_refused(kinds, data):
+    refuses_a_step_missing_or_twice(by_head_groups(kinds), kinds, data)
 
 
 def moved(program, step, before):
@@ -120,15 +125,7 @@ def test_every_number_of_chunks_makes_a_block_that_holds(kinds, chunks):
 @settings(deadline=None)
 @given(kinds=kinds, chunks=chunks, data=st.data())
 def test_a_block_with_a_step_missing_or_twice_is_refused(kinds, chunks, data):
-    made = by_chunks(kinds, chunks)
-    which = data.draw(st.sampled_from(["forward", "backward"]))
-    program = getattr(made, which)
-    at = data.draw(st.integers(0, len(program) - 1))
-    for changed in (program[:at] + program[at + 1 :], program[: at + 1] + program[at:]):
-        with pytest.raises(
-            ValueError, match="^schedule, (forward|backward): (project|MLP|start|finish|attend|merge|dgrad|wgrad) .+ (is|comes)"
-        ):
-            check(replace(made, **{which: changed}), kinds)
+    refuses_a_step_missing_or_twice(by_chunks(kinds, chunks), kinds, data)
 
 
 # Of two groups, the second of which brings no KV head, in two chunks.
@@ -194,15 +191,7 @@ def test_a_window_holds_wherever_kv_heads_are_used_last(kinds, most, data):
 @settings(deadline=None)
 @given(geometry=st.sampled_from(GEOMETRIES), most=windows, data=st.data())
 def test_a_windowed_schedule_with_a_step_missing_or_twice_is_refused(geometry, most, data):
-    made = by_window(geometry.kinds, geometry.last_use, most)
-    which = data.draw(st.sampled_from(["forward", "backward"]))
-    program = getattr(made, which)
-    at = data.draw(st.integers(0, len(program) - 1))
-    for changed in (program[:at] + program[at + 1 :], program[: at + 1] + program[at:]):
-        with pytest.raises(
-            ValueError, match=f"^schedule, {which}: (project|start|finish|attend|merge|dgrad|wgrad) .+ (is|comes|while)"
-        ):
-            check(replace(made, **{which: changed}), geometry.kinds)
+    refuses_a_step_missing_or_twice(by_window(geometry.kinds, geometry.last_use, most), geometry.kinds, data)
 
 
 # Of four groups in twos, of which the first two share KV heads.

@@ -11,6 +11,7 @@ import itertools
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -39,6 +40,7 @@ from tests.helpers.models import (
 from tests.helpers.policies import scripted
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sweep import in_double
+from tests.helpers.whole import found, inputs_of, share, tokens_of
 
 LAYERS = 3
 FAMILIES = [
@@ -49,8 +51,9 @@ FAMILIES = [
 
 
 @contextlib.contextmanager
-def block(model, **section):
-    report = ds_sp_overlap.enable(model, {"scope": "block", "on_unsupported": "error", "head_groups": 1, **section})
+def block(model, group=None, **section):
+    section = {"scope": "block", "on_unsupported": "error", "head_groups": 1, **section}
+    report = ds_sp_overlap.enable(model, section, group)
     with Runs() as runs:
         yield report, runs
     ds_sp_overlap.disable(model)
@@ -82,6 +85,29 @@ def test_logits_and_every_gradient_equal_the_whole_sequences(size, cases, chunks
     for figures in on_ranks(size, against_whole, size, cases, chunks):
         assert len(figures) == sum(min(case.get("heads", 4) // size, 2) for case in cases) * len(chunks)
         assert all(error < FP64 and chained for error, chained in figures.values()), figures
+
+
+def of_unequal_lengths(rank, lengths, section):
+    """Of each family the error of a forward whose layers compare themselves, of one more, and of one under checkpoints; what ran in chains."""
+    errors, forwards, tokens = [], [], tokens_of(sum(lengths))
+    for options in FAMILIES:
+        model = tiny(**{**EXACT, "layers": LAYERS, **options})
+        whole = found(model, [share(model, *inputs_of(tokens, [sum(lengths)], 0))])
+        with block(model, dist.group.WORLD, **section) as (_, runs):
+            for checkpoints in (False, False, True):
+                with checkpointing(model, False) if checkpoints else contextlib.nullcontext():
+                    mine = found(model, [share(model, *inputs_of(tokens, lengths, rank))], dist.group.WORLD)
+                errors.append(worst(mine, whole))
+        forwards += runs.forwards
+    return errors, forwards
+
+
+@pytest.mark.parametrize("lengths", [[20, 12], [1, 27]], ids=str)
+@pytest.mark.parametrize("section", [dict(token_chunks=3), dict(head_groups=2)], ids=str)
+def test_ranks_with_unequal_lengths_equal_the_whole_sequence(lengths, section):
+    for errors, forwards in on_ranks(2, of_unequal_lengths, lengths, section):
+        assert forwards == [ran(*["-"] * LAYERS), whole_chain(), whole_chain()] * len(FAMILIES)
+        assert all(error < FP64 for error in errors), errors
 
 
 def with_fault(rank, factor):
@@ -578,17 +604,17 @@ def said_of_kinds(rank):
 
 
 def test_the_table_says_which_layers_run_as_a_block_and_why_the_others_do_not():
-    for found in on_ranks(2, said_of_kinds):
+    for said in on_ranks(2, said_of_kinds):
         for kind, expected in KINDS.items():
-            lines = found[kind][0].split("\n")
+            lines = said[kind][0].split("\n")
             assert {next((words for words in expected if words in line), line) for line in lines} == expected or not expected
-            assert expected or "block" not in found[kind][0]
-        assert "all eight exchanges, G = 2, block of 2 layers, C = 4" in found["llama"][1]
-        assert "no block: LlamaDecoderLayer: sp_overlap.projections is false" in found["whole"]
-        assert "no block: LlamaDecoderLayer: sp_overlap.window is of layers one by one" in found["window"]
-        assert found["again"] == ""
-        assert found["not torch's"] == "in training one by one: gradient checkpointing that is not torch's"
-        assert found["offload"] == 'in training one by one: gradient checkpointing, with sp_overlap.checkpointing "offload"'
+            assert expected or "block" not in said[kind][0]
+        assert "all eight exchanges, G = 2, block of 2 layers, C = 4" in said["llama"][1]
+        assert "no block: LlamaDecoderLayer: sp_overlap.projections is false" in said["whole"]
+        assert "no block: LlamaDecoderLayer: sp_overlap.window is of layers one by one" in said["window"]
+        assert said["again"] == ""
+        assert said["not torch's"] == "in training one by one: gradient checkpointing that is not torch's"
+        assert said["offload"] == 'in training one by one: gradient checkpointing, with sp_overlap.checkpointing "offload"'
 
 
 def adapt(model):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.variants import Layer, Shape
-from ds_sp_overlap.attention.block import BlockLayer
+from ds_sp_overlap.attention.block_layer import BlockLayer
 from ds_sp_overlap.attention.chain import Chain
 
 LAYERS = 3

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..schedule import by_chunks
 from . import linear
-from .block import BlockLayer, LayerCall, Options, Rerun, attend, run_segment
+from .block import LayerCall, Rerun, attend, run_segment
+from .block_layer import BlockLayer, Options
 from .heads import Local
 from .linear import autocast
 

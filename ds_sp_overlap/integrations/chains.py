@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.block import BlockLayer, Rerun
+from ..attention.block import Rerun
+from ..attention.block_layer import BlockLayer
 from ..attention.chain import Chain
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_sp_overlap.attention.block import BlockLayer
+from ds_sp_overlap.attention.block_layer import BlockLayer
 from ds_sp_overlap.attention.chain import Chain
 from tests.helpers import layers, reference
 from tests.helpers.layers import Shape

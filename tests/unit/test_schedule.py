@@ -131,7 +131,9 @@ def test_a_block_with_a_step_missing_or_twice_is_refused(kinds, chunks, data):
 # Of two groups, the second of which brings no KV head, in two chunks.
 REFUSED_OF_A_BLOCK = {
     "attended before a chunk is there": ("forward", "attend o 0", "finish qkv 0.1", "attend o 0 comes before finish qkv 0.1"),
+    "o started before it is made": ("forward", "start o 1", "attend o 1", "start o 1 comes before attend o 1"),
     "merged before a group is there": ("forward", "merge o 0.1", "finish o 1.1", "merge o 0.1 comes before finish o 1.1"),
+    "the MLP before its input": ("forward", "MLP MLP 0.1", "merge o 0.1", "MLP MLP 0.1 comes before merge o 0.1"),
     "projected before the MLP": ("forward", "project qkv 0.1", "MLP MLP 0.1", "project qkv 0.1 comes before MLP MLP 0.1"),
     "started before it is made": ("forward", "start q 1", "project qkv 0", "start q 1 comes before project qkv 0"),
     "o of a later group first": ("forward", "finish o 1", "finish o 0", "finish o 1 comes before finish o 0"),

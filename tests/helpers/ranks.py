@@ -141,6 +141,14 @@ def on_ranks(size, function, *args, timeout_s=180):
     return pool.run(function, args, timeout_s)
 
 
+def soon(happened):
+    """Whether ``happened()`` within a few seconds: a thread of gloo's may tell late, or hold for a moment what it sent."""
+    until = time.monotonic() + 5
+    while not (has := happened()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return has
+
+
 def no_faults(size, function, *args):
     """``function(rank, *args)`` finds nothing on any of ``size`` ranks."""
     for rank, found in enumerate(on_ranks(size, function, *args)):

@@ -4,7 +4,6 @@ fp64: 1e-12 where a layer's rounding is 1e-15 to 1e-14, and the smallest mistake
 """
 
 import gc
-import time
 import weakref
 
 import pytest
@@ -17,7 +16,7 @@ import ds_sp_overlap
 from tests.helpers import layers, reference, uses
 from tests.helpers.guards import Guard, Watched, must_notice
 from tests.helpers.layers import Shape
-from tests.helpers.ranks import no_faults, on_ranks, refusal
+from tests.helpers.ranks import no_faults, on_ranks, refusal, soon
 from tests.helpers.transports import Late, Recording, spoiled_buffers
 
 SECTIONS = [
@@ -346,10 +345,7 @@ def held(rank, section, end):
             if "abandoned" not in end:
                 y.sum().backward()
             del y
-            patience = time.monotonic() + 10
-            while seen[-1]() is not None and time.monotonic() < patience:  # a thread of gloo's may hold the hooks for a moment
-                time.sleep(0.01)
-            left.append(seen[-1]() is not None)
+            left.append(not soon(lambda: seen[-1]() is None))
     finally:
         gc.enable()
     return size, x.numel() * x.element_size(), left

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import re
-import time
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from ds_sp_overlap.attention.rerun import Stretch
 from tests.helpers import blocks, layers, reference
 from tests.helpers.blocks import LAYERS, Blocks
 from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.ranks import no_faults, on_ranks, refusal
+from tests.helpers.ranks import no_faults, on_ranks, refusal, soon
 from tests.helpers.transports import Recording
 
 RERUNS = "all", "but attention"
@@ -157,25 +156,21 @@ def still_held(rank, rerun):
     try:
         y = run.forward()
         y.backward(run.dy)
-        held = {"a step": living()}
+        held = {"a step": something_stays()}
         run.forward()
-        held["a forward"] = living()
+        held["a forward"] = something_stays()
         run.model.chain()
         run.model.layers[0](run.x)
         run.model.chain()  # its chain goes, which has started the next layer
-        held["an early exit"] = living()
+        held["an early exit"] = something_stays()
         del y
-        return [f"{what} holds {count}" for what, count in held.items() if count]
+        return [f"{what} is held" for what, stays in held.items() if stays]
     finally:
         gc.enable()
 
 
-def living():
-    """How many there are, once gloo's threads have let go of what they sent; what holds itself would stay."""
-    until = time.monotonic() + 5
-    while (count := sum(isinstance(x, Stretch) for x in gc.get_objects())) and time.monotonic() < until:
-        time.sleep(0.01)
-    return count
+def something_stays():
+    return not soon(lambda: not any(isinstance(x, Stretch) for x in gc.get_objects()))
 
 
 @pytest.mark.parametrize("rerun", RERUNS)

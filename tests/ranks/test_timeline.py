@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 import types
 from itertools import groupby
 from xml.etree import ElementTree
@@ -25,7 +24,7 @@ from tests.helpers import blocks, layers, models
 from tests.helpers.blocks import LAYERS, Blocks
 from tests.helpers.layers import Shape
 from tests.helpers.listening import listening
-from tests.helpers.ranks import on_ranks, refusal
+from tests.helpers.ranks import on_ranks, refusal, soon
 
 
 class Numbers:
@@ -200,9 +199,7 @@ def arrivals(rank, folder):
     attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
     layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
     lines = attend.layer.channel.timeline
-    until = time.monotonic() + 5  # the thread that completes a transfer may tell us after it told the waiting one
-    while not all("arrived" in track.at for track in lines.tracks) and time.monotonic() < until:
-        time.sleep(0.01)
+    soon(lambda: all("arrived" in track.at for track in lines.tracks))
     found = [track.what for track in lines.tracks if "arrived" in track.at]
     stopped(lines)
     return found

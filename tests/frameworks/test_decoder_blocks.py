@@ -40,7 +40,8 @@ from tests.helpers.models import (
 from tests.helpers.policies import scripted
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sweep import in_double
-from tests.helpers.whole import found, inputs_of, share, tokens_of
+from tests.helpers.whole import found as loss_and_gradients
+from tests.helpers.whole import inputs_of, share, tokens_of
 
 LAYERS = 3
 FAMILIES = [
@@ -92,11 +93,11 @@ def of_unequal_lengths(rank, lengths, section):
     errors, forwards, tokens = [], [], tokens_of(sum(lengths))
     for options in FAMILIES:
         model = tiny(**{**EXACT, "layers": LAYERS, **options})
-        whole = found(model, [share(model, *inputs_of(tokens, [sum(lengths)], 0))])
+        whole = loss_and_gradients(model, [share(model, *inputs_of(tokens, [sum(lengths)], 0))])
         with block(model, dist.group.WORLD, **section) as (_, runs):
-            for checkpoints in (False, False, True):
-                with checkpointing(model, False) if checkpoints else contextlib.nullcontext():
-                    mine = found(model, [share(model, *inputs_of(tokens, lengths, rank))], dist.group.WORLD)
+            for way in (nothing, nothing, functools.partial(checkpointing, reentrant=False)):
+                with way(model):
+                    mine = loss_and_gradients(model, [share(model, *inputs_of(tokens, lengths, rank))], dist.group.WORLD)
                 errors.append(worst(mine, whole))
         forwards += runs.forwards
     return errors, forwards
@@ -604,17 +605,17 @@ def said_of_kinds(rank):
 
 
 def test_the_table_says_which_layers_run_as_a_block_and_why_the_others_do_not():
-    for said in on_ranks(2, said_of_kinds):
+    for found in on_ranks(2, said_of_kinds):
         for kind, expected in KINDS.items():
-            lines = said[kind][0].split("\n")
+            lines = found[kind][0].split("\n")
             assert {next((words for words in expected if words in line), line) for line in lines} == expected or not expected
-            assert expected or "block" not in said[kind][0]
-        assert "all eight exchanges, G = 2, block of 2 layers, C = 4" in said["llama"][1]
-        assert "no block: LlamaDecoderLayer: sp_overlap.projections is false" in said["whole"]
-        assert "no block: LlamaDecoderLayer: sp_overlap.window is of layers one by one" in said["window"]
-        assert said["again"] == ""
-        assert said["not torch's"] == "in training one by one: gradient checkpointing that is not torch's"
-        assert said["offload"] == 'in training one by one: gradient checkpointing, with sp_overlap.checkpointing "offload"'
+            assert expected or "block" not in found[kind][0]
+        assert "all eight exchanges, G = 2, block of 2 layers, C = 4" in found["llama"][1]
+        assert "no block: LlamaDecoderLayer: sp_overlap.projections is false" in found["whole"]
+        assert "no block: LlamaDecoderLayer: sp_overlap.window is of layers one by one" in found["window"]
+        assert found["again"] == ""
+        assert found["not torch's"] == "in training one by one: gradient checkpointing that is not torch's"
+        assert found["offload"] == 'in training one by one: gradient checkpointing, with sp_overlap.checkpointing "offload"'
 
 
 def adapt(model):

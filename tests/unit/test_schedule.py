@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ds_sp_overlap import schedule
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.schedule import (
+    Block,
     Schedule,
     Step,
     block,
@@ -41,11 +42,12 @@ def test_every_number_of_groups_and_kv_heads_makes_a_schedule_that_holds(kinds, 
 
 
 def refuses_a_step_missing_or_twice(made, kinds, data):
-    """In either program; said of one of them: a block's backward is compared with its forward."""
+    """In either program. A block's backward is compared with its forward, so that either may be named."""
     which = data.draw(st.sampled_from(["forward", "backward"]))
     program = getattr(made, which)
     at = data.draw(st.integers(0, len(program) - 1))
-    said = "^schedule, (forward|backward): (project|MLP|start|finish|attend|merge|dgrad|wgrad) .+ (is|comes|while)"
+    named = "(forward|backward)" if isinstance(made, Block) else which
+    said = f"^schedule, {named}: (project|MLP|start|finish|attend|merge|dgrad|wgrad) .+ (is|comes|while)"
     for changed in (program[:at] + program[at + 1 :], program[: at + 1] + program[at:]):
         with pytest.raises(ValueError, match=said):
             check(replace(made, **{which: changed}), kinds)

@@ -70,7 +70,7 @@ def test_every_kernel_does_what_the_loops_do_and_touches_nothing_else(tmp_path, 
     status, said = run(tmp_path, ops_object, (build.sources() / "kernels.cu").read_text())
     assert status == 0, said
     calls, launched = map(int, re.search(r"(\d+) calls: (\d+) kernels, and the same bits", said).groups())
-    assert calls > 1000, "every example of the searches in test_kernels.py is a call or more"
+    assert calls > 900, "two searches in test_kernels.py, of 300 and 150 examples, pack and unpack each of them"
     assert launched == kernels_in(str(tmp_path / "kernels.o")) > 0
 
 

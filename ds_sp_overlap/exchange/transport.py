@@ -11,8 +11,8 @@ A transport launches one all-to-all of flat buffers and returns a handle; tests 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -88,28 +88,34 @@ class C10d:
         if on_stream and self.group is not None:
             group = self.group
         if all_equal(send_sizes, recv_sizes):
-            send_sizes = recv_sizes = None  # which costs the host half as much
-        return all_to_all(recv, send, recv_sizes, send_sizes, group, name, not on_stream) or DONE
-
-
-def plain_all_to_all(
-    recv: Tensor, send: Tensor, recv_sizes: list[int] | None, send_sizes: list[int] | None, group: Any, name: str, async_op: bool
-) -> Any:
-    """None where ``async_op`` is false; then the current stream goes on when it is over.
-
-    What torch's function would ask the group for, without its checks: less than half of the host's time.
-    """
-    if dist.all_to_all_single is not all_to_all_single or send.is_complex():  # somebody put his own there; or as real numbers
-        return dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=async_op)
-    work = group.alltoall_base(recv, send, recv_sizes or [], send_sizes or [], _ASYNC if async_op else _SYNC)
-    if async_op or work is None:
-        return work
-    work.wait()
+            send_sizes = recv_sizes = ()  # which costs the host half as much
+        if log is not None and log.keeper.enabled:
+            return log.all_to_all(recv, send, recv_sizes or None, send_sizes or None, group, name)
+        if dist.all_to_all_single is not all_to_all_single or send.is_complex():  # somebody put his own there; or as real numbers
+            work = dist.all_to_all_single(recv, send, recv_sizes or None, send_sizes or None, group=group, async_op=not on_stream)
+        else:  # what that would ask the group for, without its checks: less than half of the host's time
+            work = group.alltoall_base(recv, send, recv_sizes, send_sizes, _SYNC if on_stream else _ASYNC)
+            if on_stream and work is not None:
+                work.wait()
+                work = None
+        return work or DONE
 
 
 _ASYNC, _SYNC = AllToAllOptions(), AllToAllOptions()
 _ASYNC.asyncOp, _SYNC.asyncOp = True, False
-all_to_all = plain_all_to_all  # an integration puts its framework's in its place, where that keeps a log of them
+
+
+class Log(NamedTuple):
+    """
+    keeper       while it is ``enabled``, exchanges go through
+    all_to_all   ``recv, send, recv_sizes, send_sizes, group, name``, which returns a handle
+    """
+
+    keeper: Any
+    all_to_all: Callable[..., Handle]
+
+
+log: Log | None = None  # an integration gives its framework's, if that keeps one of collectives
 
 
 def all_equal(send_sizes: list[int], recv_sizes: list[int]) -> bool:

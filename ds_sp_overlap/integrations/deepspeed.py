@@ -45,7 +45,7 @@ def install() -> None:
     if hasattr(deepspeed.initialize, "__sp_overlap__"):
         return
     linear.harmless.add("deepspeed.")  # ZeRO-3 gathers weights in its hooks
-    transport.all_to_all = _all_to_all
+    transport.log = transport.Log(comms_logger, _all_to_all)
     original, make = deepspeed.initialize, DeepSpeedEngine.__init__
     given, made_of = inspect.signature(original), inspect.signature(make)
     ours: list[bool] = []  # calls of `initialize` that are on their way
@@ -75,10 +75,8 @@ def install() -> None:
     accelerate.install()
 
 
-def _all_to_all(recv, send, recv_sizes, send_sizes, group, name, async_op):
-    """Through ``deepspeed.comm`` while its comms logger wants to see it."""
-    if not comms_logger.enabled:
-        return transport.plain_all_to_all(recv, send, recv_sizes, send_sizes, group, name, async_op)
+def _all_to_all(recv, send, recv_sizes, send_sizes, group, name):
+    """Through ``deepspeed.comm``, whose comms logger wants to see it."""
     return deepspeed.comm.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=True, log_name=name)
 
 

@@ -219,9 +219,14 @@ def of_mixed_backends(rank):
     """How many communicators are made; of a GPU's and a CPU's exchange, whether it goes over the sp group, and whether it is
     asynchronous; whether waiting for a GPU's blocks the host."""
     nccl, to = Nccl(backends="cpu:gloo,cuda:nccl"), []
-    with nccl(), accelerator(), mock.patch.object(transport, "all_to_all", lambda *arguments: to.append(arguments[4::2])):
+    with (
+        nccl(),
+        accelerator(),
+        mock.patch.object(dist, "all_to_all_single", lambda *_, group, async_op=False: to.append((group, async_op))),
+    ):
         channel = Channel(dist.group.WORLD, "auto")
         channel.prepare()
+        to.clear()
         for on_gpu in (True, False):
             send = types.SimpleNamespace(is_cuda=on_gpu)
             channel.transport.launch(send, None, [1, 1], [1, 1], "the sp group", "q")

@@ -261,6 +261,8 @@ def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
     """Local attention's output with its heads in a dimension of their own, ``[.., .., h_g/P, d]``."""
     if not isinstance(o, Tensor):
         raise ValueError(f"{where}: local attention must return one tensor, got {type(o).__name__}")
+    if o.shape == q.shape:
+        return o
     heads = q.shape[2]
     if o.dim() == 3 and o.shape[-1] % heads == 0:
         o = o.unflatten(-1, (heads, -1))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..exchange.exchange import Node, refuse_second_derivatives
+from ..exchange.geometry import Geometry
 from .execution import Call, finish_output
 from .linear import autocast, by_rank, matrix, parameter_of
-from .slices import Pieces, batched, cutter
+from .slices import Parts, Pieces, batched, cutter
 
 
 class OutputProjection:
@@ -22,15 +24,16 @@ class OutputProjection:
 
     def __init__(self, call: Call, shape: torch.Size):
         self.call, self.shape = call, shape
-        self.columns = tuple(call.geometry.elements_of("o", group, 0, shape[1] // call.geometry.heads) for group in call.groups)
+        self.columns = _columns(call.geometry, shape[1] // call.geometry.heads)
 
     def merging(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor | None, int, Tensor], tuple[Tensor, Tensor]]:
         """What makes y + o_g w_g^T of y and o of a group, or b + o_g w_g^T for the first; with o [tokens, k_g] as it was multiplied."""
-        cut = cutter(weight.t(), 0, self.columns)
+        cut, is_cast = cutter(weight.t(), 0, self.columns), torch.is_autocast_enabled(weight.device.type)
 
         def merge(y: Tensor | None, group: int, o: Tensor) -> tuple[Tensor, Tensor]:
-            tokens = o.shape[:2]
-            (o,) = autocast(matrix(o))
+            tokens, o = o.shape[:2], matrix(o)
+            if is_cast:
+                (o,) = autocast(o)
             operands = o, cut(self.columns[group])
             if y is not None:
                 matrix(y).addmm_(*operands)
@@ -57,6 +60,11 @@ class OutputProjection:
     def pieces(self, late: bool = False) -> Pieces:
         """Of dw."""
         return Pieces(self.shape, 1, self.columns, late=late)
+
+
+@lru_cache(maxsize=4096)
+def _columns(geometry: Geometry, head_dim: int) -> Parts:
+    return Parts(geometry.elements_of("o", group, 0, head_dim) for group in range(geometry.groups))
 
 
 class _FinishOutput(Node):
@@ -91,11 +99,12 @@ class _FinishOutput(Node):
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: `outputs` has them, and lets go of each after its use
         of_weight, of_bias, *of_tokens = ctx.needs_input_grad[1:]
         dw, rows = output.pieces(), matrix(dy)
+        columns = rows.t()
         dgrad: Any = any(of_tokens) and output.dgrads(dy, weight)
         computed: dict[int, Tensor] = {}
-        for act, _, group, *_ in call.schedule.backward_of_output:  # guard: the wgrad comes last
+        for act, _, group, _ in call.schedule.backward_of_output:  # guard: the wgrad comes last
             if act == "wgrad" and of_weight:
-                dw.put(output.columns[group], torch.mm, rows.t(), outputs[group])
+                dw.put(output.columns[group], torch.mm, columns, outputs[group])
                 outputs[group] = None
             elif act == "dgrad" and of_tokens[group]:
                 computed[group] = dgrad(group, call.exchanges["o", group].layout.target.shape[-1])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..exchange.exchange import Node
 from .execution import Call, Part, start_inputs
 from .linear import Plain, autocast, autocast_of, by_rank, matrix, parameter_of
-from .slices import Pieces, Ranges, batched, cutter
+from .slices import Parts, Pieces, Ranges, batched, cutter
 
 
 class Rows(NamedTuple):
@@ -47,7 +47,7 @@ class Projections:
 
     modules: list[nn.Linear]
     rows: dict[Part, Rows]
-    parts: list[tuple[Ranges, ...]]
+    parts: list[Parts]
     norms: dict[str, nn.Module]
     rope: Any
     tables: tuple[Tensor, ...]
@@ -188,27 +188,28 @@ class InputGradients:
 
     def step(self, act: str, part: Part) -> None:
         """dgrad or wgrad of a part; nothing, where no gradient of it arrived."""
-        if part not in self.gradients:
+        if (dy := self.gradients.get(part)) is None:
             return
-        (module, rows, _), dy = self.made.rows[part], self.gradients[part]
-        at = 2 * module
-        if act == "dgrad" and self.of_x:
-            weight = self.cut[module](rows)
-            if self.dx is None:
-                self.dx = dy @ weight
-            elif len(self.call.groups) == 1 or self.dx.dtype != dy.dtype:
-                self.dx += dy @ weight  # rounds as the layer that it replaces does
-            else:
-                self.dx.addmm_(dy, weight)
-        elif act == "wgrad":
+        module, rows, _ = self.made.rows[part]
+        if act == "wgrad":
+            at = 2 * module
             if self.of_parameters[at]:
                 self.found[at].put(rows, torch.mm, dy.t(), self.x)
             if self.of_parameters[at + 1]:
                 self.found[at + 1].put(rows, torch.sum, dy, 0)
+        elif self.of_x:
+            weight, dx = self.cut[module](rows), self.dx
+            if dx is None:
+                self.dx = dy @ weight
+            elif len(self.call.groups) == 1 or dx.dtype != dy.dtype:
+                dx += dy @ weight  # rounds as the layer that it replaces does
+            else:
+                dx.addmm_(dy, weight)
         del dy  # before the next one is unpacked
         if part in self._halved:
             del self.gradients[part]
-        self._halved.add(part)
+        else:
+            self._halved.add(part)
 
     def end(self) -> tuple[Tensor | None, ...]:
         """Gradients of x and of the parameters."""
@@ -271,7 +272,7 @@ class _StartInputs(Node):
         reached = {exchange for exchange, token in zip(call.schedule.starts, tokens) if token is not None}
         inputs.begin(x, weights, tables, normed, len(reached) < len(tokens))
         del x, normed
-        for act, of, group, *_ in call.schedule.backward_of_inputs:
+        for act, of, group, _ in call.schedule.backward_of_inputs:
             if act == "finish":
                 if (of[1:], group) in reached:
                     for kind, dy in zip(of[1:], call.exchanges[of[1:], group].finish_gradient()):

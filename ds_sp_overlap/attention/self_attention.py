@@ -26,7 +26,7 @@ from .layer import Layer, kind_of, with_head_dim
 from .linear import PLAIN, PURE, Plain, Pure, autocast, batched_pays, call_through, can_compute_again, can_split
 from .output import finish_projected
 from .projections import Projections, Rows, start_projected
-from .slices import Ranges, cut, join
+from .slices import Parts, cut, join
 from .window import LocalAttention, windowed
 
 
@@ -281,7 +281,7 @@ class SelfAttention:
         tables = self.rope.of(position_embeddings, self.head_dim) if isinstance(self.rope, Rotary) else ()
         return () if tables is None else None if any(table.requires_grad for table in tables) else tables
 
-    def _rows(self, call: Call) -> tuple[dict[Part, Rows], list[tuple[Ranges, ...]]]:
+    def _rows(self, call: Call) -> tuple[dict[Part, Rows], list[Parts]]:
         """Where each part of q, k and v comes from; and what each projection is cut into."""
         of, known = (call.geometry, call.schedule, call.by_rank), self._known
         if known is not None and known[0] == of:  # as in the call before, mostly
@@ -291,7 +291,7 @@ class SelfAttention:
             module, first = self._projections[kind]
             ranks = call.geometry.sp_size if kind in call.by_rank and (kind, group) in call.schedule.starts else 0
             rows[kind, group] = Rows(module, call.geometry.elements_of(kind, group, first, self.head_dim), ranks)
-        parts = [tuple(part.rows for part in rows.values() if part.module == module) for module in range(len(self._inputs))]
+        parts = [Parts(part.rows for part in rows.values() if part.module == module) for module in range(len(self._inputs))]
         self._known = of, (rows, parts)
         return rows, parts
 

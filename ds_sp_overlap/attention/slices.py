@@ -18,6 +18,12 @@ from ..exchange.layout import Range
 Ranges = tuple[Range, ...]  # of a part
 
 
+class Parts(tuple[Ranges, ...]):
+    """Several parts. Hashed as the object that it is: made once, and asked for in every call."""
+
+    __hash__ = object.__hash__
+
+
 @lru_cache(maxsize=4096)
 def _strided(shape: Sequence[int], strides: Sequence[int], dim: int, ranges: Ranges) -> tuple | None:
     """Shape, strides and offset of `_slices`."""
@@ -103,10 +109,10 @@ class Pieces:
         if self.late:
             self._waiting.append((part, compute(*operands)))
             return
-        if self.once and part == ((0, self.shape[self.dim]),):
-            self._whole = compute(*operands)
-            return
         if self._whole is None:
+            if self.once and part == ((0, self.shape[self.dim]),):
+                self._whole = compute(*operands)
+                return
             make = operands[0].new_empty if self.once else operands[0].new_zeros  # guard: zero without a gradient
             self._whole = make(*self.shape)
             self.cut = cutter(self._whole, self.dim, self.parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,21 +10,23 @@ from torch import Tensor
 from .layout import Side, Sides
 
 
-def join(tensors: Sequence[Tensor], sides: Sides, wire: Tensor) -> None:
-    """Write the parts of ``tensors``, each [.., .., h, d], into the flat ``wire``, which may have a wider dtype."""
-    if sides.tiles():  # one kernel
-        torch.cat([_tile(x, side) for x, side in zip(tensors, sides.each)], 3, out=wire.as_strided(*sides.tiled_wire))
-        return
+def join(tensors: Sequence[Tensor], sides: Sides, new_empty: Callable[..., Tensor]) -> Tensor:
+    """The parts of ``tensors``, each [.., .., h, d], in the flat buffer that travels; ``new_empty`` makes it, of a dtype for all."""
+    wire = new_empty(sides.elements)
+    if places := sides.places():  # one kernel
+        place, tiles = wire.as_strided(*places[0]), [_tile(x, side) for x, side in zip(tensors, sides.each)]
+        torch.cat(tiles, 3, out=place) if len(tiles) > 1 else place.copy_(tiles[0])
+        return wire
     for part, place in _places(tensors, sides, wire):
         place.copy_(part)
+    return wire
 
 
 def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
     """The inverse of `join`; slices that several parts hold are summed, in fp32 for half precision. What no part holds stays."""
-    if tiles := sides.tiles():
-        pieces = wire.as_strided(*sides.tiled_wire).split_with_sizes([shape[3] for shape in tiles], 3)
-        for x, side, piece in zip(tensors, sides.each, pieces):
-            _tile(x, side).copy_(piece)
+    if places := sides.places():
+        for x, side, tile in zip(tensors, sides.each, places[1:]):
+            _tile(x, side).copy_(wire.as_strided(*tile))
         return
     if all(side.tiles or not side.covers for side in sides.each):  # guard: joined tiles need no sum
         for part, place in _places(tensors, sides, wire):
@@ -35,6 +37,18 @@ def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
         part.add_(place)  # guard: joined replicas are summed
     for x, total in zip(tensors, totals):
         x.copy_(total)
+
+
+def split_copies(wire: Tensor, sides: Sides, dtypes: Sequence[torch.dtype] | None) -> tuple[Tensor, ...]:
+    """`split` into new tensors, of ``dtypes`` if given; for sides that are `copied`. A copy that makes its memory costs the host less
+    than ``new_empty`` and ``copy_``."""
+    copies = [_copy(wire.as_strided(*place), shape, whole) for (place, whole), shape in zip(sides.copied, sides.shapes)]
+    return tuple(copies if dtypes is None else [copy.to(dtype) for copy, dtype in zip(copies, dtypes)])
+
+
+def _copy(x: Tensor, shape: Sequence[int], whole: bool) -> Tensor:
+    copy = x if whole else x.reshape(shape)
+    return copy.clone(memory_format=torch.contiguous_format) if copy.data_ptr() == x.data_ptr() else copy  # guard: a copy, no view
 
 
 def _tile(x: Tensor, side: Side) -> Tensor:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 Range = tuple[int, int]  # [start, stop)
+Place = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and offset in a flat buffer
 
 
 def chunk_of(length: int, chunk: int, chunks: int) -> Range:
@@ -86,7 +87,7 @@ class Side:
             return ()
         _, (start, stop) = self.spaced
         shape = (*self.shape[: self.dim], len(self.parts), stop - start, *self.shape[self.dim + 1 :])
-        return (*shape[:3], shape[3] * shape[4])
+        return (*shape[:3], math.prod(shape[3:]))
 
     @cached_property
     def is_wire_layout(self) -> bool:
@@ -114,22 +115,39 @@ class Sides:
     def elements(self) -> int:
         return sum(self.sizes)
 
-    @lru_cache(maxsize=4096)
-    def tiles(self) -> list[tuple[int, ...]]:
-        """`Side.tiled` of each; none if the parts of one are not evenly spaced."""
-        tiles = [side.tiled for side in self.each]
-        return tiles if all(tiles) else []  # guard: a tile for each peer
-
     @cached_property
-    def tiled_wire(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides of the wire in the order of the tensors' memory, with the `tiles` of all of them side by side."""
-        dim, width = self.each[0].dim, sum(shape[3] for shape in self.tiles())
-        shape = [*self.tiles()[0][:3], width]
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [side.shape for side in self.each]
+
+    @lru_cache(maxsize=4096)
+    def places(self) -> list[Place]:
+        """Where the wire has the `Side.tiled` of all tensors side by side, in the order of their memory; behind that, of each. Nothing
+        if the parts of one are not evenly spaced."""
+        tiles = [side.tiled for side in self.each]
+        if not all(tiles):  # guard: a tile for each peer
+            return []
+        dim, widths = self.each[0].dim, [tile[3] for tile in tiles]
+        shape, width = list(tiles[0][:3]), sum(widths)
         peers = shape.pop(dim)
         strides = [shape[1] * width, width, 1]
         strides.insert(dim, shape[0] * strides[0])
         shape.insert(dim, peers)
-        return tuple(shape), tuple(strides)
+        starts = [sum(widths[:at]) for at in range(len(widths))]
+        return [((*shape, n), tuple(strides), at) for n, at in zip((width, *widths), (0, *starts))]
+
+    @cached_property
+    def copied(self) -> list[tuple[Place, bool]]:
+        """`places` of tensors that are each one copy of theirs: all of it is held, by one peer; and whether it has the tensor's shape, as
+        where strides can say that. Else none."""
+        if not all(side.tiles for side in self.each):
+            return []
+        found = []
+        for side, (shape, strides, offset) in zip(self.each, self.places()[1:]):
+            peers, tokens = strides[side.dim : side.dim + 2]
+            if side.dim < 2 and peers == shape[side.dim + 1] * tokens:  # one after another
+                shape, strides = side.shape, (*strides[: side.dim], *strides[side.dim + 1 : 3], side.shape[3], 1)
+            found.append(((shape, strides, offset), shape == side.shape))
+        return found
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,10 @@ class Relayout(NamedTuple):
     unpack_rotate_back: Callable
     folds: bool  # whether rotary embedding costs less in rotate_pack than in front of pack
 
+    def copies(self, x: Tensor) -> bool:
+        """Whether ``x`` is moved by PyTorch's copies, and any of them will do: on a GPU it is one of 16 bytes at a time."""
+        return self.pack is _copy_out and not x.is_cuda
+
 
 _TORCH = Relayout(_copy_out, _copy_in, rotate_pack, unpack_rotate_back, folds=False)
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ds_sp_overlap.exchange.in_flight import InFlight
+from ds_sp_overlap.relayout import ops
 
 
 class Armed:
@@ -64,6 +65,13 @@ def _unpacks(in_flight):
     return layout.targets.elements > 0 and bool(in_flight.rope_back is not None or layout.also or not layout.target.is_wire_layout)
 
 
+def _makes_copies(in_flight, into=()):
+    """Whether what was received is copied into memory that the copies make, where nothing can be left out."""
+    layout, relayout = in_flight.layout, ops.implementation(in_flight.channel.kernels)
+    evenly = in_flight.rope_back is None and layout.targets.copied and not into
+    return bool(evenly and (layout.also or relayout.copies(in_flight.recv)))
+
+
 def _places(x, side):
     """What the parts of a side hold of ``x``."""
     return [x.narrow(side.dim, start, stop - start) for start, stop in side.parts]
@@ -87,7 +95,7 @@ def spoiled_buffers():
     global armed
     before, armed = armed, Armed()
     here = armed
-    launch, pack, unpack, collect = (getattr(InFlight, name) for name in ("launch", "_pack", "_unpack", "finish"))
+    launch, pack, unpack, collect = (getattr(InFlight, name) for name in ("launch", "_packed", "_unpacked", "finish"))
 
     @functools.wraps(launch)
     def launching(self, *args, **kwargs):
@@ -96,29 +104,42 @@ def spoiled_buffers():
             launched = launch(self, *args, **kwargs)
         finally:
             here.launching = None
-        here.due.update(owned=_packs(self))
+        here.due.update(owned=_packs(self), filled=_packs(self))
         return launched
 
     @functools.wraps(pack)
-    def packing(self):
-        here.due["filled"] += self.send.numel() > 0
-        here.acted["filled"] += is_spoiled(self.send)
-        pack(self)
+    def packing(self, new_empty):
+        def new(*args):
+            wire = new_empty(*args)
+            here.acted["filled"] += is_spoiled(wire)
+            return wire
+
+        return pack(self, new)
 
     @functools.wraps(unpack)
-    def unpacking(self):
-        places = [place for each, out in zip(self.layout.each, self.outs) for place in _places(out, each.target) if place.numel()]
-        here.acted["filled"] += bool(places) and all(map(is_spoiled, places))
-        unpack(self)
+    def unpacking(self, into):
+        make = self._new_outs
+
+        def fill(outs):
+            places = [place for each, out in zip(self.layout.each, outs) for place in _places(out, each.target) if place.numel()]
+            here.acted["filled"] += bool(places) and all(map(is_spoiled, places))
+            return outs
+
+        fill(into)
+        self._new_outs = lambda like: fill(make(like))
+        outs = unpack(self, into)
+        del self._new_outs
         here.acted["poisoned"] += spoil(self.recv)
+        return outs
 
     @functools.wraps(collect)
     def collecting(self, *into):
         out = collect(self, *into)
-        here.due.update(delayed=1, spoiled=_packs(self), poisoned=_unpacks(self), filled=_unpacks(self))
+        filled = _unpacks(self) and not _makes_copies(self, *into)
+        here.due.update(delayed=1, spoiled=_packs(self), poisoned=_unpacks(self), filled=filled)
         return out
 
-    wrapped = {"launch": launching, "_pack": packing, "_unpack": unpacking, "finish": collecting}
+    wrapped = {"launch": launching, "_packed": packing, "_unpacked": unpacking, "finish": collecting}
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
     try:
         with mock.patch.multiple(InFlight, **wrapped):

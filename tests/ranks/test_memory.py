@@ -141,14 +141,14 @@ def test_an_exchange_in_flight_holds_what_is_sent_and_what_is_received_and_nothi
     assert storages(exchange.forward) == 2 * size
 
     held = []
-    in_flight, make = exchange.forward, exchange.forward._new_outs
+    in_flight, unpack = exchange.forward, exchange.forward._unpacked
 
-    def new_outs(like):
+    def unpacked(into):
         held.append(storages(in_flight))
         assert in_flight.handle is None
-        return make(like)
+        return unpack(into)
 
-    in_flight._new_outs = new_outs
+    in_flight._unpacked = unpacked
     exchange.finish(token)
     assert held == [size] * in_flight.unpacks  # what was sent is given back before memory is taken for the output
 

@@ -197,13 +197,14 @@ def copies_and_products(groups, kv_heads):
 def test_weights_and_their_gradients_are_not_copied_where_the_heads_of_a_group_lie_together(groups, kv_heads):
     """Three products for each part of a projection; copies of what travels alone.
 
-    One in the transport for each exchange. One of q, k, v of the first group, o and their gradients. Of what travels together one
-    to join it, and one of each tensor that arrives.
+    One in the transport for each exchange. One to pack q, k, v of the first group and the gradient of o, one to unpack o and their
+    gradients. Of what travels together one to join it, and one of each tensor that arrives.
     """
     copied, products = copies_and_products(groups, kv_heads)
     exchanges = 2 * (3 + (groups - 1) + groups)
-    assert copied["copy_"] == exchanges + 2 * (3 + groups) + 2 * 3 * (groups - 1)
-    assert copied["cat"] == 2 * (groups - 1) and copied["clone"] == copied["new_zeros"] == 0
+    alone, together = 3 + groups, 2 * (groups - 1)
+    assert copied["copy_"] == exchanges + alone and copied["clone"] == alone + 3 * together
+    assert copied["cat"] == together and copied["new_zeros"] == 0
     assert products == 3 * 4 * groups
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..exchange.channel import Channel
-from ..exchange.exchange import Exchange, finish_together
+from ..exchange.exchange import Exchange, Half, together
 from ..exchange.geometry import Geometry
 from ..profiling.ranges import NOTHING, is_profiled, named
 from ..schedule import Schedule, Step
 
+T = TypeVar("T")
 Part = tuple[str, int]  # q, k, v or o of a head group; of an exchange also several of q, k, v
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # a group and its q, k, v -> o
 
@@ -56,9 +57,20 @@ class Call:
         return frozenset(part for part in self.schedule.starts if part[0] in ("q", "k"))
 
     def start(self, of: str, group: int, *tensors: Tensor) -> Tensor:
-        """Start the exchange of one or several of q, k, v of a group, or of o and what it was computed of; returns its token."""
-        exchange = self.exchanges[of, group] = self.exchange(of, group, tuple(x.shape[-1] for x in tensors))
-        return exchange.start(*tensors)
+        """Start the exchange of one or several of q, k, v of a group; returns its token."""
+        return self.exchanging(of, group, tensors).start(*tensors)
+
+    def exchanging(self, of: str, group: int, tensors: Sequence[Tensor]) -> Exchange:
+        """The exchange of one or several of q, k, v of a group, or of o, which the caller starts."""
+        exchange = self.exchanges[of, group] = self.exchange(of, group, tuple([x.shape[-1] for x in tensors[: len(of)]]))
+        return exchange
+
+    def starting(self, of: str, group: int, tensors: tuple[Tensor, ...]) -> Half:
+        """The start of an exchange, to be run `together` with what follows."""
+        return Half(self.exchanging(of, group, tensors), tensors, starts=True)
+
+    def finishing(self, part: Part, tokens: dict[Part, Tensor]) -> Half:
+        return Half(self.exchanges[part], (tokens[part],))
 
     def exchange(self, of: str, group: int, head_dims: tuple[int, ...]) -> Exchange:
         """One exchange of a group, not started: of q, k, v or o, or of several in one; "odo" is o again, beside do."""
@@ -70,13 +82,16 @@ class Call:
             tables = self.rope_tables if of in ("q", "k") else None
         return Exchange(self.channel, layout, self.where, self.schedule.name(of, group), self.checked, tables)
 
-    def finish(self, parts: list[Part], tokens: dict[Part, Tensor]) -> tuple[Tensor, ...]:
-        """Finish exchanges in one node; returns what was received, q, k and v each on its own."""
-        return finish_together([self.exchanges[part] for part in parts], [tokens[part] for part in parts])
-
     def named(self, step: Step) -> Any:
         """A range of a profiler, named as in the drawing of the schedule."""
         return named(self.where, self.schedule.label(step)) if is_profiled() else NOTHING
+
+    def run(self, step: Step, body: Callable[..., T], *args: Any) -> T:
+        """``body(*args)`` in that range."""
+        if not is_profiled():
+            return body(*args)
+        with self.named(step):
+            return body(*args)
 
 
 def start_inputs(call: Call, project: Callable[[str, int], Tensor]) -> dict[Part, Tensor]:
@@ -88,8 +103,7 @@ def start_inputs(call: Call, project: Callable[[str, int], Tensor]) -> dict[Part
     projected: dict[Part, Tensor] = {}
     for step in call.schedule.inputs:  # guard: starts in the order drawn
         if step.act == "project":
-            with call.named(step):
-                projected[step.of, step.group] = project(step.of, step.group)
+            projected[step.of, step.group] = call.run(step, project, step.of, step.group)
         else:
             of = step.of, step.group
             tokens[of] = call.start(*of, *[projected.pop((kind, step.group)) for kind in step.of])
@@ -108,21 +122,26 @@ def attend_groups(
     attended: dict[int, tuple[Tensor, ...]] = {}  # o, and q, k, v of which it was computed
     started: dict[Part, Tensor] = {}
     for node in call.schedule.attention:
-        act, _, group, *_ = step = node[0]
-        if act == "finish":
-            # Alone where something is done on arrival: under the exchanges that are still on their way.
-            for steps in (node,) if arrive is None else [(step,) for step in node]:
-                arrived = call.finish([(step.of, group) for step in steps], tokens)
-                for kind, x in zip([kind for step in steps for kind in step.of], arrived):
-                    received[kind, group] = x if arrive is None else arrive(kind, x)
-        elif act == "attend":
+        step = node[0]
+        if step.act == "attend":
+            group = step.group
             q = received.pop(("q", group))
             k, v = with_kv(call.geometry, "k", group, received), with_kv(call.geometry, "v", group, received)
-            with call.named(step):
-                attended[group] = attend_group(call, attend, group, q, k, v), q, k, v
+            attended[group] = call.run(step, attend_group, call, attend, group, q, k, v), q, k, v
             del q, k, v  # before the next are put together
-        else:
-            started["o", group] = call.start("o", group, *attended.pop(group))
+            continue
+        # Alone where something is done on arrival: under the exchanges that are still on their way.
+        for steps in (node,) if arrive is None else [(step,) for step in node]:
+            halves = [
+                call.starting("o", group, attended.pop(group)) if act == "start" else call.finishing((of, group), tokens)
+                for act, of, group, _ in steps
+            ]
+            for (act, of, group, _), made in zip(steps, together(halves)):
+                if act == "start":
+                    (started["o", group],) = made
+                else:
+                    received.update({(kind, group): x if arrive is None else arrive(kind, x) for kind, x in zip(of, made)})
+            del halves, made  # they hold o, q, k, v
     return started
 
 
@@ -134,10 +153,10 @@ def finish_output(call: Call, tokens: dict[Part, Tensor], merge: Callable[[int, 
     received: dict[int, Tensor] = {}
     for step in call.schedule.output:
         if step.act == "finish":
-            (received[step.group],) = call.finish([("o", step.group)], tokens)
+            part = "o", step.group
+            received[step.group] = call.exchanges[part].finish(tokens[part])
         else:
-            with call.named(step):
-                merge(step.group, received.pop(step.group))
+            call.run(step, merge, step.group, received.pop(step.group))
 
 
 def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:

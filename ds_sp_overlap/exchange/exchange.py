@@ -18,8 +18,8 @@ The token carries no data. What is in flight hangs on the `Exchange`, which belo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, compress, islice
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,12 +68,13 @@ class Exchange:
               transpose on the gradient's way in, in the kernels that move the data
     """
 
+    forward: InFlight | None = None
+    gradient: InFlight | None = None
+
     def __init__(self, channel: Channel, layout: Layout, where: str, what: str, checked: bool = False, rope: Tables | None = None):
         self.channel, self.layout, self.where, self.what = channel, layout, where, what
         self.checked, self.rope = checked, rope
         self.needed: Sequence[bool] = (True,) * len(layout.each)  # whether there will be a gradient of each tensor
-        self.forward: InFlight | None = None
-        self.gradient: InFlight | None = None
 
     def start(self, *tensors: Tensor) -> Tensor:
         """Launch the exchange and return at once.
@@ -87,13 +88,16 @@ class Exchange:
         Raises ValueError, before any communication, if a tensor has another shape.
         """
         if not torch.is_grad_enabled():
-            self.start_forward(tensors[: len(self.layout.each)])
+            self.start_forward(tensors[: len(self.needed)])
             return new_token(tensors[0])
-        return _Start.apply(self, *tensors)  # guard: leads to each of them
+        ((token,),) = together([Half(self, tensors, starts=True)])
+        return token
 
     def finish(self, token: Tensor) -> Tensor:
         """Order the compute stream after an exchange of one tensor and return what was received, in the shape of ``layout.target``."""
-        (y,) = finish_together([self], [token])
+        if not torch.is_grad_enabled():
+            return self.finish_forward()[0]
+        ((y,),) = together([Half(self, (token,))])
         return y
 
     def start_forward(self, xs: Sequence[Tensor]) -> None:
@@ -128,29 +132,26 @@ class Exchange:
         return tuple(next(given) if needed else None for needed in self.needed)  # guard: to those that need it
 
 
-def finish_together(exchanges: list[Exchange], tokens: list[Tensor]) -> tuple[Tensor, ...]:
-    """`Exchange.finish` of several, in one node: their gradients are started when all are known, the last one first."""
+class Half(NamedTuple):
+    """The start of an exchange, given what `Exchange.start` takes, or its finish, given its token."""
+
+    exchange: Exchange
+    given: tuple[Tensor, ...]
+    starts: bool = False
+
+
+def together(halves: Sequence[Half]) -> list[tuple[Tensor, ...]]:
+    """Run halves that follow one another, in one node; returns the token of each start, what was received by each finish.
+
+    One node instead of many costs the host less. In backward they are run the other way about, when every gradient is known.
+    """
     if not torch.is_grad_enabled():
-        return tuple(chain.from_iterable(exchange.finish_forward() for exchange in exchanges))
-    return _Finish.apply(exchanges, *tokens)
-
-
-class _Start(Node):
-    @staticmethod
-    def forward(ctx, exchange, *tensors):
-        sent = len(exchange.layout.each)
-        ctx.exchange, ctx.unsent = exchange, [None] * (len(tensors) - sent)
-        ctx.set_materialize_grads(False)
-        if sent > 1:  # one alone has a gradient if its token has: o even where attention computed it of nothing
-            exchange.needed = ctx.needs_input_grad[1 : 1 + sent]
-        exchange.start_forward(tensors[:sent])
-        return new_token(tensors[0])
-
-    @staticmethod
-    def backward(ctx, token):
-        """Before: dx = all_to_all(dy). Now: that exchange is under way since `_Finish.backward`; wait for it."""
-        found = [None] * len(ctx.exchange.needed) if token is None else ctx.exchange.finish_gradient()
-        return None, *found, *ctx.unsent
+        return [(each.start(*given),) if starts else each.finish_forward() for each, given, starts in halves]
+    made = _Halves.apply(halves, *[x for half in halves for x in half.given])  # guard: leads to each of them
+    if len(halves) == 1:
+        return [made]
+    each = iter(made)
+    return [tuple(islice(each, 1 if starts else len(exchange.needed))) for exchange, _, starts in halves]
 
 
 def new_token(x: Tensor) -> Tensor:
@@ -158,31 +159,53 @@ def new_token(x: Tensor) -> Tensor:
     return x.new_empty(0)  # on the tensor's device: both halves stay in one ready queue of the autograd engine
 
 
-class _Finish(Node):
+class _Halves(Node):
     @staticmethod
-    def forward(ctx, exchanges, *tokens):
-        ctx.exchanges = exchanges
-        received, unwanted = [], []
-        for exchange, is_tracked in zip(exchanges, ctx.needs_input_grad[1:]):
-            outs = exchange.finish_forward()
-            received += outs
-            if not is_tracked or not all(exchange.needed):
-                unwanted += [out for out, needed in zip(outs, exchange.needed) if not (needed and is_tracked)]
-        ctx.mark_non_differentiable(*unwanted)
-        return tuple(received)
+    def forward(ctx, halves, *_):
+        ctx.set_materialize_grads(False)
+        at, needs = 1, ctx.needs_input_grad
+        made: list[Tensor] = []
+        unwanted: list[Tensor] = []
+        ctx.halves = []  # with where what they are given begins, and what they make
+        for exchange, given, starts in halves:
+            ctx.halves.append((exchange, starts, at, len(made)))
+            if starts:
+                sent = len(exchange.needed)
+                if sent > 1:  # one alone has a gradient if its token has: o even where attention computed it of nothing
+                    exchange.needed = needs[at : at + sent]
+                exchange.start_forward(given[:sent])
+                made.append(new_token(given[0]))
+            else:
+                received = exchange.finish_forward()
+                made += received
+                if not (needs[at] and all(exchange.needed)):
+                    unwanted += [x for x, needed in zip(received, exchange.needed) if not (needed and needs[at])]
+            at += len(given)
+        ctx.dtypes, ctx.device = [x.dtype for x in made], made[0].device
+        if unwanted:
+            ctx.mark_non_differentiable(*unwanted)
+        return tuple(made)
 
     @staticmethod
     def backward(ctx, *gradients):
-        """Before: nothing, finish moved no data. Now: launch the exchange of each dy, the moment that they are known.
+        """A finish moved no data; now it launches the exchange of each dy, the moment that they are known. A start waits for its dx.
 
-        Zeros where nothing depends on y here: elsewhere something may.
+        Zeros where nothing depends on what was received here: elsewhere something may.
         """
-        refuse_second_derivatives(ctx.exchanges[0].where)
-        given = iter(gradients)
-        of_each = [list(islice(given, len(exchange.needed))) for exchange in ctx.exchanges]
-        launched = list(zip(ctx.exchanges, of_each, ctx.needs_input_grad[1:]))
-        for exchange, dys, is_tracked in reversed(launched):  # guard: in the order drawn
-            if is_tracked:
-                exchange.start_gradient(list(compress(dys, exchange.needed)))
-        token = new_token(gradients[0])
-        return None, *(token if is_tracked else None for *_, is_tracked in launched)
+        refuse_second_derivatives(ctx.halves[0][0].where)
+        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for exchange, starts, at, made in reversed(ctx.halves):  # guard: in the order drawn
+            needed = exchange.needed
+            if starts:
+                if gradients[made] is not None:
+                    found[at : at + len(needed)] = exchange.finish_gradient()
+            elif ctx.needs_input_grad[at]:
+                places = [place for place, is_needed in enumerate(needed) if is_needed]
+                dys = [gradients[made + place] for place in places]
+                if any([dy is None for dy in dys]):
+                    shapes, dtypes = exchange.layout.targets.shapes, ctx.dtypes[made:]
+                    zeros = [torch.zeros(shapes[place], dtype=dtypes[place], device=ctx.device) for place in places]
+                    dys = [zero if dy is None else dy for dy, zero in zip(dys, zeros)]
+                exchange.start_gradient(dys)
+                found[at] = new_token(dys[0])
+        return tuple(found)

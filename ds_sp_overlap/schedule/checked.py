@@ -34,7 +34,7 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
         sections = [section for section, _ in groupby(program, key=section_of)]
         if sections != ["inputs", "attention", "output"][:: 1 if name == "forward" else -1]:
             raise ValueError(f"schedule, {name}: its sections are {', '.join(sections)}; each is one piece, see `Schedule`")
-    mirrored = tuple(step for node in reversed(schedule.attention) for step in _mirrored(node))
+    mirrored = [_mirrored(step) for node in reversed(schedule.attention) for step in reversed(node)]
     for step, expected in zip((step for step in schedule.backward if section_of(step) == "attention"), mirrored):
         if step != expected:
             raise ValueError(
@@ -161,12 +161,10 @@ def needs_of(kinds: tuple[str, ...], starts: tuple[tuple[str, int], ...]) -> tup
     return forward, backward
 
 
-def _mirrored(node: Program) -> Program:
-    """What the backward of a node of the attention section does."""
-    if node[0].act == "attend":
-        return (Step("attend", "do", node[0].group),)
-    act = "finish" if node[0].act == "start" else "start"
-    return tuple(Step(act, "d" + step.of, step.group) for step in reversed(node))
+def _mirrored(step: Step) -> Step:
+    """What the backward of a step of the attention section does."""
+    act = {"start": "finish", "finish": "start"}.get(step.act, step.act)
+    return Step(act, "d" + step.of, step.group)
 
 
 def _words(step: Step) -> str:

@@ -74,9 +74,9 @@ class Schedule:
 
     @cached_property
     def attention(self) -> tuple[Program, ...]:
-        """Its steps as `execution` takes them: finishes of one group that follow one another together, any other step alone."""
+        """Its steps as `execution` takes them: each attention alone, and what travels between two of them together."""
         steps = [step for step in self.forward if section_of(step) == "attention"]
-        return tuple(tuple(same) for _, same in groupby(steps, key=lambda step: (step.act, step.group)))
+        return tuple(tuple(between) for _, between in groupby(steps, key=lambda step: step.group if step.act == "attend" else None))
 
     @cached_property
     def last_attended(self) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.chunks import finish_chunks, start_chunks
-from ds_sp_overlap.exchange.exchange import Exchange, finish_together
+from ds_sp_overlap.exchange.exchange import Exchange, Half, together
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.layout import chunk_of
 from tests.helpers import transports
@@ -47,7 +47,7 @@ def moved(channel, geometry, group, chunks, dims, checked=False):
         ys = finish_chunks(sent, tokens)
     else:
         whole = exchange(local, kinds)
-        ys = finish_together([whole], [whole.start(*xs)])
+        (ys,) = together([Half(whole, (whole.start(*xs),))])
     o = ys[0] * 3  # a rank that gets no KV head with this group has nothing else
     if chunks:
         back = [exchange(geometry.of_chunk("o", group, dims[:1], c, chunks), f"o.{c}") for c in range(chunks)]

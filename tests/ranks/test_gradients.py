@@ -246,7 +246,7 @@ ODD_SHAPES = [
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
 def test_local_attention_may_lack_gradients_on_one_rank(odd):
-    """Guards: `_Finish.backward` launches what the graph needs; o's token leads to q, k and v whatever attention does."""
+    """Guards: `_Halves.backward` launches what the graph needs; o's token leads to q, k and v whatever attention does."""
     no_faults(2, odd_on_one_rank, ODD_SHAPES, odd)
 
 
@@ -278,7 +278,14 @@ def test_the_output_may_get_no_gradient_on_one_rank():
 # Guards.
 
 WATCHED = [
-    Watched(Guard("leads to each of them", without="return _Start.apply(self, *tensors[:1])"), exchanges_of_a_constant),
+    Watched(
+        Guard(
+            "leads to each of them",
+            without="halves = [half._replace(given=half.given[:1]) for half in halves]\n"
+            "made = _Halves.apply(halves, *[x for half in halves for x in half.given])",
+        ),
+        exchanges_of_a_constant,
+    ),
     Watched(Guard("no second derivatives", without="if False:"), product_unnoticed),
 ]
 

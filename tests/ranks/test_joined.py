@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_sp_overlap.exchange.channel import Channel
-from ds_sp_overlap.exchange.exchange import Exchange, finish_together
+from ds_sp_overlap.exchange.exchange import Exchange, Half, together
 from ds_sp_overlap.exchange.geometry import Geometry
 from tests.helpers import layers, transports
 from tests.helpers.guards import Guard, Watched, must_notice
@@ -124,7 +124,7 @@ def of_two_dtypes(rank):
         xs = [torch.randn(each.source.shape).to(dtype).requires_grad_() for each, dtype in zip(layout.each, dtypes)]
         channel = Channel(torch.distributed.group.WORLD)
         exchange = Exchange(channel, layout, "layer", "qkv", checked=True)
-        ys = finish_together([exchange], [exchange.start(*xs)])
+        (ys,) = together([Half(exchange, (exchange.start(*xs),))])
         alone = []
         for kind, x in zip("qkv", xs):
             one = Exchange(channel, geometry.exchange(kind, 0, x.shape[-1]), "layer", kind)
@@ -154,7 +154,10 @@ def some_frozen(rank):
 WATCHED = [
     Watched(Guard("joined replicas are summed", without="part.copy_(place)"), replicas),
     Watched(
-        Guard("a tile for each peer", without="return [side.tiled or (*side.shape[:2], 1, 1) for side in self.each]"),
+        Guard(
+            "a tile for each peer",
+            without="tiles = [tile or (*side.shape[:2], 1, 1) for tile, side in zip(tiles, self.each)]\nif False:",
+        ),
         replicas,
     ),
     Watched(Guard("to those that need it", without="return tuple(next(given, None) for needed in self.needed)"), some_frozen),

@@ -225,7 +225,7 @@ WATCHED = [
         functools.partial(order_differs, groups=2),
     ),
     Watched(
-        Guard("in the order drawn", without="for exchange, dys, is_tracked in launched:"),
+        Guard("in the order drawn", without="for exchange, starts, at, made in ctx.halves:"),
         functools.partial(order_differs, groups=2),
     ),
     Watched(

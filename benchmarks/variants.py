@@ -38,8 +38,9 @@ def _start_two(call, project):
 
 
 def _attend_behind_three(call, given, attend, arrive=None):
-    (q,), (k,) = (call.finish([(kind, 0)], given) for kind in "qk")
-    (v,) = call.finish([("v", 0)], {("v", 0): call.start("v", 0, given["v", 0])})
+    q, k = (call.exchanges[kind, 0].finish(given[kind, 0]) for kind in "qk")
+    started = call.start("v", 0, given["v", 0])
+    v = call.exchanges["v", 0].finish(started)
     return {("o", 0): call.start("o", 0, attend(0, q, k, v))}
 
 

@@ -13,7 +13,7 @@ from ..exchange.exchange import Node, refuse_second_derivatives
 from ..exchange.geometry import Geometry
 from .execution import Call, finish_output
 from .linear import autocast, by_rank, matrix, parameter_of
-from .slices import Parts, Pieces, batched, cutter
+from .slices import Parts, Pieces, batched, cutter, parts_of
 
 
 class OutputProjection:
@@ -64,7 +64,7 @@ class OutputProjection:
 
 @lru_cache(maxsize=4096)
 def _columns(geometry: Geometry, head_dim: int) -> Parts:
-    return Parts(geometry.elements_of("o", group, 0, head_dim) for group in range(geometry.groups))
+    return parts_of(*(geometry.elements_of("o", group, 0, head_dim) for group in range(geometry.groups)))
 
 
 class _FinishOutput(Node):

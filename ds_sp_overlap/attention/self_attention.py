@@ -26,7 +26,7 @@ from .layer import Layer, kind_of, with_head_dim
 from .linear import PLAIN, PURE, Plain, Pure, autocast, batched_pays, call_through, can_compute_again, can_split
 from .output import finish_projected
 from .projections import Projections, Rows, start_projected
-from .slices import Parts, cut, join
+from .slices import Parts, cut, join, parts_of
 from .window import LocalAttention, windowed
 
 
@@ -291,7 +291,7 @@ class SelfAttention:
             module, first = self._projections[kind]
             ranks = call.geometry.sp_size if kind in call.by_rank and (kind, group) in call.schedule.starts else 0
             rows[kind, group] = Rows(module, call.geometry.elements_of(kind, group, first, self.head_dim), ranks)
-        parts = [Parts(part.rows for part in rows.values() if part.module == module) for module in range(len(self._inputs))]
+        parts = [parts_of(*(part.rows for part in rows.values() if part.module == at)) for at in range(len(self._inputs))]
         self._known = of, (rows, parts)
         return rows, parts
 

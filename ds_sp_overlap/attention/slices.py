@@ -19,9 +19,14 @@ Ranges = tuple[Range, ...]  # of a part
 
 
 class Parts(tuple[Ranges, ...]):
-    """Several parts. Hashed as the object that it is: made once, and asked for in every call."""
+    """Several parts. Hashed as the object that it is, since every call asks for it; `parts_of` makes each once."""
 
     __hash__ = object.__hash__
+
+
+@lru_cache(maxsize=4096)
+def parts_of(*parts: Ranges) -> Parts:
+    return Parts(parts)
 
 
 @lru_cache(maxsize=4096)

@@ -60,7 +60,7 @@ class InFlight:
         """Pack ``xs`` and launch their transfer. Collective."""
         channel, layout, x = self.channel, self.layout, xs[0]
         source, target, joined = layout.source, layout.target, bool(layout.also)
-        shapes = [given.shape for given in xs] if joined else [x.shape]
+        shapes = [x.shape] if len(xs) == 1 else [given.shape for given in xs]
         if shapes != layout.sources.shapes:  # guard: this half belongs here
             expected, got = (", ".join(str(list(shape)) for shape in each) for each in (layout.sources.shapes, shapes))
             raise ValueError(f"{self.name}: expected a tensor of shape {expected}, got {got}")
@@ -150,9 +150,9 @@ class InFlight:
     def _unpacked(self, into: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What was received, in ``into`` if given."""
         relayout, target, targets = ops.implementation(self.channel.kernels), self.layout.target, self.layout.targets
-        evenly = self.rope_back is None and targets.copied and not into
+        evenly = self.rope_back is None and self.dtypes is None and targets.copied and not into
         if evenly and (self.layout.also or relayout.copies(self.recv)):
-            return split_copies(self.recv, targets, self.dtypes)
+            return split_copies(self.recv, targets)
         outs = into or self._new_outs(self.recv)
         if self.layout.also or not target.covers:
             split(self.recv, targets, outs)

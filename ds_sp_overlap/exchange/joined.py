@@ -39,11 +39,10 @@ def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
         x.copy_(total)
 
 
-def split_copies(wire: Tensor, sides: Sides, dtypes: Sequence[torch.dtype] | None) -> tuple[Tensor, ...]:
-    """`split` into new tensors, of ``dtypes`` if given; for sides that are `copied`. A copy that makes its memory costs the host less
-    than ``new_empty`` and ``copy_``."""
-    copies = [_copy(wire.as_strided(*place), shape, whole) for (place, whole), shape in zip(sides.copied, sides.shapes)]
-    return tuple(copies if dtypes is None else [copy.to(dtype) for copy, dtype in zip(copies, dtypes)])
+def split_copies(wire: Tensor, sides: Sides) -> tuple[Tensor, ...]:
+    """`split` into new tensors, for sides that are `copied`. A copy that makes its memory costs the host less than ``new_empty`` and
+    ``copy_``."""
+    return tuple([_copy(wire.as_strided(*place), shape, whole) for (place, whole), shape in zip(sides.copied, sides.shapes)])
 
 
 def _copy(x: Tensor, shape: Sequence[int], whole: bool) -> Tensor:

@@ -90,7 +90,7 @@ class C10d:
         if all_equal(send_sizes, recv_sizes):
             send_sizes = recv_sizes = ()  # which costs the host half as much
         if log is not None and log.keeper.enabled:
-            return log.all_to_all(recv, send, recv_sizes or None, send_sizes or None, group, name)
+            return log.all_to_all(recv, send, recv_sizes or None, send_sizes or None, group, name) or DONE
         if dist.all_to_all_single is not all_to_all_single or send.is_complex():  # somebody put his own there; or as real numbers
             work = dist.all_to_all_single(recv, send, recv_sizes or None, send_sizes or None, group=group, async_op=not on_stream)
         else:  # what that would ask the group for, without its checks: less than half of the host's time
@@ -108,11 +108,11 @@ _ASYNC.asyncOp, _SYNC.asyncOp = True, False
 class Log(NamedTuple):
     """
     keeper       while it is ``enabled``, exchanges go through
-    all_to_all   ``recv, send, recv_sizes, send_sizes, group, name``, which returns a handle
+    all_to_all   ``recv, send, recv_sizes, send_sizes, group, name``, which returns a handle, or None if nothing is to be waited for
     """
 
     keeper: Any
-    all_to_all: Callable[..., Handle]
+    all_to_all: Callable[..., Handle | None]
 
 
 log: Log | None = None  # an integration gives its framework's, if that keeps one of collectives

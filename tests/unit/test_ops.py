@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sp_overlap import SelfAttention
+from ds_sp_overlap.exchange.channel import Channel
+from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.joined import split
 from ds_sp_overlap.exchange.layout import Side, Sides
 from ds_sp_overlap.relayout.ops import _in_16_bytes, implementation, pack, unpack
 from tests.helpers import layers
 from tests.helpers.guards import Guard, Watched, must_notice
+from tests.helpers.transports import Silent
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -176,6 +179,25 @@ def test_the_number_of_launches_does_not_grow_with_the_ranks(kind, kv_heads, exp
     """KV heads that several ranks need are packed, and their gradients summed, like any others."""
     for sp_size in (8, 64):
         assert launches(kind, sp_size, kv_heads) == expected, sp_size
+
+
+def moves(kinds, sp_size):
+    """What moves the data of an exchange and of its gradient on this rank; four heads a rank in two groups."""
+    geometry = Geometry(sp_size, 0, (2,) * sp_size, 1, 4 * sp_size, 4 * sp_size, 2)
+    layout = geometry.together(kinds, 1, (8,) * 3) if len(kinds) > 1 else geometry.exchange(kinds, 1, 8)
+    exchange = Exchange(Channel(None, Silent()), layout, "layer", kinds)
+    with Operators() as counted:
+        exchange.start_forward([torch.randn(shape) for shape in layout.sources.shapes])
+        exchange.start_gradient(exchange.finish_forward())
+        exchange.finish_gradient()
+    return {name: counted.launched[name] for name in ("clone", "copy_", "cat", "add_", "sum") if counted.launched[name]}
+
+
+@pytest.mark.parametrize("sp_size", [8, 64])
+@pytest.mark.parametrize("kinds,expected", [("q", {"copy_": 1, "clone": 1}), ("qkv", {"cat": 2, "clone": 6})])
+def test_what_moves_the_data_of_a_whole_exchange_does_not_grow_with_the_ranks_either(kinds, expected, sp_size):
+    """Packed on the way out, and unpacked on the way in: what is global travels and arrives as it lies. Together each is split off."""
+    assert moves(kinds, sp_size) == expected
 
 
 def copies_and_products(groups, kv_heads):

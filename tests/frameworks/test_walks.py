@@ -16,6 +16,8 @@ MODEL = "Qwen/Qwen3-0.6B"  # transformers takes a folder of that name for the mo
 STARTS_WITH = """
 import os
 if "RANK" in os.environ:
+    import atexit, time
+    atexit.register(time.sleep, 0.5)  # gloo's threads free tensors: after Python's end torch aborts, with stock attention too
     import deepspeed.ops
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it would be compiled, behind a file lock
 """

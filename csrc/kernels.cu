@@ -21,7 +21,7 @@ template <class Kernel, class... Arguments>
 void launch(Kernel* kernel, unsigned grid, cudaStream_t stream, const Arguments&... arguments) {
   kernel<<<grid, kThreads, 0, stream>>>(arguments...);
 }
-#else  // a compiler of C++, with the cuda_runtime.h of tests/helpers/kernels_on_host
+#else  // a compiler of C++, with the cuda_runtime.h of tests/harness/kernels_on_host
 template <class Kernel, class... Arguments>
 void launch(Kernel* kernel, unsigned grid, cudaStream_t, const Arguments&... arguments) {
   launch_on_host(kernel, grid, kThreads, arguments...);

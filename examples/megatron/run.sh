@@ -18,7 +18,7 @@ dtype=bf16
 export PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH} CUDA_DEVICE_MAX_CONNECTIONS=8 LOCAL_SIZE=${2:-2}
 if [ $# -eq 0 ]; then
     export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 MEGATRON_ON_CPU=flash dtype=fp32
-    export PYTHONPATH=$PWD/../../tests/helpers/megatron_on_cpu:$PYTHONPATH
+    export PYTHONPATH=$PWD/../../tests/harness/megatron_on_cpu:$PYTHONPATH
 fi
 out=$(mktemp -d)
 python corpus.py "$out/corpus" > "$out/corpus.log" 2>&1 || { cat "$out/corpus.log"; exit 1; }

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from ds_sp_overlap.schedule import by_chunks, order
-from tests.helpers import blocks, layers
-from tests.helpers.blocks import Blocks
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.models import ds_config
-from tests.helpers.ranks import on_ranks
-from tests.helpers.transports import Recording
+from tests.harness import blocks, layers
+from tests.harness.blocks import Blocks
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.models import ds_config
+from tests.harness.ranks import on_ranks
+from tests.harness.transports import Recording
 
 SHAPE = Blocks(4, 2, 8, 2, (6, 4), norms=True, chunks=2, dtype=torch.float32, config={"head_groups": 2})
 STEPS = 4  # the first starts nothing ahead; ZeRO-3 learns the order of the modules in the second

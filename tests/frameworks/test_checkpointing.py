@@ -20,13 +20,13 @@ import ds_sp_overlap
 from ds_sp_overlap.attention.again import Attended
 from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.integrations.positions import Positions
-from tests.helpers import clients, layers, megatron_layers
-from tests.helpers.families import tiny_model
-from tests.helpers.flash import NAME, flash_attention
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import Shape
-from tests.helpers.models import EXACT, FP64, batches, cut, outcome, sequence_parallel_model, tiny, train_run, worst
-from tests.helpers.ranks import on_ranks, refusal
+from tests.harness import clients, layers, megatron_layers
+from tests.harness.families import tiny_model
+from tests.harness.flash import NAME, flash_attention
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.models import EXACT, FP64, batches, cut, outcome, sequence_parallel_model, tiny, train_run, worst
+from tests.harness.ranks import on_ranks, refusal
 
 WIDE = dict(heads=8, kv_heads=2, head_dim=8)
 KEEP = {"head_groups": 4, "window": 2, "checkpointing": "keep"}

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.accelerate_script import train_with_accelerate
-from tests.helpers.clients import train, train_tiled
-from tests.helpers.models import scaled_values
-from tests.helpers.ranks import on_ranks
+from tests.harness.accelerate_script import train_with_accelerate
+from tests.harness.clients import train, train_tiled
+from tests.harness.models import scaled_values
+from tests.harness.ranks import on_ranks
 
 SECTIONS = {"stock": None, "G = 1": {"head_groups": 1}, "G = 2": {"head_groups": 2}, "auto": {}}
 ROUNDING = 5e-6  # relative, of losses and grad norms
@@ -112,7 +112,7 @@ def test_ligers_rope_and_fused_loss_train_as_with_stock():
     for package in ("liger_kernel", "triton"):
         pytest.importorskip(package)
     output = subprocess.check_output(
-        [sys.executable, "-m", "tests.helpers.liger"],
+        [sys.executable, "-m", "tests.harness.liger"],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         text=True,

@@ -18,11 +18,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import ds_sp_overlap
 from ds_sp_overlap.autotune.trial import BLOCK, LAYER, OFF
-from tests.helpers.chains import Runs, ran, whole_chain
-from tests.helpers.families import tiny_model
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.listening import listening
-from tests.helpers.models import (
+from tests.harness.chains import Runs, ran, whole_chain
+from tests.harness.families import tiny_model
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.listening import listening
+from tests.harness.models import (
     EXACT,
     FP64,
     batches,
@@ -37,11 +37,11 @@ from tests.helpers.models import (
     train_run,
     worst,
 )  # fmt: skip
-from tests.helpers.policies import scripted
-from tests.helpers.ranks import on_ranks
-from tests.helpers.sweep import in_double
-from tests.helpers.whole import found as loss_and_gradients
-from tests.helpers.whole import inputs_of, share, tokens_of
+from tests.harness.policies import scripted
+from tests.harness.ranks import on_ranks
+from tests.harness.sweep import in_double
+from tests.harness.whole import found as loss_and_gradients
+from tests.harness.whole import inputs_of, share, tokens_of
 
 LAYERS = 3
 FAMILIES = [

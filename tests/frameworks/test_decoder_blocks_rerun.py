@@ -12,8 +12,8 @@ import ds_sp_overlap
 from ds_sp_overlap.attention.chain import Chain
 from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.integrations import transformers_driven
-from tests.helpers.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, train_run, worst
-from tests.helpers.ranks import on_ranks
+from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, train_run, worst
+from tests.harness.ranks import on_ranks
 
 LAYERS = 3
 FAMILIES = [

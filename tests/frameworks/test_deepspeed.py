@@ -26,8 +26,8 @@ import ds_sp_overlap.attention.linear
 import ds_sp_overlap.integrations.deepspeed
 from ds_sp_overlap.attention import output, projections
 from ds_sp_overlap.relayout import kernels
-from tests.helpers.listening import listening
-from tests.helpers.models import (
+from tests.harness.listening import listening
+from tests.harness.models import (
     batches,
     cut,
     ds_config,
@@ -41,8 +41,8 @@ from tests.helpers.models import (
     tiny,
     train_run,
 )  # fmt: skip
-from tests.helpers.ranks import on_ranks, refusal
-from tests.helpers.reference import attention, relative_error
+from tests.harness.ranks import on_ranks, refusal
+from tests.harness.reference import attention, relative_error
 
 WIDE = {"initializer_range": 0.2}
 

@@ -13,14 +13,14 @@ import ds_sp_overlap.autotune.policy
 from ds_sp_overlap.integrations.positions import GlobalSequence
 from ds_sp_overlap.integrations.transformers_delta_net import names_around
 from ds_sp_overlap.schedule import by_head_groups, order
-from tests.helpers.families import draw, tiny_config, tiny_model
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.listening import listening
-from tests.helpers.models import FP64, forget_sequence_parallel, packed, sequence_parallel, worst
-from tests.helpers.ranks import on_ranks, refusal
-from tests.helpers.sweep import in_double, transport
-from tests.helpers.transports import Recording
-from tests.helpers.whole import again_in_double, each_alone, found, inputs_of, share, tokens_of, training
+from tests.harness.families import draw, tiny_config, tiny_model
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.listening import listening
+from tests.harness.models import FP64, forget_sequence_parallel, packed, sequence_parallel, worst
+from tests.harness.ranks import on_ranks, refusal
+from tests.harness.sweep import in_double, transport
+from tests.harness.transports import Recording
+from tests.harness.whole import again_in_double, each_alone, found, inputs_of, share, tokens_of, training
 
 KINDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
 
-from tests.helpers import models
-from tests.helpers.ranks import on_ranks
+from tests.harness import models
+from tests.harness.ranks import on_ranks
 
 RANKS = 2
 

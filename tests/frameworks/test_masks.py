@@ -10,8 +10,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 from ds_sp_overlap.integrations import masks
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.models import (
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.models import (
     BATCH,
     EXACT,
     FP64,
@@ -25,7 +25,7 @@ from tests.helpers.models import (
     tiny,
     worst,
 )
-from tests.helpers.ranks import on_ranks, refusal
+from tests.harness.ranks import on_ranks, refusal
 
 WINDOW = dict(family="qwen2_moe", mlp_only_layers=[0, 1], use_sliding_window=True, sliding_window=5, max_window_layers=1)
 LLAMA4 = dict(

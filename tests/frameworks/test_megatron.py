@@ -18,10 +18,10 @@ import ds_sp_overlap
 from ds_sp_overlap.exchange.transport import C10d
 from ds_sp_overlap.integrations import deepspeed as integration
 from ds_sp_overlap.integrations import megatron_bridge
-from tests.helpers import megatron_layers
-from tests.helpers.listening import listening
-from tests.helpers.megatron_layers import ParallelAttention, Shape
-from tests.helpers.ranks import RankError, no_faults, on_ranks, refusal
+from tests.harness import megatron_layers
+from tests.harness.listening import listening
+from tests.harness.megatron_layers import ParallelAttention, Shape
+from tests.harness.ranks import RankError, no_faults, on_ranks, refusal
 
 ATTENTIONS = ("flash", "flash v1", "triton", "core")
 GROUPED = [

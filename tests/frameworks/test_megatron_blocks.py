@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import ds_sp_overlap
-from tests.helpers import megatron_layers, megatron_models
-from tests.helpers.chains import Runs, ran, whole_chain
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import faults
-from tests.helpers.listening import listening
-from tests.helpers.megatron_models import DropPath, Experts, Model
-from tests.helpers.ranks import on_ranks
+from tests.harness import megatron_layers, megatron_models
+from tests.harness.chains import Runs, ran, whole_chain
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import faults
+from tests.harness.listening import listening
+from tests.harness.megatron_models import DropPath, Experts, Model
+from tests.harness.ranks import on_ranks
 
 TOLERANCE = 1e-11  # roundings (1e-16) over three layers of weights of deviation 1; a fault of 1e-9 in v is seen below
 BLOCK = {"scope": "block", "token_chunks": 2, "head_groups": 1}

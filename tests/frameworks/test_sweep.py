@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.helpers.families import TYPES
-from tests.helpers.ranks import RankError, on_ranks
-from tests.helpers.sweep import FAILURES, Verdict, judge, table, verdict
+from tests.harness.families import TYPES
+from tests.harness.ranks import RankError, on_ranks
+from tests.harness.sweep import FAILURES, Verdict, judge, table, verdict
 
 EVERY_RUN = {
     "falcon": "refused",

@@ -1,6 +1,6 @@
 """The host waits for the device once in a step, where it learns positions, and in no layer.
 
-On CPU nothing waits, so operations that would are counted by name: see `tests.helpers.syncs`.
+On CPU nothing waits, so operations that would are counted by name: see `tests.harness.syncs`.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sp_overlap
 from ds_sp_overlap.attention import execution
 from ds_sp_overlap.integrations.documents import to_device
-from tests.helpers import flash
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.models import EXACT, FP64, batches, cut, document_by_document, outcome, packed, tiny, worst
-from tests.helpers.ranks import on_ranks
-from tests.helpers.syncs import waits
+from tests.harness import flash
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.models import EXACT, FP64, batches, cut, document_by_document, outcome, packed, tiny, worst
+from tests.harness.ranks import on_ranks
+from tests.harness.syncs import waits
 
 READ = ("cpu", "positions.py:_every")  # what all ranks said, in one piece
 SENT = ("lift_fresh", "documents.py:to_device")  # from pinned memory: see below

@@ -27,10 +27,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sp_overlap
 import ds_sp_overlap.integrations.transformers as integration
 from ds_sp_overlap.exchange.transport import C10d
-from tests.helpers import flash
-from tests.helpers.accelerate_script import train_with_accelerate
-from tests.helpers.listening import listening
-from tests.helpers.models import (
+from tests.harness import flash
+from tests.harness.accelerate_script import train_with_accelerate
+from tests.harness.listening import listening
+from tests.harness.models import (
     BATCH,
     EXACT,
     FP64,
@@ -47,8 +47,8 @@ from tests.helpers.models import (
     tiny,
     worst,
 )  # fmt: skip
-from tests.helpers.ranks import on_ranks, refusal
-from tests.helpers.reference import relative_error
+from tests.harness.ranks import on_ranks, refusal
+from tests.harness.reference import relative_error
 
 # Equality with the whole sequence, and with stock.
 
@@ -393,7 +393,7 @@ def launched(folder, section, **variables):
     """Output of ``accelerate launch -m ds_sp_overlap run -m`` with inline ZeRO settings, on two ranks."""
     (folder / "accelerate.yaml").write_text(YAML.format(section=section))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", folder / "accelerate.yaml"]
-    command += ["-m", "ds_sp_overlap", "run", "-m", "tests.helpers.launched_by_accelerate"]
+    command += ["-m", "ds_sp_overlap", "run", "-m", "tests.harness.launched_by_accelerate"]
     ours = {
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",

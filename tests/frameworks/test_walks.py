@@ -1,4 +1,4 @@
-"""Every block of README and docs that can run here does, as a reader would run it: see `tests.helpers.pages`."""
+"""Every block of README and docs that can run here does, as a reader would run it: see `tests.harness.pages`."""
 
 import functools
 import os
@@ -8,9 +8,9 @@ from itertools import groupby
 
 import pytest
 
-from tests.helpers.models import tiny, train_run
-from tests.helpers.pages import PAGES, ROOT, read
-from tests.helpers.ranks import on_ranks
+from tests.harness.models import tiny, train_run
+from tests.harness.pages import PAGES, ROOT, read
+from tests.harness.ranks import on_ranks
 
 MODEL = "Qwen/Qwen3-0.6B"  # transformers takes a folder of that name for the model
 STARTS_WITH = """

@@ -7,7 +7,7 @@ import torch
 
 import ds_sp_overlap
 from ds_sp_overlap.attention import window as windowed
-from tests.helpers.models import (
+from tests.harness.models import (
     EXACT,
     FP64,
     batches,
@@ -20,7 +20,7 @@ from tests.helpers.models import (
     train_run,
     worst,
 )
-from tests.helpers.ranks import on_ranks
+from tests.harness.ranks import on_ranks
 
 MODELS = [dict(), dict(heads=8, kv_heads=2), dict(heads=8, kv_heads=8), dict(family="qwen3", heads=8, kv_heads=4)]
 MODELS += [dict(family="phi3"), dict(family="qwen2"), dict(family="qwen3", attention_bias=True)]

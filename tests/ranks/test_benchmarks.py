@@ -20,8 +20,8 @@ from ds_sp_overlap.cli import main
 from ds_sp_overlap.planner.plan import FIVE
 from ds_sp_overlap.relayout import kernels
 from ds_sp_overlap.schedule import order
-from tests.helpers.ranks import on_ranks
-from tests.helpers.transports import Recording
+from tests.harness.ranks import on_ranks
+from tests.harness.transports import Recording
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

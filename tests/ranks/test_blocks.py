@@ -1,6 +1,6 @@
 """Layers in a chain equal the same layers on the whole sequence, in whatever use: three pre-norm layers with an MLP, fp64, 1e-12.
 
-Each use is run on the chain and on the model by itself (`helpers.blocks`).
+Each use is run on the chain and on the model by itself (`harness.blocks`).
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ds_sp_overlap.schedule import by_chunks, order
-from tests.helpers import blocks, layers, transports
-from tests.helpers.blocks import LAYERS, Blocks
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.ranks import no_faults, on_ranks, refusal
-from tests.helpers.transports import Recording
-from tests.helpers.uses import Adapted
+from tests.harness import blocks, layers, transports
+from tests.harness.blocks import LAYERS, Blocks
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.ranks import no_faults, on_ranks, refusal
+from tests.harness.transports import Recording
+from tests.harness.uses import Adapted
 
 SHAPES = [
     Blocks(heads, kv_heads, 4, batch, lengths, batch_first, fused=fused, bias=fused, norms=norms, chunks=chunks, config={"head_groups": groups})

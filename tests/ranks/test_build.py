@@ -19,7 +19,7 @@ from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.relayout import build, kernels, ops
-from tests.helpers import ranks
+from tests.harness import ranks
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
 needs_library = pytest.mark.skipif(not kernels.library().cuda, reason=f"no compiled CUDA kernels: {kernels.library().reason}")

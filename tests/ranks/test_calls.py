@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
 from ds_sp_overlap.exchange.calls import Calls
-from tests.helpers import dropin
-from tests.helpers.dropin import Case
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.ranks import on_ranks, refusal
+from tests.harness import dropin
+from tests.harness.dropin import Case
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.ranks import on_ranks, refusal
 
 CASE = Case(heads=2, kv_heads=2, head_dim=2, value_dim=2, batch=1, lengths=(2, 2))
 

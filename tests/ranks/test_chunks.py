@@ -10,9 +10,9 @@ from ds_sp_overlap.exchange.chunks import finish_chunks, start_chunks
 from ds_sp_overlap.exchange.exchange import Exchange, Half, together
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.layout import chunk_of
-from tests.helpers import transports
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.ranks import no_faults, on_ranks, refusal
+from tests.harness import transports
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.ranks import no_faults, on_ranks, refusal
 
 HEADS = [(4, 4, 1), (4, 4, 2), (8, 2, 2), (6, 3, 1), (7, 7, 1), (4, 1, 2)]  # query heads, KV heads, head groups
 LENGTHS = [(6, 6), (5, 3), (1, 2), (4, 0)]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_sp_overlap.exchange import transport
-from tests.helpers.listening import listening
-from tests.helpers.ranks import on_ranks, refusal
+from tests.harness.listening import listening
+from tests.harness.ranks import on_ranks, refusal
 
 GPU = torch.device("cuda", 0)
 TIMEOUT = timedelta(minutes=77)

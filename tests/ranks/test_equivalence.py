@@ -5,10 +5,10 @@ import torch
 from deepspeed.sequence.layer import DistributedAttention as Upstream
 
 import ds_sp_overlap
-from tests.helpers import dropin, layers, reference
-from tests.helpers.dropin import Case
-from tests.helpers.layers import HEADS, Shape, groups_for
-from tests.helpers.ranks import no_faults, on_ranks
+from tests.harness import dropin, layers, reference
+from tests.harness.dropin import Case
+from tests.harness.layers import HEADS, Shape, groups_for
+from tests.harness.ranks import no_faults, on_ranks
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -8,12 +8,12 @@ from torch import nn
 
 import ds_sp_overlap
 from ds_sp_overlap.attention.linear import can_split
-from tests.helpers import layers
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import no_faults, on_ranks, refusal
-from tests.helpers.transports import Recording
-from tests.helpers.uses import SHAPES, Adapted, Scaled
+from tests.harness import layers
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.ranks import no_faults, on_ranks, refusal
+from tests.harness.transports import Recording
+from tests.harness.uses import SHAPES, Adapted, Scaled
 
 
 def test_a_replaced_forward_is_called_whole():

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import dropin, layers
-from tests.helpers.dropin import Case
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import no_faults, on_ranks, refusal
-from tests.helpers.transports import Recording
+from tests.harness import dropin, layers
+from tests.harness.dropin import Case
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.ranks import no_faults, on_ranks, refusal
+from tests.harness.transports import Recording
 
 BLOCKS = {
     "G = 1": Shape(config={"head_groups": 1}),

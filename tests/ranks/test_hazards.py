@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.helpers import dropin, layers, transports
-from tests.helpers.dropin import Case
-from tests.helpers.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice, removed
-from tests.helpers.layers import Shape
-from tests.helpers.moving import kinds, moving
-from tests.helpers.ranks import no_faults, on_ranks, refusal
-from tests.helpers.uses import (
+from tests.harness import dropin, layers, transports
+from tests.harness.dropin import Case
+from tests.harness.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice, removed
+from tests.harness.layers import Shape
+from tests.harness.moving import kinds, moving
+from tests.harness.ranks import no_faults, on_ranks, refusal
+from tests.harness.uses import (
     adapted_query_and_output,
     grad_of_input_then_backward,
     reentrant,

@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
-from tests.helpers import dropin, layers, reference
-from tests.helpers.dropin import Case
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import Shape
-from tests.helpers.listening import listening
-from tests.helpers.ranks import on_ranks, refusal
-from tests.helpers.transports import Recording
+from tests.harness import dropin, layers, reference
+from tests.harness.dropin import Case
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.listening import listening
+from tests.harness.ranks import on_ranks, refusal
+from tests.harness.transports import Recording
 
 HEADS, KV_HEADS = 8, 4  # on two ranks, in two groups of two query heads
 

@@ -13,11 +13,11 @@ from ds_sp_overlap.exchange.channel import Channel, SideStream
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
-from tests.helpers import layers, transports
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import no_faults, refusal
-from tests.helpers.streams import Backend
+from tests.harness import layers, transports
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.ranks import no_faults, refusal
+from tests.harness.streams import Backend
 
 
 class FailingAtLaunch(transports.Silent):

@@ -10,12 +10,12 @@ import torch
 from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.exchange import Exchange, Half, together
 from ds_sp_overlap.exchange.geometry import Geometry
-from tests.helpers import layers, transports
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import Shape
-from tests.helpers.moving import moving
-from tests.helpers.ranks import no_faults, on_ranks
-from tests.helpers.schedules import travelling
+from tests.harness import layers, transports
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.moving import moving
+from tests.harness.ranks import no_faults, on_ranks
+from tests.harness.schedules import travelling
 
 SENT = {"all together": ("qkv",), "k with v": ("q", "kv"), "q with k": ("qk", "v"), "v with q": ("qv", "k")}
 SHAPES = [

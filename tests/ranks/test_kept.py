@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import ds_sp_overlap
-from tests.helpers import layers, reference, uses
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import no_faults, on_ranks, refusal, soon
-from tests.helpers.transports import Late, Recording, spoiled_buffers
+from tests.harness import layers, reference, uses
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.ranks import no_faults, on_ranks, refusal, soon
+from tests.harness.transports import Late, Recording, spoiled_buffers
 
 SECTIONS = [
     {"head_groups": 2, "checkpointing": "keep"},

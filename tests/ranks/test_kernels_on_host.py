@@ -18,7 +18,7 @@ import torch
 from ds_sp_overlap.relayout import build
 
 ROOT = Path(__file__).parents[2]
-SHIM = ROOT / "tests/helpers/kernels_on_host"
+SHIM = ROOT / "tests/harness/kernels_on_host"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
@@ -56,7 +56,7 @@ def run(folder, ops_object, text, *words):
     built = {"torch": torch.__version__, "torch_cuda": None, "abi": build.ABI, "cuda": None, "architectures": None}
     library.with_suffix(".json").write_text(json.dumps(built))
     environment = {**os.environ, "LD_PRELOAD": loaded_first(), "ASAN_OPTIONS": "detect_leaks=0"}  # Python keeps what it has
-    command = [sys.executable, "-m", "tests.helpers.kernels_on_host", str(library), *words]
+    command = [sys.executable, "-m", "tests.harness.kernels_on_host", str(library), *words]
     ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
     return ran.returncode, ran.stdout + ran.stderr
 

@@ -15,10 +15,10 @@ from torch.nn.utils import prune
 
 import ds_sp_overlap
 from ds_sp_overlap.attention.self_attention import SelfAttention
-from tests.helpers import dropin, layers, models, reference
-from tests.helpers.dropin import Case
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import on_ranks, refusal
+from tests.harness import dropin, layers, models, reference
+from tests.harness.dropin import Case
+from tests.harness.layers import Shape
+from tests.harness.ranks import on_ranks, refusal
 
 
 def loss_of(model, rank, size):

@@ -17,9 +17,9 @@ from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.planner.plan import NONE
-from tests.helpers import uses
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.streams import Backend
+from tests.harness import uses
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.streams import Backend
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import ds_sp_overlap
-from tests.helpers import layers
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import no_faults, on_ranks
+from tests.harness import layers
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.ranks import no_faults, on_ranks
 
 
 def known(shape):

@@ -9,10 +9,10 @@ from deepspeed.sequence.layer import DistributedAttention as Upstream
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import dropin, layers
-from tests.helpers.dropin import Case
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import on_ranks
+from tests.harness import dropin, layers
+from tests.harness.dropin import Case
+from tests.harness.layers import Shape
+from tests.harness.ranks import on_ranks
 
 
 class Stock(nn.Module):

@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_sp_overlap
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.schedule import by_head_groups, by_window, order, without_o
-from tests.helpers import layers, models, reference
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import on_ranks
-from tests.helpers.transports import Recording
+from tests.harness import layers, models, reference
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.ranks import on_ranks
+from tests.harness.transports import Recording
 
 HIDDEN, HEADS, DIM = 20, 4, 8  # no two matrix products of the layer have the same shape
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ds_sp_overlap.schedule import Schedule, by_chunks, by_head_groups, by_window, draw, order, play
-from tests.helpers import layers
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import on_ranks
-from tests.helpers.schedules import merged_last, step_of
-from tests.helpers.transports import Recording
+from tests.harness import layers
+from tests.harness.layers import Shape
+from tests.harness.ranks import on_ranks
+from tests.harness.schedules import merged_last, step_of
+from tests.harness.transports import Recording
 
 
 def run_by(rank, function, groups, kv_heads):

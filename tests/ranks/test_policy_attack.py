@@ -16,11 +16,11 @@ import ds_sp_overlap
 from ds_sp_overlap.autotune import policy as policies
 from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.exchange.channel import Channel
-from tests.helpers import layers
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import Shape
-from tests.helpers.policies import optimizer_step, scripted, two_replicas
-from tests.helpers.ranks import on_ranks, refusal
+from tests.harness import layers
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.policies import optimizer_step, scripted, two_replicas
+from tests.harness.ranks import on_ranks, refusal
 
 COSTS = {1: 1.3, 2: 1.2, 4: 1.0}
 

@@ -1,4 +1,4 @@
-"""The policy on several ranks: all choose the same, and trying changes nothing. Time is scripted (`helpers.policies`)."""
+"""The policy on several ranks: all choose the same, and trying changes nothing. Time is scripted (`harness.policies`)."""
 
 import gc
 from dataclasses import replace
@@ -13,13 +13,13 @@ from ds_sp_overlap.autotune import choices
 from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.autotune.trial import OFF
 from ds_sp_overlap.exchange.channel import Channel
-from tests.helpers import dropin, layers, models
-from tests.helpers.dropin import Case
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import Shape
-from tests.helpers.policies import hooks, optimizer_step, scripted, two_replicas
-from tests.helpers.ranks import on_ranks
-from tests.helpers.transports import Recording
+from tests.harness import dropin, layers, models
+from tests.harness.dropin import Case
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.policies import hooks, optimizer_step, scripted, two_replicas
+from tests.harness.ranks import on_ranks
+from tests.harness.transports import Recording
 
 
 def an_optimizer_of_one_rank(rank):

@@ -1,6 +1,6 @@
 """A thousand random programs (`programs`) do on 2 to 4 ranks what they do on the whole sequence, and find what is planted.
 
-Many more: ``python -m tests.helpers.programs --programs 20000``. A program that fails is printed, with the command that runs it again.
+Many more: ``python -m tests.harness.programs --programs 20000``. A program that fails is printed, with the command that runs it again.
 """
 
 import time
@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers import programs
-from tests.helpers.guards import SEEN_BY_PROGRAMS, removed
-from tests.helpers.programs import Backward, Call, ChangeInput, Hook, InPlace, Mix, Raises, Step
+from tests.harness import programs
+from tests.harness.guards import SEEN_BY_PROGRAMS, removed
+from tests.harness.programs import Backward, Call, ChangeInput, Hook, InPlace, Mix, Raises, Step
 
 SEEDS = range(1000)
 
@@ -188,7 +188,7 @@ def stuck(rank, seeds, at):
 def test_a_program_that_hangs_is_named(monkeypatch):
     monkeypatch.setattr(programs, "PATIENCE_S", 10)
     reports, _ = programs.check([2, 4], stuck, 2, enough=1)
-    assert len(reports) == 1 and reports[0].startswith("seed 2 (python -m tests.helpers.programs --seed 2)\nProgram(seed=2")
+    assert len(reports) == 1 and reports[0].startswith("seed 2 (python -m tests.harness.programs --seed 2)\nProgram(seed=2")
     assert "a hang in" in reports[0] and "in stuck" in reports[0]  # the end of each rank's stack
 
 

@@ -16,10 +16,10 @@ from benchmarks.variants import Attention, Layer, Shape
 from ds_sp_overlap.exchange.channel import SideStream
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.moving import moving
-from tests.helpers.races import Races, _order, watched
-from tests.helpers.streams import Backend, Stream
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.moving import moving
+from tests.harness.races import Races, _order, watched
+from tests.harness.streams import Backend, Stream
 
 SIZE, CPU = 2, torch.device("cpu")
 SHAPE = Shape(seq=12, heads=8, head_dim=4, kv_heads=4, batch=2)

@@ -11,12 +11,12 @@ import ds_sp_overlap
 from ds_sp_overlap import SpOverlapConfig
 from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.geometry import Geometry
-from tests.helpers import dropin, layers, models
-from tests.helpers.dropin import Case
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import RankError, on_ranks, refusal
-from tests.helpers.transports import Corrupting, Failing, Recording, Silent
+from tests.harness import dropin, layers, models
+from tests.harness.dropin import Case
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.ranks import RankError, on_ranks, refusal
+from tests.harness.transports import Corrupting, Failing, Recording, Silent
 
 PATIENCE_S = 40  # far above what a refusal takes, far below the process group's own timeout
 

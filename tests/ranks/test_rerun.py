@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 from benchmarks.variants import Silent, held_bytes
 from ds_sp_overlap.attention.rerun import Stretch
-from tests.helpers import blocks, layers, reference
-from tests.helpers.blocks import LAYERS, Blocks
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.ranks import no_faults, on_ranks, refusal, soon
-from tests.helpers.transports import Recording
+from tests.harness import blocks, layers, reference
+from tests.harness.blocks import LAYERS, Blocks
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.ranks import no_faults, on_ranks, refusal, soon
+from tests.harness.transports import Recording
 
 RERUNS = "all", "but attention"
 

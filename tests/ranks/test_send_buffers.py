@@ -10,10 +10,10 @@ import torch
 from ds_sp_overlap.attention import self_attention
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.relayout import ops
-from tests.helpers import layers
-from tests.helpers.layers import HEADS, Shape, groups_for
-from tests.helpers.moving import OPERATORS, always, counted, kinds
-from tests.helpers.ranks import no_faults, on_ranks
+from tests.harness import layers
+from tests.harness.layers import HEADS, Shape, groups_for
+from tests.harness.moving import OPERATORS, always, counted, kinds
+from tests.harness.ranks import no_faults, on_ranks
 
 
 def faults_written_by_the_gemm(rank, shapes):

@@ -20,11 +20,11 @@ from ds_sp_overlap.profiling import picture, timeline
 from ds_sp_overlap.profiling.timed import Run
 from ds_sp_overlap.profiling.timeline import UNTRACKED, Row, Timeline, Track, computing
 from ds_sp_overlap.schedule import by_chunks, by_head_groups, by_window, without_o
-from tests.helpers import blocks, layers, models
-from tests.helpers.blocks import LAYERS, Blocks
-from tests.helpers.layers import Shape
-from tests.helpers.listening import listening
-from tests.helpers.ranks import on_ranks, refusal, soon
+from tests.harness import blocks, layers, models
+from tests.harness.blocks import LAYERS, Blocks
+from tests.harness.layers import Shape
+from tests.harness.listening import listening
+from tests.harness.ranks import on_ranks, refusal, soon
 
 
 class Numbers:

@@ -20,11 +20,11 @@ from ds_sp_overlap import doctor
 from ds_sp_overlap.exchange import copy_engines, transport
 from ds_sp_overlap.exchange.channel import Channel, by_name
 from ds_sp_overlap.exchange.transport import C10d, OneRank, backend_of
-from tests.helpers import layers, models
-from tests.helpers.layers import Shape
-from tests.helpers.listening import listening
-from tests.helpers.ranks import on_ranks, refusal
-from tests.helpers.streams import Backend
+from tests.harness import layers, models
+from tests.harness.layers import Shape
+from tests.harness.listening import listening
+from tests.harness.ranks import on_ranks, refusal
+from tests.harness.streams import Backend
 
 
 class Options:

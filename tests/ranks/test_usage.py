@@ -1,6 +1,6 @@
 """Uses in which DeepSpeed's own overlap is wrong or raises, and others a layer must survive: on 2 ranks, fp64, 1e-12.
 
-Each use (`helpers.uses`) is run on the overlapped layer and on the reference (`layers.block_faults`).
+Each use (`harness.uses`) is run on the overlapped layer and on the reference (`layers.block_faults`).
 """
 
 import functools
@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.helpers import dropin, layers
-from tests.helpers.dropin import Case
-from tests.helpers.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import no_faults, on_ranks, refusal
-from tests.helpers.transports import Recording
-from tests.helpers.uses import CHANGES, DROPIN_USES, SHAPES, USES, key_is_value, only_input_trains, only_query_trains
+from tests.harness import dropin, layers
+from tests.harness.dropin import Case
+from tests.harness.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.ranks import no_faults, on_ranks, refusal
+from tests.harness.transports import Recording
+from tests.harness.uses import CHANGES, DROPIN_USES, SHAPES, USES, key_is_value, only_input_trains, only_query_trains
 
 SEPARATE = [shape for shape in SHAPES if not shape.fused]
 

@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
 from ds_sp_overlap.schedule import by_head_groups, order
-from tests.helpers import layers, reference
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.layers import HEADS, Shape
-from tests.helpers.listening import listening
-from tests.helpers.ranks import no_faults, on_ranks, refusal
-from tests.helpers.schedules import merged_last
-from tests.helpers.transports import Recording
-from tests.helpers.uses import CHANGES, USES, only_input_trains
+from tests.harness import layers, reference
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import HEADS, Shape
+from tests.harness.listening import listening
+from tests.harness.ranks import no_faults, on_ranks, refusal
+from tests.harness.schedules import merged_last
+from tests.harness.transports import Recording
+from tests.harness.uses import CHANGES, USES, only_input_trains
 
 MORE_HEADS = [(16, 16), (16, 4), (16, 2)]  # for eight groups on two ranks
 

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.convergence import run, training, verdict
 from benchmarks.convergence.verdict import Run
-from tests.helpers.ranks import on_ranks
+from tests.harness.ranks import on_ranks
 
 
 def test_batches_read_the_text_without_gaps_and_start_over():

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from benchmarks.wire import Wire
-from tests.helpers import models
-from tests.helpers.faulty_training import MARGIN_S, STEPS, TIMEOUT_S, Fault, attention_raises, run
-from tests.helpers.ranks import on_ranks
+from tests.harness import models
+from tests.harness.faulty_training import MARGIN_S, STEPS, TIMEOUT_S, Fault, attention_raises, run
+from tests.harness.ranks import on_ranks
 
 TWO = {"head_groups": 2}
 

@@ -1,7 +1,7 @@
-"""Nothing grows over a training: the short form of ``python -m tests.helpers.long_run --steps 2000``."""
+"""Nothing grows over a training: the short form of ``python -m tests.harness.long_run --steps 2000``."""
 
-from tests.helpers import long_run
-from tests.helpers.ranks import on_ranks
+from tests.harness import long_run
+from tests.harness.ranks import on_ranks
 
 STEPS = 60
 

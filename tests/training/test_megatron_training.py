@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import megatron_runs
+from tests.harness import megatron_runs
 
 CHECKOUT = os.environ.get("MEGATRON_DEEPSPEED", "")
 pytestmark = [

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from ds_sp_overlap import SpOverlapConfig
-from tests.helpers.pages import PAGES, ROOT, code, read
+from tests.harness.pages import PAGES, ROOT, code, read
 
 pages = pytest.mark.parametrize("page", [pytest.param(read(path), id=path.name) for path in PAGES])
 BLOCKS = [(path.name, block) for path in PAGES for block in read(path).blocks]

@@ -1,11 +1,11 @@
-"""Taking guards out (`helpers.guards`): each test file has its own at its end."""
+"""Taking guards out (`harness.guards`): each test file has its own at its end."""
 
 import ast
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.guards import Guard, guarded, markers, removed
+from tests.harness.guards import Guard, guarded, markers, removed
 
 TESTS = Path(__file__).parents[1]
 

@@ -12,8 +12,8 @@ from ds_sp_overlap.attention import offload
 from ds_sp_overlap.attention.kept import Kept, Visit
 from ds_sp_overlap.attention.offload import Away
 from ds_sp_overlap.exchange.channel import SideStream
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.streams import Backend
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.streams import Backend
 
 
 class Copies(TorchDispatchMode):

@@ -17,9 +17,9 @@ from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.joined import split
 from ds_sp_overlap.exchange.layout import Side, Sides
 from ds_sp_overlap.relayout.ops import _in_16_bytes, implementation, pack, unpack
-from tests.helpers import layers
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.transports import Silent
+from tests.harness import layers
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.transports import Silent
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -1,4 +1,4 @@
-"""The policy: what is tried when, and what is chosen; on one rank, with scripted time (`helpers.policies`)."""
+"""The policy: what is tried when, and what is chosen; on one rank, with scripted time (`harness.policies`)."""
 
 import gc
 
@@ -11,8 +11,8 @@ from ds_sp_overlap.autotune.trial import BLOCK, LAYER, OFF, candidates_for, merg
 from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.profiling.timed import Run, Timed
-from tests.helpers.guards import Guard, Watched, must_notice
-from tests.helpers.policies import ScriptedClock, Tick, followed, hooks, optimizer_step
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.policies import ScriptedClock, Tick, followed, hooks, optimizer_step
 
 GEOMETRY = Geometry(sp_size=2, sp_rank=0, seq_lens=(8, 8), batch=1, heads=8, kv_heads=8, groups=2)
 

@@ -1,6 +1,6 @@
 """Rooms of the package: imports point downwards only, in no circle, and no framework is known outside integrations.
 
-And of the tests: what they share is in helpers, and nothing is loaded by path.
+And of the tests: what they share is in harness, and nothing is loaded by path.
 """
 
 import ast
@@ -135,7 +135,7 @@ def reached(source):
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: path.stem)
 def test_a_file_stands_in_its_folder_and_reaches_for_no_test(path):
-    assert path.relative_to(TESTS).parts[0] in ("unit", "ranks", "frameworks", "training", "helpers")
+    assert path.relative_to(TESTS).parts[0] in ("unit", "ranks", "frameworks", "training", "harness")
     assert reached(path.read_text()) == set()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_sp_overlap.say import say, say_once
-from tests.helpers.listening import listening
+from tests.harness.listening import listening
 
 PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
 PRINTS = {"cli", "doctor", "planner.command", "relayout.build", "integrations.deepspeed"}  # commands; the table of layers

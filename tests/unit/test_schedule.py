@@ -25,7 +25,7 @@ from ds_sp_overlap.schedule import (
     window,
     without_o,
 )
-from tests.helpers.schedules import merged_last, step_of
+from tests.harness.schedules import merged_last, step_of
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -17,7 +17,7 @@ from ds_sp_overlap.integrations.layers import Found
 from ds_sp_overlap.integrations.registry import Report
 from ds_sp_overlap.profiling.timeline import Timeline
 from ds_sp_overlap.schedule import by_head_groups
-from tests.helpers.streams import Backend, Stream
+from tests.harness.streams import Backend, Stream
 
 
 class LoggingTransport(OneRank):

@@ -9,8 +9,8 @@ from torch import nn
 
 from ds_sp_overlap.attention.block_layer import BlockLayer
 from ds_sp_overlap.attention.chain import Chain
-from tests.helpers import layers, reference
-from tests.helpers.layers import Shape
+from tests.harness import layers, reference
+from tests.harness.layers import Shape
 
 LAYERS = 3
 

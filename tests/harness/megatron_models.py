@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import megatron_layers
-from tests.helpers.megatron_layers import ColumnParallelLinear, ParallelAttention, RowParallelLinear
+from tests.harness import megatron_layers
+from tests.harness.megatron_layers import ColumnParallelLinear, ParallelAttention, RowParallelLinear
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import ds_sp_overlap
-from tests.helpers.ranks import on_ranks
+from tests.harness.ranks import on_ranks
 
 PACKAGE = Path(ds_sp_overlap.__file__).parent
 

@@ -1,6 +1,6 @@
 """Train for long with everything on that keeps state, and look whether anything grows: two ranks, gloo.
 
-    python -m tests.helpers.long_run --steps 2000
+    python -m tests.harness.long_run --steps 2000
 
 A small LLaMA through DeepSpeed with "auto", and a timeline that records some steps. Every tenth step an exception in local
 attention on all ranks, in forward and in backward by turns, after which training goes on; every fifth an evaluation. From a
@@ -22,9 +22,9 @@ from torch.optim import optimizer
 
 import ds_sp_overlap
 from ds_sp_overlap.exchange.in_flight import InFlight
-from tests.helpers import models
-from tests.helpers.faulty_training import attention_raises
-from tests.helpers.ranks import on_ranks
+from tests.harness import models
+from tests.harness.faulty_training import attention_raises
+from tests.harness.ranks import on_ranks
 
 SAMPLES = 12
 MEMORY_BYTES = 2048  # a step: of a float tensor of one element that nobody lets go, with the pages of its thousands

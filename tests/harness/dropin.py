@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 
 import ds_sp_overlap
-from tests.helpers import reference
-from tests.helpers.layers import faults
+from tests.harness import reference
+from tests.harness.layers import faults
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, P
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
 import ds_sp_overlap
-from tests.helpers.models import BATCH, batches, ds_config, forget_sequence_parallel, overlapped_layers, tiny
+from tests.harness.models import BATCH, batches, ds_config, forget_sequence_parallel, overlapped_layers, tiny
 
 # What `accelerate launch --config_file` reads.
 YAML = """

@@ -1,4 +1,4 @@
-"""A training script without a word of this package: ``accelerate launch ... -m ds_sp_overlap run -m tests.helpers.launched_by_accelerate``.
+"""A training script without a word of this package: ``accelerate launch ... -m ds_sp_overlap run -m tests.harness.launched_by_accelerate``.
 
 Prints the layers that were overlapped and the loss of a step.
 """
@@ -7,7 +7,7 @@ import deepspeed
 import torch
 from accelerate import Accelerator
 
-from tests.helpers.models import batches, overlapped_layers, tiny
+from tests.harness.models import batches, overlapped_layers, tiny
 
 if __name__ == "__main__":
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it would be built here

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sp_overlap
 import ds_sp_overlap.integrations.registry
 from ds_sp_overlap.integrations import transformers_attention, transformers_driven
-from tests.helpers.reference import relative_error
+from tests.harness.reference import relative_error
 
 VOCABULARY, SEQ, BATCH = 64, 32, 2
 

@@ -20,7 +20,7 @@ import torch.multiprocessing
 from torch.distributed.distributed_c10d import _world
 
 _context = torch.multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "deepspeed", "ds_sp_overlap", "tests.helpers.models"])
+_context.set_forkserver_preload(["torch", "deepspeed", "ds_sp_overlap", "tests.harness.models"])
 _pools: dict[int, "Pool"] = {}
 MOST_THREADS = 60
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import ds_sp_overlap
-from tests.helpers.families import draw, tiny_config, tiny_model
-from tests.helpers.models import ds_config, forget_sequence_parallel, sequence_parallel
-from tests.helpers.sweep import Double
+from tests.harness.families import draw, tiny_config, tiny_model
+from tests.harness.models import ds_config, forget_sequence_parallel, sequence_parallel
+from tests.harness.sweep import Double
 
 RATE = 1e-3
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ds_sp_overlap.exchange.transport import C10d
-from tests.helpers import layers, reference
-from tests.helpers.layers import Shape
-from tests.helpers.ranks import _context
+from tests.harness import layers, reference
+from tests.harness.layers import Shape
+from tests.harness.ranks import _context
 
 TIMEOUT_S = 8.0  # of the process groups, once all ranks are there
 MARGIN_S = 10.0  # for ending, on two cores that many share
@@ -195,7 +195,7 @@ def blocks(rank, progress, count=2, order=None, dtype="float32", tokens=6, **sha
 
 def llama(rank, progress, section={"head_groups": 2}, count=2, stage=1, folder=None, every=2, resume=False):  # noqa: B006
     """Train a small LLaMA through DeepSpeed, with a checkpoint in ``folder`` each ``every`` steps."""
-    from tests.helpers import models  # and transformers, which the stacks can do without
+    from tests.harness import models  # and transformers, which the stacks can do without
 
     def attend(*args, **options):
         calls.append(None)
@@ -256,7 +256,7 @@ class _Script:
 
     def __init__(self, *words):
         self.running = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.faulty_training", *map(str, words)], cwd=ROOT, stdin=subprocess.DEVNULL
+            [sys.executable, "-m", "tests.harness.faulty_training", *map(str, words)], cwd=ROOT, stdin=subprocess.DEVNULL
         )
         self.pid = self.running.pid
 

@@ -22,8 +22,8 @@ from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
 import ds_sp_overlap
-from tests.helpers import reference
-from tests.helpers.layers import faults
+from tests.harness import reference
+from tests.harness.layers import faults
 
 NAMES = {"q": "query_linear", "k": "key_linear", "v": "value_linear"}
 

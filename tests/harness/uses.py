@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import layers
-from tests.helpers.layers import Shape
+from tests.harness import layers
+from tests.harness.layers import Shape
 
 SHAPES = [
     Shape(kv_heads=2),

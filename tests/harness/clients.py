@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_sp_overlap
-from tests.helpers.models import (
+from tests.harness.models import (
     SEQ,
     VOCABULARY,
     batches,

@@ -1,4 +1,4 @@
-"""Trains with Liger's RoPE and fused loss on two ranks by Triton's interpreter: ``TRITON_INTERPRET=1 python -m tests.helpers.liger``.
+"""Trains with Liger's RoPE and fused loss on two ranks by Triton's interpreter: ``TRITON_INTERPRET=1 python -m tests.harness.liger``.
 
 A process of its own, since Triton reads that variable when it is imported. Prints, rank by rank and section by section, the layers
 that were overlapped and how far the run is from stock's with Liger; stock's without Liger besides.
@@ -7,8 +7,8 @@ that were overlapped and how far the run is from stock's with Liger; stock's wit
 import json
 import tempfile
 
-from tests.helpers.clients import train
-from tests.helpers.ranks import on_ranks
+from tests.harness.clients import train
+from tests.harness.ranks import on_ranks
 
 SECTIONS = {"G = 1": {"head_groups": 1}, "G = 2": {"head_groups": 2}, "auto": {}}
 # Liger's norm and SwiGLU don't run in the interpreter (Liger 0.8.5, Triton 3.9).

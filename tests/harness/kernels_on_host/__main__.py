@@ -1,6 +1,6 @@
 """Run tests/unit/test_kernels.py with a library in which kernels.cu was compiled for the host.
 
-    python -m tests.helpers.kernels_on_host LIBRARY [options of pytest]
+    python -m tests.harness.kernels_on_host LIBRARY [options of pytest]
 
 tests/ranks/test_kernels_on_host.py builds LIBRARY, and starts this with the sanitizers loaded first.
 """

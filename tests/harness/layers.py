@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ds_sp_overlap
-from tests.helpers import reference
+from tests.harness import reference
 
 HEADS = [(4, 4), (8, 8), (8, 4), (8, 2), (4, 1), (6, 3), (7, 7)]
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.helpers.streams import Backend, Event, Stream
+from tests.harness.streams import Backend, Event, Stream
 
 
 class Access(NamedTuple):

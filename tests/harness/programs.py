@@ -1,7 +1,7 @@
 """Random programs: a few layers, used in as many ways as a seed says, on 2 to 4 ranks and on the whole sequence in one process.
 
-    python -m tests.helpers.programs --seed 123                       one program, written out, and what it gets wrong
-    python -m tests.helpers.programs --programs 20000 --first 5000    many
+    python -m tests.harness.programs --seed 123                       one program, written out, and what it gets wrong
+    python -m tests.harness.programs --programs 20000 --first 5000    many
 
 A program is drawn from its seed alone, the number of ranks included. It runs twice: in the `World` of a rank, where attention
 is the package's and tensors are the rank's tokens, and in the world of the whole sequence, where attention is `reference`'s and
@@ -30,8 +30,8 @@ from torch.utils.checkpoint import checkpoint
 import ds_sp_overlap
 from ds_sp_overlap.attention import output, projections, self_attention
 from ds_sp_overlap.relayout import ops
-from tests.helpers import reference, transports
-from tests.helpers.ranks import RankError, on_ranks
+from tests.harness import reference, transports
+from tests.harness.ranks import RankError, on_ranks
 
 BATCH = 25  # programs a task of the ranks
 PATIENCE_S = 30  # with a program on its own; two more for each other one
@@ -1105,7 +1105,7 @@ def raised(error):
 
 
 def announced(seed):
-    return f"seed {seed} (python -m tests.helpers.programs --seed {seed})\n{draw(seed)}"
+    return f"seed {seed} (python -m tests.harness.programs --seed {seed})\n{draw(seed)}"
 
 
 def told(batch, results, acted):
@@ -1139,6 +1139,6 @@ def main():
 
 
 if __name__ == "__main__":
-    from tests.helpers import programs  # under the name by which the ranks know it
+    from tests.harness import programs  # under the name by which the ranks know it
 
     programs.main()

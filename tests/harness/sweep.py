@@ -23,9 +23,9 @@ import ds_sp_overlap
 import ds_sp_overlap.exchange.channel
 from ds_sp_overlap.attention.projections import Projections
 from ds_sp_overlap.rotary import Rotary
-from tests.helpers.families import configs, tiny_model
-from tests.helpers.models import forget_sequence_parallel, sequence_parallel
-from tests.helpers.transports import move
+from tests.harness.families import configs, tiny_model
+from tests.harness.models import forget_sequence_parallel, sequence_parallel
+from tests.harness.transports import move
 
 SEQ, SIZE = 32, 2
 PACKAGE = str(Path(ds_sp_overlap.__file__).parent)

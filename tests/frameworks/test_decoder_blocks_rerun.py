@@ -12,6 +12,7 @@ import ds_sp_overlap
 from ds_sp_overlap.attention.chain import Chain
 from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.integrations import transformers_driven
+from tests.harness.cases import full
 from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, train_run, worst
 from tests.harness.ranks import on_ranks
 
@@ -91,8 +92,9 @@ def expected_counts(case, count, groups, checkpointing):
     }
 
 
+@pytest.mark.singles
 @pytest.mark.parametrize("checkpointing, reentrant", [("recompute", False), ("recompute", True), ("keep", False)])
-@pytest.mark.parametrize("size, cases, chunks", [(2, FAMILIES, (1, 2, 4)), (4, FAMILIES[1:2], (3,))])
+@pytest.mark.parametrize("size, cases, chunks", [(2, FAMILIES, (2,)), full(2, FAMILIES, (1, 4)), (4, FAMILIES[1:2], (3,))])
 def test_logits_and_every_gradient_equal_the_whole_sequences(size, cases, chunks, checkpointing, reentrant):
     for figures in on_ranks(size, against_whole, size, cases, chunks, checkpointing, reentrant):
         assert len(figures) == sum(min(case.get("heads", 4) // size, 2) for case in cases) * len(chunks)
@@ -172,6 +174,7 @@ def trained(rank, stage, checkpointing, options):
     return mine.distance(stock), counts["rerun"], counts["chained"]
 
 
+@pytest.mark.singles
 @pytest.mark.parametrize("checkpointing, options", [("recompute", dict(accumulation=2)), ("keep", dict(heads=8))])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_with_deepspeed_equals_stock(stage, checkpointing, options):

@@ -26,6 +26,7 @@ import ds_sp_overlap.attention.linear
 import ds_sp_overlap.integrations.deepspeed
 from ds_sp_overlap.attention import output, projections
 from ds_sp_overlap.relayout import kernels
+from tests.harness.cases import everything, full
 from tests.harness.listening import listening
 from tests.harness.models import (
     batches,
@@ -50,6 +51,8 @@ WIDE = {"initializer_range": 0.2}
 # layers, seen as 1e-6. `test_the_fp32_tolerances_catch_a_fault_of_a_tenth_of_a_percent` proves that they are tight enough.
 FP32 = {"gradients": 1e-5, "losses": 1e-6, "norms": 2e-6}
 
+ACCUMULATIONS = (1, 4) if everything() else (4,)
+
 # In bf16 the noise is measured, not guessed: how far stock's gradients are from those of the same weights in fp32. Two
 # head groups round o's projection once more (8 bits), which may add to it, but not half of it again.
 BF16 = 1.5
@@ -58,7 +61,7 @@ BF16 = 1.5
 def compared_with_stock(rank, stage):
     """Of each accumulation: whether G = 1 is stock bit for bit, and what G = 2 is off by."""
     figures = {}
-    for accumulation in (1, 4):
+    for accumulation in ACCUMULATIONS:
         train = functools.partial(train_run, rank, 2, stage=stage, accumulation=accumulation, **WIDE)
         stock = train(None)
         figures[accumulation] = train({"head_groups": 1}).equals(stock), train({"head_groups": 2}).distance(stock)
@@ -69,7 +72,7 @@ def in_bf16(model):
     return model.bfloat16().float()
 
 
-def compared_with_stock_in_bf16(rank, stage, accumulations=(1, 4), factor=1.0):
+def compared_with_stock_in_bf16(rank, stage, accumulations, factor=1.0):
     """Of each accumulation: whether G = 1 is stock bit for bit, and the error of stock's and of G = 2's gradients."""
     figures = {}
     for accumulation in accumulations:
@@ -88,7 +91,7 @@ def compared_with_stock_in_bf16(rank, stage, accumulations=(1, 4), factor=1.0):
     return figures
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, full(1), full(2), 3])
 def test_training_in_fp32_equals_stock(stage):
     """G = 1 computes the very numbers that stock does: gradients, losses, grad norms and parameters of five steps."""
     for rank, figures in enumerate(on_ranks(2, compared_with_stock, stage)):
@@ -97,9 +100,9 @@ def test_training_in_fp32_equals_stock(stage):
             assert all(off[what] <= FP32[what] for what in FP32), f"rank {rank}, accumulation {accumulation}: G = 2 off by {off}"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [full(0), 1, 2, full(3)])
 def test_training_in_bf16_equals_stock(stage):
-    for rank, figures in enumerate(on_ranks(2, compared_with_stock_in_bf16, stage)):
+    for rank, figures in enumerate(on_ranks(2, compared_with_stock_in_bf16, stage, ACCUMULATIONS)):
         for accumulation, (identical, stock, two, off) in figures.items():
             assert identical, f"rank {rank}, accumulation {accumulation}: G = 1"
             assert 0 < two <= BF16 * stock, f"rank {rank}, accumulation {accumulation}: G = 2 {two}, stock {stock}"
@@ -167,6 +170,7 @@ def weights_read(rank, born_partitioned, **section):
         forget_sequence_parallel()
 
 
+@pytest.mark.singles
 @pytest.mark.parametrize("born_partitioned", [False, True])
 @pytest.mark.parametrize("head_groups, window", [(1, None), (2, None), (1, 1), (2, 1), (2, 2)])
 def test_zero3_reads_no_weight_while_it_is_partitioned_and_partitions_all_again(born_partitioned, head_groups, window):
@@ -225,7 +229,7 @@ def resumed(rank, folder, stage, dtype):
     return losses, keys
 
 
-@pytest.mark.parametrize("stage, dtype", [(2, torch.bfloat16), (3, torch.float32)])
+@pytest.mark.parametrize("stage, dtype", [full(2, torch.bfloat16), (3, torch.float32)])
 def test_a_checkpoint_saved_with_the_plugin_resumes_without_it_and_the_other_way_round(stage, dtype, tmp_path):
     """The same losses to the last bit, whoever saved and whoever loaded, as of the run that was never interrupted."""
     for losses, keys in on_ranks(2, resumed, str(tmp_path), stage, dtype):
@@ -625,7 +629,7 @@ def on_a_mesh(rank, stage):
     return *seen, identical, as_left, summed
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [full(0), 2])
 def test_a_mesh_of_two_replicas_of_two_ranks_needs_no_mpu(stage):
     """The group is found, and the gradients are stock's, bit for bit.
 
@@ -748,6 +752,7 @@ def with_recomputation(rank, kind, stage):
     return one.equals(stored), two.distance(stored)
 
 
+@pytest.mark.singles
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", ["non-reentrant", "reentrant", "deepspeed"])
 def test_recomputed_activations_give_the_same_training(kind, stage):

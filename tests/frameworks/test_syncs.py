@@ -16,6 +16,7 @@ import ds_sp_overlap
 from ds_sp_overlap.attention import execution
 from ds_sp_overlap.integrations.documents import to_device
 from tests.harness import flash
+from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import EXACT, FP64, batches, cut, document_by_document, outcome, packed, tiny, worst
 from tests.harness.ranks import on_ranks
@@ -135,7 +136,8 @@ def all_cases(rank, attention, head_groups, window):
     return {repr(case): steps(rank, attention, head_groups, ROWS[case[0]], case[2], window=window, **case[1])[0] for case in cases}
 
 
-@pytest.mark.parametrize("head_groups, window", [(1, None), (2, None), (2, 1), (2, 2)])
+@pytest.mark.singles
+@pytest.mark.parametrize("head_groups, window", [full(1, None), (2, None), full(2, 1), (2, 2)])
 @pytest.mark.parametrize("attention", ["sdpa", flash.NAME])
 def test_the_host_waits_once_a_step_and_in_no_layer(attention, head_groups, window):
     """Behind the first step, which compares the ranks and makes what is kept."""
@@ -222,6 +224,7 @@ def against_documents_alone(rank, attention, options):
     return errors
 
 
+@pytest.mark.singles
 @pytest.mark.parametrize("attention", [flash.NAME, "my_flash"])
 @pytest.mark.parametrize("options", MODELS, ids=str)
 def test_documents_see_themselves_alone_in_flash_attention(attention, options):

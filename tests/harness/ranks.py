@@ -55,7 +55,7 @@ def _work(rank, size, store, tasks, results):
         try:
             if (task := tasks.get()) is None:
                 return
-            function, args = task
+            function, args, os.environ["PYTEST_CURRENT_TEST"] = task
             torch.manual_seed(0)
             torch.nn.functional.linear = linear  # ZeRO-3 puts its own there for the rest of the process
             Calls._of_groups.clear()  # each task's first call is call 1, so that none is compared with another task's
@@ -86,7 +86,7 @@ class Pool:
 
     def run(self, function, args, timeout_s):
         for tasks in self.tasks:
-            tasks.put((function, args))
+            tasks.put((function, args, os.environ.get("PYTEST_CURRENT_TEST", "")))
         failures, returned = [None] * self.size, [None] * self.size
         for _ in range(self.size):
             try:

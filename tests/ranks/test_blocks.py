@@ -5,6 +5,7 @@ Each use is run on the chain and on the model by itself (`harness.blocks`).
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_sp_overlap.schedule import by_chunks, order
 from tests.harness import blocks, layers, transports
 from tests.harness.blocks import LAYERS, Blocks
+from tests.harness.cases import pairs
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.transports import Recording
@@ -40,9 +42,12 @@ def rerun_too(shapes, reruns=RERUNS):
     return [dataclasses.replace(shape, rerun=rerun) for rerun in reruns for shape in shapes]
 
 
+OF_CHAINS = pairs(rerun_too(SHAPES))
+
+
 @pytest.mark.parametrize("rerun", RERUNS)
 def test_a_chain_equals_the_whole_sequence(rerun):
-    no_faults(2, blocks.faults_of_all, rerun_too(SHAPES, [rerun]))
+    no_faults(2, blocks.faults_of_all, [shape for shape in OF_CHAINS if shape.rerun == rerun])
 
 
 def test_so_it_does_on_four_ranks():
@@ -52,7 +57,7 @@ def test_so_it_does_on_four_ranks():
         Blocks(8, 2, 4, 1, (4, 4, 4, 4), chunks=4, config={"head_groups": 2}),
         Blocks(4, 1, 4, 3, (1, 2, 5, 1), False, chunks=3),
     ]
-    no_faults(4, blocks.faults_of_all, rerun_too(shapes))
+    no_faults(4, blocks.faults_of_all, pairs(rerun_too(shapes)))
 
 
 def spoiled(rank, shapes, transport):
@@ -65,10 +70,13 @@ def spoiled(rank, shapes, transport):
     return found
 
 
-@pytest.mark.parametrize("rerun", RERUNS)
-@pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
-def test_results_do_not_depend_on_when_the_bytes_move(transport, rerun):
-    no_faults(2, spoiled, rerun_too(FEW, [rerun]), transport)
+TRANSPORTS = transports.Late, transports.Delayed
+OF_TRANSPORTS = pairs(itertools.product(TRANSPORTS, rerun_too(FEW)))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_results_do_not_depend_on_when_the_bytes_move(transport):
+    no_faults(2, spoiled, [shape for by, shape in OF_TRANSPORTS if by == transport], transport)
 
 
 # Uses.
@@ -290,8 +298,12 @@ USES = {
 }
 
 
-def faults_of(rank, use, change="nothing", shapes=FEW, reruns=RERUNS):
-    return blocks.faults_of_all(rank, rerun_too(shapes, reruns), USES[use], CHANGES[change])
+OF_USES = pairs(itertools.product(USES, rerun_too(FEW)))
+
+
+def faults_of(rank, use, change="nothing", shapes=None):
+    shapes = [shape for name, shape in OF_USES if name == use] if shapes is None else shapes
+    return blocks.faults_of_all(rank, shapes, USES[use], CHANGES[change])
 
 
 @pytest.mark.parametrize("use", USES)
@@ -352,15 +364,19 @@ CHANGES = {
 }
 
 
+OF_CHANGES = pairs(itertools.product(CHANGES, rerun_too(FEW)))
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_right_for_models_with(change):
-    no_faults(2, faults_of, "as ever", change)
+    no_faults(2, faults_of, "as ever", change, [shape for name, shape in OF_CHANGES if name == change])
 
 
 @pytest.mark.parametrize("change", ["q and k frozen", "first layer frozen", "norms train", "adapted", "one bias trains"])
 def test_right_for_frozen_inputs_with(change):
-    """FEW[1] has biases."""
-    no_faults(2, faults_of, "frozen input", change, FEW[1:2] if change == "one bias trains" else FEW)
+    """One bias alone trains only where there is one."""
+    shapes = [shape for name, shape in OF_CHANGES if name == change]
+    no_faults(2, faults_of, "frozen input", change, [shape for shape in shapes if shape.bias or change != "one bias trains"])
 
 
 # The order.
@@ -554,7 +570,7 @@ WATCHED = [
     ),
     Watched(
         Guard("hidden states as they were", without="return True"),
-        functools.partial(faults_of, use="hook that changes in place", reruns=["none"]),
+        functools.partial(faults_of, use="hook that changes in place", shapes=FEW),
     ),
 ]
 

@@ -6,6 +6,7 @@ from deepspeed.sequence.layer import DistributedAttention as Upstream
 
 import ds_sp_overlap
 from tests.harness import dropin, layers, reference
+from tests.harness.cases import pairs
 from tests.harness.dropin import Case
 from tests.harness.layers import HEADS, Shape, groups_for
 from tests.harness.ranks import no_faults, on_ranks
@@ -31,7 +32,7 @@ def test_block_equals_the_reference_for_all_layouts_batches_and_groups(heads, kv
         for rope, rotary in ((True, True), (True, False), (False, False))
         for groups in groups_for(heads, size)
     ]
-    no_faults(size, layers.faults_of_all, shapes)
+    no_faults(size, layers.faults_of_all, pairs(shapes))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -56,7 +57,7 @@ def test_block_equals_the_reference_for_all_projections_and_switches(switch, siz
         for rotary in (True, False)
         for groups in groups_for(heads, size)
     ]
-    no_faults(size, layers.faults_of_all, shapes)
+    no_faults(size, layers.faults_of_all, pairs(shapes))
 
 
 @pytest.mark.parametrize("lengths", [(5, 2), (1, 1), (0, 4), (3, 1, 4, 2), (0, 5, 0, 1)], ids=str)
@@ -78,7 +79,7 @@ def test_block_equals_the_reference_for_unequal_local_sequences(lengths):
         for batch_first in (True, False)
         for groups in (1, 2)
     ]
-    no_faults(len(lengths), layers.faults_of_all, shapes)
+    no_faults(len(lengths), layers.faults_of_all, pairs(shapes))
 
 
 def one_rank(rank, shapes):
@@ -125,7 +126,7 @@ def test_dropin_equals_the_reference_for_all_layouts_batches_and_groups(heads, k
         for batch_first in (True, False)
         for groups in groups_for(heads, size)
     ]
-    no_faults(size, dropin.faults_of_all, cases)
+    no_faults(size, dropin.faults_of_all, pairs(cases))
 
 
 @pytest.mark.parametrize("lengths", [(5, 2), (0, 4), (3, 1, 4, 2)], ids=str)
@@ -135,7 +136,7 @@ def test_dropin_equals_the_reference_for_unequal_local_sequences_and_in_check_mo
         for batch_first in (True, False)
         for check in (True, False)
     ]
-    no_faults(len(lengths), dropin.faults_of_all, cases)
+    no_faults(len(lengths), dropin.faults_of_all, pairs(cases))
 
 
 class Biased:

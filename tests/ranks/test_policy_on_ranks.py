@@ -14,6 +14,7 @@ from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.autotune.trial import OFF
 from ds_sp_overlap.exchange.channel import Channel
 from tests.harness import dropin, layers, models
+from tests.harness.cases import full
 from tests.harness.dropin import Case
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
@@ -184,7 +185,7 @@ def trained(rank, stage, costs, checkpointing, accumulation=2, **more):
 
 @pytest.mark.parametrize(
     "stage,checkpointing,best",
-    [(0, None, 2), (1, None, 4), (2, None, OFF), (3, None, 1), (3, False, 2), (2, True, OFF), (1, False, OFF)],
+    [full(0, None, 2), full(1, None, 4), full(2, None, OFF), full(3, None, 1), (3, False, 2), (2, True, OFF), full(1, False, OFF)],
 )
 def test_steps_are_counted_under_every_zero_stage_and_training_stays_what_it_was(stage, checkpointing, best, capfd):
     costs = {OFF: 1.2, 1: 1.1, 2: 1.3, 4: 1.25, best: 1.0}
@@ -425,7 +426,7 @@ def trained_beside_replicas(rank, stage, checkpointing):
     return trained(rank, stage, costs, checkpointing, accumulation=2 if stage == 2 else 1, family="qwen3")
 
 
-@pytest.mark.parametrize("stage,checkpointing", [(1, None), (2, True), (3, False)])
+@pytest.mark.parametrize("stage,checkpointing", [full(1, None), full(2, True), (3, False)])
 def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stage, checkpointing):
     """Qwen3, whose norms get their gradients in another order with G = 1 than with more."""
     every = on_ranks(4, trained_beside_replicas, stage, checkpointing)
@@ -467,7 +468,7 @@ def right_with_windows(rank, name, config):
 WINDOWS = {(2, 1), (4, 1), (4, 2), (8, 1), (8, 2)}
 
 
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", ["plain", full("reentrant"), "non-reentrant", full("accumulated")])
 def test_of_windows_the_one_that_holds_least_is_kept_on_all_ranks_and_every_step_is_right(name):
     (found, ran, sent), other = on_ranks(2, right_with_windows, name, {})
     assert found == [] and ([], ran, sent) == other

@@ -1,0 +1,29 @@
+"""``--all``: with the cases that are left out by default, which are marked ``full`` or beyond what `cases.covering` keeps."""
+
+import os
+
+from tests.harness import cases
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="every case, as `make test-all` does")
+
+
+def pytest_configure(config):
+    os.environ.pop(cases.ALL, None)
+    if config.getoption("--all"):
+        os.environ[cases.ALL] = "1"
+
+
+def pytest_collection_modifyitems(config, items):
+    if cases.everything():
+        return
+    left_out, products = {item for item in items if item.get_closest_marker("full")}, {}
+    for item in items:
+        for together, mark in enumerate(("singles", "pairs"), 1):
+            if item.get_closest_marker(mark):
+                products.setdefault((item.nodeid.partition("[")[0], together), {})[tuple(item.callspec.indices.items())] = item
+    for (_, together), product in products.items():
+        left_out |= {product[row] for row in product.keys() - cases.covering(product, together)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]

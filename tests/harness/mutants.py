@@ -1,0 +1,206 @@
+"""Tests that pass show nothing unless they fail for wrong code: change the package in one place at a time, and see which test fails.
+
+    python -m tests.harness.mutants map                 which tests reach the changed places, and how long each takes (once)
+    python -m tests.harness.mutants run [--everything]  each mutant against those tests, fastest first; may be interrupted and goes on
+    python -m tests.harness.mutants table               who killed what
+
+A seed draws the sample: comparisons turned, numbers off by one, statements dropped, operands swapped, defaults changed. All happens in
+copies of the checkout under ``--folder``. Code that runs once a process, for a cache, counts for the test that ran it alone.
+"""
+
+import argparse
+import ast
+import json
+import os
+import queue
+import random
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+ROOT = Path(__file__).parents[2]
+ROOMS = "schedule", "exchange", "attention", "integrations"
+FATES = "make test", "make test-all", "nobody"
+TURNED = {"Lt": "LtE", "Gt": "GtE", "Eq": "NotEq", "In": "NotIn", "Is": "IsNot"}
+TURNED |= {new: old for old, new in TURNED.items()}
+ORDERED = ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.MatMult
+UNSEEN = "annotation", "returns", "decorator_list", "args"
+PROBE = """import os, pathlib
+seen = set()
+def _hit(mutant):
+    folder, test = os.environ.get("MUTANTS"), os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    if folder and (mutant, test) not in seen:
+        seen.add((mutant, test))
+        with open(pathlib.Path(folder, f"hits.{os.getpid()}"), "a") as file:
+            print(mutant, test, sep="\\t", file=file)
+"""
+
+
+def changes(node):
+    """What may be put in the place of (a part of) ``node``: kind, the part, its new text."""
+    if isinstance(node, ast.Compare) and (turned := TURNED.get(type(node.ops[0]).__name__)):
+        yield (
+            "comparison turned",
+            node,
+            ast.unparse(ast.Compare(node.left, [getattr(ast, turned)(), *node.ops[1:]], node.comparators)),
+        )
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        yield "off by one", node, str(node.value + 1)
+    elif isinstance(node, (ast.AugAssign, ast.Delete)) or isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield "statement dropped", node, "pass"
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript)):
+        yield "statement dropped", node, "pass"
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ORDERED):
+        yield "operands swapped", node, f"({ast.unparse(ast.BinOp(node.right, node.op, node.left))})"
+    elif isinstance(node, ast.Call) and len(node.args) > 1 and ast.unparse(node.func) not in ("max", "min"):
+        if not any(isinstance(argument, ast.Starred) for argument in node.args[:2]):
+            yield "operands swapped", node, ast.unparse(ast.Call(node.func, [*node.args[1::-1], *node.args[2:]], node.keywords))
+    elif isinstance(node, ast.FunctionDef):
+        for default in (*node.args.defaults, *node.args.kw_defaults):
+            if isinstance(default, ast.Constant) and (default.value is None or isinstance(default.value, bool)):
+                yield "wrong default", default, str(not default.value)
+
+
+def mutants_of(path):
+    """Kind, file, line of the statement, first line and column, last line and column, new text: of each change inside functions."""
+    text, found = path.read_text(), []
+
+    def walk(node, statement, inside):
+        if isinstance(node, ast.stmt) and inside and not text.splitlines()[node.lineno - 1].lstrip().startswith("elif "):
+            statement = node
+        is_function = isinstance(node, ast.FunctionDef)
+        for kind, old, new in changes(node) if inside or is_function else ():
+            at = node.body[min(1, len(node.body) - 1)] if kind == "wrong default" else statement  # behind a docstring
+            if "#" not in ast.get_source_segment(text, old) and not getattr(at, "decorator_list", None):
+                span = old.lineno, old.col_offset, old.end_lineno, old.end_col_offset
+                found.append((kind, str(path.relative_to(ROOT)), at.lineno, *span, new))
+        for name, below in ast.iter_fields(node) if not isinstance(node, (ast.Raise, ast.JoinedStr)) else ():
+            for child in below if isinstance(below, list) else [below]:
+                if isinstance(child, ast.AST) and name not in UNSEEN[: 3 + is_function]:
+                    walk(child, statement, inside or is_function)
+
+    walk(ast.parse(text), None, False)
+    return found
+
+
+def sample(count, seed):
+    """As many of each room, and in it of each kind in turn."""
+    chosen, draw = [], random.Random(seed)
+    for room in ROOMS:
+        found = [mutant for path in sorted((ROOT / "ds_sp_overlap" / room).rglob("*.py")) for mutant in mutants_of(path)]
+        kinds = [[mutant for mutant in found if mutant[0] == kind] for kind in sorted({mutant[0] for mutant in found})]
+        drawn = [(i, mutant) for kind in kinds for i, mutant in enumerate(draw.sample(kind, len(kind)))]
+        chosen += [mutant for _, mutant in sorted(drawn)[: count // len(ROOMS)]]
+    return chosen
+
+
+def checkout(folder, name):
+    """A copy to change, compiled kernels included."""
+    files = subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True)
+    (folder / name).mkdir(exist_ok=True)
+    for some in (files.split(), ["ds_sp_overlap/_kernels.so", "ds_sp_overlap/_kernels.json"]):
+        subprocess.run(["cp", "--parents", *some, folder / name], cwd=ROOT, stderr=subprocess.DEVNULL)
+    return folder / name
+
+
+def pytest_in(copy, *arguments, timeout_s=None, **variables):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    variables = {**os.environ, "PYTHONPATH": str(copy), **variables}
+    return subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=timeout_s)
+
+
+def map_tests(folder, mutants):
+    copy = checkout(folder, "mapped")
+    (copy / "mutants_probe.py").write_text(PROBE)
+    for path in {mutant[1] for mutant in mutants}:
+        lines = (copy / path).read_text().splitlines()
+        top = next(s.lineno for s in ast.parse("\n".join(lines)).body[1:] if getattr(s, "module", "") != "__future__")
+        probes = [(top, "from mutants_probe import _hit"), *((m[2], f"_hit({i})") for i, m in enumerate(mutants) if m[1] == path)]
+        for line, probe in sorted(probes, reverse=True):
+            lines.insert(line - 1, re.match(" *", lines[line - 1]).group() + probe)
+        (copy / path).write_text("\n".join(lines) + "\n")
+    quick = [line for line in pytest_in(copy, "--collect-only").stdout.splitlines() if "::" in line]
+    (folder / "quick.json").write_text(json.dumps(quick))
+    stored = "--store-durations", f"--durations-path={folder / 'seconds.json'}"
+    print(pytest_in(copy, "--all", "-n2", "--dist=loadfile", *stored, MUTANTS=str(folder)).stdout[-5000:])
+
+
+def killer(copy, mutant, tests, seconds):
+    """The first of ``tests`` that fails with ``mutant``, empty if none does."""
+    _, path, _, first, column, last, end, new = mutant
+    original = (copy / path).read_text()
+    lines = original.splitlines(keepends=True)
+    lines[first - 1 : last] = [lines[first - 1][:column] + new + lines[last - 1][end:]]
+    (copy / path).write_text("".join(lines))
+    (copy / "tests.txt").write_text("\n".join(tests))
+    try:
+        done = pytest_in(copy, "-x", "--all", "@tests.txt", timeout_s=120 + 4 * sum(map(seconds.get, tests)))
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - |$)", done.stdout, re.M)
+        return (failed or [f"exit {done.returncode}"])[0] if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        return "a hang"
+    finally:
+        (copy / path).write_text(original)
+
+
+def run(folder, mutants, jobs, fate):
+    """Note who kills each mutant that nobody killed so far: of the tests of ``fate`` that reach it, the fastest that fails."""
+    seconds, quick = (json.loads((folder / name).read_text()) for name in ("seconds.json", "quick.json"))
+    reaching, copies = defaultdict(set), queue.SimpleQueue()
+    for mutant, test in (line.split("\t") for hits in folder.glob("hits.*") for line in hits.read_text().splitlines()):
+        if test in seconds and (test in quick) == (fate == FATES[0]):
+            reaching[int(mutant)].add(test)
+    (folder / "results.jsonl").touch()
+    done = {i for i, of, by in map(json.loads, open(folder / "results.jsonl")) if by or of == fate}
+    for job in range(jobs):
+        copies.put(checkout(folder, f"job{job}"))
+
+    def attack(i):
+        copy, tests = copies.get(), sorted(reaching[i], key=seconds.get)
+        by = killer(copy, mutants[i], tests, seconds) if tests else ""
+        copies.put(copy)
+        with open(folder / "results.jsonl", "a") as file:
+            print(json.dumps([i, fate, by]), file=file)
+
+    left = [i for i in range(len(mutants)) if i not in done]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(tqdm(pool.map(attack, left), total=len(left)))
+
+
+def table(folder, mutants):
+    killed, counts = {i: fate for i, fate, by in map(json.loads, open(folder / "results.jsonl")) if by}, defaultdict(Counter)
+    for i, mutant in enumerate(mutants):
+        for name in (mutant[1].split("/")[1], mutant[0], "all"):
+            counts[name][killed.get(i, FATES[2])] += 1
+        if killed.get(i) != FATES[0]:
+            print(f"{i}: {mutant[0]}, {mutant[1]}:{mutant[3]}, killed by {killed.get(i, FATES[2])}: {mutant[-1]}")
+    rows = [(name, count.total(), *(count[fate] for fate in FATES)) for name, count in sorted(counts.items())]
+    print(tabulate(rows, headers=["", "mutants", *(f"killed by {fate}" for fate in FATES)], tablefmt="github"))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=("map", "run", "table"))
+    parser.add_argument("--count", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="mutants side by side")
+    parser.add_argument("--everything", action="store_true", help="run: what `make test` let live, against all other tests")
+    parser.add_argument("--folder", type=Path, default=ROOT / "results/mutants")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    drawn = given.folder / "mutants.json"  # what was drawn stays, though the package changes
+    if given.step == "map":
+        drawn.write_text(json.dumps(sample(given.count, given.seed)))
+    mutants = json.loads(drawn.read_text())
+    if given.step == "map":
+        map_tests(given.folder, mutants)
+    elif given.step == "run":
+        run(given.folder, mutants, given.jobs, FATES[given.everything])
+    else:
+        table(given.folder, mutants)

@@ -1,7 +1,10 @@
 # Two commands on a fresh machine, each makes .venv and installs what it needs:
-#   make convergence    the main job: loss curves with and without the overlap, and a verdict
-#   make test           the tests
-# and two for who changes the code: make lint, make package
+#   make convergence           the main job: loss curves with and without the overlap, and a verdict
+#   make test                  the tests, in ten minutes on two cores
+# and for who changes the code:
+#   make test-all PART=3/8     every case of the tests, the third of eight parts of about one length; all parts without PART
+#   make durations             every case, and how long each takes is written down for PART
+#   make lint, make package
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -11,12 +14,24 @@ ARGS ?=
 # Of this environment alone: DeepSpeed builds an op at first use, and a build that was killed leaves a lock behind.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 
-.PHONY: convergence test lint package
+.PHONY: convergence test test-all durations lint package
 convergence: .venv/ready
 	.venv/bin/python benchmarks/convergence/run.py $(ARGS)
 
+# Ranks wait for one another: two tests side by side keep two cores busy.
+SIDE_BY_SIDE = --numprocesses=auto --maxprocesses=4 --dist=worksteal
+PART ?= 1/1
+OF_PARTS = $(subst /, ,$(PART))
+RECORDED = --durations-path=tests/durations.json
+
 test: .venv/ready
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+
+test-all: .venv/ready
+	.venv/bin/python -m pytest --all $(SIDE_BY_SIDE) $(RECORDED) --group=$(word 1,$(OF_PARTS)) --splits=$(word 2,$(OF_PARTS)) $(ARGS)
+
+durations: .venv/ready
+	.venv/bin/python -m pytest --all $(SIDE_BY_SIDE) $(RECORDED) --store-durations --clean-durations $(ARGS)
 
 lint: .venv/ready
 	.venv/bin/ruff check --quiet .

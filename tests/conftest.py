@@ -18,7 +18,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if cases.everything():
         return
-    left_out, products = {item for item in items if item.get_closest_marker("full")}, {}
+    left_out, products = {item for item in items if any(map(item.get_closest_marker, ("full", "sweep", "clients")))}, {}
     for item in items:
         for together, mark in enumerate(("singles", "pairs"), 1):
             if item.get_closest_marker(mark):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ["trainer", "trl", "accelerate", "own_loop", "megatron"]
 

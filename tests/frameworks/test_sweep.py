@@ -1,6 +1,6 @@
 """Every type of causal language model that transformers knows: overlapped and right, or refused; see docs/sweep.md.
 
-A dozen in every run; all of them by ``pytest -m sweep tests/frameworks/test_sweep.py``, which writes docs/sweep.md.
+A dozen in every run; all of them by ``pytest --all -m sweep tests/frameworks/test_sweep.py``, which writes docs/sweep.md.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ EVERY_RUN = {
 PAGE = Path(__file__).parents[2] / "docs" / "sweep.md"
 SAYS = f"""# Which causal models work
 
-Made by `pytest -m sweep tests/frameworks/test_sweep.py` with transformers {transformers.__version__}: every type of `AutoModelForCausalLM`,
+Made by `pytest --all -m sweep tests/frameworks/test_sweep.py` with transformers {transformers.__version__}: every type of `AutoModelForCausalLM`,
 as a tiny model of random weights in fp64, on the whole sequence and on two ranks; logits and every gradient are compared on each
 rank. Beside the first config: one KV head, a KV head for each query head, tied embeddings, no biases, no windows, and linear,
 dynamic, yarn, llama3, longrope and partial rotary embeddings, where the type has them. Beside the first batch: packed documents,

@@ -8,6 +8,7 @@ from itertools import groupby
 
 import pytest
 
+from tests.harness.cases import full
 from tests.harness.models import tiny, train_run
 from tests.harness.pages import PAGES, ROOT, read
 from tests.harness.ranks import on_ranks
@@ -62,7 +63,14 @@ def test_it_runs_as_it_stands(blocks, tmp_path):
 
 @pytest.mark.parametrize(
     "family, identical",
-    [("llama", True), ("mistral", True), ("qwen2", True), ("phi3", False), ("qwen3", False), ("hunyuan_v1_dense", False)],
+    [
+        ("llama", True),
+        full("mistral", True),
+        full("qwen2", True),
+        ("phi3", False),
+        full("qwen3", False),
+        full("hunyuan_v1_dense", False),
+    ],
 )
 def test_one_head_group_trains_as_stock_bit_for_bit_or_as_nearly_as_features_says(family, identical):
     options = {"family": family, "steps": 2, **({"head_dim": 16} if "hunyuan" in family else {})}

@@ -1,4 +1,4 @@
-"""A small training on ranks of its own, the last of which meets with a planted fault.
+"""Ranks die, raise, hang and differ in real clusters: train on ranks of their own, the last of which meets with a planted fault.
 
     outcomes = run(folder, {"a name": Fault("killed", "dk1"), ...})     by name, the outcome of every rank; all at once
 

@@ -1,4 +1,4 @@
-"""Take a guard out of the package: a statement that is marked in its source, replaced while a test looks on.
+"""A guard that somebody removes must be missed by a test: replace a statement that is marked in the source, while a check looks on.
 
     self.handle.wait()  # guard: waits before it reads
 

@@ -1,4 +1,4 @@
-"""Train for long with everything on that keeps state, and look whether anything grows: two ranks, gloo.
+"""A leak of a few bytes a step shows after days: train two ranks with everything on that keeps state, and look whether anything grows.
 
     python -m tests.harness.long_run --steps 2000
 

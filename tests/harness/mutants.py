@@ -125,8 +125,6 @@ def map_tests(folder, mutants):
         for line, probe in sorted(probes, reverse=True):
             lines.insert(line - 1, re.match(" *", lines[line - 1]).group() + probe)
         (copy / path).write_text("\n".join(lines) + "\n")
-    quick = [line for line in pytest_in(copy, "--collect-only").stdout.splitlines() if "::" in line]
-    (folder / "quick.json").write_text(json.dumps(quick))
     stored = "--store-durations", f"--durations-path={folder / 'seconds.json'}"
     print(pytest_in(copy, "--all", "-n2", "--dist=loadfile", *stored, MUTANTS=str(folder)).stdout[-5000:])
 
@@ -149,17 +147,17 @@ def killer(copy, mutant, tests, seconds):
         (copy / path).write_text(original)
 
 
-def run(folder, mutants, jobs, fate):
+def run(folder, mutants, fate, jobs=2):
     """Note who kills each mutant that nobody killed so far: of the tests of ``fate`` that reach it, the fastest that fails."""
-    seconds, quick = (json.loads((folder / name).read_text()) for name in ("seconds.json", "quick.json"))
-    reaching, copies = defaultdict(set), queue.SimpleQueue()
+    seconds, reaching, copies = json.loads((folder / "seconds.json").read_text()), defaultdict(set), queue.SimpleQueue()
+    for job in range(jobs):
+        copies.put(checkout(folder, f"job{job}"))
+    quick = {line for line in pytest_in(folder / "job0", "--collect-only").stdout.splitlines() if "::" in line}
     for mutant, test in (line.split("\t") for hits in folder.glob("hits.*") for line in hits.read_text().splitlines()):
         if test in seconds and (test in quick) == (fate == FATES[0]):
             reaching[int(mutant)].add(test)
     (folder / "results.jsonl").touch()
     done = {i for i, of, by in map(json.loads, open(folder / "results.jsonl")) if by or of == fate}
-    for job in range(jobs):
-        copies.put(checkout(folder, f"job{job}"))
 
     def attack(i):
         copy, tests = copies.get(), sorted(reaching[i], key=seconds.get)
@@ -189,7 +187,6 @@ if __name__ == "__main__":
     parser.add_argument("step", choices=("map", "run", "table"))
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="mutants side by side")
     parser.add_argument("--everything", action="store_true", help="run: what `make test` let live, against all other tests")
     parser.add_argument("--folder", type=Path, default=ROOT / "results/mutants")
     given = parser.parse_args()
@@ -197,10 +194,5 @@ if __name__ == "__main__":
     drawn = given.folder / "mutants.json"  # what was drawn stays, though the package changes
     if given.step == "map":
         drawn.write_text(json.dumps(sample(given.count, given.seed)))
-    mutants = json.loads(drawn.read_text())
-    if given.step == "map":
-        map_tests(given.folder, mutants)
-    elif given.step == "run":
-        run(given.folder, mutants, given.jobs, FATES[given.everything])
-    else:
-        table(given.folder, mutants)
+    steps = {"map": map_tests, "run": lambda *given_to: run(*given_to, FATES[given.everything]), "table": table}
+    steps[given.step](given.folder, json.loads(drawn.read_text()))

@@ -1,4 +1,4 @@
-"""Random programs: a few layers, used in as many ways as a seed says, on 2 to 4 ranks and on the whole sequence in one process.
+"""Nobody thinks of every use of a layer: draw random programs of a few layers, and run them on 2 to 4 ranks and on the whole sequence.
 
     python -m tests.harness.programs --seed 123                       one program, written out, and what it gets wrong
     python -m tests.harness.programs --programs 20000 --first 5000    many

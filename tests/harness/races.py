@@ -1,4 +1,5 @@
-"""A race detector on the stand-in for streams: every two accesses to memory, and every reuse of it, must be ordered.
+"""A race between streams shows once in a thousand runs on a GPU, and never on a CPU: a detector on the stand-in for streams, by which every
+two accesses to memory, and every reuse of it, must be ordered.
 
 Everything runs on the host, in program order. What a device might do instead is computed: each operation that torch dispatches is
 noted with the stream that is current, the storages that it reads and those that it writes; an event carries the vector clock of its

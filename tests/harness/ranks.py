@@ -1,4 +1,4 @@
-"""Run a function on P gloo ranks and bring the results home.
+"""Starting ranks takes seconds, and a test that hangs takes everybody along: run functions on gloo ranks that are kept between tests.
 
 The workers are started once a P and kept: each holds a process group and runs what it is sent. A worker that fails or
 does not answer in time takes its pool with it, and the next test gets a new one. So does one with many threads: engines of

@@ -1,4 +1,4 @@
-"""A stand-in for the stream interface of an accelerator: writes down who waits for whom; everything runs on the host.
+"""Streams need an accelerator, their order does not: a stand-in for its stream interface writes down who waits for whom, on the host.
 
 Each stream has a vector clock: how far along every stream is what it does next is known to come after. `races` asks it.
 """

@@ -1,4 +1,4 @@
-"""One type of causal model, on the whole sequence against two ranks: stock, overlapped, and with a planted fault.
+"""A model type may compute what nobody expected: run one on the whole sequence and on two ranks, stock, overlapped, and with a planted fault.
 
 The oracle is transformers' model itself on the whole sequence, in fp64 with weights of which every one matters.
 """

@@ -1,4 +1,4 @@
-"""What makes the host wait for a GPU, seen on CPU: by the name of the operation, since here nothing waits.
+"""A host that waits for its GPU is slow without a word: find such waits on CPU, by the name of the operation, since here nothing waits.
 
 Not seen: a copy from the device by `to` with a `torch.device`, which looks like one that moves nothing.
 """

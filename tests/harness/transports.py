@@ -1,4 +1,5 @@
-"""Transports that do their worst within the contract of `ds_sp_overlap.exchange.transport.Transport`, and one that writes down.
+"""On one machine bytes arrive at once, and a missing wait goes unseen: transports that are as late as the contract of
+`ds_sp_overlap.exchange.transport.Transport` allows, and one that writes down what it is asked.
 
 All fill the receive buffer with NaN at launch: whoever reads before waiting computes NaN.
 """

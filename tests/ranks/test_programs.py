@@ -1,6 +1,6 @@
-"""A thousand random programs (`programs`) do on 2 to 4 ranks what they do on the whole sequence, and find what is planted.
+"""Random programs (`programs`) do on 2 to 4 ranks what they do on the whole sequence, and find what is planted.
 
-Many more: ``python -m tests.harness.programs --programs 20000``. A program that fails is printed, with the command that runs it again.
+150 of them, with ``--all`` 1000. Many more: ``python -m tests.harness.programs --programs 20000``. A program that fails is printed, with the command that runs it again.
 """
 
 import time
@@ -10,19 +10,22 @@ from unittest import mock
 import pytest
 
 from tests.harness import programs
+from tests.harness.cases import everything
 from tests.harness.guards import SEEN_BY_PROGRAMS, removed
 from tests.harness.programs import Backward, Call, ChangeInput, Hook, InPlace, Mix, Raises, Step
 
 SEEDS = range(1000)
+RUN = SEEDS if everything() else SEEDS[:150]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_programs_do_what_they_do_on_the_whole_sequence(size):
-    reports, acted = programs.check([seed for seed in SEEDS if programs.ranks_of(seed) == size])
+    seeds = [seed for seed in RUN if programs.ranks_of(seed) == size]
+    reports, acted = programs.check(seeds)
     assert not reports, "\n\n".join(reports)
     for what in ("compared", "raised", "hooks", "transfers", "rank-major"):
-        assert acted[what] > 100, f"{what}: {dict(acted)}"  # a program that does nothing is right as well
-    assert acted["magnifies"] < 10, "the tolerance is loosened for a few programs, not for all"
+        assert acted[what] > len(seeds) / 4, f"{what}: {dict(acted)}"  # a program that does nothing is right as well
+    assert acted["magnifies"] <= len(seeds) / 30, "the tolerance is loosened for a few programs, not for all"
 
 
 def layers_with(**wanted):

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.wire import Wire
 from tests.harness import models
+from tests.harness.cases import everything, full
 from tests.harness.faulty_training import MARGIN_S, STEPS, TIMEOUT_S, Fault, attention_raises, run
 from tests.harness.ranks import on_ranks
 
@@ -63,6 +64,9 @@ OTHERS = {
     "heads": {"heads": 8, "kv_heads": 8, "head_dim": 4},
     "tokens": {"tokens": 8},
 }
+if not everything():
+    STRUCK = {name: STRUCK[name] for name in ("killed in backward", "raises in attention", "stuck in forward, scripts")}
+    OTHERS = {name: OTHERS[name] for name in ("head groups", "dtype", "tokens")}
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +168,7 @@ def goes_on(rank, stage, backward):
     return losses == expected_losses and all(map(torch.equal, parameters, expected))
 
 
-@pytest.mark.parametrize("stage, backward", [(0, False), (0, True), (2, False), (3, False)])
+@pytest.mark.parametrize("stage, backward", [full(0, False), (0, True), full(2, False), (3, False)])
 def test_after_an_exception_on_all_ranks_training_goes_on_as_if_nothing_had_been(stage, backward):
     assert on_ranks(2, goes_on, stage, backward) == [True, True]
 
@@ -218,6 +222,7 @@ def test_a_link_that_is_cut_in_an_exchange_ends_both_ranks_by_its_name(tmp_path,
     assert cut.at
 
 
+@pytest.mark.full
 def test_a_link_that_comes_back_within_the_timeout_changes_nothing(tmp_path, wire):
     cut = Cut(wire, restored=True)
     faults = {"cut": Fault("waits", "o0", more=LONG)}

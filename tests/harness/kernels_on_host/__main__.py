@@ -1,4 +1,4 @@
-"""Run tests/unit/test_kernels.py with a library in which kernels.cu was compiled for the host.
+"""CUDA kernels cannot run without a GPU, but their index arithmetic can: run tests/unit/test_kernels.py with kernels.cu compiled for the host.
 
     python -m tests.harness.kernels_on_host LIBRARY [options of pytest]
 

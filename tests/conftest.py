@@ -1,4 +1,4 @@
-"""``--all``: with the cases that are left out by default, which are marked ``full`` or beyond what `cases.covering` keeps."""
+"""``--all``: with the cases that are left out by default, which are marked ``full`` or `cases.beyond` what covers their options."""
 
 import os
 
@@ -22,8 +22,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         for together, mark in enumerate(("singles", "pairs"), 1):
             if item.get_closest_marker(mark):
-                products.setdefault((item.nodeid.partition("[")[0], together), {})[tuple(item.callspec.indices.items())] = item
+                products.setdefault((item.nodeid.partition("[")[0], together), []).append(item)
     for (_, together), product in products.items():
-        left_out |= {product[row] for row in product.keys() - cases.covering(product, together)}
+        left_out |= {product[at] for at in cases.beyond([item.callspec.params for item in product], together)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

@@ -29,6 +29,7 @@ import ds_sp_overlap.integrations.transformers as integration
 from ds_sp_overlap.exchange.transport import C10d
 from tests.harness import flash
 from tests.harness.accelerate_script import train_with_accelerate
+from tests.harness.cases import everything
 from tests.harness.listening import listening
 from tests.harness.models import (
     BATCH,
@@ -412,6 +413,7 @@ def launched(folder, section, **variables):
     return done.returncode, done.stdout
 
 
+@pytest.mark.full
 def test_accelerate_launches_a_script_that_knows_nothing_of_the_package(tmp_path):
     code, output = launched(tmp_path, "", DS_SP_OVERLAP='{"head_groups": 2}')
     assert (
@@ -420,6 +422,7 @@ def test_accelerate_launches_a_script_that_knows_nothing_of_the_package(tmp_path
     assert output.count("2 of 2 layers overlapped") == 1
 
 
+@pytest.mark.full
 def test_a_section_in_accelerates_yaml_does_not_get_lost_in_silence(tmp_path):
     code, output = launched(tmp_path, "\n  sp_overlap:\n    head_groups: 2")
     assert code != 0 and 'ValueError: Accelerate YAML: "deepspeed_config.sp_overlap" goes no further than the launcher' in output, (
@@ -596,7 +599,7 @@ def axes_error(rank, kinds):
     return figures
 
 
-AXES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
+AXES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"][:: 1 if everything() else 2]
 
 
 def test_positions_of_three_axes_are_those_of_the_whole_sequence():

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from collections import Counter
 from dataclasses import fields, is_dataclass
 
 import pytest
@@ -34,18 +35,24 @@ def _options(row):
     return {f"{name}.{inner}": option for name, part in parts.items() for inner, option in _options(part).items()}
 
 
-def covering(rows, together):
-    """Few of ``rows``, in order, that hold whatever ``together`` options one of them holds; chosen greedily."""
-    rows = list(rows)
-    held = [set(itertools.combinations(sorted(_options(row).items()), together)) for row in rows]
-    missing, kept = set().union(*held), set()
+def beyond(rows, together):
+    """Places in ``rows`` without which the rest still hold any ``together`` options that one of ``rows`` holds.
+
+    Chosen greedily: of those that hold most of what is missing the one whose options were used least.
+    """
+    options = [sorted(_options(row).items()) for row in rows]
+    held = [set(itertools.combinations(each, together)) for each in options]
+    missing, kept, used = set().union(*held), set(), Counter()
     while missing:
-        best = max(range(len(rows)), key=lambda at: len(held[at] & missing))
+        best = max(range(len(rows)), key=lambda at: (len(held[at] & missing), -sum(used[option] for option in options[at])))
         missing -= held[best]
         kept.add(best)
-    return [rows[at] for at in sorted(kept)]
+        used.update(options[best])
+    return set(range(len(rows))) - kept
 
 
 def pairs(rows):
     """All of ``rows`` with ``--all``, else few that hold every pair of options."""
-    return list(rows) if everything() else covering(rows, 2)
+    rows = list(rows)
+    left_out = set() if everything() else beyond(rows, 2)
+    return [row for at, row in enumerate(rows) if at not in left_out]

@@ -89,6 +89,7 @@ def shapes_of(heads, kv_heads, size, **more):
                     )  # fmt: skip
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind, again", [(Flash, 0), (Math, 1)], ids=["kept", "run again"])
 @pytest.mark.parametrize("heads, kv_heads", [*HEADS, *MORE_HEADS])

@@ -15,6 +15,11 @@ def everything():
     return ALL in os.environ
 
 
+def examples(count):
+    """How many examples hypothesis draws: ``count`` with ``--all``, else a fifth."""
+    return count if everything() else count // 5
+
+
 def full(*case):
     """A case of ``parametrize`` that only ``--all`` runs."""
     return pytest.param(*case, marks=pytest.mark.full)

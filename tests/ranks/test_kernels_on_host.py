@@ -80,7 +80,7 @@ def test_some_kernels_do_what_the_loops_do_and_touch_nothing_else(tmp_path, cach
 
 @pytest.mark.full
 def test_every_kernel_does_what_the_loops_do_and_touches_nothing_else(tmp_path, cache):
-    status, said = run(tmp_path, cache, KERNELS)
+    status, said = run(tmp_path, cache, KERNELS, "--all")
     assert status == 0, said
     calls, launched = map(int, re.search(r"(\d+) calls: (\d+) kernels, and the same bits", said).groups())
     assert calls > 900, "two searches in test_kernels.py, of 300 and 150 examples, pack and unpack each of them"

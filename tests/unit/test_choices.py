@@ -10,6 +10,7 @@ from ds_sp_overlap.autotune.choices import tried
 from ds_sp_overlap.autotune.costs import LayerShape, Sizes, schedule_of
 from ds_sp_overlap.autotune.trial import OFF, Trial
 from ds_sp_overlap.config import SpOverlapConfig
+from tests.harness.cases import examples
 
 # Llama3-8B on four ranks. With a million tokens attention takes 200 times as long as a projection, with 16K three times.
 LONG = LayerShape(4096, 32, 8, 128, 2**20, 4)
@@ -59,7 +60,7 @@ def layers(draw):
     return LayerShape(64 * heads, heads, kv_heads, 64, sp_size * 2 ** draw(st.integers(4, 18)), sp_size)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(layer=layers(), again=st.booleans(), off=st.booleans())
 def test_for_any_layer(layer, again, off):
     candidates, default = tried(layer, None, None, again, off, 8)

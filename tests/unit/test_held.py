@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from ds_sp_overlap.autotune.costs import LayerShape, Sizes
 from ds_sp_overlap.schedule import Tensor, by_head_groups, by_window
+from tests.harness.cases import examples
 
 # One head a rank: q, k, v, o of it, local or global, are 8 bytes each; so is x, and a weight. The log-sum-exp is 16.
 ONE = LayerShape(width=2, heads=2, kv_heads=2, head_dim=1, seq=4, sp_size=2, element_bytes=2)
@@ -44,7 +45,7 @@ def layers(draw):
     )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(layer=layers(), data=st.data())
 def test_for_any_layer(layer, data):
     groups = data.draw(st.integers(1, layer.geometry(1).max_groups))

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap.relayout import kernels, ops
+from tests.harness.cases import examples
 
 LIBRARY = kernels.library()
 compiled = torch.ops.ds_sp_overlap
@@ -140,7 +141,7 @@ def check_unpack(case, device="cpu"):
 
 @needs_library
 @given(case=geometries())
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(deadline=None, max_examples=examples(300), derandomize=True)
 def test_they_move_and_sum_the_same_bits_as_pytorch_and_write_all_of_their_output_and_nothing_else(case):
     torch.manual_seed(0)
     check_pack(case)
@@ -308,7 +309,7 @@ class Rotation:
 
 @needs_library
 @given(inputs=rotations())
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(deadline=None, max_examples=examples(150), derandomize=True)
 def test_heads_are_rotated_cut_and_put_back_within_one_rounding(inputs):
     torch.manual_seed(0)
     case = Rotation(**inputs)
@@ -317,7 +318,7 @@ def test_heads_are_rotated_cut_and_put_back_within_one_rounding(inputs):
 
 
 @given(inputs=rotations())
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(deadline=None, max_examples=examples(100), derandomize=True)
 def test_the_reference_rotates_within_the_same_bound(inputs):
     torch.manual_seed(0)
     Rotation(**inputs).check_pack(ops.rotate_pack)
@@ -488,7 +489,7 @@ def test_the_operators_say_what_they_do_to_their_arguments():
 
 @needs_cuda
 @given(case=geometries())
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(deadline=None, max_examples=examples(150), derandomize=True)
 def test_moves_on_the_device(case):
     torch.manual_seed(0)
     check_pack(case, "cuda")
@@ -497,7 +498,7 @@ def test_moves_on_the_device(case):
 
 @needs_cuda
 @given(inputs=rotations())
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(deadline=None, max_examples=examples(100), derandomize=True)
 def test_heads_are_rotated_on_the_device(inputs):
     torch.manual_seed(0)
     case = Rotation(**inputs, device="cuda")

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.layout import Layout
 from ds_sp_overlap.exchange.transport import all_equal
+from tests.harness.cases import examples
 from tests.harness.guards import Guard, Watched, must_notice
 
-settings.register_profile("layout", deadline=None, max_examples=150, derandomize=True)
+settings.register_profile("layout", deadline=None, max_examples=examples(150), derandomize=True)
 settings.load_profile("layout")
 
 

@@ -18,6 +18,7 @@ from ds_sp_overlap.exchange.joined import split
 from ds_sp_overlap.exchange.layout import Side, Sides
 from ds_sp_overlap.relayout.ops import _in_16_bytes, implementation, pack, unpack
 from tests.harness import layers
+from tests.harness.cases import examples
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.transports import Silent
 
@@ -120,7 +121,7 @@ def test_equal_parts_that_do_not_cover_are_no_tiles():
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(deadline=None, max_examples=examples(100), derandomize=True)
 def test_unpack_undoes_pack_for_parts_that_tile(data):
     shape = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
     dim = data.draw(st.integers(0, len(shape) - 1))

@@ -25,12 +25,11 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - |$)", re.M)
 ROOMS = "schedule", "exchange", "attention", "integrations"
 FATES = "make test", "make test-all", "nobody"
-TURNED = {"Lt": "LtE", "Gt": "GtE", "Eq": "NotEq", "In": "NotIn", "Is": "IsNot"}
-TURNED |= {new: old for old, new in TURNED.items()}
+TURNED = dict(Lt="LtE", LtE="Lt", Gt="GtE", GtE="Gt", Eq="NotEq", NotEq="Eq", In="NotIn", NotIn="In", Is="IsNot", IsNot="Is")
 ORDERED = ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.MatMult
-UNSEEN = "annotation", "returns", "decorator_list", "args"
 PROBE = """import os, pathlib
 seen = set()
 def _hit(mutant):
@@ -82,21 +81,21 @@ def mutants_of(path):
                 found.append((kind, str(path.relative_to(ROOT)), at.lineno, *span, new))
         for name, below in ast.iter_fields(node) if not isinstance(node, (ast.Raise, ast.JoinedStr)) else ():
             for child in below if isinstance(below, list) else [below]:
-                if isinstance(child, ast.AST) and name not in UNSEEN[: 3 + is_function]:
+                if isinstance(child, ast.AST) and name not in ("annotation", "returns", "decorator_list", "args" * is_function):
                     walk(child, statement, inside or is_function)
 
     walk(ast.parse(text), None, False)
     return found
 
 
-def sample(count, seed):
+def sample(seed, count=120):
     """As many of each room, and in it of each kind in turn."""
     chosen, draw = [], random.Random(seed)
     for room in ROOMS:
         found = [mutant for path in sorted((ROOT / "ds_sp_overlap" / room).rglob("*.py")) for mutant in mutants_of(path)]
         kinds = [[mutant for mutant in found if mutant[0] == kind] for kind in sorted({mutant[0] for mutant in found})]
-        drawn = [(i, mutant) for kind in kinds for i, mutant in enumerate(draw.sample(kind, len(kind)))]
-        chosen += [mutant for _, mutant in sorted(drawn)[: count // len(ROOMS)]]
+        drawn = sorted((i, mutant) for kind in kinds for i, mutant in enumerate(draw.sample(kind, len(kind))))
+        chosen += [mutant for _, mutant in drawn[: count // len(ROOMS)]]
     return chosen
 
 
@@ -126,10 +125,12 @@ def map_tests(folder, mutants):
             lines.insert(line - 1, re.match(" *", lines[line - 1]).group() + probe)
         (copy / path).write_text("\n".join(lines) + "\n")
     stored = "--store-durations", f"--durations-path={folder / 'seconds.json'}"
-    print(pytest_in(copy, "--all", "-n2", "--dist=loadfile", *stored, MUTANTS=str(folder)).stdout[-5000:])
+    done = pytest_in(copy, "--all", "-n2", "--dist=loadfile", *stored, MUTANTS=str(folder))
+    (folder / "failed.json").write_text(json.dumps(FAILED.findall(done.stdout)))  # without a mutant: these show nothing
+    print(done.stdout[-5000:])
 
 
-def killer(copy, mutant, tests, seconds):
+def killer(copy, mutant, tests, seconds, *options):
     """The first of ``tests`` that fails with ``mutant``, empty if none does."""
     _, path, _, first, column, last, end, new = mutant
     original = (copy / path).read_text()
@@ -138,9 +139,8 @@ def killer(copy, mutant, tests, seconds):
     (copy / path).write_text("".join(lines))
     (copy / "tests.txt").write_text("\n".join(tests))
     try:
-        done = pytest_in(copy, "-x", "--all", "@tests.txt", timeout_s=120 + 4 * sum(map(seconds.get, tests)))
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - |$)", done.stdout, re.M)
-        return (failed or [f"exit {done.returncode}"])[0] if done.returncode else ""
+        done = pytest_in(copy, "-x", *options, "@tests.txt", timeout_s=120 + 4 * sum(map(seconds.get, tests)))
+        return (FAILED.findall(done.stdout) or [f"exit {done.returncode}"])[0] if done.returncode else ""
     except subprocess.TimeoutExpired:
         return "a hang"
     finally:
@@ -149,19 +149,20 @@ def killer(copy, mutant, tests, seconds):
 
 def run(folder, mutants, fate, jobs=2):
     """Note who kills each mutant that nobody killed so far: of the tests of ``fate`` that reach it, the fastest that fails."""
-    seconds, reaching, copies = json.loads((folder / "seconds.json").read_text()), defaultdict(set), queue.SimpleQueue()
+    seconds, failed = (json.loads((folder / name).read_text()) for name in ("seconds.json", "failed.json"))
+    reaching, copies, options = defaultdict(set), queue.SimpleQueue(), ["--all"] * (fate == FATES[1])
     for job in range(jobs):
         copies.put(checkout(folder, f"job{job}"))
-    quick = {line for line in pytest_in(folder / "job0", "--collect-only").stdout.splitlines() if "::" in line}
+    tests = {line for line in pytest_in(folder / "job0", "--collect-only", *options).stdout.splitlines() if "::" in line}
+    tests = tests.intersection(seconds).difference(failed)
     for mutant, test in (line.split("\t") for hits in folder.glob("hits.*") for line in hits.read_text().splitlines()):
-        if test in seconds and (test in quick) == (fate == FATES[0]):
-            reaching[int(mutant)].add(test)
+        reaching[int(mutant)] |= {test} & tests
     (folder / "results.jsonl").touch()
     done = {i for i, of, by in map(json.loads, open(folder / "results.jsonl")) if by or of == fate}
 
     def attack(i):
         copy, tests = copies.get(), sorted(reaching[i], key=seconds.get)
-        by = killer(copy, mutants[i], tests, seconds) if tests else ""
+        by = killer(copy, mutants[i], tests, seconds, *options) if tests else ""
         copies.put(copy)
         with open(folder / "results.jsonl", "a") as file:
             print(json.dumps([i, fate, by]), file=file)
@@ -185,7 +186,6 @@ def table(folder, mutants):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=("map", "run", "table"))
-    parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--everything", action="store_true", help="run: what `make test` let live, against all other tests")
     parser.add_argument("--folder", type=Path, default=ROOT / "results/mutants")
@@ -193,6 +193,6 @@ if __name__ == "__main__":
     given.folder.mkdir(parents=True, exist_ok=True)
     drawn = given.folder / "mutants.json"  # what was drawn stays, though the package changes
     if given.step == "map":
-        drawn.write_text(json.dumps(sample(given.count, given.seed)))
+        drawn.write_text(json.dumps(sample(given.seed)))
     steps = {"map": map_tests, "run": lambda *given_to: run(*given_to, FATES[given.everything]), "table": table}
     steps[given.step](given.folder, json.loads(drawn.read_text()))

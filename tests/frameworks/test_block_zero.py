@@ -44,6 +44,7 @@ def trained(rank, stage, accumulation, rerun):
     return max(errors.values()), len(errors), forward
 
 
+@pytest.mark.singles
 @pytest.mark.parametrize("rerun", ["none", "all", "but attention"])
 @pytest.mark.parametrize("stage,accumulation", [(0, 1), (1, 1), (1, 2), (2, 1), (3, 1), (3, 2)])
 def test_gradients_of_every_stage_equal_the_whole_sequences(stage, accumulation, rerun):

@@ -21,6 +21,7 @@ from ds_sp_overlap.attention.again import Attended
 from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.integrations.positions import Positions
 from tests.harness import clients, layers, megatron_layers
+from tests.harness.cases import full
 from tests.harness.families import tiny_model
 from tests.harness.flash import NAME, flash_attention
 from tests.harness.guards import Guard, Watched, must_notice
@@ -179,7 +180,7 @@ def trained(rank, stage):
     return kept.equals(stored), recomputed.equals(stored), exchanges
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [full(0), 1, full(2), 3])
 def test_training_is_that_without_checkpointing(stage):
     for kept, recomputed, (stored, fewer, more) in on_ranks(2, trained, stage):
         assert kept and recomputed

@@ -464,7 +464,7 @@ def mixtures(rank, size, chunks):
     """Of each family, and one whose first layer is dense, the error against the whole sequence and what ran in chains."""
     tokens, figures = batches(1)[0], {}
     dense = {**MIXTURES["qwen3_moe"], "mlp_only_layers": [0]}
-    for name, options in {**MIXTURES, "dense first": dense}.items():
+    for name, options in {**(MIXTURES if everything() else {}), "dense first": dense}.items():
         for again in (False, True):
             options = {**EXACT, **EAGER, "layers": LAYERS, **options}
             with contextlib.nullcontext() if again else in_double():  # which doesn't reach into backward
@@ -538,7 +538,7 @@ def trained(rank, stage, cases):
     return figures
 
 
-@pytest.mark.parametrize("stage", [full(0), 1, full(2), 3])
+@pytest.mark.parametrize("stage", [full(0), full(1), full(2), 3])
 def test_training_with_deepspeed_equals_stock(stage):
     cases = {
         "accumulation": ({"head_groups": 1}, dict(accumulation=2)),

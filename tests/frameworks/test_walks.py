@@ -22,6 +22,7 @@ if "RANK" in os.environ:
     import deepspeed.ops
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it would be compiled, behind a file lock
 """
+QUICK = "README.md", "When it pays"
 RUN = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
 
 
@@ -35,7 +36,8 @@ def walks():
         for section, blocks in groupby(read(path).blocks, lambda block: block.section):
             blocks = list(blocks)
             if any(map(runs, blocks)):
-                yield pytest.param(blocks, id=f"{path.name}, {section}")
+                marks = [pytest.mark.full] * ((path.name, section) != QUICK)
+                yield pytest.param(blocks, id=f"{path.name}, {section}", marks=marks)
 
 
 @pytest.mark.parametrize("blocks", list(walks()))

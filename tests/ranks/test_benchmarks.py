@@ -20,6 +20,7 @@ from ds_sp_overlap.cli import main
 from ds_sp_overlap.planner.plan import FIVE
 from ds_sp_overlap.relayout import kernels
 from ds_sp_overlap.schedule import order
+from tests.harness.cases import full
 from tests.harness.ranks import on_ranks
 from tests.harness.transports import Recording
 
@@ -72,6 +73,7 @@ def gpu_sh(*words, **environment):
 
 
 @pytest.mark.skipif(kernels.library().path is None, reason=f"no compiled kernels: {kernels.library().reason}")
+@pytest.mark.full
 def test_the_command_for_a_gpu_rehearses_on_a_cpu(tmp_path):
     """But for what has a test of its own: build, exact, host, emulated."""
     stages = ["memcheck", "bandwidth", "gemm", "layer", "nccl", "sync", "race"]
@@ -128,7 +130,7 @@ HOST = {
 }
 
 
-@pytest.mark.parametrize("options", HOST)
+@pytest.mark.parametrize("options", [full(""), "--blocks 2 4"])
 def test_host_times_every_variant_and_writes_it(options, tmp_path):
     ran = script(BENCHMARKS / "host.py", "--steps", 2, "--groups", 1, 2, *options.split(), "--out", tmp_path / "host")
     assert ran.returncode == 0, ran.stderr

@@ -20,6 +20,7 @@ from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.relayout import build, kernels, ops
 from tests.harness import ranks
+from tests.harness.cases import full
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
 needs_library = pytest.mark.skipif(not kernels.library().cuda, reason=f"no compiled CUDA kernels: {kernels.library().reason}")
@@ -128,7 +129,7 @@ def test_a_build_that_is_not_wished_for_or_impossible_says_why(monkeypatch, tmp_
 
 
 @needs_compiler
-@pytest.mark.parametrize("command", ["-m ds_sp_overlap build cpu", "ds_sp_overlap/relayout/build.py cpu"])
+@pytest.mark.parametrize("command", [full("-m ds_sp_overlap build cpu"), "ds_sp_overlap/relayout/build.py cpu"])
 def test_what_is_built_by_hand_is_found(tmp_path, command):
     copy_of_the_package(tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}

@@ -11,6 +11,7 @@ from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.exchange import Exchange, Half, together
 from ds_sp_overlap.exchange.geometry import Geometry
 from tests.harness import layers, transports
+from tests.harness.cases import pairs
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
 from tests.harness.moving import moving
@@ -56,7 +57,7 @@ def faults(rank, sent, shapes, **kwargs):
 
 @pytest.mark.parametrize("sent", SENT)
 def test_what_travels_together_equals_the_reference(sent):
-    no_faults(2, faults, SENT[sent], SHAPES)
+    no_faults(2, faults, SENT[sent], pairs(SHAPES))
 
 
 def test_so_it_does_between_four_ranks():

@@ -17,6 +17,7 @@ from ds_sp_overlap.autotune import policy as policies
 from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.exchange.channel import Channel
 from tests.harness import layers
+from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
 from tests.harness.policies import optimizer_step, scripted, two_replicas
@@ -341,7 +342,7 @@ def helper_of_the_last_rank(model, step, rank):
     helper_of_one_rank(model, step, rank, model.size - 1)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [full(2), 4])
 def test_a_helper_of_the_last_rank_changes_nothing(size):
     (faults, ran, chosen, _), *others = on_ranks(size, attacked, helper_of_the_last_rank, 18)
     assert faults == [] and all(other[:3] == (faults, ran, chosen) for other in others)
@@ -365,7 +366,7 @@ def measuring_apart(rank, size):
     return model.faults, ran, model.chosen()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, full(4)])
 def test_ranks_that_measure_differently_choose_by_the_slowest(size):
     first, *others = on_ranks(size, measuring_apart, size)
     assert first[0] == [] and first[2] == [4] and others == [first] * (size - 1)

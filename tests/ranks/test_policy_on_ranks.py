@@ -185,7 +185,15 @@ def trained(rank, stage, costs, checkpointing, accumulation=2, **more):
 
 @pytest.mark.parametrize(
     "stage,checkpointing,best",
-    [full(0, None, 2), full(1, None, 4), full(2, None, OFF), full(3, None, 1), (3, False, 2), (2, True, OFF), full(1, False, OFF)],
+    [
+        full(0, None, 2),
+        full(1, None, 4),
+        full(2, None, OFF),
+        full(3, None, 1),
+        full(3, False, 2),
+        (2, True, OFF),
+        full(1, False, OFF),
+    ],
 )
 def test_steps_are_counted_under_every_zero_stage_and_training_stays_what_it_was(stage, checkpointing, best, capfd):
     costs = {OFF: 1.2, 1: 1.1, 2: 1.3, 4: 1.25, best: 1.0}

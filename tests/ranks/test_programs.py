@@ -188,6 +188,7 @@ def stuck(rank, seeds, at):
     return found
 
 
+@pytest.mark.full
 def test_a_program_that_hangs_is_named(monkeypatch):
     monkeypatch.setattr(programs, "PATIENCE_S", 10)
     reports, _ = programs.check([2, 4], stuck, 2, enough=1)

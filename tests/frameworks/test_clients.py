@@ -86,6 +86,7 @@ def with_fault(rank, client, folder, factor):
         return train(rank, client, {"head_groups": 2}, f"{folder}/overlapped").distance(stock)
 
 
+@pytest.mark.full
 def test_the_tolerance_catches_a_fault_of_a_thousandth(tmp_path):
     for off in on_ranks(2, with_fault, "Trainer", str(tmp_path), 1.001):
         assert off > 10 * ROUNDING

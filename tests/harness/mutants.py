@@ -11,6 +11,7 @@ copies of the checkout under ``--folder``. Code that runs once a process, for a 
 import argparse
 import ast
 import json
+import math
 import os
 import queue
 import random
@@ -19,6 +20,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 from tabulate import tabulate
@@ -88,7 +90,7 @@ def mutants_of(path):
     return found
 
 
-def sample(seed, count=120):
+def sample(seed=0, count=120):
     """As many of each room, and in it of each kind in turn."""
     chosen, draw = [], random.Random(seed)
     for room in ROOMS:
@@ -147,8 +149,11 @@ def killer(copy, mutant, tests, seconds, *options):
         (copy / path).write_text(original)
 
 
-def run(folder, mutants, fate, jobs=2):
-    """Note who kills each mutant that nobody killed so far: of the tests of ``fate`` that reach it, the fastest that fails."""
+def run(folder, mutants, fate, patience_s, jobs=2):
+    """Note who kills each mutant that nobody killed so far: of the tests of ``fate`` that reach it, the fastest that fails.
+
+    One that outlives ``patience_s`` of its tests is left to a run with more.
+    """
     seconds, failed = (json.loads((folder / name).read_text()) for name in ("seconds.json", "failed.json"))
     reaching, copies, options = defaultdict(set), queue.SimpleQueue(), ["--all"] * (fate == FATES[1])
     for job in range(jobs):
@@ -161,11 +166,13 @@ def run(folder, mutants, fate, jobs=2):
     done = {i for i, of, by in map(json.loads, open(folder / "results.jsonl")) if by or of == fate}
 
     def attack(i):
-        copy, tests = copies.get(), sorted(reaching[i], key=seconds.get)
+        every, copy = sorted(reaching[i], key=seconds.get), copies.get()
+        tests = [test for test, total in zip(every, accumulate(map(seconds.get, every))) if total <= patience_s]
         by = killer(copy, mutants[i], tests, seconds, *options) if tests else ""
         copies.put(copy)
-        with open(folder / "results.jsonl", "a") as file:
-            print(json.dumps([i, fate, by]), file=file)
+        if by or tests == every:
+            with open(folder / "results.jsonl", "a") as file:
+                print(json.dumps([i, fate, by]), file=file)
 
     left = [i for i in range(len(mutants)) if i not in done]
     with ThreadPoolExecutor(jobs) as pool:
@@ -186,13 +193,13 @@ def table(folder, mutants):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=("map", "run", "table"))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--patience", type=float, default=math.inf, help="run: seconds of tests, at most, that a mutant is given")
     parser.add_argument("--everything", action="store_true", help="run: what `make test` let live, against all other tests")
     parser.add_argument("--folder", type=Path, default=ROOT / "results/mutants")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     drawn = given.folder / "mutants.json"  # what was drawn stays, though the package changes
     if given.step == "map":
-        drawn.write_text(json.dumps(sample(given.seed)))
-    steps = {"map": map_tests, "run": lambda *given_to: run(*given_to, FATES[given.everything]), "table": table}
+        drawn.write_text(json.dumps(sample()))
+    steps = {"map": map_tests, "run": lambda *where: run(*where, FATES[given.everything], given.patience), "table": table}
     steps[given.step](given.folder, json.loads(drawn.read_text()))

@@ -113,7 +113,7 @@ def test_nor_do_those_of_a_window(transport):
     no_faults(2, spoiled_with_control, transport, WINDOWED, [])
 
 
-@pytest.mark.pairs
+@pytest.mark.singles
 @kinds
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])

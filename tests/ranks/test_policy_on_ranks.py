@@ -434,7 +434,7 @@ def trained_beside_replicas(rank, stage, checkpointing):
     return trained(rank, stage, costs, checkpointing, accumulation=2 if stage == 2 else 1, family="qwen3")
 
 
-@pytest.mark.parametrize("stage,checkpointing", [full(1, None), full(2, True), (3, False)])
+@pytest.mark.parametrize("stage,checkpointing", [(1, None), full(2, True), full(3, False)])
 def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stage, checkpointing):
     """Qwen3, whose norms get their gradients in another order with G = 1 than with more."""
     every = on_ranks(4, trained_beside_replicas, stage, checkpointing)

@@ -20,7 +20,7 @@ def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
     return by_starts((tuple(kinds[0]), *((together,) for together in kinds[1:])), wgrad_last)
 
 
-def by_starts(starts: tuple[tuple[str, ...], ...], wgrad_last: bool = True) -> Schedule:
+def by_starts(starts: tuple[tuple[str, ...], ...], wgrad_last: bool) -> Schedule:
     """The same order for any exchanges of each group: ``("q", "kv")`` is q alone, k and v together."""
     groups = range(len(starts))
     forward, backward = [], []

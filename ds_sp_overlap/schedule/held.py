@@ -55,7 +55,7 @@ def held(
     schedule: Schedule,
     size: Callable[[Tensor], int],
     attends: Callable[[int], Sequence[int]],
-    caller_holds: bool = False,
+    caller_holds: bool,
 ) -> list[int]:
     """Bytes while each step of forward runs, then `MLP` in whose place is what waits for backward, then those of backward.
 

@@ -21,6 +21,7 @@ from ds_sp_overlap.schedule import (
     check,
     draw,
     order,
+    periods,
     play,
     window,
     without_o,
@@ -122,6 +123,19 @@ chunks = st.integers(1, 5)
 @given(kinds=kinds, chunks=chunks)
 def test_every_number_of_chunks_makes_a_block_that_holds(kinds, chunks):
     assert check(by_chunks(kinds, chunks), kinds).chunks == chunks
+
+
+@settings(deadline=None)
+@given(kinds=kinds, chunks=chunks)
+def test_what_a_period_of_a_block_waits_for_are_steps_of_the_block_that_come_before(kinds, chunks):
+    """In a chain of two: the period from one attention to the next is in it as a whole."""
+    block = by_chunks(kinds, chunks)
+    for needs, program in zip(periods(kinds, chunks), (block.forward, block.backward), strict=True):
+        assert needs.keys() <= set(program)
+        twice = [*program, *program]
+        for step, before in needs.items():
+            last = len(twice) - 1 - twice[::-1].index(step)
+            assert all(other in twice[:last] for other in before)
 
 
 @settings(deadline=None)

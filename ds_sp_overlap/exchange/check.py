@@ -55,15 +55,15 @@ def plain_exchange(
     return out.to(x.device)
 
 
-def compare(channel: Channel, got: Tensor, expected: Tensor, name: str, rotated: bool = False, target: Side | None = None) -> None:
+def compare(channel: Channel, got: Tensor, expected: Tensor, name: str, rotated: bool, target: Side) -> None:
     """Raise RuntimeError on all ranks, naming the exchange, if one of them received anything else.
 
     Bit for bit, but for sums of replicas in half precision, whose order of rounding is not fixed, and for rotation, of which
     each element is two products and a sum: three roundings of numbers no larger than sqrt(2) times the largest.
 
-    target   what was written of ``got``; all of it if None
+    target   what was written of ``got``
     """
-    if target is not None and not target.covers:
+    if not target.covers:
         got, expected = (
             torch.cat([x.narrow(target.dim, start, stop - start) for start, stop in target.parts], target.dim)
             for x in (got, expected)

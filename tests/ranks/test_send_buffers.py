@@ -67,6 +67,17 @@ def test_nothing_is_packed_and_o_dq_dk_dv_are_unpacked(rotary, batch_first):
         assert found == [] and seen == {"unpack": 2 + 3}
 
 
+def rows_asked(rank):
+    """Faults, and the rows of a product for one rank by which it is decided who writes the send buffers."""
+    asked = []
+    with mock.patch.object(self_attention, "batched_pays", lambda x, rows, dgrad=False: asked.append(rows)):
+        return layers.block_faults(rank, Shape(heads=8, kv_heads=4, config={"head_groups": 1})), asked
+
+
+def test_a_product_is_judged_by_the_rows_of_one_rank():
+    assert on_ranks(2, rows_asked) == [([], [8 // 2 * 8])] * 2
+
+
 # Rotary embedding in the kernels that move q, k, dq and dk.
 
 

@@ -26,9 +26,9 @@ from ..config import SpOverlapConfig
 from ..profiling.steps import in_backward
 from ..profiling.timed import Run
 from ..say import say_once
+from .accounting import Unknown
 from .layers import Found, Overlap
 from .transformers_blocks import BlockReader, records_nothing
-from .transformers_labels import Unknown
 
 CHECKPOINTS = "torch.utils.checkpoint", "deepspeed."  # where hooks on saved tensors come from that compute a layer again
 MISSES = 2  # in a row, after which a layer starts nothing for the one behind it any more

@@ -19,11 +19,11 @@ from torch import nn
 
 from ..attention.self_attention import SelfAttention
 from ..config import SpOverlapConfig
+from .accounting import Unknown
 from .chains import Course, Courses, Link
 from .layers import Around
 from .rebinding import rebind
 from .transformers_blocks import BlockReader
-from .transformers_labels import Unknown
 from .tried_out import Form
 
 Asked = Callable[[dict[str, Any], dict], dict[str, Any]]

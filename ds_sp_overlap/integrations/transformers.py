@@ -16,6 +16,7 @@ from torch import nn
 
 from . import transformers_delta_net as delta_net
 from . import transformers_latent as latent
+from .accounting import Unknown
 from .chains import find_chains
 from .layers import Around, Found, Overlap
 from .rebinding import rebind
@@ -24,7 +25,6 @@ from .transformers_chains import DecoderLayer
 from .transformers_checkpoints import Checkpoints, can_keep
 from .transformers_driven import Driven, drive
 from .transformers_forward import Forwards, host, stretched
-from .transformers_labels import Unknown
 from .transformers_modules import (
     attention_functions,
     goes_by_length,

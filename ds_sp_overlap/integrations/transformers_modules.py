@@ -68,7 +68,7 @@ def digest(kind: type[nn.Module], *names: str) -> str:
 
 
 @once
-def _functions(kind: type[nn.Module]) -> list[types.FunctionType]:
+def functions_of(kind: type[nn.Module]) -> list[types.FunctionType]:
     """The functions of a module's class, without their decorators."""
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
     unwrapped = (inspect.unwrap(f) for base in bases for f in vars(base).values() if callable(f))
@@ -78,7 +78,7 @@ def _functions(kind: type[nn.Module]) -> list[types.FunctionType]:
 def is_attention(module: nn.Module) -> bool:
     """Whether a module's code uses transformers' attention functions; some have a collection of their own under the name."""
     name, library = "ALL_ATTENTION_FUNCTIONS", attention_functions()
-    uses = (f for f in _functions(type(module)) if name in f.__code__.co_names)
+    uses = (f for f in functions_of(type(module)) if name in f.__code__.co_names)
     return not isinstance(module, pretrained()) and any(f.__globals__.get(name, library) is library for f in uses)
 
 

@@ -157,6 +157,8 @@ class Accounting(TorchFunctionMode):
             self.fail("looks up numbers by a tensor or a list")
         if name not in self.allowed:
             self.fail(f"computes what is not known here: {name}")
+        if name not in MOVES and any(isinstance(x, Size) for x in (*args, *kwargs.values())):  # guard: sizes are no numbers
+            self.fail("computes with a size of its tensors")
         return self.done(name, function, args, kwargs)
 
     def done(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

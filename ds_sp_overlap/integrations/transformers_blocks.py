@@ -7,17 +7,18 @@ tokens, together and in parts. No weight is read.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.linear import hooks_are_harmless
 from .rebinding import is_ours
-from .accounting import MOVES, Accounting, Unknown, is_plain
+from .accounting import MISSING, MOVES, Accounting, Unknown, is_plain
 from .transformers_labels import CLASS, RUNS, UNUSED, Looked, Opaque, is_identity
 from .transformers_reading import changed
 from .tried_out import BATCH, SEQ, TRANSFORMERS, Form, kind, own_call, try_out
@@ -111,7 +112,7 @@ class BlockReader:
             raise Unknown("its forward is another one in evaluation, or in another dtype")
         self.names = frozenset(runs[0].named)
         self._looked = {path: value for run in runs for path, value in run.looked}
-        self._names = {(id(known), name): (known, name, value) for run in runs for known, name, value in run.accounting.names}
+        self._names = {(id(known), name): (known, name, value) for run in runs for known, name, value in run.names}
         self._kinds = self._now(layer)
         for name, norm in ((self.reading.norm_in, True), (self.reading.norm_mid, True), (self.reading.mlp, False)):
             try_out(name, getattr(layer, name), size, form, norm)
@@ -218,8 +219,7 @@ class _Run:
         self.given: dict[str, Any] = {}
         self.looked: list[tuple[tuple[Any, ...], Any]] = [((*CLASS, name), getattr(type(layer), name)) for name in RUNS]
         self.weights, self.more = Opaque(self), Opaque(self)
-        self.accounting = _Sums((*SUMS, *form.sums), {SEQ}, hidden)
-        self.fail = self.accounting.fail
+        self.accounting = _Sums(SUMS, {SEQ}, hidden) if form.accounted else None
         forward = type(layer).forward
         if forward.__globals__.get("__name__") == CHECKPOINTING:
             forward = forward.__wrapped__
@@ -232,16 +232,28 @@ class _Run:
         self.arguments["hidden_states"] = self.x
         self.hidden, drawn = self.x.clone(), torch.get_rng_state()
         more = dict(sp_overlap=self.more) if len(self.named) < len(parameters) else {}
-        with self.accounting:
+        with self.accounting or contextlib.nullcontext():
             self.returned = forward(Looked(layer, (), self), **self.arguments, **more)
         if not torch.equal(drawn, torch.get_rng_state()):
             raise Unknown("its forward draws random numbers")
+
+    @property
+    def names(self) -> list[tuple[dict[str, Any], str, Any]]:
+        return [] if self.accounting is None else self.accounting.names
+
+    def fail(self, reason: str) -> NoReturn:
+        if self.accounting is not None:
+            self.accounting.fail(reason)
+        raise Unknown(f"its forward {reason}")
 
     def numbers(self) -> Tensor:
         """With an infinite one, which some would clamp."""
         made = torch.randn(self.size, generator=self.generator, dtype=torch.float64).to(self.dtype)
         made.view(-1)[len(self.calls)] = torch.inf
         return made
+
+    def look(self, holder: Any, name: str) -> Any:
+        return getattr(holder, name, MISSING) if self.accounting is None else self.accounting.look(holder, name)
 
     def child(self, name: str, module: nn.Module) -> _Recorder:
         return _Recorder(name, module, self)

@@ -48,7 +48,7 @@ def cases(training: bool) -> list[Case]:
 class Out:
     """Labels that something returned, and what it was given."""
 
-    def __init__(self, name: str, given: Tensor | None, shape: tuple[int, ...], run: Run):
+    def __init__(self, name: str, given: Tensor, shape: tuple[int, ...], run: Run):
         self.name, self.given = name, given
         self.labels = run.labels(*shape)
         self.first, self.count = int(self.labels.flatten()[0]), self.labels.numel()
@@ -61,7 +61,7 @@ class Out:
     def rows(self, x: Tensor) -> Tensor | None:
         """``x`` with what was given in place of its labels; None unless its last dim is a row of what was given, in order."""
         at = self.find(x)
-        if self.given is None or x.shape[-1] != (width := self.given.shape[-1]) or (at < 0).any():
+        if x.shape[-1] != (width := self.given.shape[-1]) or (at < 0).any():
             return None
         in_order = (at % width == torch.arange(width)).all() and (at // width == at[..., :1] // width).all()
         return self.given.flatten()[at] if in_order else None
@@ -98,7 +98,7 @@ class Looked:
         vars(self).update(_value=value, _path=path, _run=run)
 
     def __getattr__(self, name: str) -> Any:
-        run, value = self._run, self._run.accounting.look(self._value, name)
+        run, value = self._run, self._run.look(self._value, name)
         if value is MISSING:
             run.looked.append(((*self._path, name), MISSING))
             raise AttributeError(name)
@@ -118,7 +118,7 @@ class Looked:
 
     def _found(self, at: Any, value: Any) -> Any:
         run, path = self._run, (*self._path, at)
-        if is_plain(value) or isinstance(value, (Tensor, types.FunctionType)):
+        if is_plain(value) or isinstance(value, (Tensor, types.FunctionType)) or run.accounting is None and at != "config":
             run.looked.append((path, value))
             return value
         return Looked(value, path, run)
@@ -133,7 +133,7 @@ class Looked:
     def _no(self, *_: Any) -> NoReturn:
         self._run.fail(f"looks into {'.'.join(map(str, self._path))}")
 
-    __eq__ = __len__ = __iter__ = __contains__ = __bool__ = __setitem__ = __delattr__ = __call__ = _no  # type: ignore[assignment]
+    __eq__ = __len__ = __iter__ = __contains__ = __bool__ = __setitem__ = __delattr__ = __call__ = _no
 
 
 class Child:
@@ -222,6 +222,9 @@ class Run:
         self.rotated: list[Out] = []
         self.looked: list[tuple[tuple[Any, ...], Any]] = [((*CLASS, name), getattr(type(module), name)) for name in RUNS]
         self._count = 0
+        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self.constants: set[str] = set()
+        self.more: dict[str, Opaque] = {}
         self.layer = Looked(module, (), self)
         config = module.config
         known = {x for holder in (vars(config), vars(module)) for x in holder.values() if isinstance(x, int)}
@@ -246,6 +249,9 @@ class Run:
 
     def fail(self, reason: str) -> NoReturn:
         self.accounting.fail(reason)
+
+    def look(self, holder: Any, name: str) -> Any:
+        return self.accounting.look(holder, name)
 
     def labels(self, *shape: int) -> Tensor:
         count = torch.Size(shape).numel()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .accounting import MISSING, Unknown, is_plain
 from .transformers_labels import Out, Run, cases
+from .transformers_probe import Probed
 from .transformers_rotary import rotary_of
 from .tried_out import TRANSFORMERS, own_call, try_out
 
@@ -72,7 +73,7 @@ class Reading:
         return None if in_order else {kind: source.rows for kind, source in self.sources.items()}
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Read:
     """What a layer's forward computes, and what it looked at: names from the layer on, and globals; and what it found."""
 
@@ -89,7 +90,8 @@ class _Read:
 class Reader:
     """Reads a layer, and again whenever something that its forward looked at has changed.
 
-    known   readers of other layers, to which it is added; a layer that is like one of theirs is not read again
+    known    readers of other layers, to which it is added; a layer that is like one of theirs is not read again
+    probed   what came of it in the layers' first calls
     """
 
     def __init__(self, where: str, module: Any, known: list[Reader] | None = None):
@@ -97,11 +99,12 @@ class Reader:
         self.where, self._form = where, _form(module)
         self.readings: dict[bool, _Read]
         if like := next((reader for reader in known if reader._serves(module, self._form)), None):
-            self.readings = dict(like.readings)
+            self.readings, self.probed = dict(like.readings), like.probed
             return
         self.readings = {training: _read(module, training) for training in (True, False)}
         if self.readings[True].reading != self.readings[False].reading:
             raise Unknown("its forward is another one in evaluation")
+        self.probed = Probed()
         known.append(self)
 
     def _serves(self, module: Any, form: tuple) -> bool:
@@ -161,7 +164,9 @@ def _read(module: Any, training: bool) -> _Read:
     try:
         with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(()):
             keywords: set[str] = set()
-            readings, looked, names = [], {}, {}
+            readings: list[Reading] = []
+            looked: dict[Any, Any] = {}
+            names: dict[Any, Any] = {}
             for case in cases(training):
                 run = Run(module, case, keywords if case.told else set())
                 readings.append(_Interpreter(run).reading())
@@ -252,7 +257,7 @@ class _Interpreter:
             raise Unknown("its forward doesn't return (output, attention weights)")
         if not torch.equal(returned[0], last.labels):
             raise Unknown(f"{last.name} is not the last that is computed")
-        if last.given is None or not torch.equal(last.given, self.run.o.flatten(2)):
+        if not torch.equal(last.given, self.run.o.flatten(2)):
             raise Unknown(f"{last.name} is not given the output of attention as it is")
         return last.name
 
@@ -274,8 +279,8 @@ class _Interpreter:
         if (at < 0).any() or not in_place.all() or (rows != first[:, None] + torch.arange(heads.shape[-1])).any():
             raise Unknown("heads are not rows of a projection")
         chain = [out]
-        while not torch.equal(chain[0].given, self.run.x):
-            earlier = [other for other in self.run.outs if torch.equal(other.labels, chain[0].given)]
+        while not torch.equal(given := chain[0].given, self.run.x):
+            earlier = [other for other in self.run.outs if torch.equal(other.labels, given)]
             if not earlier:
                 raise Unknown(f"{chain[0].name} is not given the hidden states as they are")
             chain[:0] = earlier
@@ -317,6 +322,5 @@ class _Interpreter:
             in_place = (place == torch.arange(self.run.seq).view(1, -1, 1, 1)).all() and (batch == batch[..., :1]).all()
             if not turned or not in_place or (at[..., width:] >= 0).any():
                 raise Unknown("its forward rotates other dims than the first")
-            assert out.given is not None
             return torch.cat((out.given.flatten()[at[..., :width]], heads[..., width:]), -1)
         return None

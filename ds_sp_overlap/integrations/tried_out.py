@@ -27,7 +27,7 @@ class Form:
     token_dim   of hidden states
     biases      its attentions, MLPs and linear layers return ``(output, bias)``, where the bias is yet to be added, or None
     absent      arguments that are None wherever a layer runs in a chain
-    sums        names of operations that its layers add up with, beside torch's
+    accounted   whether all that its layers' own forwards do is accounted for; else it is told from what they make of numbers
     """
 
     size: Callable[[Any], int]
@@ -35,7 +35,7 @@ class Form:
     token_dim: int
     biases: bool
     absent: tuple[str, ...]
-    sums: tuple[str, ...] = ()
+    accounted: bool = True
 
 
 TRANSFORMERS = Form(lambda attention: attention.config.hidden_size, lambda module: type(module) is nn.Linear, 1, False, ())
@@ -196,7 +196,7 @@ def try_out(name: str, module: nn.Module, size: int, form: Form, norm: bool = Fa
         x = x.movedim(1, dim)
         cuts = (2, SEQ - 2) if norm else (2, SEQ, 0, CROWD - 2)
         biases = form.biases and not norm
-        accounts = not known_code and not biases  # guard: code of one's own is accounted for
+        accounts = not known_code and form.accounted  # guard: code of one's own is accounted for
         before, (whole, of_whole) = _state(stand_in), _ran(what, stand_in, x, biases, accounts)
         ys, of_parts = zip(*(_ran(what, stand_in, part, biases) for part in x.split(cuts, dim)))
         if not torch.equal(drawn, torch.get_rng_state()):

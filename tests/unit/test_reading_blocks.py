@@ -187,7 +187,7 @@ WRONG_MLPS = {
     "tokens that meet in backward": ("self.gate_proj(x)", "self.gate_proj(Meeting.apply(x))", "uses the global Meeting"),
     "a checkpoint": (WHOLE, WHOLE.replace("self.down_proj(", "checkpoint(self.down_proj, ").replace("up_proj(x))", "up_proj(x), use_reentrant=False)"), "calls torch._compile"),
     "a reentrant checkpoint": (WHOLE, WHOLE.replace("self.down_proj(", "checkpoint(self.down_proj, ").replace("up_proj(x))", "up_proj(x), use_reentrant=True)"), "calls torch._compile"),
-    "sizes by the count of tokens": ("self.gate_proj(x)", "self.gate_proj(x / x.shape[1])", "computes with a size"),
+    "sizes by the count of tokens": ("self.gate_proj(x)", "self.gate_proj(x / x.shape[1])", "makes something else of some|computes with a size"),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import logging
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -94,6 +94,19 @@ def is_plain(value: Any) -> bool:
     return value is None or value is ... or not isinstance(value, Size) and isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype))
 
 
+def forward_of(kind: type, beside: str = "") -> Callable:
+    """The forward that runs where a module of a class is called; raises Unknown where torch wraps it, as in ``no_grad``.
+
+    beside   a module of decorators that are taken off
+    """
+    forward: Any = kind.forward  # type: ignore[attr-defined]
+    while (where := getattr(forward, "__globals__", {}).get("__name__", "")) == beside:
+        forward = forward.__wrapped__
+    if not isinstance(forward, types.FunctionType) or where.split(".")[0] == "torch":  # guard: what torch does around it
+        raise Unknown(f"its forward is wrapped by {where or type(forward).__name__}")
+    return forward
+
+
 class Accounting(TorchFunctionMode):
     """Run the body, and raise Unknown if it does what is not accounted for, even where the body catches that.
 
@@ -129,6 +142,10 @@ class Accounting(TorchFunctionMode):
         if self.fault:
             raise Unknown(f"its forward {self.fault}") from raised[1]
 
+    def strings(self) -> set[str]:
+        """Strings in what ran that may be keywords."""
+        return {x for code in self.codes for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
+
     def look(self, holder: Any, name: str) -> Any:
         """An attribute, `MISSING` if there is none; what a property does for it is seen when it is looked at again."""
         sys.setprofile(None)
@@ -147,6 +164,8 @@ class Accounting(TorchFunctionMode):
         if name in ("shape", "size"):
             found = function(*args, **kwargs)
             return self.size(found) if isinstance(found, int) else tuple(map(self.size, found))
+        if name == "__len__" and args[0].shape[0] in self.sizes:
+            self.fail("asks for the len() of a tensor")
         if name in ("dtype", "device"):
             return self._same or self.kind(name, args[0])
         if name in ("to", "type_as", "type") and self.moves_only(args, kwargs):
@@ -259,4 +278,4 @@ def _is_known(value: Any, free: bool = False) -> bool:
     of = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or type(value).__module__
     if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
         return of.split(".")[0] in _PACKAGES or free
-    return type(value).__module__.split(".")[0] in ("ds_sp_overlap", "typing", "torch", "types", "typing_extensions")
+    return type(value).__module__.split(".")[0] in ("ds_sp_overlap", "typing", "torch", "typing_extensions")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..attention.linear import hooks_are_harmless
 from .rebinding import is_ours
-from .accounting import MISSING, MOVES, Accounting, Unknown, is_plain
+from .accounting import MISSING, MOVES, Accounting, Unknown, forward_of, is_plain
 from .transformers_labels import CLASS, RUNS, UNUSED, Looked, Opaque, is_identity
 from .transformers_reading import changed
 from .tried_out import BATCH, SEQ, TRANSFORMERS, Form, kind, own_call, try_out
@@ -101,12 +101,12 @@ class BlockReader:
         size = form.size(getattr(layer, attention))
         if own_call(layer):
             raise Unknown("it has a __call__ of its own")
-        runs = [
-            _Run(layer, attention, size, form, training, dtype, hidden, bias)
-            for training in (True, False)
-            for dtype, hidden in (*((dtype, False) for dtype in DTYPES), (torch.float32, True))
-            for bias in {form.biases, False}
-        ]
+        runs: list[_Run] = []
+        for training in (True, False):
+            for dtype, hidden in (*((dtype, False) for dtype in DTYPES), (torch.float32, True)):
+                for bias in {form.biases, False}:
+                    keywords = runs[0].constants if runs and hidden else set()  # guard: keywords are passed on as they are
+                    runs.append(_Run(layer, attention, size, form, training, dtype, hidden, bias, keywords))
         self.reading, *others = (run.reading() for run in runs)
         if any(other != self.reading for other in others):
             raise Unknown("its forward is another one in evaluation, or in another dtype")
@@ -211,18 +211,18 @@ class _Run:
     looked     what the forward looked at on the way: names from the layer on, and what it found
     """
 
-    def __init__(self, layer: Any, attention: str, size: int, form: Form, training: bool, dtype: torch.dtype, hidden: bool, bias: bool):
+    def __init__(
+        self, layer: Any, attention: str, size: int, form: Form, training: bool, dtype: torch.dtype, hidden: bool, bias: bool, keywords: set[str]
+    ):
         self.layer, self.attention, self.form, self.training, self.dtype, self.bias = layer, attention, form, training, dtype, bias
         self.generator = torch.Generator().manual_seed(0)
         self.size = BATCH, SEQ, size
         self.calls: list[tuple[str, Tensor, Tensor]] = []
         self.given: dict[str, Any] = {}
         self.looked: list[tuple[tuple[Any, ...], Any]] = [((*CLASS, name), getattr(type(layer), name)) for name in RUNS]
-        self.weights, self.more = Opaque(self), Opaque(self)
-        self.accounting = _Sums(SUMS, {SEQ}, hidden) if form.accounted else None
-        forward = type(layer).forward
-        if forward.__globals__.get("__name__") == CHECKPOINTING:
-            forward = forward.__wrapped__
+        self.weights, self.more = Opaque(self), {name: Opaque(self) for name in {"sp_overlap", *keywords}}
+        self.accounting = _Sums(SUMS, {BATCH, SEQ}, hidden) if form.accounted else None
+        forward = forward_of(type(layer), beside=CHECKPOINTING) if form.accounted else inspect.unwrap(type(layer).forward)
         parameters = list(inspect.signature(forward).parameters.values())[1:]
         self.named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
         if "hidden_states" not in self.named:
@@ -231,11 +231,18 @@ class _Run:
         self.arguments: dict[str, Any] = {name: None if name in (*UNUSED, *form.absent) else Opaque(self) for name in self.named}
         self.arguments["hidden_states"] = self.x
         self.hidden, drawn = self.x.clone(), torch.get_rng_state()
-        more = dict(sp_overlap=self.more) if len(self.named) < len(parameters) else {}
+        more = self.more if len(self.named) < len(parameters) else {}
         with self.accounting or contextlib.nullcontext():
             self.returned = forward(Looked(layer, (), self), **self.arguments, **more)
         if not torch.equal(drawn, torch.get_rng_state()):
             raise Unknown("its forward draws random numbers")
+
+    takes_parameters = False
+
+    @property
+    def constants(self) -> set[str]:
+        strings = set() if self.accounting is None else self.accounting.strings()
+        return strings - {*self.named, *self.given}
 
     @property
     def names(self) -> list[tuple[dict[str, Any], str, Any]]:
@@ -276,7 +283,9 @@ class _Run:
         ]
         if any(x is not None and x is not self.weights for x in behind[: len(behind) - len(zeros)]):
             raise Unknown("its forward returns more than hidden states")
-        passes = self.given.pop("sp_overlap", None) is self.more
+        passed = [self.given.pop(name, None) is x for name, x in self.more.items()]
+        if (passes := any(passed)) and not all(passed):
+            raise Unknown(f"its forward uses the keyword {[*self.more][passed.index(False)]}")
         opaque = {id(x): name for name, x in self.arguments.items() if isinstance(x, Opaque)}
         arguments = {name: opaque[id(x)] for name, x in self.given.items() if id(x) in opaque}
         rest = {name: x for name, x in self.given.items() if name not in arguments}

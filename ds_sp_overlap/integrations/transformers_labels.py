@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .accounting import MISSING, Accounting, Dtype, Size, Unknown, is_plain
+from .accounting import MISSING, Accounting, Dtype, Size, Unknown, forward_of, is_plain
 from .transformers_modules import functions_of
 from .transformers_rotary import Table
 from .tried_out import own_call
@@ -118,6 +118,8 @@ class Looked:
 
     def _found(self, at: Any, value: Any) -> Any:
         run, path = self._run, (*self._path, at)
+        if isinstance(value, Tensor) and not run.takes_parameters:
+            run.fail(f"reads {'.'.join(map(str, path))}")
         if is_plain(value) or isinstance(value, (Tensor, types.FunctionType)) or run.accounting is None and at != "config":
             run.looked.append((path, value))
             return value
@@ -160,6 +162,8 @@ def is_identity(name: str, module: Any, run: Any) -> bool:
     """Whether a child returns what it is given: a dropout of nothing, which is looked at again. Fails of one that drops out."""
     if own_call(module):
         run.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")
+    if getattr(module, "out_features", None) is None:
+        run.looked.append(((name, "__class__"), type(module)))
     if type(module) is nn.Identity:
         return True
     if not isinstance(module, nn.modules.dropout._DropoutNd):
@@ -215,6 +219,8 @@ class Run:
     Raises Unknown.
     """
 
+    takes_parameters = True  # of its own, for attention
+
     def __init__(self, module: Any, case: Case, keywords: set[str]):
         self.module, self.training, self.case = module, case.training, case
         self.outs: list[Out] = []
@@ -237,15 +243,14 @@ class Run:
         self.o: Any = None
         sizes = {self.batch, self.seq, self.batch * self.seq}
         self.accounting = _OfLabels(case.dtype, sizes)
-        forward = type(module).forward
+        forward = forward_of(type(module))
         given = self._arguments(forward, keywords)
         with replaced(module, self._instead), self.accounting:
             self.returned = forward(self.layer, **given)
         if self.o is None:
             raise Unknown("its forward calls no attention function")
         self.names = [each for each in self.accounting.names if not isinstance(each[2], _Functions) and not hasattr(each[2], "_rotary")]
-        strings = {x for code in self.accounting.codes for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
-        self.constants = strings - set(inspect.signature(forward).parameters) - self.options.keys()
+        self.constants = self.accounting.strings() - set(inspect.signature(forward).parameters) - self.options.keys()
 
     def fail(self, reason: str) -> NoReturn:
         self.accounting.fail(reason)

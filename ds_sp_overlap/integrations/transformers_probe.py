@@ -81,7 +81,7 @@ def _apart(own: Tensor | None, mine: Tensor | None) -> str:
         return f" is {list(own.shape)} {own.dtype}, not {list(mine.shape)} {mine.dtype}"
     if not own.numel() or own.is_meta:
         return ""
-    error, size = ((x.double() if x.device.type != "mps" else x.float()).norm() for x in (own - mine, own))
+    error, size = (x.detach().double().norm() for x in (own - mine, own))
     apart = float(error / size) if size else float(error)
     few = 4 if own.dtype in (torch.bfloat16, torch.float16) else 256
     return "" if apart <= few * torch.finfo(own.dtype).eps else f" differs by {apart:.1e}"

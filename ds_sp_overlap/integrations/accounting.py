@@ -33,7 +33,9 @@ _BUILTINS = frozenset(
     "reversed round set slice sorted str sum super tuple zip".split()
 )
 _PACKAGES = {"torch", "transformers", "typing", "typing_extensions", "math", "collections", "builtins", "types", "warnings"}
-_LIBRARIES = sys.stdlib_module_names | {"peft"}  # whose functions may look at what they like: only what they compute is accounted for
+_LIBRARIES = sys.stdlib_module_names | {
+    "peft"
+}  # whose functions may look at what they like: only what they compute is accounted for
 TORCH = "torch._tensor", "torch.functional", "torch.nn.functional", "torch.overrides", "torch._jit_internal", "torch._VF"
 _STATE = {"__class__", "__dict__", "__globals__", "__closure__", "__code__"}  # attributes by which one comes to anything
 
@@ -91,7 +93,12 @@ def is_plain(value: Any) -> bool:
     """Whether a value is a constant."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
-    return value is None or value is ... or not isinstance(value, Size) and isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype))
+    return (
+        value is None
+        or value is ...
+        or not isinstance(value, Size)
+        and isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype))
+    )
 
 
 def forward_of(kind: type, beside: str = "") -> Callable:
@@ -123,7 +130,8 @@ class Accounting(TorchFunctionMode):
         self.names: list[tuple[dict[str, Any], str, Any]] = []
         self.codes: set[types.CodeType] = set()
         self.fault = ""
-        self.of_torch = TORCH
+        self.of_torch: tuple[str, ...] = TORCH
+        self.drops_nothing = True  # where p is looked at again
         self._same = Dtype(self) if hidden else None
 
     def fail(self, reason: str) -> NoReturn:
@@ -207,7 +215,7 @@ class Accounting(TorchFunctionMode):
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """A dropout that drops nothing; ``p`` and ``training`` are looked at like all else."""
-        if p == 0 or not training:
+        if self.drops_nothing and (p == 0 or not training):
             return input
         self.fail("computes what is not known here: dropout")
 
@@ -230,7 +238,7 @@ class Accounting(TorchFunctionMode):
             self._account(frame)
         elif of_torch and frame.f_back is not None and not _module(frame.f_back).startswith(("torch", "ds_sp_overlap")):
             if not where.startswith(self.of_torch) and frame.f_code.co_name != "is_compiling":
-                self.fail(f"calls {where}.{frame.f_code.co_qualname if sys.version_info > (3, 11) else frame.f_code.co_name}")
+                self.fail(f"calls {where}.{frame.f_code.co_name}")
 
     def _account(self, frame: types.FrameType) -> None:
         """Look at what the code that begins to run can reach."""
@@ -244,7 +252,9 @@ class Accounting(TorchFunctionMode):
         for name in loaded:
             value = frame.f_globals.get(name, MISSING)
             if value is MISSING:
-                if name not in _BUILTINS and not (isinstance(kind := getattr(builtins, name, None), type) and issubclass(kind, Exception)):
+                if name not in _BUILTINS and not (
+                    isinstance(kind := getattr(builtins, name, None), type) and issubclass(kind, Exception)
+                ):
                     self.fail(f"uses {name} ({code.co_name})")
             elif not _is_known(value):
                 self.fail(f"uses the global {name}")

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.linear import hooks_are_harmless
-from .rebinding import is_ours
 from .accounting import MISSING, MOVES, Accounting, Unknown, forward_of, is_plain
+from .rebinding import is_ours
 from .transformers_labels import CLASS, RUNS, UNUSED, Looked, Opaque, is_identity
 from .transformers_reading import changed
 from .tried_out import BATCH, SEQ, TRANSFORMERS, Form, kind, own_call, try_out
@@ -134,10 +134,10 @@ class BlockReader:
         names = (name for known, name, value in self._names.values() if known.get(name) is not value)
         return next(looked, "") or next(names, "")
 
-    def _now(self, layer: Any) -> list[type]:
-        """Kinds of the modules that were tried out."""
+    def _now(self, layer: Any) -> list[tuple[type, Any]]:
+        """Kinds of the modules that were tried out, and what a dropout among them drops."""
         parts = (getattr(layer, name) for name in (self.reading.norm_in, self.reading.norm_mid, self.reading.mlp))
-        return [type(module) for part in parts for module in part.modules()]
+        return [(type(module), vars(module).get("p")) for part in parts for module in part.modules()]
 
     def unexpected(self, given: dict[str, Any]) -> str:
         """Why the layer can't be driven where it is given this; empty if it can."""
@@ -212,7 +212,16 @@ class _Run:
     """
 
     def __init__(
-        self, layer: Any, attention: str, size: int, form: Form, training: bool, dtype: torch.dtype, hidden: bool, bias: bool, keywords: set[str]
+        self,
+        layer: Any,
+        attention: str,
+        size: int,
+        form: Form,
+        training: bool,
+        dtype: torch.dtype,
+        hidden: bool,
+        bias: bool,
+        keywords: set[str],
     ):
         self.layer, self.attention, self.form, self.training, self.dtype, self.bias = layer, attention, form, training, dtype, bias
         self.generator = torch.Generator().manual_seed(0)

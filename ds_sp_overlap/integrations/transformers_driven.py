@@ -132,7 +132,7 @@ def drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: O
             ranks = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)
             raise RuntimeError(
                 f"{name}: {type(module).__name__} computes something else than what was read of its forward ({ranks}); please report "
-                'it, and set sp_overlap.enabled to false until then'
+                "it, and set sp_overlap.enabled to false until then"
             )
 
     def forward(*args, **kwargs):

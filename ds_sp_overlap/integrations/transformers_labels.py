@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .accounting import MISSING, Accounting, Dtype, Size, Unknown, forward_of, is_plain
+from .accounting import MISSING, Accounting, Dtype, Unknown, forward_of, is_plain
 from .transformers_modules import functions_of
 from .transformers_rotary import Table
 from .tried_out import own_call
@@ -73,8 +73,8 @@ class Opaque:
     def __init__(self, run: Any):
         self._run = run
 
-    def __bool__(self) -> NoReturn:
-        self._run.fail("looks at an argument")
+    def __bool__(self) -> bool:
+        return self._run.fail("looks at an argument")
 
     def __eq__(self, other: object) -> bool:
         return other is self or bool(self)
@@ -128,12 +128,10 @@ class Looked:
     def __setattr__(self, name: str, value: Any) -> None:
         self._run.fail(f"sets {name}")
 
-    @property
-    def __class__(self) -> type:  # of isinstance
-        return type(self._value)
+    __class__ = property(lambda self: type(self._value))  # of isinstance
 
-    def _no(self, *_: Any) -> NoReturn:
-        self._run.fail(f"looks into {'.'.join(map(str, self._path))}")
+    def _no(self, *_: Any) -> Any:
+        return self._run.fail(f"looks into {'.'.join(map(str, self._path))}")
 
     __eq__ = __len__ = __iter__ = __contains__ = __bool__ = __setitem__ = __delattr__ = __call__ = _no
 
@@ -249,7 +247,9 @@ class Run:
             self.returned = forward(self.layer, **given)
         if self.o is None:
             raise Unknown("its forward calls no attention function")
-        self.names = [each for each in self.accounting.names if not isinstance(each[2], _Functions) and not hasattr(each[2], "_rotary")]
+        self.names = [
+            each for each in self.accounting.names if not isinstance(each[2], _Functions) and not hasattr(each[2], "_rotary")
+        ]
         self.constants = self.accounting.strings() - set(inspect.signature(forward).parameters) - self.options.keys()
 
     def fail(self, reason: str) -> NoReturn:

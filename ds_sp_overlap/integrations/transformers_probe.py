@@ -36,7 +36,9 @@ class Probed:
         return self.calls == 1 or check and self.calls % EVERY == 0
 
 
-def difference(module: Any, block: SelfAttention, output: Any, forward: Callable, given: dict[str, Any], options: dict[str, Any]) -> str:
+def difference(
+    module: Any, block: SelfAttention, output: Any, forward: Callable, given: dict[str, Any], options: dict[str, Any]
+) -> str:
     """Where a layer's own ``forward`` and what ``block`` makes of it differ; empty if they don't.
 
     output    the output projection
@@ -45,12 +47,15 @@ def difference(module: Any, block: SelfAttention, output: Any, forward: Callable
     """
     x, tables = given["hidden_states"], given.get("position_embeddings")
     devices = [x.device] if x.device.type != "cpu" else []
-    backward = not x.is_inference() and not any(hasattr(p, "ds_id") for p in module.parameters())  # in ZeRO-3, hooks count backwards
+    backward = not x.is_inference() and not any(
+        hasattr(p, "ds_id") for p in module.parameters()
+    )  # in ZeRO-3, hooks count backwards
     plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # a checkpoint around it counts what is saved
     with torch.random.fork_rng(devices), torch.set_grad_enabled(backward), plain:
         leaf = x.detach().requires_grad_(backward)
         made: list[Tensor] = []
-        with _recording(module, made, theirs := {}):
+        theirs: dict[str, Any] = {}
+        with _recording(module, made, theirs):
             out = forward(**{**given, "hidden_states": leaf})[0]
         o, *own = made
         mine = [heads.transpose(1, 2) for heads in block.plainly(leaf, tables)]
@@ -83,8 +88,9 @@ def _apart(own: Tensor | None, mine: Tensor | None) -> str:
         return ""
     error, size = (x.detach().double().norm() for x in (own - mine, own))
     apart = float(error / size) if size else float(error)
-    few = 4 if own.dtype in (torch.bfloat16, torch.float16) else 256
-    return "" if apart <= few * torch.finfo(own.dtype).eps else f" differs by {apart:.1e}"
+    half = own.dtype in (torch.bfloat16, torch.float16)
+    rounding = 4 * torch.finfo(own.dtype).eps if half else 256 * torch.finfo(torch.float32).eps  # norms of fp64 may compute in fp32
+    return "" if apart <= rounding else f" differs by {apart:.1e}"  # guard: more than rounding
 
 
 @contextlib.contextmanager

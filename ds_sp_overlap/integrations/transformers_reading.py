@@ -96,7 +96,7 @@ class Reader:
 
     def __init__(self, where: str, module: Any, known: list[Reader] | None = None):
         known = [] if known is None else known
-        self.where, self._form = where, _form(module)
+        self.where, self._form, self.probed = where, _form(module), Probed()
         self.readings: dict[bool, _Read]
         if like := next((reader for reader in known if reader._serves(module, self._form)), None):
             self.readings, self.probed = dict(like.readings), like.probed
@@ -104,7 +104,6 @@ class Reader:
         self.readings = {training: _read(module, training) for training in (True, False)}
         if self.readings[True].reading != self.readings[False].reading:
             raise Unknown("its forward is another one in evaluation")
-        self.probed = Probed()
         known.append(self)
 
     def _serves(self, module: Any, form: tuple) -> bool:

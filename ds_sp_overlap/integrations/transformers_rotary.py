@@ -94,7 +94,9 @@ def rotary_of(function: Callable, args: tuple[Any, ...], kwargs: tuple[tuple[str
     ((tables, neighbours),) = kinds
     rotary = functools.partial(Rotary, tables, partial=(tables, neighbours, True) in found, neighbours=neighbours)
     low, single, double = torch.bfloat16, torch.float32, torch.float64
-    dtypes = [(low, single), (double, single)] + ([] if is_complex else [(low, low), (torch.float16, torch.float16)])  # of q and k, of the tables
+    dtypes = [(low, single), (double, single)] + (
+        [] if is_complex else [(low, low), (torch.float16, torch.float16)]
+    )  # of q and k, of the tables
     for rounding in ROUNDINGS:
         if not any(differs(widths[tables], rotary(rounding=rounding), *pair, tolerance=0) for pair in dtypes):
             return {"tables": tables, **rotary.keywords, "rounding": rounding}

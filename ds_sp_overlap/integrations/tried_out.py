@@ -57,12 +57,15 @@ class _TokenByToken(Accounting):
     def __init__(self, sizes: Collection[int]):
         super().__init__(self.NUMBERS | self.OVER_LAST | self.NORMS | self.LAST, sizes)
         self.allowed -= MOVES - self.NUMBERS - self.LAST - {"__getitem__", "view", "reshape", "flatten", "unflatten"}
+        self.drops_nothing = False
         self.of_torch = (*self.of_torch, "torch.nn.modules", "torch._VF")
 
     def done(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         x = args[0][0] if isinstance(args[0], (tuple, list)) else args[0]
         last = -1, x.dim() - 1, (-1,), [-1]
-        dim = kwargs.get("dim", next((given for given in args[1:] if name not in ("split", "chunk", "norm", "split_with_sizes")), None))
+        dim = kwargs.get(
+            "dim", next((given for given in args[1:] if name not in ("split", "chunk", "norm", "split_with_sizes")), None)
+        )
         if name in ("split", "chunk", "split_with_sizes"):
             dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
         if name in self.OVER_LAST | self.LAST and x.dim() > 1 and dim not in last:

@@ -244,7 +244,11 @@ def tables(x):
 def judge(program):
     """What becomes of a program, and why."""
     layer, module = build(program)
-    return _judge_attention(program, layer.self_attn, module) if program.of in ("attention", "q norm") else _judge_block(program, layer, module)
+    return (
+        _judge_attention(program, layer.self_attn, module)
+        if program.of in ("attention", "q norm")
+        else _judge_block(program, layer, module)
+    )
 
 
 def _judge_attention(program, attention, module):
@@ -693,8 +697,11 @@ PROGRAMS = {
     "a norm of heads over heads at times": Program("q norm", (("y = self.weight * y", "y = self.weight * (y + self.mix * y.mean(1, keepdim=True))"),), put("mix", 0.0), put("mix", 1.0)),
     "a clamped MLP": Program("mlp", (("    u =", "    g = g.clamp(-self.bound, self.bound)\n    u ="),), put("bound", 1e6), put("bound", 0.5), expected="whole"),
 }  # fmt: skip
-PROGRAMS |= {f"{name}, of {x}": inserted("attention", place, x, name) for name in OPERATIONS for place, x in [
-    ("q, k = apply_rotary_pos_emb(q, k, cos, sin)", "q")]}
+PROGRAMS |= {
+    f"{name}, of {x}": inserted("attention", place, x, name)
+    for name in OPERATIONS
+    for place, x in [("q, k = apply_rotary_pos_emb(q, k, cos, sin)", "q")]
+}
 PROGRAMS |= {f"{name}, of the residual": inserted("decoder", "r = h + b", "r", name) for name in OPERATIONS}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import gc
 import logging
 import sys
 import types
@@ -140,12 +141,15 @@ class Accounting(TorchFunctionMode):
 
     def __enter__(self) -> Accounting:
         super().__enter__()
-        self._before = sys.getprofile()
+        self._before, self._collects = sys.getprofile(), gc.isenabled()
+        gc.disable()  # guard: a finaliser that happens to run is nobody's code
         sys.setprofile(self._profile)
         return self
 
     def __exit__(self, *raised: Any) -> None:
         sys.setprofile(self._before)
+        if self._collects:
+            gc.enable()
         super().__exit__(*raised)
         if self.fault:
             raise Unknown(f"its forward {self.fault}") from raised[1]
@@ -223,7 +227,7 @@ class Accounting(TorchFunctionMode):
 
     def _profile(self, frame: types.FrameType, event: str, arg: Any) -> None:
         where = _module(frame)
-        if where.startswith("ds_sp_overlap.") or event not in ("call", "c_call"):
+        if where.startswith("ds_sp_overlap.") or event not in ("call", "c_call") or frame.f_code.co_name == "__del__":
             return
         of_torch = where.split(".")[0] == "torch"
         if event == "c_call":

@@ -46,6 +46,8 @@ def difference(
     options   what the block's attention is called with, as far as it is read from the layer
     """
     x, tables = given["hidden_states"], given.get("position_embeddings")
+    if not x.numel():  # of no tokens, which few forwards take
+        return ""
     devices = [x.device] if x.device.type != "cpu" else []
     backward = not x.is_inference() and not any(
         hasattr(p, "ds_id") for p in module.parameters()

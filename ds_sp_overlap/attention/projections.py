@@ -122,7 +122,6 @@ class Projections:
         heads = norm(heads) if norm is not None and self.norm_last else heads
         return heads.movedim(0, 2) if ranks else heads
 
-
     def of_norm(self, kind: str, saved: Sequence[Tensor]) -> Sequence[Tensor]:
         """What is learned in the norm of q or k, of what is ``saved`` of all norms."""
         at, linear = self.learned[kind], 2 * len(self.modules)

@@ -97,8 +97,12 @@ class Link(ABC):
         self.layer = BlockLayer(attention, *self._parts(), records_nothing)
         if reason := self.layer.in_the_way():
             raise Unknown(reason)
-        self._original, self._misses = module.forward, 0
+        self._misses = 0
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def _original(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the layer's class, as of now."""
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
     def rerun(self) -> Rerun:

@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -32,6 +32,50 @@ def off_in_eval(module: Any) -> bool:
     """Whether stock Ulysses was told to leave evaluation alone (``disable_in_eval``)."""
     stock = stock_of(attention_functions().get(module.config._attn_implementation))
     return stock is not None and stock.disable_in_eval and not module.training
+
+
+def refuse_copy(module: Any) -> None:
+    """Refuse a copy of a module that is overlapped, where nobody would exchange for the copy. Raises RuntimeError."""
+    if stock_of(attention_functions().get(module.config._attn_implementation)) is None:  # guard: no rank attends alone
+        raise RuntimeError(
+            f"{type(module).__name__}: this is a copy of one that is overlapped, and would attend to this rank's tokens alone; call "
+            "ds_sp_overlap.enable with the copy, or ds_sp_overlap.disable, after which each rank attends by itself"
+        )
+
+
+class Watched:
+    """Whether layers below a model are where they were, and call the attention function that they did.
+
+    edges       holder, name and module of each step from the model to a layer
+    functions   layers that are overlapped at their attention function, by name
+    """
+
+    def __init__(self, at: str, names: Iterable[str], modules: dict[str, nn.Module], functions: Collection[str]):
+        self.edges: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+        for name in names:
+            while name != at:
+                holder, _, child = name.rpartition(".")
+                self.edges[name] = modules[holder], child, modules[name]
+                name = holder
+        self.functions = {name: modules[name] for name in names if name in functions}
+
+    def refuse_changed(self) -> None:
+        """Raise RuntimeError if something else would run than what was overlapped. The same on every rank."""
+        for name, (holder, child, module) in self.edges.items():
+            now = holder._modules.get(child)
+            if now is not module and (
+                now is None or all(part is not module for part in now.modules())
+            ):  # guard: who is overlapped runs
+                raise RuntimeError(
+                    f"{name}: the {type(module).__name__} there was replaced since ds_sp_overlap.enable; call it again"
+                )
+        for name, layer in self.functions.items():
+            implementation: str = layer.config._attn_implementation  # type: ignore[union-attr, assignment]
+            if layer not in getattr(attention_functions().get(implementation), "attend", ()):  # guard: a function that exchanges
+                raise RuntimeError(
+                    f'{name}: its attention is "{implementation}" since ds_sp_overlap.enable, and each rank would attend to its own tokens '
+                    "alone; call ds_sp_overlap.enable again"
+                )
 
 
 # Modules.

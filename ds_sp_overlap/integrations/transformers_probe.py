@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention.self_attention import SelfAttention
 from .transformers_modules import attention_functions
@@ -49,9 +49,7 @@ def difference(
     if not x.numel():  # of no tokens, which few forwards take
         return ""
     devices = [x.device] if x.device.type != "cpu" else []
-    backward = not x.is_inference() and not any(
-        hasattr(p, "ds_id") for p in module.parameters()
-    )  # in ZeRO-3, hooks count backwards
+    backward = not x.is_inference() and not any(map(_is_hooked, module.modules()))  # ZeRO-3 and FSDP2 count backwards
     plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # a checkpoint around it counts what is saved
     with torch.random.fork_rng(devices), torch.set_grad_enabled(backward), plain:
         leaf = x.detach().requires_grad_(backward)
@@ -73,6 +71,10 @@ def difference(
     if other := [name for name in options if name not in theirs or not _equal(options[name], theirs[name])]:
         return f"attention's {other[0]} is {theirs.get(other[0])}, not {options[other[0]]}"
     return next((f"{name}{apart}" for name, a, b in zip(names, own, mine) if (apart := _apart(a, b))), "")
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def _equal(x: Any, y: Any) -> bool:

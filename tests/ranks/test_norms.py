@@ -344,7 +344,9 @@ def test_gradients_are_those_at_the_weights_that_a_functional_call_gave(config):
     like.load_state_dict(given)
     x, dy = (layers.my_slice(model.shape, 0, t) for t in layers.whole_inputs(model.shape))
     expected = torch.autograd.grad(like(x), list(like.parameters()), dy)
-    for mine, theirs in zip(torch.autograd.grad(torch.func.functional_call(model, given, (x,)), list(given.values()), dy), expected):
+    for mine, theirs in zip(
+        torch.autograd.grad(torch.func.functional_call(model, given, (x,)), list(given.values()), dy), expected
+    ):
         assert torch.equal(mine, theirs) and mine.any()
 
 

@@ -34,9 +34,8 @@ _BUILTINS = frozenset(
     "reversed round set slice sorted str sum super tuple zip".split()
 )
 _PACKAGES = {"torch", "transformers", "typing", "typing_extensions", "math", "collections", "builtins", "types", "warnings"}
-_LIBRARIES = sys.stdlib_module_names | {
-    "peft"
-}  # whose functions may look at what they like: only what they compute is accounted for
+# Whose functions may look at what they like: only what they compute is accounted for.
+_LIBRARIES = sys.stdlib_module_names | {"torch", "ds_sp_overlap", "peft"}
 TORCH = "torch._tensor", "torch.functional", "torch.nn.functional", "torch.overrides", "torch._jit_internal", "torch._VF"
 _STATE = {"__class__", "__dict__", "__globals__", "__closure__", "__code__"}  # attributes by which one comes to anything
 
@@ -57,7 +56,7 @@ class Size(int):
     __rmul__ = __mul__
 
     def __eq__(self, other: object) -> bool:
-        if not (isinstance(other, Size) and int.__eq__(self, other)):  # unequal sizes may be equal in another call
+        if not (isinstance(other, Size) and int.__eq__(self, other)):  # guard: sizes that differ may be equal in another call
             self.accounting.fail("compares a size of its tensors")
         return True
 
@@ -65,14 +64,16 @@ class Size(int):
         return not self == other
 
 
-def _not_for_sizes(name: str) -> Any:
-    return lambda size, *_: size.accounting.fail("computes with a size of its tensors")
+def _computed(size: Size, *_: Any) -> Any:
+    return size.accounting.fail("computes with a size of its tensors")  # guard: nothing goes by a size
 
 
-for _name in (
-    "add radd sub rsub floordiv rfloordiv truediv rtruediv mod rmod pow rpow neg lt le gt ge bool int float hash abs divmod round floor ceil trunc lshift rshift and or xor invert"
-).split():
-    setattr(Size, f"__{_name}__", _not_for_sizes(_name))
+for _names in (
+    "add radd sub rsub floordiv rfloordiv truediv rtruediv mod rmod pow rpow neg abs divmod round floor ceil trunc",
+    "lt le gt ge bool int float hash lshift rshift and or xor invert",
+):
+    for _name in _names.split():
+        setattr(Size, f"__{_name}__", _computed)
 
 
 class Dtype:
@@ -142,7 +143,7 @@ class Accounting(TorchFunctionMode):
     def __enter__(self) -> Accounting:
         super().__enter__()
         self._before, self._collects = sys.getprofile(), gc.isenabled()
-        gc.disable()  # guard: a finaliser that happens to run is nobody's code
+        gc.disable()  # a finaliser that happens to run is not of the code that is looked at
         sys.setprofile(self._profile)
         return self
 
@@ -186,7 +187,7 @@ class Accounting(TorchFunctionMode):
             return self._dropout(*args, **kwargs)
         if name == "__getitem__" and not self._is_place(args[1]):
             self.fail("looks up numbers by a tensor or a list")
-        if name not in self.allowed:
+        if name not in self.allowed:  # guard: only known operations
             self.fail(f"computes what is not known here: {name}")
         if name not in MOVES and any(isinstance(x, Size) for x in (*args, *kwargs.values())):  # guard: sizes are no numbers
             self.fail("computes with a size of its tensors")
@@ -225,24 +226,26 @@ class Accounting(TorchFunctionMode):
 
     # Code.
 
-    def _profile(self, frame: types.FrameType, event: str, arg: Any) -> None:
+    def _profile(self, frame: types.FrameType, event: str, called: Any) -> None:
+        """Look at a call that the code makes, which Python tells of."""
         where = _module(frame)
-        if where.startswith("ds_sp_overlap.") or event not in ("call", "c_call") or frame.f_code.co_name == "__del__":
+        of = where.split(".")[0]
+        if event == "c_call" and of not in _LIBRARIES:
+            self._look_at_builtin(called)
+        elif event != "call" or of in _LIBRARIES - {"torch"} or frame.f_code.co_name == "__del__":
             return
-        of_torch = where.split(".")[0] == "torch"
-        if event == "c_call":
-            of = getattr(arg, "__module__", None) or ""
-            if of_torch or where.split(".")[0] in _LIBRARIES:
-                return
-            if of.split(".")[0] == "torch" and arg.__name__ not in self.allowed | {"dropout"}:
-                self.fail(f"calls {of}.{arg.__name__}")
-            if of == "math" and arg.__name__ not in ("sqrt", "pow", "exp", "prod"):  # others look through a `Size`
-                self.fail(f"calls math.{arg.__name__}")
-        elif not of_torch and where.split(".")[0] not in _LIBRARIES:
+        elif of != "torch":
             self._account(frame)
-        elif of_torch and frame.f_back is not None and not _module(frame.f_back).startswith(("torch", "ds_sp_overlap")):
+        elif frame.f_back is not None and _module(frame.f_back).split(".")[0] not in ("torch", "ds_sp_overlap"):
             if not where.startswith(self.of_torch) and frame.f_code.co_name != "is_compiling":
                 self.fail(f"calls {where}.{frame.f_code.co_name}")
+
+    def _look_at_builtin(self, called: Any) -> None:
+        of, name = getattr(called, "__module__", None) or "", called.__name__
+        if of.split(".")[0] == "torch" and name not in self.allowed | {"dropout"}:  # guard: torch is asked nothing
+            self.fail(f"calls {of}.{name}")
+        if of == "math" and name not in ("sqrt", "pow", "exp", "prod"):  # others look through a `Size`
+            self.fail(f"calls math.{name}")
 
     def _account(self, frame: types.FrameType) -> None:
         """Look at what the code that begins to run can reach."""
@@ -260,7 +263,7 @@ class Accounting(TorchFunctionMode):
                     isinstance(kind := getattr(builtins, name, None), type) and issubclass(kind, Exception)
                 ):
                     self.fail(f"uses {name} ({code.co_name})")
-            elif not _is_known(value):
+            elif not _is_known(value):  # guard: only known globals
                 self.fail(f"uses the global {name}")
             else:
                 self.names.append((frame.f_globals, name, value))

@@ -62,11 +62,15 @@ def difference(
         y = output(o.flatten(2))
         own, mine = [*own, out], [*mine, y[0] if isinstance(y, tuple) else y]
         names = ["q", "k", "v", "output"]
-        if backward and all(tensor.requires_grad for tensor in own):
+        if backward:
             learned = {name: p for name, p in module.named_parameters() if p.requires_grad and not p._backward_hooks and p.is_leaf}
-            dys = [torch.randn_like(tensor) for tensor in own]
+            for name, a, b in zip(names, own, mine):
+                if a.requires_grad != b.requires_grad:
+                    return f"{name} has a gradient in one of the two alone"
+            dys = [torch.randn_like(x) for x in own if x.requires_grad]
             for tensors in (own, mine):
-                tensors += torch.autograd.grad(tensors, [leaf, *learned.values()], dys, allow_unused=True)
+                ends = [x for x in tensors if x.requires_grad]
+                tensors += torch.autograd.grad(ends, [leaf, *learned.values()], dys, allow_unused=True)
             names += ["gradient of the hidden states", *(f"gradient of {name}" for name in learned)]
     if other := [name for name in options if name not in theirs or not _equal(options[name], theirs[name])]:
         return f"attention's {other[0]} is {theirs.get(other[0])}, not {options[other[0]]}"

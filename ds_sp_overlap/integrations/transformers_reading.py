@@ -117,7 +117,7 @@ class Reader:
     def options(self, module: Any) -> dict[str, Any]:
         """Keywords of the attention function, as of now. Raises RuntimeError if the layer computes something else than before."""
         read = self.readings[module.training]
-        if seen := read.changed(module):  # guard: what was read is what runs
+        if seen := read.changed(module):  # guard: read again where something changed
             now, reason = None, ""
             try:
                 now = _read(module, module.training)

@@ -228,6 +228,8 @@ def build(program, own_config=None):
         nn.init.normal_(parameter, 1.0 if parameter.dim() < 2 else 0.0, 0.3)
     modules = {"attention": attention, "q norm": attention.q_norm, "decoder": layer, "mlp": mlp, "norm": layer.input_layernorm}
     program.setup(modules[program.of])
+    if program.of == "q norm":
+        program.setup(attention.k_norm)
     return layer.double(), modules[program.of]
 
 
@@ -378,6 +380,7 @@ def several(*changes):
 
 OPERATIONS = {
     "clamp": ("{x} = {x}.clamp(-self.bound, self.bound)", put("bound", 1e6), put("bound", 0.5)),
+    "abs": ("{x} = {x}.abs()", put("one", 1), put("one", 1)),
     "clamp_": ("{x} = {x}.clamp_(min=-self.bound, max=self.bound)", put("bound", 1e6), put("bound", 0.5)),
     "clamp if asked": ("{x} = {x}.clamp(-2, 2) if self.bound is not None else {x}", put("bound", None), put("bound", 0.5)),
     "clamp at numbers": ("{x} = {x}.clamp(-1000., 8.)", put("bound", 1), put("bound", 0)),
@@ -653,6 +656,12 @@ PROGRAMS = {
         "attention", (("    cos, sin =", "    q = q * (torch.log1p(torch.floor((torch.arange(x.shape[1]) + 1.) / 8)) * 0.1 + 1)[:, None]\n    cos, sin ="),)),
     "a window by length": Program("attention", (("scaling=self.scaling", "scaling=self.scaling, sliding_window=None if x.shape[1] < 20 else 4"),)),
     "a window by evaluation": Program("attention", (("scaling=self.scaling", "scaling=self.scaling, sliding_window=None if self.training else 4"),)),
+    "scaling at one length": Program(
+        "attention", (("scaling=self.scaling", "scaling=0.1 if x.shape[1] == 40 else self.scaling"),)),
+    "scaling by gradients": Program(
+        "attention", (("scaling=self.scaling", "scaling=self.scaling if torch.is_grad_enabled() else 0.1"),)),
+    "an MLP that clamps by its tokens": Program(
+        "mlp", (("y = self", "p = p.clamp(max=p.shape[1] * p.shape[1] * p.shape[1] * p.shape[1])\n    y = self"),)),
     "a rotation that clamps": Program("attention", around=rotating(lambda q, names: q.clamp(-100, 100))),
     "a rotation that scales by a global": Program(
         "attention", around=rotating(lambda q, names: q * names.get("FACTOR", 1.0)), activate=of_names("FACTOR", 2.0)),

@@ -1,14 +1,19 @@
 """What is changed in a model after ``enable``: seen and refused on all ranks, or heard; no rank attends to its own tokens alone."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import ds_sp_overlap
+from ds_sp_overlap.integrations import accounting
+from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import EXACT, FP64, batches, outcome, tiny, worst
 from tests.harness.ranks import on_ranks, refusal
+from tests.harness.zoo import PROGRAMS
+from tests.harness.zoo_on_ranks import fill
 
 BITNET = dict(family="bitnet")  # overlapped at its attention function
 
@@ -121,3 +126,48 @@ def without_tokens(rank, config, checkpointing):
 )
 def test_a_rank_without_tokens_takes_part(config, checkpointing):
     assert max(on_ranks(2, without_tokens, config, checkpointing, timeout_s=60)) < FP64
+
+
+# Guards.
+
+
+def not_refused(rank, what):
+    found = changed(rank, what, {"head_groups": 2})
+    return [] if found is not None and CHANGES[what][2] in found[1] else [f"{what}: {found}"]
+
+
+def copy_attends(rank):
+    said, *_ = copies(rank, {})
+    return [] if said is not None and "this is a copy" in said[1] else [f"a copy attended: {said}"]
+
+
+def misread(rank):
+    """Whether a layer that is read wrongly runs: one whose q is made positive, where the reading lets that through."""
+    moves, accounting.MOVES = accounting.MOVES, accounting.MOVES | {"abs"}
+    try:
+        model, tokens, group = tiny(**EXACT), batches(1)[0], torch.distributed.group.WORLD
+        fill(model, PROGRAMS["abs, of q"])
+        ds_sp_overlap.enable(model, {"head_groups": 2}, group)
+        found = refusal(outcome, model, tokens, rank, 2, group)
+    finally:
+        accounting.MOVES = moves
+    return [] if found is not None and "computes something else than what was read" in found[1] else [f"it ran: {found}"]
+
+
+WATCHED = [
+    Watched(Guard("no rank attends alone", without="if False:"), copy_attends),
+    Watched(
+        Guard("who is overlapped runs", without="if False:"),
+        functools.partial(not_refused, what="the attention is replaced in its parent"),
+    ),
+    Watched(
+        Guard("a function that exchanges", without="if False:"),
+        functools.partial(not_refused, what="eager attention of a layer at its function"),
+    ),
+    Watched(Guard("the layer's own forward is the judge", without="if False:"), misread),
+]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from torch import nn
@@ -50,22 +50,23 @@ class Watched:
     functions   layers that are overlapped at their attention function, by name
     """
 
-    def __init__(self, at: str, names: Iterable[str], modules: dict[str, nn.Module], functions: Collection[str]):
+    def __init__(self, at: str, names: Collection[str], modules: dict[str, nn.Module], functions: Collection[str]):
         self.edges: dict[str, tuple[nn.Module, str, nn.Module]] = {}
         for name in names:
             while name != at:
                 holder, _, child = name.rpartition(".")
                 self.edges[name] = modules[holder], child, modules[name]
                 name = holder
+        self.layers = {modules[name] for name in names}
         self.functions = {name: modules[name] for name in names if name in functions}
 
     def refuse_changed(self) -> None:
         """Raise RuntimeError if something else would run than what was overlapped. The same on every rank."""
         for name, (holder, child, module) in self.edges.items():
             now = holder._modules.get(child)
-            if now is not module and (
-                now is None or all(part is not module for part in now.modules())
-            ):  # guard: who is overlapped runs
+            if now is module or now is None:  # a layer may be left out
+                continue
+            if any(is_attention(part) and part not in self.layers for part in now.modules()):  # guard: who is overlapped runs
                 raise RuntimeError(
                     f"{name}: the {type(module).__name__} there was replaced since ds_sp_overlap.enable; call it again"
                 )

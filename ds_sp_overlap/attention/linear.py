@@ -79,6 +79,8 @@ def can_call_through(module: nn.Module, idle: Idle = _never) -> bool:
     """
     if "forward" in vars(module) or module._compiled_call_impl is not None:  # guard: a replaced forward runs
         return False
+    if type(module).__call__ is not _CALL:  # guard: a call of its own runs
+        return False
     return hooks_are_harmless(module, idle=idle)
 
 

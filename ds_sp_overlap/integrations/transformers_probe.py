@@ -51,7 +51,7 @@ def difference(
     devices = [x.device] if x.device.type != "cpu" else []
     backward = not x.is_inference() and not any(map(_is_hooked, module.modules()))  # ZeRO-3 and FSDP2 count backwards
     plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # a checkpoint around it counts what is saved
-    with torch.random.fork_rng(devices), torch.set_grad_enabled(backward), plain:
+    with torch.random.fork_rng(devices), torch.set_grad_enabled(backward), plain, _nothing_dropped(module):
         leaf = x.detach().requires_grad_(backward)
         made: list[Tensor] = []
         theirs: dict[str, Any] = {}
@@ -75,6 +75,19 @@ def difference(
     if other := [name for name in options if name not in theirs or not _equal(options[name], theirs[name])]:
         return f"attention's {other[0]} is {theirs.get(other[0])}, not {options[other[0]]}"
     return next((f"{name}{apart}" for name, a, b in zip(names, own, mine) if (apart := _apart(a, b))), "")
+
+
+@contextlib.contextmanager
+def _nothing_dropped(module: nn.Module) -> Iterator[None]:
+    """In the body, dropouts of adapters keep every element: they would draw other numbers in each of the two."""
+    drops = [part for part in module.modules() if isinstance(part, nn.modules.dropout._DropoutNd) and part.training]
+    for part in drops:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in drops:
+            part.training = True
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -130,6 +130,8 @@ def _stand_in(module: nn.Module, form: Form, training: bool, generator: torch.Ge
     """A copy with parameters, buffers and linear layers of random numbers, and no hooks. Experts are narrow inside."""
     if form.is_linear(module):
         return _Linear(module, form, generator, dtype)
+    if type(module).__module__ == nn.Dropout.__module__:  # of nothing, see `try_out`; looked at again in each call
+        return nn.Identity()
     copy = object.__new__(type(module))
     hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
     parameters: dict[str, Any] = dict.fromkeys(module._parameters)  # some are None

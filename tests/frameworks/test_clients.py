@@ -101,7 +101,11 @@ def tiled(rank, stage, offload):
 
 @pytest.mark.parametrize(
     "stage, offload",
-    [(1, True), pytest.param(3, False, marks=pytest.mark.clients), pytest.param(3, True, marks=pytest.mark.clients)],
+    [
+        pytest.param(1, True, marks=pytest.mark.full),
+        pytest.param(3, False, marks=pytest.mark.clients),
+        pytest.param(3, True, marks=pytest.mark.clients),
+    ],
 )
 def test_tiled_mlp_and_tiled_loss_train_as_with_stock(stage, offload):
     for logs in on_ranks(2, tiled, stage, offload, timeout_s=600):

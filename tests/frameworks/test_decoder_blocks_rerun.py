@@ -176,7 +176,7 @@ def trained(rank, stage, checkpointing, options):
 
 @pytest.mark.singles
 @pytest.mark.parametrize("checkpointing, options", [("recompute", dict(accumulation=2)), ("keep", dict(heads=8))])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [full(1), 2, 3])
 def test_training_with_deepspeed_equals_stock(stage, checkpointing, options):
     forwards = 3 * options.get("accumulation", 1)
     for off, rerun, chained in on_ranks(2, trained, stage, checkpointing, options):

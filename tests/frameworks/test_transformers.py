@@ -599,7 +599,7 @@ def axes_error(rank, kinds):
     return figures
 
 
-AXES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"][:: 1 if everything() else 2]
+AXES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"][:: 1 if everything() else 4]
 
 
 def test_positions_of_three_axes_are_those_of_the_whole_sequence():

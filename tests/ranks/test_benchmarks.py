@@ -130,7 +130,7 @@ HOST = {
 }
 
 
-@pytest.mark.parametrize("options", [full(""), "--blocks 2 4"])
+@pytest.mark.parametrize("options", [full(""), full("--blocks 2 4")])
 def test_host_times_every_variant_and_writes_it(options, tmp_path):
     ran = script(BENCHMARKS / "host.py", "--steps", 2, "--groups", 1, 2, *options.split(), "--out", tmp_path / "host")
     assert ran.returncode == 0, ran.stderr

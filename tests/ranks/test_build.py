@@ -58,6 +58,7 @@ def copy_of_the_package(folder):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_a_package_without_binaries_builds_them_at_first_use(tmp_path):
     """By the op builder, into torch's extensions folder; a second process finds them there."""
     copy_of_the_package(tmp_path)
@@ -129,7 +130,7 @@ def test_a_build_that_is_not_wished_for_or_impossible_says_why(monkeypatch, tmp_
 
 
 @needs_compiler
-@pytest.mark.parametrize("command", [full("-m ds_sp_overlap build cpu"), "ds_sp_overlap/relayout/build.py cpu"])
+@pytest.mark.parametrize("command", [full("-m ds_sp_overlap build cpu"), full("ds_sp_overlap/relayout/build.py cpu")])
 def test_what_is_built_by_hand_is_found(tmp_path, command):
     copy_of_the_package(tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import ds_sp_overlap
 from tests.harness import layers, reference, uses
+from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal, soon
@@ -150,12 +151,12 @@ def laid_out(local, shape):
 
 CASES = [
     (SECTIONS[0], "flash", dict(kv_heads=2)),
-    (SECTIONS[0], "math", dict(kv_heads=1, lengths=(7, 5))),
-    (SECTIONS[1], "flash", dict(heads=8, kv_heads=2, bias=True)),
+    full(SECTIONS[0], "math", dict(kv_heads=1, lengths=(7, 5))),
+    full(SECTIONS[1], "flash", dict(heads=8, kv_heads=2, bias=True)),
     (SECTIONS[1], "math", dict(heads=8, kv_heads=8, fused=True, batch_first=False)),
     (SECTIONS[2], "flash", dict(heads=8, kv_heads=4, batch_first=False)),
     (SECTIONS[3], "flash", dict(heads=8, kv_heads=2, lengths=(4, 8))),
-    (SECTIONS[3], "math", dict(heads=8, kv_heads=2)),
+    full(SECTIONS[3], "math", dict(heads=8, kv_heads=2)),
 ]
 
 

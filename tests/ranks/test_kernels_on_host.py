@@ -97,7 +97,7 @@ BROKEN = {  # what stands in kernels.cu, what in its place, what says so
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", [*map(full, ["an index", "a size", "a vector"]), "a bound"])
+@pytest.mark.parametrize("what", [full(what) for what in BROKEN])
 def test_a_broken_kernel_is_seen(tmp_path, cache, what):
     right, wrong, says = BROKEN[what]
     assert KERNELS.count(right) == 1

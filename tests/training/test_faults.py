@@ -65,7 +65,7 @@ OTHERS = {
     "tokens": {"tokens": 8},
 }
 if not everything():
-    STRUCK = {name: STRUCK[name] for name in ("killed in backward", "raises in attention", "stuck in forward, scripts")}
+    STRUCK = {name: STRUCK[name] for name in ("killed in backward", "raises in attention", "stuck in backward")}
     OTHERS = {name: OTHERS[name] for name in ("head groups", "dtype", "tokens")}
 
 

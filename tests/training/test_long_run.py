@@ -1,5 +1,7 @@
 """Nothing grows over a training: the short form of ``python -m tests.harness.long_run --steps 2000``."""
 
+import pytest
+
 from tests.harness import long_run
 from tests.harness.ranks import on_ranks
 
@@ -14,6 +16,7 @@ def test_nothing_grows_through_exceptions_evaluations_a_timeline_and_the_choice_
     assert (tmp_path / "exchanges.csv").stat().st_size
 
 
+@pytest.mark.full
 def test_a_leak_of_a_tensor_a_thread_and_a_descriptor_in_each_step_is_seen(tmp_path):
     for samples, _ in on_ranks(2, long_run.train, str(tmp_path), 30, True):
         assert {"tensors", "threads", "descriptors"} <= set(long_run.what_grows(samples))

@@ -1,4 +1,5 @@
-"""``--all``: with the cases that are left out by default, which are marked ``full`` or `cases.beyond` what covers their options."""
+"""Leave out by default what is marked ``full``, ``sweep`` or ``clients``, and of ``singles`` and ``pairs`` what `cases.beyond` names; with
+``--all`` leave out nothing."""
 
 import os
 

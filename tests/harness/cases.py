@@ -11,12 +11,12 @@ ALL = "DS_SP_OVERLAP_TEST_ALL"  # in the environment, so that ranks and scripts 
 
 
 def everything():
-    """Whether ``--all`` was given (`tests/conftest.py`), for a test that draws its cases itself."""
+    """Return whether pytest was given ``--all`` (`tests/conftest.py`), for a test that draws its cases itself."""
     return ALL in os.environ
 
 
 def examples(count):
-    """How many examples hypothesis draws: ``count`` with ``--all``, else a fifth."""
+    """Return how many examples hypothesis draws: ``count`` with ``--all``, else a fifth."""
     return count if everything() else count // 5
 
 

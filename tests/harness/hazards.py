@@ -1,7 +1,10 @@
-"""Say for each hazard in docs/correctness.md how many tests there are, and how long they take: ``python -m tests.harness.hazards``.
+"""Say for each hazard in docs/correctness.md how many tests there are, and how long they take.
+
+    make test ARGS="--store-durations --durations-path=/tmp/seconds.json"
+    python -m tests.harness.hazards /tmp/seconds.json
 
 Rewrites three columns of its table: what pytest collects by the row's own command, by default and with ``--all``, and the seconds of
-the former in tests/durations.json. A hazard without a test by default is an error.
+the former in the run above. A hazard without a test by default is an error.
 """
 
 import json
@@ -21,7 +24,7 @@ def collected(*options):
 
 
 def chosen(command, tests):
-    """Those of ``tests`` that ``pytest FILES`` or ``pytest -k WORD`` runs."""
+    """Return those of ``tests`` that the command ``pytest FILES`` or ``pytest -k WORD`` runs."""
     words = command.split()
     name = words[words.index("-k") + 1] if "-k" in words else ""
     files = [word for word in words if word.startswith("tests/")]
@@ -29,7 +32,7 @@ def chosen(command, tests):
 
 
 def main():
-    quick, every, seconds = collected(), collected("--all"), json.loads((TESTS / "durations.json").read_text())
+    quick, every, seconds = collected(), collected("--all"), json.loads(Path(sys.argv[1]).read_text())
     lines = PAGE.read_text().splitlines()
     first = 2 + next(at for at, line in enumerate(lines) if line.startswith(BEGIN))
     last = lines.index("", first)

@@ -44,7 +44,7 @@ def _hit(mutant):
 
 
 def changes(node):
-    """What may be put in the place of (a part of) ``node``: kind, the part, its new text."""
+    """Yield each change of ``node``: its kind, the node that is replaced, the new text."""
     if isinstance(node, ast.Compare) and (turned := TURNED.get(type(node.ops[0]).__name__)):
         yield (
             "comparison turned",
@@ -91,7 +91,7 @@ def mutants_of(path):
 
 
 def sample(seed=0, count=120):
-    """As many of each room, and in it of each kind in turn."""
+    """Draw as many mutants of each room, and in a room of each kind in turn."""
     chosen, draw = [], random.Random(seed)
     for room in ROOMS:
         found = [mutant for path in sorted((ROOT / "ds_sp_overlap" / room).rglob("*.py")) for mutant in mutants_of(path)]

@@ -55,7 +55,7 @@ def _work(rank, size, store, tasks, results):
         try:
             if (task := tasks.get()) is None:
                 return
-            function, args, os.environ["PYTEST_CURRENT_TEST"] = task
+            function, args, os.environ["PYTEST_CURRENT_TEST"] = task  # for `mutants`, which asks who reaches a line
             torch.manual_seed(0)
             torch.nn.functional.linear = linear  # ZeRO-3 puts its own there for the rest of the process
             Calls._of_groups.clear()  # each task's first call is call 1, so that none is compared with another task's

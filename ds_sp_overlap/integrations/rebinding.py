@@ -42,11 +42,11 @@ def rebind(
     def undo(module: nn.Module) -> None:
         active.clear()  # where somebody wrapped ours, the wrapper stays, and ours passes calls on
         if is_ours(module):
-            del module.forward
+            before = vars(module).pop("forward").before  # held by the module alone: it may be the module's own method
             if before is not None:
                 module.forward = before
 
     dispatch.__name__ = "forward"  # a pickle names a method: a module that is loaded from one has its class's forward
-    dispatch.__sp_overlap__ = True
+    dispatch.__sp_overlap__, dispatch.before = True, before
     module.forward = types.MethodType(dispatch, module)
     return undo

@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 from ds_sp_overlap.integrations import masks
+from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import (
     BATCH,
@@ -329,7 +330,9 @@ def many_documents(rank, options):
     return seen
 
 
-@pytest.mark.parametrize("options", [{}, dict(family="mistral", sliding_window=2), dict(family="bitnet", kv_heads=1)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(family="mistral", sliding_window=2), full(dict(family="bitnet", kv_heads=1))], ids=str
+)
 def test_many_short_documents_are_right_and_take_few_calls(options):
     """Two layers of two head groups; a row of 32 tokens has up to 8 long documents, and lengths of 2 and up to 4 beside."""
     for seen in on_ranks(2, many_documents, options):

@@ -31,7 +31,7 @@ _EVERYWHERE = tuple(  # hooks of all modules
 )
 
 
-_CALL = nn.Module.__call__
+_CALLS = nn.Module.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__  # the last two only refuse
 
 
 def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
@@ -79,6 +79,8 @@ def can_call_through(module: nn.Module, idle: Idle = _never) -> bool:
     """
     if "forward" in vars(module) or module._compiled_call_impl is not None:  # guard: a replaced forward runs
         return False
+    if type(module).__call__ not in _CALLS:  # guard: a call of its own runs
+        return False
     return hooks_are_harmless(module, idle=idle)
 
 
@@ -104,7 +106,7 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
     if not modules:
         return body(*inputs)
     first, rest = modules[0], modules[1:]
-    if not _hooks(first) and type(first).__call__ is _CALL:
+    if not _hooks(first) and type(first).__call__ in _CALLS:
         return call_through(rest, body, *inputs)
 
     def forward(*args: Tensor) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..exchange.exchange import Node
 from .execution import Call, Part, start_inputs
@@ -103,21 +104,35 @@ class Projections:
     def is_rotated(self, part: Part, tables: tuple[Tensor, ...]) -> bool:
         return bool(tables) and part[0] != "v" and part not in self.folded
 
-    def shape(self, part: Part, heads: Tensor, tables: tuple[Tensor, ...], again: bool = False) -> Tensor:
+    def shape(self, part: Part, heads: Tensor, tables: tuple[Tensor, ...], saved: Sequence[Tensor] | None = None) -> Tensor:
         """Norm and rotation of what was projected, in the order of memory, which stays as it is.
 
-        again   in backward, where the norm is called for its weights to be there; in forward it was (`called`)
+        saved   in backward, what the norms learn as it was in forward, where they were called already (`called`)
         """
         module, rotated = self.norms.get(part[0]), self.is_rotated(part, tables)
         if not (rotated or module):
             return heads
-        norm: Callable[..., Tensor] | None = module if module is None or again else module.forward
+        norm: Callable[..., Tensor] | None = module
+        if module is not None:
+            norm = module.forward if saved is None else self._with(module, self.of_norm(part[0], saved))
         ranks = self.rows[part].ranks
         heads = heads.movedim(2, 0) if ranks else heads
         heads = heads if norm is None or self.norm_last else norm(heads)
         heads = self.rope.rotate(heads, *tables) if rotated else heads
         heads = norm(heads) if norm is not None and self.norm_last else heads
         return heads.movedim(0, 2) if ranks else heads
+
+    def of_norm(self, kind: str, saved: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What is learned in the norm of q or k, of what is ``saved`` of all norms."""
+        at, linear = self.learned[kind], 2 * len(self.modules)
+        return saved[at.start - linear : at.stop - linear]
+
+    def _with(self, norm: nn.Module, learned: Sequence[Tensor]) -> Callable[..., Tensor]:
+        """``norm`` with ``learned`` for its parameters, which another model's may have replaced since, as `functional_call` does."""
+        own = dict(norm.named_parameters())
+        if all(mine is theirs for mine, theirs in zip(own.values(), learned)):
+            return norm
+        return lambda heads: functional_call(norm, dict(zip(own, learned)), (heads,))
 
 
 class InputGradients:
@@ -145,16 +160,18 @@ class InputGradients:
         x: Tensor | None,
         weights: Sequence[Any],
         tables: tuple[Tensor, ...],
+        of_norms: Sequence[Tensor],
         normed: dict[Part, Tensor],
         some: bool,
         late: bool = False,
     ) -> None:
         """Of a backward, in which ``some`` parts may have no gradient; ``late`` as in `Pieces`.
 
-        weights   of each linear layer at its place among the parameters
-        normed    inputs of the norms
+        weights    of each linear layer at its place among the parameters
+        of_norms   what is learned in the norms
+        normed     inputs of the norms
         """
-        self.x, self.tables, self.normed = None if x is None else matrix(x), tables, normed
+        self.x, self.tables, self.of_norms, self.normed = None if x is None else matrix(x), tables, of_norms, normed
         self.found = {
             at: Pieces(shape, 0, self.made.parts[at // 2], some, late)
             for at, shape in enumerate(self.shapes[: self.linear])
@@ -174,9 +191,9 @@ class InputGradients:
                 dy = made.rope.rotate_back(dy.flatten(2, -2), *self.tables).to(self.dtype)
             self.gradients[part] = matrix(dy)
             return
-        leaf, of_norm = self.normed.pop(part).detach().requires_grad_(), list(made.norms[part[0]].parameters())
+        leaf, of_norm = self.normed.pop(part).detach().requires_grad_(), made.of_norm(part[0], self.of_norms)
         with torch.enable_grad(), torch.autocast(**self.autocast):
-            y = made.shape(part, leaf, self.tables, again=True)
+            y = made.shape(part, leaf, self.tables, self.of_norms)
         places = made.learned[part[0]]
         wanted = [at for at in range(places.start, places.stop) if self.of_parameters[at]]
         dy, *found = torch.autograd.grad(y, [leaf, *(of_norm[at - places.start] for at in wanted)], dy, allow_unused=True)
@@ -215,7 +232,7 @@ class InputGradients:
         """Gradients of x and of the parameters."""
         of_linear = [self.found[at].whole() if at in self.found else None for at in range(self.linear)]
         found = None if self.dx is None else self.dx.view(self.shape), *of_linear, *self.learned
-        del self.x, self.cut, self.tables, self.found, self.learned, self.dx  # of this backward
+        del self.x, self.cut, self.tables, self.of_norms, self.found, self.learned, self.dx  # of this backward
         return found
 
 
@@ -258,19 +275,21 @@ class _StartInputs(Node):
         # Only what some gradient reads: dx the weights, dw x, and a norm's its input.
         weights = (p if inputs.of_x and at % 2 == 0 else None for at, p in enumerate(parameters[:linear]))
         of_weights = inputs.of_parameters[:linear:2]
-        ctx.save_for_backward(x if any(of_weights) else None, *weights, *tables, *normed.values())  # guard: unchanged
+        of_norms = parameters[linear:] if normed else ()
+        ctx.of_norms = len(of_norms)
+        ctx.save_for_backward(x if any(of_weights) else None, *weights, *of_norms, *tables, *normed.values())  # guard: unchanged
         return tuple(tokens[exchange] for exchange in call.schedule.starts)
 
     @staticmethod
     def backward(ctx, *tokens):
         inputs, (x, *saved) = ctx.inputs, ctx.saved_tensors
         call, linear = inputs.call, inputs.linear
-        weights, tables = saved[:linear], tuple(saved[linear : linear + ctx.tables])
-        normed = dict(zip(ctx.normed, saved[linear + len(tables) :]))
+        weights, of_norms, saved = saved[:linear], saved[linear : linear + ctx.of_norms], saved[linear + ctx.of_norms :]
+        tables, normed = tuple(saved[: ctx.tables]), dict(zip(ctx.normed, saved[ctx.tables :]))
         del saved
         ctx.maybe_clear_saved_tensors()
         reached = {exchange for exchange, token in zip(call.schedule.starts, tokens) if token is not None}
-        inputs.begin(x, weights, tables, normed, len(reached) < len(tokens))
+        inputs.begin(x, weights, tables, of_norms, normed, len(reached) < len(tokens))
         del x, normed
         for act, of, group, _ in call.schedule.backward_of_inputs:
             if act == "finish":

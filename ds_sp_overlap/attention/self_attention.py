@@ -325,6 +325,17 @@ class SelfAttention:
 
         return project
 
+    def plainly(self, x: Tensor, position_embeddings: Any) -> list[Tensor]:
+        """Make q, k and v of this rank's own tokens, all heads of each, and exchange nothing: for a comparison with somebody else's."""
+        batch, seq = x.shape[:2] if self.batch_first else (x.shape[1], x.shape[0])
+        geometry = Geometry(1, 0, (seq,), batch, self.heads, self.kv_heads, 1, self.batch_first)
+        call = Call(Channel(None), geometry, by_head_groups(geometry.kinds, True), self.layer.where)
+        rotary = self.rope
+        rotate = None if rotary is None else lambda heads: rotary(heads, position_embeddings)
+        project = self.whole(call, x, rotate)
+        self._known = None
+        return [project(kind, 0) for kind in "qkv"]
+
     def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
         """Those of q, k, v and o whose send buffers are written by the GEMM that makes them, so that nothing is packed."""
         geometry = call.geometry

@@ -106,6 +106,7 @@ class Pieces:
     def __init__(self, shape: Sequence[int], dim: int, parts: tuple[Ranges, ...], some: bool = False, late: bool = False):
         self.shape, self.dim, self.late = shape, dim, late
         self._whole: Tensor | None = None
+        self._cut: Callable[[Ranges], Tensor] | None = None
         self._waiting: list[tuple[Ranges, Tensor]] = []
         self.once, self.parts = not some and _disjoint_cover(parts, shape[dim]), parts
 
@@ -120,9 +121,9 @@ class Pieces:
                 return
             make = operands[0].new_empty if self.once else operands[0].new_zeros  # guard: zero without a gradient
             self._whole = make(*self.shape)
-            self.cut = cutter(self._whole, self.dim, self.parts)
         if self.once and len(part) == 1:
-            compute(*operands, out=self.cut(part))
+            self._cut = self._cut or cutter(self._whole, self.dim, self.parts)  # behind a whole come parts of nothing
+            compute(*operands, out=self._cut(part))
         else:
             put_ranges(self._whole, self.dim, part, compute(*operands), add=not self.once)  # guard: shared rows are summed
 

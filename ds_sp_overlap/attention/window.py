@@ -121,7 +121,7 @@ class _Windowed(Node):
             y: Tensor | None = None
             merge = output.merging(weight, bias)
             for group, o in forward.outputs.items():
-                heads = o.view(*x.shape[:2], -1, made.head_dim)
+                heads = o.view(*x.shape[:2], o.shape[-1] // made.head_dim, made.head_dim)
                 y, _ = merge(y, group, heads)
             if after is not None:
                 after.set()  # guard: what is drawn behind attention is as before
@@ -141,9 +141,10 @@ class _Windowed(Node):
             if not local.agree(reads_o, foreign):
                 call.run_by(without_o(call.schedule))
         outputs = forward.outputs if ctx.of_weight or "odo" in {step.of for step in call.schedule.backward} else {}
-        ctx.sizes = inputs.linear, len(tables), len(outputs)
+        of_norms = parameters[inputs.linear :]
+        ctx.sizes = inputs.linear, len(of_norms), len(tables), len(outputs)
         in_order = [x for group in attended for x in forward.kept[group]]
-        ctx.save_for_backward(x, weight, *parameters[: inputs.linear], *tables, *outputs.values(), *in_order)
+        ctx.save_for_backward(x, weight, *parameters[: inputs.linear], *of_norms, *tables, *outputs.values(), *in_order)
         return y
 
     @staticmethod
@@ -159,12 +160,12 @@ class _Backward:
     def __init__(self, ctx, dy: Tensor):
         self.inputs, self.output, self.local, self.attended = ctx.inputs, ctx.output, ctx.local, ctx.attended
         self.call, self.made, self.ctx, self.dy = self.inputs.call, self.inputs.made, ctx, dy
-        linear, tables, outputs = ctx.sizes
+        linear, of_norms, tables, outputs = ctx.sizes
         self.x, self.weight, *saved = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: what is here is let go after its use
-        self.parameters, self.tables = saved[:linear], tuple(saved[linear : linear + tables])
-        at = linear + tables + outputs
-        self.outputs = dict(zip(self.call.groups, saved[linear + tables : at]))
+        self.parameters, self.of_norms = saved[:linear], saved[linear : (at := linear + of_norms)]
+        self.tables = tuple(saved[at : at + tables])
+        self.outputs = dict(zip(self.call.groups, saved[at + tables : (at := at + tables + outputs)]))
         self.kept = {group: saved[at : (at := at + attended.kept)] for group, attended in self.attended.items()}
         self.heads: dict[Part, Tensor] = {}  # projected, then received
         self.sums: dict[Part, Tensor] = {}  # gradients of what was received
@@ -176,7 +177,7 @@ class _Backward:
     def run(self) -> tuple[Tensor | None, ...]:
         """Gradients of x, weight, bias, of what attention learns, and of the parameters."""
         inputs, rows, dw = self.inputs, matrix(self.dy), self.output.pieces(late=True)
-        inputs.begin(self.x, self.parameters, self.tables, {}, some=False, late=True)
+        inputs.begin(self.x, self.parameters, self.tables, self.of_norms, {}, some=False, late=True)
         self.project = self.made.projecting(matrix(self.x), self.dy.shape[:2], self.parameters)
         self.dgrad = self.output.dgrads(self.dy, self.weight)
         self.learned: list[Tensor | None] = [None] * len(self.local.learned)
@@ -213,7 +214,7 @@ class _Backward:
         heads = self.project(part)
         if part[0] in self.made.norms and self.inputs.is_needed(part):
             self.inputs.normed[part] = heads
-        self.heads[part] = self.made.shape(part, heads, self.tables, again=True)
+        self.heads[part] = self.made.shape(part, heads, self.tables, self.of_norms)
 
     def _start(self, of: str, group: int) -> None:
         d = self.made.head_dim

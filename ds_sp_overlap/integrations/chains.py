@@ -26,9 +26,9 @@ from ..config import SpOverlapConfig
 from ..profiling.steps import in_backward
 from ..profiling.timed import Run
 from ..say import say_once
+from .accounting import Unknown
 from .layers import Found, Overlap
 from .transformers_blocks import BlockReader, records_nothing
-from .transformers_labels import Unknown
 
 CHECKPOINTS = "torch.utils.checkpoint", "deepspeed."  # where hooks on saved tensors come from that compute a layer again
 MISSES = 2  # in a row, after which a layer starts nothing for the one behind it any more
@@ -97,8 +97,12 @@ class Link(ABC):
         self.layer = BlockLayer(attention, *self._parts(), records_nothing)
         if reason := self.layer.in_the_way():
             raise Unknown(reason)
-        self._original, self._misses = module.forward, 0
+        self._misses = 0
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def _original(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the layer's class, as of now."""
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
     def rerun(self) -> Rerun:

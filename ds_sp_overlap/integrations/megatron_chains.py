@@ -19,11 +19,11 @@ from torch import nn
 
 from ..attention.self_attention import SelfAttention
 from ..config import SpOverlapConfig
+from .accounting import Unknown
 from .chains import Course, Courses, Link
 from .layers import Around
 from .rebinding import rebind
 from .transformers_blocks import BlockReader
-from .transformers_labels import Unknown
 from .tried_out import Form
 
 Asked = Callable[[dict[str, Any], dict], dict[str, Any]]
@@ -61,7 +61,7 @@ class ParallelTransformerLayer(Link):
             raise Unknown("a mixture of experts")
         if getattr(module, "fp32_residual_connection", False):
             raise Unknown("residuals in fp32")
-        form = Form(_width, is_linear, token_dim=0, biases=True, absent=("aggregated_moe_loss",))
+        form = Form(_width, is_linear, token_dim=0, biases=True, absent=("aggregated_moe_loss",), accounted=False)
         with contextlib.redirect_stdout(io.StringIO()):  # its fused norm says, at every call, that it is on a CPU
             reader = BlockReader(module, child, form, courses.known)
         self.ask, self.around = ask, around

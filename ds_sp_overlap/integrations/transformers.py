@@ -16,6 +16,7 @@ from torch import nn
 
 from . import transformers_delta_net as delta_net
 from . import transformers_latent as latent
+from .accounting import Unknown
 from .chains import find_chains
 from .layers import Around, Found, Overlap
 from .rebinding import rebind
@@ -24,12 +25,13 @@ from .transformers_chains import DecoderLayer
 from .transformers_checkpoints import Checkpoints, can_keep
 from .transformers_driven import Driven, drive
 from .transformers_forward import Forwards, host, stretched
-from .transformers_labels import Unknown
 from .transformers_modules import (
+    Watched,
     attention_functions,
     goes_by_length,
     is_attention,
     models_around,
+    refuse_copy,
     refuse_unexchanged,
     stock_of,
     takes_tokens,
@@ -112,7 +114,7 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
             driven = drive(name, module, reader, forwards, overlap)
             linear = {part: getattr(module, part) for part in reader.reading.linear}
             got, lacks = overlap.of_driven(driven.block, linear, groups)
-            bind = functools.partial(rebind, module, driven.forward)
+            bind = functools.partial(rebind, module, driven.forward, of_copy=refuse_copy)
             whole[name] = driven
             keeping |= {module} if driven.block.keeps_over_checkpoints() else set()
         elif why_heads == "":
@@ -150,7 +152,8 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
         where, host_of = at or type(model).__name__, modules[at]
         checkpoints = Checkpoints(where, host_of, keeping, overlap.channel)
         recurrent = list(asking.values())
-        hosting.append((host_of, host(where, host_of, forwards, layers, witnessed, configs, recurrent, checkpoints)))
+        watched = Watched(at, layers, modules, witnessed)
+        hosting.append((host_of, host(where, host_of, forwards, layers, witnessed, configs, recurrent, checkpoints, watched)))
     hosting += [(module, stretched(module, forwards)) for module in modules.values() if goes_by_length(module)]
     hosting += [(link.module, (link.forward,)) for chain in chains for link in chain]
     return found, [Around(module, functools.partial(rebind, module, *forward)) for module, forward in hosting]

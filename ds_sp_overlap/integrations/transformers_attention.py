@@ -21,9 +21,9 @@ from ..exchange.channel import Channel
 from .layers import Overlap
 from .masks import Pattern
 from .positions import GlobalSequence
-from .rebinding import Undo
+from .rebinding import Undo, rebind
 from .transformers_forward import Forwards
-from .transformers_modules import attention_functions, off_in_eval, stock_of, unfit
+from .transformers_modules import attention_functions, off_in_eval, refuse_copy, stock_of, unfit
 
 
 def _core(module: Any) -> tuple[str, Callable]:
@@ -160,8 +160,10 @@ def bind_function(
     dispatch = functions[implementation]
     attend = attention(Layer(overlap.channel, overlap.config, name, overlap.policy, heads_alike=True))
     dispatch.attend[module] = attend, forwards, name
+    rebound = rebind(module, module.forward, whole=False, of_copy=refuse_copy)
 
     def undo(module: nn.Module) -> None:
+        rebound(module)
         del dispatch.attend[module]
         if not dispatch.attend and functions[implementation] is dispatch:
             functions[implementation] = dispatch.before

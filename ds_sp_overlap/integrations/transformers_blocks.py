@@ -1,30 +1,34 @@
 """Transformer layers that compute ``r = h + attention(norm(h))`` and return ``r + mlp(norm(r))``, told from a run.
 
-The layer's own forward runs with recorders in its children's place, which return random numbers. What it makes of these is to be
-those sums, bit for bit. Its norms and its MLP are tried out on tokens, together and in parts. No weight is read.
+The layer's own forward runs with recorders in its children's place, which return random numbers. It may add these up and move them,
+and do nothing else (`accounting`); what it makes of them is to be those sums, bit for bit. Its norms and its MLP are tried out on
+tokens, together and in parts. No weight is read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.linear import hooks_are_harmless
+from .accounting import MISSING, MOVES, Accounting, Unknown, forward_of, is_plain
 from .rebinding import is_ours
-from .transformers_labels import BATCH, UNUSED, Looked, Opaque, Unknown
+from .transformers_labels import CLASS, RUNS, UNUSED, Looked, Opaque, is_identity
 from .transformers_reading import changed
-from .tried_out import SEQ, TRANSFORMERS, Form, kind, try_out
+from .tried_out import BATCH, SEQ, TRANSFORMERS, Form, kind, own_call, try_out
 
 CAPTURING = (
     "transformers.utils.output_capturing"  # whose hooks note what a layer returns: weights of attention, which are None here
 )
+CHECKPOINTING = "transformers.modeling_layers"  # whose layers have one forward around another, which a chain can do as well
 DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16  # some add residuals up in fp32, or clamp them in fp16
+SUMS = "add", "add_", "__iadd__", "__radd__", "mul", "__rmul__"
 
 
 def records_nothing(hook: Any) -> bool:
@@ -95,17 +99,20 @@ class BlockReader:
 
     def _read(self, layer: Any, attention: str, form: Form) -> None:
         size = form.size(getattr(layer, attention))
-        runs = [
-            _Run(layer, attention, size, form, training, dtype, bias)
-            for training in (True, False)
-            for dtype in DTYPES
-            for bias in {form.biases, False}
-        ]
+        if own_call(layer):
+            raise Unknown("it has a __call__ of its own")
+        runs: list[_Run] = []
+        for training in (True, False):
+            for dtype, hidden in (*((dtype, False) for dtype in DTYPES), (torch.float32, True)):
+                for bias in {form.biases, False}:
+                    keywords = runs[0].constants if runs and hidden else set()  # guard: keywords are passed on as they are
+                    runs.append(_Run(layer, attention, size, form, training, dtype, hidden, bias, keywords))
         self.reading, *others = (run.reading() for run in runs)
         if any(other != self.reading for other in others):
             raise Unknown("its forward is another one in evaluation, or in another dtype")
         self.names = frozenset(runs[0].named)
         self._looked = {path: value for run in runs for path, value in run.looked}
+        self._names = {(id(known), name): (known, name, value) for run in runs for known, name, value in run.names}
         self._kinds = self._now(layer)
         for name, norm in ((self.reading.norm_in, True), (self.reading.norm_mid, True), (self.reading.mlp, False)):
             try_out(name, getattr(layer, name), size, form, norm)
@@ -123,12 +130,14 @@ class BlockReader:
 
     def _changed(self, layer: Any) -> str:
         """What it looked at that is something else now, or in this layer; empty if nothing is."""
-        return next((".".join(path) for path, value in self._looked.items() if changed(layer, path, value)), "")
+        looked = (".".join(map(str, path)) for path, value in self._looked.items() if changed(layer, path, value))
+        names = (name for known, name, value in self._names.values() if known.get(name) is not value)
+        return next(looked, "") or next(names, "")
 
-    def _now(self, layer: Any) -> list[type]:
-        """Kinds of the modules that were tried out."""
+    def _now(self, layer: Any) -> list[tuple[type, Any]]:
+        """Kinds of the modules that were tried out, and what a dropout among them drops."""
         parts = (getattr(layer, name) for name in (self.reading.norm_in, self.reading.norm_mid, self.reading.mlp))
-        return [type(module) for part in parts for module in part.modules()]
+        return [(type(module), vars(module).get("p")) for part in parts for module in part.modules()]
 
     def unexpected(self, given: dict[str, Any]) -> str:
         """Why the layer can't be driven where it is given this; empty if it can."""
@@ -156,18 +165,19 @@ class _Recorder:
         self._name, self._module, self._run = name, module, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._recorded(*args, **kwargs)
+
+    def _recorded(self, *args: Any, **kwargs: Any) -> Any:
         run, module = self._run, self._module
-        if isinstance(module, nn.Identity) or (isinstance(module, nn.modules.dropout._DropoutNd) and not kwargs):
-            if run.training and getattr(module, "p", 0.0) > 0:
-                raise Unknown(f"{self._name} drops out")
-            run.looked += [((self._name, "p"), module.p)] if hasattr(module, "p") else []
+        if not kwargs and is_identity(self._name, module, run):
             return args[0]
         if attends := self._name == run.attention:
             names = list(inspect.signature(type(module).forward).parameters)[1:]
             run.given = {**dict(zip(names, args)), **kwargs}
             args, kwargs = (run.given.pop("hidden_states", None),), {}
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            raise Unknown(f"{self._name} takes more than one tensor")
+            run.fail(f"gives {self._name} more than one tensor")
         made = run.numbers()
         if run.form.biases and any(module.children()):  # else it is a norm
             bias = run.numbers()[0, 0] if run.bias else None
@@ -177,7 +187,18 @@ class _Recorder:
         return (made, run.weights) if attends else made
 
     def __getattr__(self, name: str) -> Any:
-        raise Unknown(f"its forward reads {self._name}.{name}")
+        self._run.fail(f"reads {self._name}.{name}")
+
+
+class _Sums(Accounting):
+    """Of what adds up and moves; a factor of exactly one, which is looked at like all else, is none."""
+
+    def done(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if "mul" in name and (len(args) < 2 or kwargs or not (is_plain(args[1]) and args[1] == 1)):
+            self.fail(f"computes what is not known here: {name}")
+        if kwargs and name not in MOVES:
+            self.fail(f"computes what is not known here: {name} with {', '.join(kwargs)}")
+        return super().done(name, function, args, kwargs)
 
 
 class _Run:
@@ -190,27 +211,56 @@ class _Run:
     looked     what the forward looked at on the way: names from the layer on, and what it found
     """
 
-    def __init__(self, layer: Any, attention: str, size: int, form: Form, training: bool, dtype: torch.dtype, bias: bool):
+    def __init__(
+        self,
+        layer: Any,
+        attention: str,
+        size: int,
+        form: Form,
+        training: bool,
+        dtype: torch.dtype,
+        hidden: bool,
+        bias: bool,
+        keywords: set[str],
+    ):
         self.layer, self.attention, self.form, self.training, self.dtype, self.bias = layer, attention, form, training, dtype, bias
         self.generator = torch.Generator().manual_seed(0)
         self.size = BATCH, SEQ, size
         self.calls: list[tuple[str, Tensor, Tensor]] = []
         self.given: dict[str, Any] = {}
-        self.looked: list[tuple[tuple[str, ...], Any]] = []
-        self.weights, self.more = Opaque(), Opaque()
-        forward = inspect.unwrap(type(layer).forward)
+        self.looked: list[tuple[tuple[Any, ...], Any]] = [((*CLASS, name), getattr(type(layer), name)) for name in RUNS]
+        self.weights, self.more = Opaque(self), {name: Opaque(self) for name in {"sp_overlap", *keywords}}
+        self.accounting = _Sums(SUMS, {BATCH, SEQ}, hidden) if form.accounted else None
+        forward = forward_of(type(layer), beside=CHECKPOINTING) if form.accounted else inspect.unwrap(type(layer).forward)
         parameters = list(inspect.signature(forward).parameters.values())[1:]
         self.named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
         if "hidden_states" not in self.named:
             raise Unknown("its forward takes no hidden_states")
         self.x = self.numbers()
-        self.arguments: dict[str, Any] = {name: None if name in (*UNUSED, *form.absent) else Opaque() for name in self.named}
+        self.arguments: dict[str, Any] = {name: None if name in (*UNUSED, *form.absent) else Opaque(self) for name in self.named}
         self.arguments["hidden_states"] = self.x
         self.hidden, drawn = self.x.clone(), torch.get_rng_state()
-        more = dict(sp_overlap=self.more) if len(self.named) < len(parameters) else {}
-        self.returned = forward(Looked(layer, (), self), **self.arguments, **more)
+        more = self.more if len(self.named) < len(parameters) else {}
+        with self.accounting or contextlib.nullcontext():
+            self.returned = forward(Looked(layer, (), self), **self.arguments, **more)
         if not torch.equal(drawn, torch.get_rng_state()):
             raise Unknown("its forward draws random numbers")
+
+    takes_parameters = False
+
+    @property
+    def constants(self) -> set[str]:
+        strings = set() if self.accounting is None else self.accounting.strings()
+        return strings - {*self.named, *self.given}
+
+    @property
+    def names(self) -> list[tuple[dict[str, Any], str, Any]]:
+        return [] if self.accounting is None else self.accounting.names
+
+    def fail(self, reason: str) -> NoReturn:
+        if self.accounting is not None:
+            self.accounting.fail(reason)
+        raise Unknown(f"its forward {reason}")
 
     def numbers(self) -> Tensor:
         """With an infinite one, which some would clamp."""
@@ -218,11 +268,11 @@ class _Run:
         made.view(-1)[len(self.calls)] = torch.inf
         return made
 
+    def look(self, holder: Any, name: str) -> Any:
+        return getattr(holder, name, MISSING) if self.accounting is None else self.accounting.look(holder, name)
+
     def child(self, name: str, module: nn.Module) -> _Recorder:
         return _Recorder(name, module, self)
-
-    def rewired(self, function: Any) -> Callable:
-        return inspect.unwrap(function)
 
     def reading(self) -> BlockReading:
         """Raises Unknown."""
@@ -242,7 +292,9 @@ class _Run:
         ]
         if any(x is not None and x is not self.weights for x in behind[: len(behind) - len(zeros)]):
             raise Unknown("its forward returns more than hidden states")
-        passes = self.given.pop("sp_overlap", None) is self.more
+        passed = [self.given.pop(name, None) is x for name, x in self.more.items()]
+        if (passes := any(passed)) and not all(passed):
+            raise Unknown(f"its forward uses the keyword {[*self.more][passed.index(False)]}")
         opaque = {id(x): name for name, x in self.arguments.items() if isinstance(x, Opaque)}
         arguments = {name: opaque[id(x)] for name, x in self.given.items() if id(x) in opaque}
         rest = {name: x for name, x in self.given.items() if name not in arguments}

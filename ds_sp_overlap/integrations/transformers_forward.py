@@ -16,7 +16,7 @@ from .chains import Courses
 from .masks import Masks, Pattern
 from .positions import GlobalSequence, Positions
 from .transformers_checkpoints import Checkpoints
-from .transformers_modules import first_of, off_in_eval
+from .transformers_modules import Watched, first_of, off_in_eval, refuse_copy
 
 
 class Forwards(Courses):
@@ -56,11 +56,13 @@ def host(
     configs: list[Any],
     recurrent: list[dict[str, Any]],
     checkpoints: Checkpoints,
-) -> tuple[Callable, bool]:
+    watched: Watched,
+) -> tuple[Callable, bool, Callable]:
     """A forward for a model that holds ``layers``: what the ranks must know is gathered in it, once for all of them.
 
     recurrent     the globals of models that ask for masks of recurrent layers
     checkpoints   in the model
+    watched       the layers
     """
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     original, positions = model.forward, forwards.positions
@@ -71,6 +73,7 @@ def host(
     def forward(*args, **kwargs):
         if positions.current is not None or off_in_eval(first):
             return original(*args, **kwargs)
+        watched.refuse_changed()
         with (
             checkpoints.keeping(),
             positions.forward(name, {**dict(zip(names, args)), **kwargs}) as sequence,
@@ -81,7 +84,7 @@ def host(
             with asked, forwards.masks.told(sequence, recurrent):  # guard: recurrent layers are told
                 return original(*args, **kwargs)
 
-    return forward, False
+    return forward, False, refuse_copy
 
 
 @contextlib.contextmanager

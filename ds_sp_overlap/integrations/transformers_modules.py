@@ -34,6 +34,51 @@ def off_in_eval(module: Any) -> bool:
     return stock is not None and stock.disable_in_eval and not module.training
 
 
+def refuse_copy(module: Any) -> None:
+    """Refuse a copy of a module that is overlapped, where nobody would exchange for the copy. Raises RuntimeError."""
+    if stock_of(attention_functions().get(module.config._attn_implementation)) is None:  # guard: no rank attends alone
+        raise RuntimeError(
+            f"{type(module).__name__}: this is a copy of one that is overlapped, and would attend to this rank's tokens alone; call "
+            "ds_sp_overlap.enable with the copy, or ds_sp_overlap.disable, after which each rank attends by itself"
+        )
+
+
+class Watched:
+    """Whether layers below a model are where they were, and call the attention function that they did.
+
+    edges       holder, name and module of each step from the model to a layer
+    functions   layers that are overlapped at their attention function, by name
+    """
+
+    def __init__(self, at: str, names: Collection[str], modules: dict[str, nn.Module], functions: Collection[str]):
+        self.edges: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+        for name in names:
+            while name != at:
+                holder, _, child = name.rpartition(".")
+                self.edges[name] = modules[holder], child, modules[name]
+                name = holder
+        self.layers = {modules[name] for name in names}
+        self.functions = {name: modules[name] for name in names if name in functions}
+
+    def refuse_changed(self) -> None:
+        """Raise RuntimeError if something else would run than what was overlapped. The same on every rank."""
+        for name, (holder, child, module) in self.edges.items():
+            now = holder._modules.get(child)
+            if now is module or now is None:  # a layer may be left out
+                continue
+            if any(is_attention(part) and part not in self.layers for part in now.modules()):  # guard: who is overlapped runs
+                raise RuntimeError(
+                    f"{name}: the {type(module).__name__} there was replaced since ds_sp_overlap.enable; call it again"
+                )
+        for name, layer in self.functions.items():
+            implementation: str = layer.config._attn_implementation  # type: ignore[union-attr, assignment]
+            if layer not in getattr(attention_functions().get(implementation), "attend", ()):  # guard: a function that exchanges
+                raise RuntimeError(
+                    f'{name}: its attention is "{implementation}" since ds_sp_overlap.enable, and each rank would attend to its own tokens '
+                    "alone; call ds_sp_overlap.enable again"
+                )
+
+
 # Modules.
 
 _OF_SEQUENCE = {"past_key_values", "past_key_value", "cache_params", "layer_past", "cache", "state", "use_cache"}
@@ -68,7 +113,7 @@ def digest(kind: type[nn.Module], *names: str) -> str:
 
 
 @once
-def _functions(kind: type[nn.Module]) -> list[types.FunctionType]:
+def functions_of(kind: type[nn.Module]) -> list[types.FunctionType]:
     """The functions of a module's class, without their decorators."""
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
     unwrapped = (inspect.unwrap(f) for base in bases for f in vars(base).values() if callable(f))
@@ -78,7 +123,7 @@ def _functions(kind: type[nn.Module]) -> list[types.FunctionType]:
 def is_attention(module: nn.Module) -> bool:
     """Whether a module's code uses transformers' attention functions; some have a collection of their own under the name."""
     name, library = "ALL_ATTENTION_FUNCTIONS", attention_functions()
-    uses = (f for f in _functions(type(module)) if name in f.__code__.co_names)
+    uses = (f for f in functions_of(type(module)) if name in f.__code__.co_names)
     return not isinstance(module, pretrained()) and any(f.__globals__.get(name, library) is library for f in uses)
 
 

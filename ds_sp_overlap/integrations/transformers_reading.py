@@ -1,7 +1,7 @@
-"""transformers: what the forward of an attention layer computes, told from a run on labels (`transformers_labels`).
+"""transformers: what the forward of an attention layer computes, told from runs on labels (`transformers_labels`).
 
-Arithmetic leaves numbers that are no labels, and then the layer is not known. So a layer is known by what it computes, however
-that is spelt, in whatever class and whichever version.
+All that a forward does is accounted for, or the layer is not known. So a layer is known by what it computes, however that is spelt,
+in whatever class and whichever version.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .transformers_labels import BATCH, MISSING, Child, Looked, Opaque, Out, Run, Unknown
+from .accounting import MISSING, Unknown, is_plain
+from .transformers_labels import Out, Run, cases
+from .transformers_probe import Probed
 from .transformers_rotary import rotary_of
+from .tried_out import TRANSFORMERS, own_call, try_out
 
 
 @dataclass(frozen=True)
@@ -70,56 +73,75 @@ class Reading:
         return None if in_order else {kind: source.rows for kind, source in self.sources.items()}
 
 
+@dataclass(frozen=True)
+class _Read:
+    """What a layer's forward computes, and what it looked at: names from the layer on, and globals; and what it found."""
+
+    reading: Reading
+    looked: list[tuple[tuple[Any, ...], Any]]
+    names: list[tuple[dict[str, Any], str, Any]]
+
+    def changed(self, module: Any) -> list[str]:
+        """What it looked at that is something else now, or in ``module``."""
+        looked = [".".join(map(str, path)) for path, value in self.looked if changed(module, path, value)]
+        return looked + [name for known, name, value in self.names if known.get(name, MISSING) is not value]
+
+
 class Reader:
     """Reads a layer, and again whenever something that its forward looked at has changed.
 
-    known   readers of other layers, to which it is added; a layer that is like one of theirs is not read again
+    known    readers of other layers, to which it is added; a layer that is like one of theirs is not read again
+    probed   what came of it in the layers' first calls
     """
 
     def __init__(self, where: str, module: Any, known: list[Reader] | None = None):
         known = [] if known is None else known
-        self.where, self._form = where, _form(module)
-        self.readings: dict[bool, tuple[Reading, list]]
+        self.where, self._form, self.probed = where, _form(module), Probed()
+        self.readings: dict[bool, _Read]
         if like := next((reader for reader in known if reader._serves(module, self._form)), None):
-            self.readings = dict(like.readings)
+            self.readings, self.probed = dict(like.readings), like.probed
             return
         self.readings = {training: _read(module, training) for training in (True, False)}
-        if self.readings[True][0] != self.readings[False][0]:
+        if self.readings[True].reading != self.readings[False].reading:
             raise Unknown("its forward is another one in evaluation")
         known.append(self)
 
     def _serves(self, module: Any, form: tuple) -> bool:
         """Whether ``module`` of this ``form`` is like the one that was read, in all that its forward looks at."""
-        looked = (look for _, looks in self.readings.values() for look in looks)
-        return self._form == form and not any(changed(module, *look) for look in looked)
+        return self._form == form and not any(read.changed(module) for read in self.readings.values())
 
     @property
     def reading(self) -> Reading:
-        return self.readings[True][0]
+        return self.readings[True].reading
 
     def options(self, module: Any) -> dict[str, Any]:
         """Keywords of the attention function, as of now. Raises RuntimeError if the layer computes something else than before."""
-        reading, looked = self.readings[module.training]
-        if any(changed(module, *look) for look in looked):
+        read = self.readings[module.training]
+        if seen := read.changed(module):  # guard: read again where something changed
             now, reason = None, ""
             try:
-                now, looked = _read(module, module.training)
+                now = _read(module, module.training)
             except Unknown as error:
                 reason = f" ({error})"
-            if now is None or now != reading:
-                seen = dict.fromkeys(".".join(look[0]) for look in self.readings[module.training][1] if changed(module, *look))
+            if now is None or now.reading != read.reading:
                 raise RuntimeError(
-                    f"{self.where}: {type(module).__name__} computes something else since {', '.join(seen)} changed{reason}; "
-                    "call ds_sp_overlap.enable again"
+                    f"{self.where}: {type(module).__name__} computes something else since {', '.join(dict.fromkeys(seen))} "
+                    f"changed{reason}; call ds_sp_overlap.enable again"
                 )
-            self.readings[module.training] = reading, looked = now, looked
-        return reading.options
+            self.readings[module.training] = read = now
+        return read.reading.options
 
 
-def changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
-    """Whether something else than ``value`` is found now at ``path``."""
+def changed(module: Any, path: tuple[Any, ...], value: Any) -> bool:
+    """Whether something else than ``value`` is found now at ``path``: of names, and of places as tuples of one."""
     for name in path:
-        module = getattr(module, name, MISSING)
+        if isinstance(name, tuple):
+            try:
+                module = module[name[0]]
+            except (LookupError, TypeError):
+                module = MISSING
+        else:
+            module = getattr(module, name, MISSING)
     return module is not value and (isinstance(value, Tensor) or module != value)
 
 
@@ -134,16 +156,35 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _read(module: Any, training: bool) -> tuple[Reading, list]:
-    """What a layer's forward computes, and what it looked at. Raises Unknown."""
+def _read(module: Any, training: bool) -> _Read:
+    """What a layer's forward computes in every case, and what it looked at. Raises Unknown."""
+    if own_call(module):
+        raise Unknown("it has a __call__ of its own")
     try:
-        with torch.no_grad(), torch.device("cpu"):
-            run = Run(module, training)
-            return _Interpreter(run).reading(), run.looked
+        with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(()):
+            keywords: set[str] = set()
+            readings: list[Reading] = []
+            looked: dict[Any, Any] = {}
+            names: dict[Any, Any] = {}
+            for case in cases(training):
+                run = Run(module, case, keywords if case.told else set())
+                readings.append(_Interpreter(run).reading())
+                looked.update(((path, type(value)), (path, value)) for path, value in run.looked)
+                names.update(((id(known), name), (known, name, value)) for known, name, value in run.names)
+                keywords |= run.constants
     except Unknown:
         raise
     except Exception as error:  # of any kind: of code that was not made for labels
         raise Unknown(f"its forward computes what is not known here ({type(error).__name__}: {error})") from error
+    first = readings[0]
+    if any(reading != first or not _same(reading.options, first.options) for reading in readings):  # guard: in every case
+        raise Unknown("its forward is another one without a mask, for other tokens or in another dtype")
+    return _Read(first, list(looked.values()), list(names.values()))
+
+
+def _same(options: dict[str, Any], others: dict[str, Any]) -> bool:
+    alike = options.keys() == others.keys()
+    return alike and all(x is others[name] or not isinstance(x, Tensor) and x == others[name] for name, x in options.items())
 
 
 class _Interpreter:
@@ -165,13 +206,24 @@ class _Interpreter:
         if not alike or sources["v"].norm is not None:
             raise Unknown("q and k are not alike, or v is like them")
         self._check_calls({source.chain for source in sources.values()})
-        options = {name: x for name, x in run.options.items() if x is not run.position_ids}
-        passes = options.pop("sp_overlap", None) is run.more
+        told = (None, run.position_ids)  # which attention finds by itself
+        options = {name: x for name, x in run.options.items() if not (name == "position_ids" and any(x is each for each in told))}
+        passed = [options.pop(name, None) is x for name, x in run.more.items()]
+        if any(passed) and not all(passed):  # guard: keywords are passed on
+            raise Unknown(f"its forward uses the keyword {[*run.more][passed.index(False)]}")
         own = [parameter for parameter in run.module.parameters(recurse=False) if _shape(parameter)[:1] == (run.q.shape[1],)]
         per_head = tuple(name for name, x in options.items() if any(x is parameter for parameter in own))
-        if any(isinstance(x, (Tensor, Opaque, Looked, Child)) for name, x in options.items() if name not in per_head):
+        if not all(is_plain(x) for name, x in options.items() if name not in per_head):
             raise Unknown("its attention takes more than q, k and v")
-        return Reading(sources, run.q.shape[-1], self._rotary() if turned else None, output, options, per_head, passes)
+        self._check_learned(own, options)
+        return Reading(sources, run.q.shape[-1], self._rotary() if turned else None, output, options, per_head, any(passed))
+
+    def _check_learned(self, own: list[Tensor], options: dict[str, Any]) -> None:
+        """Raises Unknown for a parameter or a buffer that the forward does nothing with: it might, one day or by another way."""
+        passed = [x for x in options.values() if isinstance(x, Tensor)]
+        for name, x in (*self.run.module.named_parameters(), *self.run.module.named_buffers()):
+            if name.split(".")[0] not in self.used and not any(x is each for each in passed):  # guard: all that learns is known
+                raise Unknown(f"its forward does nothing that is known here with {name}")
 
     def _check_calls(self, chains: set[tuple[str, ...]]) -> None:
         """Raises Unknown for a child that is not accounted for, or would be called more often than it was, or less."""
@@ -187,9 +239,10 @@ class _Interpreter:
     def _rotary(self) -> dict[str, Any]:
         """Keywords of the layer's `Rotary`."""
         try:
-            first, *others = (rotary_of(*call, self.run.seq) for call in self.run.rotations)
-        except LookupError:
-            raise Unknown(f"{self.run.rotations[0][0].__name__} is no rotary embedding that is known here") from None
+            first, *others = (rotary_of(*call) for call in self.run.rotations)
+        except (LookupError, Unknown) as error:
+            reason = f" ({error})" if isinstance(error, Unknown) else ""
+            raise Unknown(f"{self.run.rotations[0][0].__name__} is no rotary embedding that is known here{reason}") from None
         if any(other != first for other in others):
             raise Unknown("q and k are not alike")
         narrow = any(out.labels.shape[-1] < self.run.q.shape[-1] for out in self.run.rotated)
@@ -203,7 +256,7 @@ class _Interpreter:
             raise Unknown("its forward doesn't return (output, attention weights)")
         if not torch.equal(returned[0], last.labels):
             raise Unknown(f"{last.name} is not the last that is computed")
-        if last.given is None or not torch.equal(last.given, self.run.o.flatten(2)):
+        if not torch.equal(last.given, self.run.o.flatten(2)):
             raise Unknown(f"{last.name} is not given the output of attention as it is")
         return last.name
 
@@ -221,12 +274,12 @@ class _Interpreter:
         rows = at % out.labels.shape[-1]
         token = at // out.labels.shape[-1]
         first = rows[0, 0, :, 0]
-        in_place = token == torch.arange(BATCH * self.run.seq).view(BATCH, self.run.seq, 1, 1)
+        in_place = token == torch.arange(self.run.batch * self.run.seq).view(self.run.batch, self.run.seq, 1, 1)
         if (at < 0).any() or not in_place.all() or (rows != first[:, None] + torch.arange(heads.shape[-1])).any():
             raise Unknown("heads are not rows of a projection")
         chain = [out]
-        while chain[0].given is not self.run.x:
-            earlier = [other for other in self.run.outs if other.labels is chain[0].given]
+        while not torch.equal(given := chain[0].given, self.run.x):
+            earlier = [other for other in self.run.outs if torch.equal(other.labels, given)]
             if not earlier:
                 raise Unknown(f"{chain[0].name} is not given the hidden states as they are")
             chain[:0] = earlier
@@ -249,6 +302,8 @@ class _Interpreter:
             alike = not any(norm.children()) and all(_shape(parameter) == size for parameter in norm.parameters())
             if not alike or "norm" not in type(norm).__name__.lower():
                 raise Unknown(f"{out.name} is no norm that is alike for all heads")
+            if out.name not in self.used:
+                try_out(out.name, norm, size[0], TRANSFORMERS, norm=True)  # guard: a norm of each head by itself
             self.used.add(out.name)
             return out.name, before
         return None, heads
@@ -266,6 +321,5 @@ class _Interpreter:
             in_place = (place == torch.arange(self.run.seq).view(1, -1, 1, 1)).all() and (batch == batch[..., :1]).all()
             if not turned or not in_place or (at[..., width:] >= 0).any():
                 raise Unknown("its forward rotates other dims than the first")
-            assert out.given is not None
             return torch.cat((out.given.flatten()[at[..., :width]], heads[..., width:]), -1)
         return None

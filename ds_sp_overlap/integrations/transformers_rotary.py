@@ -1,9 +1,12 @@
-"""transformers: which rotary embedding a function carries out, found out by trying it on random numbers."""
+"""transformers: which rotary embedding a function carries out, found out by trying it on random numbers.
+
+All that it does is accounted for (`accounting`): it adds, multiplies and moves, so that what holds for some numbers holds for all.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..rotary import Rotary
+from .accounting import Accounting, Unknown
 
 # How (cos, sin) [.., 1, d_rot] come from position embeddings.
 
@@ -53,17 +57,19 @@ class Table(Enum):
     WHOLE, COS, SIN = range(3)
 
 
-Argument = Any  # a `Table`; the shape of q or k, [b, s, h, d] or [b, h, s, d]; or the argument itself
+ARITHMETIC = "mul add sub neg rsub __rsub__ __rmul__ __radd__ to float type type_as view_as_complex view_as_real real imag".split()
 
 
 @functools.lru_cache(maxsize=256)
-def rotary_of(function: Callable, args: tuple[Argument, ...], kwargs: tuple[tuple[str, Any], ...], seq: int) -> dict[str, Any]:
-    """Keywords of the `Rotary` that does what a call of ``function`` does to q and k of ``seq`` tokens.
+def rotary_of(function: Callable, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """Keywords of the `Rotary` that does what a call of ``function`` does to q and k.
 
-    Raises LookupError where there is none.
+    args   each a `Table`; the shape of q or k as a tuple with "batch" and "seq" in it, heads before or behind; or the argument itself
+
+    Raises LookupError where there is none, which says why.
     """
-    dims = max(x[-1] for x in args if isinstance(x, torch.Size))
-    differs = functools.partial(_differs, functools.partial(function, **dict(kwargs)), args, seq)
+    dims = max(x[-1] for x in args if isinstance(x, tuple))
+    differs = functools.partial(_differs, functools.partial(function, **dict(kwargs)), args)
     is_complex = Table.WHOLE in args
     widths: dict[Callable, int] = (
         {of_complex: dims // 2} if is_complex else {**dict.fromkeys(WIDE, dims), **dict.fromkeys(NARROW, dims // 2)}
@@ -88,7 +94,9 @@ def rotary_of(function: Callable, args: tuple[Argument, ...], kwargs: tuple[tupl
     ((tables, neighbours),) = kinds
     rotary = functools.partial(Rotary, tables, partial=(tables, neighbours, True) in found, neighbours=neighbours)
     low, single, double = torch.bfloat16, torch.float32, torch.float64
-    dtypes = [(low, single), (double, single)] + ([] if is_complex else [(low, low)])  # of q and k, of the tables
+    dtypes = [(low, single), (double, single)] + (
+        [] if is_complex else [(low, low), (torch.float16, torch.float16)]
+    )  # of q and k, of the tables
     for rounding in ROUNDINGS:
         if not any(differs(widths[tables], rotary(rounding=rounding), *pair, tolerance=0) for pair in dtypes):
             return {"tables": tables, **rotary.keywords, "rounding": rounding}
@@ -98,7 +106,6 @@ def rotary_of(function: Callable, args: tuple[Argument, ...], kwargs: tuple[tupl
 def _differs(
     function: Callable,
     args: tuple,
-    seq: int,
     width: int,
     rotary: Rotary,
     dtype: torch.dtype,
@@ -107,18 +114,24 @@ def _differs(
 ) -> bool:
     """Whether ``function``, with tables of ``width``, gives something else than ``rotary``. Raises what ``function`` raises."""
     generator = torch.Generator().manual_seed(0)
+    used = {size for x in args if isinstance(x, tuple) for size in x} | {width}
+    batch, seq = [size for size in (2, 5, 7, 11, 13) if size not in used][:2]
+    sizes = {"batch": batch, "seq": seq}
 
-    def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+    def random(shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        return torch.randn([sizes.get(size, size) for size in shape], generator=generator).to(dtype)
 
-    moving = {at: random(x, dtype) for at, x in enumerate(args) if isinstance(x, torch.Size)}
-    batch = next(iter(moving.values())).shape[0]
+    moving = {at: random(x, dtype) for at, x in enumerate(args) if isinstance(x, tuple)}
     cos, sin = (random((batch, seq, width), of_tables) for _ in range(2))
     whole: Any = torch.complex(cos, sin) if rotary.tables is of_complex else (cos, sin)
     tables = {Table.WHOLE: whole, Table.COS: cos, Table.SIN: sin}
-    given = function(*(moving.get(at, tables[x] if isinstance(x, Table) else x) for at, x in enumerate(args)))
-    for x, y in zip(moving.values(), (given,) if isinstance(given, Tensor) else given, strict=True):
-        heads_first = x.shape[1] != seq
+    accounting = Accounting(ARITHMETIC, sizes.values())
+    with accounting:
+        given = function(*(moving.get(at, tables[x] if isinstance(x, Table) else x) for at, x in enumerate(args)))
+    if state := next((name for _, name, value in accounting.names if isinstance(value, (bool, int, float))), ""):
+        raise Unknown(f"it uses the global {state}")
+    for (at, x), y in zip(moving.items(), (given,) if isinstance(given, Tensor) else given, strict=True):
+        heads_first = args[at][1] != "seq"
         expected = rotary(x.transpose(1, 2) if heads_first else x, whole)
         expected = expected.transpose(1, 2) if heads_first else expected
         if y.dtype != expected.dtype or y.shape != expected.shape:

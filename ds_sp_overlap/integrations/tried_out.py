@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .transformers_labels import BATCH, Unknown
+from .accounting import MOVES, Accounting, Unknown
 
-SEQ = 5
+BATCH, SEQ = 2, 5
 CROWD = 32  # tokens that are alike
 MOST = 2**26  # numbers of a module that is tried out
 
@@ -26,6 +27,7 @@ class Form:
     token_dim   of hidden states
     biases      its attentions, MLPs and linear layers return ``(output, bias)``, where the bias is yet to be added, or None
     absent      arguments that are None wherever a layer runs in a chain
+    accounted   whether all that its layers' own forwards do is accounted for; else it is told from what they make of numbers
     """
 
     size: Callable[[Any], int]
@@ -33,9 +35,49 @@ class Form:
     token_dim: int
     biases: bool
     absent: tuple[str, ...]
+    accounted: bool = True
 
 
 TRANSFORMERS = Form(lambda attention: attention.config.hidden_size, lambda module: type(module) is nn.Linear, 1, False, ())
+
+
+class _TokenByToken(Accounting):
+    """Of what computes with each token by itself: number by number, or over the last dim."""
+
+    NUMBERS = frozenset(
+        "add sub mul div true_divide neg pow square rsqrt sqrt exp log log1p sigmoid tanh relu silu gelu softplus relu6 hardtanh mish "
+        "leaky_relu elu celu selu hardswish hardsigmoid softsign logsigmoid erf abs clamp clamp_min clamp_max maximum minimum reciprocal "
+        "to float type type_as expand_as linear __add__ __radd__ __iadd__ __mul__ __rmul__ __imul__ __sub__ __rsub__ __pow__ __rpow__ "
+        "__truediv__ __rtruediv__ __rdiv__ rsub where gt lt ge le contiguous clone dim ndim __len__ addcmul_ numel".split()
+    )
+    OVER_LAST = frozenset("mean sum var std norm amax amin max min softmax log_softmax".split())
+    NORMS = frozenset("layer_norm rms_norm".split())
+    LAST = frozenset("chunk split split_with_sizes unbind cat concat unsqueeze narrow select".split())
+
+    def __init__(self, sizes: Collection[int]):
+        super().__init__(self.NUMBERS | self.OVER_LAST | self.NORMS | self.LAST, sizes)
+        self.allowed -= MOVES - self.NUMBERS - self.LAST - {"__getitem__", "view", "reshape", "flatten", "unflatten"}
+        self.drops_nothing = False
+        self.of_torch = (*self.of_torch, "torch.nn.modules", "torch._VF")
+
+    def done(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        x = args[0][0] if isinstance(args[0], (tuple, list)) else args[0]
+        last = -1, x.dim() - 1, (-1,), [-1]
+        dim = kwargs.get(
+            "dim", next((given for given in args[1:] if name not in ("split", "chunk", "norm", "split_with_sizes")), None)
+        )
+        if name in ("split", "chunk", "split_with_sizes"):
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+        if name in self.OVER_LAST | self.LAST and x.dim() > 1 and dim not in last:
+            self.fail(f"computes over more than a token: {name}")
+        if name in self.NORMS and len(args[1] if len(args) > 1 else kwargs["normalized_shape"]) != 1:
+            self.fail(f"computes over more than a token: {name}")
+        if name == "__getitem__" and x.dim() > 1 and not (isinstance(args[1], tuple) and args[1][0] is ... and len(args[1]) == 2):
+            self.fail("takes some of its tokens")
+        y = function(*args, **kwargs)
+        if name in ("view", "reshape", "flatten", "unflatten") and y.shape[-1:] != x.shape[-1:]:
+            self.fail(f"computes over more than a token: {name}")
+        return y
 
 
 class _Linear(nn.Module):
@@ -51,11 +93,13 @@ class _Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return torch.outer(self.out, self.into)
+        with torch._C.DisableTorchFunction():
+            return torch.outer(self.out, self.into)
 
     def forward(self, x: Tensor) -> Any:
         self.calls += 1
-        y = (x @ self.into)[..., None] * self.out
+        with torch._C.DisableTorchFunction():
+            y = (x @ self.into)[..., None] * self.out
         if self.skip_bias_add:
             return y, self.bias
         y = y if self.bias is None else y + self.bias
@@ -86,6 +130,8 @@ def _stand_in(module: nn.Module, form: Form, training: bool, generator: torch.Ge
     """A copy with parameters, buffers and linear layers of random numbers, and no hooks. Experts are narrow inside."""
     if form.is_linear(module):
         return _Linear(module, form, generator, dtype)
+    if type(module).__module__ == nn.Dropout.__module__:  # of nothing, see `try_out`; looked at again in each call
+        return nn.Identity()
     copy = object.__new__(type(module))
     hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
     parameters: dict[str, Any] = dict.fromkeys(module._parameters)  # some are None
@@ -131,7 +177,13 @@ def try_out(name: str, module: nn.Module, size: int, form: Form, norm: bool = Fa
     what = f"{name} ({type(module).__name__})"
     if norm and (any(module.children()) or any(True for _ in module.buffers())):
         raise Unknown(f"{what} has more than parameters")
-    for at, part in () if norm else module.named_modules(prefix=name):
+    known_code = True
+    for at, part in module.named_modules(prefix=name):
+        if own_call(part):
+            raise Unknown(f"{at} ({type(part).__name__}) has a __call__ of its own")
+        known_code = known_code and (_is_theirs(part) or type(part).__module__.startswith("torch.nn."))
+        if norm:
+            continue
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
         known = form.is_linear(part) or _is_theirs(part) and all(type(x) in (nn.Parameter, nn.Buffer, Tensor) for x in own)
         if own and not known:
@@ -149,7 +201,8 @@ def try_out(name: str, module: nn.Module, size: int, form: Form, norm: bool = Fa
         x = x.movedim(1, dim)
         cuts = (2, SEQ - 2) if norm else (2, SEQ, 0, CROWD - 2)
         biases = form.biases and not norm
-        before, (whole, of_whole) = _state(stand_in), _ran(what, stand_in, x, biases)
+        accounts = not known_code and form.accounted  # guard: code of one's own is accounted for
+        before, (whole, of_whole) = _state(stand_in), _ran(what, stand_in, x, biases, accounts)
         ys, of_parts = zip(*(_ran(what, stand_in, part, biases) for part in x.split(cuts, dim)))
         if not torch.equal(drawn, torch.get_rng_state()):
             raise Unknown(f"{what} draws random numbers")
@@ -159,6 +212,12 @@ def try_out(name: str, module: nn.Module, size: int, form: Form, norm: bool = Fa
         if not all((mine - expected).abs().max() <= 1e-5 * expected.abs().max() for mine, expected in pairs):
             # fp32 in it, which vector units round by position
             raise Unknown(f"{what} makes something else of some tokens than of all")
+
+
+def own_call(module: nn.Module) -> bool:
+    """Whether the class of a module does something around its forward, beside gradient checkpointing of transformers'."""
+    call = type(module).__call__
+    return call is not nn.Module.__call__ and not (call.__module__ or "").startswith(("transformers.modeling_layers", "torch.nn."))
 
 
 def _is_theirs(part: nn.Module) -> bool:
@@ -181,13 +240,18 @@ def _is_same_state(before: list, now: list) -> bool:
     )
 
 
-def _ran(what: str, stand_in: nn.Module, x: Tensor, biases: bool) -> tuple[Tensor, list[Tensor]]:
+def _ran(what: str, stand_in: nn.Module, x: Tensor, biases: bool, accounts: bool = False) -> tuple[Tensor, list[Tensor]]:
     """What tokens become, with their gradients; and the gradients of its parameters. Raises Unknown."""
     linear = [part for part in stand_in.modules() if isinstance(part, _Linear)]
     parameters = [p for part in stand_in.modules() if part not in linear for p in part._parameters.values() if p is not None]
     with torch.enable_grad():
         x = x.clone().requires_grad_()
-        y = type(stand_in).forward(stand_in, x * 1)  # which may be changed in place
+        given = x * 1  # which may be changed in place
+        try:
+            with _TokenByToken(x.shape[:-1]) if accounts else contextlib.nullcontext():
+                y = type(stand_in).forward(stand_in, given)
+        except Unknown as error:
+            raise Unknown(f"{what}: {error}") from None
         if biases and isinstance(y, tuple) and len(y) == 2:
             y = y[0] if y[1] is None else y[0] + y[1]
     if not isinstance(y, Tensor) or y.shape != x.shape:

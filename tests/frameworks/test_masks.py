@@ -3,6 +3,9 @@
 Held against the model on the whole sequence, as in `test_transformers`.
 """
 
+import sys
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from transformers import masking_utils
@@ -224,6 +227,18 @@ def test_layers_that_nobody_exchanges_are_refused_by_name_whatever_on_unsupporte
             assert message in said[family][1] and "not supported with sequence parallelism" in said[family][1], said[family]
 
 
+class Functions(NamedTuple):
+    """transformers' attention functions; those of one module know nothing of it."""
+
+    there: Any
+    module: Any
+    local: Any
+
+    def get_interface(self, name, default):
+        function = self.there.get_interface(name, default)
+        return lambda module, *args, **kwargs: (self.local if module is self.module else function)(module, *args, **kwargs)
+
+
 def local_attention(rank, family):
     """A layer that reaches for another attention than transformers' functions; stands for code that can't be read."""
     with sequence_parallel_model(2, family=family) as (model, _):
@@ -231,10 +246,13 @@ def local_attention(rank, family):
         inputs = cut(batches(1)[0], rank, 2)
         del inputs["labels"]
         dispatch, module = ALL_ATTENTION_FUNCTIONS["sdpa"], model.model.layers[1].self_attn
-        attended = dispatch.attend[module]
-        del dispatch.attend[module]  # what is called instead knows nothing of the layer
-        first = refusal(model, **inputs, use_cache=False)
-        dispatch.attend[module] = attended
+        at = vars(sys.modules[type(module).__module__])
+        there = at["ALL_ATTENTION_FUNCTIONS"]
+        at["ALL_ATTENTION_FUNCTIONS"] = Functions(there, module, dispatch.before)
+        try:
+            first = refusal(model, **inputs, use_cache=False)
+        finally:
+            at["ALL_ATTENTION_FUNCTIONS"] = there
         return first, refusal(model, **inputs, use_cache=False)
 
 

@@ -227,7 +227,17 @@ def replaced_forward():
     return ["taken apart"] * can_split(linear)
 
 
+class Calling(torch.nn.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def call_of_a_class():
+    return ["taken apart"] * can_split(Calling(2, 2))
+
+
 WATCHED = [
+    Watched(Guard("a call of its own runs", without="if False:"), call_of_a_class, ranks=0),
     Watched(
         Guard("given back after a raise", without="pass"),
         functools.partial(fails_between_start_and_finish, shape=Shape(), place="output hook"),

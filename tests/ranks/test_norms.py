@@ -314,3 +314,48 @@ WATCHED = [
 @pytest.mark.parametrize("watched", WATCHED, ids=str)
 def test_the_suite_notices_without_the_guard(watched):
     must_notice(watched)
+
+
+# What a norm learns is saved as autograd saves it.
+
+
+class Alone(torch.nn.Module):
+    """A whole layer on one rank, with norms."""
+
+    def __init__(self, config):
+        super().__init__()
+        shape = Shape(config=config)
+        self.shape, self.layer, self.norm = shape, layers.projections(shape), known(shape)
+
+    def forward(self, x):
+        made = layers.block(self.shape, self.layer, None)
+        made.use(**self.layer, q_norm=self.norm, k_norm=self.norm)
+        return layers.call_block(self.shape, made, 0, x)
+
+
+MODES = [{"head_groups": 2}, {"head_groups": 2, "window": 1}]
+
+
+@pytest.mark.parametrize("config", MODES)
+def test_gradients_are_those_at_the_weights_that_a_functional_call_gave(config):
+    torch.manual_seed(0)
+    model, like = Alone(config), Alone(config)
+    given = {name: torch.rand_like(p).requires_grad_() for name, p in model.named_parameters()}
+    like.load_state_dict(given)
+    x, dy = (layers.my_slice(model.shape, 0, t) for t in layers.whole_inputs(model.shape))
+    expected = torch.autograd.grad(like(x), list(like.parameters()), dy)
+    for mine, theirs in zip(
+        torch.autograd.grad(torch.func.functional_call(model, given, (x,)), list(given.values()), dy), expected
+    ):
+        assert torch.equal(mine, theirs) and mine.any()
+
+
+@pytest.mark.parametrize("config", MODES)
+def test_a_weight_that_is_changed_before_backward_is_an_error_as_in_pytorch(config):
+    model = Alone(config)
+    x, dy = (layers.my_slice(model.shape, 0, t) for t in layers.whole_inputs(model.shape))
+    y = model(x)
+    with torch.no_grad():
+        model.norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)

@@ -411,7 +411,7 @@ WATCHED = [
     Watched(
         Guard(
             "unchanged",
-            without="watched = *(table.data for table in tables), *normed.values()\n"
+            without="watched = *of_norms, *(table.data for table in tables), *normed.values()\n"
             "ctx.save_for_backward(x if any(of_weights) else None, *weights, *watched)",
         ),
         tables_are_watched,

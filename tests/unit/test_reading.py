@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: F401, o
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward  # noqa: F401
 
 from ds_sp_overlap.integrations import transformers_reading
-from ds_sp_overlap.integrations.transformers_labels import Unknown
+from ds_sp_overlap.integrations.accounting import Unknown
 from ds_sp_overlap.integrations.transformers_reading import Reader, Source
 from ds_sp_overlap.integrations.transformers_rotary import Table, rotary_of
 from ds_sp_overlap.rotary import rotate
@@ -59,6 +59,9 @@ class Layer(nn.Module):
             self.tanh, self.in_norm = nn.Tanh(), nn.RMSNorm(HIDDEN)
             self.wide_norm, self.each_norm = nn.RMSNorm(HEADS * HEAD_DIM), nn.LayerNorm((HEADS, HEAD_DIM))
             self.sinks, self.of_tokens = nn.Parameter(torch.zeros(HEADS)), nn.Parameter(torch.zeros(HIDDEN))
+        for name in [*self._modules, *self._parameters]:
+            if f"self.{name}" not in source:  # what learns is to be used
+                delattr(self, name)
         namespace = {}
         exec(compile(source, "<forward>", "exec"), globals(), namespace)
         type(self).forward = namespace["forward"]
@@ -275,13 +278,13 @@ ROTARIES = {
     "nanochat": ("backwards", False, False, "promoted"),
     "gpt_oss": ("half_twice", False, False, "promoted"),
 }
-HEADS_FIRST = torch.Size((2, 3, 5, 16)), torch.Size((2, 2, 5, 16)), Table.COS, Table.SIN
+HEADS_FIRST = ("batch", 3, "seq", 16), ("batch", 2, "seq", 16), Table.COS, Table.SIN
 
 
 @pytest.mark.parametrize("family", ROTARIES)
 def test_a_rotary_embedding_is_known_by_what_it_does(family):
     module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=["apply_rotary_pos_emb"])
-    found = rotary_of(module.apply_rotary_pos_emb, HEADS_FIRST, (), 5)
+    found = rotary_of(module.apply_rotary_pos_emb, HEADS_FIRST, ())
     assert (found["tables"].__name__, found["partial"], found["neighbours"], found["rounding"]) == ROTARIES[family]
 
 
@@ -299,5 +302,5 @@ NO_ROTARIES = {
 
 @pytest.mark.parametrize("what", NO_ROTARIES)
 def test_a_function_that_does_something_else_is_no_rotary_embedding(what):
-    with pytest.raises(LookupError):
-        rotary_of(NO_ROTARIES[what], HEADS_FIRST, (), 5)
+    with pytest.raises((LookupError, Unknown)):
+        rotary_of(NO_ROTARIES[what], HEADS_FIRST, ())

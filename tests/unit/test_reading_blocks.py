@@ -14,8 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+from ds_sp_overlap.integrations.accounting import Unknown
 from ds_sp_overlap.integrations.transformers_blocks import BlockReader, BlockReading
-from ds_sp_overlap.integrations.transformers_labels import Unknown
 
 CONFIG = LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2)
 FORWARD = """
@@ -122,13 +122,13 @@ def test_a_layer_with_gradient_checkpointing_around_its_forward_is_read():
 SUM, OUT = "residual + self.dropout(hidden_states) * self.multiplier", "    return residual + hidden_states"
 NORMED, ATTENDED = "self.input_layernorm(hidden_states)", "self.self_attn(hidden_states, position_embeddings, attention_mask"
 WRONG = {
-    "a multiplier": ((SUM, SUM + " * 0.5"), "post_attention_layernorm is not given the hidden states \\+ what self_attn returned"),
-    "a residual that is off by little": ((SUM, SUM + " * (1 + 1e-12)"), "not given the hidden states"),
-    "a residual in fp32": ((SUM, SUM.replace("residual", "residual.float()")), "not given the hidden states"),
+    "a multiplier": ((SUM, SUM + " * 0.5"), "not known here: mul"),
+    "a residual that is off by little": ((SUM, SUM + " * (1 + 1e-12)"), "not known here: mul"),
+    "a residual in fp32": ((SUM, SUM.replace("residual", "residual.float()")), "not known here: float"),
     "clamped where it is infinite": (
         (OUT, "    hidden_states = residual + hidden_states\n    if hidden_states.dtype is torch.float16 and hidden_states.isinf().any():"
               "\n        hidden_states = hidden_states.clamp(-6e4, 6e4)\n    return hidden_states"),
-        "doesn't return what post_attention_layernorm was given",
+        "not known here: isinf|looks at the dtype",
     ),
     "a norm behind attention": ((SUM, "residual + self.post_norm(hidden_states)"), "calls input_layernorm, self_attn, post_norm, post_att"),
     "no norm in front": ((NORMED, "hidden_states"), "calls self_attn, post_attention_layernorm, mlp, not a norm"),
@@ -138,13 +138,13 @@ WRONG = {
         "post_attention_layernorm is not given the hidden states",
     ),
     "other hidden states for attention": ((ATTENDED, ATTENDED.replace("(hidden_states", "(hidden_states + 1")), "self_attn is not given what"),
-    "tokens moved": ((ATTENDED, ATTENDED.replace("(hidden_states", "(hidden_states.roll(1, 1)")), "self_attn is not given what"),
-    "hidden states scaled first": ((NORMED, "self.input_layernorm(hidden_states * 2)"), "input_layernorm is not given the hidden"),
-    "hidden states changed in place": (("residual = hidden_states\n    hidden_states = self.input", "residual = hidden_states.mul_(2)\n    hidden_states = self.input"), "changes the hidden states"),
+    "tokens moved": ((ATTENDED, ATTENDED.replace("(hidden_states", "(hidden_states.roll(1, 1)")), "not known here: roll"),
+    "hidden states scaled first": ((NORMED, "self.input_layernorm(hidden_states * 2)"), "not known here: mul"),
+    "hidden states changed in place": (("residual = hidden_states\n    hidden_states = self.input", "residual = hidden_states.mul_(2)\n    hidden_states = self.input"), "not known here: mul_"),
     "another mask": ((ATTENDED, ATTENDED.replace("attention_mask", "(attention_mask,)")), "changes what self_attn is given"),
     "a tensor for attention": ((", **kwargs)\n    hidden_states = residual", ", bias=residual)\n    hidden_states = residual"), "changes what self_attn is given"),
-    "dropout": ((SUM, "residual + nn.functional.dropout(hidden_states, 0.1, self.training)"), "draws random numbers"),
-    "a random number for nothing": ((SUM, SUM + "\n    torch.rand(1) if self.training else None"), "draws random numbers"),
+    "dropout": ((SUM, "residual + nn.functional.dropout(hidden_states, 0.1, self.training)"), "not known here: dropout"),
+    "a random number for nothing": ((SUM, SUM + "\n    torch.rand(1) if self.training else None"), "calls torch.rand"),
     "another sum in evaluation": ((OUT, "    return residual + hidden_states if self.training else hidden_states"), "doesn't return"),
     "other arguments in evaluation": (
         ("position_ids=position_ids", "position_ids=position_ids if self.training else None"), "another one in evaluation"),
@@ -152,8 +152,8 @@ WRONG = {
     "a child's weight": ((NORMED, NORMED + " * self.input_layernorm.weight"), "reads input_layernorm.weight"),
     "the MLP twice": (("self.mlp(hidden_states)", "self.mlp(self.mlp(hidden_states))"), "calls input_layernorm, .* mlp, mlp"),
     "one more that is returned": ((OUT, OUT + ", residual"), "returns more than hidden states"),
-    "other hidden states for the MLP": (("self.mlp(hidden_states)", "self.mlp(hidden_states * 2)"), "mlp is not given what post_att"),
-    "more arguments of the MLP": (("self.mlp(hidden_states)", "self.mlp(hidden_states, position_ids)"), "mlp takes more than one"),
+    "other hidden states for the MLP": (("self.mlp(hidden_states)", "self.mlp(hidden_states * 2)"), "not known here: mul"),
+    "more arguments of the MLP": (("self.mlp(hidden_states)", "self.mlp(hidden_states, position_ids)"), "gives mlp more than one"),
     "no hidden states": (("hidden_states, attention_mask=None", "x, hidden=None, attention_mask=None"), "takes no hidden_states"),
     "what isn't known here": ((SUM, SUM + ".nothing"), "AttributeError"),
 }  # fmt: skip
@@ -179,15 +179,15 @@ class Meeting(torch.autograd.Function):
 
 WHOLE = "return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 WRONG_MLPS = {
-    "tokens that meet": ("self.gate_proj(x)", "self.gate_proj(x - x.mean(1, keepdim=True))", "makes something else of some tokens"),
-    "the token before": ("self.gate_proj(x)", "self.gate_proj(x + x.roll(1, 1))", "makes something else of some tokens"),
-    "a random number": ("self.gate_proj(x)", "self.gate_proj(x) + 0 * torch.rand(1, device=x.device)", "draws random numbers"),
-    "a random number in training": ("self.gate_proj(x)", "self.gate_proj(x) + (torch.rand(1) if self.training else 0)", "draws random"),
+    "tokens that meet": ("self.gate_proj(x)", "self.gate_proj(x - x.mean(1, keepdim=True))", "mlp .MLP.: its forward computes over more than a token: mean"),
+    "the token before": ("self.gate_proj(x)", "self.gate_proj(x + x.roll(1, 1))", "not known here: roll"),
+    "a random number": ("self.gate_proj(x)", "self.gate_proj(x) + 0 * torch.rand(1, device=x.device)", "calls torch.rand"),
+    "a random number in training": ("self.gate_proj(x)", "self.gate_proj(x) + (torch.rand(1) if self.training else 0)", "calls torch.rand"),
     "a pair": (WHOLE, WHOLE + ", x", "doesn't return hidden states alone"),
-    "tokens that meet in backward": ("self.gate_proj(x)", "self.gate_proj(Meeting.apply(x))", "makes something else of some tokens"),
-    "a checkpoint": (WHOLE, WHOLE.replace("self.down_proj(", "checkpoint(self.down_proj, ").replace("up_proj(x))", "up_proj(x), use_reentrant=False)"), "computed again in backward"),
-    "a reentrant checkpoint": (WHOLE, WHOLE.replace("self.down_proj(", "checkpoint(self.down_proj, ").replace("up_proj(x))", "up_proj(x), use_reentrant=True)"), "computes what is not known"),
-    "sizes by the count of tokens": ("self.gate_proj(x)", "self.gate_proj(x / x.shape[1])", "makes something else of some tokens"),
+    "tokens that meet in backward": ("self.gate_proj(x)", "self.gate_proj(Meeting.apply(x))", "uses the global Meeting"),
+    "a checkpoint": (WHOLE, WHOLE.replace("self.down_proj(", "checkpoint(self.down_proj, ").replace("up_proj(x))", "up_proj(x), use_reentrant=False)"), "calls torch._compile"),
+    "a reentrant checkpoint": (WHOLE, WHOLE.replace("self.down_proj(", "checkpoint(self.down_proj, ").replace("up_proj(x))", "up_proj(x), use_reentrant=True)"), "calls torch._compile"),
+    "sizes by the count of tokens": ("self.gate_proj(x)", "self.gate_proj(x / x.shape[1])", "makes something else of some|computes with a size"),
 }  # fmt: skip
 
 
@@ -389,14 +389,14 @@ def test_an_mlp_or_a_norm_with_a_parameter_or_buffer_is_not_known():
 
 
 def test_a_norm_over_tokens_is_not_known():
-    with pytest.raises(Unknown, match="post_attention_layernorm .Norm. makes something else of some tokens"):
+    with pytest.raises(Unknown, match="post_attention_layernorm .Norm.: its forward computes over more than a token"):
         reading(norm=lambda self, x: (x - x.mean(1, keepdim=True)) * self.weight)
 
 
 def test_dropout_counts_where_it_drops():
     module = layer()
     module.dropout.p = 0.1
-    with pytest.raises(Unknown, match="dropout drops out"):
+    with pytest.raises(Unknown, match="calls dropout, which drops out"):
         BlockReader(module, "self_attn")
     module = layer(mlp=[("self.up_proj(x)", "self.drop(self.up_proj(x))")])
     module.mlp.drop = nn.Dropout(0.0)
@@ -447,7 +447,7 @@ def test_what_changed_since_is_seen(what):
 def test_the_mode_that_a_layer_is_in_makes_no_difference():
     assert BlockReader(layer().eval(), "self_attn").reading == reading()
     module = layer(mlp=[("self.gate_proj(x)", "self.gate_proj(x) + (torch.rand(1) if self.training else 0)")]).eval()
-    with pytest.raises(Unknown, match="draws random numbers"):
+    with pytest.raises(Unknown, match="calls torch.rand"):
         BlockReader(module, "self_attn")
 
 

@@ -1,0 +1,173 @@
+"""What is changed in a model after ``enable``: seen and refused on all ranks, or heard; no rank attends to its own tokens alone."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+
+import ds_sp_overlap
+from ds_sp_overlap.integrations import accounting
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.models import EXACT, FP64, batches, outcome, tiny, worst
+from tests.harness.ranks import on_ranks, refusal
+from tests.harness.zoo import PROGRAMS
+from tests.harness.zoo_on_ranks import fill
+
+BITNET = dict(family="bitnet")  # overlapped at its attention function
+
+
+def replaced_in_its_parent(model):
+    layer = model.model.layers[1]
+    layer.self_attn = copy.deepcopy(layer.self_attn)
+
+
+def layer_replaced(model):
+    model.model.layers[1] = LlamaDecoderLayer(model.config, 1).double()
+
+
+def eager(model):
+    model.set_attn_implementation("eager")
+
+
+def patched(model):
+    before = LlamaAttention.forward
+    LlamaAttention.forward = lambda self, *args, **kwargs: before(self, *args, **kwargs)
+    return before
+
+
+CHANGES = {
+    "the attention is replaced in its parent": (replaced_in_its_parent, {}, "model.layers.1.self_attn: the LlamaAttention there was replaced"),
+    "a decoder layer is replaced": (layer_replaced, {}, "model.layers.1: the LlamaDecoderLayer there was replaced"),
+    "eager attention": (eager, {}, 'attention "eager" needs a mask'),
+    "eager attention of a layer at its function": (eager, BITNET, 'model.layers.0.self_attn: its attention is "eager" since'),
+    "the class's forward is patched": (patched, {}, "computes something else since __class__.forward changed"),
+}  # fmt: skip
+
+
+def changed(rank, what, config):
+    """What is said where a model is changed behind its first step."""
+    change, options, _ = CHANGES[what]
+    model, tokens, group = tiny(**EXACT, **options), batches(1)[0], torch.distributed.group.WORLD
+    ds_sp_overlap.enable(model, config, group)
+    outcome(model, tokens, rank, 2, group)
+    before = change(model)
+    try:
+        return refusal(outcome, model, tokens, rank, 2, group)
+    finally:
+        if before is not None:
+            LlamaAttention.forward = before
+
+
+@pytest.mark.parametrize("config", [{"head_groups": 2}, {"scope": "block", "token_chunks": 2}], ids=["layer", "block"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_is_refused_by_name_on_both_ranks(what, config):
+    for kind, message in on_ranks(2, changed, what, config):
+        assert kind in ("RuntimeError", "ValueError") and CHANGES[what][2] in message, message
+
+
+def copies(rank, options):
+    """What a copy without anybody to exchange says; and how far it is off once it is overlapped, and once it is not."""
+    model, tokens, group = tiny(**EXACT, **options), batches(1)[0], torch.distributed.group.WORLD
+    whole = outcome(tiny(**EXACT, **options), tokens, 0, 1, None)
+    ds_sp_overlap.enable(model, {"head_groups": 2}, group)
+    other = copy.deepcopy(model)
+    said = refusal(outcome, other, tokens, rank, 2, group)
+    of_part = refusal(copy.deepcopy(model.model.layers[0].self_attn), torch.zeros(1, 2, 32).double(), (None, None))
+    original = worst(outcome(model, tokens, rank, 2, group), whole)
+    ds_sp_overlap.enable(other, {"head_groups": 2}, group)
+    overlapped = worst(outcome(other, tokens, rank, 2, group), whole)
+    ds_sp_overlap.disable(other)
+    alone = worst(outcome(other, tokens, 0, 1, None), whole)
+    return said, of_part, (original, overlapped, alone)
+
+
+@pytest.mark.parametrize("options", [{}, BITNET], ids=["whole", "at its function"])
+def test_a_copy_of_an_overlapped_model_refuses_to_attend_alone_and_can_be_overlapped(options):
+    for said, of_part, errors in on_ranks(2, copies, options):
+        for kind, message in (said, of_part):
+            assert kind == "RuntimeError" and "this is a copy of one that is overlapped" in message
+        assert max(errors) < FP64
+
+
+def without_tokens(rank, config, checkpointing):
+    """How far gradients are off where one rank has all tokens and the other none."""
+    tokens, group = batches(1)[0], torch.distributed.group.WORLD
+    models = tiny(**EXACT), tiny(**EXACT)
+    if checkpointing is not None:
+        for model in models:
+            model.train().gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+    whole = outcome(models[0], tokens, 0, 1, None)
+    ds_sp_overlap.enable(models[1], config, group)
+    seq = tokens.shape[1]
+    mine = slice(0, seq) if rank == 0 else slice(seq, seq)
+    positions = torch.arange(seq).expand_as(tokens)
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    logits = models[1](input_ids=tokens[:, mine], position_ids=positions[:, mine], use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, mine].flatten(), reduction="sum").backward()
+    found = {}
+    for name, p in models[1].named_parameters():
+        found[name] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        torch.distributed.all_reduce(found[name])
+    return worst(found, {name: whole[name] for name in found})
+
+
+@pytest.mark.parametrize(
+    "config, checkpointing",
+    [
+        ({"head_groups": 2, "checkpointing": "keep"}, "not reentrant"),
+        ({"head_groups": 2, "window": 1}, None),
+        ({"scope": "block", "token_chunks": 2}, None),
+        pytest.param({"scope": "block", "token_chunks": 2}, "reentrant", marks=pytest.mark.full),
+        pytest.param({"scope": "block", "token_chunks": 2}, "not reentrant", marks=pytest.mark.full),
+        pytest.param({"head_groups": 2, "checkpointing": "offload"}, "not reentrant", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_without_tokens_takes_part(config, checkpointing):
+    assert max(on_ranks(2, without_tokens, config, checkpointing, timeout_s=60)) < FP64
+
+
+# Guards.
+
+
+def not_refused(rank, what):
+    found = changed(rank, what, {"head_groups": 2})
+    return [] if found is not None and CHANGES[what][2] in found[1] else [f"{what}: {found}"]
+
+
+def copy_attends(rank):
+    said, *_ = copies(rank, {})
+    return [] if said is not None and "this is a copy" in said[1] else [f"a copy attended: {said}"]
+
+
+def misread(rank):
+    """Whether a layer that is read wrongly runs: one whose q is made positive, where the reading lets that through."""
+    moves, accounting.MOVES = accounting.MOVES, accounting.MOVES | {"abs"}
+    try:
+        model, tokens, group = tiny(**EXACT), batches(1)[0], torch.distributed.group.WORLD
+        fill(model, PROGRAMS["abs, of q"])
+        ds_sp_overlap.enable(model, {"head_groups": 2}, group)
+        found = refusal(outcome, model, tokens, rank, 2, group)
+    finally:
+        accounting.MOVES = moves
+    return [] if found is not None and "computes something else than what was read" in found[1] else [f"it ran: {found}"]
+
+
+WATCHED = [
+    Watched(Guard("no rank attends alone", without="if False:"), copy_attends),
+    Watched(
+        Guard("who is overlapped runs", without="if False:"),
+        functools.partial(not_refused, what="the attention is replaced in its parent"),
+    ),
+    Watched(
+        Guard("a function that exchanges", without="if False:"),
+        functools.partial(not_refused, what="eager attention of a layer at its function"),
+    ),
+    Watched(Guard("the layer's own forward is the judge", without="if False:"), misread),
+]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

@@ -1,0 +1,735 @@
+"""A forward that nearly is a known one must not be taken for it: attention and decoder forwards, each a line or two off a known one.
+
+A reader of forwards that looks at what they make of some numbers takes a clamp, a temperature of one or a gate of zeros for nothing,
+and the layer is wrong in silence once they act. So every program here is made twice: as it is at first, where its line does nothing,
+and *active*, as after some steps of training, or with larger numbers, longer sequences, other flags. `judge` says what became of it:
+
+    whole      the layer is driven, and what the driver makes of it is what its own forward makes, at first and active
+    own        its own forward runs, for a reason
+    refused    an error by name, at the latest once it is active
+    probe      an error by name, which the comparison on real numbers raised and the reading should have
+    silent     the layer is driven, and is wrong: the one thing that may not be
+
+`PROGRAMS` are written by hand. `random_program` inserts an operation at a random place. By command, so many of them:
+
+    python -m tests.harness.zoo --programs 2000 --seed 0
+"""
+
+import argparse
+import collections
+import functools
+import itertools
+import linecache
+import math
+import random
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from ds_sp_overlap.config import SpOverlapConfig
+from ds_sp_overlap.exchange.channel import Channel
+from ds_sp_overlap.integrations.accounting import Unknown
+from ds_sp_overlap.integrations.layers import Overlap
+from ds_sp_overlap.integrations.transformers_blocks import BlockReader
+from ds_sp_overlap.integrations.transformers_driven import drive
+from ds_sp_overlap.integrations.transformers_forward import Forwards
+from ds_sp_overlap.integrations.transformers_probe import difference
+from ds_sp_overlap.integrations.transformers_reading import Reader
+
+ATTENTION = """
+def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    x = hidden_states
+    shape = (*x.shape[:-1], -1, self.head_dim)
+    q = self.q_proj(x).view(shape)
+    k = self.k_proj(x).view(shape)
+    v = self.v_proj(x).view(shape)
+    q, k = self.q_norm(q), self.k_norm(k)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    cos, sin = position_embeddings
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+    dropout = self.attention_dropout if self.training else 0.0
+    o, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+    o = o.reshape(*x.shape[:-1], -1)
+    y = self.o_proj(o)
+    return y, weights
+"""
+DECODER = """
+def forward(self, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
+    h = hidden_states
+    a = self.input_layernorm(h)
+    b, _ = self.self_attn(a, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs)
+    r = h + b
+    c = self.post_attention_layernorm(r)
+    d = self.mlp(c)
+    y = r + d
+    return y
+"""
+MLP = """
+def forward(self, x):
+    g = self.gate_proj(x)
+    u = self.up_proj(x)
+    p = self.act_fn(g) * u
+    y = self.down_proj(p)
+    return y
+"""
+NORM = """
+def forward(self, x):
+    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+    y = self.weight * y
+    return y
+"""
+SOURCES = {"attention": ATTENTION, "q norm": NORM, "decoder": DECODER, "mlp": MLP, "norm": NORM}
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 32
+
+
+@dataclass(frozen=True)
+class Program:
+    """A known forward with some lines changed.
+
+    of         whose forward: a key of `SOURCES`
+    changes    pairs of what stands in its source, and what stands there instead
+    setup      gives the module what the lines need, so that they do nothing
+    activate   has them do something
+    around     takes the place of the forward, or the class; given the class and the names that its source sees
+    given      further arguments, once it is active
+    names      further globals of the source
+    expected   what `judge` is to say, where that is certain
+    """
+
+    of: str
+    changes: tuple[tuple[str, str], ...] = ()
+    setup: Callable = lambda module: None
+    activate: Callable = lambda module: None
+    around: Callable = lambda kind, names: None
+    given: dict = field(default_factory=dict)
+    names: dict = field(default_factory=dict)
+    expected: str = ""
+
+
+class Scale(torch.autograd.Function):
+    """Nothing in forward; a factor in backward."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.factor[0], None
+
+
+class Times(nn.Module):
+    """A layer scale."""
+
+    def __init__(self, size=()):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class OwnCall(nn.Linear):
+    factor = 1.0
+
+    def __call__(self, x):
+        return super().__call__(x) * self.factor
+
+
+STATE = types.SimpleNamespace(scale=1.0)
+_numbers = itertools.count()
+
+
+def namespace(program):
+    names = dict(
+        torch=torch, nn=nn, F=nn.functional, math=math, ALL_ATTENTION_FUNCTIONS=ALL_ATTENTION_FUNCTIONS,
+        apply_rotary_pos_emb=apply_rotary_pos_emb, eager_attention_forward=eager_attention_forward, __name__="zoo_of_forwards",
+        Scale=Scale, STATE=STATE, functools=functools,
+    )  # fmt: skip
+    return {**names, **program.names}
+
+
+def compiled(source, changes, names):
+    for old, new in changes:
+        assert source.count(old) == 1, (old, source)
+        source = source.replace(old, new)
+    file = f"<zoo {next(_numbers)}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), names)
+    return names["forward"]
+
+
+class Norm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), 1e-6
+
+
+class Attention(nn.Module):
+    def __init__(self, config, norm):
+        super().__init__()
+        self.config, self.head_dim, self.layer_idx = config, HEAD_DIM, 0
+        self.scaling, self.attention_dropout, self.is_causal = HEAD_DIM**-0.5, 0.0, True
+        self.num_key_value_groups = HEADS // KV_HEADS
+        for kind, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            self.add_module(f"{kind}_proj", nn.Linear(HIDDEN, heads * HEAD_DIM, bias=kind == "q"))
+        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN)
+        self.q_norm, self.k_norm = norm(HEAD_DIM), norm(HEAD_DIM)
+
+
+class Decoder(nn.Module):
+    def __init__(self, config, attention, norm, mlp):
+        super().__init__()
+        self.self_attn, self.mlp = attention, mlp
+        self.input_layernorm, self.post_attention_layernorm = norm(HIDDEN), norm(HIDDEN)
+
+
+def config():
+    made = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=48, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
+        num_hidden_layers=2, vocab_size=64, max_position_embeddings=256,
+    )  # fmt: skip
+    made._attn_implementation = "sdpa"
+    return made
+
+
+def build(program, own_config=None):
+    """A decoder layer with the program in it, in fp64, and the module whose forward it is."""
+    names, cfg = namespace(program), own_config or config()
+
+    def kind(of, base):
+        changed = program.of == of
+        made = type(base.__name__, (base,), {"__module__": "zoo_of_forwards"})
+        made.forward = compiled(SOURCES[of], program.changes if changed else (), names if changed else namespace(program))
+        if changed:
+            program.around(made, names)
+        return made
+
+    norm = kind("q norm", Norm) if program.of == "q norm" else LlamaRMSNorm
+    attention = kind("attention", Attention)(cfg, norm)
+    mlp = kind("mlp", LlamaMLP)(cfg)
+    of_layer = kind("norm", Norm) if program.of == "norm" else LlamaRMSNorm
+    layer = kind("decoder", Decoder)(cfg, attention, of_layer, mlp)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, 1.0 if parameter.dim() < 2 else 0.0, 0.3)
+    modules = {"attention": attention, "q norm": attention.q_norm, "decoder": layer, "mlp": mlp, "norm": layer.input_layernorm}
+    program.setup(modules[program.of])
+    if program.of == "q norm":
+        program.setup(attention.k_norm)
+    return layer.double(), modules[program.of]
+
+
+def hidden(seq, scale=1.0, batch=2):
+    generator = torch.Generator().manual_seed(3)
+    return scale * torch.randn(batch, seq, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def tables(x):
+    positions = torch.arange(x.shape[1])[None].expand(x.shape[0], -1)
+    return LlamaRotaryEmbedding(config())(x, positions)
+
+
+def judge(program):
+    """What becomes of a program, and why."""
+    layer, module = build(program)
+    return (
+        _judge_attention(program, layer.self_attn, module)
+        if program.of in ("attention", "q norm")
+        else _judge_block(program, layer, module)
+    )
+
+
+def _judge_attention(program, attention, module):
+    try:
+        reader = Reader("layers.0.self_attn", attention)
+    except Unknown as error:
+        return "own", str(error)
+    overlap = Overlap(Channel(None), SpOverlapConfig(), None)
+    driven = drive("layers.0.self_attn", attention, reader, Forwards(overlap.channel, overlap.config), overlap)
+
+    def apart(more, seq=6, scale=1.0, batch=2):
+        driven.use()
+        x = hidden(seq, scale, batch)
+        given = dict(hidden_states=x, position_embeddings=tables(x), attention_mask=None, **more)
+        return difference(attention, driven.block, attention.o_proj, attention.forward, given, reader.options(attention))
+
+    if found := apart({}):
+        return "probe", found
+    with torch.no_grad():
+        program.activate(module)
+    try:
+        for training in (True, False):
+            attention.train(training)
+            for sizes in (dict(), dict(seq=40, scale=30.0), dict(batch=1)):
+                if found := apart(program.given, **sizes):
+                    return "silent", found
+    except RuntimeError as error:
+        return "refused", str(error)
+    return "whole", ""
+
+
+def _judge_block(program, layer, module):
+    try:
+        reader = BlockReader(layer, "self_attn")
+    except Unknown as error:
+        return "own", str(error)
+    reading = reader.reading
+
+    def attended(self, hidden_states, **_):
+        return hidden_states.flip(-1) * 0.7, None
+
+    def apart(more, seq=6, scale=1.0, batch=2):
+        x = hidden(seq, scale, batch)
+        found = []
+        for own in (True, False):
+            leaf = x.clone().requires_grad_()
+            if own:
+                y = layer(leaf, position_embeddings=None, **more)
+                y = y[0] if isinstance(y, tuple) else y
+            else:
+                norm_in, norm_mid, mlp = (getattr(layer, name) for name in (reading.norm_in, reading.norm_mid, reading.mlp))
+                chunks = leaf.split([1, seq - 1], 1)
+                rs = [h + attended(None, norm_in(h))[0] for h in chunks]
+                y = torch.cat([r + mlp(norm_mid(r)) for r in rs], 1)
+            (dx,) = torch.autograd.grad(y.sin().sum(), leaf)
+            found.append(torch.cat((y, dx), -1))
+        error = (found[0] - found[1]).abs().max() / found[0].abs().max()
+        return "" if error < 1e-9 else f"off by {error:.1e}"
+
+    layer.self_attn.forward = types.MethodType(attended, layer.self_attn)
+    if found := apart({}):
+        return "probe" if False else "silent", f"at first: {found}"
+    with torch.no_grad():
+        program.activate(module)
+    for training in (True, False):
+        layer.train(training)
+        del layer.self_attn.forward
+        if reason := reader.why_not(layer):
+            return "refused", reason
+        layer.self_attn.forward = types.MethodType(attended, layer.self_attn)
+        for sizes in (dict(), dict(seq=40, scale=30.0), dict(batch=1)):
+            if found := apart(program.given, **sizes):
+                return "silent", found
+    return "whole", ""
+
+
+# Operations that do nothing at first, by a line that is inserted: {x} is what they are applied to.
+
+
+def parameter(name, value, shape=()):
+    return lambda module: setattr(module, name, nn.Parameter(torch.full(shape, float(value), dtype=torch.float64)))
+
+
+def buffer(name, value):
+    return lambda module: module.register_buffer(name, torch.tensor(float(value), dtype=torch.float64))
+
+
+def put(name, value):
+    return lambda module: setattr(module, name, value() if callable(value) else value)
+
+
+def fill(name, value):
+    return lambda module: getattr(module, name).fill_(value)
+
+
+def inside(name, key, value):
+    def change(module):
+        holder = getattr(module, name)
+        if isinstance(holder, (dict, list)):
+            holder[key] = value
+        else:
+            setattr(holder, key, value)
+
+    return change
+
+
+def of_names(key, value):
+    """Changes a global of the program's source."""
+
+    def change(module):
+        type(module).forward.__globals__[key] = value
+
+    return change
+
+
+def state(value):
+    return lambda module: setattr(STATE, "scale", value)
+
+
+def several(*changes):
+    def change(module):
+        for each in changes:
+            each(module)
+
+    return change
+
+
+OPERATIONS = {
+    "clamp": ("{x} = {x}.clamp(-self.bound, self.bound)", put("bound", 1e6), put("bound", 0.5)),
+    "abs": ("{x} = {x}.abs()", put("one", 1), put("one", 1)),
+    "clamp_": ("{x} = {x}.clamp_(min=-self.bound, max=self.bound)", put("bound", 1e6), put("bound", 0.5)),
+    "clamp if asked": ("{x} = {x}.clamp(-2, 2) if self.bound is not None else {x}", put("bound", None), put("bound", 0.5)),
+    "clamp at numbers": ("{x} = {x}.clamp(-1000., 8.)", put("bound", 1), put("bound", 0)),
+    "temperature": ("{x} = {x} * self.temperature", parameter("temperature", 1), fill("temperature", 1.5)),
+    "temperature in place": ("{x} *= self.temperature", parameter("temperature", 1), fill("temperature", 1.5)),
+    "temperature, multiply_": ("{x}.multiply_(self.temperature)", buffer("temperature", 1), fill("temperature", 1.5)),
+    "temperature of a buffer": ("{x} = {x} * self.temperature", buffer("temperature", 1), fill("temperature", 1.5)),
+    "divided": ("{x} = {x} / self.temperature", parameter("temperature", 1), fill("temperature", 1.5)),
+    "scale by item": ("{x} = {x} * self.temperature.item()", parameter("temperature", 1), fill("temperature", 1.5)),
+    "scale by float": ("{x} = {x} * float(self.temperature)", buffer("temperature", 1), fill("temperature", 1.5)),
+    "scale": ("{x} = {x} * self.factor", put("factor", 1.0), put("factor", 1.5)),
+    "power": ("{x} = {x}.sign() * {x}.abs() ** self.factor", put("factor", 1.0), put("factor", 1.1)),
+    "scale of args": ("{x} = {x} * self.args.scale", put("args", lambda: types.SimpleNamespace(scale=1.0)), inside("args", "scale", 2.0)),
+    "scale of a dict": ("{x} = {x} * self.args['scale']", put("args", lambda: {"scale": 1.0}), inside("args", "scale", 2.0)),
+    "scale of a list": ("{x} = {x} * self.args[0]", put("args", lambda: [1.0]), inside("args", 0, 2.0)),
+    "scale of the process": ("{x} = {x} * STATE.scale", state(1.0), state(2.0)),
+    "scale of a global": ("{x} = {x} * GLOBAL", of_names("GLOBAL", 1.0), of_names("GLOBAL", 2.0)),
+    "branch by a global": ("{x} = {x} * 2 if GLOBAL else {x}", of_names("GLOBAL", False), of_names("GLOBAL", True)),
+    "scale of a keyword": ("{x} = {x} * kwargs.get('factor', 1.0)", put("one", 1), put("one", 1)),
+    "branch by a keyword": ("{x} = {x} * 2 if 'factor' in kwargs else {x}", put("one", 1), put("one", 1)),
+    "gate": ("{x} = {x} + self.gate * {x}", parameter("gate", 0), fill("gate", 0.5)),
+    "gate by addcmul": ("{x} = torch.addcmul({x}, {x}, self.gate)", parameter("gate", 0), fill("gate", 0.5)),
+    "alpha": ("{x} = torch.add({x}, {x}, alpha=self.alpha)", put("alpha", 0.0), put("alpha", 0.5)),
+    "shift": ("{x} = {x} + self.shift", parameter("shift", 0), fill("shift", 0.5)),
+    "lerp": ("{x} = {x}.lerp({x}.flip(-1), self.alpha)", put("alpha", 0.0), put("alpha", 0.5)),
+    "layer scale as a module": ("{x} = self.times({x})", put("times", lambda: Times().double()), lambda module: module.times.scale.fill_(2.0)),
+    "an identity that is replaced": ("{x} = self.times({x})", put("times", nn.Identity), put("times", lambda: Times().double())),
+    "softcap": ("{x} = self.cap * torch.tanh({x} / self.cap)", put("cap", 1e12), put("cap", 2.0)),
+    "nan_to_num": ("{x} = {x}.nan_to_num(posinf=self.cap)", put("cap", 1e12), put("cap", 2.0)),
+    "where": ("{x} = torch.where({x} > self.cap, 0., {x})", put("cap", 1e12), put("cap", 0.5)),
+    "masked_fill": ("{x} = {x}.masked_fill({x} > self.cap, 0.)", put("cap", 1e12), put("cap", 0.5)),
+    "masked_fill_": ("{x} = {x}.clone(); {x}.masked_fill_({x} > self.cap, 0.)", put("cap", 1e12), put("cap", 0.5)),
+    "by its own mask": ("{x} = {x}.clone(); {x}[{x} > self.cap] = 0.", put("cap", 1e12), put("cap", 0.5)),
+    "set in place": ("{x} = {x}.clone(); {x}[..., :1] = {x}[..., :1] * self.factor", put("factor", 1.0), put("factor", 2.0)),
+    "by length": ("{x} = {x} * 2 if {x}.shape[1] > self.long else {x}", put("long", 10**6), put("long", 3)),
+    "by a length of its own": ("{x} = {x} * 2 if {x}.shape[1] > 20 else {x}", put("long", 10**6), put("long", 3)),
+    "by batch": ("{x} = {x} * 2 if {x}.size(0) == 1 else {x}", put("long", 1), put("long", 1)),
+    "by numel": ("{x} = {x} * 2 if {x}.numel() > 2000 else {x}", put("long", 1), put("long", 1)),
+    "by len": ("{x} = {x} * 2 if len({x}) < 2 else {x}", put("long", 1), put("long", 1)),
+    "by its largest": ("{x} = {x} * 2 if {x}.abs().max() > self.large else {x}", put("large", 1e12), put("large", 0.5)),
+    "by its largest, item": ("{x} = {x} * 2 if {x}.max().item() > self.large else {x}", put("large", 1e12), put("large", 0.5)),
+    "by a flag": ("{x} = {x} * 2 if self.flag else {x}", put("flag", False), put("flag", True)),
+    "by evaluation": ("{x} = {x} if self.training else {x} * 2", put("flag", False), put("flag", True)),
+    "by gradients": ("{x} = {x} if torch.is_grad_enabled() else {x} * 2", put("flag", False), put("flag", True)),
+    "by requires_grad": ("{x} = {x} if {x}.requires_grad else {x} * 2", put("flag", False), put("flag", True)),
+    "by autocast": ("{x} = {x} * 2 if torch.is_autocast_enabled() else {x}", put("flag", False), put("flag", True)),
+    "by dtype": ("{x} = {x} * 2 if {x}.dtype == torch.float64 else {x}", put("flag", False), put("flag", True)),
+    "by the same dtype": ("{x} = {x} * 2 if {x}.dtype is torch.bfloat16 else {x}", put("flag", False), put("flag", True)),
+    "by device": ("{x} = {x} * 2 if {x}.device.type == 'cpu' else {x}", put("flag", False), put("flag", True)),
+    "by ranks": ("{x} = {x} * 2 if torch.distributed.is_initialized() else {x}", put("flag", False), put("flag", True)),
+    "a factor in backward": ("{x} = Scale.apply({x}, self.factors)", put("factors", lambda: [1.0]), inside("factors", 0, 2.0)),
+    "a hook": ("{x}.register_hook(lambda dy: dy * self.factor) if {x}.requires_grad else None", put("factor", 1.0), put("factor", 2.0)),
+    "detached": ("{x} = {x}.detach() if self.flag else {x}", put("flag", False), put("flag", True)),
+    "detached always": ("{x} = {x}.detach()", put("flag", False), put("flag", True)),
+    "data": ("{x} = {x} + ({x}.data - {x}) * self.factor", put("factor", 0.0), put("factor", 1.0)),
+    "data edited": ("{x}.data.mul_(self.factor)", put("factor", 1.0), put("factor", 2.0)),
+    "without gradients": ("with torch.set_grad_enabled(not self.flag): {x} = {x}.clone()", put("flag", False), put("flag", True)),
+    "autocast off": ("with torch.autocast('cpu', enabled=False): {x} = {x} * 1", put("flag", False), put("flag", True)),
+    "rolled": ("{x} = {x}.roll(self.shift, 1)", put("shift", 0), put("shift", 1)),
+    "rolled by length": ("{x} = {x}.roll({x}.shape[1] // 20, 1)", put("shift", 0), put("shift", 1)),
+    "cut and joined by length": ("n = {x}.shape[1] // 20; {x} = torch.cat(({x}[:, n:], {x}[:, :n]), 1)", put("shift", 0), put("shift", 1)),
+    "by an index": ("{x} = {x}[..., self.order]", lambda m: m.register_buffer("order", torch.arange(HEAD_DIM)), lambda m: m.order.copy_(torch.arange(HEAD_DIM).flip(0))),
+    "gathered": ("{x} = {x}.index_select(-1, self.order)", lambda m: m.register_buffer("order", torch.arange(HEAD_DIM)), lambda m: m.order.copy_(torch.arange(HEAD_DIM).flip(0))),
+    "of aten": ("{x} = torch.ops.aten.mul({x}, self.factor)", put("factor", 1.0), put("factor", 2.0)),
+    "of numpy": ("{x} = {x} + torch.from_numpy({x}.detach().numpy() * self.factor)", put("factor", 0.0), put("factor", 2.0)),
+    "einsum": ("{x} = torch.einsum('...d,de->...e', {x}, self.turn)", lambda m: m.register_buffer("turn", torch.eye(HEAD_DIM).double()), lambda m: m.turn.copy_(torch.eye(HEAD_DIM).flip(0))),
+    "matmul": ("{x} = {x} @ self.turn", lambda m: m.register_buffer("turn", torch.eye(HEAD_DIM).double()), lambda m: m.turn.copy_(torch.eye(HEAD_DIM).flip(0))),
+    "functional dropout": ("{x} = F.dropout({x}, self.rate, True)", put("rate", 0.0), put("rate", 0.5)),
+    "functional dropout in training": ("{x} = F.dropout({x}, self.rate, self.training)", put("rate", 0.0), put("rate", 0.5)),
+    "dropout": ("{x} = self.drop({x})", put("drop", lambda: nn.Dropout(0.0)), inside("drop", "p", 0.5)),
+    "a function": ("{x} = helper(self, {x})", several(put("factor", 1.0), of_names("helper", lambda self, x: x * self.factor)), put("factor", 2.0)),
+    "a function with state": ("{x} = helper({x})", of_names("helper", lambda x, state=STATE: x * state.scale), state(2.0)),
+    "a function that is replaced": ("{x} = helper({x})", of_names("helper", lambda x: x), of_names("helper", lambda x: x * 2)),
+    "a partial": ("{x} = self.function({x})", put("function", lambda: functools.partial(torch.mul, other=1.0)), put("function", lambda: functools.partial(torch.mul, other=2.0))),
+    "a closure": ("{x} = (lambda y: y * self.factor)({x})", put("factor", 1.0), put("factor", 2.0)),
+    "a method": ("{x} = self.scaled({x})", put("scaled", lambda: (lambda x: x)), put("scaled", lambda: (lambda x: x * 2))),
+    "tried": ("\n    try:\n        {x} = {x} * self.factor\n    except Exception:\n        pass", put("factor", 1.0), put("factor", 2.0)),
+    "counted": ("self.steps = getattr(self, 'steps', 0) + 1; {x} = {x} * 2 if self.steps > 40 else {x}", put("flag", False), put("steps", 100)),
+    "remembered": ("{x} = {x} + self.shared.get('x', 0) * 0; self.shared['x'] = {x}", put("shared", dict), inside("shared", "y", 1)),
+    "a list of the process": ("{x} = {x} * SHARED[0]", of_names("SHARED", [1.0]), lambda m: type(m).forward.__globals__["SHARED"].__setitem__(0, 2.0)),
+    "class attribute": ("{x} = {x} * self.__class__.factor", lambda m: setattr(type(m), "factor", 1.0), lambda m: setattr(type(m), "factor", 2.0)),
+    "type": ("{x} = {x} * type(self).factor", lambda m: setattr(type(m), "factor", 1.0), lambda m: setattr(type(m), "factor", 2.0)),
+    "vars": ("{x} = {x} * vars(self).get('factor', 1.0)", put("flag", 1), put("factor", 2.0)),
+    "sum over one": ("{x} = {x} + {x}.mean(1, keepdim=True) * self.factor", put("factor", 0.0), put("factor", 0.5)),
+    "the first token": ("{x} = {x} + {x}[:, :1] * self.factor", put("factor", 0.0), put("factor", 0.5)),
+    "cumulated": ("{x} = {x} + {x}.cumsum(1) * self.factor", put("factor", 0.0), put("factor", 0.5)),
+    "a copy, changed": ("t = {x}.clone(); t.mul_(self.factor); {x} = t", put("factor", 1.0), put("factor", 2.0)),
+    "a view, changed": ("{x}.view(-1).mul_(self.factor)", put("factor", 1.0), put("factor", 2.0)),
+    "out=": ("torch.mul({x}, self.factor, out={x})", put("factor", 1.0), put("factor", 2.0)),
+    "rounded": ("{x} = {x}.to(self.kind).to(torch.float64)", put("kind", torch.float64), put("kind", torch.bfloat16)),
+    "rounded by name": ("{x} = {x}.bfloat16().double() if self.flag else {x}", put("flag", False), put("flag", True)),
+    "a position": ("{x} = {x} * (1 + self.factor * torch.arange({x}.shape[1])[:, None])", put("factor", 0.0), put("factor", 1.0)),
+    "sorted": ("{x} = {x}.sort(1).values if self.flag else {x}", put("flag", False), put("flag", True)),
+    "isinf": ("{x} = {x}.clamp(-9., 9.) if {x}.isinf().any() else {x}", put("flag", False), put("flag", True)),
+    "finfo": ("{x} = {x}.clamp(max=torch.finfo({x}.dtype).max * self.factor)", put("factor", 1.0), put("factor", 1e-308)),
+}  # fmt: skip
+
+# Where a line may be inserted: behind which line of a source, for which names.
+PLACES = {
+    "attention": {
+        "x = hidden_states": "x",
+        "q = self.q_proj(x).view(shape)": "q",
+        "v = self.v_proj(x).view(shape)": "qkv",
+        "q, k = self.q_norm(q), self.k_norm(k)": "qkv",
+        "q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)": "qkv",
+        "q, k = apply_rotary_pos_emb(q, k, cos, sin)": "qkv",
+        "scaling=self.scaling, **kwargs)": "o",
+        "o = o.reshape(*x.shape[:-1], -1)": "o",
+        "y = self.o_proj(o)": "y",
+    },
+    "decoder": {
+        "h = hidden_states": "h",
+        "a = self.input_layernorm(h)": "a",
+        "r = h + b": "r",
+        "c = self.post_attention_layernorm(r)": "cr",
+        "d = self.mlp(c)": "dr",
+        "y = r + d": "y",
+    },
+    "mlp": {"g = self.gate_proj(x)": "gx", "p = self.act_fn(g) * u": "p", "y = self.down_proj(p)": "y"},
+    "norm": {"y = self.weight * y": "y"},
+    "q norm": {"y = self.weight * y": "y"},
+}
+POINTWISE = {"mlp", "norm", "q norm"}  # called as modules: what works number by number in them is right, whatever it is
+
+
+def inserted(of, place, x, operation):
+    line, setup, activate = OPERATIONS[operation]
+    line = line.format(x=x)
+    change = place, f"{place}\n    {line.strip()}" if "\n" not in line else f"{place}{line}"
+    given = {"factor": 3.0} if "kwargs" in line else {}
+    return Program(of, (change,), setup, activate, given=given)
+
+
+def random_program(seed):
+    """An operation of `OPERATIONS` at a random place; and its name."""
+    draw = random.Random(seed)
+    of = draw.choice(("attention", "attention", "attention", "decoder", "mlp", "norm", "q norm"))
+    place = draw.choice(list(PLACES[of]))
+    x, operation = draw.choice(PLACES[of][place]), draw.choice(list(OPERATIONS))
+    return f"{operation}, of {x} in {of} behind {place}", inserted(of, place, x, operation)
+
+
+# Programs that no inserted line makes.
+
+
+def wrapping(change):
+    """Decorates the forward with ``change(forward)``, as `functools.wraps` hides it."""
+
+    def around(kind, names):
+        kind.forward = change(kind.forward)
+
+    return around
+
+
+def scaling(forward):
+    @functools.wraps(forward)
+    def wrapped(self, *args, **kwargs):
+        y, *more = forward(self, *args, **kwargs)
+        return y * getattr(self, "factor", 1.0), *more
+
+    return wrapped
+
+
+def scaled_input(forward):
+    @functools.wraps(forward)
+    def wrapped(self, hidden_states, *args, **kwargs):
+        return forward(self, hidden_states * getattr(self, "factor", 1.0), *args, **kwargs)
+
+    return wrapped
+
+
+def own_call(kind, names):
+    def call(self, *args, **kwargs):
+        y = nn.Module.__call__(self, *args, **kwargs)
+        factor = getattr(self, "factor", 1.0)
+        return (y[0] * factor, *y[1:]) if isinstance(y, tuple) else y * factor
+
+    kind.__call__ = call
+
+
+def linear_with_a_call(name):
+    def setup(module):
+        old = getattr(module, name)
+        setattr(module, name, new := OwnCall(old.in_features, old.out_features, old.bias is not None))
+        new.load_state_dict(old.state_dict())
+
+    return setup
+
+
+def patched(factor):
+    def activate(module):
+        kind = type(module)
+        kind.forward = scaling(kind.forward)
+        module.factor = factor
+
+    return activate
+
+
+FACTOR = put("factor", 2.0)
+ROTATE = "apply_rotary_pos_emb(q, k, cos, sin)"
+
+
+def rotating(change):
+    """apply_rotary_pos_emb with ``change`` of q."""
+
+    def around(kind, names):
+        original = names["apply_rotary_pos_emb"]
+
+        def apply_rotary_pos_emb(q, k, cos, sin):
+            q, k = original(q, k, cos, sin)
+            return change(q, names), k
+
+        apply_rotary_pos_emb.__globals__  # noqa: B018
+        names["apply_rotary_pos_emb"] = apply_rotary_pos_emb
+
+    return around
+
+
+PROGRAMS = {
+    "as it is": Program("attention", expected="whole"),
+    "a decoder layer as it is": Program("decoder", expected="whole"),
+    "an MLP as it is": Program("mlp", expected="whole"),
+    "a norm as it is": Program("norm", expected="whole"),
+    "a norm of heads as it is": Program("q norm", expected="whole"),
+    "causal unless there is a mask": Program(
+        "attention", (("scaling=self.scaling,", "scaling=self.scaling, is_causal=attention_mask is None,"),)),
+    "scaling by length": Program("attention", (("scaling=self.scaling", "scaling=x.shape[1] ** -0.5"),)),
+    "scaling by log of length": Program("attention", (("scaling=self.scaling", "scaling=math.log(x.shape[1])"),)),
+    "scaling of a parameter": Program(
+        "attention", (("scaling=self.scaling", "scaling=self.temperature.item()"),), parameter("temperature", 0.5), fill("temperature", 2.0)),
+    "scaling of args": Program(
+        "attention", (("scaling=self.scaling", "scaling=self.args.scale"),), put("args", lambda: types.SimpleNamespace(scale=0.5)),
+        inside("args", "scale", 2.0)),
+    "scaling of a dict": Program(
+        "attention", (("scaling=self.scaling", "scaling=self.args['scale']"),), put("args", lambda: {"scale": 0.5}), inside("args", "scale", 2.0)),
+    "scaling of the process": Program("attention", (("scaling=self.scaling", "scaling=STATE.scale"),), state(1.0), state(2.0)),
+    "scaling of a global": Program("attention", (("scaling=self.scaling", "scaling=GLOBAL"),), of_names("GLOBAL", 1.0), of_names("GLOBAL", 2.0)),
+    "scaling of a keyword": Program("attention", (("scaling=self.scaling", "scaling=kwargs.pop('factor', 0.5)"),), given={"factor": 3.0}),
+    "scaling of a function": Program(
+        "attention", (("scaling=self.scaling", "scaling=scale()"),), of_names("scale", lambda: 1.0), of_names("scale", lambda: 2.0)),
+    "scaling of an attribute": Program("attention", (), put("scaling", 0.5), put("scaling", 0.25), expected="whole"),
+    "a wrapper that scales": Program("attention", around=wrapping(scaling), activate=FACTOR),
+    "a wrapper that scales its input": Program("attention", around=wrapping(scaled_input), activate=FACTOR),
+    "a wrapper without gradients": Program("attention", around=wrapping(torch.no_grad())),
+    "a wrapper in inference": Program("attention", around=wrapping(torch.inference_mode())),
+    "a wrapper without autocast": Program("attention", around=wrapping(torch.autocast("cpu", enabled=False))),
+    "a call of its own": Program("attention", around=own_call, activate=FACTOR),
+    "a linear layer with a call of its own, q": Program("attention", (), linear_with_a_call("q_proj"), lambda m: setattr(m.q_proj, "factor", 2.0)),
+    "a linear layer with a call of its own, o": Program("attention", (), linear_with_a_call("o_proj"), lambda m: setattr(m.o_proj, "factor", 2.0)),
+    "an MLP with a call of its own": Program("mlp", around=own_call, activate=FACTOR),
+    "a norm with a call of its own": Program("norm", around=own_call, activate=FACTOR),
+    "a norm of heads with a call of its own": Program("q norm", around=own_call, activate=FACTOR),
+    "a decoder layer with a call of its own": Program("decoder", around=own_call, activate=FACTOR),
+    "a decoder layer in a wrapper that scales": Program("decoder", around=wrapping(lambda f: functools.wraps(f)(lambda self, h, **k: f(self, h * getattr(self, "factor", 1.0), **k))), activate=FACTOR),
+    "a forward that is patched": Program("attention", activate=patched(2.0)),
+    "a decoder's forward that is patched": Program("decoder", activate=lambda m: setattr(type(m), "forward", lambda self, h, **k: h)),
+    "another projection": Program("attention", activate=lambda m: setattr(m, "q_proj", m.o_proj), expected="whole"),
+    "a projection twice": Program("attention", (("k = self.k_proj(x)", "k = self.v_proj(x)"), ("v = self.v_proj(x)", "v = self.v_proj(x)"))),
+    "a parameter that waits": Program("attention", (), parameter("waits", 0)),
+    "a buffer that waits": Program("attention", (), buffer("waits", 0)),
+    "a child that waits": Program("attention", (), put("waits", lambda: nn.Linear(2, 2))),
+    "a residual of zeros": Program("attention", (("return y, weights", "return y + self.gate * x, weights"),), parameter("gate", 0), fill("gate", 1.0)),
+    "v mixed with another layer's": Program(
+        "attention", (("    cos, sin =", "    v = v + self.mix * self.shared.get('v', 0)\n    cos, sin ="),),
+        several(parameter("mix", 0), put("shared", dict)), fill("mix", 0.5)),
+    "k and v shared by a dict": Program(
+        "attention", (("    cos, sin =", "    self.shared.setdefault('v', v)\n    cos, sin ="),), put("shared", dict)),
+    "k and v shared by a global": Program("attention", (("    cos, sin =", "    SHARED['v'] = v\n    cos, sin ="),), names={"SHARED": {}}),
+    "k and v shared by a list": Program("attention", (("    cos, sin =", "    self.shared.append(v)\n    cos, sin ="),), put("shared", list)),
+    "logits scaled by length": Program(
+        "attention", (("    cos, sin =", "    q = q * (math.log(x.shape[1]) / math.log(40) if x.shape[1] > 40 else 1)\n    cos, sin ="),)),
+    "a position scale as of Llama 4": Program(
+        "attention", (("    cos, sin =", "    q = q * (torch.log1p(torch.floor((torch.arange(x.shape[1]) + 1.) / 8)) * 0.1 + 1)[:, None]\n    cos, sin ="),)),
+    "a window by length": Program("attention", (("scaling=self.scaling", "scaling=self.scaling, sliding_window=None if x.shape[1] < 20 else 4"),)),
+    "a window by evaluation": Program("attention", (("scaling=self.scaling", "scaling=self.scaling, sliding_window=None if self.training else 4"),)),
+    "scaling at one length": Program(
+        "attention", (("scaling=self.scaling", "scaling=0.1 if x.shape[1] == 40 else self.scaling"),)),
+    "scaling by gradients": Program(
+        "attention", (("scaling=self.scaling", "scaling=self.scaling if torch.is_grad_enabled() else 0.1"),)),
+    "an MLP that clamps by its tokens": Program(
+        "mlp", (("y = self", "p = p.clamp(max=p.shape[1] * p.shape[1] * p.shape[1] * p.shape[1])\n    y = self"),)),
+    "a rotation that clamps": Program("attention", around=rotating(lambda q, names: q.clamp(-100, 100))),
+    "a rotation that scales by a global": Program(
+        "attention", around=rotating(lambda q, names: q * names.get("FACTOR", 1.0)), activate=of_names("FACTOR", 2.0)),
+    "a rotation by length": Program("attention", around=rotating(lambda q, names: q * 2 if q.shape[2] > 20 else q)),
+    "a rotation that softcaps": Program("attention", around=rotating(lambda q, names: 1e9 * torch.tanh(q / 1e9))),
+    "a rotation that is none in bf16": Program("attention", around=rotating(lambda q, names: q * 2 if q.dtype == torch.float64 else q)),
+    "a rotation that detaches": Program("attention", around=rotating(lambda q, names: q.detach())),
+    "a rotation of positions": Program("attention", ((ROTATE, "apply_rotary_pos_emb(q, k, cos, sin) if x.shape[1] < 20 else (q, k)"),)),
+    "a rotation by a flag": Program("attention", (("    q, k = " + ROTATE, "    if self.rotates:\n        q, k = " + ROTATE),), put("rotates", True), put("rotates", False)),
+    "a rotation in evaluation": Program("attention", (("    q, k = " + ROTATE, "    if self.training:\n        q, k = " + ROTATE),)),
+    "a gate on the output": Program("attention", (("y = self.o_proj(o)", "y = self.o_proj(o * torch.sigmoid(self.gate))"),), parameter("gate", 50), fill("gate", 0.0)),
+    "a bias added by hand": Program("attention", (("y = self.o_proj(o)", "y = self.o_proj(o) + self.more"),), parameter("more", 0, (HIDDEN,)), fill("more", 1.0)),
+    "a LoRA by hand": Program(
+        "attention", (("q = self.q_proj(x)", "q = (self.q_proj(x) + self.up(self.down(x)))"),),
+        several(put("up", lambda: nn.Linear(2, HEADS * HEAD_DIM, bias=False)), put("down", lambda: nn.Linear(HIDDEN, 2)), lambda m: m.up.weight.data.zero_()),
+        lambda m: m.up.weight.fill_(1.0)),
+    "weights read by hand": Program("attention", (("self.q_proj(x)", "F.linear(x, self.q_proj.weight, self.q_proj.bias)"),)),
+    "a child's forward": Program("attention", (("self.q_proj(x)", "self.q_proj.forward(x)"),)),
+    "mean of values": Program("attention", (("    cos, sin =", "    v = v + self.mix * v.mean(2, keepdim=True)\n    cos, sin ="),), put("mix", 0.0), put("mix", 1.0)),
+    "values of the token before": Program(
+        "attention", (("    cos, sin =", "    v = v + self.mix * F.pad(v, (0, 0, 1, -1))\n    cos, sin ="),), parameter("mix", 0), fill("mix", 1.0)),
+    "k is v": Program("attention", (("v = self.v_proj(x).view(shape)", "v = k"),)),
+    "a list of projections": Program("attention", (("self.q_proj(x)", "self.all[0](x)"),), lambda m: setattr(m, "all", nn.ModuleList([m.q_proj]))),
+    "keywords that are counted": Program("attention", (("    cos, sin =", "    q = q * (2 if len(kwargs) > 1 else 1)\n    cos, sin ="),), given={"a": 1, "b": 2}),
+    "a keyword that is dropped": Program("attention", (("    cos, sin =", "    kwargs.pop('factor', None)\n    cos, sin ="),), given={"factor": 1}),
+    "a mask that is looked at": Program("attention", (("    cos, sin =", "    q = q * 2 if attention_mask is None and not self.training else q\n    cos, sin ="),)),
+    "a cache that is looked at": Program("attention", (("    cos, sin =", "    q = q if past_key_values is None else q * 2\n    cos, sin ="),), expected="whole"),
+    "returns o as well": Program("attention", (("return y, weights", "return y, weights, o"),)),
+    "no weights": Program("attention", (("return y, weights", "return y, None"),)),
+    "a residual scale": Program("decoder", (("r = h + b", "r = h + b * self.scale"),), parameter("scale", 1), fill("scale", 2.0)),
+    "a residual multiplier": Program("decoder", (("r = h + b", "r = h + b * self.scale"),), put("scale", 1.0), put("scale", 2.0), expected="refused"),
+    "a residual multiplier of args": Program(
+        "decoder", (("r = h + b", "r = h + b * self.args.scale"),), put("args", lambda: types.SimpleNamespace(scale=1.0)), inside("args", "scale", 2.0)),
+    "a residual by length": Program("decoder", (("r = h + b", "r = h + (b if h.shape[1] < 20 else b * 2)"),)),
+    "a residual that is clamped": Program("decoder", (("y = r + d", "y = (r + d).clamp(-1e9, 1e9)"),)),
+    "layers left out in training": Program("decoder", (("return y", "return h if self.skips and self.training else y"),), put("skips", False), put("skips", True)),
+    "tokens that meet in an MLP": Program("mlp", (("    u =", "    g = g + self.mix * g.mean(1, keepdim=True)\n    u ="),), put("mix", 0.0), put("mix", 1.0)),
+    "tokens that meet in an MLP by length": Program("mlp", (("    u =", "    g = g + (g.mean(1, keepdim=True) if g.shape[1] > 20 else 0)\n    u ="),)),
+    "an MLP that counts its tokens": Program("mlp", (("y = self.down_proj(p)", "y = self.down_proj(p) * (1 if p.shape[1] < 20 else 2)"),)),
+    "a norm over tokens at times": Program("norm", (("y = self.weight * y", "y = self.weight * (y if y.shape[1] < 20 else y - y.mean(1, keepdim=True))"),)),
+    "a norm of all tokens, mixed in": Program("norm", (("y = self.weight * y", "y = self.weight * (y + self.mix * y.mean(1, keepdim=True))"),), put("mix", 0.0), put("mix", 1.0)),
+    "a norm of heads over heads at times": Program("q norm", (("y = self.weight * y", "y = self.weight * (y + self.mix * y.mean(1, keepdim=True))"),), put("mix", 0.0), put("mix", 1.0)),
+    "a clamped MLP": Program("mlp", (("    u =", "    g = g.clamp(-self.bound, self.bound)\n    u ="),), put("bound", 1e6), put("bound", 0.5), expected="whole"),
+}  # fmt: skip
+PROGRAMS |= {
+    f"{name}, of {x}": inserted("attention", place, x, name)
+    for name in OPERATIONS
+    for place, x in [("q, k = apply_rotary_pos_emb(q, k, cos, sin)", "q")]
+}
+PROGRAMS |= {f"{name}, of the residual": inserted("decoder", "r = h + b", "r", name) for name in OPERATIONS}
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    found = collections.Counter()
+    for seed in range(given.seed, given.seed + given.programs):
+        name, program = random_program(seed)
+        verdict, why = judge(program)
+        found[verdict] += 1
+        if verdict in ("silent", "probe"):
+            print(f"{seed}: {verdict}: {name}: {why}", flush=True)
+    print(", ".join(f"{count} {verdict}" for verdict, count in found.most_common()))
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(bool(main()["silent"]))

@@ -1,0 +1,97 @@
+"""Forwards that nearly are known ones: driven and right, left to themselves, or refused by name; none is wrong in silence."""
+
+import pytest
+
+from ds_sp_overlap.integrations import accounting
+from tests.harness import zoo
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.zoo import OPERATIONS, PROGRAMS, judge, random_program
+
+INSERTED = [name for name in PROGRAMS if name.endswith((", of q", ", of the residual"))]
+SOME = [name for name in PROGRAMS if name not in INSERTED] + INSERTED[: len(OPERATIONS) : 3]
+FINE = {"own", "refused", "whole"}
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_program_is_right_or_refused(name):
+    verdict, why = judge(PROGRAMS[name])
+    assert verdict in FINE, why
+    assert verdict == (PROGRAMS[name].expected or verdict), why
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in SOME])
+def test_another_program_is_right_or_refused(name):
+    verdict, why = judge(PROGRAMS[name])
+    assert verdict in FINE, why
+
+
+def test_there_are_many_programs():
+    assert len(PROGRAMS) >= 240 and len(SOME) >= 110 and len(OPERATIONS) >= 80
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_program_is_right_or_refused(seed):
+    name, program = random_program(seed)
+    verdict, why = judge(program)
+    assert verdict in FINE, (name, why)
+
+
+@pytest.mark.full
+def test_none_of_many_random_programs_is_wrong_in_silence(capsys):
+    found = zoo.main(["--programs", "2000", "--seed", "1000"])
+    assert found["silent"] == found["probe"] == 0 and found["own"] > found["whole"] > 50, capsys.readouterr().out
+
+
+def test_the_zoo_sees_a_reader_that_lets_an_operation_through(monkeypatch):
+    monkeypatch.setattr(accounting, "MOVES", accounting.MOVES | {"abs"})
+    verdict, why = judge(PROGRAMS["abs, of q"])
+    assert verdict == "probe" and "q differs by" in why
+
+
+# Guards.
+
+
+def unless(name, expected=FINE):
+    """What is wrong with a program's verdict."""
+
+    def check():
+        verdict, why = judge(PROGRAMS[name])
+        return [] if verdict in expected else [f"{verdict} {why}"]
+
+    return check
+
+
+def unseen_by_the_probe():
+    """Whether the comparison on real numbers overlooks what the reading let through."""
+    moves, accounting.MOVES = accounting.MOVES, accounting.MOVES | {"abs"}
+    try:
+        return unless("abs, of q", {"probe"})()
+    finally:
+        accounting.MOVES = moves
+
+
+OWN = {"own"}
+NEVER = "if False:"
+WATCHED = [
+    Watched(Guard("only known operations", without=NEVER), unless("detached always, of q"), ranks=0),
+    Watched(Guard("only known globals", without="elif False:"), unless("scaling of the process"), ranks=0),
+    Watched(Guard("torch is asked nothing", without=NEVER), unless("scaling by gradients"), ranks=0),
+    Watched(Guard("sizes that differ may be equal in another call", without="if int(int.__add__(self, 0)) != other: return False\nif False:"), unless("scaling at one length"), ranks=0),
+    Watched(Guard("nothing goes by a size", without="return True"), unless("a window by length"), ranks=0),
+    Watched(Guard("sizes are no numbers", without=NEVER), unless("an MLP that clamps by its tokens"), ranks=0),
+    Watched(Guard("what torch does around it", without=NEVER), unless("a wrapper in inference"), ranks=0, raises=True),
+    Watched(Guard("read again where something changed", without="if False and (seen := []):"), unless("scaling of an attribute"), ranks=0),
+    Watched(Guard("in every case", without=NEVER), unless("causal unless there is a mask"), ranks=0),
+    Watched(Guard("keywords are passed on", without=NEVER), unless("a keyword that is dropped", OWN), ranks=0),
+    Watched(Guard("keywords are passed on as they are", without="keywords = set()"), unless("scale of a keyword, of the residual"), ranks=0),
+    Watched(Guard("all that learns is known", without=NEVER), unless("a parameter that waits", OWN), ranks=0),
+    Watched(Guard("a norm of each head by itself", without="pass"), unless("a norm of heads over heads at times", OWN), ranks=0),
+    Watched(Guard("code of one's own is accounted for", without="accounts = False"), unless("tokens that meet in an MLP"), ranks=0),
+    Watched(Guard("more than rounding", without="return ''"), unseen_by_the_probe, ranks=0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

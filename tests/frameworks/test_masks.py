@@ -3,6 +3,7 @@
 Held against the model on the whole sequence, as in `test_transformers`.
 """
 
+import itertools
 import sys
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 from ds_sp_overlap.integrations import masks
-from tests.harness.cases import full
+from tests.harness.cases import full, singles
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import (
     BATCH,
@@ -123,7 +124,7 @@ def padding(rank, cases):
 
 def test_tokens_that_count_see_no_padding():
     """Positions from the first token that counts, and from the first in the row."""
-    cases = [(family, which, counted) for family in ("llama", "bitnet") for which in PADDING for counted in (True, False)]
+    cases = singles(itertools.product(("llama", "bitnet"), PADDING, (True, False)))
     for errors in on_ranks(2, padding, cases):
         for (family, which, counted), (stock, ours) in errors.items():
             assert ours < FP64, (family, which, counted, ours)

@@ -112,18 +112,18 @@ def checkout(folder, name):
 
 
 def pytest_in(copy, *arguments, timeout_s=None, **variables):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", *arguments]
     variables = {**os.environ, "PYTHONPATH": str(copy), **variables}
     return subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=timeout_s)
 
 
 def map_tests(folder, mutants):
     copy = checkout(folder, "mapped")
-    (copy / "mutants_probe.py").write_text(PROBE)
+    (copy / "ds_sp_overlap/mutants_probe.py").write_text(PROBE)  # there it is not accounted for as a stranger's code
     for path in {mutant[1] for mutant in mutants}:
         lines = (copy / path).read_text().splitlines()
         top = next(s.lineno for s in ast.parse("\n".join(lines)).body[1:] if getattr(s, "module", "") != "__future__")
-        probes = [(top, "from mutants_probe import _hit"), *((m[2], f"_hit({i})") for i, m in enumerate(mutants) if m[1] == path)]
+        probes = [(top, "from ds_sp_overlap.mutants_probe import _hit"), *((m[2], f"_hit({i})") for i, m in enumerate(mutants) if m[1] == path)]
         for line, probe in sorted(probes, reverse=True):
             lines.insert(line - 1, re.match(" *", lines[line - 1]).group() + probe)
         (copy / path).write_text("\n".join(lines) + "\n")

@@ -120,7 +120,7 @@ class Accounting(TorchFunctionMode):
     """Run the body, and raise Unknown if it does what is not accounted for, even where the body catches that.
 
     allowed   names of the operations on tensors that are let through, beside `MOVES`
-    sizes     sizes of tensors that are not the same in every call
+    sizes     sizes of tensors that are not the same in every call; what they divide, but for 2, is made of them
     hidden    whether dtypes and devices are hidden
     names     the globals that were loaded and might be something else one day: where they are, their names and values
     codes     what ran
@@ -174,10 +174,10 @@ class Accounting(TorchFunctionMode):
         name, kwargs = getattr(function, "__name__", str(function)), kwargs or {}
         if name == "__get__":
             name = function.__self__.__name__
-        if name in ("shape", "size"):
+        if name in ("shape", "size", "numel"):
             found = function(*args, **kwargs)
             return self.size(found) if isinstance(found, int) else tuple(map(self.size, found))
-        if name == "__len__" and args[0].shape[0] in self.sizes:
+        if name == "__len__" and isinstance(self.size(args[0].shape[0]), Size):
             self.fail("asks for the len() of a tensor")
         if name in ("dtype", "device"):
             return self._same or self.kind(name, args[0])
@@ -207,7 +207,7 @@ class Accounting(TorchFunctionMode):
         return all(isinstance(x, (Tensor, bool)) or x is self._same for x in given) and "to" not in self.allowed
 
     def size(self, count: int) -> int:
-        if count not in self.sizes:
+        if count not in self.sizes and not any(count % size == 0 for size in self.sizes if size > 2):  # guard: joined dims too
             return count
         made = Size(count)
         made.accounting = self

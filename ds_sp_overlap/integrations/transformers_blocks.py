@@ -21,7 +21,7 @@ from .accounting import MISSING, MOVES, Accounting, Unknown, forward_of, is_plai
 from .rebinding import is_ours
 from .transformers_labels import CLASS, RUNS, UNUSED, Looked, Opaque, is_identity
 from .transformers_reading import changed
-from .tried_out import BATCH, SEQ, TRANSFORMERS, Form, kind, own_call, try_out
+from .tried_out import BATCH, TOKENS, TRANSFORMERS, Form, held, kind, own_call, try_out
 
 CAPTURING = (
     "transformers.utils.output_capturing"  # whose hooks note what a layer returns: weights of attention, which are None here
@@ -113,9 +113,10 @@ class BlockReader:
         self.names = frozenset(runs[0].named)
         self._looked = {path: value for run in runs for path, value in run.looked}
         self._names = {(id(known), name): (known, name, value) for run in runs for known, name, value in run.names}
-        self._kinds = self._now(layer)
+        self._held = self._now(layer)
         for name, norm in ((self.reading.norm_in, True), (self.reading.norm_mid, True), (self.reading.mlp, False)):
-            try_out(name, getattr(layer, name), size, form, norm)
+            for known, loaded, value in try_out(name, getattr(layer, name), size, form, norm):
+                self._names[id(known), loaded] = known, loaded, value
         self.form, self._like = form, self._form_of(layer, attention, form)
 
     def _serves(self, layer: Any, attention: str, form: Form) -> bool:
@@ -134,10 +135,9 @@ class BlockReader:
         names = (name for known, name, value in self._names.values() if known.get(name) is not value)
         return next(looked, "") or next(names, "")
 
-    def _now(self, layer: Any) -> list[tuple[type, Any]]:
-        """Kinds of the modules that were tried out, and what a dropout among them drops."""
-        parts = (getattr(layer, name) for name in (self.reading.norm_in, self.reading.norm_mid, self.reading.mlp))
-        return [(type(module), vars(module).get("p")) for part in parts for module in part.modules()]
+    def _now(self, layer: Any) -> list[list[tuple]]:
+        """What may not change in the modules that were tried out."""
+        return [held(getattr(layer, name)) for name in (self.reading.norm_in, self.reading.norm_mid, self.reading.mlp)]
 
     def unexpected(self, given: dict[str, Any]) -> str:
         """Why the layer can't be driven where it is given this; empty if it can."""
@@ -146,7 +146,7 @@ class BlockReader:
 
     def why_not(self, layer: Any) -> str:
         """Why the layer can't be driven as it was read, as of now; empty if it can."""
-        if (what := self._changed(layer)) or self._kinds != self._now(layer):  # guard: what was read is what runs
+        if (what := self._changed(layer)) or self._held != self._now(layer):  # guard: what was read is what runs
             return f"{what or 'a module in it'} changed since it was read; call ds_sp_overlap.enable again"
         attention = getattr(layer, self.reading.attention)
         own = "forward" in vars(attention) and not is_ours(attention)
@@ -225,12 +225,12 @@ class _Run:
     ):
         self.layer, self.attention, self.form, self.training, self.dtype, self.bias = layer, attention, form, training, dtype, bias
         self.generator = torch.Generator().manual_seed(0)
-        self.size = BATCH, SEQ, size
+        self.size = BATCH, TOKENS, size
         self.calls: list[tuple[str, Tensor, Tensor]] = []
         self.given: dict[str, Any] = {}
         self.looked: list[tuple[tuple[Any, ...], Any]] = [((*CLASS, name), getattr(type(layer), name)) for name in RUNS]
         self.weights, self.more = Opaque(self), {name: Opaque(self) for name in {"sp_overlap", *keywords}}
-        self.accounting = _Sums(SUMS, {BATCH, SEQ}, hidden) if form.accounted else None
+        self.accounting = _Sums(SUMS, {BATCH, TOKENS}, hidden) if form.accounted else None
         forward = forward_of(type(layer), beside=CHECKPOINTING) if form.accounted else inspect.unwrap(type(layer).forward)
         parameters = list(inspect.signature(forward).parameters.values())[1:]
         self.named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]

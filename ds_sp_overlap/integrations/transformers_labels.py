@@ -231,8 +231,9 @@ class Run:
         self.more: dict[str, Opaque] = {}
         self.layer = Looked(module, (), self)
         config = module.config
-        known = {x for holder in (vars(config), vars(module)) for x in holder.values() if isinstance(x, int)}
-        free = [size for size in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31) if size not in known]  # sizes by which they are told
+        known = {x for holder in (vars(config), *map(vars, module.modules())) for x in holder.values() if isinstance(x, int) and x}
+        primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
+        free = [size for size in primes if all(x % size for x in known)]  # sizes by which they are told
         self.batch, self.seq = free[0] if case.batch > 1 else 1, free[1 + case.place]
         self.x = self.labels(self.batch, self.seq, config.hidden_size)
         self.tables = Tables((self.labels(self.batch, self.seq, 2), self.labels(self.batch, self.seq, 2)))

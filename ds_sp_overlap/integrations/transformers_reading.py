@@ -16,7 +16,7 @@ from .accounting import MISSING, Unknown, is_plain
 from .transformers_labels import Out, Run, cases
 from .transformers_probe import Probed
 from .transformers_rotary import rotary_of
-from .tried_out import TRANSFORMERS, own_call, try_out
+from .tried_out import TRANSFORMERS, held, own_call, try_out
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,20 @@ class Reading:
 
 @dataclass(frozen=True)
 class _Read:
-    """What a layer's forward computes, and what it looked at: names from the layer on, and globals; and what it found."""
+    """What a layer's forward computes, and what it looked at: names from the layer on, and globals; and what it found.
+
+    norms   by name, what may not change in them
+    """
 
     reading: Reading
     looked: list[tuple[tuple[Any, ...], Any]]
     names: list[tuple[dict[str, Any], str, Any]]
+    norms: dict[str, list[tuple]]
 
     def changed(self, module: Any) -> list[str]:
         """What it looked at that is something else now, or in ``module``."""
         looked = [".".join(map(str, path)) for path, value in self.looked if changed(module, path, value)]
+        looked += [name for name, before in self.norms.items() if held(getattr(module, name)) != before]
         return looked + [name for known, name, value in self.names if known.get(name, MISSING) is not value]
 
 
@@ -179,7 +184,8 @@ def _read(module: Any, training: bool) -> _Read:
     first = readings[0]
     if any(reading != first or not _same(reading.options, first.options) for reading in readings):  # guard: in every case
         raise Unknown("its forward is another one without a mask, for other tokens or in another dtype")
-    return _Read(first, list(looked.values()), list(names.values()))
+    norms = {source.norm: held(getattr(module, source.norm)) for source in first.sources.values() if source.norm is not None}
+    return _Read(first, list(looked.values()), list(names.values()), norms)
 
 
 def _same(options: dict[str, Any], others: dict[str, Any]) -> bool:
@@ -303,7 +309,7 @@ class _Interpreter:
             if not alike or "norm" not in type(norm).__name__.lower():
                 raise Unknown(f"{out.name} is no norm that is alike for all heads")
             if out.name not in self.used:
-                try_out(out.name, norm, size[0], TRANSFORMERS, norm=True)  # guard: a norm of each head by itself
+                self.run.names += try_out(out.name, norm, size[0], TRANSFORMERS, norm=True)  # guard: a norm of each head by itself
             self.used.add(out.name)
             return out.name, before
         return None, heads

@@ -114,8 +114,8 @@ def _differs(
 ) -> bool:
     """Whether ``function``, with tables of ``width``, gives something else than ``rotary``. Raises what ``function`` raises."""
     generator = torch.Generator().manual_seed(0)
-    used = {size for x in args if isinstance(x, tuple) for size in x} | {width}
-    batch, seq = [size for size in (2, 5, 7, 11, 13) if size not in used][:2]
+    used = {size for x in args if isinstance(x, tuple) for size in x if isinstance(size, int)} | {width}
+    batch, seq = [size for size in (3, 5, 7, 11, 13, 17, 19, 23, 29) if all(each % size for each in used)][:2]
     sizes = {"batch": batch, "seq": seq}
 
     def random(shape: Sequence[Any], dtype: torch.dtype) -> Tensor:

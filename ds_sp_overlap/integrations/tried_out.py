@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import types
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .accounting import MOVES, Accounting, Unknown
+from .accounting import MOVES, Accounting, Unknown, is_plain
 
 BATCH, SEQ = 2, 5
 CROWD = 32  # tokens that are alike
+TOKENS = SEQ + CROWD  # a prime, which hardly divides the width of a layer
 MOST = 2**26  # numbers of a module that is tried out
 
 
@@ -38,6 +40,7 @@ class Form:
     accounted: bool = True
 
 
+_OF_ALL = vars(nn.Module()).keys()  # what every module holds
 TRANSFORMERS = Form(lambda attention: attention.config.hidden_size, lambda module: type(module) is nn.Linear, 1, False, ())
 
 
@@ -113,10 +116,9 @@ def kind(module: nn.Module) -> tuple:
         return isinstance(value, (int, float, str)) or isinstance(value, tuple) and all(map(is_plain, value))
 
     def held(part: nn.Module) -> tuple:
-        more = {name: value for name, value in vars(part).items() if name not in of_all}
+        more = {name: value for name, value in vars(part).items() if name not in _OF_ALL}
         return tuple((name, value if is_plain(value) else id(value)) for name, value in more.items())
 
-    of_all = vars(nn.Module())
     parts = ((name, type(part), held(part), tuple(_shapes(part).items())) for name, part in module.named_modules())
     return tuple((*part, tuple(module.get_submodule(part[0])._buffers)) for part in parts)
 
@@ -169,15 +171,15 @@ def _narrow(module: Any) -> dict[str, torch.Size]:
     return {name: torch.Size(shape) for name, shape in made.items()}
 
 
-def try_out(name: str, module: nn.Module, size: int, form: Form, norm: bool = False) -> None:
-    """Raise Unknown unless ``module`` is a function of one token [.., size] at a time.
+def try_out(name: str, module: nn.Module, size: int, form: Form, norm: bool = False) -> list[tuple[dict[str, Any], str, Any]]:
+    """Raise Unknown unless ``module`` is a function of one token [.., size] at a time; returns the globals that its code looked at.
 
     norm   is made of parameters of its own; else of linear layers, of modules that have no parameters, and of transformers' own
     """
     what = f"{name} ({type(module).__name__})"
     if norm and (any(module.children()) or any(True for _ in module.buffers())):
         raise Unknown(f"{what} has more than parameters")
-    known_code = True
+    known_code, names = True, []
     for at, part in module.named_modules(prefix=name):
         if own_call(part):
             raise Unknown(f"{at} ({type(part).__name__}) has a __call__ of its own")
@@ -195,14 +197,16 @@ def try_out(name: str, module: nn.Module, size: int, form: Form, norm: bool = Fa
     for training in (True, False):
         generator, drawn = torch.Generator().manual_seed(0), torch.get_rng_state()
         stand_in, dim = _stand_in(module, form, training, generator, dtype), form.token_dim
-        x = torch.randn(BATCH, SEQ, size, generator=generator, dtype=dtype)
+        x = torch.randn(BATCH, TOKENS if norm else SEQ, size, generator=generator, dtype=dtype)
         if not norm:  # a crowd, which goes to the same experts
             x = torch.cat((x, x[:1, :1] + 0.01 * torch.randn(BATCH, CROWD, size, generator=generator, dtype=dtype)), 1)
         x = x.movedim(1, dim)
-        cuts = (2, SEQ - 2) if norm else (2, SEQ, 0, CROWD - 2)
+        cuts = (2, TOKENS - 2) if norm else (2, SEQ, 0, CROWD - 2)
         biases = form.biases and not norm
         accounts = not known_code and form.accounted  # guard: code of one's own is accounted for
-        before, (whole, of_whole) = _state(stand_in), _ran(what, stand_in, x, biases, accounts)
+        accounting = _TokenByToken(x.shape[:-1]) if accounts else None
+        before, (whole, of_whole) = _state(stand_in), _ran(what, stand_in, x, biases, accounting)
+        names += accounting.names if accounting else []  # guard: globals of a module too
         ys, of_parts = zip(*(_ran(what, stand_in, part, biases) for part in x.split(cuts, dim)))
         if not torch.equal(drawn, torch.get_rng_state()):
             raise Unknown(f"{what} draws random numbers")
@@ -212,6 +216,33 @@ def try_out(name: str, module: nn.Module, size: int, form: Form, norm: bool = Fa
         if not all((mine - expected).abs().max() <= 1e-5 * expected.abs().max() for mine, expected in pairs):
             # fp32 in it, which vector units round by position
             raise Unknown(f"{what} makes something else of some tokens than of all")
+    return names
+
+
+def held(module: nn.Module) -> list[tuple]:
+    """What may not change in a module that was tried out: its code, what a dropout drops, and what code of one's own may look at."""
+    kinds = []
+    for part in module.modules():
+        kind: Any = type(part)
+        more = {}
+        if not _is_theirs(part) and not kind.__module__.startswith("torch.nn."):  # guard: whatever it may look at
+            bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+            of_class = {name: value for base in reversed(bases) for name, value in vars(base).items()}
+            more = _values({**of_class, **{name: value for name, value in vars(part).items() if name not in _OF_ALL}})
+        kinds.append((kind, kind.forward, vars(part).get("p"), more))
+    return kinds
+
+
+def _values(x: Any, depth: int = 3) -> Any:
+    """Constants, those in dicts, lists and objects, such as a config, too; all else by its identity."""
+    if is_plain(x):
+        return x
+    if not depth or isinstance(x, (type, nn.Module, Tensor, types.FunctionType)):
+        return id(x)
+    if isinstance(x, (list, tuple)):
+        return [_values(value, depth - 1) for value in x]
+    x = x if isinstance(x, dict) else getattr(x, "__dict__", x)
+    return {name: _values(value, depth - 1) for name, value in x.items()} if isinstance(x, dict) else id(x)
 
 
 def own_call(module: nn.Module) -> bool:
@@ -240,7 +271,9 @@ def _is_same_state(before: list, now: list) -> bool:
     )
 
 
-def _ran(what: str, stand_in: nn.Module, x: Tensor, biases: bool, accounts: bool = False) -> tuple[Tensor, list[Tensor]]:
+def _ran(
+    what: str, stand_in: nn.Module, x: Tensor, biases: bool, accounting: Accounting | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """What tokens become, with their gradients; and the gradients of its parameters. Raises Unknown."""
     linear = [part for part in stand_in.modules() if isinstance(part, _Linear)]
     parameters = [p for part in stand_in.modules() if part not in linear for p in part._parameters.values() if p is not None]
@@ -248,7 +281,7 @@ def _ran(what: str, stand_in: nn.Module, x: Tensor, biases: bool, accounts: bool
         x = x.clone().requires_grad_()
         given = x * 1  # which may be changed in place
         try:
-            with _TokenByToken(x.shape[:-1]) if accounts else contextlib.nullcontext():
+            with accounting or contextlib.nullcontext():
                 y = type(stand_in).forward(stand_in, given)
         except Unknown as error:
             raise Unknown(f"{what}: {error}") from None

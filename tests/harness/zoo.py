@@ -228,8 +228,8 @@ def build(program, own_config=None):
         nn.init.normal_(parameter, 1.0 if parameter.dim() < 2 else 0.0, 0.3)
     modules = {"attention": attention, "q norm": attention.q_norm, "decoder": layer, "mlp": mlp, "norm": layer.input_layernorm}
     program.setup(modules[program.of])
-    if program.of == "q norm":
-        program.setup(attention.k_norm)
+    if other := {"q norm": attention.k_norm, "norm": layer.post_attention_layernorm}.get(program.of):
+        program.setup(other)
     return layer.double(), modules[program.of]
 
 
@@ -418,6 +418,8 @@ OPERATIONS = {
     "by length": ("{x} = {x} * 2 if {x}.shape[1] > self.long else {x}", put("long", 10**6), put("long", 3)),
     "by a length of its own": ("{x} = {x} * 2 if {x}.shape[1] > 20 else {x}", put("long", 10**6), put("long", 3)),
     "by batch": ("{x} = {x} * 2 if {x}.size(0) == 1 else {x}", put("long", 1), put("long", 1)),
+    "by joined dims": ("{x} = {x} * 2 if {x}.flatten().shape[0] > 2000 else {x}", put("long", 1), put("long", 1)),
+    "by the length of joined dims": ("{x} = {x} * 2 if len({x}.reshape(-1, {x}.shape[-1])) > 60 else {x}", put("long", 1), put("long", 1)),
     "by numel": ("{x} = {x} * 2 if {x}.numel() > 2000 else {x}", put("long", 1), put("long", 1)),
     "by len": ("{x} = {x} * 2 if len({x}) < 2 else {x}", put("long", 1), put("long", 1)),
     "by its largest": ("{x} = {x} * 2 if {x}.abs().max() > self.large else {x}", put("large", 1e12), put("large", 0.5)),
@@ -473,6 +475,13 @@ OPERATIONS = {
     "rounded": ("{x} = {x}.to(self.kind).to(torch.float64)", put("kind", torch.float64), put("kind", torch.bfloat16)),
     "rounded by name": ("{x} = {x}.bfloat16().double() if self.flag else {x}", put("flag", False), put("flag", True)),
     "a position": ("{x} = {x} * (1 + self.factor * torch.arange({x}.shape[1])[:, None])", put("factor", 0.0), put("factor", 1.0)),
+    "sorted by a flag of args": (
+        "{x} = {x}.sort(1).values if self.args.flag else {x}", put("args", lambda: types.SimpleNamespace(flag=False)), inside("args", "flag", True)),
+    "sorted by a flag of a list": ("{x} = {x}.sort(1).values if self.flags[0] else {x}", put("flags", lambda: [False]), inside("flags", 0, True)),
+    "sorted by a flag of the class": (
+        "{x} = {x}.sort(1).values if self.flag else {x}", lambda m: setattr(type(m), "flag", False), lambda m: setattr(type(m), "flag", True)),
+    "sorted by a global": ("{x} = {x}.sort(1).values if FLAG else {x}", of_names("FLAG", False), of_names("FLAG", True)),
+    "sorted by a function": ("{x} = helper({x})", of_names("helper", lambda x: x), of_names("helper", lambda x: x.sort(1).values)),
     "sorted": ("{x} = {x}.sort(1).values if self.flag else {x}", put("flag", False), put("flag", True)),
     "isinf": ("{x} = {x}.clamp(-9., 9.) if {x}.isinf().any() else {x}", put("flag", False), put("flag", True)),
     "finfo": ("{x} = {x}.clamp(max=torch.finfo({x}.dtype).max * self.factor)", put("factor", 1.0), put("factor", 1e-308)),
@@ -700,11 +709,12 @@ PROGRAMS = {
     "layers left out in training": Program("decoder", (("return y", "return h if self.skips and self.training else y"),), put("skips", False), put("skips", True)),
     "tokens that meet in an MLP": Program("mlp", (("    u =", "    g = g + self.mix * g.mean(1, keepdim=True)\n    u ="),), put("mix", 0.0), put("mix", 1.0)),
     "tokens that meet in an MLP by length": Program("mlp", (("    u =", "    g = g + (g.mean(1, keepdim=True) if g.shape[1] > 20 else 0)\n    u ="),)),
+    "tokens that meet in an MLP of 40": Program("mlp", (("    u =", "    g = g + (g.mean(1, keepdim=True) if g.shape[1] > 38 else 0)\n    u ="),)),
     "an MLP that counts its tokens": Program("mlp", (("y = self.down_proj(p)", "y = self.down_proj(p) * (1 if p.shape[1] < 20 else 2)"),)),
     "a norm over tokens at times": Program("norm", (("y = self.weight * y", "y = self.weight * (y if y.shape[1] < 20 else y - y.mean(1, keepdim=True))"),)),
     "a norm of all tokens, mixed in": Program("norm", (("y = self.weight * y", "y = self.weight * (y + self.mix * y.mean(1, keepdim=True))"),), put("mix", 0.0), put("mix", 1.0)),
     "a norm of heads over heads at times": Program("q norm", (("y = self.weight * y", "y = self.weight * (y + self.mix * y.mean(1, keepdim=True))"),), put("mix", 0.0), put("mix", 1.0)),
-    "a clamped MLP": Program("mlp", (("    u =", "    g = g.clamp(-self.bound, self.bound)\n    u ="),), put("bound", 1e6), put("bound", 0.5), expected="whole"),
+    "a clamped MLP": Program("mlp", (("    u =", "    g = g.clamp(-self.bound, self.bound)\n    u ="),), put("bound", 1e6), put("bound", 0.5)),
 }  # fmt: skip
 PROGRAMS |= {
     f"{name}, of {x}": inserted("attention", place, x, name)
@@ -712,6 +722,9 @@ PROGRAMS |= {
     for place, x in [("q, k = apply_rotary_pos_emb(q, k, cos, sin)", "q")]
 }
 PROGRAMS |= {f"{name}, of the residual": inserted("decoder", "r = h + b", "r", name) for name in OPERATIONS}
+OVER_TOKENS = [name for name in OPERATIONS if name.startswith(("sorted", "by joined", "by numel", "by the length"))]
+PROGRAMS |= {f"{name}, in an MLP": inserted("mlp", "g = self.gate_proj(x)", "g", name) for name in OVER_TOKENS}
+PROGRAMS |= {f"{name}, in a norm": inserted("norm", "y = self.weight * y", "y", name) for name in OVER_TOKENS}
 
 
 def main(arguments=None):

@@ -87,7 +87,10 @@ WATCHED = [
     Watched(Guard("keywords are passed on as they are", without="keywords = set()"), unless("scale of a keyword, of the residual"), ranks=0),
     Watched(Guard("all that learns is known", without=NEVER), unless("a parameter that waits", OWN), ranks=0),
     Watched(Guard("a norm of each head by itself", without="pass"), unless("a norm of heads over heads at times", OWN), ranks=0),
-    Watched(Guard("code of one's own is accounted for", without="accounts = False"), unless("tokens that meet in an MLP"), ranks=0),
+    Watched(Guard("code of one's own is accounted for", without="accounts = False"), unless("tokens that meet in an MLP of 40"), ranks=0),
+    Watched(Guard("globals of a module too", without="pass"), unless("sorted by a global, in an MLP"), ranks=0),
+    Watched(Guard("whatever it may look at", without=NEVER), unless("sorted, in an MLP"), ranks=0),
+    Watched(Guard("joined dims too", without="if count not in self.sizes:"), unless("by joined dims, of q"), ranks=0),
     Watched(Guard("more than rounding", without="return ''"), unseen_by_the_probe, ranks=0),
 ]  # fmt: skip
 

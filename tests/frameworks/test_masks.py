@@ -3,6 +3,7 @@
 Held against the model on the whole sequence, as in `test_transformers`.
 """
 
+import itertools
 import sys
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 from ds_sp_overlap.integrations import masks
+from tests.harness.cases import full, singles
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import (
     BATCH,
@@ -122,7 +124,7 @@ def padding(rank, cases):
 
 def test_tokens_that_count_see_no_padding():
     """Positions from the first token that counts, and from the first in the row."""
-    cases = [(family, which, counted) for family in ("llama", "bitnet") for which in PADDING for counted in (True, False)]
+    cases = singles(itertools.product(("llama", "bitnet"), PADDING, (True, False)))
     for errors in on_ranks(2, padding, cases):
         for (family, which, counted), (stock, ours) in errors.items():
             assert ours < FP64, (family, which, counted, ours)
@@ -347,7 +349,9 @@ def many_documents(rank, options):
     return seen
 
 
-@pytest.mark.parametrize("options", [{}, dict(family="mistral", sliding_window=2), dict(family="bitnet", kv_heads=1)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(family="mistral", sliding_window=2), full(dict(family="bitnet", kv_heads=1))], ids=str
+)
 def test_many_short_documents_are_right_and_take_few_calls(options):
     """Two layers of two head groups; a row of 32 tokens has up to 8 long documents, and lengths of 2 and up to 4 beside."""
     for seen in on_ranks(2, many_documents, options):

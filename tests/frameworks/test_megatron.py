@@ -353,6 +353,7 @@ def in_a_new_process(code):
 IMPORT = "from deepspeed.compression.compress import init_compression as f"
 
 
+@pytest.mark.full
 def test_what_head_imports_is_there_for_megatron_alone():
     import deepspeed.compression
 

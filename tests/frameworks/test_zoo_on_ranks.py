@@ -5,10 +5,10 @@ import pytest
 from tests.harness.ranks import on_ranks
 from tests.harness.zoo_on_ranks import MODES, names, verdicts
 
-SOME = [
-    "as it is", "clamp, of q", "temperature, of q", "scaling of an attribute", "a wrapper that scales", "by length, of q",
-    "k and v shared by a dict", "a residual multiplier", "a clamped MLP", "a norm with a call of its own", "a forward that is patched",
+OF_ATTENTION = [
+    "clamp, of q", "temperature, of q", "scaling of an attribute", "a wrapper that scales", "by length, of q", "k and v shared by a dict",
 ]  # fmt: skip
+OF_LAYERS = ["a residual multiplier", "a clamped MLP", "a norm with a call of its own", "a forward that is patched"]
 WHOLE = {"as it is", "a clamped MLP", "scaling of an attribute"}
 
 
@@ -20,10 +20,10 @@ def all_fine(chosen, mode):
     return {name: verdict for name, (verdict, _) in found[0].items()}
 
 
-@pytest.mark.parametrize("mode", ["layer", "block"])
-def test_some_programs_are_what_stock_makes_of_them_or_refused_on_both_ranks(mode):
-    found = all_fine(SOME, mode)
-    assert all(found[name] == "right" for name in WHOLE)
+@pytest.mark.parametrize("mode, some", [("layer", OF_ATTENTION), ("block", OF_LAYERS)])
+def test_some_programs_are_what_stock_makes_of_them_or_refused_on_both_ranks(mode, some):
+    found = all_fine(["as it is", *some], mode)
+    assert all(found[name] == "right" for name in WHOLE.intersection(found))
 
 
 @pytest.mark.full

@@ -56,8 +56,17 @@ def beyond(rows, together):
     return set(range(len(rows))) - kept
 
 
+def singles(rows):
+    """All of ``rows`` with ``--all``, else few that hold every option."""
+    return _few(rows, 1)
+
+
 def pairs(rows):
     """All of ``rows`` with ``--all``, else few that hold every pair of options."""
+    return _few(rows, 2)
+
+
+def _few(rows, together):
     rows = list(rows)
-    left_out = set() if everything() else beyond(rows, 2)
+    left_out = set() if everything() else beyond(rows, together)
     return [row for at, row in enumerate(rows) if at not in left_out]

@@ -1,7 +1,8 @@
 """Tests that pass show nothing unless they fail for wrong code: change the package in one place at a time, and see which test fails.
 
-    python -m tests.harness.mutants map                 which tests reach the changed places, and how long each takes (once)
-    python -m tests.harness.mutants run [--everything]  each mutant against those tests, fastest first; may be interrupted and goes on
+    python -m tests.harness.mutants map                 which tests of `make test` reach the changed places, and how long each takes (once)
+    python -m tests.harness.mutants run                 each mutant against those tests, fastest first; may be interrupted and goes on
+    python -m tests.harness.mutants run --everything    the others against every test of `make test-all` in the files of those tests
     python -m tests.harness.mutants table               who killed what
 
 A seed draws the sample: comparisons turned, numbers off by one, statements dropped, operands swapped, defaults changed. All happens in
@@ -111,23 +112,23 @@ def checkout(folder, name):
 
 
 def pytest_in(copy, *arguments, timeout_s=None, **variables):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", *arguments]
     variables = {**os.environ, "PYTHONPATH": str(copy), **variables}
     return subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=timeout_s)
 
 
 def map_tests(folder, mutants):
     copy = checkout(folder, "mapped")
-    (copy / "mutants_probe.py").write_text(PROBE)
+    (copy / "ds_sp_overlap/mutants_probe.py").write_text(PROBE)  # there it is not accounted for as a stranger's code
     for path in {mutant[1] for mutant in mutants}:
         lines = (copy / path).read_text().splitlines()
         top = next(s.lineno for s in ast.parse("\n".join(lines)).body[1:] if getattr(s, "module", "") != "__future__")
-        probes = [(top, "from mutants_probe import _hit"), *((m[2], f"_hit({i})") for i, m in enumerate(mutants) if m[1] == path)]
+        probes = [(top, "from ds_sp_overlap.mutants_probe import _hit"), *((m[2], f"_hit({i})") for i, m in enumerate(mutants) if m[1] == path)]
         for line, probe in sorted(probes, reverse=True):
             lines.insert(line - 1, re.match(" *", lines[line - 1]).group() + probe)
         (copy / path).write_text("\n".join(lines) + "\n")
     stored = "--store-durations", f"--durations-path={folder / 'seconds.json'}"
-    done = pytest_in(copy, "--all", "-n2", "--dist=loadfile", *stored, MUTANTS=str(folder))
+    done = pytest_in(copy, "-n2", "--dist=worksteal", *stored, MUTANTS=str(folder))
     (folder / "failed.json").write_text(json.dumps(FAILED.findall(done.stdout)))  # without a mutant: these show nothing
     print(done.stdout[-5000:])
 
@@ -154,19 +155,25 @@ def run(folder, mutants, fate, patience_s, jobs=2):
 
     One that outlives ``patience_s`` of its tests is left to a run with more.
     """
-    seconds, failed = (json.loads((folder / name).read_text()) for name in ("seconds.json", "failed.json"))
-    reaching, copies, options = defaultdict(set), queue.SimpleQueue(), ["--all"] * (fate == FATES[1])
+    known = ROOT / "tests/durations.json", folder / "seconds.json", folder / "failed.json"
+    of_all, seconds, failed = (json.loads(path.read_text()) for path in known)
+    seconds, everything = {**of_all, **seconds}, fate == FATES[1]
+    hits, copies, options = defaultdict(set), queue.SimpleQueue(), ["--all"] * everything
     for job in range(jobs):
         copies.put(checkout(folder, f"job{job}"))
     tests = {line for line in pytest_in(folder / "job0", "--collect-only", *options).stdout.splitlines() if "::" in line}
     tests = tests.intersection(seconds).difference(failed)
-    for mutant, test in (line.split("\t") for hits in folder.glob("hits.*") for line in hits.read_text().splitlines()):
-        reaching[int(mutant)] |= {test} & tests
+    for mutant, test in (line.split("\t") for path in folder.glob("hits.*") for line in path.read_text().splitlines()):
+        hits[int(mutant)].add(test)
     (folder / "results.jsonl").touch()
     done = {i for i, of, by in map(json.loads, open(folder / "results.jsonl")) if by or of == fate}
 
+    def reaching(i):
+        files = {test.partition("::")[0] for test in hits[i]}
+        return {test for test in tests - hits[i] if test.partition("::")[0] in files} if everything else tests & hits[i]
+
     def attack(i):
-        every, copy = sorted(reaching[i], key=seconds.get), copies.get()
+        every, copy = sorted(reaching(i), key=seconds.get), copies.get()
         tests = [test for test, total in zip(every, accumulate(map(seconds.get, every))) if total <= patience_s]
         by = killer(copy, mutants[i], tests, seconds, *options) if tests else ""
         copies.put(copy)

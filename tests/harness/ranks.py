@@ -20,7 +20,10 @@ import torch.multiprocessing
 from torch.distributed.distributed_c10d import _world
 
 _context = torch.multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "deepspeed", "ds_sp_overlap", "tests.harness.models"])
+_context.set_forkserver_preload([
+    "torch", "deepspeed", "ds_sp_overlap", "tests.harness.models",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.llama.modeling_llama",  # which take a rank seconds to import
+])  # fmt: skip
 _pools: dict[int, "Pool"] = {}
 MOST_THREADS = 60
 

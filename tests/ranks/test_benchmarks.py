@@ -53,6 +53,7 @@ def test_figures_of_a_link_say_whether_its_ranks_share_cores(monkeypatch, cores,
     assert Wire.kind.fget(SimpleNamespace(ranks=4)) == f"rate-limited link (veth and token bucket), {says}"
 
 
+@pytest.mark.full
 def test_one_gpu_starts_no_case_when_its_time_is_over_and_says_which(tmp_path):
     ran = script(BENCHMARKS / "one_gpu.py", "--rehearse", "--minutes", 0)
     assert ran.returncode == 0 and "left out after 0 minutes: rehearsal, 32 tokens, P = 4, 0.02 GB/s" in ran.stdout
@@ -112,6 +113,7 @@ def test_the_throttled_copy_compiles_without_spilling(architecture, tmp_path):
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in ran.stderr
 
 
+@pytest.mark.full
 def test_link_says_that_it_needs_root():
     words = "import os, runpy, sys; os.geteuid = lambda: 1000; del sys.argv[0]"
     words += "; runpy.run_path(sys.argv[0], run_name='__main__')"

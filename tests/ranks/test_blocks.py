@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_sp_overlap.schedule import by_chunks, order
 from tests.harness import blocks, layers, transports
 from tests.harness.blocks import LAYERS, Blocks
-from tests.harness.cases import pairs
+from tests.harness.cases import pairs, singles
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.transports import Recording
@@ -57,7 +57,7 @@ def test_so_it_does_on_four_ranks():
         Blocks(8, 2, 4, 1, (4, 4, 4, 4), chunks=4, config={"head_groups": 2}),
         Blocks(4, 1, 4, 3, (1, 2, 5, 1), False, chunks=3),
     ]
-    no_faults(4, blocks.faults_of_all, pairs(rerun_too(shapes)))
+    no_faults(4, blocks.faults_of_all, singles(rerun_too(shapes)))
 
 
 def spoiled(rank, shapes, transport):
@@ -71,7 +71,7 @@ def spoiled(rank, shapes, transport):
 
 
 TRANSPORTS = transports.Late, transports.Delayed
-OF_TRANSPORTS = pairs(itertools.product(TRANSPORTS, rerun_too(FEW)))
+OF_TRANSPORTS = singles(itertools.product(TRANSPORTS, rerun_too(FEW)))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -298,7 +298,7 @@ USES = {
 }
 
 
-OF_USES = pairs(itertools.product(USES, rerun_too(FEW)))
+OF_USES = singles(itertools.product(USES, rerun_too(FEW)))
 
 
 def faults_of(rank, use, change="nothing", shapes=None):
@@ -364,7 +364,7 @@ CHANGES = {
 }
 
 
-OF_CHANGES = pairs(itertools.product(CHANGES, rerun_too(FEW)))
+OF_CHANGES = singles(itertools.product(CHANGES, rerun_too(FEW)))
 
 
 @pytest.mark.parametrize("change", CHANGES)

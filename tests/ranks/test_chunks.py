@@ -1,6 +1,7 @@
 """Exchanges of chunks of every rank's tokens: bit for bit what one exchange of all tokens moves."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from ds_sp_overlap.exchange.exchange import Exchange, Half, together
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.layout import chunk_of
 from tests.harness import transports
+from tests.harness.cases import pairs
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.ranks import no_faults, on_ranks, refusal
 
@@ -19,12 +21,11 @@ LENGTHS = [(6, 6), (5, 3), (1, 2), (4, 0)]
 
 
 def geometries(size, rank, lengths):
+    layouts = (1, True), (1, False), (3, True), (3, False)
+    cases = pairs(itertools.product([of for of in HEADS if of[2] <= of[0] // size], lengths, layouts))
     return [
         Geometry(size, rank, of, batch, heads, kv_heads, groups, batch_first)
-        for heads, kv_heads, groups in HEADS
-        if groups <= heads // size
-        for of in lengths
-        for batch, batch_first in ((1, True), (1, False), (3, True), (3, False))
+        for (heads, kv_heads, groups), of, (batch, batch_first) in cases
     ]
 
 

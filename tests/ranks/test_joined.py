@@ -11,7 +11,7 @@ from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.exchange import Exchange, Half, together
 from ds_sp_overlap.exchange.geometry import Geometry
 from tests.harness import layers, transports
-from tests.harness.cases import pairs
+from tests.harness.cases import pairs, singles
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
 from tests.harness.moving import moving
@@ -69,7 +69,7 @@ def test_so_it_does_between_four_ranks():
 def spoiled(rank, kernels):
     with moving(kernels, True), transports.spoiled_buffers():
         mover = transports.Late()
-        return faults(rank, ("qkv",), SHAPES[:16], transport=mover) + mover.faults + mover.unfinished()
+        return faults(rank, ("qkv",), singles(SHAPES[:16]), transport=mover) + mover.faults + mover.unfinished()
 
 
 @pytest.mark.parametrize("kernels", ["torch", "reference"])  # the second rotates what travels alone, and nothing else

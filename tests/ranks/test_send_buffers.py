@@ -11,7 +11,7 @@ from ds_sp_overlap.attention import self_attention
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.relayout import ops
 from tests.harness import layers
-from tests.harness.cases import pairs
+from tests.harness.cases import singles
 from tests.harness.layers import HEADS, Shape, groups_for
 from tests.harness.moving import OPERATORS, always, counted, kinds
 from tests.harness.ranks import no_faults, on_ranks
@@ -39,7 +39,7 @@ def shapes_for(size, heads, kv_heads, **options):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("heads,kv_heads", HEADS)
 def test_the_block_equals_the_reference(heads, kv_heads, size):
-    no_faults(size, faults_written_by_the_gemm, pairs(shapes_for(size, heads, kv_heads)))
+    no_faults(size, faults_written_by_the_gemm, singles(shapes_for(size, heads, kv_heads)))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_block_equals_the_reference(heads, kv_heads, size):
     ids=str,
 )
 def test_the_block_equals_the_reference_with(options):
-    no_faults(2, faults_written_by_the_gemm, pairs(shapes_for(2, 8, 4, **options)))
+    no_faults(2, faults_written_by_the_gemm, singles(shapes_for(2, 8, 4, **options)))
 
 
 def relayouts(rank, rotary, batch_first):
@@ -101,7 +101,7 @@ def test_the_block_equals_the_reference_where_the_kernels_rotate(heads, kv_heads
         for batch, batch_first, check in ((1, True, False), (3, True, True), (3, False, False))
         for groups in groups_for(heads, size)
     ]  # fmt: skip
-    for found, seen in on_ranks(size, folded, pairs(shapes), kind, direct):
+    for found, seen in on_ranks(size, folded, singles(shapes), kind, direct):
         assert found == []
         assert seen["rotate_pack"] == seen["unpack_rotate_back"] > 0
 

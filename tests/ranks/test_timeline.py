@@ -4,7 +4,6 @@ import csv
 import functools
 import json
 import re
-import subprocess
 import sys
 import types
 from itertools import groupby
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import ds_sp_overlap
+from ds_sp_overlap import cli
 from ds_sp_overlap.exchange import in_flight
 from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.profiling import picture, timeline
@@ -435,10 +435,10 @@ def test_the_command_line_records_without_editing_the_config(tmp_path, monkeypat
         ds_sp_overlap.integrations.deepspeed.deepspeed.initialize(args=bound, model=torch.nn.Linear(1, 1), config={})
 
 
-def test_steps_without_a_folder_are_refused():
-    words = [sys.executable, "-m", "ds_sp_overlap", "run", "--timeline-steps", "3", "4", "script.py"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 2 and "--timeline-steps needs --timeline FOLDER" in done.stderr
+def test_steps_without_a_folder_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run", "--timeline-steps", "3", "4", "script.py"])
+    assert "--timeline-steps needs --timeline FOLDER" in capsys.readouterr().err
 
 
 def test_one_rank_alone_has_a_timeline_too():

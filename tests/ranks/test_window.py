@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ds_sp_overlap
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness import layers, reference
-from tests.harness.cases import pairs
+from tests.harness.cases import singles
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import HEADS, Shape
 from tests.harness.listening import listening
@@ -95,7 +95,7 @@ def shapes_of(heads, kv_heads, size, **more):
 @pytest.mark.parametrize("heads, kv_heads", [*HEADS, *MORE_HEADS])
 def test_a_window_equals_the_reference_for_all_heads_groups_and_layouts(heads, kv_heads, kind, again, size):
     """And attention is run again in backward only if it saves too much."""
-    no_faults(size, faults_of, pairs(shapes_of(heads, kv_heads, size)), kind, layers.backward, None, again)
+    no_faults(size, faults_of, singles(shapes_of(heads, kv_heads, size)), kind, layers.backward, None, again)
 
 
 @pytest.mark.parametrize("lengths", [(5, 2), (1, 1), (0, 4), (3, 1, 4, 2), (0, 5, 0, 1)], ids=str)
@@ -111,7 +111,7 @@ def test_a_window_equals_the_reference_for_unequal_local_sequences(lengths):
         for window in (1, 2)
     ]  # fmt: skip
     for kind in (Flash, Math):
-        no_faults(len(lengths), faults_of, pairs(shapes), kind)
+        no_faults(len(lengths), faults_of, singles(shapes), kind)
 
 
 SWITCHES = [{"wgrad": False}, {"check": True}, {"checkpointing": "keep"}, {"kernels": "torch"}, {"window": 5}]
@@ -126,7 +126,7 @@ def test_a_window_equals_the_reference_for_all_switches(switch):
         for window in (1, 2)
     ]
     for kind in (Flash, Math):
-        no_faults(2, faults_of, pairs(shapes), kind)
+        no_faults(2, faults_of, singles(shapes), kind)
 
 
 # Uses and changes.

@@ -122,6 +122,12 @@ class Link(ABC):
     def computed_again(self) -> str:
         """Why the layer that is called now may be computed again in backward, by what only its framework knows; empty if not."""
 
+    def probe(self, course: Course, given: dict[str, Any], asked: dict[str, Any]) -> None:  # noqa: B027
+        """Raise RuntimeError, on all ranks, if the layer, ``given`` this, does something else than what was read. Collective.
+
+        asked   its attention's arguments, beside hidden states
+        """
+
     @abstractmethod
     def asked(self, course: Course, given: dict[str, Any]) -> dict[str, Any]:
         """What the layer asks of `Chain.run` where it is ``given`` this, by names."""
@@ -160,7 +166,9 @@ class Link(ABC):
             say_once(f"sp_overlap: a layer by itself, in no block: {reason}")
             return self._original(*args, **kwargs)
         hidden = given["hidden_states"]
-        asked = self.asked(course, {"hidden_states": hidden, **reading.of_attention(given, self.reader.names)})
+        of_attention = reading.of_attention(given, self.reader.names)
+        self.probe(course, given, of_attention)
+        asked = self.asked(course, {"hidden_states": hidden, **of_attention})
         successor = self.successor
         if self._misses >= MISSES or successor is not None and (successor.rerun != self.rerun or successor.why_not(course)):
             successor = None

@@ -20,6 +20,7 @@ from ..attention.linear import hooks_are_harmless
 from .accounting import MISSING, MOVES, Accounting, Unknown, forward_of, is_plain
 from .rebinding import is_ours
 from .transformers_labels import CLASS, RUNS, UNUSED, Looked, Opaque, is_identity
+from .transformers_probe import Probed
 from .transformers_reading import changed
 from .tried_out import BATCH, TOKENS, TRANSFORMERS, Form, held, kind, own_call, try_out
 
@@ -79,6 +80,7 @@ class BlockReader:
     known     readers of other layers, to which it is added; a layer that is like one of theirs is not read again
     reading   what it computes
     names     arguments of its forward
+    probed    what came of it in the layers' first calls
     """
 
     def __init__(self, layer: Any, attention: str, form: Form = TRANSFORMERS, known: list[BlockReader] | None = None):
@@ -117,6 +119,7 @@ class BlockReader:
         for name, norm in ((self.reading.norm_in, True), (self.reading.norm_mid, True), (self.reading.mlp, False)):
             for known, loaded, value in try_out(name, getattr(layer, name), size, form, norm):
                 self._names[id(known), loaded] = known, loaded, value
+        self.probed = Probed()
         self.form, self._like = form, self._form_of(layer, attention, form)
 
     def _serves(self, layer: Any, attention: str, form: Form) -> bool:

@@ -10,10 +10,12 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from ..attention.block import Rerun
 from ..attention.kept import keep_attention
 from ..config import SpOverlapConfig
+from .accounting import forward_of
 from .chains import Course, Link
-from .transformers_blocks import BlockReader
+from .transformers_blocks import CHECKPOINTING, BlockReader
 from .transformers_driven import Driven
 from .transformers_forward import Forwards
+from .transformers_probe import difference_of_block, refuse_difference
 
 
 class DecoderLayer(Link):
@@ -39,6 +41,13 @@ class DecoderLayer(Link):
 
     def computed_again(self) -> str:
         return _no_rerun(self.module, self.courses.config) if self.module.training and _is_checkpointed(self.module) else ""
+
+    def probe(self, course: Course, given: dict[str, Any], asked: dict[str, Any]) -> None:
+        channel, attention = self.layer.attention.layer.channel, self.reader.reading.attention
+        if self.reader.probed.is_due(self.name, self.courses.config.check, course.lengths):
+            own = forward_of(type(self.module), beside=CHECKPOINTING)
+            compare = functools.partial(difference_of_block, self.module, own, self.layer, attention, given, asked, course.lengths)
+            refuse_difference(self.name, self.module, channel, compare)
 
     def asked(self, course: Course, given: dict[str, Any]) -> dict[str, Any]:
         return self.attention.asked(given).keywords()

@@ -21,7 +21,7 @@ from .transformers_attention import local_attention, stock_does_the_same
 from .transformers_forward import Forwards
 from .transformers_labels import CACHES, UNUSED
 from .transformers_modules import off_in_eval
-from .transformers_probe import difference
+from .transformers_probe import difference, refuse_difference
 from .transformers_reading import Reader
 
 
@@ -115,25 +115,14 @@ def drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: O
         use()
         sequence, pattern = forwards.of(name, module, x, mask, more)
         options = {"sequence": sequence, "pattern": pattern, **(more if reading.passes else {}), **reader.options(module)}
-        if reader.probed.is_due(name, overlap.config.check) and not in_backward():
+        if reader.probed.is_due(name, overlap.config.check, sequence.lengths) and not in_backward():
             own = {**given, "hidden_states": x, "position_embeddings": tables, "attention_mask": mask}
-            probe({key: value for key, value in own.items() if passes or key in names}, reader.options(module))
+            own = {key: value for key, value in own.items() if passes or key in names}
+            output, read = getattr(module, reading.output), reader.options(module)
+            compare = functools.partial(difference, module, block, output, original, own, read)
+            refuse_difference(name, module, overlap.channel, compare)
         per_head = {key: PerHead(options.pop(key)) for key in reading.per_head}
         return Asked(x, tables, sequence, pattern, options, per_head)
-
-    def probe(given: dict[str, Any], options: dict[str, Any]) -> None:
-        """Raise RuntimeError, on all ranks, if the layer's own forward does something else than the block. Collective."""
-        try:
-            seen = difference(module, block, getattr(module, reading.output), original, given, options)
-        except Exception as error:  # of any kind: the other ranks wait for this one
-            seen = f"{type(error).__name__}: {error}"
-        found = overlap.channel.gather(seen, name)
-        if any(found):  # guard: the layer's own forward is the judge
-            ranks = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)
-            raise RuntimeError(
-                f"{name}: {type(module).__name__} computes something else than what was read of its forward ({ranks}); please report "
-                "it, and set sp_overlap.enabled to false until then"
-            )
 
     def forward(*args, **kwargs):
         if off_in_eval(module):

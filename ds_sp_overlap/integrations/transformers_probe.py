@@ -1,20 +1,24 @@
 """transformers: a layer's own forward against what the driver makes of it, on real numbers, before anything is exchanged.
 
 What a forward does is accounted for when it is read. This is the second witness: the first call of one layer of each kind makes q,
-k, v and the output twice, from the hidden states, tables and weights that are there, and goes backward once.
+k, v and the output twice, from the hidden states, tables and weights that are there, and goes backward once. A decoder layer makes
+its hidden states twice, with a made-up attention.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..attention.block_layer import BlockLayer
 from ..attention.self_attention import SelfAttention
+from ..exchange.channel import Channel
+from .transformers_labels import UNUSED
 from .transformers_modules import attention_functions
 
 EVERY = 100  # calls, with "check": true
@@ -27,13 +31,31 @@ class Probed:
     where: str = ""
     calls: int = 0
 
-    def is_due(self, where: str, check: bool) -> bool:
-        """Whether to probe the layer ``where``, which is called now. The same on every rank."""
+    def is_due(self, where: str, check: bool, lengths: Sequence[int]) -> bool:
+        """Whether to probe the layer ``where``, which is called now with so many tokens of each rank. The same on every rank."""
         self.where = self.where or where
-        if where != self.where:
+        if where != self.where or not min(lengths):  # few forwards take no tokens
             return False
         self.calls += 1
         return self.calls == 1 or check and self.calls % EVERY == 0
+
+
+def refuse_difference(where: str, module: nn.Module, channel: Channel, compare: Callable[[], str]) -> None:
+    """Raise RuntimeError, on all ranks, if a layer's own forward does something else than what was read of it. Collective.
+
+    compare   says where they differ
+    """
+    try:
+        seen = compare()
+    except Exception as error:  # of any kind: the other ranks wait for this one
+        seen = f"{type(error).__name__}: {error}"
+    found = channel.gather(seen, where)
+    if any(found):  # guard: the layer's own forward is the judge
+        ranks = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)
+        raise RuntimeError(
+            f"{where}: {type(module).__name__} computes something else than what was read of its forward ({ranks}); please report "
+            "it, and set sp_overlap.enabled to false until then"
+        )
 
 
 def difference(
@@ -45,14 +67,8 @@ def difference(
     given     the layer's arguments
     options   what the block's attention is called with, as far as it is read from the layer
     """
-    x, tables = given["hidden_states"], given.get("position_embeddings")
-    if not x.numel():  # of no tokens, which few forwards take
-        return ""
-    devices = [x.device] if x.device.type != "cpu" else []
-    backward = not x.is_inference() and not any(map(_is_hooked, module.modules()))  # ZeRO-3 and FSDP2 count backwards
-    plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # a checkpoint around it counts what is saved
-    with torch.random.fork_rng(devices), torch.set_grad_enabled(backward), plain, _nothing_dropped(module):
-        leaf = x.detach().requires_grad_(backward)
+    tables = given.get("position_embeddings")
+    with _unseen(module, given["hidden_states"]) as leaf:
         made: list[Tensor] = []
         theirs: dict[str, Any] = {}
         with _recording(module, made, theirs):
@@ -62,7 +78,7 @@ def difference(
         y = output(o.flatten(2))
         own, mine = [*own, out], [*mine, y[0] if isinstance(y, tuple) else y]
         names = ["q", "k", "v", "output"]
-        if backward:
+        if leaf.requires_grad:
             learned = {name: p for name, p in module.named_parameters() if p.requires_grad and not p._backward_hooks and p.is_leaf}
             for name, a, b in zip(names, own, mine):
                 if a.requires_grad != b.requires_grad:
@@ -75,6 +91,73 @@ def difference(
     if other := [name for name in options if name not in theirs or not _equal(options[name], theirs[name])]:
         return f"attention's {other[0]} is {theirs.get(other[0])}, not {options[other[0]]}"
     return next((f"{name}{apart}" for name, a, b in zip(names, own, mine) if (apart := _apart(a, b))), "")
+
+
+def difference_of_block(
+    module: Any,
+    forward: Callable,
+    layer: BlockLayer,
+    attention: str,
+    given: dict[str, Any],
+    asked: dict[str, Any],
+    lengths: Sequence[int],
+) -> str:
+    """Where a decoder layer's own ``forward`` and ``layer`` differ; empty if they don't.
+
+    attention   name of its child
+    given       the layer's arguments
+    asked       its attention's, beside hidden states
+    lengths     local length of every rank
+    """
+    parts = min(2, *lengths)  # of the tokens, every other one: they may not meet
+    theirs: dict[str, Any] = {}
+
+    def attend(hidden_states: Tensor, **more: Any) -> tuple[Tensor, None]:
+        theirs.update(more)
+        return hidden_states.flip(-1), None
+
+    with _unseen(module, given["hidden_states"]) as leaf:
+        of_attention = vars(getattr(module, attention))
+        before, of_attention["forward"] = of_attention["forward"], attend
+        try:
+            own = forward(module, **{**given, "hidden_states": leaf})
+        finally:
+            of_attention["forward"] = before
+        own = own[0] if isinstance(own, tuple) else own
+        own, pieces = torch.cat([own[:, at::parts] for at in range(parts)], 1), []
+        for h in (leaf[:, at::parts] for at in range(parts)):
+            r = h + layer.norm_in(h).flip(-1)
+            pieces.append(r + layer.mlp(layer.norm_mid(r)))
+        mine = torch.cat(pieces, 1)
+        ends = [("output", own, mine)]
+        if leaf.requires_grad:
+            dy = torch.randn_like(own)
+            grads = (torch.autograd.grad(y, leaf, dy, allow_unused=True, materialize_grads=True)[0] for y in (own, mine))
+            ends.append(("gradient of the hidden states", *grads))
+    names = (theirs.keys() | asked.keys()).difference(UNUSED)
+    if other := [name for name in names if not _equal(theirs.get(name), asked.get(name))]:
+        return f"{attention} is given another {min(other)}"
+    return next((f"{name}{apart}" for name, a, b in ends if (apart := _apart(*_of_most(a, b)))), "")
+
+
+def _of_most(own: Tensor, mine: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of two tensors but for the sixteenth that differs most: rounding may give a token to another expert."""
+    if own.shape != mine.shape or own.is_meta:
+        return own, mine
+    own, mine = own.flatten(0, 1), mine.flatten(0, 1)
+    most = (own - mine).detach().double().norm(dim=-1).argsort()[: len(own) - len(own) // 16]
+    return own[most], mine[most]
+
+
+@contextlib.contextmanager
+def _unseen(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
+    """In the body a module may run with the hidden states that are yielded, a leaf of ``x``, and nobody sees; they have a gradient
+    where there may be a backward."""
+    devices = [x.device] if x.device.type != "cpu" else []
+    backward = not x.is_inference() and not any(map(_is_hooked, module.modules()))  # ZeRO-3 and FSDP2 count backwards
+    plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # a checkpoint around it counts what is saved
+    with torch.random.fork_rng(devices), torch.set_grad_enabled(backward), plain, _nothing_dropped(module):
+        yield x.detach().requires_grad_(backward)
 
 
 @contextlib.contextmanager

@@ -8,12 +8,12 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import ds_sp_overlap
-from ds_sp_overlap.integrations import accounting
+from ds_sp_overlap.integrations import accounting, transformers_blocks
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import EXACT, FP64, batches, outcome, tiny, worst
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.zoo import PROGRAMS
-from tests.harness.zoo_on_ranks import fill
+from tests.harness.zoo_on_ranks import activate, fill
 
 BITNET = dict(family="bitnet")  # overlapped at its attention function
 
@@ -126,6 +126,33 @@ def without_tokens(rank, config, checkpointing):
 )
 def test_a_rank_without_tokens_takes_part(config, checkpointing):
     assert max(on_ranks(2, without_tokens, config, checkpointing, timeout_s=60)) < FP64
+
+
+MISREAD = {
+    "tokens that meet in an MLP": "output differs by",
+    "a norm of all tokens, mixed in": "output differs by",
+    "detached always, of the residual": "gradient of the hidden states",
+}
+
+
+def misread_block(rank, name):
+    """What is said of a decoder layer that is read wrongly, since nobody accounts for what is wrong in it."""
+    before = accounting.MOVES, transformers_blocks.try_out
+    accounting.MOVES, transformers_blocks.try_out = accounting.MOVES | {"detach"}, lambda *_: []
+    try:
+        model, tokens, group = tiny(**EXACT), batches(1)[0], torch.distributed.group.WORLD
+        activate(PROGRAMS[name], fill(model, PROGRAMS[name]))
+        ds_sp_overlap.enable(model, {"scope": "block", "token_chunks": 2}, group)
+        return refusal(outcome, model, tokens, rank, 2, group)
+    finally:
+        accounting.MOVES, transformers_blocks.try_out = before
+
+
+@pytest.mark.parametrize("name", MISREAD)
+def test_a_decoder_layer_that_is_read_wrongly_is_found_in_its_first_call_on_both_ranks(name):
+    for kind, message in on_ranks(2, misread_block, name):
+        assert kind == "RuntimeError" and "computes something else than what was read of its forward" in message, message
+        assert all(f"sp rank {rank}: {MISREAD[name]}" in message for rank in range(2)), message
 
 
 # Guards.

@@ -123,7 +123,10 @@ def map_tests(folder, mutants):
     for path in {mutant[1] for mutant in mutants}:
         lines = (copy / path).read_text().splitlines()
         top = next(s.lineno for s in ast.parse("\n".join(lines)).body[1:] if getattr(s, "module", "") != "__future__")
-        probes = [(top, "from ds_sp_overlap.mutants_probe import _hit"), *((m[2], f"_hit({i})") for i, m in enumerate(mutants) if m[1] == path)]
+        probes = [
+            (top, "from ds_sp_overlap.mutants_probe import _hit"),
+            *((m[2], f"_hit({i})") for i, m in enumerate(mutants) if m[1] == path),
+        ]
         for line, probe in sorted(probes, reverse=True):
             lines.insert(line - 1, re.match(" *", lines[line - 1]).group() + probe)
         (copy / path).write_text("\n".join(lines) + "\n")

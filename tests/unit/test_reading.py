@@ -108,7 +108,10 @@ def test_spelling_makes_no_difference(spelling):
 @pytest.mark.parametrize("hidden", [HEAD_DIM, HIDDEN])
 def test_heads_may_be_as_wide_as_the_hidden_states(hidden, monkeypatch):
     monkeypatch.setitem(globals(), "HIDDEN", hidden)
-    bare = [(f"self.{kind}_norm(self.{kind}_proj(hidden_states).view(shape))", f"self.{kind}_proj(hidden_states).view(shape)") for kind in "qk"]
+    bare = [
+        (f"self.{kind}_norm(self.{kind}_proj(hidden_states).view(shape))", f"self.{kind}_proj(hidden_states).view(shape)")
+        for kind in "qk"
+    ]
     assert reading(*bare).heads == dict(q=HEADS, k=KV_HEADS, v=KV_HEADS)
 
 

@@ -47,7 +47,7 @@ class DecoderLayer(Link):
         if self.reader.probed.is_due(self.name, self.courses.config.check, course.lengths):
             own = forward_of(type(self.module), beside=CHECKPOINTING)
             compare = functools.partial(difference_of_block, self.module, own, self.layer, attention, given, asked, course.lengths)
-            refuse_difference(self.name, self.module, channel, compare)
+            refuse_difference(self.reader.probed, self.name, self.module, channel, compare)
 
     def asked(self, course: Course, given: dict[str, Any]) -> dict[str, Any]:
         return self.attention.asked(given).keywords()

@@ -120,7 +120,7 @@ def drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: O
             own = {key: value for key, value in own.items() if passes or key in names}
             output, read = getattr(module, reading.output), reader.options(module)
             compare = functools.partial(difference, module, block, output, original, own, read)
-            refuse_difference(name, module, overlap.channel, compare)
+            refuse_difference(reader.probed, name, module, overlap.channel, compare)
         per_head = {key: PerHead(options.pop(key)) for key in reading.per_head}
         return Asked(x, tables, sequence, pattern, options, per_head)
 

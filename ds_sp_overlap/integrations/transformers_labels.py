@@ -61,7 +61,7 @@ class Out:
     def rows(self, x: Tensor) -> Tensor | None:
         """``x`` with what was given in place of its labels; None unless its last dim is a row of what was given, in order."""
         at = self.find(x)
-        if x.shape[-1] != (width := self.given.shape[-1]) or (at < 0).any():
+        if x.shape[-1] != (width := self.given.shape[-1]) or self.count != self.given.numel() or (at < 0).any():
             return None
         in_order = (at % width == torch.arange(width)).all() and (at // width == at[..., :1] // width).all()
         return self.given.flatten()[at] if in_order else None

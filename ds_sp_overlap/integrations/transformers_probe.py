@@ -40,7 +40,7 @@ class Probed:
         return self.calls == 1 or check and self.calls % EVERY == 0
 
 
-def refuse_difference(where: str, module: nn.Module, channel: Channel, compare: Callable[[], str]) -> None:
+def refuse_difference(probed: Probed, where: str, module: nn.Module, channel: Channel, compare: Callable[[], str]) -> None:
     """Raise RuntimeError, on all ranks, if a layer's own forward does something else than what was read of it. Collective.
 
     compare   says where they differ
@@ -51,6 +51,7 @@ def refuse_difference(where: str, module: nn.Module, channel: Channel, compare: 
         seen = f"{type(error).__name__}: {error}"
     found = channel.gather(seen, where)
     if any(found):  # guard: the layer's own forward is the judge
+        probed.calls = 0  # so that the next call is refused too
         ranks = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)
         raise RuntimeError(
             f"{where}: {type(module).__name__} computes something else than what was read of its forward ({ranks}); please report "
@@ -132,8 +133,8 @@ def difference_of_block(
         ends = [("output", own, mine)]
         if leaf.requires_grad:
             dy = torch.randn_like(own)
-            grads = (torch.autograd.grad(y, leaf, dy, allow_unused=True, materialize_grads=True)[0] for y in (own, mine))
-            ends.append(("gradient of the hidden states", *grads))
+            of_own, of_mine = (torch.autograd.grad(y, leaf, dy, allow_unused=True, materialize_grads=True)[0] for y in (own, mine))
+            ends.append(("gradient of the hidden states", of_own, of_mine))
     names = (theirs.keys() | asked.keys()).difference(UNUSED)
     if other := [name for name in names if not _equal(theirs.get(name), asked.get(name))]:
         return f"{attention} is given another {min(other)}"

@@ -1,4 +1,4 @@
-"""Every type of causal language model that transformers knows: overlapped and right, or refused; see docs/sweep.md.
+"""Every type of causal language model that transformers knows, also with odd configs: overlapped and right, or refused; see docs/sweep.md.
 
 A dozen in every run; all of them by ``pytest --all -m sweep tests/frameworks/test_sweep.py``, which writes docs/sweep.md.
 """
@@ -9,8 +9,9 @@ import pytest
 import transformers
 
 from tests.harness.families import TYPES
+from tests.harness.odd import judge_misread, judge_odd, odd_table, odd_verdict
 from tests.harness.ranks import RankError, on_ranks
-from tests.harness.sweep import FAILURES, Verdict, judge, table, verdict
+from tests.harness.sweep import FAILURES, Verdict, judge, overlaps, table, verdict
 
 EVERY_RUN = {
     "falcon": "refused",
@@ -27,6 +28,13 @@ EVERY_RUN = {
     "gpt_neox": "whole",
     "olmo2": "whole",
     "phi3": "whole",
+}
+ODD = {  # what is overlapped with configs with which lines of a forward act that did nothing
+    "olmo": [("clip_qkv", 8.0, "attention function")],
+    "dbrx": [("attn_config.clip_qkv", 4.0, "attention function")],
+    "llama4_text": [("floor_scale", 2, "whole and attention function"), ("attn_temperature_tuning", False, "whole")],
+    "granite": [("attention_multiplier", 0.5, "whole"), ("residual_multiplier", 0.5, "whole")],
+    "gemma3_text": [("query_pre_attn_scalar", 128, "whole"), ("attn_logit_softcapping", 2.0, "whole")],
 }
 PAGE = Path(__file__).parents[2] / "docs" / "sweep.md"
 SAYS = f"""# Which causal models work
@@ -52,6 +60,15 @@ a mask of ones, padding on the right and on the left.
 
 """
 
+ODD_SAYS = """
+## Odd configs
+
+Each number and flag of a type's config that its attention, decoder layers and masks look at is moved to two other values (half and
+twice, or what acts where it was nothing; a size to twice, a flag to the other), with weights times 8; those are compared like the above.
+None is wrong. The table says where something else is overlapped than with the type's own config, and why.
+
+"""
+
 
 def judged(kind, small):
     try:
@@ -66,18 +83,40 @@ def test_a_type_is_right_or_refused(kind):
     assert found.word == EVERY_RUN[kind], found
 
 
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_config_is_right(kind):
+    trials = on_ranks(2, judge_odd, kind, [(name, value) for name, value, _ in ODD[kind]])
+    found = odd_verdict(trials)
+    assert found.right == 1 + len(ODD[kind]), found
+    for name, value, word in ODD[kind]:
+        assert overlaps(trials[0][f"{name} = {value}"]) == word
+
+
+def test_a_clamp_that_is_let_through_is_seen():
+    wrong = odd_verdict(on_ranks(2, judge_misread, "olmo", [("clip_qkv", 8.0)])).wrong
+    assert "please report" in wrong["clip_qkv = 8.0"] and "off by" not in wrong["clip_qkv = 8.0"], wrong
+    assert "off by" in wrong["clip_qkv = 8.0, unseen"], wrong
+
+
 @pytest.fixture(scope="module")
 def page():
     """Collects verdicts; the page is written when all are there."""
-    verdicts = {}
-    yield verdicts
-    if len(verdicts) == len(TYPES):
+    verdicts, odd = {}, {}
+    yield verdicts, odd
+    if len(verdicts) == len(odd) == len(TYPES):
         PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(SAYS + table(verdicts))
+        PAGE.write_text(SAYS + table(verdicts) + ODD_SAYS + odd_table(odd))
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_type_is_right_or_refused(kind, page):
-    page[kind] = found = judged(kind, small=False)
+    page[0][kind] = found = judged(kind, small=False)
     assert found.word not in FAILURES, found
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_is_right_or_refused_with_odd_configs(kind, page):
+    page[1][kind] = found = odd_verdict(on_ranks(2, judge_odd, kind, timeout_s=600))
+    assert not found.wrong, found

@@ -105,6 +105,16 @@ def test_spelling_makes_no_difference(spelling):
     assert reading(OTHERWISE[spelling]) == reading()
 
 
+@pytest.mark.parametrize("hidden", [HEAD_DIM, HIDDEN])
+def test_heads_may_be_as_wide_as_the_hidden_states(hidden, monkeypatch):
+    monkeypatch.setitem(globals(), "HIDDEN", hidden)
+    bare = [
+        (f"self.{kind}_norm(self.{kind}_proj(hidden_states).view(shape))", f"self.{kind}_proj(hidden_states).view(shape)")
+        for kind in "qk"
+    ]
+    assert reading(*bare).heads == dict(q=HEADS, k=KV_HEADS, v=KV_HEADS)
+
+
 def test_a_norm_over_all_heads_belongs_to_the_projection():
     found = reading((Q_NORM, "self.wide_norm(self.q_proj(hidden_states)).view(shape).transpose(1, 2)"))
     assert found.sources["q"].chain == ("q_proj", "wide_norm") and found.sources["q"].norm is None

@@ -1,0 +1,189 @@
+"""Odd configs: every number and flag of a config that a model's code reads, moved to two other values, with weights times 8.
+
+A clamp at 8, a softcap of 50 or a gate that is off does nothing to small numbers, and whoever reads a forward by what it does to them
+takes it for another one. The oracle is that of `tests.harness.sweep`: transformers' model on the whole sequence.
+"""
+
+import logging
+import re
+import sys
+import warnings
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+from transformers import PreTrainedConfig, masking_utils
+
+from ds_sp_overlap.integrations import accounting, transformers_driven
+from tests.harness.families import MORE, SIZES, tiny_model
+from tests.harness.sweep import FP64, Raised, attempt, batch_of, blocks, in_double, more, overlaps, reasons, row, whole
+
+OWN = ""  # config
+SCALE = 8.0  # of the weights
+ELSEWHERE = "vision_config", "audio_config"  # of what doesn't run
+NEITHER = "base_model_ output_ return_ token_id initializer num_hidden_layers max_position dtype problem_type".split()
+RANDOM = "drop", "jitter"  # which are looked at in evaluation
+
+
+def reads(kind):
+    """{path: value} of the numbers, flags and Nones of the config of ``kind`` that attention, decoder layers and masks look at."""
+    read, plain = set(), PreTrainedConfig.__getattribute__
+
+    def get(config, name):
+        if _is_of_attention(sys._getframe(1)):
+            read.add((id(config), name))
+        return plain(config, name)
+
+    with mock.patch.object(PreTrainedConfig, "__getattribute__", get):
+        model = tiny_model(kind)
+        whole(model, batch_of("first"))
+    found, configs = {}, {"": model.config}
+    for name, inner in vars(model.config).items():
+        if isinstance(inner, PreTrainedConfig) and name not in ELSEWHERE:
+            configs[f"{name}."] = inner
+    for where, config in configs.items():
+        for name, value in vars(config).items():
+            if (id(config), name) in read and not any(part in name for part in NEITHER):
+                if value is None or isinstance(value, (bool, int, float)):
+                    found[where + name] = value
+    return found
+
+
+def _is_of_attention(frame):
+    """Whether code runs for a mask, a decoder layer, or an attention or rotary module, and what they call."""
+    if frame.f_globals["__name__"] == masking_utils.__name__ or re.search("Layer|Block", _module(frame)):
+        return True
+    while frame is not None and not re.search("Attention|Rotary", _module(frame)):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _module(frame):
+    """The class of the module whose code runs, if it is one's."""
+    kind = type(frame.f_locals.get("self"))
+    return kind.__name__ if issubclass(kind, torch.nn.Module) else ""
+
+
+def moved(name, value):
+    """Other values: two of a number, a larger one of a size, the other one of a flag."""
+    if isinstance(value, bool):
+        return [not value]
+    if value is None:
+        return [2, 0.5, 2.0]  # configs that check types take some of them
+    if name.split(".")[-1] in SIZES and value:
+        return [2 * value]
+    if not value:
+        return [1, 2] if isinstance(value, int) else [0.5, 1.0]
+    if isinstance(value, int):
+        return [value // 2 if value > 1 else 3, 2 * value]
+    return [0.1, 1.0] if abs(value) < 1e-2 else [value / 2, 2 * value]  # an epsilon that acts
+
+
+def odd_configs(kind):
+    """Odd configs of ``kind``: names of fields, and values."""
+    return [(name, other) for name, value in reads(kind).items() for other in moved(name, value)]
+
+
+@torch.no_grad()
+def odd_model(kind, name, value):
+    *inner, last = name.split(".")
+    changes = {last: value} if last else {}
+    for part in inner:
+        changes = {part: {**MORE.get(kind, {}).get(part, {}), **changes}}
+    model = tiny_model(kind, **changes)
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.mul_(SCALE)
+    return model.eval() if any(part in name for part in RANDOM) else model
+
+
+def judge_odd(rank, kind, odd=None):
+    """``kind`` with its own config and ``odd`` ones, else all of them: {name: `Trial`, or `Raised` where it can't be run}."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    with in_double():
+        odd = attempt(odd_configs, kind) if odd is None else odd
+        if isinstance(odd, Raised):
+            return {OWN: odd}
+        trials = {OWN: more(rank, attempt(odd_model, kind, "", None), "first")}
+        for name, value in odd:
+            trials[f"{name} = {value}"] = more(rank, attempt(odd_model, kind, name, value), "first")
+    return trials
+
+
+def judge_misread(rank, kind, odd):
+    """With a reader that takes a clamp in place for nothing; ``odd`` with and without the comparison on real numbers."""
+    plain = accounting.Accounting.done
+
+    def done(self, name, function, args, kwargs):
+        return args[0] if name == "clamp_" else plain(self, name, function, args, kwargs)
+
+    unseen = mock.patch.object(transformers_driven, "difference", return_value="")
+    with (
+        mock.patch.multiple(accounting, MOVES=accounting.MOVES | {"clamp_"}),
+        mock.patch.object(accounting.Accounting, "done", done),
+    ):
+        trials = judge_odd(rank, kind, odd)
+        with unseen:
+            trials.update((f"{name}, unseen", trial) for name, trial in judge_odd(rank, kind, odd).items())
+    return trials
+
+
+@dataclass
+class Odd:
+    """What the odd configs of a type came to.
+
+    right, refused, not_run   how many
+    wrong                     {name: why} of those that are wrong, crash, or are noticed by the comparison on real numbers alone
+    otherwise                 {name: (what is overlapped, why not more, block)} where this isn't as with the type's own config
+    """
+
+    right: int = 0
+    refused: int = 0
+    not_run: int = 0
+    wrong: dict = field(default_factory=dict)
+    otherwise: dict = field(default_factory=dict)
+
+
+def odd_verdict(ranks):
+    """What the trials of all ranks come to."""
+    found, own = Odd(), _overlapped(ranks[0][OWN])
+    for name in ranks[0]:
+        trials = [of_rank[name] for of_rank in ranks]
+        if any(isinstance(trial, Raised) for trial in trials):
+            found.not_run += 1
+            continue
+        tried = [x for trial in trials for x in trial.ours.values()]
+        if faults := list(filter(None, map(_fault, tried))):
+            found.wrong[name] = "; ".join(dict.fromkeys(faults))
+        elif any(isinstance(x, Raised) for x in tried):
+            found.refused += 1
+        else:
+            found.right += 1
+        overlapped = _overlapped(trials[0])
+        if any(re.sub(r"\d", "", x) != re.sub(r"\d", "", y) for x, y in zip(overlapped[::2], own[::2])):  # of the same sizes
+            found.otherwise[name] = overlapped
+    return found
+
+
+def _overlapped(trial):
+    if isinstance(trial, Raised):
+        return "not run", trial.message, "-"
+    if isinstance(whole := trial.ours["G = 2"], Raised):
+        return "refused", whole.message, "-"
+    return overlaps(trial), "; ".join(reasons(trial)), blocks(trial)
+
+
+def _fault(found):
+    if isinstance(found, Raised):
+        return "" if found.refusal else found.message
+    return "" if max(found) <= FP64 else f"off by {max(found):.0e}"
+
+
+def odd_table(verdicts):
+    """Markdown of {type: `Odd`}: what is overlapped otherwise with an odd config."""
+    right, refused, not_run = (sum(getattr(found, what) for found in verdicts.values()) for what in ("right", "refused", "not_run"))
+    lines = [f"{right} right, {refused} refused; of {not_run} the model can't be built or run.", ""]
+    lines += ["| type | config | verdict | why | block |", "|---|---|---|---|---|"]
+    lines += [row(kind, name, *said) for kind, found in sorted(verdicts.items()) for name, said in found.otherwise.items()]
+    return "\n".join(lines) + "\n"

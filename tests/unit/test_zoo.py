@@ -4,33 +4,27 @@ import pytest
 
 from ds_sp_overlap.integrations import accounting
 from tests.harness import zoo
+from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.zoo import OPERATIONS, PROGRAMS, judge, random_program
 
 INSERTED = [name for name in PROGRAMS if name.endswith((", of q", ", of the residual"))]
-SOME = [name for name in PROGRAMS if name not in INSERTED] + INSERTED[: len(OPERATIONS) : 3]
+SOME = [name for name in PROGRAMS if name not in INSERTED][::2] + INSERTED[: len(OPERATIONS) : 6]
 FINE = {"own", "refused", "whole"}
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", [name if name in SOME else full(name) for name in PROGRAMS])
 def test_a_program_is_right_or_refused(name):
     verdict, why = judge(PROGRAMS[name])
     assert verdict in FINE, why
     assert verdict == (PROGRAMS[name].expected or verdict), why
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in SOME])
-def test_another_program_is_right_or_refused(name):
-    verdict, why = judge(PROGRAMS[name])
-    assert verdict in FINE, why
-
-
 def test_there_are_many_programs():
-    assert len(PROGRAMS) >= 240 and len(SOME) >= 110 and len(OPERATIONS) >= 80
+    assert len(PROGRAMS) >= 240 and len(SOME) >= 55 and len(OPERATIONS) >= 80
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_random_program_is_right_or_refused(seed):
     name, program = random_program(seed)
     verdict, why = judge(program)

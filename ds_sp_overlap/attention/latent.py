@@ -63,8 +63,8 @@ class LatentAttention:
         kwargs: dict[str, Any] | None = None,
         *,
         batch_first: bool,
-        sequence_lengths: list[int] | None = None,
-        baseline: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+        sequence_lengths: list[int] | None,
+        baseline: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
     ) -> Tensor:
         """Attend over the global sequence.
 

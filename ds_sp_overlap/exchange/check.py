@@ -19,8 +19,8 @@ def plain_exchange(
     layout: Layout,
     x: Tensor,
     name: str,
-    rope: tuple[Tensor, Tensor] | None = None,
-    rope_back: tuple[Tensor, Tensor] | None = None,
+    rope: tuple[Tensor, Tensor] | None,
+    rope_back: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """What the exchange of ``x`` must deliver to this rank; x rotated by ``rope`` before it, the result by ``rope_back`` after it.
 

@@ -171,7 +171,7 @@ def _narrow(module: Any) -> dict[str, torch.Size]:
     return {name: torch.Size(shape) for name, shape in made.items()}
 
 
-def try_out(name: str, module: nn.Module, size: int, form: Form, norm: bool = False) -> list[tuple[dict[str, Any], str, Any]]:
+def try_out(name: str, module: nn.Module, size: int, form: Form, norm: bool) -> list[tuple[dict[str, Any], str, Any]]:
     """Raise Unknown unless ``module`` is a function of one token [.., size] at a time; returns the globals that its code looked at.
 
     norm   is made of parameters of its own; else of linear layers, of modules that have no parameters, and of transformers' own

@@ -581,6 +581,7 @@ def axes_error(rank, kinds):
         torch.arange(32).expand(3, 2, 32)
         + torch.randint(0, 9, (3, 2, 32), generator=generator) * torch.tensor([0, 1, 1])[:, None, None]
     )
+    positions[0, :, 8:12] = 8  # an image stands at one place
     weight = torch.randn(2, 32, 64, generator=generator, dtype=torch.float64)
     figures = []
     for kind in kinds:

@@ -85,7 +85,8 @@ def block(shape, layer, group, transport=None, local_attention=None, heads_alike
     return ds_sp_overlap.SelfAttention(
         local_attention=local_attention or local,
         num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
-        rope=(ds_sp_overlap.Rotary(heads_last) if shape.rotary else rope) if shape.rope else None, sequence_process_group=group, batch_first=shape.batch_first,
+        rope=(ds_sp_overlap.Rotary(heads_last) if shape.rotary else rope) if shape.rope else None, sequence_process_group=group,
+        **({} if shape.batch_first else {"batch_first": False}),  # the default is the other
         config=shape.config, transport=transport, name="layer", heads_alike=heads_alike, **layer,
     )  # fmt: skip
 

@@ -714,6 +714,7 @@ PROGRAMS = {
     "a norm over tokens at times": Program("norm", (("y = self.weight * y", "y = self.weight * (y if y.shape[1] < 20 else y - y.mean(1, keepdim=True))"),)),
     "a norm of all tokens, mixed in": Program("norm", (("y = self.weight * y", "y = self.weight * (y + self.mix * y.mean(1, keepdim=True))"),), put("mix", 0.0), put("mix", 1.0)),
     "a norm of heads over heads at times": Program("q norm", (("y = self.weight * y", "y = self.weight * (y + self.mix * y.mean(1, keepdim=True))"),), put("mix", 0.0), put("mix", 1.0)),
+    "an MLP that takes half its width": Program("mlp", (("    u =", "    g = torch.cat((g[..., :4], g[..., 4:]), -1)\n    u ="),), expected="whole"),
     "a clamped MLP": Program("mlp", (("    u =", "    g = g.clamp(-self.bound, self.bound)\n    u ="),), put("bound", 1e6), put("bound", 0.5)),
 }  # fmt: skip
 PROGRAMS |= {

@@ -68,14 +68,15 @@ def test_nothing_is_packed_and_o_dq_dk_dv_are_unpacked(rotary, batch_first):
 
 
 def rows_asked(rank):
-    """Faults, and the rows of a product for one rank by which it is decided who writes the send buffers."""
+    """Faults, and the rows of a product for one rank by which it is decided who writes the send buffers; whether it is a dgrad."""
     asked = []
-    with mock.patch.object(self_attention, "batched_pays", lambda x, rows, dgrad=False: asked.append(rows)):
+    with mock.patch.object(self_attention, "batched_pays", lambda x, rows, dgrad=False: asked.append((rows, dgrad)) or True):
         return layers.block_faults(rank, Shape(heads=8, kv_heads=4, config={"head_groups": 1})), asked
 
 
 def test_a_product_is_judged_by_the_rows_of_one_rank():
-    assert on_ranks(2, rows_asked) == [([], [8 // 2 * 8])] * 2
+    q, kv = (8 // 2 * 8, False), (4 // 2 * 8, False)
+    assert on_ranks(2, rows_asked) == [([], [q, q, kv, kv, (8 // 2 * 8, True)])] * 2
 
 
 # Rotary embedding in the kernels that move q, k, dq and dk.

@@ -106,6 +106,10 @@ def test_exchanges_that_together_are_not_q_k_and_v_are_refused(sent, says):
         check(Schedule((*starts, *made.attention[0]), made.backward), ("qkv",))
 
 
+def test_weight_gradients_come_last_unless_it_is_said_otherwise():
+    assert by_head_groups(("qkv", "qkv")) == by_head_groups(("qkv", "qkv"), True) != by_head_groups(("qkv", "qkv"), False)
+
+
 @settings(deadline=None)
 @given(kinds=kinds, others=kinds)
 def test_a_schedule_for_other_groups_than_the_layer_has_is_refused(kinds, others):
@@ -236,6 +240,16 @@ def test_what_is_not_made_again_is_missed():
     without = tuple(step for step in made.backward if step[1:3] != ("k", 0))
     with pytest.raises(ValueError, match="^schedule, backward: start k 0 is missing"):
         check(replace(made, backward=without), ("qkv", "qkv"))
+
+
+def test_q_k_and_v_travel_one_by_one_where_a_windowed_backward_begins():
+    """Nothing else would hide them; those of other groups travel together."""
+    begun = [
+        step[1:3]
+        for step in by_window(("qkv",) * 3, (0, 1, 2), 2).backward
+        if step.act == "start" and step.of in ("q", "k", "v", "qkv")
+    ]
+    assert sorted(begun[:3]) == [("k", 2), ("q", 2), ("v", 2)] and begun[3:] == [("qkv", 1), ("qkv", 0)]
 
 
 @given(geometry=st.sampled_from(GEOMETRIES))

@@ -1,7 +1,9 @@
 """Forwards that nearly are known ones: driven and right, left to themselves, or refused by name; none is wrong in silence."""
 
 import pytest
+import torch
 
+from ds_sp_overlap.attention.self_attention import SelfAttention
 from ds_sp_overlap.integrations import accounting
 from tests.harness import zoo
 from tests.harness.cases import full
@@ -41,6 +43,25 @@ def test_the_zoo_sees_a_reader_that_lets_an_operation_through(monkeypatch):
     monkeypatch.setattr(accounting, "MOVES", accounting.MOVES | {"abs"})
     verdict, why = judge(PROGRAMS["abs, of q"])
     assert verdict == "probe" and "q differs by" in why
+
+
+class Doubled(torch.autograd.Function):
+    """Does nothing to what it is given, and doubles its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy
+
+
+def test_the_comparison_on_real_numbers_sees_a_wrong_gradient(monkeypatch):
+    plainly = SelfAttention.plainly
+    monkeypatch.setattr(SelfAttention, "plainly", lambda self, *given: [Doubled.apply(heads) for heads in plainly(self, *given)])
+    verdict, why = judge(PROGRAMS["as it is"])
+    assert verdict == "probe" and why.startswith("gradient of the hidden states differs by")
 
 
 # Guards.

@@ -88,7 +88,7 @@ def of_a_frozen_input(call, layer, x, dy):
     return {"output": y}
 
 
-def frozen(rank, kinds, use):
+def frozen(rank, kinds, use, groups=1):
     """Faults where only ``kinds`` have weights that learn; and the elements of the gradients that travelled."""
     sent, launched = [], transports.Recording()
 
@@ -98,15 +98,16 @@ def frozen(rank, kinds, use):
         return transports.Recording.launch(launched, send, recv, send_sizes, *others)
 
     mover = mock.Mock(launch=launch)
-    shape = Shape(config={"head_groups": 1})
+    shape = Shape(config={"head_groups": groups})
     found = faults(rank, ("qkv",), [shape], use=use, transport=mover, change=lambda layer: only_trained(layer, kinds))
     return found, sent, shape.batch * shape.lengths[rank] * shape.width
 
 
 @pytest.mark.parametrize("kinds", ["".join(k) for n in (1, 2, 3) for k in itertools.combinations("qkv", n)])
-def test_gradients_travel_for_those_that_need_one(kinds):
-    for found, sent, of_one in on_ranks(2, frozen, kinds, of_a_frozen_input):
-        assert found == [] and sent == [of_one * len(kinds)]
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_travel_for_those_that_need_one(groups, kinds):
+    for found, sent, of_one in on_ranks(2, frozen, kinds, of_a_frozen_input, groups):
+        assert found == [] and sent == [of_one * len(kinds) // groups] * groups
 
 
 @pytest.mark.parametrize("kinds", ["", "q", "kv"])

@@ -11,7 +11,7 @@ from ds_sp_overlap.attention import self_attention
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.relayout import ops
 from tests.harness import layers
-from tests.harness.cases import singles
+from tests.harness.cases import pairs, singles
 from tests.harness.layers import HEADS, Shape, groups_for
 from tests.harness.moving import OPERATORS, always, counted, kinds
 from tests.harness.ranks import no_faults, on_ranks
@@ -102,7 +102,7 @@ def test_the_block_equals_the_reference_where_the_kernels_rotate(heads, kv_heads
         for batch, batch_first, check in ((1, True, False), (3, True, True), (3, False, False))
         for groups in groups_for(heads, size)
     ]  # fmt: skip
-    for found, seen in on_ranks(size, folded, singles(shapes), kind, direct):
+    for found, seen in on_ranks(size, folded, pairs(shapes), kind, direct):
         assert found == []
         assert seen["rotate_pack"] == seen["unpack_rotate_back"] > 0
 

@@ -11,7 +11,8 @@ from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.zoo import OPERATIONS, PROGRAMS, judge, random_program
 
 INSERTED = [name for name in PROGRAMS if name.endswith((", of q", ", of the residual"))]
-SOME = [name for name in PROGRAMS if name not in INSERTED][::2] + INSERTED[: len(OPERATIONS) : 6]
+WRITTEN = [name for name in PROGRAMS if name not in INSERTED]
+SOME = {*WRITTEN[::2], *(name for name in WRITTEN if PROGRAMS[name].expected), *INSERTED[: len(OPERATIONS) : 6]}
 FINE = {"own", "refused", "whole"}
 
 

@@ -418,6 +418,7 @@ def test_known_errors_are_explained():
     assert megatron_bridge.explain(raised(lambda: 1 / 0)) is None
 
 
+@pytest.mark.full
 def test_run_adds_the_advice_to_the_error(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise AssertionError('Invalid Grid')")

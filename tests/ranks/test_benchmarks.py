@@ -99,6 +99,7 @@ def test_rows_are_there_when_a_run_ends_early(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would run")
+@pytest.mark.full
 def test_one_gpu_refuses_to_run_without_a_gpu():
     ran = script(BENCHMARKS / "one_gpu.py")
     assert ran.returncode == 2 and "no CUDA device; --rehearse runs the same steps on a CPU" in ran.stderr

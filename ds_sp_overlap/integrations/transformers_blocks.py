@@ -139,7 +139,7 @@ class BlockReader:
         return next(looked, "") or next(names, "")
 
     def _now(self, layer: Any) -> list[list[tuple]]:
-        """What may not change in the modules that were tried out."""
+        """Return what may not change in the modules that were tried out."""
         return [held(getattr(layer, name)) for name in (self.reading.norm_in, self.reading.norm_mid, self.reading.mlp)]
 
     def unexpected(self, given: dict[str, Any]) -> str:

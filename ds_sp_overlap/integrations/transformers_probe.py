@@ -32,7 +32,10 @@ class Probed:
     calls: int = 0
 
     def is_due(self, where: str, check: bool, lengths: Sequence[int]) -> bool:
-        """Whether to probe the layer ``where``, which is called now with so many tokens of each rank. The same on every rank."""
+        """Say whether to probe the layer ``where``; the same on every rank.
+
+        lengths   local length of every rank in this call
+        """
         self.where = self.where or where
         if where != self.where or not min(lengths):  # few forwards take no tokens
             return False
@@ -103,7 +106,7 @@ def difference_of_block(
     asked: dict[str, Any],
     lengths: Sequence[int],
 ) -> str:
-    """Where a decoder layer's own ``forward`` and ``layer`` differ; empty if they don't.
+    """Say where a decoder layer's own ``forward`` and ``layer`` differ; empty if they don't.
 
     attention   name of its child
     given       the layer's arguments

@@ -75,9 +75,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class _Read:
-    """What a layer's forward computes, and what it looked at: names from the layer on, and globals; and what it found.
+    """Keep what a layer's forward computes, and what it found where it looked.
 
-    norms   by name, what may not change in them
+    looked   attributes, by their names from the layer on
+    names    globals
+    norms    by name, what may not change in them
     """
 
     reading: Reading

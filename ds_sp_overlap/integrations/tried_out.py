@@ -112,14 +112,11 @@ class _Linear(nn.Module):
 def kind(module: nn.Module) -> tuple:
     """What tells whether a module is like another: of all its parts the types, the shapes and what else they hold."""
 
-    def is_plain(value: Any) -> bool:
-        return isinstance(value, (int, float, str)) or isinstance(value, tuple) and all(map(is_plain, value))
-
-    def held(part: nn.Module) -> tuple:
+    def state(part: nn.Module) -> tuple:
         more = {name: value for name, value in vars(part).items() if name not in _OF_ALL}
         return tuple((name, value if is_plain(value) else id(value)) for name, value in more.items())
 
-    parts = ((name, type(part), held(part), tuple(_shapes(part).items())) for name, part in module.named_modules())
+    parts = ((name, type(part), state(part), tuple(_shapes(part).items())) for name, part in module.named_modules())
     return tuple((*part, tuple(module.get_submodule(part[0])._buffers)) for part in parts)
 
 
@@ -220,16 +217,19 @@ def try_out(name: str, module: nn.Module, size: int, form: Form, norm: bool) -> 
 
 
 def held(module: nn.Module) -> list[tuple]:
-    """What may not change in a module that was tried out: its code, what a dropout drops, and what code of one's own may look at."""
+    """Return what may not change in a module that was tried out.
+
+    Its code, what a dropout drops, and what code of one's own may look at.
+    """
     kinds = []
     for part in module.modules():
-        kind: Any = type(part)
+        of: Any = type(part)
         more = {}
-        if not _is_theirs(part) and not kind.__module__.startswith("torch.nn."):  # guard: whatever it may look at
-            bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+        if not _is_theirs(part) and not of.__module__.startswith("torch.nn."):  # guard: whatever it may look at
+            bases = of.__mro__[: of.__mro__.index(nn.Module)]
             of_class = {name: value for base in reversed(bases) for name, value in vars(base).items()}
             more = _values({**of_class, **{name: value for name, value in vars(part).items() if name not in _OF_ALL}})
-        kinds.append((kind, kind.forward, vars(part).get("p"), more))
+        kinds.append((of, of.forward, vars(part).get("p"), more))
     return kinds
 
 

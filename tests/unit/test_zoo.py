@@ -1,7 +1,6 @@
 """Forwards that nearly are known ones: driven and right, left to themselves, or refused by name; none is wrong in silence."""
 
 import pytest
-import torch
 
 from ds_sp_overlap.attention.self_attention import SelfAttention
 from ds_sp_overlap.integrations import accounting
@@ -46,21 +45,16 @@ def test_the_zoo_sees_a_reader_that_lets_an_operation_through(monkeypatch):
     assert verdict == "probe" and "q differs by" in why
 
 
-class Doubled(torch.autograd.Function):
-    """Does nothing to what it is given, and doubles its gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return 2 * dy
-
-
 def test_the_comparison_on_real_numbers_sees_a_wrong_gradient(monkeypatch):
     plainly = SelfAttention.plainly
-    monkeypatch.setattr(SelfAttention, "plainly", lambda self, *given: [Doubled.apply(heads) for heads in plainly(self, *given)])
+
+    def doubled(self, *given):
+        made = plainly(self, *given)
+        for heads in made:
+            heads.register_hook(lambda gradient: 2 * gradient)
+        return made
+
+    monkeypatch.setattr(SelfAttention, "plainly", doubled)
     verdict, why = judge(PROGRAMS["as it is"])
     assert verdict == "probe" and why.startswith("gradient of the hidden states differs by")
 

@@ -14,7 +14,9 @@ from setuptools.command.build_ext import build_ext
 here = Path(__file__).parent
 
 # By path: importing the package would need torch and DeepSpeed.
-spec = importlib.util.spec_from_file_location("build_kernels", here / "ds_sp_overlap/relayout/build.py")
+spec = importlib.util.spec_from_file_location(
+    "build_kernels", here / "ds_sp_overlap/relayout/build.py"
+)
 builder = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(builder)
 
@@ -30,7 +32,9 @@ class BuildKernels(build_ext):
             self.built = [str(path), str(path.with_suffix(".json"))]
         except builder.BuildError as error:
             if builder.wish():
-                raise SystemExit(f"ds_sp_overlap: DS_SP_OVERLAP_BUILD={builder.wish()}, but {error}") from None
+                raise SystemExit(
+                    f"ds_sp_overlap: DS_SP_OVERLAP_BUILD={builder.wish()}, but {error}"
+                ) from None
             print(
                 f"ds_sp_overlap: installed WITHOUT compiled kernels, PyTorch's copies serve instead: {error}",
                 file=sys.stderr,

@@ -14,7 +14,7 @@ stops the run. All variants run in turn inside one loop, each step after a barri
     phase limit    the same for forward and backward apart, and added up: a forward exchange can't hide behind the backward. Half
                    of the exchange but only a third of the arithmetic is forward, so that near exchange = compute no schedule
                    of one layer comes closer to the limit than a sixth
-    no order below of a block: by the planner's arithmetic, what waits for what, see `ds_sp_overlap.planner.limit`
+    no order below of a block: by the planner's arithmetic, what waits for what, see `ds_sp_overlap.tools.planner.limit`
     side by side   compute and exchange of unrelated data at once: what is above the limit here is the processor time that
                    moving bytes takes from a rank's core, and no schedule can win it back
 
@@ -99,14 +99,14 @@ def measure(variants: dict, args: argparse.Namespace) -> tuple[dict[str, list[fl
 
 
 def predict(shape, args: argparse.Namespace, layers: int, intermediate: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Step ms of each schedule by `ds_sp_overlap.planner`, at rates that its own measurement finds on this link; and of blocks the ms
+    """Step ms of each schedule by `ds_sp_overlap.tools.planner`, at rates that its own measurement finds on this link; and of blocks the ms
     that no order stays below. Collective."""
     import torch
     import torch.distributed as dist
 
     from ds_sp_overlap.autotune.costs import Costs, LayerShape
-    from ds_sp_overlap.planner import measure, plan
     from ds_sp_overlap.schedule import by_head_groups
+    from ds_sp_overlap.tools.planner import measure, plan
 
     layer = LayerShape(
         shape.width,

@@ -31,7 +31,7 @@ import ds_sp_overlap
 from benchmarks.one_gpu import Emulated, on_device
 from benchmarks.variants import Layer, Shape, check_parity
 from ds_sp_overlap.exchange.channel import Channel, by_name
-from ds_sp_overlap.integrations.positions import Positions
+from ds_sp_overlap.integrations.sequence.positions import Positions
 from ds_sp_overlap.relayout import kernels
 
 TOLERANCE = 1e-12  # of the largest element: fp64, the same sums in another order

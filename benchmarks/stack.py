@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.variants import Layer, Shape
-from ds_sp_overlap.attention.block_layer import BlockLayer
-from ds_sp_overlap.attention.chain import Chain
+from ds_sp_overlap.chain.block_layer import BlockLayer
+from ds_sp_overlap.chain.chain import Chain
 
 LAYERS = 3
 

@@ -13,7 +13,9 @@ import tempfile
 from pathlib import Path
 
 here = Path(__file__).resolve().parent
-spec = importlib.util.spec_from_file_location("build_kernels", here.parent / "ds_sp_overlap/relayout/build.py")
+spec = importlib.util.spec_from_file_location(
+    "build_kernels", here.parent / "ds_sp_overlap/relayout/build.py"
+)
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
 
@@ -26,7 +28,11 @@ def faults(log: str) -> tuple[int, list[str]]:
         r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
         log,
     )
-    return len(found), [f"{name}: stack {s}, spill stores {w}, loads {r} bytes" for name, s, w, r in found if s + w + r != "000"]
+    return len(found), [
+        f"{name}: stack {s}, spill stores {w}, loads {r} bytes"
+        for name, s, w, r in found
+        if s + w + r != "000"
+    ]
 
 
 def main() -> int:
@@ -41,14 +47,23 @@ def main() -> int:
         for architecture in ARCHITECTURES:
             command = build.cuda_compile(build.torch_root(), [f"-arch={architecture}"])[:-1]
             with tempfile.TemporaryDirectory() as scratch:
-                command += ["-Xptxas", "-v", "-cubin", str(source), "-o", f"{scratch}/kernels.cubin"]
+                command += [
+                    "-Xptxas",
+                    "-v",
+                    "-cubin",
+                    str(source),
+                    "-o",
+                    f"{scratch}/kernels.cubin",
+                ]
                 ran = subprocess.run(command, capture_output=True, text=True)
             if ran.returncode:
                 print(ran.stdout + ran.stderr, file=sys.stderr)
                 return 1
             kernels, spills = faults(ran.stderr)
             most = max(map(int, re.findall(r"Used (\d+) registers", ran.stderr)), default=0)
-            print(f"{source.name} {architecture}: {kernels} kernels, at most {most} registers, {len(spills)} with spills")
+            print(
+                f"{source.name} {architecture}: {kernels} kernels, at most {most} registers, {len(spills)} with spills"
+            )
             print("\n".join(spills), end="\n" if spills else "")
             bad += len(spills) + (kernels == 0)  # no report at all would be blindness, not health
     return int(bad > 0)

@@ -1,43 +1,58 @@
 """Overlapped Ulysses sequence parallelism for DeepSpeed.
 
-Importing this package makes ``deepspeed.initialize`` honour an ``sp_overlap`` section in its config.
+Importing this package makes ``deepspeed.initialize`` honour an ``sp_overlap`` section in its
+config.
 
-Rooms, each of which imports from those above it alone:
+Rooms, from the ground up; each imports from those above it in this list alone:
 
-    schedule       the order of work in a layer, as plain data; drawn, checked and played. Read it first
+    schedule       the order of work in a layer, as plain data; drawn, checked and simulated. Read
+                   it first
     say            warnings that are said once
     config         the ``sp_overlap`` section
     rotary         rotary position embedding
     relayout       pack and unpack, PyTorch's and compiled
     profiling      clocks, optimizer steps, the timeline of what each exchange cost
-    exchange       geometry (who holds what), the sp group with its streams, transports, the exchange itself, its check
+    exchange       geometry (who holds what), the sp group with its streams, transports, the
+                   exchange itself, its check
     autotune       choice of the number of head groups by timing
-    attention      runs a layer by its schedule: the whole layer (`SelfAttention`) or the drop-in (`DistributedAttention`); chains of layers
-    integrations   DeepSpeed, Megatron-DeepSpeed, transformers: find attention layers, rebind their forward
-    planner        what overlap would be worth, before anything is run
-    doctor, cli    the self-check, and ``ds-sp-overlap``
+    attention      one layer: the whole layer (`SelfAttention`) or the drop-in
+                   (`DistributedAttention`)
+      memory       what a layer keeps over activation checkpoints, offloads or recomputes
+      runtime      projections, exchanges and local attention, in the order of a schedule
+    chain          decoder layers as one chain, whose exchanges hide behind the MLPs
+    integrations   finds attention layers and rebinds their forward
+      inspect      what a module's forward computes, all of it accounted for
+      sequence     positions, documents, masks of the whole sequence
+      transformers, megatron, deepspeed
+    tools          planner, picture of the timeline, self-check, command line; loaded when called
 
-The way of a query from a rebound forward to the wire, each calling the next: ``integrations.rebinding`` (was put in place of the
-layer's forward) -> ``integrations.transformers_driven`` (what the layer asks for) -> ``attention.self_attention`` (the whole layer) ->
-``attention.linear`` (the projections' own hooks) -> ``attention.projections`` (one node of autograd) ->
-``attention.execution`` (walks the schedule) -> ``exchange.exchange`` -> ``exchange.in_flight`` (packed) -> ``exchange.transport``.
+The way of a query from a rebound forward to the wire, each file calling the next:
+``integrations.rebinding`` (stands in the place of the layer's forward) ->
+``integrations.transformers.driven`` (asks for positions, masks and tables) ->
+``attention.self_attention`` (the whole layer) -> ``attention.runtime.linear`` (the projections' own
+hooks) -> ``attention.runtime.nodes`` (one node of autograd) -> ``attention.runtime.runner`` (walks
+the schedule) -> ``exchange.exchange`` -> ``exchange.in_flight`` (packs) -> ``exchange.transport``.
 
-In a window ``attention.window`` stands in place of ``projections`` and ``execution``; in a chain of layers ``integrations.chains``,
-``attention.chain`` and ``attention.block`` do, from the layer's forward on.
+With few head groups live at a time, ``attention.runtime.window`` stands in place of ``nodes``. In a
+chain of layers ``integrations.chains``, ``chain.chain`` and ``chain.block`` do, from the layer's
+forward on.
 
-Before it projects, the layer asks ``attention.layer``: agreement of the ranks, number of head groups, the schedule. In the drop-in
-the way leads from there straight to ``attention.execution``, since q is projected already. The way back is autograd's:
-``attention.output`` (do), ``exchange.exchange`` (dq, dk, dv start), ``attention.projections`` (dx and the weights).
+Before it projects, the layer asks ``attention.layer`` for the agreement of the ranks, the number of
+head groups and the schedule. The drop-in goes from there straight to
+``attention.runtime.recorded``, since q is projected already. The way back is autograd's:
+``attention.runtime.nodes`` (do), ``exchange.exchange`` (dq, dk, dv start),
+``attention.runtime.nodes`` (dx and the weights).
 """
 
 from .attention.drop_in import DistributedAttention
 from .attention.heads import PerHead
-from .attention.kept import keep_attention
+from .attention.memory.checkpoint_cache import keep_attention
 from .attention.self_attention import SelfAttention
 from .config import SpOverlapConfig
-from .integrations.deepspeed import install
-from .integrations.megatron_bridge import bridge
+from .integrations.deepspeed.initialize import install
+from .integrations.megatron.bridge import bridge
 from .integrations.registry import Report, disable, enable
+from .profiling.timeline import Timeline
 from .rotary import Rotary
 
 __all__ = [
@@ -45,5 +60,14 @@ __all__ = [
 ]  # fmt: skip
 __version__ = "0.2.0"
 
+
+def _write_timeline(folder: str, every: list) -> None:
+    """Write a timeline that was recorded; loads the tool that draws, which training needs not."""
+    from .tools import picture
+
+    picture.write(folder, every)
+
+
+Timeline.write = staticmethod(_write_timeline)
 install()
 bridge()

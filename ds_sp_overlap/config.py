@@ -1,4 +1,4 @@
-"""The ``sp_overlap`` section of a DeepSpeed config, validated."""
+"""Validates the ``sp_overlap`` section of a DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -13,23 +13,31 @@ if TYPE_CHECKING:
 
 
 class _Section(BaseModel):
+    """A section of the config; unknown keys are refused."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _default(cls, section: Any) -> Any:
-        """null and "auto" stand for the default of any key that has one, but where "auto" is another of its values."""
+        """Drop keys that stand for their default: null, and "auto" where it is no other value."""
         if not isinstance(section, dict):
             return section
-        fields = {key: field for key, field in cls.model_fields.items() if not field.is_required()}
-        unsaid = {key: (None,) if "'auto'" in str(field.annotation) else (None, "auto") for key, field in fields.items()}
-        return {key: value for key, value in section.items() if value not in unsaid.get(key, ())}
+        said = dict(section)
+        for key, field in cls.model_fields.items():
+            if key not in said or field.is_required():
+                continue
+            auto_is_default = "'auto'" not in str(field.annotation)
+            if said[key] is None or auto_is_default and said[key] == "auto":
+                del said[key]
+        return said
 
 
 class PolicyConfig(_Section):
-    """How ``"head_groups": "auto"`` is found.
+    """How ``"head_groups": "auto"`` is chosen.
 
-    warmup_steps   optimizer steps in which candidates are tried, per shape; 0: none, take the default
+    Attributes:
+        warmup_steps: Optimizer steps in which candidates are timed, per shape; 0: take the default.
     """
 
     warmup_steps: int = 16
@@ -38,8 +46,10 @@ class PolicyConfig(_Section):
 class TimelineConfig(_Section):
     """What is recorded (`ds_sp_overlap.timeline`).
 
-    path    folder of the files
-    steps   first and last optimizer step, counted from 0; by default after those in which "auto" is found
+    Attributes:
+        path: Folder of the files.
+        steps: First and last optimizer step, counted from 0; by default after the steps in which
+            "auto" is chosen.
     """
 
     path: str
@@ -47,32 +57,46 @@ class TimelineConfig(_Section):
 
 
 class SpOverlapConfig(_Section):
-    """The keys of ``sp_overlap``. Each switch works alone, so that each gain can be measured alone. null and "auto" are the default.
+    """The keys of ``sp_overlap``.
 
-    enabled          False: as if the section were not there
-    head_groups      G; "auto": the fastest in the first steps, by `policy`
-    scope            how far a schedule reaches: "layer", each attention layer by itself; "block": also what is between two of them, by
-                     chunks of tokens, where a model's layers are known to allow it; "auto": the faster in the first steps, by
-                     `policy`, beside "head_groups": "auto"
-    token_chunks     C of "block"; "auto": 4, or as many as a rank has tokens
-    window           W: hold at most so many head groups at a time, and make q, k and v again in backward, for less memory; null: all
-    memory           "auto": G and W that hold least of those that take no longer than the fastest, by 1 %, as far as ``head_groups`` and
-                     ``window`` leave them open, by `policy`; with transformers' gradient checkpointing it keeps attention, unless
-                     ``checkpointing`` is given; null: as those say
-    checkpointing    under activation checkpointing "recompute" attention with the rest, or "keep" o and the log-sum-exp, so that
-                     neither attention nor its exchanges run again before backward; "offload" keeps them in host memory
-    projections      compute q, k, v and the output projection part by part under the exchanges; False: call them whole
-    wgrad            compute the output projection's wgrad under the exchange of do; False: together with its dgrad
-    kernels          which pack/unpack: "torch" is PyTorch's own copies, "compiled" (once called "cuda") the CUDA kernels and no
-                     others; "auto" PyTorch's, until a GPU has run the compiled ones
-    transport        which mover of bytes: "c10d" is deepspeed.comm over the sp group; "auto" the same over a communicator
-                     of our own where it is NCCL's; "copy_engine" the GPUs' copy engines, in one node
-    on_unsupported   a layer that can't be overlapped: "warn" and leave it as it is, or "error"
-    documents        where documents of a packed sequence begin: "anywhere" position_ids start anew, which may not be on every
-                     rank alike, as those of one rank's tokens do; "per_rank": it may
-    policy           how "auto" is found
-    timeline         where and when to record what each exchange costs; None: nowhere
-    check            compare every exchange of each layer's first call with a plain one; slow
+    Each switch works alone, so that each gain can be measured alone. null and "auto" are the
+    default of every key.
+
+    Attributes:
+        enabled: False: as if the section were not there.
+        head_groups: G; "auto": the fastest in the first steps, by `policy`.
+        scope: How far a schedule reaches. "layer": each attention layer by itself. "block": also
+            the modules between two attention layers, by chunks of tokens, where a model's layers
+            are known to allow it. "auto": the faster one in the first steps, by `policy`, beside
+            "head_groups": "auto".
+        token_chunks: C of "block"; "auto": 4, or as many as a rank has tokens.
+        window: W, the most head groups that are live at a time; for less memory, backward
+            recomputes q, k and v. null: all groups.
+        memory: "auto": of the G and W that take no longer than the fastest, by 1 %, those that need
+            least memory, by `policy`, as far as ``head_groups`` and ``window`` leave them open.
+            With transformers' gradient checkpointing attention is saved, unless ``checkpointing``
+            is given. null: as ``head_groups`` and ``window`` say.
+        checkpointing: Under activation checkpointing "recompute" attention with the rest; or "keep"
+            o and the log-sum-exp, so that neither attention nor its exchanges run again before
+            backward; "offload" keeps them in host memory.
+        projections: Compute q, k, v and the output projection part by part under the exchanges;
+            False: call them whole.
+        wgrad: Compute the output projection's wgrad under the exchange of do; False: together with
+            its dgrad.
+        kernels: The kernels that pack and unpack. "torch": PyTorch's own copies. "compiled" (once
+            called "cuda"): the CUDA kernels and no others. "auto": PyTorch's, until a GPU has run
+            the compiled ones.
+        transport: The mover of bytes. "c10d": deepspeed.comm over the sp group. "auto": the same
+            over a communicator of our own where NCCL carries the group. "copy_engine": the GPUs'
+            copy engines, in one node.
+        on_unsupported: For a layer that can't be overlapped, "warn" and leave the layer as it is,
+            or "error".
+        documents: Where documents of a packed sequence may begin. "anywhere": where position_ids
+            start again; position_ids that start again on every rank are refused, since they mostly
+            mean a mistake. "per_rank": they are allowed, as every rank begins with a document.
+        policy: How "auto" is chosen.
+        timeline: Where and when to record what each exchange costs; None: nowhere.
+        check: Compare every exchange of each layer's first call with a plain one; slow.
     """
 
     enabled: bool = True
@@ -98,52 +122,65 @@ class SpOverlapConfig(_Section):
         return "compiled" if name == "cuda" else name
 
     def window_of(self, groups: int) -> int | None:
-        """W of a layer of so many head groups; None where backward is not to make q, k and v again.
+        """Return W for a layer of ``groups`` head groups; None if backward does not recompute.
 
-        What is kept over a checkpoint is received again in backward: half the groups at a time hold no more than stock does.
+        Tensors that are saved over a checkpoint are received again in backward. Half of the groups
+        at a time then need no more memory than DeepSpeed's own layer.
         """
         if self.window is not None:
             return min(self.window, groups)
         return None if self.checkpointing == "recompute" else max(1, groups // 2)
 
     def groups_for(self, heads: int, sp_size: int) -> int:
-        """G for a layer of ``heads`` query heads; whether that many are possible is for `Geometry` to say.
+        """Return G for a layer of ``heads`` query heads; `Geometry` refuses a G that is too large.
 
-        "auto" begins with 2, or 1 where a rank has one query head, and stays with it where nothing is timed.
+        "auto" begins with 2, or with 1 where a rank has one query head, and stays there where
+        nothing is timed.
         """
         return max(1, min(2, heads // sp_size)) if self.head_groups == "auto" else self.head_groups
 
     def chunks_for(self, lengths: Sequence[int] = ()) -> int:
-        """C for ranks with so many tokens, or with many."""
+        """Return C for ranks with ``lengths`` tokens; without lengths, for long sequences."""
         return max(1, min((4, *lengths))) if self.token_chunks == "auto" else self.token_chunks
 
     @classmethod
     def parse(cls, section: Any) -> SpOverlapConfig:
-        """Validate a section. Raises ValueError with every fault in it, the value and what would be valid."""
+        """Validate a section.
+
+        Raises:
+            ValueError: with every fault in the section, each with its value and the valid values.
+        """
         if isinstance(section, cls):
             return section
         if not isinstance(section, dict):
-            raise ValueError(f'sp_overlap: expected a section such as {{"enabled": true}}, got {section!r}')
+            raise ValueError(
+                f'sp_overlap: expected a section such as {{"enabled": true}}, got {section!r}'
+            )
         try:
             config = cls.model_validate(section)
         except ValidationError as error:
             raise ValueError("; ".join(dict.fromkeys(map(cls._explain, error.errors())))) from None
         for key in ("head_groups", "token_chunks"):
-            if (count := getattr(config, key)) != "auto" and count < 1:
+            count = getattr(config, key)
+            if count != "auto" and count < 1:
                 raise ValueError(f'sp_overlap.{key} must be "auto" or at least 1, got {count}')
         if config.window is not None and config.window < 1:
             raise ValueError(f"sp_overlap.window must be {_VALID['window']}, got {config.window}")
         if not (config.policy.warmup_steps == 0 or config.policy.warmup_steps >= _LEAST_WARMUP):
             raise ValueError(
-                f"sp_overlap.policy.warmup_steps must be {_VALID['policy.warmup_steps']}, got {config.policy.warmup_steps}"
+                f"sp_overlap.policy.warmup_steps must be {_VALID['policy.warmup_steps']}, "
+                f"got {config.policy.warmup_steps}"
             )
         steps = config.timeline.steps if config.timeline else [0, 0]
         if len(steps) != 2 or not 0 <= steps[0] <= steps[1]:
-            raise ValueError(f"sp_overlap.timeline.steps must be {_VALID['timeline.steps']}, got {steps}")
+            raise ValueError(
+                f"sp_overlap.timeline.steps must be {_VALID['timeline.steps']}, got {steps}"
+            )
         return config
 
     @classmethod
     def _explain(cls, fault: ErrorDetails) -> str:
+        """Put one fault that pydantic found into words."""
         first, *rest = map(str, fault["loc"])
         nested = first in _SECTIONS and rest
         key = rest[0] if nested else first
@@ -160,7 +197,8 @@ class SpOverlapConfig(_Section):
         return f"{path} must be {_VALID[name]}, got {fault['input']!r}"
 
 
-_LEAST_WARMUP = 8  # each of four candidates twice: once untimed, once timed
+# Each of four candidates twice: once untimed, once timed.
+_LEAST_WARMUP = 8
 _SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig, "timeline": TimelineConfig}
 _VALID = {
     **dict.fromkeys(("enabled", "projections", "wgrad", "check"), "true or false"),

@@ -1,4 +1,4 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864)."""
+"""Rotates q and k by their positions: rotary embedding (https://arxiv.org/abs/2104.09864)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> Tensor:
-    """Rotary embedding of ``x`` [..., d]; dims past those of ``cos``, ``sin`` [..., d_rot] pass through.
+    """Apply rotary embedding.
 
-    neighbours   dims 2i and 2i + 1 turn together, instead of i and i + d_rot / 2
+    Args:
+        x: [..., d].
+        cos: [..., d_rot]. Dims of ``x`` from d_rot on pass through.
+        sin: As ``cos``.
+        neighbours: Whether dims 2i and 2i + 1 turn together, instead of i and i + d_rot / 2.
     """
     rotary, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     rotary = rotary * cos + _quarter(rotary, neighbours) * sin
@@ -21,14 +25,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> 
 
 
 def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> Tensor:
-    """The transpose of `rotate`, which is its backward."""
+    """Apply the transpose of `rotate`, which is its backward."""
     rotary, rest = dy[..., : cos.shape[-1]], dy[..., cos.shape[-1] :]
     rotary = rotary * cos - _quarter(rotary * sin, neighbours)
     return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
 
 
 def _quarter(x: Tensor, neighbours: bool) -> Tensor:
-    """A quarter turn of each pair of dims: (a, b) -> (-b, a)."""
+    """Turn each pair of dims by a quarter: (a, b) -> (-b, a)."""
     if neighbours:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     low, high = x.chunk(2, dim=-1)
@@ -36,29 +40,43 @@ def _quarter(x: Tensor, neighbours: bool) -> Tensor:
 
 
 def check_tables(tables: tuple[Tensor, Tensor], head_dim: int, partial: bool) -> None:
-    """Raises ValueError for (cos, sin) [..., d_rot] that don't rotate heads of ``head_dim``: all of them, unless ``partial``."""
+    """Check that rotary tables fit heads of ``head_dim``.
+
+    Args:
+        tables: (cos, sin), each [..., d_rot].
+        head_dim: ``d``.
+        partial: Whether d_rot may be less than d.
+
+    Raises:
+        ValueError: if the tables don't fit.
+    """
     cos, sin = tables
     width = cos.shape[-1]
-    if (
-        width == sin.shape[-1] and width % 2 == 0 and (width == head_dim or partial and width < head_dim)
-    ):  # guard: heads rotate whole
+    fits = width == head_dim or partial and width < head_dim
+    if fits and width == sin.shape[-1] and width % 2 == 0:  # guard: heads rotate whole
         return
+    limit = "head, and even; ask for partial rotary embedding with partial=True"
+    if partial:
+        limit = "head or less, and even"
     raise ValueError(
-        f"rotary tables are {width} (cos) and {sin.shape[-1]} (sin) wide for heads of {head_dim}; both must be as wide as the "
-        + ("head or less, and even" if partial else "head, and even; ask for partial rotary embedding with partial=True")
+        f"rotary tables are {width} (cos) and {sin.shape[-1]} (sin) wide for heads of "
+        f"{head_dim}; both must be as wide as the {limit}"
     )
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """A layer's rotary embedding: `rotate`, by what its ``position_embeddings`` say.
+    """A layer's rotary embedding, by its ``position_embeddings``.
 
-    tables      position embeddings -> (cos, sin), each broadcast to q and k from the right, ``[b or 1, s/P, 1, d_rot]`` for
-                batch first; the rank's own positions. None where they say that there is nothing to rotate by
-    partial     whether d_rot may be less than d: the dims past it pass through
-    neighbours  see `rotate`
-    rounding    "promoted": computed and returned in what q and the tables promote to; "kept": rounded to q's dtype;
-                "fp32": computed in fp32, and rounded to q's dtype
+    Attributes:
+        tables: Makes (cos, sin) of position embeddings. Each table broadcasts to q and k from the
+            right, ``[b or 1, s/P, 1, d_rot]`` for batch first, and has this rank's own positions.
+            Returns None where the layer does not rotate.
+        partial: Whether d_rot may be less than d; the dims from d_rot on pass through.
+        neighbours: As in `rotate`.
+        rounding: "promoted": computed and returned in the dtype that q and the tables promote to;
+            "kept": rounded to the dtype of q; "fp32": computed in fp32 and rounded to the dtype of
+            q.
     """
 
     tables: Callable[[Any], tuple[Tensor, Tensor] | None]
@@ -67,31 +85,44 @@ class Rotary:
     rounding: str = "promoted"
 
     def __call__(self, x: Tensor, position_embeddings: Any) -> Tensor:
-        """Rotate q or k [..., d]."""
+        """Rotate q or k, [..., d]; return it as it is where the layer does not rotate."""
         tables = self.of(position_embeddings, x.shape[-1])
         return x if tables is None else self.rotate(x, *tables)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Apply `rotate` with the layer's order of dims and rounding."""
         y = rotate(self._exact(x), cos, sin, neighbours=self.neighbours)
         return y if self.rounding == "promoted" else y.to(x.dtype)
 
     def rotate_back(self, dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Apply `rotate_back` with the layer's order of dims."""
         return rotate_back(self._exact(dy), cos, sin, neighbours=self.neighbours)
 
     def _exact(self, x: Tensor) -> Tensor:
         return x.float() if self.rounding == "fp32" else x
 
     def of(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
-        """The tables. Raises ValueError where ``position_embeddings`` are missing, or don't fit heads of ``head_dim``."""
+        """Return (cos, sin) of ``position_embeddings``; None where the layer does not rotate.
+
+        Raises:
+            ValueError: if ``position_embeddings`` are missing, or don't fit heads of ``head_dim``.
+        """
         if position_embeddings is None:  # guard: RoPE needs its tables
-            raise ValueError("position_embeddings are missing, and without them RoPE would be left out; give what `rope` expects")
+            raise ValueError(
+                "position_embeddings are missing, and without them RoPE would be left out; "
+                "give what `rope` expects"
+            )
         tables = self.tables(position_embeddings)
         if tables is not None:
             check_tables(tables, head_dim, self.partial)
         return tables
 
     def of_tokens(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
-        """The tables without the dimension of heads, as `ops.rotate_pack` takes them; None where it can't have them."""
+        """Return (cos, sin) without the dimension of heads, as `ops.rotate_pack` takes them.
+
+        None where the layer does not rotate, or where ``rotate_pack`` can't: dims that are
+        neighbours, tables that learn, or tables that differ between heads.
+        """
         tables = self.of(position_embeddings, head_dim)
         if tables is None:
             return None

@@ -1,4 +1,4 @@
-"""What the package says in passing: through DeepSpeed's logger, on rank 0. The other ranks say it at debug level."""
+"""Logs messages through DeepSpeed's logger: as warnings on rank 0, at debug level elsewhere."""
 
 import functools
 import logging
@@ -10,12 +10,19 @@ LOGGER = logging.getLogger("DeepSpeed")
 
 
 def say(message: str, stacklevel: int = 2) -> None:
-    """Log a message, on rank 0 as a warning: DeepSpeed's logger passes on nothing below unless it is told to."""
+    """Log a message.
+
+    Rank 0 logs a warning, since DeepSpeed's logger by default passes on nothing below.
+
+    Args:
+        message: The message.
+        stacklevel: Frames from the logger to the caller whose line is logged.
+    """
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
     LOGGER.log(logging.DEBUG if rank else logging.WARNING, message, stacklevel=stacklevel)
 
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Say it the first time."""
+    """Log a message the first time that this process is asked to."""
     say(message, stacklevel=3)

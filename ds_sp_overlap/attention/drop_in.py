@@ -1,4 +1,6 @@
-"""Attention of q, k, v that were projected already: the drop-in for DeepSpeed's ``DistributedAttention``."""
+"""Attention of q, k, v that were projected already: the drop-in for DeepSpeed's
+``DistributedAttention``.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,18 @@ from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
 from ..exchange.transport import Transport
 from ..rotary import check_tables, rotate
-from .execution import Attend, Call, attend_groups, finish_output, start_inputs
 from .heads import Local, calling
 from .layer import Layer, with_head_dim
-from .slices import cut, join
+from .runtime.execution import Attend, Call
+from .runtime.recorded import Recorded, join_heads
+from .runtime.slices import cut
 
 
 class ProjectedAttention:
     """Ulysses attention of q, k, v that were projected already; holds no module and no parameter.
 
-    What is overlapped: the exchanges with one another and with attention (head groups), and the exchanges of dq, dk and
-    dv with the backward of the caller's projections.
+    What is overlapped: the exchanges with one another and with attention (head groups), and the
+    exchanges of dq, dk and dv with the backward of the caller's projections.
     """
 
     def __init__(self, layer: Layer):
@@ -33,10 +36,20 @@ class ProjectedAttention:
     def translated(
         self, query: Tensor, batch_dim_idx: Any, rotary_pos_emb: tuple[Tensor, Tensor] | None
     ) -> tuple[bool, Callable[[str, Tensor], Tensor] | None]:
-        """``batch_first`` and ``arrive`` for arguments as DeepSpeed's class takes them, whose indices end here."""
+        """``batch_first`` and ``arrive`` for arguments as DeepSpeed's class takes them, whose
+        indices end here.
+        """
         if isinstance(batch_dim_idx, (bool, Tensor)) or batch_dim_idx not in (0, 1):
-            got = f"a tensor of shape {list(batch_dim_idx.shape)}" if isinstance(batch_dim_idx, Tensor) else repr(batch_dim_idx)
-            self.layer.refuse(ValueError(f"batch_dim_idx must be 0 (batch first) or 1 (sequence first), got {got}"))
+            got = (
+                f"a tensor of shape {list(batch_dim_idx.shape)}"
+                if isinstance(batch_dim_idx, Tensor)
+                else repr(batch_dim_idx)
+            )
+            self.layer.refuse(
+                ValueError(
+                    f"batch_dim_idx must be 0 (batch first) or 1 (sequence first), got {got}"
+                )
+            )
         batch_first = batch_dim_idx == 0
         if rotary_pos_emb is None:
             return batch_first, None
@@ -77,22 +90,31 @@ class ProjectedAttention:
         args, kwargs more arguments for ``local_attention``, which is called once per head group
         arrive       what to do with q, k, v after their exchange (RoPE)
         baseline     gives the same without overlap, for the policy; None where nothing does
-        returns      as ``query`` with the head dim of the attention's output; 3-D if ``local_attention`` returns 3-D
+        returns      as ``query`` with the head dim of the attention's output; 3-D if
+                     ``local_attention`` returns 3-D
         """
         kwargs = kwargs or {}
         extra = (*args, *kwargs.values())
 
         run, call = self.layer.begin(
-            lambda: self._describe(query, key, value, batch_first, num_kv_heads, sequence_lengths, extra),
+            lambda: self._describe(
+                query, key, value, batch_first, num_kv_heads, sequence_lengths, extra
+            ),
             (query, key, value),
-            lambda: Local(local_attention, args, kwargs, query.shape[3], value.shape[3], query.dtype),
+            lambda: Local(
+                local_attention, args, kwargs, query.shape[3], value.shape[3], query.dtype
+            ),
             baseline is not None,
         )
         q, k, v = run.inputs
         if call is None:
             assert baseline is not None
             return run.end(baseline(q, k, v))
-        return run.end(self.overlapped(call, q, k, v, calling(local_attention, call.geometry, args, kwargs), arrive))
+        return run.end(
+            self.overlapped(
+                call, q, k, v, calling(local_attention, call.geometry, args, kwargs), arrive
+            )
+        )
 
     def overlapped(
         self,
@@ -103,7 +125,9 @@ class ProjectedAttention:
         local: Attend,
         arrive: Callable[[str, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Walk the schedule of ``call``; q, k, v and what is returned as in a call, k and v of head dims of their own."""
+        """Walk the schedule of ``call``; q, k, v and what is returned as in a call, k and v of head
+        dims of their own.
+        """
         layer, geometry = self.layer, call.geometry
         layer.holds_all()
         given = {"q": query, "k": key, "v": value}
@@ -118,11 +142,9 @@ class ProjectedAttention:
             flat.append(isinstance(o, Tensor) and o.dim() == 3)
             return with_head_dim(o, q, layer.where)
 
-        tokens = start_inputs(call, lambda *part: pieces.pop(part))
-        tokens = attend_groups(call, tokens, attend, arrive)
-        outputs: dict[int, Tensor] = {}
-        finish_output(call, tokens, outputs.__setitem__)
-        o = join([outputs[group] for group in call.groups], 2, [geometry.heads_of("q", group) for group in call.groups])
+        runner = Recorded(call, attend, lambda *part: pieces.pop(part), arrive)
+        runner.walk(call.schedule.forward)
+        o = join_heads(call, runner.outputs)
         return o.flatten(2) if flat[0] else o
 
     def _describe(
@@ -139,10 +161,18 @@ class ProjectedAttention:
             return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
 
         if not query.dim() == key.dim() == value.dim() == 4:
-            raise ValueError(f"query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], got {shapes()}")
+            raise ValueError(
+                f"query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], got {shapes()}"
+            )
         if not query.dtype == key.dtype == value.dtype:
-            raise ValueError(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; give all three one dtype")
-        if query.shape[:2] != key.shape[:2] or key.shape[:3] != value.shape[:3] or query.shape[3] != key.shape[3]:
+            raise ValueError(
+                f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; give all three one dtype"
+            )
+        if (
+            query.shape[:2] != key.shape[:2]
+            or key.shape[:3] != value.shape[:3]
+            or query.shape[3] != key.shape[3]
+        ):
             raise ValueError(
                 f"query, key and value don't belong together: {shapes()}; give them one batch and sequence, query and key one head "
                 "dim, key and value one number of heads"
@@ -163,7 +193,8 @@ class ProjectedAttention:
 
 
 class DistributedAttention(nn.Module):
-    """Drop-in for ``deepspeed.sequence.layer.DistributedAttention``, overlapped and right in every case it is not.
+    """Drop-in for ``deepspeed.sequence.layer.DistributedAttention``, overlapped and right in every
+    case it is not.
 
     local_attention          attention over the whole sequence with this rank's heads
     sequence_process_group   the sp group; None for all ranks, as in DeepSpeed's
@@ -171,10 +202,12 @@ class DistributedAttention(nn.Module):
     sp_stream                a stream to carry the transfers; ours, which all layers share, if None
     num_kv_heads             KV heads before the exchange; read from the key if None
     config                   an ``sp_overlap`` section
-    heads_alike              the local attention treats all heads alike on all ranks; else that is tried out on the first call.
-                             With head groups a rank attends with other heads than without (`PerHead` follows them)
+    heads_alike              the local attention treats all heads alike on all ranks; else that is
+                             tried out on the first call. With head groups a rank attends with other
+                             heads than without (`PerHead` follows them)
 
-    Any head counts with at least one query head a rank. Raises ValueError for arguments that can't work.
+    Any head counts with at least one query head a rank. Raises ValueError for arguments that can't
+    work.
     """
 
     def __init__(
@@ -200,7 +233,12 @@ class DistributedAttention(nn.Module):
         self.local_attn, self.num_kv_heads = local_attention, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
         parsed = SpOverlapConfig.parse(config or {})
-        channel = Channel(sequence_process_group or dist.group.WORLD, transport or parsed.transport, sp_stream, parsed.kernels)
+        channel = Channel(
+            sequence_process_group or dist.group.WORLD,
+            transport or parsed.transport,
+            sp_stream,
+            parsed.kernels,
+        )
         self._attend = ProjectedAttention(Layer(channel, parsed, name, heads_alike=heads_alike))
 
     @property
@@ -223,12 +261,13 @@ class DistributedAttention(nn.Module):
 
         query             [s/P, b, h, d] for ``batch_dim_idx`` 1, [b, s/P, h, d] for 0
         key, value        the same with h_kv heads
-        rotary_pos_emb    (cos, sin), each [s, 1, 1, d_rot], d_rot <= d; applied to q and k after the exchange
+        rotary_pos_emb    (cos, sin), each [s, 1, 1, d_rot], d_rot <= d; applied to q and k after
+                          the exchange
         sequence_lengths  local length of every rank, where they are not all the same
         returns           as ``query``; 3-D if the local attention returns 3-D
 
-        The remaining arguments go to ``local_attention`` (once per head group); tensors among them have the same shape on
-        every rank, but for a dimension of heads.
+        The remaining arguments go to ``local_attention`` (once per head group); tensors among them
+        have the same shape on every rank, but for a dimension of heads.
         """
         batch_first, arrive = self._attend.translated(query, batch_dim_idx, rotary_pos_emb)
         return self._attend(

@@ -1,14 +1,16 @@
-"""Latent attention: k and v of all heads are made of one latent a token, and of one rotated key that all heads share.
+"""Latent attention: k and v of all heads are made of one latent a token, and of one rotated key
+that all heads share.
 
-Where latent and key are fewer numbers than the heads that a rank would receive (`latents_pay`), they travel in the heads' place, as
-one KV head that every rank needs:
+Where latent and key are fewer numbers than the heads that a rank would receive (`latents_pay`),
+they travel in the heads' place, as one KV head that every rank needs:
 
     travels as    q    k         v              o
     what          q    latent    rotated key    o
 
-They travel once, with the first head group. On arrival each group expands the latent over the whole sequence with the rows of the
-projection that are its heads' on this rank. So the gradient of the projection is zero on a rank for the heads of others, and the sum
-over the sp group, which is made of every gradient, is the whole one. That of the latent is summed over the ranks by its exchange.
+They travel once, with the first head group. On arrival each group expands the latent over the whole
+sequence with the rows of the projection that are its heads' on this rank. So the gradient of the
+projection is zero on a rank for the heads of others, and the sum over the sp group, which is made
+of every gradient, is the whole one. That of the latent is summed over the ranks by its exchange.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from ..exchange.geometry import Geometry
 from .drop_in import ProjectedAttention
 from .heads import calling
 from .layer import Layer
-from .linear import call_through, can_split
-from .slices import cut
+from .runtime.linear import call_through, can_split
+from .runtime.slices import cut
 
 
 def latents_pay(sp_size: int, heads: int, latent: int, rotated: int, per_head: int) -> bool:
-    """Whether a rank receives fewer numbers a token as a latent and a rotated key than as k and v of its heads.
+    """Whether a rank receives fewer numbers a token as a latent and a rotated key than as k and v
+    of its heads.
 
     per_head   numbers of k and v of a head
     """
@@ -44,7 +47,8 @@ def can_expand_rows(projection: nn.Module) -> bool:
 class LatentAttention:
     """Ulysses attention of q, a latent and a rotated key; holds no module and no parameter.
 
-    projection   gives the linear layer from the latent to k and v of all heads, which `can_expand_rows` affirms
+    projection   gives the linear layer from the latent to k and v of all heads, which
+                 `can_expand_rows` affirms
     nope_dim     of k of a head, what is made of the latent; d - d_rot
     """
 
@@ -73,8 +77,8 @@ class LatentAttention:
         rotated   the same with one head, d_rot
         returns   as ``query`` with the head dim of v
 
-        k and v of all heads in place of latent and rotated key are attended to as `ProjectedAttention` does, whose arguments the
-        others are.
+        k and v of all heads in place of latent and rotated key are attended to as
+        `ProjectedAttention` does, whose arguments the others are.
         """
         if latent.shape[2] == query.shape[2]:
             return self._of_heads(
@@ -86,7 +90,13 @@ class LatentAttention:
         def attend(query: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
             inputs, weight = (query, latent, rotated), projection.weight
             run, call = self.layer.begin(
-                lambda: self._describe(*inputs, weight, batch_first, sequence_lengths, (*args, *(kwargs or {}).values())),
+                lambda: self._describe(
+                    *inputs,
+                    weight,
+                    batch_first,
+                    sequence_lengths,
+                    (*args, *(kwargs or {}).values()),
+                ),
                 inputs,
                 None,
                 False,
@@ -94,7 +104,9 @@ class LatentAttention:
             assert call is not None  # nothing else attends to latents
             per_head = weight.shape[0] // query.shape[2]
             own = [call.geometry.query_range(call.geometry.sp_rank, group) for group in call.groups]
-            rows = cut(weight, 0, [((start * per_head, stop * per_head),) for start, stop in own])  # guard: rows of its heads
+            rows = cut(
+                weight, 0, [((start * per_head, stop * per_head),) for start, stop in own]
+            )  # guard: rows of its heads
             local = calling(local_attention, call.geometry, args, kwargs or {})
 
             def of_group(group: int, q: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
@@ -103,9 +115,13 @@ class LatentAttention:
             q, k, v = run.inputs
             return run.end(self._of_heads.overlapped(call, q, k, v, of_group))
 
-        return call_through([projection], attend, query, latent, rotated)  # guard: its weight is whole
+        return call_through(
+            [projection], attend, query, latent, rotated
+        )  # guard: its weight is whole
 
-    def _expanded(self, latent: Tensor, rotated: Tensor, rows: Tensor, per_head: int) -> tuple[Tensor, Tensor]:
+    def _expanded(
+        self, latent: Tensor, rotated: Tensor, rows: Tensor, per_head: int
+    ) -> tuple[Tensor, Tensor]:
         """k and v [.., .., h_g/P, ..] of the whole sequence."""
         kv = F.linear(latent.squeeze(2), rows).unflatten(-1, (-1, per_head))
         k, v = kv.split([self.nope_dim, per_head - self.nope_dim], -1)
@@ -122,15 +138,30 @@ class LatentAttention:
         extra: tuple,
     ) -> tuple[Geometry, Callable[[], tuple]]:
         shapes = f"query {list(query.shape)}, latent {list(latent.shape)}, rotated key {list(rotated.shape)}"
-        if not query.shape[:2] == latent.shape[:2] == rotated.shape[:2] or not latent.shape[2] == rotated.shape[2] == 1:
-            raise ValueError(f"query, latent and rotated key don't belong together: {shapes}; give the latter one head each")
+        if (
+            not query.shape[:2] == latent.shape[:2] == rotated.shape[:2]
+            or not latent.shape[2] == rotated.shape[2] == 1
+        ):
+            raise ValueError(
+                f"query, latent and rotated key don't belong together: {shapes}; give the latter one head each"
+            )
         if not query.dtype == latent.dtype == rotated.dtype:
-            raise ValueError(f"query is {query.dtype}, latent {latent.dtype}, rotated key {rotated.dtype}; give all one dtype")
+            raise ValueError(
+                f"query is {query.dtype}, latent {latent.dtype}, rotated key {rotated.dtype}; give all one dtype"
+            )
         geometry = self.layer.geometry(query, query.shape[2], 1, batch_first, lengths, extra)
 
         def types() -> tuple:
-            grads = [torch.is_grad_enabled() and x.requires_grad for x in (query, latent, rotated, weight)]
+            grads = [
+                torch.is_grad_enabled() and x.requires_grad
+                for x in (query, latent, rotated, weight)
+            ]
             dims = [x.shape[3] for x in (query, latent, rotated)]
-            return str(query.dtype), *dims, "gradients of q, latent, rotated key and projection", grads
+            return (
+                str(query.dtype),
+                *dims,
+                "gradients of q, latent, rotated key and projection",
+                grads,
+            )
 
         return geometry, types

@@ -1,4 +1,6 @@
-"""What every attention layer shares: the sp group, the configuration, the agreement of the ranks, the form of o."""
+"""What every attention layer shares: the sp group, the configuration, the agreement of the ranks,
+the form of o.
+"""
 
 from __future__ import annotations
 
@@ -24,31 +26,35 @@ from ..profiling.timeline import Timeline
 from ..relayout import ops
 from ..say import say_once
 from ..schedule import Block, Schedule, Windowed, by_head_groups, check
-from .execution import Call
 from .heads import Local, PerHead, difference_of_ranks, fault
+from .runtime.execution import Call
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
 _regrouped = lru_cache(maxsize=4096)(lambda geometry, groups: replace(geometry, groups=groups))
 
 
 @lru_cache(maxsize=256)
-def _checked(schedule: Callable[[tuple[str, ...], bool], Schedule], kinds: tuple[str, ...], wgrad_last: bool) -> Schedule:
+def _checked(
+    schedule: Callable[[tuple[str, ...], bool], Schedule], kinds: tuple[str, ...], wgrad_last: bool
+) -> Schedule:
     """What ``schedule`` makes. Raises ValueError where a layer can't run by it."""
     made = schedule(kinds, wgrad_last)
-    if isinstance(made, (Windowed, Block)):
+    if isinstance(made, Block):
         raise ValueError(
-            f"schedule= makes a {type(made).__name__}, which a layer runs by where its config says so; return a Schedule, or leave "
-            "out schedule= and set sp_overlap.window or sp_overlap.scope"
+            "schedule= makes a Block, of which the MLP is a part that a layer by itself doesn't have; return a Schedule or a "
+            'Windowed, or leave out schedule= and set sp_overlap.scope to "block"'
         )
     return check(made, kinds)
 
 
 class Layer:
-    """What both kinds of attention layer share: the sp group, the configuration, and the agreement of the ranks.
+    """What both kinds of attention layer share: the sp group, the configuration, and the agreement
+    of the ranks.
 
     policy        shared with the other layers of the model; one of its own if None
     heads_alike   the local attention is known to treat all heads alike, and not tried out
-    schedule      what travels with each head group, whether wgrads of the output projection come last -> what happens when
+    schedule      what travels with each head group, whether wgrads of the output projection come
+                  last -> what happens when
     """
 
     def __init__(
@@ -60,20 +66,34 @@ class Layer:
         heads_alike: bool = False,
         schedule: Callable[[tuple[str, ...], bool], Schedule] = by_head_groups,
     ):
-        self.channel, self.config, self.where, self.heads_alike, self.schedule = channel, config, where, heads_alike, schedule
+        self.channel, self.config, self.where, self.heads_alike, self.schedule = (
+            channel,
+            config,
+            where,
+            heads_alike,
+            schedule,
+        )
         self.policy = policy or Policy.of(config, channel)
         self.index = self.policy.join() if self.policy else 0
         channel.timeline = channel.timeline or Timeline.of(config, channel)
         self.agreed, self.called = False, where
-        self._divides: dict[tuple, bool] = {}  # whether attention may be cut into head groups, by kind of call
-        self._reads_o: dict[tuple, bool] = {}  # whether the backward of attention that is not run again reads o, by kind of call
+        self._divides: dict[
+            tuple, bool
+        ] = {}  # whether attention may be cut into head groups, by kind of call
+        self._reads_o: dict[
+            tuple, bool
+        ] = {}  # whether the backward of attention that is not run again reads o, by kind of call
 
     def __deepcopy__(self, memo: dict) -> Layer:
         """Of the copy of a module: it exchanges over the same group."""
-        return Layer(self.channel, self.config, self.where, self.policy, self.heads_alike, self.schedule)
+        return Layer(
+            self.channel, self.config, self.where, self.policy, self.heads_alike, self.schedule
+        )
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError(f"{self.where}: an attention layer over a process group can't be pickled; save its state_dict()")
+        raise TypeError(
+            f"{self.where}: an attention layer over a process group can't be pickled; save its state_dict()"
+        )
 
     def begin(
         self,
@@ -83,19 +103,29 @@ class Layer:
         has_baseline: bool,
         head_dim: int = 0,
     ) -> tuple[Run, Call | None]:
-        """Begin a `call` of this layer, with the head groups that the policy chooses; None where the baseline is to run.
+        """Begin a `call` of this layer, with the head groups that the policy chooses; None where
+        the baseline is to run.
 
-        local          the local attention of the call; None where it is known to treat all heads alike
+        local          the local attention of the call; None where it is known to treat all heads
+                       alike
         has_baseline   whether there is something that gives the same without overlap
         head_dim       d of a layer that can run by a window; 0 of others
         """
-        call, timeline, device = self.counted(describe, inputs, local), self.channel.timeline, inputs[0].device
+        call, timeline, device = (
+            self.counted(describe, inputs, local),
+            self.channel.timeline,
+            inputs[0].device,
+        )
         run = Run(inputs)
         if timeline is not None and timeline.recording():
             run.timed(timeline.layer(self.where, device))
         policy, geometry = self.policy, call.geometry
         off = has_baseline and not (policy and policy.replicas)
-        tried = self._tried(geometry, inputs[0], head_dim, off) if self.config.memory == "auto" else None
+        tried = (
+            self._tried(geometry, inputs[0], head_dim, off)
+            if self.config.memory == "auto"
+            else None
+        )
         trial = None if policy is None else policy.trial(geometry, inputs[0], has_baseline, tried)
         candidate = tried.default if tried is not None else geometry.groups
         if policy is not None and trial is not None:
@@ -104,25 +134,49 @@ class Layer:
         if isinstance(candidate, str):
             return run, None
         groups, window = candidate if isinstance(candidate, tuple) else (candidate, None)
-        call = call if groups == geometry.groups else self._made(_regrouped(geometry, groups), call.checked)
+        call = (
+            call
+            if groups == geometry.groups
+            else self._made(_regrouped(geometry, groups), call.checked)
+        )
         call.window = window or self.config.window_of(groups)
         return run, call
 
     def _tried(self, geometry: Geometry, x: Tensor, head_dim: int, off: bool) -> Tried:
-        """What is tried where memory counts, and what is taken until then or else; alike on all ranks that choose together."""
+        """What is tried where memory counts, and what is taken until then or else; alike on all
+        ranks that choose together.
+        """
         config, policy, size = self.config, self.policy, geometry.sp_size
         fixed = geometry.groups if config.head_groups != "auto" or geometry.groups == 1 else None
         if not head_dim:  # what holds less is not known, but more groups hold less
             ways = candidates_for(geometry.max_groups if fixed is None else 1, off)
             return Tried(ways[::-1] if fixed is None else (fixed,), geometry.groups)
         # Lengths that vary are one shape to the policy; those of replicas differ, and are all long.
-        local = 2**20 if policy and policy.replicas else 1 << (sum(geometry.seq_lens) // size).bit_length()
+        local = (
+            2**20
+            if policy and policy.replicas
+            else 1 << (sum(geometry.seq_lens) // size).bit_length()
+        )
         batch = 1 if policy and policy.replicas else geometry.batch
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        sizes = x.shape[-1], geometry.heads, geometry.kv_heads, head_dim, local * size, size, batch, dtype.itemsize
+        sizes = (
+            x.shape[-1],
+            geometry.heads,
+            geometry.kv_heads,
+            head_dim,
+            local * size,
+            size,
+            batch,
+            dtype.itemsize,
+        )
         return tried(
-            LayerShape(*sizes), fixed, config.window, config.checkpointing != "recompute", off, config.policy.warmup_steps // 2
+            LayerShape(*sizes),
+            fixed,
+            config.window,
+            config.checkpointing != "recompute",
+            off,
+            config.policy.warmup_steps // 2,
         )
 
     def counted(
@@ -131,10 +185,15 @@ class Layer:
         inputs: tuple[Tensor, ...],
         local: Callable[[], Local] | None,
     ) -> Call:
-        """A `call` of this layer, counted, in one head group where its local attention needs all heads at once."""
+        """A `call` of this layer, counted, in one head group where its local attention needs all
+        heads at once.
+        """
         call = self.call(describe)
         if (
-            call.geometry.groups > 1 and local and not self.heads_alike and not self._may_divide(call, inputs, local)
+            call.geometry.groups > 1
+            and local
+            and not self.heads_alike
+            and not self._may_divide(call, inputs, local)
         ):  # guard: heads alike
             call = self._made(_regrouped(call.geometry, 1), call.checked)
         self.channel.calls.count(self.channel, self.called, inputs[0].device)
@@ -142,14 +201,20 @@ class Layer:
             self.channel.timeline.look()
         return call
 
-    def _may_divide(self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]) -> bool:
-        """Whether the local attention may be called group by group; tried out for the first call of a kind, on all ranks."""
+    def _may_divide(
+        self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]
+    ) -> bool:
+        """Whether the local attention may be called group by group; tried out for the first call of
+        a kind, on all ranks.
+        """
         device, kind = inputs[0].device, kind_of(call, inputs)
         if kind not in self._divides:
             attention = local()
             mine = fault(call, attention, device, partial(with_head_dim, where=self.where))
             found, norms = zip(*self.channel.gather(mine, self.where))
-            seen = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)  # guard: what any rank found
+            seen = "; ".join(
+                f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what
+            )  # guard: what any rank found
             seen = seen or difference_of_ranks(norms, attention.dtype)  # guard: alike on all ranks
             self._divides[kind] = not seen
             if seen:
@@ -160,7 +225,9 @@ class Layer:
         return self._divides[kind]
 
     def holds_all(self) -> None:
-        """Say of a layer that can't make q, k and v again in backward what that means, if it was asked to."""
+        """Say of a layer that can't make q, k and v again in backward what that means, if it was
+        asked to.
+        """
         if self.config.window_of(1) is not None:
             say_once(
                 "sp_overlap: window and checkpointing need projections that are computed part by part; a layer whose projections can't be "
@@ -168,12 +235,17 @@ class Layer:
             )
 
     def reads_o(self, kind: tuple, mine: bool, learns: str) -> bool:
-        """Whether o must travel again in backward: on one rank of the first call of a kind, then on all of them.
+        """Whether o must travel again in backward: on one rank of the first call of a kind, then on
+        all of them.
 
         kind     as `kind_of` tells
         learns   what attention learns and nobody was told of; refused on all ranks
         """
-        found = self.channel.gather((mine, learns), self.where) if kind not in self._reads_o else [(False, learns)]
+        found = (
+            self.channel.gather((mine, learns), self.where)
+            if kind not in self._reads_o
+            else [(False, learns)]
+        )
         if seen := next((what for _, what in found if what), ""):  # guard: no gradient is lost
             raise ValueError(
                 f"{self.where}: local attention learns {seen}, which it is not called with; with sp_overlap.window or checkpointing give "
@@ -184,8 +256,9 @@ class Layer:
     def call(self, describe: Callable[[], tuple[Geometry, Callable[[], tuple]]]) -> Call:
         """A call of this layer, of the geometry that ``describe`` gives.
 
-        On the layer's first call (on every call with ``sp_overlap.check``) the ranks compare it first: a fault that one of
-        them has, or a difference, is a ValueError on all of them before anything is exchanged.
+        On the layer's first call (on every call with ``sp_overlap.check``) the ranks compare it
+        first: a fault that one of them has, or a difference, is a ValueError on all of them before
+        anything is exchanged.
         """
         first = not self.agreed
         if first or self.config.check:
@@ -198,9 +271,15 @@ class Layer:
         return self._made(geometry, first and self.config.check)
 
     def _made(self, geometry: Geometry, checked: bool) -> Call:
-        return Call(self.channel, geometry, _checked(self.schedule, geometry.kinds, self.config.wgrad), self.where, checked)
+        schedule = _checked(self.schedule, geometry.kinds, self.config.wgrad)
+        if isinstance(schedule, Windowed) and schedule.last_use != geometry.last_use:
+            raise ValueError(
+                f"schedule= makes a Windowed whose KV heads are used last by the groups {schedule.last_use}, but here they are by "
+                f"{geometry.last_use}; give by_window those of the layer's heads"
+            )
+        return Call(self.channel, geometry, schedule, self.where, checked)
 
-    def refuse(self, error: ValueError) -> None:
+    def refuse(self, error: Exception) -> None:
         """Raise ``error``, on the layer's first call on every rank."""
 
         def describe() -> NoReturn:
@@ -227,19 +306,39 @@ class Layer:
         )
 
     def geometry(
-        self, x: Tensor, heads: int, kv_heads: int, batch_first: bool, lengths: list[int] | None, extra: tuple
+        self,
+        x: Tensor,
+        heads: int,
+        kv_heads: int,
+        batch_first: bool,
+        lengths: list[int] | None,
+        extra: tuple,
     ) -> Geometry:
-        """Geometry of a call with ``x`` [s/P, b, ...], one head group where attention gets ``extra`` arguments per head."""
+        """Geometry of a call with ``x`` [s/P, b, ...], one head group where attention gets
+        ``extra`` arguments per head.
+        """
         channel = self.channel
         batch, local_seq = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
-        seq_lens = (local_seq,) * channel.size if lengths is None else tuple(int(length) for length in lengths)
+        seq_lens = (
+            (local_seq,) * channel.size
+            if lengths is None
+            else tuple(int(length) for length in lengths)
+        )
         groups = self.config.groups_for(heads, channel.size)
         for x in extra:
             if isinstance(x, PerHead):
                 x.check(heads)
-        geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, groups, batch_first)
-        if groups > 1 and extra and _per_head(geometry, extra if self.heads_alike else tree_leaves(extra)):
-            geometry = _geometry(channel.size, channel.rank, seq_lens, batch, heads, kv_heads, 1, batch_first)
+        geometry = _geometry(
+            channel.size, channel.rank, seq_lens, batch, heads, kv_heads, groups, batch_first
+        )
+        if (
+            groups > 1
+            and extra
+            and _per_head(geometry, extra if self.heads_alike else tree_leaves(extra))
+        ):
+            geometry = _geometry(
+                channel.size, channel.rank, seq_lens, batch, heads, kv_heads, 1, batch_first
+            )
         if seq_lens[channel.rank] != local_seq:
             raise ValueError(
                 f"sequence_lengths: {seq_lens[channel.rank]} for sp rank {channel.rank}, whose local sequence has {local_seq} tokens; "
@@ -249,9 +348,11 @@ class Layer:
 
 
 def _per_head(geometry: Geometry, extra: Iterable) -> bool:
-    """Whether some tensor may have one slice per head of a rank (a bias, slopes), which head groups would misuse.
+    """Whether some tensor may have one slice per head of a rank (a bias, slopes), which head groups
+    would misuse.
 
-    Asked for every rank's count of heads, so that all ranks answer alike; where it is wrong it costs some overlap.
+    Asked for every rank's count of heads, so that all ranks answer alike; where it is wrong it
+    costs some overlap.
     """
     counts = {geometry.heads // geometry.sp_size, -(-geometry.heads // geometry.sp_size)}
     return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)

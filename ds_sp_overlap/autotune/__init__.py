@@ -1,1 +1,1 @@
-"""Choice of the number of head groups by timing, in the first steps of training."""
+"""Chooses the number of head groups by timing, in the first steps of training."""

@@ -1,10 +1,12 @@
-"""What ``"memory": "auto"`` tries: windows that are predicted to take no longer than the fastest, those that hold least first.
+"""Chooses which candidates ``"memory": "auto"`` times, those that need least memory first.
 
-Predicted is with two sets of rates: those of a GPU that reaches the others through a network card, and those of a wire that costs
-nothing. Nothing is measured for it: rates that ranks measured would differ, and data-parallel replicas, which have to try the same,
-can't ask one another before their first step. What is left out by mistake is a window that would be exposed on either; what is
-tried by mistake is measured, and not kept. Most depends on what needs no rates: how long attention is beside the projections, that
-a window computes once more in backward.
+Candidates are numbers of head groups G, and windows (G, W). Only windows are timed whose predicted
+time is close to the shortest prediction. Predictions are made for two networks: one with the rate
+of a network card, and one that costs nothing. No rate is measured: ranks would measure different
+rates, and data-parallel replicas, which must time the same candidates, can't ask one another before
+their first step. A window is left out by mistake only if it would be exposed on either network. A
+window that is timed by mistake is not chosen. What matters most needs no rates: how long attention
+is beside the projections, which backward recomputes with a window.
 """
 
 from __future__ import annotations
@@ -12,16 +14,20 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from .costs import WINDOWS, Costs, LayerShape, Rates, schedule_of
+from ..schedule import Played, schedule_of
+from .costs import WINDOWS, Costs, LayerShape, Rates
 from .trial import CLOSE, GROUPS, OFF, Candidate
 
 RATES = (Rates(600e12, 500e12, 45e9), Rates(600e12, 500e12, float("inf"), 0.0))
 
 
 class Tried(NamedTuple):
-    """
-    candidates   those that hold less before those that hold more
-    default      what holds least of those that are predicted to take no longer than the fastest
+    """What is timed for a layer.
+
+    Attributes:
+        candidates: Those that need less memory before those that need more.
+        default: Of those that are predicted to take no longer than the fastest, the candidate that
+            needs least memory.
     """
 
     candidates: tuple[Candidate, ...]
@@ -29,32 +35,61 @@ class Tried(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def tried(layer: LayerShape, groups: int | None, window: int | None, again: bool, off: bool, most: int) -> Tried:
-    """What to try for a layer.
+def tried(
+    layer: LayerShape, groups: int | None, window: int | None, again: bool, off: bool, most: int
+) -> Tried:
+    """Choose the candidates for a layer.
 
-    groups, window   G and W, where they are given
-    again            every layer makes q, k and v again in backward, in a window of half its groups if in no other (`window_of`)
-    off              DeepSpeed's own is possible; it holds most
-    most             so many candidates
+    Args:
+        layer: Shape of the layer.
+        groups: G, where it is given.
+        window: W, where it is given.
+        again: Whether backward recomputes q, k and v with every candidate. A G without a window
+            then stands for a window of half of its groups (`SpOverlapConfig.window_of`).
+        off: Whether DeepSpeed's own layer is possible; it needs most memory.
+        most: The most candidates.
     """
     possible = range(1, layer.geometry(1).max_groups + 1)
     ways: list[int | tuple[int, int]]
     if groups is not None:
-        ways = [groups, *((groups, few) for few in (1, 2) if few < groups and window is None)]
+        ways = [groups]
+        ways += [(groups, few) for few in (1, 2) if few < groups and window is None]
     elif window is not None:
-        ways = [each for each in (*GROUPS, 8) if each in possible]
+        ways = [count for count in (*GROUPS, 8) if count in possible]
     else:
-        ways = [each for each in GROUPS if each in possible] + [way for way in WINDOWS if way[0] in possible]
-    found = {}
+        ways = [count for count in GROUPS if count in possible]
+        ways += [pair for pair in WINDOWS if pair[0] in possible]
+    peaks: dict[int | tuple[int, int], int] = {}
+    # On each of the two networks.
+    times_ms: dict[int | tuple[int, int], list[float]] = {}
     for way in ways:
-        each, few = way if isinstance(way, tuple) else (way, window or (max(1, way // 2) if again else None))
-        played = [of.played(schedule_of(of.geometry, few)) for of in (Costs(layer, rates, each) for rates in RATES)]
-        found[way] = played[0].peak, [of.step_ms for of in played]
-    fastest = [min(times) for times in zip(*(times for _, times in found.values()))]
-    near = {way: [ms <= (1 + CLOSE) * least for ms, least in zip(times, fastest)] for way, (_, times) in found.items()}
-    least_first = sorted(found, key=lambda way: found[way][0])
-    default = next(way for way in least_first if near[way][0])
-    whole = sorted((way for way in ways if isinstance(way, int)), key=lambda way: found[way][1][0])  # the fastest first
-    few_held = [way for way in least_first if way not in whole and any(near[way])]
-    taken = list(dict.fromkeys((default, *whole, *few_held)))[: max(2, most - off)]
-    return Tried((*(way for way in least_first if way in taken), *((OFF,) if off else ())), default)
+        simulated = [_simulated(layer, rates, way, window, again) for rates in RATES]
+        peaks[way], times_ms[way] = simulated[0].peak, [each.step_ms for each in simulated]
+    # Whether a candidate is close to the fastest, on each of the two networks.
+    close = {}
+    fastest_ms = [min(times) for times in zip(*times_ms.values())]
+    for way, times in times_ms.items():
+        close[way] = [ms <= (1 + CLOSE) * least for ms, least in zip(times, fastest_ms)]
+    least_first = sorted(ways, key=peaks.__getitem__)
+    default = next(way for way in least_first if close[way][0])
+    fastest_first = sorted(ways, key=lambda way: times_ms[way][0])
+    whole = [way for way in fastest_first if isinstance(way, int)]
+    windows = [way for way in least_first if isinstance(way, tuple) and any(close[way])]
+    taken = list(dict.fromkeys((default, *whole, *windows)))[: max(2, most - off)]
+    candidates: list[Candidate] = [way for way in least_first if way in taken]
+    return Tried((*candidates, *((OFF,) if off else ())), default)
+
+
+def _simulated(
+    layer: LayerShape,
+    rates: Rates,
+    way: int | tuple[int, int],
+    window: int | None,
+    again: bool,
+) -> Played:
+    """Simulate a candidate, G or (G, W), on a machine with ``rates``."""
+    groups, few = way if isinstance(way, tuple) else (way, window)
+    if few is None and again:
+        few = max(1, groups // 2)
+    costs = Costs(layer, rates, groups)
+    return costs.played(schedule_of(costs.geometry, few))

@@ -1,4 +1,4 @@
-"""What the steps of a layer take and hold, by arithmetic from its shape."""
+"""Computes the duration and the memory of each step of a layer, from the layer's shape."""
 
 from __future__ import annotations
 
@@ -7,20 +7,37 @@ from functools import cache
 
 from ..exchange.geometry import Geometry
 from ..exchange.layout import Layout
-from ..schedule import MLP, Played, Schedule, Step, Tensor, by_head_groups, by_window, held, play
+from ..schedule import (
+    MLP,
+    O,
+    Op,
+    Played,
+    Schedule,
+    Step,
+    Tensor,
+    held,
+    play,
+)
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Shape of a transformer layer. Raises ValueError where no sp group of this size can hold it.
+    """Shape of a transformer layer.
 
-    width           model dim m
-    heads, kv_heads, head_dim
-    seq             global sequence, tokens; divides by the sp size
-    sp_size         P
-    batch
-    element_bytes   of what is exchanged
-    intermediate    width of a gated MLP that shares the layer's time and hides nothing; 0: the attention layer alone
+    Attributes:
+        width: Model dim ``m``.
+        heads: Query heads, ``h``.
+        kv_heads: KV heads, ``h_kv``.
+        head_dim: ``d``.
+        seq: Global sequence, in tokens; divides by the sp size.
+        sp_size: ``P``.
+        batch: ``b``.
+        element_bytes: Bytes of an element that is exchanged.
+        intermediate: Width of a gated MLP, which counts towards the layer's time and hides nothing;
+            0: the attention layer alone.
+
+    Raises:
+        ValueError: where no sp group of this size can hold the layer.
     """
 
     width: int
@@ -35,21 +52,26 @@ class LayerShape:
 
     def __post_init__(self) -> None:
         if self.seq % self.sp_size:
-            raise ValueError(f"{self.seq} tokens do not divide by sp size {self.sp_size}; take a multiple of it")
+            raise ValueError(
+                f"{self.seq} tokens do not divide by sp size {self.sp_size}; take a multiple of it"
+            )
         self.geometry(1)
 
     def geometry(self, groups: int) -> Geometry:
+        """Return the geometry of rank 0 with ``groups`` head groups."""
         lengths = (self.seq // self.sp_size,) * self.sp_size
         return Geometry(self.sp_size, 0, lengths, self.batch, self.heads, self.kv_heads, groups)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does.
+    """Rates of one GPU.
 
-    matmul, attention   FLOP/s of projections and of causal attention (the masked half is not counted)
-    wire                bytes/s that a rank sends to the others in an all-to-all, while it receives as many
-    latency_ms          of an exchange of nothing
+    Attributes:
+        matmul: FLOP/s of projections.
+        attention: FLOP/s of causal attention; the masked half is not counted.
+        wire: bytes/s that a rank sends to the others in an all-to-all, while it receives as many.
+        latency_ms: Duration of an empty exchange.
     """
 
     matmul: float
@@ -59,109 +81,126 @@ class Rates:
 
 
 class Sizes:
-    """What a layer in G head groups holds, on rank 0, the rank with the most heads."""
+    """Memory of a layer in G head groups on rank 0, the rank with the most heads."""
 
     def __init__(self, layer: LayerShape, groups: int):
         self.layer, self.geometry = layer, layer.geometry(groups)
 
     def held(self, schedule: Schedule, is_stock: bool = False) -> list[int]:
-        """Bytes over x, dy and the weights while each step runs: of forward, of the rest of the layer, of backward.
+        """Return the bytes in memory while each step runs, beside x, dy and the weights.
 
-        is_stock   q, k and v are variables of the layer's forward, which has them until it returns
+        Args:
+            schedule: The order of the steps.
+            is_stock: Whether the layer is DeepSpeed's own, whose forward has variables for q, k and
+                v, so that they live until forward returns.
+
+        Returns:
+            Bytes for each step of forward, for the rest of the layer, and for each step of
+            backward.
         """
-        attends = {group: [sent for sent, start, stop in self.geometry.kv_pieces(group)] for group in range(self.geometry.groups)}
-        return held(schedule, cache(self.size), attends.__getitem__, is_stock)
+
+        def attended_groups(group: int) -> list[int]:
+            return [sent for sent, _, _ in self.geometry.kv_pieces(group)]
+
+        return held(schedule, cache(self.size), attended_groups, is_stock)
 
     def size(self, tensor: Tensor) -> int:
-        """Bytes of what `schedule.held` names."""
-        what, of, group = tensor
+        """Return the bytes of a tensor that `schedule.held` names."""
+        what, name, group, _, exchange = tensor
         layer = self.layer
-        if what in ("send", "recv"):
-            layout = self._layout(of, group)
-            there = layout.source if what == "send" else layout.target
-            if not layout.also and there.is_wire_layout:
+        if exchange is not None:
+            layout = self._exchange(exchange)
+            end = layout.source if what == "send" else layout.target
+            if not layout.also and end.is_wire_layout:
                 return 0
-            return layer.element_bytes * (layout.sources.elements if what == "send" else layout.targets.elements)
+            sides = layout.sources if what == "send" else layout.targets
+            return sides.elements * layer.element_bytes
         x = self._tokens * layer.width * layer.element_bytes
         if what in ("y", "dx"):
             return x
-        if what == "more dx" and self.geometry.groups == 1:  # those of more groups are summed in place
+        # The dx of several groups is summed in place.
+        if what == "more dx" and self.geometry.groups == 1:
             return x
+        # Bytes of one head of one token.
+        head = layer.head_dim * layer.element_bytes
         if what == "dW":
-            return layer.width * layer.head_dim * (layer.kv_heads if of in ("k", "v") else layer.heads) * layer.element_bytes
+            return layer.width * head * (layer.kv_heads if name in ("k", "v") else layer.heads)
         if what not in ("local", "rows", "global", "more global", "lse", "work"):
             return 0
-        kind = of[-1].replace("o", "q")
+        kind = "q" if name == "o" else name
         if what == "rows":
-            return layer.width * self._local_heads(kind, group) * layer.head_dim * layer.element_bytes
+            return layer.width * self._local_heads(kind, group) * head
         if what == "local":
-            return self._tokens * self._local_heads(kind, group) * layer.head_dim * layer.element_bytes
+            return self._tokens * self._local_heads(kind, group) * head
         start, stop = self.geometry.sent_range(kind, 0, group)
         heads = layer.seq * layer.batch * max(stop - start, 0)
         if what == "lse":
             return heads * max(4, layer.element_bytes)
         if what == "work":
             return self._work(heads * layer.head_dim)
-        return heads * layer.head_dim * layer.element_bytes
+        return heads * head
 
     def _work(self, elements: int) -> int:
-        """Of 2-byte elements flash-attn's backward sums dq in fp32, and where query heads share KV heads it makes dk and dv of each."""
+        """Return the bytes that the backward of attention allocates for ``elements`` of q.
+
+        flash-attn's backward, for elements of 2 bytes, sums dq in fp32. Where query heads share KV
+        heads, it makes dk and dv for each query head.
+        """
         layer = self.layer
-        if layer.element_bytes != 2:  # no kernel for GPUs; PyTorch's for CPU takes a few blocks
+        # Other elements have no kernel for GPUs; PyTorch's kernel for CPU allocates a few blocks.
+        if layer.element_bytes != 2:
             return 0
         return elements * (4 + 2 * layer.element_bytes * (layer.heads != layer.kv_heads))
 
     @property
     def _tokens(self) -> int:
+        """Tokens of this rank, in all sequences of the batch."""
         return self.layer.seq // self.layer.sp_size * self.layer.batch
 
     def _local_heads(self, kind: str, group: int) -> int:
         return sum(stop - start for start, stop in self.geometry.heads_of(kind, group))
 
-    def _layout(self, of: str, group: int) -> Layout:
-        """Of an exchange, q, dqkv or odo; what travels with do travels as do does."""
-        kinds = "oo" if of == "odo" else of.removeprefix("d")
-        layout = self.geometry.together(kinds, group, (self.layer.head_dim,) * len(kinds))
-        return layout.inverse if of[0] == "d" or of == "odo" else layout
+    def _exchange(self, step: Step) -> Layout:
+        """Return the layout of an exchange; what travels beside do travels as do does."""
+        kinds = (*step.beside, *step.tensors)
+        dims = (self.layer.head_dim,) * len(kinds)
+        layout = self.geometry.together(kinds, step.group, dims)
+        return layout.inverse if step.grad else layout
 
 
 class Costs(Sizes):
-    """What every step of a layer takes there."""
+    """Memory and durations of a layer in G head groups on rank 0."""
 
     def __init__(self, layer: LayerShape, rates: Rates, groups: int):
         super().__init__(layer, groups)
         self.rates = rates
 
     def ms(self, step: Step) -> float:
-        """Duration on the compute row; of the transfer, for a start."""
+        """Return the duration of a step on the compute row; of the transfer, for a start."""
         layer, tokens = self.layer, self._tokens
-        if step.act == "start":
+        if step.op is Op.START:
             layout = self._exchange(step)
-            sent, got = (sum(sizes[1:]) for sizes in (layout.sources.sizes, layout.targets.sizes))
-            return self.rates.latency_ms + 1e3 * layer.element_bytes * max(sent, got) / self.rates.wire
-        if step == MLP:  # forward, and a backward that takes twice as long
+            sent, received = sum(layout.sources.sizes[1:]), sum(layout.targets.sizes[1:])
+            moved_bytes = layer.element_bytes * max(sent, received)
+            return self.rates.latency_ms + 1e3 * moved_bytes / self.rates.wire
+        if step == MLP:
+            # Forward, and a backward that takes twice as long.
             return 1e3 * 2 * tokens * layer.width * 3 * layer.intermediate * 3 / self.rates.matmul
-        if step.act == "attend":  # the backward makes five products of the forward's two
+        if step.op is Op.ATTEND:
             start, stop = self.geometry.query_range(0, step.group)
-            forward = 1e3 * 2 * layer.seq**2 * layer.batch * (stop - start) * layer.head_dim / self.rates.attention
-            return forward * (2.5 if step.of == "do" else 1)
-        heads = self._local_heads("q" if step.of == "o" else step.of, step.group)
+            products = 1e3 * 2 * layer.seq**2 * layer.batch * (stop - start) * layer.head_dim
+            forward = products / self.rates.attention
+            # The backward makes five products, the forward two.
+            return forward * (2.5 if step.grad else 1)
+        (kind,) = step.tensors
+        heads = self._local_heads("q" if step.tensors == O else kind, step.group)
         return 1e3 * 2 * tokens * layer.width * heads * layer.head_dim / self.rates.matmul
 
-    def _exchange(self, step: Step) -> Layout:
-        return self._layout(step.of, step.group)
-
     def played(self, schedule: Schedule, is_stock: bool = False) -> Played:
-        """A whole transformer layer: forward, the MLP, and backward; see `held`."""
-        return play(schedule, (*schedule.forward, MLP, *schedule.backward), self.ms, self.held(schedule, is_stock))
+        """Simulate a whole transformer layer: forward, the MLP and backward; see `held`."""
+        program = (*schedule.forward, MLP, *schedule.backward)
+        return play(schedule, program, self.ms, self.held(schedule, is_stock))
 
 
-WINDOWS = ((2, 1), (4, 1), (4, 2), (8, 1), (8, 2))  # (G, W) that are tried: more groups in flight than these save little
-
-
-def schedule_of(geometry: Geometry, window: int | None = None, wgrad_last: bool = True) -> Schedule:
-    """What a layer runs by in the groups of ``geometry``, where it says nothing else."""
-    if window is None:
-        return by_head_groups(geometry.kinds, wgrad_last)
-    few_kv = geometry.heads >= 4 * geometry.kv_heads
-    return by_window(geometry.kinds, geometry.last_use, window, wgrad_last, few_kv)
+# The windows (G, W) that are tried. Windows of more groups save little memory.
+WINDOWS = ((2, 1), (4, 1), (4, 2), (8, 1), (8, 2))

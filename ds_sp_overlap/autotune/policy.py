@@ -1,36 +1,49 @@
-"""Which G, or none: tried in the first steps of training on the ranks themselves, and never asked again.
+"""Chooses the number of head groups by timing candidates in the first steps of training.
 
-Candidates are "off", the layer's own forward, where there is one that computes the same thing, and G = 1, 2, 4 as far as
-the heads go; where memory counts also some (G, W), see `choices`. Each is tried for an optimizer step at a time; within a step the layers of a model run different ones, so that
-whatever else happens to the machine happens to all of them. With C = 4 candidates, warmup_steps = 16 and no loser yet:
+Candidates are "off", the layer's own forward, where one computes the same thing; G = 1, 2, 4 as far
+as the heads go; and where memory counts some (G, W), see `choices`. Each candidate is tried for an
+optimizer step at a time. Within a step the layers of a model run different candidates, so that
+whatever else happens to the machine happens to all candidates. With C = 4 candidates,
+warmup_steps = 16 and no loser yet:
 
-    step     | 0       | 1   2   3   4     | 5   6   7   8   9  10  11  12  13  14  15  16 | 17 ...
-    layer 0  | default | off G=1 G=2 G=4   | off G=1 G=2 G=4 off ...                       | the fastest
-    layer 1  | default | G=1 G=2 G=4 off   | G=1 G=2 G=4 off G=1 ...                       | the fastest
-             |         | untimed: warms up | timed; after each round the slow are pruned   |
+    step    | 0       | 1   2   3   4    | 5   6   7   8   9  10  11  12  13 .. 16 | 17 ...
+    layer 0 | default | off G=1 G=2 G=4  | off G=1 G=2 G=4 off ...                 | the fastest
+    layer 1 | default | G=1 G=2 G=4 off  | G=1 G=2 G=4 off G=1 ...                 | the fastest
+            |         | untimed: warm-up | timed; each round prunes the slow       |
 
-A candidate never changes between a forward and its backward, as long as no optimizer of the process steps between them:
-checkpointing would compute another graph than it saved, and gradient accumulation keeps several in flight. Nothing is
-tried before the first optimizer step, nor for shapes without a backward: a program that doesn't train runs the default.
+The clock runs in calls that record a graph: in forward, and in backward from the arrival of the
+output's gradient to the end. Times are per token. The slowest rank's time counts, since the others
+wait for that rank.
 
-Timed are forward, and backward from the arrival of the output's gradient to its end, in calls that record a graph, per
-token. What the slowest rank measured counts, since the others wait for that rank.
+Note [One candidate in forward and backward]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A candidate never changes between a forward and its backward, as long as no optimizer of the process
+steps between them: checkpointing would recompute another graph than it saved, and gradient
+accumulation has several forwards in flight. Nothing is tried before the first optimizer step, nor
+for shapes without a backward, so that a program that doesn't train runs the default.
 
-Ranks of an sp group launch the same exchanges only if they run the same candidate, whatever else one of them does: an
-optimizer of its own, a step that the others don't make, a model that is garbage earlier than elsewhere. So nothing collective
-hangs on these. Alike on all ranks of an sp group are calls of layers, and their backwards:
+Note [What ranks have in common]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Ranks of an sp group launch the same exchanges only if they run the same candidate. Yet one of them
+may have an optimizer of its own, make a step that the others don't make, or free a model earlier.
+So no collective may depend on these. Only calls of layers and their backwards are alike on all
+ranks of an sp group:
 
     backwards of layers           come back (`Policy._back`); only then there is something to ask
     optimizer steps               are noted; nobody waits
-    first layer call after that   the sp group is asked whether every optimizer has stepped (`Policy._look`); if so the step is
-                                  over: trials that were met begin, go on, are pruned, end
+    first layer call after that   the ranks of the sp group compare whether every optimizer has
+                                  stepped (`Policy._look`). If so, the step is over: trials that
+                                  were met begin, go on, are pruned, end
 
-Beside data parallelism the sp groups are replicas, each with batches of its own. Ranks that reduce gradients together run the
-same candidate for the same layer in the same step and keep the same: ZeRO gathers weights and reduces gradients in the order in
-which they come, so that replicas whose orders differed would sum gradients of different parameters without a word. (Every G
-delivers gradients in one order, which a test holds.) No layer call is common to the replicas: one of them may evaluate alone. So
-each rank tells the others what it met and measured when its optimizer steps (`Board`), which waits for nobody, and the first layer
-call after that acts on what all have told.
+Note [Replicas]
+~~~~~~~~~~~~~~~
+Beside data parallelism the sp groups are replicas, each with batches of its own. Ranks that reduce
+gradients together run the same candidate for the same layer in the same step, and choose the same.
+ZeRO gathers weights and reduces gradients in the order in which they come: replicas with different
+orders would silently sum gradients of different parameters. (Every G delivers gradients in one
+order, which a test holds.) No layer call is common to the replicas, since one replica may evaluate
+alone. So each rank posts its measurements when its optimizer steps (`Board`), without waiting for
+anybody, and the first layer call after that acts on what all ranks have posted.
 """
 
 from __future__ import annotations
@@ -56,36 +69,46 @@ from ..say import say
 from .choices import Tried
 from .trial import BLOCK, LAYER, Candidate, Report, Trial, candidates_for, merged
 
-WAIT_S = 60  # for replicas whose optimizers have not stepped, before nothing is tried any more
+# How long replicas wait for optimizers that have not stepped, before they stop trying.
+WAIT_S = 60
 
 
 class Board:
-    """Where replicas tell one another, in the store of the world: telling waits for nobody.
+    """Reports of all ranks of the world for each step, in the world's store, see Note [Replicas].
 
-    The rank that tells last of a step puts together what all have told. A rank that waits for this longer than `WAIT_S` gives up
-    for all. Whichever of the two is written first holds.
+    The last rank that tells of a step merges the reports of all. A rank that waits for the merged
+    report longer than `WAIT_S` gives up for all ranks. The first of the two entries holds.
     """
 
-    made = itertools.count()  # alike on every rank, since replicas make their policies in one order
+    # Alike on every rank, since replicas make their policies in one order.
+    made = itertools.count()
 
     def __init__(self) -> None:
-        # Its stub denies that it takes bytes.
-        self.store: Any = dist.PrefixStore(f"sp_overlap policy {next(self.made)}", _get_default_store())
+        # Any: the store's stub denies that the store takes bytes.
+        self.store: Any = dist.PrefixStore(
+            f"sp_overlap policy {next(self.made)}", _get_default_store()
+        )
 
     def tell(self, step: int, report: Report) -> None:
+        """Post this rank's report, and merge all reports if it is the last one."""
         keys = self._keys(step)
         self.store.set(keys[dist.get_rank()], pickle.dumps(report))
         if self.store.add(f"{step} told by", 1) == len(keys):
-            reports = [pickle.loads(told) for told in self.store.multi_get(keys)]
+            reports = [pickle.loads(entry) for entry in self.store.multi_get(keys)]
             self.store.compare_set(str(step), "", pickle.dumps(merged(reports)))
 
     def told(self, step: int) -> dict | list[int]:
-        """What all have told, as of `merged`; or the ranks that hadn't when somebody gave up."""
+        """Wait for the merged report of a step, see `merged`.
+
+        Returns:
+            The merged report; or, if a rank gave up, the ranks that had not told by then.
+        """
         end = time.monotonic() + WAIT_S
         while not self.store.check([str(step)]):
             time.sleep(0.01)
             if time.monotonic() > end:
-                missing = [rank for rank, key in enumerate(self._keys(step)) if not self.store.check([key])]
+                keys = enumerate(self._keys(step))
+                missing = [rank for rank, key in keys if not self.store.check([key])]
                 self.store.compare_set(str(step), "", pickle.dumps(missing))
         return pickle.loads(self.store.get(str(step)))
 
@@ -95,18 +118,22 @@ class Board:
 
 
 class Policy:
-    """Chooses for the layers of one model.
+    """Chooses candidates for the layers of one model.
 
-    channel        the sp group, whose ranks choose together
-    warmup_steps   optimizer steps in which a shape may run something else than what is kept
-    replicas       whether all ranks of the world choose together, several sp groups with batches of their own
-    say            what is done with the line about each choice
-    frugal         as of a `Trial`
+    A trial is for layers of one shape: heads, sizes, dtype and candidates. In one sp group the
+    shape includes the batch, and the length in powers of two, so that lengths that vary are not
+    timed for ever. Batches of replicas differ, so beside replicas the shape includes neither. "off"
+    is then no candidate, since some batches don't allow it. A shape that a replica meets when all
+    is chosen and ``warmup_steps`` are over runs the default, since the others can't know of it.
 
-    Shapes are told apart by heads, sizes, dtype and candidates; in one sp group also by batch and by length, in powers of two,
-    so that lengths that vary are not timed for ever. Replicas' batches differ, so that nothing of them tells shapes apart
-    there, and "off", which is possible with some batches only, is no candidate. A shape that some replica meets when all
-    is chosen and ``warmup_steps`` are over has the default, since the others can't know.
+    Args:
+        channel: The sp group, whose ranks choose together.
+        warmup_steps: Optimizer steps in which the layers of a shape may run candidates that are not
+            chosen later.
+        replicas: Whether all ranks of the world choose together: several sp groups with batches of
+            their own.
+        say: Called with the line about each choice.
+        frugal: As in `Trial`.
     """
 
     def __init__(
@@ -117,21 +144,35 @@ class Policy:
         say: Callable[[str], Any] = say,
         frugal: bool = False,
     ):
-        self.channel, self.warmup_steps, self.replicas, self.say, self.frugal = channel, warmup_steps, replicas, say, frugal
+        self.channel, self.warmup_steps, self.replicas = channel, warmup_steps, replicas
+        self.say, self.frugal = say, frugal
         self.trials: dict[tuple, Trial] = {}
-        self._first: dict[tuple, int] = {}  # step in which layers in a row were first called, with inputs of a kind
+        # By key of a trial for layers in a row: the step of the first call.
+        self._first: dict[tuple, int] = {}
         self.board = Board() if replicas else None
-        self.over = False  # nothing is tried any more
+        # Whether nothing is tried any more.
+        self.over = False
         self.clock: Any = None
         self.step = self._layers = 0
-        self._back_since = self._due = self._stepped = False  # in this step: a backward; one since the last question; a step
+        # In this step: whether there was a backward, whether there was one since the ranks last
+        # compared, and whether an optimizer has stepped.
+        self._back_since = self._due = self._stepped = False
         self._hook = Listener(self._note)
 
     @classmethod
-    def of(cls, config: SpOverlapConfig, channel: Channel, gradient_group: Any = None) -> Policy | None:
-        """The policy that a config asks for; None where nothing is to be chosen, or ranks of the world choose apart.
+    def of(
+        cls, config: SpOverlapConfig, channel: Channel, gradient_group: Any = None
+    ) -> Policy | None:
+        """Make the policy that a config asks for.
 
-        gradient_group   the ranks that reduce gradients together, as far as it is known
+        Args:
+            config: The ``sp_overlap`` section.
+            channel: The sp group.
+            gradient_group: The ranks that reduce gradients together; None if it is not known.
+
+        Returns:
+            The policy. None where nothing is to be chosen, or where some ranks of the world do not
+            reduce gradients together, so that they could not choose together.
         """
         asked = config.head_groups == "auto" or config.memory == "auto"
         if not (asked and config.policy.warmup_steps > 0 and channel.size > 1):
@@ -143,46 +184,73 @@ class Policy:
         return cls(channel, config.policy.warmup_steps, replicas, frugal=config.memory == "auto")
 
     def join(self) -> int:
-        """A number for one more layer."""
+        """Return the index of one more layer."""
         self._layers += 1
         return self._layers - 1
 
-    def trial(self, geometry: Geometry, x: Tensor, off: bool, tried: Tried | None = None) -> Trial | None:
-        """The trial for a call with ``x``; None where there is one candidate only, or none to be tried any more.
+    def trial(
+        self, geometry: Geometry, x: Tensor, off: bool, tried: Tried | None = None
+    ) -> Trial | None:
+        """Return the trial for a call.
 
-        tried   what to try instead of every number of groups
+        Args:
+            geometry: Geometry of the call, with the default G.
+            x: [b, s/P, h, d] or [s/P, b, h, d], for its dtype and head dim.
+            off: Whether the layer's own forward is a candidate.
+            tried: Candidates and default instead of every number of groups.
+
+        Returns:
+            The trial; None where there is a single candidate, or where nothing is tried any more.
         """
         self._look()
-        # G = 1 where two groups were possible: the call has arguments per head
-        candidates = candidates_for(geometry.max_groups if geometry.groups > 1 else 1, off and not self.replicas)  # guard: no stock
-        candidates, default = (candidates, geometry.groups) if tried is None else tried
+        # A default of 1 where two groups are possible: the call has arguments per head.
+        most = geometry.max_groups if geometry.groups > 1 else 1
+        candidates = candidates_for(most, off and not self.replicas)  # guard: no stock
+        default: Candidate = geometry.groups
+        if tried is not None:
+            candidates, default = tried
         if len(candidates) == 1 and (self.over or not self.replicas):
             return None
-        batch = () if self.replicas else (geometry.batch, sum(geometry.seq_lens).bit_length())  # guard: their lengths differ
+        batch: tuple[int, ...] = ()
+        if not self.replicas:  # guard: their lengths differ
+            batch = (geometry.batch, sum(geometry.seq_lens).bit_length())
         key = (geometry.heads, geometry.kv_heads, x.shape[2:], x.dtype, *batch, candidates, default)
         if key not in self.trials:
             if self.over:
                 return None
             what = f"{geometry.heads} query and {geometry.kv_heads} KV heads"
-            what += "" if self.replicas else f", batch {geometry.batch}, about {sum(geometry.seq_lens)} tokens"
+            if not self.replicas:
+                what += f", batch {geometry.batch}, about {sum(geometry.seq_lens)} tokens"
             what += f" over {geometry.sp_size} ranks, {str(x.dtype).removeprefix('torch.')}"
             self.trials[key] = self._trial(key, what)
         self.clock = self.clock or clock_of(x.device)
         return self.trials[key]
 
     def trial_of_block(self, where: str, x: Tensor, lengths: Sequence[int]) -> Trial | None:
-        """The trial for layers in a row, the first called ``where`` and given ``x`` [b, s/P, m]; None before their G is chosen.
+        """Return the trial for layers in a row, whether they run as a block.
 
-        Not beside replicas, which would have to begin it in the same step.
+        Replicas have no such trial, since they would have to begin it in the same step.
+
+        Args:
+            where: Name of the first layer.
+            x: [b, s/P, m]. Input of the first layer.
+            lengths: Local sequence length of every rank, in tokens.
+
+        Returns:
+            The trial; None before the layers' G is chosen, or where nothing is tried any more.
         """
         self._look()
         key = (where, x.shape[0], sum(lengths).bit_length(), x.dtype, (LAYER, BLOCK), LAYER)
         if key not in self.trials:
-            first = self._first.setdefault(key, self.step)  # in which its layers begin to try G
-            busy = any(trial.chosen is None and trial.met >= self.step - 1 for trial in self.trials.values())
-            if self.replicas or self.over or busy or self.step == first:  # guard: one thing is timed at a time
+            # In the first step, trials for the G of these layers begin.
+            is_first = self.step == self._first.setdefault(key, self.step)
+            undecided = [trial for trial in self.trials.values() if trial.chosen is None]
+            busy = is_first or any(trial.met >= self.step - 1 for trial in undecided)
+            if self.replicas or self.over or busy:  # guard: one thing is timed at a time
                 return None
-            what = f"{where} and the layers behind it, batch {x.shape[0]}, about {sum(lengths)} tokens, {str(x.dtype)[6:]}"
+            dtype = str(x.dtype).removeprefix("torch.")
+            what = f"{where} and the layers behind it, batch {x.shape[0]}, "
+            what += f"about {sum(lengths)} tokens, {dtype}"
             self.trials[key] = self._trial(key, what)
         self.clock = self.clock or clock_of(x.device)
         return self.trials[key]
@@ -192,17 +260,18 @@ class Policy:
         return Trial(what, candidates, default, self.warmup_steps, self.frugal)
 
     def _back(self, trial: Trial) -> None:
-        """A call's backward has begun; alike on all ranks of the sp group, which exchange in it."""
+        """Note that a call's backward has begun, see Note [What ranks have in common]."""
         trial.met, self._back_since, self._due = self.step, True, True
 
     def _note(self) -> None:
-        """An optimizer of this process has stepped. Beside replicas they are told, the first time in a step."""
+        """Note that an optimizer of this process has stepped; tell the replicas the first time."""
         if self._back_since and not self._stepped:
             self._stepped = True
             if self.board is not None:
                 self.board.tell(self.step, self._report())
 
     def _report(self) -> Report:
+        """Return this rank's times of the trials that go on."""
         return {
             key: (trial.what, trial.milliseconds(self.clock))
             for key, trial in self.trials.items()
@@ -210,44 +279,61 @@ class Policy:
         }
 
     def _look(self) -> None:
-        """Ask the sp group whether the step is over, and go on to the next one if it is.
+        """Go on to the next step if every rank of the sp group has stepped.
 
-        Never during backward: there a checkpointed layer is computed again and must find what its first computation found.
+        Never during backward, see Note [One candidate in forward and backward]: a checkpointed
+        layer is recomputed there.
         """
         if not self._due or self.over or in_backward():  # guard: stays for its backward
             return
-        mine = (self._stepped, self._report() if self._stepped and self.board is None else {})
-        stepped, reports = zip(*self.channel.gather(mine))
+        own_report = self._report() if self._stepped and self.board is None else {}
+        stepped, reports = zip(*self.channel.gather((self._stepped, own_report)))
         if not all(stepped):
-            self._due = not torch.is_grad_enabled()  # an evaluation before the step is not the last call before it
+            # After an evaluation, further calls may come before the step: compare again then.
+            self._due = not torch.is_grad_enabled()
             return
         if any(report.keys() != reports[0].keys() for report in reports):
-            seen = "; ".join(f"sp rank {rank}: {[what for what, _ in report.values()]}" for rank, report in enumerate(reports))
+            lines = []
+            for rank, report in enumerate(reports):
+                lines.append(f"sp rank {rank}: {[what for what, _ in report.values()]}")
             raise RuntimeError(
-                f'sp_overlap.head_groups "auto": the ranks of the sp group would try different things ({seen}); give a number'
+                'sp_overlap.head_groups "auto": the ranks of the sp group would try different '
+                f"things ({'; '.join(lines)}); give a number"
             )
-        told = merged(reports) if self.board is None else self.board.told(self.step)  # guard: replicas choose together
+        outcome: dict | list[int] = merged(reports)
+        if self.board is not None:  # guard: replicas choose together
+            outcome = self.board.told(self.step)
         self.step += 1
         self._back_since = self._due = self._stepped = False
-        if isinstance(told, list):
-            return self._give_up(told)
-        for key, (what, slowest) in told.items():
+        if isinstance(outcome, list):
+            return self._give_up(outcome)
+        for key, (what, slowest) in outcome.items():
             trial = self.trials.setdefault(key, self._trial(key, what))
             trial.next_step(slowest)
             if trial.chosen is not None:
                 self.say(str(trial))
-        if self.replicas and self.step > self.warmup_steps and all(self.trials[key].chosen is not None for key in told):
+        all_chosen = all(self.trials[key].chosen is not None for key in outcome)
+        if self.replicas and self.step > self.warmup_steps and all_chosen:
             self.close()
 
     def _give_up(self, missing: list[int]) -> None:
+        """Stop trying, since the optimizers of ranks ``missing`` have not stepped."""
         self.close()
         self.say(
-            f'sp_overlap.head_groups "auto": {WAIT_S} s after the others no optimizer of ranks {missing} has stepped; nothing is tried '
-            "any more, and what is not chosen yet is the default. Step optimizers on all ranks alike, or give a number"
+            f'sp_overlap.head_groups "auto": {WAIT_S} s after the others no optimizer of ranks '
+            f"{missing} has stepped; nothing is tried any more, and what is not chosen yet is the "
+            "default. Step optimizers on all ranks alike, or give a number"
         )
 
     def follow(self, run: Run, trial: Trial, candidate: Candidate, tokens: int) -> None:
-        """Look on while ``candidate`` runs for so many tokens, with a clock where that is due."""
+        """Watch a call, and time it where times are due.
+
+        Args:
+            run: The call.
+            trial: The trial that the call belongs to.
+            candidate: What the call runs.
+            tokens: The tokens of the call.
+        """
         if self.over or trial.chosen is not None and not self.replicas:
             return
         if trial.timed and torch.is_grad_enabled():  # guard: also for frozen inputs
@@ -262,6 +348,7 @@ class Policy:
         run.at_end(lambda y: self._follow_back(trial, output_of(y)))
 
     def _follow_back(self, trial: Trial, output: Tensor) -> None:
+        """Have `_back` called when the gradient of ``output`` arrives."""
         if output.requires_grad:
             output.register_hook(lambda _: self._back(trial))
 

@@ -1,4 +1,4 @@
-"""The candidates for layers of one shape, told apart by what they took. `policy` says when each is tried."""
+"""Chooses between candidates for layers of one shape by their times; `policy` runs the trials."""
 
 from __future__ import annotations
 
@@ -8,52 +8,78 @@ from statistics import mean, median
 from typing import Any
 
 OFF, LAYER, BLOCK = "off", "layers one by one", "block"
-GROUPS = (1, 2, 4)  # head groups that are tried
-CLOSE = 0.01  # of two candidates whose times differ by no more, the one that holds less is kept, where memory counts
-Candidate = int | tuple[int, int] | str  # G, or G and W, or OFF of a layer; LAYER or BLOCK of layers in a row
-PRUNED_ABOVE = 1.5  # times the fastest's time, after which a candidate is not tried again
-Report = dict[tuple, tuple[str, list[float]]]  # trials by key, in words, and the `milliseconds` of a rank
+# Head groups that are tried.
+GROUPS = (1, 2, 4)
+# Where memory counts, times that differ by no more than this share count as equal.
+CLOSE = 0.01
+# Of a layer: G, or (G, W), or OFF. Of layers in a row: LAYER or BLOCK.
+Candidate = int | tuple[int, int] | str
+# A candidate that takes longer than this multiple of the fastest is not tried again.
+PRUNED_ABOVE = 1.5
+# For each key of a trial: the shape in words, and `Trial.milliseconds` of one rank.
+Report = dict[tuple, tuple[str, list[float]]]
 
 
 def candidates_for(max_groups: int, off: bool) -> tuple[Candidate, ...]:
-    """What can be tried with up to ``max_groups`` head groups."""
+    """Return the candidates for up to ``max_groups`` head groups, with OFF if it is possible."""
     return (*((OFF,) if off else ()), *(groups for groups in GROUPS if groups <= max_groups))
 
 
 def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | None]]:
-    """For each trial what the slowest rank measured of each candidate that is left.
+    """Merge the reports of several ranks: for each candidate the time of the slowest rank.
 
-    A rank that has not timed all that are left compares nothing; None where every rank is such a one.
+    A rank that has not timed all remaining candidates of a trial does not count.
+
+    Returns:
+        For each key of a trial: the shape in words, and the time of each remaining candidate; None
+        where no rank counts.
     """
-    found: dict[tuple, tuple[str, list[float] | None]] = {}
+    merged_reports: dict[tuple, tuple[str, list[float] | None]] = {}
     for key, (what, _) in itertools.chain.from_iterable(report.items() for report in reports):
-        every = [report[key][1] for report in reports if key in report and max(report[key][1]) < float("inf")]
-        found[key] = what, [max(times) for times in zip(*every)] or None  # guard: the slowest rank counts
-    return found
+        of_ranks = [report[key][1] for report in reports if key in report]
+        complete = [times for times in of_ranks if max(times) < float("inf")]
+        slowest = [max(times) for times in zip(*complete)]  # guard: the slowest rank counts
+        merged_reports[key] = what, slowest or None
+    return merged_reports
 
 
 class Trial:
     """The candidates for layers of one shape, their times, and finally the chosen one.
 
-    what           the shape, in words
-    candidates     chosen at once where there is only one
-    default        of calls before the first step of trying, and the choice if nothing was ever timed
-    warmup_steps   at most so many steps
-    frugal         keep the first of the candidates that takes no longer than the fastest, but for `CLOSE`; else the fastest
+    Args:
+        what: The shape, in words.
+        candidates: What is tried; a single candidate is chosen at once.
+        default: Runs before the first step of trying, and is chosen if nothing was ever timed.
+        warmup_steps: The most steps of trying.
+        frugal: Whether to choose the first candidate that takes no longer than the fastest, but for
+            `CLOSE`; otherwise the fastest is chosen.
     """
 
-    def __init__(self, what: str, candidates: tuple[Candidate, ...], default: Candidate, warmup_steps: int, frugal: bool = False):
-        self.what, self.left, self.default, self.warmup_steps = what, list(candidates), default, warmup_steps
+    def __init__(
+        self,
+        what: str,
+        candidates: tuple[Candidate, ...],
+        default: Candidate,
+        warmup_steps: int,
+        frugal: bool = False,
+    ):
+        self.what, self.default, self.warmup_steps = what, default, warmup_steps
         self.frugal = frugal
-        self.place = self.round = self.steps = 0  # place in the round; rounds and steps that are over
+        # The candidates that are not pruned.
+        self.left = list(candidates)
+        # The place in the round; rounds and steps that are over.
+        self.place = self.round = self.steps = 0
         self.started = False
         self.chosen: Candidate | None = candidates[0] if len(candidates) == 1 else None
-        self.met = -1  # the last step in which a call of this rank had its backward
-        self.marks: dict[Candidate, tuple[list, list]] = {candidate: ([], []) for candidate in candidates}
-        self.slowest_ms: dict[Candidate, float] = {}  # what was found of each, in the last round that it took part in
+        # The last step in which a call of this rank had its backward.
+        self.met = -1
+        # Forwards and backwards of each candidate: (begin, end, tokens).
+        self.marks: dict[Candidate, tuple[list, list]] = {each: ([], []) for each in candidates}
+        # The time on the slowest rank, in the candidate's last round.
+        self.slowest_ms: dict[Candidate, float] = {}
 
     def candidate(self, index: int) -> Candidate:
-        """What layer ``index`` runs in this step."""
+        """Return what layer ``index`` runs in this step."""
         if self.chosen is not None:
             return self.chosen
         return self.left[(self.place + index) % len(self.left)] if self.started else self.default
@@ -64,27 +90,39 @@ class Trial:
         return self.chosen is None and self.round > 0
 
     def milliseconds(self, clock: Any) -> list[float]:
-        """Of a layer on this rank, for each candidate that is left; inf for one that was not timed.
+        """Return the time of a layer on this rank for each remaining candidate; inf if untimed.
 
-        Medians of the times per token, for as many tokens as calls here have on average: no candidate gains by short batches
-        while it was tried, and the rank with the long ones is the slow one. A forward computed again, or without a backward, counts
-        as often as there were such for all candidates together: none loses by what happened while it was tried.
+        Times are medians per token, times the mean number of tokens of all calls. So no candidate
+        gains by short batches in its steps, and a rank with long batches is a slow rank. There may
+        be more forwards than backwards: recomputed ones, and evaluations. Forwards therefore weigh
+        by their number for each backward over all candidates together. So no candidate loses by an
+        evaluation in its steps.
         """
         marks = [self.marks[candidate] for candidate in self.left]
-        forwards, backwards = ([mark for each in marks for mark in each[which]] for which in (0, 1))
+        forwards = [mark for of_candidate, _ in marks for mark in of_candidate]
+        backwards = [mark for _, of_candidate in marks for mark in of_candidate]
 
         def per_token(marks: list) -> float:
-            return median(clock.between_ms(begin, end) / max(1, count) for begin, end, count in marks)
+            return median(
+                clock.between_ms(begin, end) / max(1, tokens) for begin, end, tokens in marks
+            )
 
-        return [  # guard: evaluations favour none
-            mean(mark[2] for mark in forwards) * (per_token(each[0]) * len(forwards) / len(backwards) + per_token(each[1]))
-            if each[0] and each[1]
-            else float("inf")
-            for each in marks
-        ]
+        def estimate(own_forwards: list, own_backwards: list) -> float:
+            if not (own_forwards and own_backwards):
+                return float("inf")
+            tokens = mean(tokens for *_, tokens in forwards)
+            calls, gradients = len(forwards), len(backwards)  # guard: evaluations favour none
+            forward = per_token(own_forwards) * calls / gradients
+            return tokens * (forward + per_token(own_backwards))
+
+        return [estimate(*of_candidate) for of_candidate in marks]
 
     def next_step(self, slowest: list[float] | None) -> None:
-        """Go on by a step; ``slowest`` has what is known of the candidates that are left, as of `merged`."""
+        """Go on by a step.
+
+        Args:
+            slowest: For each remaining candidate the time on the slowest rank, see `merged`.
+        """
         if not self.started:
             self.started = True
             return
@@ -97,6 +135,7 @@ class Trial:
             self.decide()
 
     def _prune(self, slowest: list[float] | None) -> None:
+        """Drop candidates that are far slower than the fastest."""
         if slowest is None:
             return
         self.slowest_ms.update(zip(self.left, slowest))
@@ -104,7 +143,7 @@ class Trial:
         self.left = [candidate for candidate in self.left if self.slowest_ms[candidate] <= limit]
 
     def decide(self) -> None:
-        """Choose by what is known now."""
+        """Choose by the times that are known now."""
         times = {candidate: self.slowest_ms.get(candidate, float("inf")) for candidate in self.left}
         least = (1 + CLOSE * self.frugal) * min(times.values())
         best = next(candidate for candidate in self.left if times[candidate] <= least)
@@ -118,8 +157,14 @@ class Trial:
 
         if not self.slowest_ms:
             return f"sp_overlap: {self.what}: no call was timed, {name(self.chosen)}"
-        times = ", ".join(f"{name(candidate)} {ms:.2f} ms" for candidate, ms in self.slowest_ms.items())
-        kept = "off, stock is fastest here" if self.chosen == OFF else name(self.chosen)
-        kept += f", which holds least of those within {CLOSE:.0%}" if self.frugal and self.chosen not in (None, OFF) else ""
+        times = ", ".join(
+            f"{name(candidate)} {ms:.2f} ms" for candidate, ms in self.slowest_ms.items()
+        )
+        choice = "off, stock is fastest here" if self.chosen == OFF else name(self.chosen)
+        if self.frugal and self.chosen not in (None, OFF):
+            choice += f", which holds least of those within {CLOSE:.0%}"
         each = "" if LAYER in self.slowest_ms else " a layer"
-        return f"sp_overlap: {self.what}: {times}{each}, forward and backward on the slowest rank; kept: {kept}"
+        return (
+            f"sp_overlap: {self.what}: {times}{each}, forward and backward on the slowest rank; "
+            f"kept: {choice}"
+        )

@@ -1,1 +1,7 @@
-"""One all-to-all with its relayout: who holds what, over which group and stream, moved by what, and how it is checked."""
+"""Moves q, k, v and o between ranks while a layer computes.
+
+``geometry`` and ``layout`` say which rank holds which heads of which tokens. ``exchange`` is one
+all-to-all in two differentiable halves. ``in_flight`` packs, launches, waits and unpacks;
+``transport`` and ``copy_engines`` move the bytes. ``channel`` is the sp group with its streams.
+``check`` and ``calls`` compare what the ranks do.
+"""

@@ -1,4 +1,4 @@
-"""Which layers were called over an sp group, as far as its ranks must say the same."""
+"""Notices ranks that call different layers, or the same layers in another order."""
 
 from __future__ import annotations
 
@@ -12,34 +12,47 @@ import torch.distributed as dist
 
 
 class Calls:
-    """Calls of layers over one sp group in this process, whose names its ranks compare, `EVERY` at a time.
+    """The calls of layers over one sp group in this process.
 
-    Ranks that call other layers, or call them in another order, exchange what has the same shape and train on, wrongly. A layer's
-    first call is compared at once (`Layer.call`). Later ones cost no waiting: a number that stands for the names of `EVERY` calls
-    is on its way while the next `EVERY` are made. Not noticed: the last calls of a process; and ranks that call other numbers of
-    layers come to collectives that don't fit together, and fail there.
+    Ranks that call different layers exchange tensors of the same shape and train on, wrongly. So
+    ranks compare the names of the layers that they call. A layer's first call is compared at once
+    (`Layer.call`). Later calls cost no waiting: a hash of the names of `EVERY` calls is reduced
+    over the ranks while the next `EVERY` calls are made.
+
+    The last calls of a process are not compared. Ranks that make different numbers of calls fail in
+    collectives that don't fit together.
     """
 
     EVERY = 32
     _of_groups: weakref.WeakKeyDictionary[Any, Calls] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self.number = self.layers = 0  # of calls, and of layers that were called
-        self.names: list[str] = []  # of calls that the other ranks were not asked about
-        self.asked: tuple[list[str], Callable[[], bool]] = ([], lambda: True)  # about which they were; whether all say the same
+        # The number of calls, and of layers that were called.
+        self.number = self.layers = 0
+        # The names of calls that are not compared yet.
+        self.names: list[str] = []
+        # The names that are being compared, and a function that waits for the answer.
+        self.asked: tuple[list[str], Callable[[], bool]] = ([], lambda: True)
 
     @classmethod
     def of(cls, group: Any) -> Calls:
-        """The calls over ``group``, by whatever layers."""
+        """Return the calls over ``group``, by whatever layers."""
         return cls() if group is None else cls._of_groups.setdefault(group, cls())
 
     def __deepcopy__(self, memo: dict) -> Calls:
-        return self  # a copied layer calls over the same group
+        # A copied layer calls over the same group.
+        return self
 
     def count(self, channel: Any, name: str, device: torch.device) -> None:
-        """Count the call of a layer whose tensors are on ``device``; once in `EVERY` the ranks of ``channel`` compare the names.
+        """Count a call, and compare the names of calls every `EVERY` calls.
 
-        Raises RuntimeError then, on all ranks alike, if they had called different layers when they last asked.
+        Args:
+            channel: The sp group.
+            name: Name of the layer.
+            device: The device of the layer's tensors.
+
+        Raises:
+            RuntimeError: on all ranks alike, if the previous comparison found different layers.
         """
         self.number += 1
         if channel.size == 1:
@@ -56,23 +69,28 @@ class Calls:
         except RuntimeError as error:
             raise channel.failed(name, "the comparison of calls", error) from error
         every = channel.gather(earlier, name)
-        at = next(i for i, called in enumerate(zip(*every)) if len(set(called)) > 1)
-        seen = "; ".join(f"sp rank {rank}: {called[at]}" for rank, called in enumerate(every))
+        differs = [len(set(of_ranks)) > 1 for of_ranks in zip(*every)].index(True)
+        seen = "; ".join(f"sp rank {rank}: {called[differs]}" for rank, called in enumerate(every))
         raise RuntimeError(
             f"sp_overlap: the ranks of the sp group have called different layers, first in call "
-            f"{self.number - 2 * self.EVERY + at + 1} ({seen}), and what they have computed since is wrong; call the same layers "
-            "in the same order on every rank (those that are dropped at random by one random state for the sp group)"
+            f"{self.number - 2 * self.EVERY + differs + 1} ({seen}), and what they have computed "
+            "since is wrong; call the same layers in the same order on every rank (those that are "
+            "dropped at random by one random state for the sp group)"
         )
 
 
 def _ask_whether_alike(channel: Any, text: str, device: torch.device) -> Callable[[], bool]:
-    """Ask the other ranks whether they have the same text. Collective; what is returned waits for the answer."""
+    """Begin to compare ``text`` over the ranks; return a function that waits for the answer.
+
+    Collective. The ranks reduce the largest and the smallest hash; both are equal if all are alike.
+    """
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     side = channel.side(device)
     with side.after_compute():
+        # Reduced to the largest hash, and to minus the smallest.
         edges = torch.full((2,), number, dtype=torch.int64, device=device)
         edges[1].neg_()
-        work = dist.all_reduce(edges, dist.ReduceOp.MAX, group=channel.group, async_op=True)  # the largest, minus the smallest
+        work = dist.all_reduce(edges, dist.ReduceOp.MAX, group=channel.group, async_op=True)
         if not side.blocks:
             work.wait()
             edges = edges.to("cpu", non_blocking=True)

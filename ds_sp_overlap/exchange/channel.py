@@ -1,4 +1,25 @@
-"""The sp group as a layer sees it: the streams that exchanges run on, the transport, the agreement of its ranks."""
+"""Gives a layer its sp group: streams, a transport, and the agreement of the ranks.
+
+Note [Gate stream]
+~~~~~~~~~~~~~~~~~~
+An exchange has to begin before the kernel that is to hide it. A kernel that takes every SM
+(attention) would otherwise run first and lock the exchange out. So compute has to wait until the
+transfer has been launched, but not until it is over, nor until earlier transfers are over. An event
+on the transfer stream would come behind the earlier transfers. Hence a gate stream that holds
+nothing: at each launch, compute waits for an event on the gate stream, in front of which there is
+no transfer.
+
+    compute    | Wq | pack q | wait gate | Wk .. | finish q: wait mark | unpack q |
+    gate       |      ^ ready  v launched
+    transfer   |      ^ ready  | ... earlier .. | q ................ | mark
+
+Note [Relayout on the compute stream]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Pack and unpack stay in their place in the program, on the compute stream. If another stream packed,
+behind the next kernel of the compute stream, the wire would wait for that kernel as well. If
+another stream unpacked, the output would take memory from the start on. And on the transfer stream,
+an unpack would keep the next exchange from its launch until this exchange has arrived.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +37,29 @@ from .calls import Calls
 from .copy_engines import CopyEngine
 from .transport import C10d, Named, OneRank, Transport, backend_of
 
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # read by CUDA as it starts: too early for this package to set it
+# CUDA reads the variable as it starts: too early for this package to set it.
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def one_queue() -> str:
-    """What to say where all streams of a device share one hardware queue; else empty."""
+    """Return a warning where all streams of a device share one hardware queue; else empty."""
     if os.environ.get(CONNECTIONS) != "1":
         return ""
     return (
-        f"{CONNECTIONS} is 1: an exchange that is launched behind another one holds up what is computed after it, until the other "
-        "one has arrived; unset it unless something else needs it (Megatron's tensor parallelism does)"
+        f"{CONNECTIONS} is 1: an exchange that is launched behind another one holds up what is "
+        "computed after it, until the other one has arrived; unset it unless something else needs "
+        "it (Megatron's tensor parallelism does)"
     )
 
 
 class HostStream:
-    """Null object where waiting blocks the host (CPU, and gloo for any device): program order is the only order."""
+    """A null object in place of streams, where waiting blocks the host (CPU; gloo for any device).
 
-    blocks = True  # so a transfer is not waited for before ``finish``
+    Program order is the only order.
+    """
+
+    # Whether waiting blocks the host. A transfer is then waited for in ``finish``.
+    blocks = True
 
     _here = contextlib.nullcontext()
 
@@ -47,9 +74,11 @@ class HostStream:
 
 
 class Mark(NamedTuple):
-    """
-    event     what the transfer stream held
-    compute   the stream whose memory that works on
+    """A point in the transfer stream.
+
+    Attributes:
+        event: Recorded on the transfer stream.
+        compute: The stream that allocated the buffers of the transfer.
     """
 
     event: Any
@@ -59,28 +88,35 @@ class Mark(NamedTuple):
 class SideStream:
     """The streams of exchanges on an accelerator.
 
-    compute    pack and unpack, in their place in the program. Packed on another stream, behind the next kernel of this one, the
-               wire would wait for that kernel as well. Unpacked on another stream, the output would take memory from the start on.
-    transfer   collectives, which overlap with all that compute does. One follows another with nothing between them: an unpack
-               here would keep the next one from its launch until this one has arrived.
-    gate       nothing at all, so that no transfer is in front of it. Compute waits for it at each launch. So a kernel that takes
-               every SM (attention) does not run before an exchange that was started in front of it, and lock it out.
+    compute    the caller's current stream: packs and unpacks, see
+               Note [Relayout on the compute stream]
+    transfer   collectives, one behind the other, which overlap with everything on compute
+    gate       holds nothing, see Note [Gate stream]
 
-    Buffers are allocated by the compute stream and kept referenced until ``before_compute``, so their memory returns to the
-    compute stream in order; no ``record_stream``.
+    The compute stream allocates the buffers. They are referenced until ``before_compute``, so that
+    their memory returns to the compute stream in order, without ``record_stream``.
+
+    Args:
+        backend: ``torch.cuda``, or another accelerator's module of the same form.
+        device: The device of the streams.
+        stream: Carries the transfers instead of our own stream, which all layers share.
     """
 
     blocks = False
 
     def __init__(self, backend: Any, device: Any, stream: Any | None = None):
-        self.backend, self.device = backend, device  # torch.cuda, or another accelerator's module of the same form
+        self.backend, self.device = backend, device
         transfer, self.gate = _streams(backend, device)
         self.transfer = transfer if stream is None else stream
-        self.events: list[Any] = []  # to be recorded again
+        # Events that nobody needs any more, to be recorded again.
+        self.events: list[Any] = []
 
     @contextlib.contextmanager
     def after_compute(self) -> Iterator[None]:
-        """Run the body on the transfer stream, after what the compute stream holds now, which goes on when that is over."""
+        """Run the body on the transfer stream, after what the compute stream holds now.
+
+        The compute stream goes on when that is over, see Note [Gate stream].
+        """
         compute = self.backend.current_stream(self.device)
         ready = self._recorded(compute)  # guard: on the stream that made it
         self.transfer.wait_event(ready)  # guard: sends what is ready
@@ -91,19 +127,23 @@ class SideStream:
                 yield
         finally:
             compute.wait_event(launched)  # guard: goes on after the launch
-            self.events += ready, launched  # a wait is for what was recorded before it
+            # A wait is for the record before the wait, so a later record does not disturb it.
+            self.events += ready, launched
 
     def mark(self) -> Mark:
-        """What the transfer stream holds now; exchanges that are started later come after it."""
-        return Mark(self._recorded(self.transfer), self.backend.current_stream(self.device))  # guard: marked behind the transfer
+        """Mark the end of what the transfer stream holds now; later exchanges come after it."""
+        compute = self.backend.current_stream(self.device)
+        return Mark(self._recorded(self.transfer), compute)  # guard: marked behind the transfer
 
     def before_compute(self, mark: Mark) -> None:
-        """Order the compute stream after ``mark``, and not after what was started since: that is to stay hidden.
+        """Order the compute stream after ``mark``, and not after exchanges that started since.
 
-        So too the current stream, which reads what was received. The garbage collector may call from yet another one; let it wait.
+        The current stream waits too, since it reads what was received. It is another stream only
+        where the garbage collector calls.
         """
         mark.compute.wait_event(mark.event)  # guard: its own stream waits
-        if (current := self.backend.current_stream(self.device)) != mark.compute:
+        current = self.backend.current_stream(self.device)
+        if current != mark.compute:
             current.wait_event(mark.event)
         self.events.append(mark.event)
 
@@ -118,12 +158,16 @@ class SideStream:
 
 @functools.cache
 def _streams(backend: Any, device: Any) -> tuple[Any, Any]:
-    """Transfer and gate, one pair for each device: torch has 32 streams, and a layer that made its own would share one by chance."""
+    """Make the transfer and the gate stream of a device.
+
+    Torch has 32 streams in all, so that layers with streams of their own would share some by
+    chance.
+    """
     return backend.Stream(device, priority=-1), backend.Stream(device, priority=-1)
 
 
 def by_name(name: str, size: int) -> Named:
-    """The transport that ``sp_overlap.transport`` names, for an sp group of ``size`` ranks."""
+    """Return the transport that ``sp_overlap.transport`` names, for an sp group of ``size``."""
     if size == 1:
         return OneRank()
     if name == "copy_engine":
@@ -132,20 +176,33 @@ def by_name(name: str, size: int) -> Named:
 
 
 class Channel:
-    """The sp group with the means to exchange over it: transport and streams.
+    """The sp group, with its transport and streams.
 
-    group       process group of the sp ranks; None for one rank
-    transport   mover of bytes, or what ``sp_overlap.transport`` calls it; "auto" if None
-    stream      to carry the transfers instead of ours, which all layers share (accelerators only)
-    kernels     which pack and unpack: ``sp_overlap.kernels``
+    Args:
+        group: Process group of the sp ranks; None for one rank.
+        transport: A mover of bytes, or a value of ``sp_overlap.transport``; None for "auto".
+        stream: Carries the transfers instead of our own stream (accelerators only).
+        kernels: Which kernels pack and unpack, a value of ``sp_overlap.kernels``.
+
+    Raises:
+        ValueError: if this process is not in ``group``.
     """
 
-    def __init__(self, group: Any, transport: Transport | str | None = None, stream: Any | None = None, kernels: str = "auto"):
+    def __init__(
+        self,
+        group: Any,
+        transport: Transport | str | None = None,
+        stream: Any | None = None,
+        kernels: str = "auto",
+    ):
         self.group, self.kernels = group, kernels
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:
-            raise ValueError("sequence_process_group: this process is not a member of it; pass the group that it belongs to")
+            raise ValueError(
+                "sequence_process_group: this process is not a member of it; "
+                "pass the group that it belongs to"
+            )
         self._unprepared: Named | None = None
         if transport is None or isinstance(transport, str):
             transport = self._unprepared = by_name(transport or "auto", self.size)
@@ -156,9 +213,13 @@ class Channel:
         self._sides: dict[torch.device, HostStream | SideStream] = {}
 
     def side(self, device: torch.device) -> HostStream | SideStream:
-        """What carries exchanges of tensors on ``device``; made once."""
-        if (side := self._sides.get(device)) is None:
-            if device.type == "cpu" or self.size > 1 and backend_of(self.group, device.type) == "gloo":
+        """Return the streams for exchanges of tensors on ``device``; they are made once."""
+        side = self._sides.get(device)
+        if side is None:
+            waits_on_host = device.type == "cpu"
+            if not waits_on_host and self.size > 1:
+                waits_on_host = backend_of(self.group, device.type) == "gloo"
+            if waits_on_host:
                 side = HostStream()
             else:
                 side = SideStream(torch.get_device_module(device), device, self._stream)
@@ -172,50 +233,68 @@ class Channel:
 
     @property
     def holds_first_rank(self) -> bool:
-        """Whether it is the sp group of the process that reports."""
+        """Whether rank 0 of the world, which reports, is in the group."""
         return self.ranks[0] == 0
 
     def prepare(self) -> None:
-        """Make what the transport needs. Collective the first time, once the ranks have agreed; raises its ValueError."""
+        """Prepare the transport, the first time.
+
+        Collective then, after the ranks have agreed.
+
+        Raises:
+            ValueError: on all ranks alike, where the transport can't work.
+        """
         if self._unprepared is not None:
             self._unprepared.prepare(self)
             self._unprepared = None
 
     def failed(self, where: str, what: str, error: Exception) -> RuntimeError:
-        """What to raise for a collective that failed."""
+        """Return the exception to raise for a collective, ``what``, that failed."""
         return RuntimeError(
             f"{where}: {what} over the sp group (size {self.size}) failed on sp rank {self.rank}; "
             f"look for the first error on the other ranks: {error}"
         )
 
     def gather(self, what: Any, where: str = "sp_overlap") -> list[Any]:
-        """``what`` of every rank, in rank order. Collective; pickles, so it is for the first step and for checks."""
+        """Return ``what`` of every rank, in rank order.
+
+        Collective. Pickles, so that it is for the first step and for checks.
+        """
         every = [what] * self.size
         if self.size > 1:
             try:
                 dist.all_gather_object(every, what, group=self.group)
-            except Exception as error:  # of any kind: what another rank sent need not be an object
+            except Exception as error:
+                # Of any kind: the bytes of another collective need not be a pickle.
                 raise self.failed(where, "the comparison of the ranks", error) from error
         return every
 
     def agree(self, where: str, describe: Callable[[], Any]) -> None:
-        """Compare ``describe()`` over the ranks; what it raises on one of them is raised on every one.
+        """Compare ``describe()`` over the ranks.
 
-        Collective. Raises ValueError, on all ranks alike.
+        Collective. An exception of ``describe`` on one rank is raised on every rank.
+
+        Raises:
+            ValueError: on all ranks alike, if some rank raised, or if the ranks differ.
         """
-        mine: tuple[bool, Any]
+        is_fine = True
+        answer: Any
         try:
-            mine = (True, describe())
-        except Exception as error:  # of any kind: the other ranks wait for this one
-            mine = (False, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
-        every = self.gather(mine, where)
-        alike = all(other == every[0] for other in every)
-        faults = [f"sp rank {rank}: {what}" for rank, (fine, what) in enumerate(every) if not fine]
+            answer = describe()
+        except Exception as error:
+            # Of any kind: the other ranks wait for this one.
+            is_fine, answer = False, str(error)
+            if not isinstance(error, ValueError):
+                answer = f"{type(error).__name__}: {error}"
+        answers = self.gather((is_fine, answer), where)
+        alike = all(other == answers[0] for other in answers)
+        lines = [f"sp rank {rank}: {of_rank}" for rank, (_, of_rank) in enumerate(answers)]
+        faults = [line for line, (fine, _) in zip(lines, answers) if not fine]
         if faults:  # guard: one rank's fault is everybody's
-            raise ValueError(f"{where}: {mine[1] if alike else '; '.join(faults)}")
+            raise ValueError(f"{where}: {answer if alike else '; '.join(faults)}")
         if not alike:  # guard: ranks exchange the same
-            seen = "; ".join(f"sp rank {rank}: {what}" for rank, (_, what) in enumerate(every))
             raise ValueError(
-                f"{where}: the ranks of the sp group are about to exchange different things ({seen}); give every rank the same model, "
-                "config, batch and dtype, and its share of one sequence"
+                f"{where}: the ranks of the sp group are about to exchange different things "
+                f"({'; '.join(lines)}); give every rank the same model, config, batch and dtype, "
+                "and its share of one sequence"
             )

@@ -1,7 +1,7 @@
-"""``sp_overlap.check``: compare every exchange of the first step with a plain one.
+"""Compares every exchange of a layer's first call with a plain exchange: ``sp_overlap.check``.
 
-The plain exchange gathers everything everywhere and picks; it shares no code with pack, unpack or the transport.
-Expensive, and meant to be.
+The plain exchange gathers every tensor on every rank and picks the parts of this rank. It shares no
+code with pack, unpack or the transport. It is slow, and meant to be.
 """
 
 from __future__ import annotations
@@ -22,61 +22,92 @@ def plain_exchange(
     rope: tuple[Tensor, Tensor] | None,
     rope_back: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """What the exchange of ``x`` must deliver to this rank; x rotated by ``rope`` before it, the result by ``rope_back`` after it.
+    """Return what the exchange of ``x`` must deliver to this rank.
 
-    Collective. Raises RuntimeError on all ranks if they are about to launch exchanges that don't fit together.
+    Collective.
+
+    Args:
+        channel: The sp group.
+        layout: The exchange of ``x``.
+        x: What this rank sends.
+        name: Name of the exchange.
+        rope: (cos, sin) by which ``x`` is rotated before the exchange.
+        rope_back: (cos, sin) by which the result is rotated back after the exchange.
+
+    Raises:
+        RuntimeError: on all ranks, if they are about to launch exchanges that don't fit together.
     """
     if rope is not None:
         x = rotate(x, *(table.unsqueeze(-2) for table in rope)).to(x.dtype)
     every = channel.gather((name, x.dtype, layout, x.detach().cpu()), name)
-    fits = all(
-        sender.source.split_sizes[to] == receiver.target.split_sizes[rank]
-        for rank, (_, _, sender, _) in enumerate(every)
-        for to, (_, _, receiver, _) in enumerate(every)
-    )
-    if not fits or len({(other, dtype) for other, dtype, _, _ in every}) > 1:
-        seen = "; ".join(
-            f"sp rank {rank}: {other} {dtype} {list(what.source.shape)} -> {list(what.target.shape)}"
-            for rank, (other, dtype, what, _) in enumerate(every)
-        )
+    names, dtypes, layouts, tensors = zip(*every)
+    sent = [sender.source.split_sizes for sender in layouts]
+    received = [receiver.target.split_sizes for receiver in layouts]
+    # Row by sender, column by receiver.
+    fits = sent == [list(sizes) for sizes in zip(*received)]
+    if not fits or len(set(zip(names, dtypes))) > 1:
+        lines = []
+        for rank, (its_name, dtype, its_layout) in enumerate(zip(names, dtypes, layouts)):
+            shapes = f"{list(its_layout.source.shape)} -> {list(its_layout.target.shape)}"
+            lines.append(f"sp rank {rank}: {its_name} {dtype} {shapes}")
         raise RuntimeError(
-            f"sp_overlap.check: the ranks launch exchanges that don't fit together ({seen}); call the same layers in "
-            "the same order on every rank, with the same config"
+            "sp_overlap.check: the ranks launch exchanges that don't fit together "
+            f"({'; '.join(lines)}); call the same layers in the same order on every rank, with the "
+            "same config"
         )
     target = layout.target
     out = torch.zeros(target.shape, dtype=x.dtype)
-    for (start, stop), (_, _, sender, tensor) in zip(target.parts, every):
+    for (start, stop), sender, tensor in zip(target.parts, layouts, tensors):
         begin, end = sender.source.parts[channel.rank]
         place = out.narrow(target.dim, start, stop - start)
+        # Replicas that several ranks send are summed.
         place.add_(tensor.narrow(sender.source.dim, begin, end - begin).reshape(place.shape))
-    if rope_back is not None:  # the transpose of a rotation is the rotation by the opposite angle
+    if rope_back is not None:
+        # The transpose of a rotation is the rotation by the opposite angle.
         cos, sin = (table.unsqueeze(-2).cpu() for table in rope_back)
         out = rotate(out, cos, -sin).to(out.dtype)
     return out.to(x.device)
 
 
-def compare(channel: Channel, got: Tensor, expected: Tensor, name: str, rotated: bool, target: Side) -> None:
-    """Raise RuntimeError on all ranks, naming the exchange, if one of them received anything else.
+def compare(
+    channel: Channel, got: Tensor, expected: Tensor, name: str, rotated: bool, target: Side
+) -> None:
+    """Compare what the exchange ``name`` delivered with what it should have delivered.
 
-    Bit for bit, but for sums of replicas in half precision, whose order of rounding is not fixed, and for rotation, of which
-    each element is two products and a sum: three roundings of numbers no larger than sqrt(2) times the largest.
+    Collective. Compares bit for bit, with two exceptions. Sums of replicas in half precision have
+    no fixed order of rounding. A rotated element is two products and a sum: three roundings of
+    numbers no larger than sqrt(2) times the largest.
 
-    target   what was written of ``got``
+    Args:
+        channel: The sp group.
+        got: What this rank received.
+        expected: What `plain_exchange` returned.
+        name: Name of the exchange.
+        rotated: Whether the exchange rotated.
+        target: The parts of ``got`` that were written.
+
+    Raises:
+        RuntimeError: on all ranks, if some rank received anything else.
     """
     if not target.covers:
-        got, expected = (
-            torch.cat([x.narrow(target.dim, start, stop - start) for start, stop in target.parts], target.dim)
-            for x in (got, expected)
-        )
+        got, expected = _parts(got, target), _parts(expected, target)
     half = got.dtype in (torch.float16, torch.bfloat16)
     rtol = torch.finfo(got.dtype).eps if half or rotated else 0.0
     atol = 3 * 2**0.5 * rtol * expected.abs().max().item() if rotated and expected.numel() else rtol
     fine = torch.allclose(got, expected, rtol=rtol, atol=atol, equal_nan=True)
     worst = 0.0 if fine else (got - expected).abs().max().item()
-    faults = [(rank, error) for rank, (ok, error) in enumerate(channel.gather((fine, worst), name)) if not ok]
+    faults = []
+    for rank, (is_fine, error) in enumerate(channel.gather((fine, worst), name)):
+        if not is_fine:
+            faults.append(f"sp rank {rank} by {error:.3g}")
     if faults:
-        seen = ", ".join(f"sp rank {rank} by {error:.3g}" for rank, error in faults)
         raise RuntimeError(
-            f"{name}: sp_overlap.check: the overlapped exchange differs from the plain one ({seen}); "
+            f"{name}: sp_overlap.check: the overlapped exchange differs from the plain one "
+            f"({', '.join(faults)}); "
             'try sp_overlap.transport "c10d" and kernels "torch", and report it'
         )
+
+
+def _parts(x: Tensor, side: Side) -> Tensor:
+    """Join the parts of ``x`` that belong to some peer."""
+    return torch.cat([x.narrow(side.dim, a, b - a) for a, b in side.parts], side.dim)

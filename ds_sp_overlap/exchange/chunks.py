@@ -1,10 +1,12 @@
-"""Both ends of attention where its exchanges move chunks of tokens: one tensor of the whole sequence, many exchanges.
+"""Joins the exchanges of several chunks of tokens into one tensor, for attention.
 
-    q, k, v = finish_chunks(exchanges, tokens)    every chunk is received into its places of one q, one k, one v
-    tokens  = start_chunks(exchanges, o, q, k, v) every chunk is sent from its places of o
+    q, k, v = finish_chunks(exchanges, tokens)      receive every chunk into its places of q, k, v
+    tokens  = start_chunks(exchanges, o, q, k, v)   send every chunk from its places of o
 
-Each is one node of autograd. In backward the roles swap, chunk by chunk, the last one first: its gradient is the first that the
-program of a block needs. The local end of such an exchange is that of any other: `Exchange.start`, `Exchange.finish`.
+Each function is one node of autograd. In backward the roles swap, chunk by chunk, see
+Note [Token order] in `exchange`. The last chunk goes first, since its gradient is the first that
+the program of a block needs. At the local end, an exchange of a chunk is like any other:
+`Exchange.start`, `Exchange.finish`.
 """
 
 from __future__ import annotations
@@ -19,20 +21,33 @@ from .exchange import Exchange, Node, new_token, refuse_second_derivatives
 
 
 def finish_chunks(exchanges: list[Exchange], tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Finish the exchanges of all chunks; returns what they moved, whole, in the order of ``layout.each``.
+    """Finish the exchanges of all chunks.
 
-    exchanges   of q, k and v or some of them, in the order of their chunks (`Geometry.of_chunk`)
+    Args:
+        exchanges: Exchanges of q, k and v or some of them, in the order of their chunks
+            (`Geometry.of_chunk`).
+        tokens: Returned when the exchanges were started.
+
+    Returns:
+        The tensors of the whole sequence, in the order of ``layout.each``.
     """
     if not torch.is_grad_enabled():
         return _received(exchanges)
     return _FinishChunks.apply(exchanges, *tokens)
 
 
-def start_chunks(exchanges: list[Exchange], *tensors: Tensor, meanwhile: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
-    """Start the exchanges of all chunks, each with its part of the same tensors; returns their tokens.
+def start_chunks(
+    exchanges: list[Exchange], *tensors: Tensor, meanwhile: Callable[[], object] = lambda: None
+) -> tuple[Tensor, ...]:
+    """Start the exchanges of all chunks, each with its part of the same tensors.
 
-    tensors     as in `Exchange.start`: o, and behind it q, k and v of which it was computed
-    meanwhile   called in backward, while their gradients are under way
+    Args:
+        exchanges: Exchanges of o, in the order of their chunks (`Geometry.of_chunk`).
+        tensors: As in `Exchange.start`: o, then the q, k and v that it was computed from.
+        meanwhile: Called in backward, while the gradients are under way.
+
+    Returns:
+        The token of each exchange.
     """
     if not torch.is_grad_enabled():
         return _sent(exchanges, tensors)
@@ -62,7 +77,7 @@ class _FinishChunks(Node):
 
     @staticmethod
     def backward(ctx, *gradients):
-        """Before: nothing. Now: the exchange of each chunk of dq, dk, dv is launched, the last chunk's first."""
+        """Launch the exchange of each chunk of dq, dk and dv, the last chunk first."""
         refuse_second_derivatives(ctx.exchanges[0].where)
         for exchange in reversed(ctx.exchanges):  # guard: the last chunk first
             exchange.start_gradient(list(compress(gradients, ctx.needed)))
@@ -72,13 +87,13 @@ class _FinishChunks(Node):
 class _StartChunks(Node):
     @staticmethod
     def forward(ctx, exchanges, meanwhile, *tensors):
-        ctx.meanwhile = meanwhile
-        ctx.exchanges, ctx.unsent = exchanges, [None] * (len(tensors) - len(exchanges[0].layout.each))
+        ctx.exchanges, ctx.meanwhile = exchanges, meanwhile
+        ctx.unsent = [None] * (len(tensors) - len(exchanges[0].layout.each))
         return _sent(exchanges, tensors)
 
     @staticmethod
     def backward(ctx, *tokens):
-        """Before: do = all_to_all(dy). Now: its chunks are under way since the finish of each; wait for them."""
+        """Wait for the chunks of do, which are under way since the backward of their finish."""
         ctx.meanwhile()  # guard: run again, then waits for do
         outs: tuple[Tensor | None, ...] = ()
         for exchange in reversed(ctx.exchanges):

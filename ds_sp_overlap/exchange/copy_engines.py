@@ -1,12 +1,16 @@
-"""``"transport": "copy_engine"``: exchanges moved by the GPUs' copy engines, inside one node. Not yet run on several GPUs.
+"""Moves exchanges by the GPUs' copy engines, inside one node, so that they take no SM.
 
-Two engines, the first that every rank has:
+This is ``"transport": "copy_engine"``. It has not yet run on several GPUs.
 
-    fast-ulysses   its all-to-all of pitched copies (https://github.com/triple-mu/fast-ulysses, docs/api.md)
-    NCCL           its zero-CTA all-to-all, https://docs.pytorch.org/docs/2.11/symmetric_memory.html#copy-engine-collectives
+There are two engines; the first one that every rank has is taken:
 
-Both move equal parts only; exchanges whose parts differ go through `C10d`, which every rank decides alike, since uneven
-heads or lengths are uneven for all.
+    fast-ulysses   its all-to-all of pitched copies (https://github.com/triple-mu/fast-ulysses,
+                   docs/api.md)
+    NCCL           its zero-CTA all-to-all,
+                   https://docs.pytorch.org/docs/2.11/symmetric_memory.html#copy-engine-collectives
+
+Both move equal parts only. Exchanges whose parts differ go through `C10d`. All ranks decide this
+alike, since uneven heads or lengths are uneven for all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ OLDEST_NCCL = (2, 28)
 
 
 class FastUlysses:
-    """The exchange as fast-ulysses's mode 1 of ``[1, P, 1, bytes]``: row p goes to rank p.
+    """Moves an exchange as fast-ulysses's mode 1 of ``[1, P, 1, bytes]``: row p goes to rank p.
 
     Costs a copy on either side, into a buffer and out of a window of its own.
     """
@@ -41,6 +45,7 @@ class FastUlysses:
 
     @classmethod
     def lacks(cls, channel: Any) -> str:
+        """Return why this engine can't work here; empty if it can."""
         if importlib.util.find_spec("fast_ulysses") is None:
             return "fast-ulysses is not installed (pip install fast-ulysses)"
         if channel.size > cls.LARGEST_RANKS:
@@ -48,65 +53,73 @@ class FastUlysses:
         return ""
 
     def takes(self, part: int, x: Tensor) -> bool:
+        """Return whether the engine can move parts of ``part`` elements of ``x``."""
         size = part * x.element_size()
         return size % self.ALIGNMENT_BYTES == 0 and 0 < size < self.LIMIT_BYTES
 
     def launch(self, send: Tensor, recv: Tensor) -> Any:
+        """Launch the all-to-all of equal parts."""
         rows = self.group.world_size
-        x, out = (t.view(torch.uint8).view(1, *shape, -1) for t, shape in ((send, (rows, 1)), (recv, (1, rows))))
-        return self.group.all_to_all_4d_async(x, mode=1, out=out)
+        sent = send.view(torch.uint8).view(1, rows, 1, -1)
+        received = recv.view(torch.uint8).view(1, 1, rows, -1)
+        return self.group.all_to_all_4d_async(sent, mode=1, out=received)
 
 
 class ZeroCta:
-    """NCCL's all-to-all with the zero-CTA policy, from and into symmetric buffers.
+    """Moves an exchange by NCCL's all-to-all with the zero-CTA policy, between symmetric buffers.
 
-    The buffers are made in pairs, as many as are in flight at once, and taken and given back in program order, which is
-    the same on every rank. Costs a copy into and out of them.
+    Buffers are made in pairs, as many as are in flight at once. Pairs are taken and given back in
+    program order, which is the same on every rank. Costs a copy into a buffer and one out of it.
     """
 
     def __init__(self, group: Any):
         import torch.distributed._symmetric_memory as symmetric
 
         self.symmetric = symmetric
-        policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]  # torch's stub lacks it
+        # torch's stub lacks the policy.
+        policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         self.group = communicator(group, cta_policy=policy)
         symmetric.set_backend("NCCL")
         self.free: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
 
     @classmethod
     def lacks(cls, channel: Any) -> str:
+        """Return why this engine can't work here; empty if it can."""
         if not hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO"):
             return f"torch {torch.__version__} has no zero-CTA policy of NCCL"
         version = torch.cuda.nccl.version()
         if version[:2] < OLDEST_NCCL:
-            return f"NCCL {'.'.join(map(str, version))} has no copy-engine all-to-all, which came with 2.28"
+            number = ".".join(map(str, version))
+            return f"NCCL {number} has no copy-engine all-to-all, which came with 2.28"
         return ""
 
     def takes(self, part: int, x: Tensor) -> bool:
+        """Return whether the engine can move parts of ``part`` elements of ``x``."""
         return part > 0
 
     def launch(self, send: Tensor, recv: Tensor) -> Any:
+        """Launch the all-to-all of equal parts."""
         key = (send.numel(), send.dtype, send.device)
         pairs = self.free.setdefault(key, [])
-        pair = pairs.pop() if pairs else (self._buffer(send), self._buffer(send))
-        pair[0].copy_(send)
-        work = dist.all_to_all_single(pair[1], pair[0], group=self.group, async_op=True)
+        source, target = pairs.pop() if pairs else (self._buffer(send), self._buffer(send))
+        source.copy_(send)
+        work = dist.all_to_all_single(target, source, group=self.group, async_op=True)
 
         def arrived() -> None:
-            recv.copy_(pair[1])
-            pairs.append(pair)
+            recv.copy_(target)
+            pairs.append((source, target))
 
         return _Then(work, arrived)
 
     def _buffer(self, like: Tensor) -> Tensor:
-        """Collective."""
+        """Make a symmetric buffer. Collective."""
         buffer = self.symmetric.empty(like.numel(), dtype=like.dtype, device=like.device)
         self.symmetric.rendezvous(buffer, group=self.group.group_name)
         return buffer
 
 
 class _Then:
-    """A handle that does something more once it has been waited for."""
+    """A handle that calls ``then`` once the transfer has been waited for."""
 
     def __init__(self, work: Any, then: Callable[[], None]):
         self.work, self.then = work, then
@@ -117,16 +130,21 @@ class _Then:
 
 
 class CopyEngine:
-    """Exchanges of equal parts by a copy engine, others by `C10d`."""
+    """Moves exchanges of equal parts by a copy engine, others by `C10d`."""
 
-    engine: FastUlysses | ZeroCta  # once it is prepared
+    # Set by `prepare`.
+    engine: FastUlysses | ZeroCta
 
     def __init__(self) -> None:
         self.rest = C10d(own=True)
         self.said = False
 
     def prepare(self, channel: Any) -> None:
-        engines: dict[str, type[FastUlysses] | type[ZeroCta]] = {"fast-ulysses": FastUlysses, "NCCL": ZeroCta}
+        """Choose the engine that every rank has, see `Named.prepare`."""
+        engines: dict[str, type[FastUlysses] | type[ZeroCta]] = {
+            "fast-ulysses": FastUlysses,
+            "NCCL": ZeroCta,
+        }
         backend = backend_of(channel.group, "cuda")
         if backend != "nccl":
             lacks = dict.fromkeys(engines, f"the sp group's backend is {backend}, not nccl")
@@ -135,32 +153,51 @@ class CopyEngine:
         every = channel.gather((socket.gethostname(), lacks))
         hosts = len({host for host, _ in every})
         if hosts > 1:
-            lacks = dict.fromkeys(engines, f"the sp group spans {hosts} nodes; copy engines reach one")
+            lacks = dict.fromkeys(
+                engines, f"the sp group spans {hosts} nodes; copy engines reach one"
+            )
         else:
-            lacks = {name: next((theirs[name] for _, theirs in every if theirs[name]), "") for name in engines}
+            # The reason of the first rank that lacks the engine.
+            for name in engines:
+                reasons = [of_rank[name] for _, of_rank in every if of_rank[name]]
+                lacks[name] = reasons[0] if reasons else ""
         chosen = next((name for name, reason in lacks.items() if not reason), None)
         if chosen is None:
-            raise ValueError(f'sp_overlap.transport: "copy_engine" can\'t work here: {_reasons(lacks)}; use "auto"')
+            raise ValueError(
+                f'sp_overlap.transport: "copy_engine" can\'t work here: {_reasons(lacks)}; '
+                'use "auto"'
+            )
         try:
             self.engine = engines[chosen](channel.group)
-        except RuntimeError as error:  # of all ranks: both libraries compare before they refuse
-            raise ValueError(f'sp_overlap.transport: "copy_engine" through {chosen}: {error}; use "auto"') from error
+        except RuntimeError as error:
+            # On all ranks: both libraries compare the ranks before they refuse.
+            raise ValueError(
+                f'sp_overlap.transport: "copy_engine" through {chosen}: {error}; use "auto"'
+            ) from error
         self.rest.prepare(channel)
 
-    def launch(self, send: Tensor, recv: Tensor, send_sizes: list[int], recv_sizes: list[int], group: Any, name: str) -> Handle:
+    def launch(
+        self,
+        send: Tensor,
+        recv: Tensor,
+        send_sizes: list[int],
+        recv_sizes: list[int],
+        group: Any,
+        name: str,
+    ) -> Handle:
         if len({*send_sizes, *recv_sizes}) == 1 and self.engine.takes(send_sizes[0], send):
             return self.engine.launch(send, recv)
         if not self.said:
             self.said = True
             say(
-                f"sp_overlap: {name}: its parts {send_sizes} and {recv_sizes} are not equal or not aligned, which copy "
-                "engines can't move; such exchanges go through c10d"
+                f"sp_overlap: {name}: its parts {send_sizes} and {recv_sizes} are not equal or not "
+                "aligned, which copy engines can't move; such exchanges go through c10d"
             )
         return self.rest.launch(send, recv, send_sizes, recv_sizes, group, name)
 
 
 def _reasons(lacks: dict[str, str]) -> str:
-    """One reason where all engines lack the same, else each one's."""
+    """Join the reasons of all engines; one reason where they are the same."""
     if len(set(lacks.values())) == 1:
         return next(iter(lacks.values()))
     return "; ".join(lacks.values())

@@ -1,4 +1,4 @@
-"""An exchange in two differentiable halves.
+"""Hides an all-to-all behind the work between its two differentiable halves.
 
     token = exchange.start(x)      launch; returns an empty tensor that autograd tracks
     y     = exchange.finish(token) order the compute stream after it; the received tensor
@@ -7,12 +7,23 @@
     Now:     x -> start -> token -> finish -> y             dx <- start' <- token <- finish' <- dy
                   launch            wait                          wait             launch
 
-In backward the roles swap: the backward of ``finish`` launches the exchange of the gradient, the backward of ``start``
-waits for it. Autograd runs nodes that are ready in the reverse order of their creation, so whatever is computed between
-``start`` and ``finish`` hides the exchange, and its backward hides the gradient's exchange. Correctness never depends on
-that order, only the overlap does.
+Note [Token order]
+~~~~~~~~~~~~~~~~~~
+In backward the roles swap: the backward of ``finish`` launches the exchange of the gradient, and
+the backward of ``start`` waits for that exchange. Autograd runs nodes that are ready in the reverse
+order of their creation. So whatever is computed between ``start`` and ``finish`` hides the
+exchange, and the backward of that work hides the gradient's exchange. The overlap depends on this
+order; correctness does not.
 
-The token carries no data. What is in flight hangs on the `Exchange`, which belongs to one call of one layer.
+The token carries no data. It only ties ``finish`` to ``start`` in the graph. The buffers in flight
+belong to the `Exchange`, and an `Exchange` belongs to one call of one layer.
+
+Note [Second derivatives]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+The backward of a layer uses buffers of its `Exchange`s, which autograd does not see, so that nobody
+can differentiate it. ``once_differentiable`` would raise in one node and leave the others silent.
+Instead, every backward of a layer begins in a node that calls `refuse_second_derivatives`: before
+anything is launched, and on every rank alike. No other node of the layer needs a check.
 """
 
 from __future__ import annotations
@@ -30,21 +41,26 @@ from .layout import Layout
 
 
 def refuse_second_derivatives(where: str) -> None:
-    """Called where the backward of a layer begins: before it has launched anything, and on every rank alike.
+    """Refuse a backward with ``create_graph=True``, see Note [Second derivatives].
 
-    What it computes behind autograd's back, from what hangs on the `Exchange`, can't be differentiated again. No other node of
-    a layer runs in backward before one that calls this, so that none of them needs ``once_differentiable``, which would raise
-    where its own node is differentiated and be silent where the others are.
+    Called where the backward of the layer ``where`` begins.
+
+    Raises:
+        RuntimeError: if autograd records this backward.
     """
     if torch.is_grad_enabled():  # guard: no second derivatives
         raise RuntimeError(
-            f"{where}: a backward with create_graph=True, but overlapped layers have no second derivatives; leave it out, or run "
-            "this model with DeepSpeed's own DistributedAttention (ds_sp_overlap.disable)"
+            f"{where}: a backward with create_graph=True, but overlapped layers have no second "
+            "derivatives; leave it out, or run this model with DeepSpeed's own "
+            "DistributedAttention (ds_sp_overlap.disable)"
         )
 
 
 class _Apply:
-    """``apply`` for less of the host's time: what torch does for functorch first is left out where that is off."""
+    """``Function.apply`` without torch's preparations for functorch, where functorch is off.
+
+    The preparations cost the host time in every call.
+    """
 
     def __get__(self, node: object, kind: type[Node]) -> Any:
         above = Node if torch._C._are_functorch_transforms_active() else torch.autograd.Function
@@ -52,40 +68,59 @@ class _Apply:
 
 
 class Node(torch.autograd.Function):
-    """A node of autograd."""
+    """A node of autograd, the base class of all nodes in this package."""
 
     apply: Any = _Apply()
 
 
 class Exchange:
-    """One exchange of one call: state of its forward transfer, and of the gradient's.
+    """One exchange of one call, with its transfers in flight in forward and in backward.
 
-    channel   the sp group
-    layout    what is given and what is received
-    name      of the layer and the exchange, for instance ``layers.7 q``; the gradient's is ``layers.7 dq``
-    checked   compare with a plain exchange (``sp_overlap.check``)
-    rope      (cos, sin) [.., d_rot], broadcast to the local side's tokens: rotary embedding on the way out, and its
-              transpose on the gradient's way in, in the kernels that move the data
+    Args:
+        channel: The sp group.
+        layout: The tensors that are sent and received.
+        where: Name of the layer, for instance ``layers.7``.
+        what: Name of the exchange, for instance ``q``; the gradient's is ``dq``.
+        checked: Whether to compare with a plain exchange (``sp_overlap.check``).
+        rope: (cos, sin), each [.., d_rot], broadcast to the tokens of the local side. The kernel
+            that packs the tensor also rotates it; the kernel that unpacks the gradient rotates the
+            gradient back.
     """
 
+    # The transfer in flight, between start and finish.
     forward: InFlight | None = None
     gradient: InFlight | None = None
 
-    def __init__(self, channel: Channel, layout: Layout, where: str, what: str, checked: bool = False, rope: Tables | None = None):
+    def __init__(
+        self,
+        channel: Channel,
+        layout: Layout,
+        where: str,
+        what: str,
+        checked: bool = False,
+        rope: Tables | None = None,
+    ):
         self.channel, self.layout, self.where, self.what = channel, layout, where, what
         self.checked, self.rope = checked, rope
-        self.needed: Sequence[bool] = (True,) * len(layout.each)  # whether there will be a gradient of each tensor
+        # For each tensor, whether its gradient will be exchanged.
+        self.needed: Sequence[bool] = (True,) * len(layout.each)
 
     def start(self, *tensors: Tensor) -> Tensor:
         """Launch the exchange and return at once.
 
-        tensors   what is sent, in the shapes of ``layout.each``' sources; kept alive until finished. For o behind it q, k and v of
-                  which it was computed: whatever local attention does with them on one rank, every rank finds their nodes behind
-                  the token in backward, and takes part in the exchanges of do, dq, dk and dv
-        token     [0]   tracked by autograd; give it to ``finish``
-
         Collective: every rank of the sp group starts the same exchanges in the same order.
-        Raises ValueError, before any communication, if a tensor has another shape.
+
+        Args:
+            tensors: What is sent, in the shapes of the sources of ``layout.each``; kept alive until
+                the exchange is finished. For o, the q, k and v that it was computed from follow.
+                The token then depends on them, whatever local attention does with them on one rank,
+                so that every rank takes part in the exchanges of do, dq, dk and dv.
+
+        Returns:
+            An empty tensor that autograd tracks; pass it to `finish`.
+
+        Raises:
+            ValueError: before any communication, if a tensor has another shape.
         """
         if not torch.is_grad_enabled():
             self.start_forward(tensors[: len(self.needed)])
@@ -94,46 +129,68 @@ class Exchange:
         return token
 
     def finish(self, token: Tensor) -> Tensor:
-        """Order the compute stream after an exchange of one tensor and return what was received, in the shape of ``layout.target``."""
+        """Order the compute stream after an exchange of one tensor.
+
+        Returns:
+            What was received, in the shape of ``layout.target``.
+        """
         if not torch.is_grad_enabled():
             return self.finish_forward()[0]
         ((y,),) = together([Half(self, (token,))])
         return y
 
     def start_forward(self, xs: Sequence[Tensor]) -> None:
-        """The first half of the forward, for a node that does more than that."""
+        """Launch the transfer without autograd, for a node that does more than exchange."""
         name = f"{self.where} {self.what}"
         self.forward = InFlight(self.channel, self.layout, name, self.rope).launch(xs, self.checked)
 
     def finish_forward(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """The second half; ``into`` as in `InFlight.finish`."""
+        """Finish what `start_forward` launched; ``into`` as in `InFlight.finish`."""
         if self.forward is None:
-            raise RuntimeError(f"{self.where} {self.what}: finished without having been started, or finished twice")
+            raise RuntimeError(
+                f"{self.where} {self.what}: finished without having been started, or finished twice"
+            )
         in_flight, self.forward = self.forward, None  # guard: forward is let go
         return in_flight.finish(into)
 
     def start_gradient(self, dys: Sequence[Tensor]) -> None:
-        """The first half of the backward, with the gradients of those tensors that are `needed`."""
+        """Launch the transfer of the gradients of those tensors that are `needed`."""
         name, layout = f"{self.where} d{self.what}", self.layout.only(self.needed).inverse
-        self.gradient = InFlight(self.channel, layout, name, None, self.rope).launch(dys, self.checked)
+        gradient = InFlight(self.channel, layout, name, rope_back=self.rope)
+        self.gradient = gradient.launch(dys, self.checked)
 
     def finish_gradient(self, into: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
-        """The second half; None for tensors that need none. ``into`` as in `InFlight.finish`, of those that need one."""
+        """Finish what `start_gradient` launched.
+
+        Args:
+            into: As in `InFlight.finish`, for those tensors that are `needed`.
+
+        Returns:
+            The gradient of each tensor; None for tensors that are not `needed`.
+        """
         if self.gradient is None:
             raise RuntimeError(
-                f"{self.where} d{self.what}: finished without having been started; gradients of a layer's inputs and of its "
-                "weights come of one backward, ask for them together"
+                f"{self.where} d{self.what}: finished without having been started; gradients of a "
+                "layer's inputs and of its weights come of one backward, ask for them together"
             )
         in_flight, self.gradient = self.gradient, None  # guard: gradient is let go
-        found = in_flight.finish(into)
-        if len(found) == len(self.needed):
-            return found
-        given = iter(found)
-        return tuple(next(given) if needed else None for needed in self.needed)  # guard: to those that need it
+        received = in_flight.finish(into)
+        if len(received) == len(self.needed):
+            return received
+        gradients = iter(received)
+        return tuple(
+            next(gradients) if needed else None for needed in self.needed
+        )  # guard: to those that need it
 
 
 class Half(NamedTuple):
-    """The start of an exchange, given what `Exchange.start` takes, or its finish, given its token."""
+    """The start or the finish of an exchange.
+
+    Attributes:
+        exchange: The exchange.
+        given: For a start, the tensors that `Exchange.start` takes; for a finish, the token.
+        starts: Whether this is the start.
+    """
 
     exchange: Exchange
     given: tuple[Tensor, ...]
@@ -141,71 +198,94 @@ class Half(NamedTuple):
 
 
 def together(halves: Sequence[Half]) -> list[tuple[Tensor, ...]]:
-    """Run halves that follow one another, in one node; returns the token of each start, what was received by each finish.
+    """Run halves that follow one another in one node of autograd.
 
-    One node instead of many costs the host less. In backward they are run the other way about, when every gradient is known.
+    One node instead of many costs the host less. In backward the halves run in reverse, once the
+    gradients of all outputs are known.
+
+    Returns:
+        For each start, its token; for each finish, what was received.
     """
     if not torch.is_grad_enabled():
-        return [(each.start(*given),) if starts else each.finish_forward() for each, given, starts in halves]
-    made = _Halves.apply(halves, *[x for half in halves for x in half.given])  # guard: leads to each of them
+        return [
+            (exchange.start(*tensors),) if starts else exchange.finish_forward()
+            for exchange, tensors, starts in halves
+        ]
+    inputs = [x for half in halves for x in half.given]
+    outputs = _Halves.apply(halves, *inputs)  # guard: leads to each of them
     if len(halves) == 1:
-        return [made]
-    each = iter(made)
-    return [tuple(islice(each, 1 if starts else len(exchange.needed))) for exchange, _, starts in halves]
+        return [outputs]
+    remaining = iter(outputs)
+    by_half = []
+    for exchange, _, starts in halves:
+        by_half.append(tuple(islice(remaining, 1 if starts else len(exchange.needed))))
+    return by_half
 
 
 def new_token(x: Tensor) -> Tensor:
-    """An empty tensor like ``x``."""
-    return x.new_empty(0)  # on the tensor's device: both halves stay in one ready queue of the autograd engine
+    """Make an empty tensor like ``x``."""
+    # On the device of x, so that both halves stay in one ready queue of the autograd engine.
+    return x.new_empty(0)
 
 
 class _Halves(Node):
     @staticmethod
     def forward(ctx, halves, *_):
         ctx.set_materialize_grads(False)
-        at, needs = 1, ctx.needs_input_grad
-        made: list[Tensor] = []
-        unwanted: list[Tensor] = []
-        ctx.halves = []  # with where what they are given begins, and what they make
-        for exchange, given, starts in halves:
-            ctx.halves.append((exchange, starts, at, len(made)))
+        needs = ctx.needs_input_grad
+        outputs: list[Tensor] = []
+        undifferentiable: list[Tensor] = []
+        # Each half with the index of its first input and of its first output.
+        ctx.halves = []
+        # Input 0 is ``halves``.
+        first_input = 1
+        for exchange, tensors, starts in halves:
+            ctx.halves.append((exchange, starts, first_input, len(outputs)))
             if starts:
                 sent = len(exchange.needed)
-                if sent > 1:  # one alone has a gradient if its token has: o even where attention computed it of nothing
-                    exchange.needed = needs[at : at + sent]
-                exchange.start_forward(given[:sent])
-                made.append(new_token(given[0]))
+                # A single tensor has a gradient if its token has: o even where attention computed
+                # o from nothing that needs one.
+                if sent > 1:
+                    exchange.needed = needs[first_input : first_input + sent]
+                exchange.start_forward(tensors[:sent])
+                outputs.append(new_token(tensors[0]))
             else:
                 received = exchange.finish_forward()
-                made += received
-                if not (needs[at] and all(exchange.needed)):
-                    unwanted += [x for x, needed in zip(received, exchange.needed) if not (needed and needs[at])]
-            at += len(given)
-        ctx.dtypes, ctx.device = [x.dtype for x in made], made[0].device
-        if unwanted:
-            ctx.mark_non_differentiable(*unwanted)
-        return tuple(made)
+                outputs += received
+                for x, needed in zip(received, exchange.needed):
+                    if not (needed and needs[first_input]):
+                        undifferentiable.append(x)
+            first_input += len(tensors)
+        ctx.dtypes, ctx.device = [x.dtype for x in outputs], outputs[0].device
+        if undifferentiable:
+            ctx.mark_non_differentiable(*undifferentiable)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx, *gradients):
-        """A finish moved no data; now it launches the exchange of each dy, the moment that they are known. A start waits for its dx.
+        """Launch the exchange of dy for each finish; wait for dx for each start.
 
-        Zeros where nothing depends on what was received here: elsewhere something may.
+        Before: dx = all_to_all(dy). Now: the two halves swap roles, see Note [Token order].
         """
         refuse_second_derivatives(ctx.halves[0][0].where)
-        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for exchange, starts, at, made in reversed(ctx.halves):  # guard: in the order drawn
+        dxs: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for half in reversed(ctx.halves):  # guard: in the order drawn
+            exchange, starts, first_input, first_output = half
             needed = exchange.needed
             if starts:
-                if gradients[made] is not None:
-                    found[at : at + len(needed)] = exchange.finish_gradient()
-            elif ctx.needs_input_grad[at]:
-                places = [place for place, is_needed in enumerate(needed) if is_needed]
-                dys = [gradients[made + place] for place in places]
-                if any([dy is None for dy in dys]):
-                    shapes, dtypes = exchange.layout.targets.shapes, ctx.dtypes[made:]
-                    zeros = [torch.zeros(shapes[place], dtype=dtypes[place], device=ctx.device) for place in places]
-                    dys = [zero if dy is None else dy for dy, zero in zip(dys, zeros)]
+                if gradients[first_output] is not None:
+                    dxs[first_input : first_input + len(needed)] = exchange.finish_gradient()
+            elif ctx.needs_input_grad[first_input]:
+                dys = []
+                for index, shape in enumerate(exchange.layout.targets.shapes):
+                    if not needed[index]:
+                        continue
+                    dy = gradients[first_output + index]
+                    if dy is None:
+                        # Nothing depends on what this rank received; on other ranks something may.
+                        dtype = ctx.dtypes[first_output + index]
+                        dy = torch.zeros(shape, dtype=dtype, device=ctx.device)
+                    dys.append(dy)
                 exchange.start_gradient(dys)
-                found[at] = new_token(dys[0])
-        return tuple(found)
+                dxs[first_input] = new_token(dys[0])
+        return tuple(dxs)

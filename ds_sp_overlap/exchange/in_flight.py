@@ -1,4 +1,15 @@
-"""One launched transfer with its buffers: pack, launch, wait, unpack."""
+"""Carries out one transfer: pack, launch, wait, unpack; and owns its buffers meanwhile.
+
+Note [Buffers until finish]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A transfer reads and writes memory that the compute stream allocated, while the compute stream goes
+on. The memory must not be given to anybody else before the transfer is over. So `InFlight`
+references all buffers from `launch` on, and lets them go in `finish`, after the compute stream has
+been ordered behind the transfer: the allocator then hands the memory out in the order of the
+compute stream. ``record_stream`` would do so later, and at a price for each buffer.
+
+Before memory is taken for the tensors that were received, the buffer that was sent is let go.
+"""
 
 from __future__ import annotations
 
@@ -22,63 +33,113 @@ Tables = tuple[Tensor, Tensor]
 
 
 def _as_it_travels(x: Tensor, side: Side) -> Tensor | None:
-    """``x``, one end of an exchange, as the flat buffer that travels, if it lies in memory that way: each part together."""
+    """Return ``x`` as the flat buffer that travels, if each part of it is one piece of memory.
+
+    None where ``x`` must be packed.
+    """
     if side.is_wire_layout:
         return x.contiguous().view(-1)  # guard: one piece of memory
     if not side.is_cut_into_slices:  # guard: each part together
         return None
-    if x.is_contiguous() and len(side.parts) > 1:  # so its parts are not together; costs the host less than to look
+    # A contiguous x has its parts apart. To ask costs the host less than to look at a view.
+    if x.is_contiguous() and len(side.parts) > 1:
         return None
     front = x.movedim(side.dim, 0)
     return front.view(-1) if front.is_contiguous() else None
 
 
-class InFlight:
-    """One launched transfer; owns its buffers until it is finished.
+def _listed(shapes: Sequence[Sequence[int]]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)
 
-    rope, rope_back   (cos, sin) by which the source is rotated as it is packed, the target as it is unpacked (the other way)
+
+class InFlight:
+    """One launched transfer, which owns its buffers, see Note [Buffers until finish].
+
+    Args:
+        channel: The sp group.
+        layout: The tensors that are sent and received.
+        name: Name for logs and errors, for instance ``layers.7 dv``.
+        rope: (cos, sin) by which the source is rotated as it is packed.
+        rope_back: (cos, sin) by which the target is rotated back as it is unpacked.
     """
 
+    # In check mode, what has to arrive.
     expected: Sequence[Tensor] = ()
     handle: Any = None
-    received: Any = None  # mark of the transfer stream, between launch and finish
+    # The mark of the transfer stream, between launch and finish.
+    received: Any = None
 
-    # From `launch` on.
+    # Set by `launch`.
     side: HostStream | SideStream
-    sources: Sequence[Tensor]  # empty once they have been packed
+    # Empty once they are packed.
+    sources: Sequence[Tensor]
     send: Tensor
     recv: Tensor
-    outs: tuple[Tensor, ...]  # empty until they are unpacked
+    # Empty until they are unpacked.
+    outs: tuple[Tensor, ...]
+    # Whether what arrives is unpacked; otherwise ``recv`` is the memory of ``outs``.
     unpacks: bool
     track: Track | Untracked
 
-    def __init__(self, channel: Channel, layout: Layout, name: str, rope: Tables | None = None, rope_back: Tables | None = None):
+    def __init__(
+        self,
+        channel: Channel,
+        layout: Layout,
+        name: str,
+        rope: Tables | None = None,
+        rope_back: Tables | None = None,
+    ):
         self.channel, self.layout, self.name = channel, layout, name
         self.rope, self.rope_back = rope, rope_back
 
     def launch(self, xs: Sequence[Tensor], checked: bool) -> InFlight:
-        """Pack ``xs`` and launch their transfer. Collective."""
+        """Pack ``xs`` and launch their transfer. Collective.
+
+        Args:
+            xs: The tensors that are sent, in the shapes of ``layout.sources``.
+            checked: Whether to compare with a plain exchange (``sp_overlap.check``).
+
+        Returns:
+            This object.
+
+        Raises:
+            ValueError: before any communication, if a tensor has another shape.
+        """
         channel, layout, x = self.channel, self.layout, xs[0]
         source, target, joined = layout.source, layout.target, bool(layout.also)
-        shapes = [x.shape] if len(xs) == 1 else [given.shape for given in xs]
+        shapes = [x.shape] if len(xs) == 1 else [each.shape for each in xs]
         if shapes != layout.sources.shapes:  # guard: this half belongs here
-            expected, got = (", ".join(str(list(shape)) for shape in each) for each in (layout.sources.shapes, shapes))
-            raise ValueError(f"{self.name}: expected a tensor of shape {expected}, got {got}")
+            raise ValueError(
+                f"{self.name}: expected a tensor of shape {_listed(layout.sources.shapes)}, "
+                f"got {_listed(shapes)}"
+            )
         if checked:
-            plain = partial(check.plain_exchange, channel, name=self.name, rope=self.rope, rope_back=self.rope_back)
-            self.expected = [plain(each, given) for each, given in zip(layout.each, xs)]
+            self.expected = [
+                check.plain_exchange(channel, each, tensor, self.name, self.rope, self.rope_back)
+                for each, tensor in zip(layout.each, xs)
+            ]
         self.side = channel.side(x.device)
-        self.sources = xs  # read by the transfer, so kept alive until it is over
-        ready = None if joined or self.rope is not None else _as_it_travels(x, source)  # guard: rotated, so packed
+        self.sources = xs
+        ready = None
+        if not joined and self.rope is None:  # guard: rotated, so packed
+            ready = _as_it_travels(x, source)
+        # The dtype of each tensor, if they differ; the wire has the dtype that all promote to.
         self.dtypes, new_empty = None, x.new_empty
-        if joined and len(dtypes := {given.dtype for given in xs}) > 1:
-            self.dtypes = [given.dtype for given in xs]
+        dtypes = {each.dtype for each in xs} if joined else ()
+        if len(dtypes) > 1:
+            self.dtypes = [each.dtype for each in xs]
             new_empty = partial(new_empty, dtype=functools.reduce(torch.promote_types, dtypes))
-        self.unpacks = joined or self.rope_back is not None or not target.is_wire_layout  # guard: rotated, so unpacked
-        self.outs = () if self.unpacks else self._new_outs(x)
-        # What is received as it lies is no view: its owner may change it in place, as he may what was unpacked.
-        self.recv = new_empty(layout.targets.elements) if self.unpacks else self.outs[0].view(-1)
-        self.track = channel.timeline.exchange(self.name, self._sent_bytes(), x) if channel.timeline else UNTRACKED
+        rotates = self.rope_back is not None  # guard: rotated, so unpacked
+        self.unpacks = joined or rotates or not target.is_wire_layout
+        if self.unpacks:
+            self.outs, self.recv = (), new_empty(layout.targets.elements)
+        else:
+            # outs is no view: its owner may change it in place, like a tensor that was unpacked.
+            self.outs = self._new_outs(x)
+            self.recv = self.outs[0].view(-1)
+        self.track = UNTRACKED
+        if channel.timeline:
+            self.track = channel.timeline.exchange(self.name, self._sent_bytes(), x)
         self.track.mark("issued")
         if is_profiled():
             with named(self.name, "start"):
@@ -103,7 +164,8 @@ class InFlight:
                     self._transfer()
                     self._wait()
                     self.track.mark("arrived")
-        finally:  # whatever is raised, what was queued may use the buffers
+        finally:
+            # Also after an exception: work that was queued may use the buffers.
             self.received = self.side.mark()  # guard: what is sent is kept
 
     def _transfer(self) -> None:
@@ -111,17 +173,24 @@ class InFlight:
         self.track.mark("started")
         try:
             self.handle = channel.transport.launch(
-                self.send, self.recv, layout.sources.sizes, layout.targets.sizes, channel.group, self.name
+                self.send,
+                self.recv,
+                layout.sources.sizes,
+                layout.targets.sizes,
+                channel.group,
+                self.name,
             )
         except RuntimeError as error:  # guard: a failed launch has a name
             raise channel.failed(self.name, "the exchange", error) from error
         self.track.follow(self.handle)
 
     def _new_outs(self, like: Tensor) -> tuple[Tensor, ...]:
-        sides = self.layout.targets.each
+        """Allocate the tensors that are received, on the device of ``like``."""
+        shapes = self.layout.targets.shapes
         if self.dtypes is None:
-            return tuple([like.new_empty(*side.shape) for side in sides])  # guard: memory of its own
-        return tuple([like.new_empty(*side.shape, dtype=dtype) for side, dtype in zip(sides, self.dtypes)])
+            return tuple([like.new_empty(*shape) for shape in shapes])  # guard: memory of its own
+        typed = zip(shapes, self.dtypes)
+        return tuple([like.new_empty(*shape, dtype=dtype) for shape, dtype in typed])
 
     def _sent_bytes(self) -> int:
         sizes = self.layout.sources.sizes
@@ -134,11 +203,14 @@ class InFlight:
             raise self.channel.failed(self.name, "the exchange", error) from error
 
     def _packed(self, new_empty: Callable[..., Tensor]) -> Tensor:
-        """What is sent; ``new_empty`` gives it the dtype in which it travels."""
-        relayout, source, sources = ops.implementation(self.channel.kernels), self.layout.source, self.layout.sources
+        """Pack the sources into a buffer from ``new_empty``, of the dtype that travels."""
+        relayout = ops.implementation(self.channel.kernels)
+        source, sources = self.layout.source, self.layout.sources
         x = self.sources[0]
-        evenly = self.rope is None and sources.places() and x.is_contiguous() and relayout.copies(x)
-        if self.layout.also or evenly or not source.covers:
+        in_one_copy = (
+            self.rope is None and sources.places() and x.is_contiguous() and relayout.copies(x)
+        )
+        if self.layout.also or in_one_copy or not source.covers:
             return join(self.sources, sources, new_empty)
         wire = new_empty(source.elements)
         if self.rope is None:
@@ -148,10 +220,11 @@ class InFlight:
         return wire
 
     def _unpacked(self, into: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What was received, in ``into`` if given."""
-        relayout, target, targets = ops.implementation(self.channel.kernels), self.layout.target, self.layout.targets
-        evenly = self.rope_back is None and self.dtypes is None and targets.copied and not into
-        if evenly and (self.layout.also or relayout.copies(self.recv)):
+        """Unpack what was received, into the tensors ``into`` if there are any."""
+        relayout = ops.implementation(self.channel.kernels)
+        target, targets = self.layout.target, self.layout.targets
+        in_one_copy = self.rope_back is None and self.dtypes is None and targets.copied and not into
+        if in_one_copy and (self.layout.also or relayout.copies(self.recv)):
             return split_copies(self.recv, targets)
         outs = into or self._new_outs(self.recv)
         if self.layout.also or not target.covers:
@@ -163,7 +236,15 @@ class InFlight:
         return outs
 
     def finish(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """Wait, and hand over what was received; in ``into``, if given, where what no part of the target holds stays as it is."""
+        """Wait for the transfer and unpack what was received.
+
+        Args:
+            into: Tensors to receive into, in place of new ones. Elements that belong to no part of
+                the target keep their values.
+
+        Returns:
+            The received tensors, in the order of ``layout.each``.
+        """
         self.track.mark("wait")
         if is_profiled():
             with named(self.name, "finish"):
@@ -173,8 +254,8 @@ class InFlight:
         self.track.mark("go")
         if self.expected:  # guard: check mode compares
             rotated = (self.rope or self.rope_back) is not None
-            for each, out, expected in zip(self.layout.each, self.outs, self.expected):
-                check.compare(self.channel, out, expected, self.name, rotated, each.target)
+            for side, out, expected in zip(self.layout.targets.each, self.outs, self.expected):
+                check.compare(self.channel, out, expected, self.name, rotated, side)
         return self.outs  # guard: received, not read again
 
     def _receive(self, into: Sequence[Tensor]) -> None:
@@ -184,7 +265,7 @@ class InFlight:
             self.side.before_compute(self.received)  # guard: compute waits for it
         self.received = None  # guard: freed, waits for nothing
         self.track.mark("unpacking")
-        # Sent: given back before memory is taken for what was received. The handle may hold it too.
+        # The buffer that was sent is free before memory is taken; the handle may reference it too.
         self.sources, self.handle = (), None
         del self.send  # guard: sent, not read again
         if self.unpacks:
@@ -195,7 +276,8 @@ class InFlight:
         self.track.mark("done")
 
     def __del__(self) -> None:
-        # Abandoned (an exception between start and finish). The memory must not return to the compute stream before the
-        # transfer is over; where waiting blocks the host there is no mark, and c10d holds the buffers itself.
+        # Abandoned, by an exception between start and finish. The memory must not return to the
+        # compute stream before the transfer is over. Where waiting blocks the host there is no
+        # mark, and c10d references the buffers itself.
         if self.received is not None:
             self.side.before_compute(self.received)  # guard: memory returns in order

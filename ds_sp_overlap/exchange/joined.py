@@ -1,4 +1,7 @@
-"""Several tensors in one transfer: each peer is sent its part of every one of them, token by token side by side."""
+"""Packs several tensors into one transfer.
+
+Each peer is sent its parts of all tensors side by side, token by token.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,26 @@ from .layout import Side, Sides
 
 
 def join(tensors: Sequence[Tensor], sides: Sides, new_empty: Callable[..., Tensor]) -> Tensor:
-    """The parts of ``tensors``, each [.., .., h, d], in the flat buffer that travels; ``new_empty`` makes it, of a dtype for all."""
+    """Pack ``tensors``, each [.., .., h, d], into a new buffer.
+
+    Args:
+        tensors: What is sent.
+        sides: The parts of each tensor.
+        new_empty: Makes the buffer, of one dtype for all tensors.
+
+    Returns:
+        The flat buffer that travels.
+    """
     wire = new_empty(sides.elements)
-    if places := sides.places():  # one kernel
-        place, tiles = wire.as_strided(*places[0]), [_tile(x, side) for x, side in zip(tensors, sides.each)]
-        torch.cat(tiles, 3, out=place) if len(tiles) > 1 else place.copy_(tiles[0])
+    places = sides.places()
+    if places:
+        # One kernel packs all parts.
+        tiles = [_tile(x, side) for x, side in zip(tensors, sides.each)]
+        place = wire.as_strided(*places[0])
+        if len(tiles) > 1:
+            torch.cat(tiles, 3, out=place)
+        else:
+            place.copy_(tiles[0])
         return wire
     for part, place in _places(tensors, sides, wire):
         place.copy_(part)
@@ -23,8 +41,13 @@ def join(tensors: Sequence[Tensor], sides: Sides, new_empty: Callable[..., Tenso
 
 
 def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
-    """The inverse of `join`; slices that several parts hold are summed, in fp32 for half precision. What no part holds stays."""
-    if places := sides.places():
+    """Unpack ``wire`` into ``tensors``, the inverse of `join`.
+
+    Slices that several parts hold are summed, in fp32 for half precision. Slices that no part holds
+    keep their values.
+    """
+    places = sides.places()
+    if places:
         for x, side, tile in zip(tensors, sides.each, places[1:]):
             _tile(x, side).copy_(wire.as_strided(*tile))
         return
@@ -32,7 +55,10 @@ def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
         for part, place in _places(tensors, sides, wire):
             part.copy_(place)
         return
-    totals = [torch.zeros_like(x, dtype=torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype) for x in tensors]
+    halves = (torch.float16, torch.bfloat16)
+    totals = [
+        torch.zeros_like(x, dtype=torch.float32 if x.dtype in halves else x.dtype) for x in tensors
+    ]
     for part, place in _places(totals, sides, wire):
         part.add_(place)  # guard: joined replicas are summed
     for x, total in zip(tensors, totals):
@@ -40,32 +66,49 @@ def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
 
 
 def split_copies(wire: Tensor, sides: Sides) -> tuple[Tensor, ...]:
-    """`split` into new tensors, for sides that are `copied`. A copy that makes its memory costs the host less than ``new_empty`` and
-    ``copy_``."""
-    return tuple([_copy(wire.as_strided(*place), shape, whole) for (place, whole), shape in zip(sides.copied, sides.shapes)])
+    """Unpack ``wire`` into new tensors, one copy each, for sides that are `Sides.copied`.
+
+    A copy that makes its own memory costs the host less than ``new_empty`` and ``copy_``.
+    """
+    outs = []
+    for (place, has_final_shape), shape in zip(sides.copied, sides.shapes):
+        outs.append(_copy(wire.as_strided(*place), shape, has_final_shape))
+    return tuple(outs)
 
 
-def _copy(x: Tensor, shape: Sequence[int], whole: bool) -> Tensor:
-    copy = x if whole else x.reshape(shape)
-    return copy.clone(memory_format=torch.contiguous_format) if copy.data_ptr() == x.data_ptr() else copy  # guard: a copy, no view
+def _copy(x: Tensor, shape: Sequence[int], has_final_shape: bool) -> Tensor:
+    """Copy ``x`` into a contiguous tensor of ``shape``."""
+    copy = x if has_final_shape else x.reshape(shape)
+    if copy.data_ptr() == x.data_ptr():  # guard: a copy, no view
+        return copy.clone(memory_format=torch.contiguous_format)
+    return copy
 
 
 def _tile(x: Tensor, side: Side) -> Tensor:
-    """The parts of ``x`` in the shape of `Side.tiled`; a view, if ``x`` lies in one piece."""
+    """Return the parts of ``x`` in the shape of `Side.tiled`; a view if ``x`` is contiguous."""
     if side.tiles:
         return x.reshape(*side.tiled)
+    # Each piece holds all tokens of a peer; the part is one chunk of them.
     assert side.spaced is not None
     piece, (start, stop) = side.spaced
-    return x.unflatten(side.dim, (len(side.parts), piece)).narrow(side.dim + 1, start, stop - start).flatten(3)  # no other chunk
+    pieces = x.unflatten(side.dim, (len(side.parts), piece))
+    return pieces.narrow(side.dim + 1, start, stop - start).flatten(3)
 
 
-def _places(tensors: Sequence[Tensor], sides: Sides, wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each part with its place in the wire, of its shape."""
-    at = 0
-    for ranges in zip(*(side.parts for side in sides.each)):  # of one peer
-        parts = [x.narrow(side.dim, start, stop - start) for x, side, (start, stop) in zip(tensors, sides.each, ranges)]
+def _places(
+    tensors: Sequence[Tensor], sides: Sides, wire: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each part with its place in the wire, a view of the same shape."""
+    offset = 0
+    # The ranges of one peer after another.
+    for ranges in zip(*(side.parts for side in sides.each)):
+        parts = [
+            x.narrow(side.dim, start, stop - start)
+            for x, side, (start, stop) in zip(tensors, sides.each, ranges)
+        ]
         size = sum(part.numel() for part in parts)
         widths = [part.shape[2] * part.shape[3] for part in parts]
-        together = wire.narrow(0, at, size).view(*parts[0].shape[:2], sum(widths))
-        yield from ((part, place.unflatten(2, part.shape[2:])) for part, place in zip(parts, together.split(widths, 2)))
-        at += size
+        by_token = wire.narrow(0, offset, size).view(*parts[0].shape[:2], sum(widths))
+        for part, place in zip(parts, by_token.split(widths, 2)):
+            yield part, place.unflatten(2, part.shape[2:])
+        offset += size

@@ -1,13 +1,16 @@
-"""Both ends of an exchange as frozen values: which part of a tensor goes to which rank, and how many elements that is.
+"""Says which part of a tensor goes to which rank, at both ends of an exchange, as frozen values.
 
     local    [s/P, b, h, d]   this rank's slice of the sequence, all heads
     global   [s, b, h/P, d]   the whole sequence, this rank's heads
 
-(or ``[b, s/P, h, d]`` and ``[b, s, h/P, d]``, batch first). An exchange turns one into the other. Both ends of it have
-the same form, a tensor cut along one dimension with one part per peer: the local side is cut along heads, the global
-side along the sequence. That is all a `Side` says, and it covers every case there is: unequal parts are uneven heads
-or unequal local sequences, overlapping parts are KV heads that several ranks need, and the gradient's exchange is the
-same pair of sides with their roles swapped.
+(or ``[b, s/P, h, d]`` and ``[b, s, h/P, d]``, batch first). An exchange turns one into the other.
+
+Both ends have the same form, a `Side`: a tensor cut along one dimension, one part per peer. The
+local side is cut along heads, the global side along the sequence. A `Side` covers every case:
+
+    unequal parts       uneven heads, or unequal local sequences
+    overlapping parts   KV heads that several ranks need
+    sides swapped       the exchange of the gradient
 """
 
 from __future__ import annotations
@@ -16,13 +19,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import compress
 
 Range = tuple[int, int]  # [start, stop)
-Place = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and offset in a flat buffer
+
+# Shape, strides and offset of a view of a flat buffer.
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def chunk_of(length: int, chunk: int, chunks: int) -> Range:
-    """The tokens of one of ``chunks`` parts of ``length`` tokens; empty ones come where there are fewer tokens than chunks."""
+    """Return the tokens of one of ``chunks`` parts of ``length`` tokens.
+
+    Some parts are empty where there are fewer tokens than chunks.
+    """
     return length * chunk // chunks, length * (chunk + 1) // chunks
 
 
@@ -30,9 +39,11 @@ def chunk_of(length: int, chunk: int, chunks: int) -> Range:
 class Side:
     """One end of an exchange.
 
-    shape    shape of the tensor at this end
-    dim      the dimension it is cut along
-    parts    for each peer, the range along ``dim`` that is sent to it or received from it, in rank order
+    Attributes:
+        shape: Shape of the tensor at this end.
+        dim: The dimension along which the tensor is cut.
+        parts: For each peer in rank order, the range along ``dim`` that is sent to the peer or
+            received from the peer.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +63,7 @@ class Side:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Starts and stops of the parts."""
+        """The starts of the parts, and their stops."""
         starts, stops = zip(*self.parts)
         return starts, stops
 
@@ -60,11 +71,16 @@ class Side:
     def tiles(self) -> bool:
         """Whether the parts lie end to end and cover the dimension."""
         edges = [0, *(stop for _, stop in self.parts)]
-        return edges[-1] == self.shape[self.dim] and all(part[0] == edge for part, edge in zip(self.parts, edges))
+        return edges[-1] == self.shape[self.dim] and all(
+            part[0] == edge for part, edge in zip(self.parts, edges)
+        )
 
     @cached_property
     def covers(self) -> bool:
-        """Whether every place of the dimension is in some part. Of the whole sequence a chunk of tokens leaves most out."""
+        """Whether every index of the dimension is in some part.
+
+        Not so for a chunk of tokens, which leaves most of the whole sequence out.
+        """
         edge = 0
         for start, stop in sorted(self.parts):
             edge = max(edge, stop) if start <= edge else edge
@@ -72,43 +88,57 @@ class Side:
 
     @cached_property
     def spaced(self) -> tuple[int, Range] | None:
-        """Where the dimension falls into as many equal pieces as there are peers, each with its peer's part in the same place: the
-        length of a piece, and that place."""
+        """The length of a piece and the range of the peer's part in it; None if that differs.
+
+        The dimension must fall into one equal piece per peer, each with the part of its peer at the
+        same place.
+        """
         piece, rest = divmod(self.shape[self.dim], len(self.parts))
-        places = {(start - peer * piece, stop - peer * piece) for peer, (start, stop) in enumerate(self.parts)}
-        start, stop = min(places)
-        return (piece, (start, stop)) if rest == 0 and len(places) == 1 and 0 <= start <= stop <= piece else None
+        start, stop = self.parts[0]
+        if rest or not 0 <= start <= stop <= piece:
+            return None
+        for peer, part in enumerate(self.parts):
+            if part != (start + peer * piece, stop + peer * piece):
+                return None
+        return piece, (start, stop)
 
     @cached_property
     def tiled(self) -> tuple[int, ...]:
-        """Shape of the parts with a dimension for the peers in front of the one that is cut, and h and d in one; empty where they are not
-        `spaced`."""
+        """Shape of all parts as one tensor of four dimensions; empty where they are not `spaced`.
+
+        A dimension for the peers stands in front of the dimension that is cut; h and d are one.
+        """
         if self.spaced is None:
             return ()
         _, (start, stop) = self.spaced
-        shape = (*self.shape[: self.dim], len(self.parts), stop - start, *self.shape[self.dim + 1 :])
+        front, behind = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        shape = (*front, len(self.parts), stop - start, *behind)
         return (*shape[:3], math.prod(shape[3:]))
 
     @cached_property
     def is_wire_layout(self) -> bool:
-        """Whether a contiguous tensor of this shape already is the buffer that travels, so that nothing is moved."""
+        """Whether a contiguous tensor of this shape is the buffer that travels, without a pack."""
         return self.tiles and math.prod(self.shape[: self.dim]) == 1
 
     @cached_property
     def is_cut_into_slices(self) -> bool:
-        """Whether each part is one slice, as in a tensor that has a dimension for the ranks."""
+        """Whether each part is one index of ``dim``, as where a dimension counts the ranks."""
         return self.tiles and all(stop - start == 1 for start, stop in self.parts)
 
 
 @dataclass(frozen=True, eq=False)
 class Sides:
-    """The same end of an exchange for every tensor that travels in it."""
+    """One end of an exchange that moves several tensors.
+
+    Attributes:
+        each: The side of every tensor, in the order in which they travel.
+    """
 
     each: tuple[Side, ...]
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Elements per peer, of all tensors together."""
+        """Elements per peer, of all tensors."""
         return [sum(sizes) for sizes in zip(*(side.split_sizes for side in self.each))]
 
     @cached_property
@@ -121,40 +151,59 @@ class Sides:
 
     @lru_cache(maxsize=4096)
     def places(self) -> list[Place]:
-        """Where the wire has the `Side.tiled` of all tensors side by side, in the order of their memory; behind that, of each. Nothing
-        if the parts of one are not evenly spaced."""
+        """Return views of the wire by which a few copies pack or unpack all parts.
+
+        The first view holds the `Side.tiled` of all tensors side by side. One view per tensor
+        follows, of that tensor alone. Empty if the parts of some tensor are not evenly spaced.
+        """
         tiles = [side.tiled for side in self.each]
         if not all(tiles):  # guard: a tile for each peer
             return []
         dim, widths = self.each[0].dim, [tile[3] for tile in tiles]
-        shape, width = list(tiles[0][:3]), sum(widths)
+        width = sum(widths)
+        # The wire lies peer by peer: the stride of the peers is the largest, wherever they stand.
+        shape = list(tiles[0][:3])
         peers = shape.pop(dim)
         strides = [shape[1] * width, width, 1]
         strides.insert(dim, shape[0] * strides[0])
         shape.insert(dim, peers)
-        starts = [sum(widths[:at]) for at in range(len(widths))]
-        return [((*shape, n), tuple(strides), at) for n, at in zip((width, *widths), (0, *starts))]
+        views: list[Place] = [((*shape, width), tuple(strides), 0)]
+        offset = 0
+        for own_width in widths:
+            views.append(((*shape, own_width), tuple(strides), offset))
+            offset += own_width
+        return views
 
     @cached_property
     def copied(self) -> list[tuple[Place, bool]]:
-        """`places` of tensors that are each one copy of theirs: all of it is held, by one peer; and whether it has the tensor's shape, as
-        where strides can say that. Else none."""
+        """The `places` of tensors that one copy each unpacks; and whether their shape is final.
+
+        One copy unpacks a tensor whose parts cover it, each index once. The view has the tensor's
+        own shape where strides can say so. Empty if some tensor takes more than a copy.
+        """
         if not all(side.tiles for side in self.each):
             return []
-        found = []
+        copied = []
         for side, (shape, strides, offset) in zip(self.each, self.places()[1:]):
             peers, tokens = strides[side.dim : side.dim + 2]
-            if side.dim < 2 and peers == shape[side.dim + 1] * tokens:  # one after another
-                shape, strides = side.shape, (*strides[: side.dim], *strides[side.dim + 1 : 3], side.shape[3], 1)
-            found.append(((shape, strides, offset), shape == side.shape))
-        return found
+            # The tokens of a peer follow those of the peer before: the two dimensions are one.
+            if side.dim < 2 and peers == shape[side.dim + 1] * tokens:
+                shape = side.shape
+                merged = (*strides[: side.dim], *strides[side.dim + 1 : 3])
+                strides = (*merged, side.shape[3], 1)
+            copied.append(((shape, strides, offset), shape == side.shape))
+        return copied
 
 
 @dataclass(frozen=True)
 class Layout:
-    """An exchange as this rank sees it: the tensor it gives and the tensor it gets.
+    """An exchange as this rank sees it: the tensor that it sends and the tensor that it receives.
 
-    also   of other tensors that travel with it: each peer is sent its part of the first, then of the second, and so on
+    Attributes:
+        source: The tensor that is sent.
+        target: The tensor that is received.
+        also: Layouts of further tensors in the same transfer. For each token, a peer is sent its
+            part of the first tensor, then that of the second, and so on.
     """
 
     source: Side
@@ -163,7 +212,7 @@ class Layout:
 
     @cached_property
     def each(self) -> tuple[Layout, ...]:
-        """Of every tensor."""
+        """The layout of every tensor in the transfer."""
         return self, *self.also
 
     @cached_property
@@ -180,8 +229,8 @@ class Layout:
         return Layout(self.target, self.source, tuple(layout.inverse for layout in self.also))
 
     def only(self, wanted: Sequence[bool]) -> Layout:
-        """The exchange of some of its tensors."""
+        """Return the exchange of those tensors that are ``wanted``, at least one."""
         if all(wanted):
             return self
-        first, *also = (layout for layout, is_wanted in zip(self.each, wanted) if is_wanted)
+        first, *also = compress(self.each, wanted)
         return Layout(first.source, first.target, tuple(also))

@@ -1,11 +1,26 @@
-"""How the bytes of an exchange move between ranks.
+"""Moves the bytes of an exchange between ranks.
 
-A transport launches one all-to-all of flat buffers and returns a handle; tests put their own in its place. What
-``sp_overlap.transport`` can ask for:
+A transport launches one all-to-all of flat buffers and returns a handle; tests put their own in its
+place. The values of ``sp_overlap.transport``:
 
-    auto          `C10d` over a communicator of our own where the sp group is NCCL's, else over the sp group
+    auto          `C10d` over a communicator of our own where NCCL carries the sp group; otherwise
+                  over the sp group
     c10d          `C10d` over the sp group as it was given
     copy_engine   `copy_engines.CopyEngine`: no SM moves a byte
+
+Note [Two communicators]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Collectives of one NCCL communicator run in the order of their launch. What others launch in the sp
+group (a gather of weights, a reduction of gradients) would therefore stand in front of an exchange.
+So exchanges have a communicator of their own: at high priority, and with at most `MAX_CTAS` blocks,
+since each block takes an SM from the kernels that hide the exchange.
+
+Ranks make the communicator at their first call, between collectives of others. Two things may wait
+for one another then. NCCL allocates memory while it connects, and the allocation may wait for a
+kernel that runs; that kernel may be a collective that waits for a rank which is already here. So
+nothing else may be under way on the device (`_connected`). And a default group that is bound to a
+device (DeepSpeed passes ``device_id``) makes torch split its communicator at once, which waits for
+all ranks of the world; so the group is unbound meanwhile (`_unbound`).
 """
 
 from __future__ import annotations
@@ -21,23 +36,41 @@ from torch.distributed.distributed_c10d import AllToAllOptions, all_to_all_singl
 
 from ..say import say
 
-MAX_CTAS = 16  # SMs that a communicator of our own may take; NCCL's send and receive takes up to 32. Not yet measured
+# SMs that a communicator of our own may take; NCCL's send and receive takes up to 32. Not yet
+# measured.
+MAX_CTAS = 16
 
 
 class Handle(Protocol):
+    """A transfer that was launched."""
+
     def wait(self) -> None:
-        """Order what follows after the transfer: the host (gloo) or the current stream (NCCL)."""
+        """Make the host (gloo) or the current stream (NCCL) wait for the transfer."""
 
 
 class Transport(Protocol):
-    def launch(self, send: Tensor, recv: Tensor, send_sizes: list[int], recv_sizes: list[int], group: Any, name: str) -> Handle:
-        """Send ``send_sizes[p]`` elements of ``send`` to rank ``p``, fill ``recv`` likewise, and return at once.
+    """A mover of bytes."""
 
-        send   flat; read until the handle has been waited for, never written
-        recv   flat; undefined until then
-        name   for logs and errors, for instance ``layers.7 dv``
+    def launch(
+        self,
+        send: Tensor,
+        recv: Tensor,
+        send_sizes: list[int],
+        recv_sizes: list[int],
+        group: Any,
+        name: str,
+    ) -> Handle:
+        """Launch an all-to-all and return at once.
 
         Collective: every rank of the group launches the same exchanges in the same order.
+
+        Args:
+            send: Flat. Read until the handle has been waited for, never written.
+            recv: Flat. Undefined until the handle has been waited for.
+            send_sizes: Elements of ``send`` for each rank.
+            recv_sizes: Elements of ``recv`` from each rank.
+            group: The sp group.
+            name: Name for logs and errors, for instance ``layers.7 dv``.
         """
 
 
@@ -45,19 +78,26 @@ class Named(Transport, Protocol):
     """A transport that ``sp_overlap.transport`` names."""
 
     def prepare(self, channel: Any) -> None:
-        """Make what it needs on the sp group of ``channel``. Collective, once, after the ranks have agreed.
+        """Make what the transport needs on the sp group of ``channel``.
 
-        Raises ValueError, on all ranks alike, where it can't work.
+        Collective, once, after the ranks have agreed.
+
+        Raises:
+            ValueError: on all ranks alike, where the transport can't work.
         """
 
 
 def backend_of(group: Any, device: str) -> str | None:
-    """The backend that carries what ``group`` sends from ``device``: a group may have one for each (cpu:gloo,cuda:nccl)."""
-    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(",")).get(device)
+    """Return the backend of ``group`` for tensors on ``device``, a type of devices.
+
+    A group may have one backend for each type (cpu:gloo,cuda:nccl).
+    """
+    pairs = dist.get_backend_config(group).split(",")
+    return dict(pair.split(":") for pair in pairs).get(device)
 
 
 class Done:
-    """Handle of what needs no waiting: the stream that it was launched on holds it."""
+    """Handle of a transfer on the current stream, which needs no waiting."""
 
     def wait(self) -> None:
         pass
@@ -69,32 +109,52 @@ DONE = Done()
 class C10d:
     """``all_to_all_single`` of torch.distributed.
 
-    own   what lies on a GPU goes over a communicator of our own: high priority, at most `MAX_CTAS` blocks, and no queue
-          behind what others do in the sp group
+    Args:
+        own: Whether tensors on a GPU go over a communicator of our own, see
+            Note [Two communicators].
     """
 
     def __init__(self, own: bool = False):
         self.own = own
-        self.group: Any = None  # of what lies on a GPU; None: the sp group
-        self.on_stream = False  # NCCL carries that, from torch 2.8 on in the current stream itself if not asynchronous
+        # The group for tensors on a GPU; None: the sp group.
+        self.group: Any = None
+        # Whether NCCL carries tensors on a GPU. From torch 2.8 on NCCL works in the current stream
+        # itself if it is called synchronously.
+        self.on_stream = False
 
     def prepare(self, channel: Any) -> None:
         self.on_stream = channel.group is not None and backend_of(channel.group, "cuda") == "nccl"
         if self.own and self.on_stream:
             self.group = communicator(channel.group, max_ctas=MAX_CTAS)
 
-    def launch(self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str) -> Handle:
+    def launch(
+        self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str
+    ) -> Handle:
         on_stream = self.on_stream and send.is_cuda
         if on_stream and self.group is not None:
             group = self.group
         if all_equal(send_sizes, recv_sizes):
-            send_sizes = recv_sizes = ()  # which costs the host half as much
+            # Equal splits cost the host half as much.
+            send_sizes = recv_sizes = ()
         if log is not None and log.keeper.enabled:
-            return log.all_to_all(recv, send, recv_sizes or None, send_sizes or None, group, name) or DONE
-        if dist.all_to_all_single is not all_to_all_single or send.is_complex():  # somebody put his own there; or as real numbers
-            work = dist.all_to_all_single(recv, send, recv_sizes or None, send_sizes or None, group=group, async_op=not on_stream)
-        else:  # what that would ask the group for, without its checks: less than half of the host's time
-            work = group.alltoall_base(recv, send, recv_sizes, send_sizes, _SYNC if on_stream else _ASYNC)
+            work = log.all_to_all(recv, send, recv_sizes or None, send_sizes or None, group, name)
+            return work or DONE
+        is_replaced = dist.all_to_all_single is not all_to_all_single
+        if is_replaced or send.is_complex():
+            # Somebody's own function is called; torch's sends complex numbers as pairs.
+            work = dist.all_to_all_single(
+                recv,
+                send,
+                recv_sizes or None,
+                send_sizes or None,
+                group=group,
+                async_op=not on_stream,
+            )
+        else:
+            # The call that torch's function would make, without its checks: less than half of the
+            # host's time.
+            options = _SYNC if on_stream else _ASYNC
+            work = group.alltoall_base(recv, send, recv_sizes, send_sizes, options)
             if on_stream and work is not None:
                 work.wait()
                 work = None
@@ -106,30 +166,46 @@ _ASYNC.asyncOp, _SYNC.asyncOp = True, False
 
 
 class Log(NamedTuple):
-    """
-    keeper       while it is ``enabled``, exchanges go through
-    all_to_all   ``recv, send, recv_sizes, send_sizes, group, name``, which returns a handle, or None if nothing is to be waited for
+    """A framework's log of collectives.
+
+    Attributes:
+        keeper: Exchanges are logged while ``keeper.enabled``.
+        all_to_all: Called with ``recv, send, recv_sizes, send_sizes, group, name``. Returns a
+            handle, or None if there is nothing to wait for.
     """
 
     keeper: Any
     all_to_all: Callable[..., Handle | None]
 
 
-log: Log | None = None  # an integration gives its framework's, if that keeps one of collectives
+# Set by the integration of a framework that logs collectives.
+log: Log | None = None
 
 
 def all_equal(send_sizes: list[int], recv_sizes: list[int]) -> bool:
-    """Whether all ranks send one another equally much; of an exchange of a `Geometry` every rank says the same."""
-    return 0 < send_sizes[0] and send_sizes.count(send_sizes[0]) == len(send_sizes) and send_sizes == recv_sizes
+    """Return whether all ranks send one another equally much.
+
+    All ranks find the same answer for an exchange of a `Geometry`.
+    """
+    first = send_sizes[0]
+    return 0 < first and send_sizes.count(first) == len(send_sizes) and send_sizes == recv_sizes
 
 
 class OneRank:
-    """The transport of an sp group of one: what is sent is what is received."""
+    """The transport of an sp group of one rank, which copies."""
 
     def prepare(self, channel: Any) -> None:
         pass
 
-    def launch(self, send: Tensor, recv: Tensor, send_sizes: list[int], recv_sizes: list[int], group: Any, name: str) -> Handle:
+    def launch(
+        self,
+        send: Tensor,
+        recv: Tensor,
+        send_sizes: list[int],
+        recv_sizes: list[int],
+        group: Any,
+        name: str,
+    ) -> Handle:
         recv.copy_(send)
         return self
 
@@ -137,7 +213,8 @@ class OneRank:
         pass
 
 
-_communicators: dict[tuple, tuple[Any, Any]] = {}  # by group name and settings: the group it was made for, and it
+# By group name and settings: the group that a communicator was made for, and the communicator.
+_communicators: dict[tuple, tuple[Any, Any]] = {}
 
 
 def _groups_made() -> int:
@@ -145,47 +222,59 @@ def _groups_made() -> int:
 
 
 def communicator(group: Any, **settings: int) -> Any:
-    """An NCCL communicator of our own over the ranks of ``group``, at high priority; one for all layers that ask alike.
+    """Return an NCCL communicator of our own over the ranks of ``group``, at high priority.
 
-    settings   of NCCL's configuration, for instance ``max_ctas`` or ``cta_policy``
+    Layers that ask for the same settings share one communicator, see Note [Two communicators].
 
-    Collective over the group alone: its members need nobody else to make it. Where torch can't make one, ``group``; so too
-    where the members have made different numbers of groups, from which torch derives the name that they meet under.
+    Collective over ``group`` alone: ranks outside of it take no part.
+
+    Args:
+        group: The sp group.
+        settings: Fields of NCCL's configuration, for instance ``max_ctas`` or ``cta_policy``.
+
+    Returns:
+        The communicator. Or ``group`` itself, where torch can't make a communicator, or where the
+        ranks would not meet: torch names a new group after the number of groups that a rank has
+        made.
     """
     key = (group.group_name, *sorted(settings.items()))
-    made_for, made = _communicators.get(key, (None, None))
+    made_for, known = _communicators.get(key, (None, None))
     if made_for is group:
-        return made
-    ranks, made = dist.get_process_group_ranks(group), group
+        return known
+    own, ranks = group, dist.get_process_group_ranks(group)
     counts = [0] * len(ranks)
     dist.all_gather_object(counts, _groups_made(), group=group)
     if len(set(counts)) > 1:
-        say(f"sp_overlap: the ranks of the sp group have made {counts} process groups; it is used as it is")
-    elif ranks != sorted(ranks):  # the new group would number them in ascending order
+        say(
+            f"sp_overlap: the ranks of the sp group have made {counts} process groups; "
+            "it is used as it is"
+        )
+    elif ranks != sorted(ranks):
+        # The new group would number its ranks in ascending order.
         say(f"sp_overlap: the sp group's ranks {ranks} are not ascending; it is used as it is")
     else:
         try:
-            made = _made(group, ranks, settings)
+            own = _connected(group, ranks, settings)
         except NotImplementedError as error:
             say(f"sp_overlap: no communicator of our own ({error}); the sp group is used as it is")
-    _communicators[key] = group, made
-    return made
+    _communicators[key] = group, own
+    return own
 
 
-def _made(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
-    """Make the communicator, and connect its ranks by one all-to-all.
+def _connected(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
+    """Make a communicator and connect its ranks by one all-to-all.
 
-    Nothing else is under way on this rank's device meanwhile. NCCL allocates while it connects, which may wait for a kernel
-    that runs, and that kernel for a rank that is already waiting here.
+    Waits for the device before and after, see Note [Two communicators].
     """
     device = _device()
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = group._get_backend(torch.device("cuda")).options._timeout  # not torch's default
+    # The timeout of the sp group, not torch's default.
+    options._timeout = group._get_backend(torch.device("cuda")).options._timeout
     for setting, value in settings.items():
         setattr(options.config, setting, value)
     torch.cuda.synchronize(device)
     with _unbound():
-        made = dist.new_group(
+        own = dist.new_group(
             ranks,
             timeout=options._timeout,
             backend="nccl",
@@ -194,9 +283,9 @@ def _made(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
             group_desc="sp_overlap",
         )
     first = torch.zeros(len(ranks), device=device)
-    dist.all_to_all_single(torch.empty_like(first), first, group=made)
+    dist.all_to_all_single(torch.empty_like(first), first, group=own)
     torch.cuda.synchronize(device)
-    return made
+    return own
 
 
 def _device() -> torch.device:
@@ -205,10 +294,11 @@ def _device() -> torch.device:
 
 @contextlib.contextmanager
 def _unbound() -> Iterator[None]:
-    """Run the body with the default group bound to no device.
+    """Run the body with the default group bound to no device, see Note [Two communicators].
 
-    While it is bound (DeepSpeed passes ``device_id``), torch makes every group at once, by an ncclCommSplit of the default
-    group's communicator. That waits for all of its ranks, with ``use_local_synchronization`` too.
+    While the default group is bound, torch makes every group at once, by an ncclCommSplit of the
+    default group's communicator. The split waits for all ranks of the world, with
+    ``use_local_synchronization`` too.
     """
     world: Any = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None

@@ -1,1 +1,1 @@
-"""Frameworks: where their attention layers are, and what has to be rebound to overlap them. One file or more a framework."""
+"""Adapters to frameworks: each finds its attention layers in a model and rebinds their forward."""

@@ -1,8 +1,11 @@
-"""Transformer layers one after another, run as a chain (`attention.chain`): what is the same in every framework.
+"""Running the decoder layers of a model as one chain, whatever the framework.
 
-The forward of each is rebound, and starts the q, k and v of the layer behind it in its list of modules. Whatever else a model does
-with its layers (leaves some out, calls one twice or by itself, changes hidden states between two) gives the same results: what was
-started for a layer that is not given it is dropped, and after the second time in a row nothing is started for it any more.
+In a chain, each layer starts the exchanges of the next layer's q, k and v behind its own MLP (see
+`chain.chain`). Those exchanges are of use only if the model gives the next layer the hidden states
+that this layer returned. But a model may leave layers out, call a layer twice or by itself, or
+change hidden states between two layers. So the rebound forward of a layer (`Link.forward`) looks at
+what the model does: the results are right in all these cases, and exchanges that were started in
+vain are dropped. After two drops in a row a layer starts nothing for its successor any more.
 """
 
 from __future__ import annotations
@@ -14,51 +17,104 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..attention.block import Rerun
-from ..attention.block_layer import BlockLayer
-from ..attention.chain import Chain
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
 from ..autotune.trial import BLOCK, LAYER, Candidate
+from ..chain.block import Rerun
+from ..chain.block_layer import BlockLayer
+from ..chain.chain import Chain
 from ..config import SpOverlapConfig
 from ..profiling.steps import in_backward
 from ..profiling.timed import Run
 from ..say import say_once
-from .accounting import Unknown
+from .inspect.accounting import Unknown
+from .inspect.decoder_layer import BlockReader, records_nothing
+from .inspect.probe import EVERY, Probed
 from .layers import Found, Overlap
-from .transformers_blocks import BlockReader, records_nothing
 
-CHECKPOINTS = "torch.utils.checkpoint", "deepspeed."  # where hooks on saved tensors come from that compute a layer again
-MISSES = 2  # in a row, after which a layer starts nothing for the one behind it any more
+# Note [Leaf modules of ZeRO-3]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# ZeRO-3 gathers the weights of a module in a hook, when the module is called. A chain runs the
+# norm and the projections of a layer before the layer is called, so it calls these modules one by
+# one, and their own hooks gather their weights. If the layer is a leaf module of ZeRO-3, only the
+# hook of the layer itself gathers, which is too late. Such a layer is left out of chains.
+
+# Note [Edits through .data]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A chain recognises the hidden states that a layer returned by their memory and version counter.
+# An edit through ``.data`` changes numbers, but no version counter, so the q, k and v that were
+# started before the edit would be used. Comparing the numbers costs a copy of the hidden states,
+# so they are compared in a layer's first call and in every hundredth. If an edit is seen in the
+# first call, no wrong results were used yet: the layer in front starts nothing for its successor
+# from then on. If an edit is seen later, earlier results may have been wrong, which is an error.
+
+# Note [Layers that others recompute]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A checkpoint that is not the chain's own runs a layer again in backward. The second run is
+# outside a forward of the model, hence in no chain. If the first run were in a chain, it would
+# draw random numbers in another order and save other tensors than the second. So a layer runs by
+# itself whenever somebody else may run it again. A reentrant checkpoint runs layers in training
+# without gradients; a non-reentrant one has hooks on saved tensors.
+
+# Modules whose hooks on saved tensors recompute a layer.
+CHECKPOINT_MODULES = ("torch.utils.checkpoint", "deepspeed.")
+# After so many misses in a row a layer starts nothing for its successor any more.
+MAX_MISSES = 2
 
 
 class Course:
-    """One forward of a model: its chain of layers.
+    """One forward of a model, with the chain of its layers.
 
-    lengths   local length of every rank
-    rerun     what of its layers is run again in backward, by gradient checkpointing
-    reasons   of each of its layers why it can't run in the chain; empty if it can
-    ahead     tells the layer that last started its successor's q, k and v whether they were of use; None where there is none
-    made      what its layers have in common, made for the first of them
+    Attributes:
+        chain: Runs the layers.
+        lengths: [P]. Local sequence length of every rank, in tokens.
+        rerun: The part of each layer that gradient checkpointing recomputes in backward.
+        reasons: For each layer the reason why it can't run in the chain; empty if it can.
+        report_use: Tells the layer that last started its successor's q, k and v whether they were
+            used; None if no q, k and v were started.
+        made: Values that the layers share; the first layer that needs a value makes it.
+        last_output: The output of the layer that ran last, if the next layer must compare its
+            input with it.
     """
 
     def __init__(self, config: SpOverlapConfig, lengths: Sequence[int]):
         self.chain, self.lengths = Chain(config.chunks_for(lengths)), list(lengths)
         self.rerun: Rerun = "none"
         self.reasons: dict[Link, str] = {}
-        self.ahead: Callable[[bool], None] | None = None
+        self.report_use: Callable[[bool], None] | None = None
         self.made: dict[Any, Any] = {}
+        self.last_output: LayerOutput | None = None
 
-    def settle(self, of_use: bool) -> None:
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None:
-            ahead(of_use)
+    def settle(self, used: bool) -> None:
+        """Tell the layer that last started q, k and v ahead whether they were used."""
+        report_use, self.report_use = self.report_use, None
+        if report_use is not None:
+            report_use(used)
+
+
+class LayerOutput:
+    """The hidden states that a layer returned, with a copy; see Note [Edits through .data]."""
+
+    def __init__(self, link: Link, hidden: Tensor):
+        self.link, self.copy = link, hidden.detach().clone()
+        self.identity = hidden.data_ptr(), hidden._version
+
+    def is_edited(self, hidden: Tensor) -> bool:
+        """Return whether ``hidden`` has the identity of the output, but other numbers."""
+        same = self.identity == (hidden.data_ptr(), hidden._version)
+        return same and not torch.equal(hidden.detach(), self.copy)
 
 
 class Courses:
-    """The forwards of a model; ``course`` is that which is running, ``known`` what was read of its layers."""
+    """The forwards of a model.
+
+    Attributes:
+        config: The ``sp_overlap`` section.
+        known: Readings of the layers so far; layers that are alike share a reading.
+        course: The forward that is running; None between forwards.
+    """
 
     def __init__(self, config: SpOverlapConfig):
         self.config = config
@@ -67,82 +123,136 @@ class Courses:
 
     @contextlib.contextmanager
     def running(self, lengths: Sequence[int]) -> Iterator[Course]:
-        """The body is a forward of the model over so many tokens of each rank."""
+        """Hold a `Course` while the body runs one forward of the model.
+
+        Args:
+            lengths: [P]. Local sequence length of every rank, in tokens.
+        """
         self.course = course = Course(self.config, lengths)
         try:
             yield course
-            course.settle(False)  # of a layer that never came
+            # The successor of the last layer that started something was never called.
+            course.settle(False)
         finally:
             self.course = None
 
 
 class Link(ABC):
-    """A layer that may run in a chain, and a forward for it.
+    """A layer that may run in a chain, with the forward that takes the place of its own.
 
-    name, module   of the layer
-    reader         of what it computes
-    successor      the layer behind it in the chain; None behind the last
-    choice         whether the chain is run; None where it is
+    Args:
+        name: The layer's name in the model.
+        module: The layer.
+        reader: What is known of the computation in the layer's forward.
+        attention: The overlapped attention of the layer.
+        courses: The forwards of the model.
 
-    Raises Unknown if its modules are hooked, or ZeRO-3 gathers all their weights when the layer is called: too late for those that
-    run ahead.
+    Attributes:
+        successor: The layer behind this one in the chain; None for the last.
+        choice: Chooses between the chain and single layers by timing; None if the chain is always
+            used.
+
+    Raises:
+        Unknown: if modules of the layer are hooked, or the layer is a leaf module of ZeRO-3.
     """
 
-    def __init__(self, name: str, module: Any, reader: BlockReader, attention: SelfAttention, courses: Courses):
-        if any(hasattr(parameter, "ds_z3_leaf_module") for parameter in module.parameters()):  # guard: no leaf of ZeRO-3
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        reader: BlockReader,
+        attention: SelfAttention,
+        courses: Courses,
+    ):
+        # See Note [Leaf modules of ZeRO-3].
+        leaf = any(hasattr(parameter, "ds_z3_leaf_module") for parameter in module.parameters())
+        if leaf:  # guard: no leaf of ZeRO-3
             raise Unknown("ZeRO-3 gathers its weights in a leaf module")
         self.name, self.module, self.reader, self.courses = name, module, reader, courses
         self.successor: Link | None = None
-        self.choice: Choice | None = None
+        self.choice: ChainTrial | None = None
         self.layer = BlockLayer(attention, *self._parts(), records_nothing)
         if reason := self.layer.in_the_way():
             raise Unknown(reason)
-        self._misses = 0
+        self._misses, self._probed = 0, Probed()
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the layer's class, as of now."""
+        """Run the forward that the layer's class has now."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
     def rerun(self) -> Rerun:
-        """What of the layer is run again in backward, by gradient checkpointing."""
+        """The part of the layer that gradient checkpointing recomputes in backward."""
         return "none" if self.courses.course is None else self.courses.course.rerun
 
     @property
     def lacks(self) -> str:
-        """What is in the way of more, as far as it is known before the first forward."""
+        """The reason, known before the first forward, why no more is overlapped; may be empty."""
         return ""
 
     @abstractmethod
     def use(self) -> None:
-        """Have the attention driven with its modules as they are now."""
+        """Have the overlapped attention use the layer's modules as they are now."""
 
     @abstractmethod
     def computed_again(self) -> str:
-        """Why the layer that is called now may be computed again in backward, by what only its framework knows; empty if not."""
+        """Explain, from the framework's state, why somebody else may recompute this call.
 
-    def probe(self, course: Course, given: dict[str, Any], asked: dict[str, Any]) -> None:  # noqa: B027
-        """Raise RuntimeError, on all ranks, if the layer, ``given`` this, does something else than what was read. Collective.
+        Returns:
+            The reason; empty if the framework knows of no recomputation.
+        """
 
-        asked   its attention's arguments, beside hidden states
+    def probe(  # noqa: B027
+        self, course: Course, arguments: dict[str, Any], attention_arguments: dict[str, Any]
+    ) -> None:
+        """Compare the layer's own forward with the reading of it, where a comparison is due.
+
+        Collective.
+
+        Args:
+            course: The forward that is running.
+            arguments: The arguments of the layer by name.
+            attention_arguments: The arguments of its attention by name, without hidden states.
+
+        Raises:
+            RuntimeError: on all ranks, if the two differ on any rank.
         """
 
     @abstractmethod
-    def asked(self, course: Course, given: dict[str, Any]) -> dict[str, Any]:
-        """What the layer asks of `Chain.run` where it is ``given`` this, by names."""
+    def asked(self, course: Course, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Translate the arguments of the layer's attention into keywords of `Chain.run`.
+
+        Args:
+            course: The forward that is running.
+            arguments: The arguments of the attention by name.
+        """
 
     def _parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        """Return the norm before attention, the norm before the MLP, and the MLP."""
         module, reading = self.module, self.reader.reading
-        return getattr(module, reading.norm_in), getattr(module, reading.norm_mid), getattr(module, reading.mlp)
+        return (
+            getattr(module, reading.norm_in),
+            getattr(module, reading.norm_mid),
+            getattr(module, reading.mlp),
+        )
 
     def why_not(self, course: Course) -> str:
-        """Why the layer can't run in the chain of ``course`` now; empty if it can. The same on every rank."""
+        """Explain why the layer can't run in the chain now; the same on every rank.
+
+        Args:
+            course: The forward that is running.
+
+        Returns:
+            The reason; empty if the layer can run in the chain.
+        """
         module = self.module
         if reason := self.computed_again() or _computed_again(module):
             return f"{type(module).__name__}: {reason}"
-        if self not in course.reasons:  # asked by the layer in front already
-            if not (reason := self.reader.why_not(module)):
+        # The layer in front may have asked already.
+        if self not in course.reasons:
+            reason = self.reader.why_not(module)
+            if not reason:
                 self.use()
                 self.layer.norm_in, self.layer.norm_mid, self.layer.mlp = self._parts()
                 reason = self.layer.in_the_way()
@@ -150,127 +260,221 @@ class Link(ABC):
         return course.reasons[self]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer in the chain, or by itself; takes the place of the layer's own forward."""
         course = self.courses.course
-        if course is None:  # of a layer that is called by itself, or again in backward
+        # A layer that is called by itself, or recomputed in backward.
+        if course is None:
             return self._original(*args, **kwargs)
         if self.choice is None:
             return self._chained(course, args, kwargs)
         if self is self.choice.first:
             args, kwargs = self.choice.begin(course, args, kwargs)
-        run = self._chained(course, args, kwargs) if self.choice.made == BLOCK else self._original(*args, **kwargs)
-        return self.choice.end(run) if self.successor is None else run
+        if self.choice.candidate == BLOCK:
+            output = self._chained(course, args, kwargs)
+        else:
+            output = self._original(*args, **kwargs)
+        return self.choice.end(output) if self.successor is None else output
 
     def _chained(self, course: Course, args: tuple, kwargs: dict[str, Any]) -> Any:
-        given, reading = {**dict(zip(self._names, args)), **kwargs}, self.reader.reading
-        if reason := self.why_not(course) or self.reader.unexpected(given):
+        """Run the layer in the chain of ``course`` if it can run there, else by itself."""
+        arguments, reading = {**dict(zip(self._names, args)), **kwargs}, self.reader.reading
+        previous, course.last_output = course.last_output, None
+        if reason := self.why_not(course) or self.reader.unexpected(arguments):
             say_once(f"sp_overlap: a layer by itself, in no block: {reason}")
             return self._original(*args, **kwargs)
-        hidden = given["hidden_states"]
-        of_attention = reading.of_attention(given, self.reader.names)
-        self.probe(course, given, of_attention)
-        asked = self.asked(course, {"hidden_states": hidden, **of_attention})
-        successor = self.successor
-        if self._misses >= MISSES or successor is not None and (successor.rerun != self.rerun or successor.why_not(course)):
-            successor = None
+        hidden = arguments["hidden_states"]
+        if previous is not None and previous.link.successor is self:
+            self._look_for_edits(previous, hidden)
+        attention_arguments = reading.of_attention(arguments, self.reader.names)
+        self.probe(course, arguments, attention_arguments)
+        options = self.asked(course, {"hidden_states": hidden, **attention_arguments})
+        successor = self._ready_successor(course)
         following = None if successor is None else successor.layer
-        out = course.chain.run(self.layer, following, hidden, rerun=self.rerun, **asked)
+        output = course.chain.run(self.layer, following, hidden, rerun=self.rerun, **options)
         course.settle(course.chain.in_step)
-        course.ahead = None if course.chain.ahead is None else self._learn
-        return reading.returned(out)
+        course.report_use = None if course.chain.ahead is None else self._count_misses
+        # The version counter of an inference tensor can't be read.
+        if successor is not None and not output.is_inference():
+            if self._probed.is_due(self.name, True, course.lengths):
+                course.last_output = LayerOutput(self, output)
+        return reading.returned(output)
 
-    def _learn(self, of_use: bool) -> None:
-        """Take note of whether what was started for the successor was of use."""
-        self._misses = 0 if of_use else self._misses + 1
-        if self._misses == MISSES and self.successor is not None:
+    def _ready_successor(self, course: Course) -> Link | None:
+        """Return the layer whose q, k and v this one is to start; None if it is to start none."""
+        successor = self.successor
+        if successor is None or self._misses >= MAX_MISSES:
+            return None
+        if successor.rerun != self.rerun or successor.why_not(course):
+            return None
+        return successor
+
+    def _look_for_edits(self, previous: LayerOutput, hidden: Tensor) -> None:
+        """Have the layer in front start nothing for this one if ``hidden`` was edited on any rank.
+
+        Collective. See Note [Edits through .data].
+
+        Args:
+            previous: The output of the layer in front.
+            hidden: [b, s/P, m] or [s/P, b, m]. The hidden states that this layer is given.
+
+        Raises:
+            RuntimeError: on all ranks, if the layer in front has started q, k and v in earlier
+                forwards, which may have been edited, too.
+        """
+        channel, front = self.layer.attention.layer.channel, previous.link
+        if any(channel.gather(previous.is_edited(hidden), self.name)):  # guard: edits through .data
+            edited = f"what {front.name} returns is edited through .data before {self.name}"
+            if front._probed.calls > 1:
+                raise RuntimeError(
+                    f"{edited}, whose q, k and v are started before that: since the last "
+                    f"comparison, {EVERY} forwards ago, results may be wrong; set sp_overlap.scope "
+                    'to "layer", or edit a tensor of your own'
+                )
+            front._misses = MAX_MISSES
+            say_once(f"sp_overlap: {edited}, for which it starts nothing any more")
+
+    def _count_misses(self, used: bool) -> None:
+        """Count how often in a row the q, k and v that this layer started were not used."""
+        self._misses = 0 if used else self._misses + 1
+        if self._misses == MAX_MISSES and self.successor is not None:
             say_once(
-                f"sp_overlap: {self.successor.name} is not given what {self.name} returns, which starts nothing for it any more"
+                f"sp_overlap: {self.successor.name} is not given what {self.name} returns, "
+                "which starts nothing for it any more"
             )
 
 
-class Choice:
-    """Whether layers in a row run as a chain or one by one: by timing them from the first to the last.
+class ChainTrial:
+    """The choice, by timing, whether layers run as a chain or one by one.
 
-    made   for the forward that is running
+    A measurement lasts from the first layer of the chain to the last.
+
+    Args:
+        first: The first layer of the chain.
+        policy: Times the candidates.
+
+    Attributes:
+        candidate: The candidate of the forward that is running.
     """
 
     def __init__(self, first: Link, policy: Policy):
         self.first, self.policy = first, policy
-        self.made: Candidate = LAYER
+        self.candidate: Candidate = LAYER
         self._run: Run | None = None
 
-    def begin(self, course: Course, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The first layer is called with these arguments; returns those that it is to use."""
+    def begin(
+        self, course: Course, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Choose the candidate of this forward, and start its measurement.
+
+        Args:
+            course: The forward that is running.
+            args: Positional arguments of the first layer.
+            kwargs: Keyword arguments of the first layer.
+
+        Returns:
+            The arguments that the first layer must use instead.
+        """
         hidden = args[0] if args else kwargs["hidden_states"]
         batch_first = hidden if self.first.layer.attention.batch_first else hidden.transpose(0, 1)
         trial = self.policy.trial_of_block(self.first.name, batch_first, course.lengths)
-        self.made, self._run = LAYER if trial is None else trial.candidate(0), Run((hidden,))
+        self.candidate, self._run = LAYER if trial is None else trial.candidate(0), Run((hidden,))
         if trial is not None:
-            self.policy.follow(self._run, trial, self.made, batch_first.shape[0] * sum(course.lengths))
+            tokens = batch_first.shape[0] * sum(course.lengths)
+            self.policy.follow(self._run, trial, self.candidate, tokens)
         (hidden,) = self._run.inputs
         return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
 
     def end(self, output: Any) -> Any:
-        """The last layer returns ``output``."""
+        """End the measurement, and return ``output`` of the last layer."""
         run, self._run = self._run, None
         return output if run is None else run.end(output)
 
 
 def _computed_again(module: nn.Module) -> str:
-    """Why a layer that is called now may be computed again in backward, by itself, or is; empty if not."""
+    """Explain why somebody else may recompute this call of ``module``; empty if nobody can.
+
+    See Note [Layers that others recompute].
+    """
     if module.training and not torch.is_grad_enabled():  # guard: computed again as it was
         return "training without gradients, as under a reentrant checkpoint"
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if in_backward() or hooks is not None and (getattr(hooks[0], "__module__", None) or "").startswith(CHECKPOINTS):
+    if in_backward():
         return "a checkpoint around it"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None:
+        hook_module = getattr(hooks[0], "__module__", None) or ""
+        if hook_module.startswith(CHECKPOINT_MODULES):
+            return "a checkpoint around it"
     return ""
 
 
 def find_chains(
-    modules: dict[str, nn.Module], wanted: Mapping[str, Callable[[], Link]], found: list[Found], overlap: Overlap
+    modules: dict[str, nn.Module],
+    wanted: Mapping[str, Callable[[], Link]],
+    layers: list[Found],
+    overlap: Overlap,
 ) -> list[list[Link]]:
-    """Chains of layers; ``found`` is told of its attention layers what they get by them, or why not.
+    """Join decoder layers that follow each other in a list of modules into chains.
 
-    wanted   makes the layers, by the names of the attention in them
+    Args:
+        modules: The modules of the model by name.
+        wanted: Makes the `Link` of a decoder layer, by the name of its attention; raises Unknown if
+            the layer can't run in a chain.
+        layers: The attention layers of the model. Their ``got`` and ``lacks`` are updated.
+        overlap: The settings of the model's layers.
+
+    Returns:
+        The chains, each a list of its layers in order.
     """
     config, policy = overlap.config, overlap.policy
     chains: list[list[Link]] = []
     if config.scope == "layer":
         return chains
-    auto = config.scope == "auto"
+    general_reason = _why_no_chains(overlap)
     reasons: dict[str, str] = {}
     links: dict[str, tuple[Link, list[Link]]] = {}
-    for name, make in wanted.items():
+    for name, make_link in wanted.items():
         parent, _, _ = name.rpartition(".")
         try:
-            if not config.projections:
-                raise Unknown("sp_overlap.projections is false")
-            if config.window is not None:
-                raise Unknown("sp_overlap.window is of layers one by one")
-            if auto and (policy is None or policy.replicas):
-                raise Unknown('scope "auto" is found beside head_groups "auto", in one sp group; "block" takes it')
-            link = make()
+            if general_reason:
+                raise Unknown(general_reason)
+            link = make_link()
         except Unknown as error:
             reasons[name] = f"{type(modules[parent]).__name__}: {error}"
             continue
-        if chains and _behind(modules, chains[-1][-1].name) == parent:
-            link.choice = chains[-1][0].choice
-            chains[-1][-1].successor = link
+        last = chains[-1][-1] if chains else None
+        if last is not None and _next_in_list(modules, last.name) == parent:
+            link.choice, last.successor = last.choice, link
             chains[-1].append(link)
         else:
-            link.choice = Choice(link, policy) if auto and policy is not None else None
+            if config.scope == "auto" and policy is not None:
+                link.choice = ChainTrial(link, policy)
             chains.append([link])
         links[name] = link, chains[-1]
-    for layer in found:
+    for layer in layers:
         if layer.name in links:
             link, chain = links[layer.name]
-            layer.got, layer.lacks = overlap.of_block(layer.got, link.layer.attention, len(chain)), link.lacks
+            layer.got = overlap.describe_chained(layer.got, link.layer.attention, len(chain))
+            layer.lacks = link.lacks
         elif layer.name in reasons:
-            layer.lacks = "; ".join(filter(None, (layer.lacks, f"no block: {reasons[layer.name]}")))
+            no_block = f"no block: {reasons[layer.name]}"
+            layer.lacks = f"{layer.lacks}; {no_block}" if layer.lacks else no_block
     return chains
 
 
-def _behind(modules: dict[str, nn.Module], name: str) -> str | None:
-    """Name of the module behind one in a list of modules; None where there is none."""
-    around, _, number = name.rpartition(".")
-    listed = isinstance(modules.get(around), nn.ModuleList) and number.isdecimal()
-    return f"{around}.{int(number) + 1}" if listed else None
+def _why_no_chains(overlap: Overlap) -> str:
+    """Explain why the section allows no layer to run in a chain; empty if the section allows it."""
+    config, policy = overlap.config, overlap.policy
+    if not config.projections:
+        return "sp_overlap.projections is false"
+    if config.window is not None:
+        return "sp_overlap.window is of layers one by one"
+    if config.scope == "auto" and (policy is None or policy.replicas):
+        return 'scope "auto" is found beside head_groups "auto", in one sp group; "block" takes it'
+    return ""
+
+
+def _next_in_list(modules: dict[str, nn.Module], name: str) -> str | None:
+    """Return the name of the module behind ``name`` in its ModuleList; None if it is in no list."""
+    parent, _, number = name.rpartition(".")
+    listed = isinstance(modules.get(parent), nn.ModuleList) and number.isdecimal()
+    return f"{parent}.{int(number) + 1}" if listed else None

@@ -1,4 +1,8 @@
-"""DeepSpeed's ``DistributedAttention`` modules, and its sp group."""
+"""Adapter to DeepSpeed's ``DistributedAttention``, in any model that contains it.
+
+DeepSpeed's class is called with q, k, v that were projected already. `bind_drop_in` therefore
+overlaps the four exchanges with one another and with attention, and leaves the projections alone.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,18 @@ from torch import nn
 from ..attention.drop_in import ProjectedAttention
 from ..attention.layer import Layer
 from ..exchange.channel import Channel
+from .inspect.tokenwise import own_call
 from .layers import Found, Overlap
-from .rebinding import Undo, rebind
+from .rebinding import Undo, is_ours, rebind
 
 
 def find_group(model: nn.Module) -> Any:
-    """The sp group of ``DistributedAttention`` modules in the model, of DeepSpeed's mesh or of its mpu; None if none."""
+    """Return the sp group of a model that contains ``DistributedAttention``.
+
+    Returns:
+        The group of the first such module that has one, else the group of DeepSpeed's mesh or mpu,
+        else None.
+    """
     for module in model.modules():
         if isinstance(module, DistributedAttention) and module.spg is not None:
             return module.spg
@@ -29,44 +39,88 @@ def find_group(model: nn.Module) -> Any:
 
 
 def find_layers(model: nn.Module, overlap: Overlap) -> list[Found]:
-    """DeepSpeed's ``DistributedAttention`` modules, whoever calls them. Raises ValueError where one has another sp group.
+    """Find the ``DistributedAttention`` modules of ``model``, whichever module calls them.
 
-    A layer that AutoSP has wrapped stays as it is: AutoSP gathers the global sequence around attention of its own.
+    A layer that AutoSP has wrapped is found and left as it is, because AutoSP gathers the global
+    sequence around an attention of its own.
+
+    Raises:
+        ValueError: if a module was made with another sp group.
     """
-    channel, found = overlap.channel, []
+    channel, layers = overlap.channel, []
     for name, module in model.named_modules():
         if type(module).__name__ == "UlyssesSPViTAttention":
             inside = tuple(module.modules())[1:]
-            found.append(Found(name, module, got="", lacks="DeepSpeed's AutoSP exchanges around it", inside=inside))
+            lacks = "DeepSpeed's AutoSP exchanges around it"
+            layers.append(Found(name, module, got="", lacks=lacks, inside=inside))
         if not isinstance(module, DistributedAttention):
             continue
         own = channel.ranks if module.spg is None else dist.get_process_group_ranks(module.spg)
         if own != channel.ranks:  # guard: only the same group
             raise ValueError(
-                f"{name} was made with an sp group of ranks {own}, and enable() is to use ranks {channel.ranks}; give both one group"
+                f"{name} was made with an sp group of ranks {own}, and enable() is to use "
+                f"ranks {channel.ranks}; give both one group"
             )
+        if has_own_forward(module):
+            layers.append(Found(name, module, got="", lacks=OWN))
+            continue
         got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
         bind = functools.partial(bind_drop_in, name, module, overlap)
         lacks = overlap.why_not_more("the projections belong to its caller")
-        found.append(Found(name, module, got, lacks, bind))
-    return found
+        layers.append(Found(name, module, got, lacks=lacks, bind=bind))
+    return layers
+
+
+OWN = "its forward is not DeepSpeed's"
+
+
+def has_own_forward(module: DistributedAttention) -> bool:
+    """Whether something else than DeepSpeed's forward runs where a ``DistributedAttention`` is
+    called.
+    """
+    if "forward" in vars(module) and not is_ours(module) or own_call(module):
+        return True
+    where = getattr(type(module).forward, "__globals__", {}).get("__name__")
+    return where != DistributedAttention.__module__  # guard: a fork's exchange stays its own
 
 
 def bind_drop_in(name: str, module: DistributedAttention, overlap: Overlap) -> Undo:
-    """Rebind DeepSpeed's class to the drop-in; returns what undoes it."""
-    config, original = overlap.config, module.forward
-    channel = Channel(module.spg or overlap.channel.group, config.transport, module.sp_stream, config.kernels)
-    attend = ProjectedAttention(Layer(channel, config, name, overlap.policy))
-    dims: set[int] = set()
-    same_group = module.spg is not None or channel.size == dist.get_world_size()  # None is all ranks to DeepSpeed's class
+    """Rebind one ``DistributedAttention`` to the overlapped drop-in.
 
-    def forward(query, key, value, batch_dim_idx, rotary_pos_emb=None, *args, sequence_lengths=None, **kwargs):
-        def baseline(q, k, v):
+    Args:
+        name: The module's name, for errors and logs.
+        module: The module; its forward keeps DeepSpeed's arguments.
+        overlap: The settings of the model's layers.
+
+    Returns:
+        The function that undoes the rebinding.
+    """
+    config, original = overlap.config, module.forward
+    group = module.spg or overlap.channel.group
+    channel = Channel(group, config.transport, module.sp_stream, kernels=config.kernels)
+    attend = ProjectedAttention(Layer(channel, config, name, overlap.policy))
+    # To DeepSpeed's class, no group means all ranks.
+    same_group = module.spg is not None or channel.size == dist.get_world_size()
+    # The numbers of dimensions that outputs of the local attention had so far.
+    output_dims: set[int] = set()
+
+    def forward(
+        query,
+        key,
+        value,
+        batch_dim_idx,
+        rotary_pos_emb=None,
+        *args,
+        sequence_lengths=None,
+        **kwargs,
+    ):
+        def deepspeed_forward(q, k, v):
             return original(q, k, v, batch_dim_idx, rotary_pos_emb, *args, **kwargs)
 
-        # What DeepSpeed's class does right; the first call has shown the form of the local attention's output.
-        alike = (
-            dims == {4}
+        # DeepSpeed's own forward is timed against ours only in calls in which it is right. The
+        # first call has shown the dimensions of the local attention's output.
+        comparable = (
+            output_dims == {4}
             and query.dim() == key.dim() == 4
             and isinstance(batch_dim_idx, int)
             and sequence_lengths is None
@@ -76,11 +130,20 @@ def bind_drop_in(name: str, module: DistributedAttention, overlap: Overlap) -> U
             and (rotary_pos_emb is None or not batch_dim_idx)
         )
         batch_first, arrive = attend.translated(query, batch_dim_idx, rotary_pos_emb)
-        y = attend(
-            module.local_attn, query, key, value, args, kwargs, batch_first=batch_first, num_kv_heads=module.num_kv_heads,
-            arrive=arrive, sequence_lengths=sequence_lengths, baseline=baseline if alike else None,
-        )  # fmt: skip
-        dims.add(y.dim())
-        return y
+        output = attend(
+            module.local_attn,
+            query,
+            key,
+            value=value,
+            args=args,
+            kwargs=kwargs,
+            batch_first=batch_first,
+            num_kv_heads=module.num_kv_heads,
+            arrive=arrive,
+            sequence_lengths=sequence_lengths,
+            baseline=deepspeed_forward if comparable else None,
+        )
+        output_dims.add(output.dim())
+        return output
 
     return rebind(module, forward)

@@ -1,4 +1,8 @@
-"""What is found in a model, and what each layer gets, in words."""
+"""The result of the search for attention layers, and the words that describe it in a report.
+
+Each framework's adapter finds its own kinds of layers. `enable` binds and reports the layers of all
+adapters in the same way, so that every adapter describes a layer by a `Found`.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,16 @@ from .rebinding import Undo
 
 @dataclass
 class Found:
-    """An attention layer that was found.
+    """An attention layer of a model.
 
-    name     its name in the model
-    module   the layer
-    got      what is overlapped in it; empty if nothing
-    lacks    why not more; empty if there is no more
-    bind     rebinds the layer's forward and returns what undoes it, given the module; None where nothing can be done
-    inside   modules in it that are no layers of their own
+    Attributes:
+        name: Its qualified name in the model.
+        module: The layer.
+        got: The overlapped parts, in words; empty if nothing is overlapped.
+        lacks: The reason why no more is overlapped; empty if everything is.
+        bind: Rebinds the layer's forward and returns the function that undoes the rebinding; None
+            if the layer can't be overlapped.
+        inside: Submodules that must not be overlapped as layers of their own.
     """
 
     name: str
@@ -37,57 +43,128 @@ class Found:
 
 
 class Around(NamedTuple):
-    """A module around the layers, whose forward tells them what they need, and what rebinds it."""
+    """A module around attention layers whose forward must be rebound, too.
+
+    Attributes:
+        module: The module, for example the model that gathers positions for its layers.
+        bind: Rebinds its forward and returns the function that undoes the rebinding.
+    """
 
     module: nn.Module
     bind: Callable[[], Undo]
 
 
 class Overlap(NamedTuple):
-    """What the layers of a model have in common: the sp group, the section, and who chooses G (None: the section does)."""
+    """The settings that all layers of a model share.
+
+    Attributes:
+        channel: The sp group with its transport.
+        config: The ``sp_overlap`` section.
+        policy: Chooses the number of head groups G by timing; None if the section gives G.
+    """
 
     channel: Channel
     config: SpOverlapConfig
     policy: Policy | None
 
     def groups_for(self, heads: int, kv_heads: int) -> int:
-        """Head groups of a layer. Raises ValueError where ``head_groups`` is out of range, or a rank would have no head."""
+        """Return the number of head groups of a layer.
+
+        Raises:
+            ValueError: if ``head_groups`` is out of range, or a rank would have no head.
+        """
         size, groups = self.channel.size, self.config.groups_for(heads, self.channel.size)
-        Geometry(size, self.channel.rank, (0,) * size, 0, heads, kv_heads, groups)  # refuses
+        # Made for the checks of its constructor.
+        Geometry(
+            size,
+            self.channel.rank,
+            (0,) * size,
+            batch=0,
+            heads=heads,
+            kv_heads=kv_heads,
+            groups=groups,
+        )
         return groups
 
-    def in_words(self, groups: int, windowed: bool = False) -> str:
-        """The head groups of a layer, and what is held and kept of them if it is ``windowed``."""
-        config = self.config
-        words = [f"G = {groups}" if self.policy is None else f"G by timing in the first {self.policy.warmup_steps} steps"]
+    def describe_groups(self, groups: int, windowed: bool = False) -> str:
+        """Describe the head groups of a layer for the report.
+
+        Args:
+            groups: The number of head groups.
+            windowed: Whether only a few groups are live at a time, and are recomputed in backward.
+        """
+        words = [f"G = {groups}"]
+        if self.policy is not None:
+            words = [f"G by timing in the first {self.policy.warmup_steps} steps"]
         if windowed:
-            few = None if config.window is None else config.window if self.policy else min(config.window, groups)
-            words.append(f"{few or 'all'} at a time, made again in backward")
-            words += {"keep": ["kept over checkpoints"], "offload": ["kept over checkpoints in host memory"]}.get(
-                config.checkpointing, []
-            )
+            live = self.config.window
+            if live is not None and self.policy is None:
+                live = min(live, groups)
+            words.append(f"{live or 'all'} at a time, made again in backward")
+            if self.config.checkpointing == "keep":
+                words.append("kept over checkpoints")
+            elif self.config.checkpointing == "offload":
+                words.append("kept over checkpoints in host memory")
         return ", ".join(words)
 
     def why_not_more(self, reason: str, groups: int = 0, windowed: bool = False) -> str:
-        """The ``reason``, if any, and the lack of heads, if any; with what the section asks for in vain if it isn't ``windowed``."""
-        changed = self.config.model_dump(exclude_defaults=True)
-        asked = [] if windowed else [f"sp_overlap.{key}" for key in ("window", "checkpointing") if key in changed]
-        vain = f"so {' and '.join(asked)} can't be had" if asked else ""
-        few = "one query head a rank" if groups == 1 and self.config.head_groups == "auto" else ""
-        return "; ".join(filter(None, (reason, vain, few)))
+        """Explain why no more of a layer is overlapped.
 
-    def of_block(self, alone: str, block: SelfAttention, layers: int) -> str:
-        """What a layer gets that runs in a chain of so many; ``alone`` it gets that."""
+        Args:
+            reason: The adapter's reason; may be empty.
+            groups: The number of head groups.
+            windowed: Whether the layer honours ``window`` and ``checkpointing`` of the section.
+
+        Returns:
+            The reason, the options of the section that have no effect, and the lack of heads, as
+            far as each of them applies; empty if none does.
+        """
+        reasons = [reason] if reason else []
+        if not windowed:
+            changed = self.config.model_dump(exclude_defaults=True)
+            ignored = [f"sp_overlap.{key}" for key in ("window", "checkpointing") if key in changed]
+            if ignored:
+                reasons.append(f"so {' and '.join(ignored)} can't be had")
+        if groups == 1 and self.config.head_groups == "auto":
+            reasons.append("one query head a rank")
+        return "; ".join(reasons)
+
+    def describe_chained(self, alone: str, block: SelfAttention, layers: int) -> str:
+        """Describe the overlapped parts of a layer that may run in a chain.
+
+        Args:
+            alone: The overlapped parts if the layer runs by itself, in words.
+            block: The attention of the layer.
+            layers: The number of layers in the chain.
+        """
         many = f"block of {layers} layer{'s' if layers > 1 else ''}, C = {self.config.chunks_for()}"
         if self.config.scope == "auto":
             return f"{alone}; or {many}, by timing"
         return f"all eight exchanges, G = {self.groups_for(block.heads, block.kv_heads)}, {many}"
 
-    def of_driven(self, block: SelfAttention, linear: dict[str, nn.Module], groups: int) -> tuple[str, str]:
-        """What a layer that is driven whole gets, and what it doesn't; ``linear`` are its projections by name."""
+    def of_driven(
+        self, block: SelfAttention, linear: dict[str, nn.Module], groups: int
+    ) -> tuple[str, str]:
+        """Describe a layer whose whole forward is replaced.
+
+        Args:
+            block: The attention that takes the place of the layer's forward.
+            linear: The layer's projections by name.
+            groups: The number of head groups.
+
+        Returns:
+            ``got`` and ``lacks`` of its `Found`.
+        """
         split = block.split_projections()
         windowed = block.window_of(groups, split) is not None
-        names = ", ".join(name for name, child in linear.items() if child in split)
-        whole = ", ".join(f"{name} ({type(child).__name__})" for name, child in linear.items() if child not in split)
-        got = f"all eight exchanges, {self.in_words(groups, windowed)}" + (f", {names} under them" if names else "")
-        return got, self.why_not_more(f"called whole: {whole}" if whole else "", groups, windowed)
+        overlapped = [name for name, child in linear.items() if child in split]
+        whole = [
+            f"{name} ({type(child).__name__})"
+            for name, child in linear.items()
+            if child not in split
+        ]
+        got = f"all eight exchanges, {self.describe_groups(groups, windowed)}"
+        if overlapped:
+            got += f", {', '.join(overlapped)} under them"
+        reason = f"called whole: {', '.join(whole)}" if whole else ""
+        return got, self.why_not_more(reason, groups, windowed)

@@ -1,4 +1,8 @@
-"""Put a forward in the place of a module's own, and take it away again."""
+"""Replacing the forward of one module, so that the module can be copied, saved and given back.
+
+An overlapped layer stays the same module object with the same parameters. Only the attribute
+``forward`` of this object changes.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,38 @@ from typing import Any
 import torch
 from torch import nn
 
-Undo = Callable[[nn.Module], None]  # is given the module rather than holding it, which would keep the model alive
+# Restores the forward of the module that it is called with. The module is an argument because an
+# undo function that held its module would keep the model alive.
+Undo = Callable[[nn.Module], None]
 
 
 def is_ours(module: nn.Module) -> bool:
+    """Return whether the forward of ``module`` is one that `rebind` put there."""
     return getattr(vars(module).get("forward"), "__sp_overlap__", False)
 
 
 def rebind(
-    module: nn.Module, forward: Callable, whole: bool = True, of_copy: Callable[[nn.Module], None] = lambda copy: None
+    module: nn.Module,
+    forward: Callable,
+    whole: bool = True,
+    of_copy: Callable[[nn.Module], None] = lambda copy: None,
 ) -> Undo:
-    """Put ``forward`` in place of the module's; returns what undoes that. A compiler steps over ``forward``, ``whole`` or not.
+    """Replace the forward of ``module`` by ``forward``.
 
-    A copy of the module (an EMA, a frozen reference model) gets its class's forward: ``forward`` drives the original.
+    ``forward`` drives this module object alone. A copy of the module (an EMA, a frozen reference
+    model) therefore runs the forward of its class.
 
-    of_copy   is called before that, and may refuse
+    Args:
+        module: The module whose attribute ``forward`` is set.
+        forward: Called with the arguments of the module's call, without the module.
+        whole: Whether ``torch.compile`` skips the functions that ``forward`` calls, too. It always
+            skips ``forward`` itself.
+        of_copy: Called with a copy of the module before the copy's forward runs; may raise.
+
+    Returns:
+        A function that restores the forward of the module that it is called with.
     """
-    original, active = weakref.ref(module), [True]
+    original, active = weakref.ref(module), True
     before = vars(module).get("forward")
 
     @functools.partial(torch.compiler.disable, recursive=whole)
@@ -40,13 +59,19 @@ def rebind(
         return forward(*args, **kwargs)
 
     def undo(module: nn.Module) -> None:
-        active.clear()  # where somebody wrapped ours, the wrapper stays, and ours passes calls on
+        nonlocal active
+        # Where somebody wrapped `dispatch`, the wrapper stays and `dispatch` passes calls on.
+        active = False
         if is_ours(module):
-            before = vars(module).pop("forward").before  # held by the module alone: it may be the module's own method
+            # Read from the module: a reference here would keep the module alive, since the earlier
+            # forward may be the module's own bound method.
+            before = vars(module).pop("forward").before
             if before is not None:
                 module.forward = before
 
-    dispatch.__name__ = "forward"  # a pickle names a method: a module that is loaded from one has its class's forward
+    # A pickle stores a method by its name, so that a module that is loaded from the pickle has the
+    # forward of its class.
+    dispatch.__name__ = "forward"
     dispatch.__sp_overlap__, dispatch.before = True, before
     module.forward = types.MethodType(dispatch, module)
     return undo

@@ -1,11 +1,13 @@
-"""Switch the overlap on and off in a model: find its attention layers, rebind their forward, undo it.
+"""Switching the overlap on and off in a model.
 
-Nothing here knows a framework; the files beside this one each find the layers they know.
+This file knows no framework. The adapters beside it each find the attention layers that they know;
+`enable` rebinds the forward of these layers and `disable` gives them back.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -19,14 +21,29 @@ from ..exchange.channel import Channel, one_queue
 from ..profiling.timeline import Timeline
 from ..relayout import kernels, ops
 from ..say import say_once
-from . import distributed_attention, megatron, transformers
+from . import distributed_attention
 from .layers import Around, Found, Overlap
+from .megatron import layers as megatron
 from .rebinding import Undo, is_ours
+from .transformers import layers as transformers
+
+# Note [Errors before the first collective]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A rank that raises alone leaves the others waiting in their next collective. `enable` therefore
+# does everything that may fail inside `Channel.agree`: finding the layers, checking the kernels and
+# the section, comparing the result over the ranks. `agree` raises the error of one rank on all
+# ranks. Layers are rebound only after `agree` has returned, so that a refused model is unchanged.
 
 
 @dataclass
 class Report:
-    """What `enable` did: each attention layer and what it got."""
+    """The attention layers that `enable` found, each with its overlapped parts.
+
+    Attributes:
+        layers: The attention layers.
+        sp_size: The size of the sp group.
+        note: A remark below the table, or the reason why there is no table.
+    """
 
     layers: list[Found] = field(default_factory=list)
     sp_size: int = 1
@@ -36,16 +53,22 @@ class Report:
         if not self.layers:
             return f"sp_overlap: {self.note}"
         rows = []
-        for (got, lacks), same in groupby(self.layers, key=lambda layer: (layer.got, layer.lacks)):
-            names = [layer.name for layer in same]
-            name = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} layers)"
+        for (got, lacks), group in groupby(self.layers, key=lambda layer: (layer.got, layer.lacks)):
+            names = [layer.name for layer in group]
+            name = names[0]
+            if len(names) > 1:
+                name = f"{names[0]} ... {names[-1]} ({len(names)} layers)"
             rows.append((name, got or "nothing", lacks or "-"))
-        table = tabulate(rows, headers=("attention layer", "overlapped", "why not more"), tablefmt="simple")
+        header = ("attention layer", "overlapped", "why not more")
         overlapped = sum(layer.bind is not None for layer in self.layers)
-        notes = [note for note in (one_queue(), self.note) if note and overlapped]
-        return "\n".join(
-            (f"sp_overlap over sp size {self.sp_size}: {overlapped} of {len(self.layers)} layers overlapped", table, *notes)
-        )
+        lines = [
+            f"sp_overlap over sp size {self.sp_size}: "
+            f"{overlapped} of {len(self.layers)} layers overlapped",
+            tabulate(rows, headers=header, tablefmt="simple"),
+        ]
+        if overlapped:
+            lines += [note for note in (one_queue(), self.note) if note]
+        return "\n".join(lines)
 
 
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()
@@ -58,14 +81,25 @@ def enable(
     *,
     gradient_process_group: Any = None,
 ) -> Report:
-    """Overlap the attention layers of ``model``; no parameter, buffer or submodule is added or renamed.
+    """Overlap the attention layers of ``model``.
 
-    config                   the ``sp_overlap`` section
-    sequence_process_group   the sp group; found where transformers or DeepSpeed keep theirs if None
-    gradient_process_group   the ranks that reduce gradients together, which choose G together; needed beside data parallelism
+    No parameter, buffer or submodule is added or renamed. Collective over the sp group.
 
-    Collective over the sp group. Raises ValueError, on all of its ranks and with no layer overlapped, for a config that the
-    model can't satisfy, a model without attention layers, or layers on the meta device.
+    Args:
+        model: A transformers or Megatron-DeepSpeed model, or any model that contains
+            ``deepspeed.sequence.layer.DistributedAttention``.
+        config: The ``sp_overlap`` section.
+        sequence_process_group: The sp group. If None, the group that transformers or DeepSpeed
+            hold for the model.
+        gradient_process_group: The ranks that reduce gradients together. These ranks choose the
+            number of head groups together, which data parallelism needs.
+
+    Returns:
+        The attention layers, each with its overlapped parts.
+
+    Raises:
+        ValueError: on all ranks and with the model unchanged, if the model can't satisfy the
+            section, has no attention layer, or has a layer on the meta device.
     """
     config = SpOverlapConfig.parse({} if config is None else config)
     disable(model)
@@ -77,92 +111,135 @@ def enable(
     if group is None:
         raise ValueError(
             "sp_overlap: no sequence-parallel group; give deepspeed.initialize the mpu that "
-            "UlyssesSPAttentionHF.register_with_transformers returned (Accelerate does with sp_size, not with cp_size), or pass sequence_process_group= to enable() "
+            "UlyssesSPAttentionHF.register_with_transformers returned (Accelerate does with "
+            "sp_size, not with cp_size), or pass sequence_process_group= to enable() "
             "(torch.distributed.group.WORLD for all ranks)"
         )
     channel = Channel(group, config.transport, kernels=config.kernels)
     if channel.size == 1:
-        say_once("sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, and nothing was changed")
+        say_once(
+            "sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, "
+            "and nothing was changed"
+        )
         return Report(note="nothing to do at sp size 1")
-    found: list[Found] = []
-    around: list[Around] = []
-    policy, timeline = Policy.of(config, channel, gradient_process_group), Timeline.of(config, channel)
+    policy = Policy.of(config, channel, gradient_process_group)
+    timeline = Timeline.of(config, channel)
     overlap = Overlap(channel, config, policy)
+    layers: list[Found] = []
+    hosts: list[Around] = []
 
-    def describe() -> str:
-        ops.check_usable(config.kernels)  # refused here, on every rank, where this one can't
+    def find_and_describe() -> str:
+        ops.check_usable(config.kernels)
         if timeline is not None:
             timeline.check()
-        for framework in (megatron, transformers):
-            layers, hosts = framework.find_layers(model, overlap)
-            found.extend(layers)
-            around.extend(hosts)
-        inside = {module for layer in found for module in layer.inside}
-        found.extend(layer for layer in distributed_attention.find_layers(model, overlap) if layer.module not in inside)
-        left = {module: layer for layer in found if layer.bind is None for module in layer.inside}
-        for layer in found:
-            if layer.bind is not None and layer.module in left:
-                raise ValueError(
-                    f"{layer.name} is part of {left[layer.module].name}: {left[layer.module].lacks}; take one of the two"
-                )
-        if not found:
-            raise ValueError(
-                f"no attention layer found in {type(model).__name__}; supported are transformers models, Megatron-DeepSpeed and "
-                "deepspeed.sequence.layer.DistributedAttention. For others use ds_sp_overlap.SelfAttention"
-            )
-        meta = [layer.name for layer in found if any(p.is_meta for p in layer.module.parameters())]
-        if meta:
-            raise ValueError(f"{meta[0]} is on the meta device ({len(meta)} of {len(found)} layers); load the weights first")
-        bare = [layer for layer in found if layer.bind is None]
-        if bare and config.on_unsupported == "error":
-            raise ValueError(f'{bare[0].name}: {bare[0].lacks}; sp_overlap.on_unsupported is "error", "warn" leaves it as it is')
-        return f"{config!r}; {[(layer.name, layer.got) for layer in found]}"
+        layers[:], hosts[:] = _find_layers(model, overlap)
+        _refuse_unusable(model, layers, config)
+        return f"{config!r}; {[(layer.name, layer.got) for layer in layers]}"
 
     try:
-        channel.agree("sp_overlap", describe)
+        # See Note [Errors before the first collective].
+        channel.agree("sp_overlap", find_and_describe)
         channel.prepare()
     except ValueError:
-        _close([policy, timeline])
+        _close(policy, timeline)
         raise
-    _undo.update((module, bind()) for module, bind in around)
-    for layer in found:
+    for host in hosts:
+        _undo[host.module] = host.bind()
+    for layer in layers:
         if layer.bind is None:
             say_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
-            _undo[layer.module] = _and_close(layer.bind(), [policy, timeline])
-    return Report(found, channel.size, kernels.absent(config.kernels))
+            _undo[layer.module] = _undo_and_close(layer.bind(), policy, timeline)
+    return Report(layers, channel.size, kernels.absent(config.kernels))
 
 
 def find_group(model: nn.Module) -> Any:
-    """The sp group that transformers or DeepSpeed keep for a model; None if there is none."""
+    """Return the sp group that transformers or DeepSpeed hold for ``model``; None without one."""
     return transformers.find_group(model) or distributed_attention.find_group(model)
 
 
-def _and_close(undo: Undo, counting: list[Policy | Timeline | None]) -> Undo:
-    def both(module: nn.Module) -> None:
+def _find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[Around]]:
+    """Find the attention layers of ``model`` with all adapters, and the modules around them."""
+    layers: list[Found] = []
+    hosts: list[Around] = []
+    for framework in (megatron, transformers):
+        framework_layers, framework_hosts = framework.find_layers(model, overlap)
+        layers += framework_layers
+        hosts += framework_hosts
+    inside = {module for layer in layers for module in layer.inside}
+    for layer in distributed_attention.find_layers(model, overlap):
+        if layer.module not in inside:
+            layers.append(layer)
+    return layers, hosts
+
+
+def _refuse_unusable(model: nn.Module, layers: Sequence[Found], config: SpOverlapConfig) -> None:
+    """Raise ValueError if the layers of ``model`` can't be overlapped as the section asks."""
+    left = [layer for layer in layers if layer.bind is None]
+    left_around = {module: layer for layer in left for module in layer.inside}
+    for layer in layers:
+        if layer.bind is not None and layer.module in left_around:
+            outer = left_around[layer.module]
+            raise ValueError(
+                f"{layer.name} is part of {outer.name}: {outer.lacks}; take one of the two"
+            )
+    if not layers:
+        raise ValueError(
+            f"no attention layer found in {type(model).__name__}; supported are transformers "
+            "models, Megatron-DeepSpeed and deepspeed.sequence.layer.DistributedAttention. "
+            "For others use ds_sp_overlap.SelfAttention"
+        )
+    meta = [layer.name for layer in layers if any(p.is_meta for p in layer.module.parameters())]
+    if meta:
+        raise ValueError(
+            f"{meta[0]} is on the meta device ({len(meta)} of {len(layers)} layers); "
+            "load the weights first"
+        )
+    if left and config.on_unsupported == "error":
+        raise ValueError(
+            f'{left[0].name}: {left[0].lacks}; sp_overlap.on_unsupported is "error", '
+            '"warn" leaves it as it is'
+        )
+
+
+def _undo_and_close(undo: Undo, policy: Policy | None, timeline: Timeline | None) -> Undo:
+    """Return an undo function that closes the policy and the timeline, too."""
+
+    def undo_and_close(module: nn.Module) -> None:
         undo(module)
-        _close(counting)
+        _close(policy, timeline)
 
-    return both
+    return undo_and_close
 
 
-def _close(counting: list[Policy | Timeline | None]) -> None:
-    for what in counting:
-        if what is not None:
-            what.close()
+def _close(policy: Policy | None, timeline: Timeline | None) -> None:
+    """Close the policy and the timeline, as far as they exist."""
+    if policy is not None:
+        policy.close()
+    if timeline is not None:
+        timeline.close()
 
 
 def disable(model: nn.Module, *, stock_too: bool = False) -> None:
-    """Give every layer of ``model`` its own forward back.
+    """Restore the forward of every layer of ``model``.
 
-    stock_too   also take DeepSpeed's ``UlyssesSPAttentionHF`` out of the attention function that ``model`` is configured for, in the
-                whole process: each rank attends by itself to what it is given, as in ``generate``. ``enable`` with
-                ``sequence_process_group=`` goes back to training.
+    Args:
+        model: The model that was given to `enable`, or a copy of it.
+        stock_too: Whether DeepSpeed's ``UlyssesSPAttentionHF`` is taken out, too, of the attention
+            function that ``model`` is configured for, in the whole process. Each rank then attends
+            to its own tokens, as ``generate`` needs. `enable` with ``sequence_process_group=``
+            goes back to training.
     """
     for module in model.modules():
         if (undo := _undo.pop(module, None)) is not None:
             undo(module)
-        elif is_ours(module) or getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
-            del module.forward  # of a layer that was copied, or loaded from a pickle, while it was overlapped
+        elif _has_stale_forward(module):
+            del module.forward
     if stock_too:
         transformers.unregister(model)
+
+
+def _has_stale_forward(module: nn.Module) -> bool:
+    """Return whether ``module`` was copied or unpickled while the original was overlapped."""
+    forward = vars(module).get("forward")
+    return is_ours(module) or getattr(forward, "__func__", None) is type(module).forward

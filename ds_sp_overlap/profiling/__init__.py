@@ -1,1 +1,1 @@
-"""Clocks, optimizer steps, and the timeline of what each exchange cost."""
+"""Measures times: clocks, optimizer steps, and the timeline of what each exchange cost."""

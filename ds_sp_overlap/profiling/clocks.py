@@ -1,4 +1,4 @@
-"""The clock of a device."""
+"""Measures times on the host or on a device, without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ import torch
 
 
 class HostClock:
-    """The host's clock, which is the only one where the host computes."""
+    """The host's clock, for a device that is the host itself."""
 
     def mark(self) -> float:
+        """Return the time now."""
         return time.perf_counter()
 
     def between_ms(self, begin: float, end: float) -> float:
+        """Return the time between two marks."""
         return (end - begin) * 1e3
 
 
 class DeviceClock:
-    """Events on the stream that is current when they are marked; nobody waits before they are read."""
+    """Events on the current stream of a device; nobody waits before `between_ms`."""
 
     def __init__(self, device: torch.device):
         self.device, self.backend = device, torch.get_device_module(device)
 
     def mark(self) -> Any:
+        """Record an event on the current stream."""
         event = self.backend.Event(enable_timing=True)
         event.record(self.backend.current_stream(self.device))
         return event
 
     def between_ms(self, begin: Any, end: Any) -> float:
-        """Waits for ``end``."""
+        """Return the time between two events; waits for ``end``."""
         end.synchronize()
         return begin.elapsed_time(end)
 
 
 def clock_of(device: torch.device) -> HostClock | DeviceClock:
+    """Return the clock for work on ``device``."""
     return HostClock() if device.type == "cpu" else DeviceClock(device)

@@ -1,4 +1,4 @@
-"""Ranges for whatever profiler is running."""
+"""Names ranges of work for the profiler that is running, if any."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from torch.autograd.profiler import record_function
 
 NOTHING = contextlib.nullcontext()
 
-
 is_profiled = torch.autograd._profiler_enabled
 
 
 def named(*words: str) -> Any:
-    """A range of this name for the profiler that is running, if any: torch.profiler, or NVTX through ``emit_nvtx``."""
+    """Return a context manager that names its body for the running profiler, if any.
+
+    The profiler is torch.profiler, or NVTX through ``emit_nvtx``.
+    """
     return record_function(" ".join(words)) if is_profiled() else NOTHING

@@ -1,4 +1,4 @@
-"""Optimizer steps of this process: one hook, for all who want to know."""
+"""Notices optimizer steps of this process, by one hook for all listeners."""
 
 from __future__ import annotations
 
@@ -11,25 +11,33 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Listener:
-    """A bound method that is called whenever an optimizer of this process has stepped; its object is not kept alive for it."""
+    """Calls a bound method whenever an optimizer of this process has stepped.
+
+    Args:
+        method: The bound method. The listener does not keep the method's object alive.
+    """
 
     _all: set[Listener] = set()
-    _hook: Any = None  # of all listeners; None where there are none
+    # The hook of all listeners; None while there are no listeners.
+    _hook: Any = None
 
     def __init__(self, method: Callable[[], None]):
         self.method = weakref.WeakMethod(method)
         Listener._all.add(self)
         if Listener._hook is None:
             Listener._hook = register_optimizer_step_post_hook(Listener._tell)
-        weakref.finalize(method.__self__, self.remove)  # type: ignore[attr-defined]  # a bound method has it
+        # A bound method has ``__self__``, which the type of a callable lacks.
+        weakref.finalize(method.__self__, self.remove)  # type: ignore[attr-defined]
 
     @staticmethod
     def _tell(*_: Any) -> None:
         for listener in list(Listener._all):
-            if (method := listener.method()) is not None:
+            method = listener.method()
+            if method is not None:
                 method()
 
     def remove(self) -> None:
+        """Call the method no more."""
         Listener._all.discard(self)
         if not Listener._all and Listener._hook is not None:
             Listener._hook.remove()
@@ -37,16 +45,20 @@ class Listener:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward; a layer that is called there is a checkpointed one, computed again."""
+    """Return whether this thread runs a backward.
+
+    A layer that is called in backward is a checkpointed layer, which is recomputed.
+    """
     return torch._C._current_graph_task_id() != -1
 
 
 class OptimizerSteps:
-    """Counts optimizer steps, alike on every rank that looks at the count between steps and steps its optimizers alike.
+    """Counts optimizer steps.
 
-    The count moves at the first look after an optimizer has stepped, and never during backward: there a checkpointed
-    layer is computed again and must find what its first computation found. However often optimizers step in between
-    (ZeRO-3 steps once a sub-group), the count moves by one.
+    The count is alike on ranks that step their optimizers alike and ask for the count between
+    steps. The first call of `now` after an optimizer has stepped adds one, however often optimizers
+    have stepped in between (ZeRO-3 steps once per sub-group). The count never changes during
+    backward: a checkpointed layer is recomputed there, by the count of its first computation.
     """
 
     def __init__(self) -> None:
@@ -57,6 +69,7 @@ class OptimizerSteps:
         self._stepped = True
 
     def now(self) -> int:
+        """Return the number of steps so far."""
         if self._stepped and not in_backward():
             self._stepped, self._count = False, self._count + 1
         return self._count

@@ -1,4 +1,4 @@
-"""Marks at the begin and end of a forward, and of its backward."""
+"""Times a forward and its backward, from inside of the graph."""
 
 from __future__ import annotations
 
@@ -10,32 +10,40 @@ from torch import Tensor
 
 
 class Timed:
-    """Marks of one forward and of each of its backwards.
+    """Marks one forward and each of its backwards on a clock.
 
-    forward, backward   are told begin and end
+    A backward begins when the gradient of the output arrives. It ends when the last nodes of the
+    graph between `begin` and `end` have run: those that make the gradients of the inputs, or of the
+    weights where no input needs a gradient.
 
-    A backward begins when the output's gradient arrives and ends when the last nodes between `begin` and `end` have run: those that
-    give the inputs' gradients, or the weights' alone where no input needs one.
+    Args:
+        clock: Makes the marks.
+        forward: Called with the marks of begin and end of the forward.
+        backward: Called with the marks of begin and end of each backward.
     """
 
-    def __init__(self, clock: Any, forward: Callable[[Any, Any], Any], backward: Callable[[Any, Any], Any]):
+    def __init__(
+        self, clock: Any, forward: Callable[[Any, Any], Any], backward: Callable[[Any, Any], Any]
+    ):
         self.clock, self.forward, self.backward = clock, forward, backward
 
     def begin(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The inputs that are to be used from here on."""
+        """Mark the begin of the forward; return the inputs that the forward must use."""
         if torch.is_grad_enabled():
-            inputs = tuple(x.view_as(x) if x.requires_grad else x for x in inputs)  # whose gradients are of this call alone
+            # The gradient of a view is that of this call alone.
+            inputs = tuple(x.view_as(x) if x.requires_grad else x for x in inputs)
         self.inputs, self.first = inputs, torch._C._autograd._get_sequence_nr()
         self.begun = self.clock.mark()
         return inputs
 
     def end(self, y: Any) -> None:
-        """``y`` was computed."""
+        """Mark the end of the forward, which returned ``y``."""
         clock, backward = self.clock, self.backward
         self.forward(self.begun, clock.mark())
         output = output_of(y)
         last = _last_nodes(output, self.inputs, self.first) if output.requires_grad else []
-        running: list = []  # of one backward: when it began, and how many of the last nodes have not run
+        # Of a backward that runs: the mark of its begin, and how many last nodes have not run.
+        running: list = []
 
         def began(_: Tensor) -> None:
             running[:] = [clock.mark(), len(last)]
@@ -54,14 +62,15 @@ class Timed:
 
 
 def output_of(y: Any) -> Tensor:
-    """What a layer computed; some return a bias beside it."""
+    """Return the output of a layer; some layers return a bias beside it."""
     return y[0] if isinstance(y, tuple) else y
 
 
 class Run:
-    """One call of a layer while others look on.
+    """One call of a layer, whose inputs and output others watch.
 
-    inputs   what the layer's body is to use
+    Attributes:
+        inputs: The inputs that the layer must use.
     """
 
     def __init__(self, inputs: tuple[Tensor, ...]):
@@ -69,28 +78,32 @@ class Run:
         self._at_end: list[Callable[[Any], None]] = []
 
     def timed(self, timed: Timed) -> None:
-        """From now to the end."""
+        """Time the call from now on, until `end`."""
         self.inputs = timed.begin(self.inputs)
         self.at_end(timed.end)
 
     def at_end(self, function: Callable[[Any], None]) -> None:
-        """Have ``function`` called with what the body returns; the one that came last is called first."""
+        """Have ``function`` called with the layer's output, before those that came earlier."""
         self._at_end.insert(0, function)
 
     def end(self, y: Any) -> Any:
-        """Returns ``y``, what the body returned."""
+        """End the call, whose output is ``y``; return ``y``."""
         for function in self._at_end:
             function(y)
         return y
 
 
-_LEAF = 2**64 - 1  # sequence number of the nodes that accumulate gradients, which run as soon as they can
+# Sequence number of the nodes that accumulate gradients, which run as soon as they can.
+_LEAF = 2**64 - 1
 
 
 def _last_nodes(y: Tensor, inputs: tuple[Tensor, ...], first: int) -> list[Any]:
-    """Nodes of the graph of ``y``, down to ``inputs`` or to those that this thread made before number ``first``, that no
-    other of them waits for."""
-    given = {x.grad_fn for x in inputs if x.requires_grad}
+    """Return the nodes of the graph of ``y`` that run last in backward.
+
+    The graph reaches down to ``inputs``, or to nodes that this thread made before the sequence
+    number ``first``.
+    """
+    of_inputs = {x.grad_fn for x in inputs if x.requires_grad}
     last: list[Any] = []
     todo: list[Any] = [y.grad_fn]
     seen = set()
@@ -99,9 +112,12 @@ def _last_nodes(y: Tensor, inputs: tuple[Tensor, ...], first: int) -> list[Any]:
         if node in seen:
             continue
         seen.add(node)
-        before = (
-            [] if node in given else [n for n, _ in node.next_functions if n and first <= n._sequence_nr() < _LEAF or n in given]
-        )
-        last += [] if before else [node]
-        todo += before
+        behind = []
+        for following, _ in () if node in of_inputs else node.next_functions:
+            is_inside = following and first <= following._sequence_nr() < _LEAF
+            if is_inside or following in of_inputs:
+                behind.append(following)
+        todo += behind
+        if not behind:
+            last.append(node)
     return last

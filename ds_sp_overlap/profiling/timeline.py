@@ -1,17 +1,22 @@
-"""What each exchange cost in some steps of training: what was exposed, what was hidden, relayout and bytes.
+"""Records what each exchange cost in some steps of training: time that was exposed, and hidden.
 
-Where an exchange is marked; ``C`` on the compute stream, ``S`` on the transfer stream, all of them on the host's clock on CPU:
+The marks of an exchange; ``C`` on the compute stream, ``S`` on the transfer stream, all of them on
+the host's clock on CPU:
 
-    compute  | .. issued C | pack | packed C, launched C | Wk Wv ..  wait C | stands still | unpacking C | unpack | done C, go C
-    transfer |                                 started S | ..transfer.. | arrived S
+    compute    issued C | pack | packed C, launched C | Wk Wv ..
+    transfer                                started S | transfer ... | arrived S
+
+    compute    .. wait C | stands still | unpacking C | unpack | done C, go C
 
     exchange   pack + transfer + unpack
-    exposed    how long the compute row did nothing else: pack, and go - wait, with the unpack
+    exposed    the time in which the compute row did nothing else: pack, and from wait to go, which
+               includes unpack
     hidden     exchange - exposed
 
-Nothing waits for a device before the last of the steps is over. Then each rank leaves its rows in the store of the world, and
-sp rank 0 writes all of them (`picture`) once they are there. So no rank waits for another one, whichever optimizers each steps.
-What ran on the compute row is read off the layer's schedule, see `computing`.
+Nothing waits for a device before the last of the steps is over. Then each rank leaves its rows in
+the store of the world, and sp rank 0 writes the rows of all ranks (`tools.picture`) once they are
+there. So no rank waits for another rank, whichever optimizers each of them steps. The layer's
+schedule says what ran on the compute row between the marks, see `computing`.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import contextlib
 import itertools
 import os
 import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,18 +35,24 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..config import SpOverlapConfig
-from ..schedule import Block, Program, Schedule
-from . import picture
+from ..schedule import Block, Op, Program, Schedule, Step, stop_of
 from .clocks import clock_of
 from .steps import OptimizerSteps
 from .timed import Timed
 
 
 class Row(NamedTuple):
-    """A bar on one of the two rows of a rank, in ms since the rank's first mark.
+    """A bar on one of the two rows of a rank.
 
-    kind   "compute", "wait", "pack", "transfer" or "unpack"; "forward" and "backward" of a whole layer
-    what   for instance ``dv0`` or ``attention 0``
+    Attributes:
+        step: Optimizer step, counted from 0.
+        layer: Name of the layer.
+        what: Name of the exchange or of the work, for instance ``dv0`` or ``attention 0``.
+        kind: "compute", "issue", "wait", "pack", "transfer" or "unpack"; "forward" and "backward"
+            of a whole layer.
+        begin: In ms since the rank's first mark.
+        end: In ms since the rank's first mark.
+        bytes: Bytes that a transfer sends to other ranks.
     """
 
     step: int
@@ -53,7 +65,14 @@ class Row(NamedTuple):
 
 
 class Track:
-    """The marks of one exchange, ``layers.7 dv0``; ``bytes`` go to other ranks."""
+    """The marks of one exchange.
+
+    Args:
+        clock: Makes the marks.
+        step: Optimizer step, counted from 0.
+        name: Name of the exchange, for instance ``layers.7 dv0``.
+        bytes: Bytes that go to other ranks.
+    """
 
     def __init__(self, clock: Any, step: int, name: str, bytes: int):
         self.clock, self.step, self.bytes = clock, step, bytes
@@ -61,23 +80,26 @@ class Track:
         self.layer, self.what = name.rsplit(" ", 1)
 
     def mark(self, event: str) -> None:
+        """Mark the time of an event."""
         self.at[event] = self.clock.mark()
 
     def follow(self, handle: Any) -> None:
-        """Mark the arrival on the host's clock; on a device it is marked on the transfer stream."""
+        """Mark the arrival on the host's clock; a device marks it on its transfer stream."""
         if hasattr(self.clock, "backend") or not hasattr(handle, "get_future"):
             return
         handle.get_future().then(lambda _: self.mark("arrived"))
 
 
 class Untracked:
-    """Null object: no marks."""
+    """A null object that marks nothing."""
 
-    mark = follow = staticmethod(callable)  # a builtin: costs the host less than a function that does nothing
+    # A builtin costs the host less than a function that does nothing.
+    mark = follow = staticmethod(callable)
 
 
 UNTRACKED = Untracked()
-_open: dict[str, Timeline] = {}  # not yet written, by path: the layers of a process write one
+# Timelines that are not yet written, by path: all layers of a process record into one.
+_open: dict[str, Timeline] = {}
 
 
 @atexit.register
@@ -89,28 +111,36 @@ def _write_what_there_is() -> None:
 class Timeline:
     """Records the exchanges of some steps, then writes them into a folder and stops.
 
-    folder   of the files
-    steps    first and last, counted in optimizer steps from 0
-    rank     of the sp group; 0 writes
-    size     of the sp group
+    Args:
+        folder: Folder of the files.
+        steps: First and last optimizer step, counted from 0.
+        rank: The sp rank; rank 0 writes.
+        size: The sp size.
     """
 
-    made = itertools.count()  # alike on every rank of the sp group, since its ranks make their timelines in one order
+    # Writes the rows of all ranks into a folder; a tool, which the package sets.
+    write: Callable[[str, list[list[Row]]], None]
+    # Alike on every rank of the sp group, whose ranks make their timelines in one order.
+    made = itertools.count()
 
     def __init__(self, folder: str, steps: tuple[int, int], rank: int, size: int):
         self.folder, (self.first, self.last), self.rank, self.size = folder, steps, rank, size
         name = f"sp_overlap timeline {next(self.made)}"
-        self.store: Any = dist.PrefixStore(name, _get_default_store()) if size > 1 else None  # takes bytes, which its stub denies
-        self.steps: OptimizerSteps | None = OptimizerSteps()  # None when the recording is over
+        # Any: the store's stub denies that the store takes bytes.
+        self.store: Any = dist.PrefixStore(name, _get_default_store()) if size > 1 else None
+        # None when the recording is over.
+        self.steps: OptimizerSteps | None = OptimizerSteps()
         self.clock: Any = None
         self.tracks: list[Track] = []
         self.layers: list[tuple[int, str, str, Any, Any]] = []
-        self.schedules: dict[tuple[int, str, bool], Schedule] = {}  # by step and layer, in a block or by itself
-        self.left: list[Row] = []  # of this rank, when the recording is over
+        # By step and layer, and whether the layer runs in a block.
+        self.schedules: dict[tuple[int, str, bool], Schedule] = {}
+        # The rows of this rank, when the recording is over.
+        self.left: list[Row] = []
 
     @classmethod
     def of(cls, config: SpOverlapConfig, channel: Any) -> Timeline | None:
-        """The timeline that a config asks for; None on ranks of other sp groups than the first."""
+        """Return the timeline that a config asks for; None outside of the first sp group."""
         section = config.timeline
         if section is None or not channel.holds_first_rank:
             return None
@@ -120,7 +150,11 @@ class Timeline:
         return _open[section.path]
 
     def check(self) -> None:
-        """Raises ValueError where the files can't be written."""
+        """Check that the files can be written.
+
+        Raises:
+            ValueError: if they can't.
+        """
         if self.rank or self.steps is None:
             return
         try:
@@ -129,16 +163,19 @@ class Timeline:
                 pass
         except OSError as error:
             raise ValueError(
-                f"sp_overlap.timeline.path: can't write into {self.folder!r} ({error.strerror}); give a folder that can be made"
+                f"sp_overlap.timeline.path: can't write into {self.folder!r} ({error.strerror}); "
+                "give a folder that can be made"
             ) from None
 
     def recording(self) -> bool:
-        return self.steps is not None and self.first <= self.steps.now()  # past the last step, `look` has ended the recording
+        """Return whether the current step is recorded."""
+        # After the last step, `look` has ended the recording.
+        return self.steps is not None and self.first <= self.steps.now()
 
     # While it records.
 
     def exchange(self, name: str, bytes: int, x: Tensor) -> Track | Untracked:
-        """Follow an exchange of ``x``."""
+        """Return the object that marks an exchange of ``x``."""
         if not self.recording():
             return UNTRACKED
         self.clock = self.clock or clock_of(x.device)
@@ -148,13 +185,13 @@ class Timeline:
         return track
 
     def follow(self, where: str, schedule: Schedule) -> None:
-        """The layer ``where`` is about to run by ``schedule``."""
+        """Note that the layer ``where`` is about to run by ``schedule``."""
         if self.recording():
             assert self.steps is not None
             self.schedules[self.steps.now(), where, isinstance(schedule, Block)] = schedule
 
     def layer(self, where: str, device: torch.device) -> Timed:
-        """What marks a call of the layer ``where``."""
+        """Return the object that marks a call of the layer ``where``."""
         self.clock = self.clock or clock_of(device)
         assert self.steps is not None
         step = self.steps.now()
@@ -167,7 +204,10 @@ class Timeline:
     # Afterwards.
 
     def look(self) -> None:
-        """Leave this rank's rows once the last step is over; sp rank 0 writes when every rank has left its own."""
+        """Leave this rank's rows for sp rank 0, once the last step is over.
+
+        sp rank 0 writes the files once every rank has left its rows.
+        """
         if self.folder not in _open or self.steps is not None and self.steps.now() <= self.last:
             return
         if self.steps is not None:
@@ -179,7 +219,7 @@ class Timeline:
             self._write()
 
     def close(self) -> None:
-        """Write what there is, of this rank and of those that have left their rows, and stop."""
+        """Stop, and write the rows of this rank and of ranks that have left theirs."""
         if self.steps is not None:
             self._stop()
         if self.folder in _open and self.rank == 0 and self.left:
@@ -194,51 +234,76 @@ class Timeline:
 
     def _write(self) -> None:
         every = [self.left]
-        with contextlib.suppress(RuntimeError):  # at exit the store may be gone
+        # At exit the store may be gone.
+        with contextlib.suppress(RuntimeError):
             others = (str(rank) for rank in range(1, self.size))
-            every += [pickle.loads(self.store.get(rank)) for rank in others if self.store.check([rank])]
+            every += [
+                pickle.loads(self.store.get(rank)) for rank in others if self.store.check([rank])
+            ]
         del _open[self.folder]
-        picture.write(self.folder, every)
+        type(self).write(self.folder, every)
 
     def rows(self) -> list[Row]:
-        """What was recorded, as bars."""
+        """Return what was recorded, as bars."""
         complete = [track for track in self.tracks if {"done", "go"} <= track.at.keys()]
         marks = [mark for *_, begin, end in self.layers for mark in (begin, end)]
         marks += [track.at["issued"] for track in complete]
         if not marks:
             return []
         base = marks[0]
-        for mark in marks:  # on any of them, the first may not be the earliest
+        # Marks lie on several streams: the first mark may not be the earliest.
+        for mark in marks:
             base = mark if self.clock.between_ms(base, mark) < 0 else base
 
         def ms(mark: Any) -> float:
             return self.clock.between_ms(base, mark)
 
-        rows = [Row(step, layer, layer, kind, ms(begin), ms(end)) for step, layer, kind, begin, end in self.layers]
+        rows = [
+            Row(step, layer, layer, kind, ms(begin), ms(end))
+            for step, layer, kind, begin, end in self.layers
+        ]
         for track in complete:
             at = {event: ms(mark) for event, mark in track.at.items()}
             arrived = min(at.get("arrived", at["unpacking"]), at["unpacking"])
 
             def bar(kind: str, begin: float, end: float, bytes: int = 0) -> None:
-                rows.append(Row(track.step, track.layer, track.what, kind, begin, max(begin, end), bytes))  # noqa: B023
+                of = track.step, track.layer, track.what  # noqa: B023
+                rows.append(Row(*of, kind, begin, max(begin, end), bytes))
 
             bar("issue", at["issued"], at["launched"])
             bar("pack", at["issued"], at["packed"])
             bar("transfer", at["started"], arrived, track.bytes)
             bar("unpack", at["unpacking"], at["done"])
             bar("wait", at["wait"], at["go"])
-        return rows + [row for step in sorted({row.step for row in rows}) for row in computing(rows, step, self.schedules)]
+        return rows + [
+            row
+            for step in sorted({row.step for row in rows})
+            for row in computing(rows, step, self.schedules)
+        ]
 
 
-def computing(rows: list[Row], step: int, schedules: dict[tuple[int, str, bool], Schedule]) -> list[Row]:
-    """What the compute row did between its stops: starts and finishes of exchanges, begin and end of layers.
+def computing(
+    rows: list[Row], step: int, schedules: dict[tuple[int, str, bool], Schedule]
+) -> list[Row]:
+    """Name what the compute row did between its stops.
 
-    Between two stops of a layer the row did what the layer's schedule has between them.
+    Stops are the starts and finishes of exchanges, and the begin and end of layers. Between two
+    stops the row did the work that the layer's schedule has between them.
+
+    Args:
+        rows: All other rows of this rank.
+        step: The optimizer step to look at.
+        schedules: By step and layer, and whether the layer runs in a block.
+
+    Returns:
+        Rows of kind "compute".
     """
     stops: list[tuple[float, float, str, Row]] = []
     for row in rows:
         if row.step == step and row.kind in ("issue", "wait"):
-            stops.append((row.begin, row.end, (">" if row.kind == "issue" else "<") + row.what, row))
+            stops.append(
+                (row.begin, row.end, (">" if row.kind == "issue" else "<") + row.what, row)
+            )
         elif row.step == step and row.kind in ("forward", "backward"):
             stops += [(row.begin, row.begin, "[", row), (row.end, row.end, "]", row)]
     stops.sort(key=lambda stop: stop[:2])
@@ -246,16 +311,17 @@ def computing(rows: list[Row], step: int, schedules: dict[tuple[int, str, bool],
     for *_, row in stops:
         exchanged.setdefault(row.layer, set()).add(row.what)
     between = list(zip(stops, stops[1:]))
-    followed = {
-        first.layer
-        for (*_, before, first), (*_, after, second) in between
-        if before[:2] == "<o" and after[:2] == ">q" and before.partition(".")[2] == after.partition(".")[2]
-    }
     names: dict[str, dict[tuple[str, str], str]] = {}
     for (at, layer, _), schedule in schedules.items():
         if at == step and layer in exchanged:
-            if isinstance(schedule, Block):  # between two stops may lie the end of one layer and the beginning of the next
-                schedule = schedule.chain(2 if layer in followed else 1)
+            if isinstance(schedule, Block):
+                # Between two stops may lie the end of one layer and the beginning of the next.
+                crossings = schedule.crossings
+                is_followed = any(
+                    first.layer == layer and (before, after) in crossings
+                    for (*_, before, first), (*_, after, _) in between
+                )
+                schedule = schedule.chain(2 if is_followed else 1)
             for program in (schedule.forward, schedule.backward):
                 names.setdefault(layer, {}).update(_between(schedule, program, exchanged[layer]))
     chained = {layer for at, layer, is_chained in schedules if at == step and is_chained}
@@ -263,26 +329,38 @@ def computing(rows: list[Row], step: int, schedules: dict[tuple[int, str, bool],
     for (_, begin, before, first), (end, _, after, second) in between:
         layers = dict.fromkeys((first.layer, second.layer))
         known = layers if len(layers) == 1 or layers.keys() <= chained else ()
-        name = next((name for layer in known if (name := names.get(layer, {}).get((before, after)))), None)
+        name = next(
+            (name for layer in known if (name := names.get(layer, {}).get((before, after)))), None
+        )
         if name and end > begin:
             found.append(Row(step, first.layer, name, "compute", begin, end))
     return found
 
 
-def _between(schedule: Schedule, program: Program, exchanged: set[str]) -> dict[tuple[str, str], str]:
-    """What a program computes between two of its stops that follow one another, for the exchanges that there were."""
+def _between(
+    schedule: Schedule, program: Program, exchanged: set[str]
+) -> dict[tuple[str, str], str]:
+    """Return what a program computes between each two successive stops.
+
+    Exchanges that did not take place, because they are not in ``exchanged``, are no stops.
+    """
     found: dict[tuple[str, str], str] = {}
     labels: list[str] = []
     before = "["
     for step in program:
-        name = schedule.name(step.of, step.group, step.chunk)
-        if step.on_wire and name in exchanged:
-            stop = (">" if step.act == "start" else "<") + name
+        if step.on_wire and schedule.name(step) in exchanged:
+            stop = stop_of(schedule, step)
             found[before, stop], before, labels = ", ".join(labels), stop, []
-        elif not step.on_wire:
-            of = schedule.exchange_of.get((step.of, step.group))
-            is_done = of is None or step.act == "project" or "d" + schedule.name(of, step.group) in exchanged
-            labels += [label for label in [schedule.label(step)] if is_done and label not in labels]
+        elif not step.on_wire and _is_done(schedule, step, exchanged):
+            labels += [label for label in [schedule.label(step)] if label not in labels]
     if before != "[":
         found[before, "]"] = ", ".join(labels)
     return found
+
+
+def _is_done(schedule: Schedule, step: Step, exchanged: set[str]) -> bool:
+    """Products of q, k and v are left out of a backward in which no gradient of them arrived."""
+    if step.op not in (Op.DGRAD, Op.WGRAD) or len(step.tensors) > 1:
+        return True
+    start = schedule.exchange_of.get(step.parts[0])
+    return start is None or schedule.name(start._replace(grad=True)) in exchanged

@@ -1,1 +1,5 @@
-"""Pack and unpack, as operators: PyTorch's copies, and the compiled kernels of csrc/."""
+"""Packs and unpacks tensors on either side of a transfer.
+
+``ops`` has the operators as PyTorch's copies; ``arguments`` refuses arguments that don't fit.
+``kernels`` loads the compiled operators of csrc/, which ``build`` compiles.
+"""

@@ -1,4 +1,7 @@
-"""What the operators refuse, with the same words as csrc/ops.cpp: ``ds_sp_overlap.<operator>: what, with the values``."""
+"""Refuses arguments that pack and unpack can't work with.
+
+The messages are those of csrc/ops.cpp: ``ds_sp_overlap.<operator>: what, with the values``.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def refuse(op: str, message: str) -> NoReturn:
+    """Raise the ValueError of operator ``op``."""
     raise ValueError(f"ds_sp_overlap.{op}: {message}")
 
 
 def check_dtype(op: str, tensor: Tensor) -> None:
+    """Refuse dtypes that the operators don't know."""
     if tensor.dtype not in DTYPES:
         refuse(op, f"dtype must be float16, bfloat16, float32 or float64, got {_dtype(tensor)}")
 
@@ -25,7 +30,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def check_like(op: str, name: str, other: Tensor, first: str, x: Tensor) -> None:
-    """``other`` has the dtype and the device of ``x``."""
+    """Refuse ``other`` unless it has the dtype and the device of ``x``."""
     if other.dtype != x.dtype:
         refuse(op, f"{name} has dtype {_dtype(other)}, {first} has {_dtype(x)}")
     if other.device != x.device:
@@ -33,30 +38,34 @@ def check_like(op: str, name: str, other: Tensor, first: str, x: Tensor) -> None
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
-    """Bytes from the first to behind the last element."""
+    """Return the address of the first byte, and that behind the last byte."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
     return x.data_ptr(), x.data_ptr() + ((last + 1) * x.element_size() if x.numel() else 0)
 
 
 def check_apart(op: str, a_name: str, a: Tensor, b_name: str, b: Tensor) -> None:
-    """No byte belongs to both."""
+    """Refuse tensors that share memory."""
     (a_first, a_last), (b_first, b_last) = _extent(a), _extent(b)
     if a_first < a_last and b_first < b_last and a_first < b_last and b_first < a_last:
         refuse(
-            op, f"{a_name} {list(a.shape)} and {b_name} {list(b.shape)} share memory; give an output of its own"
-        )  # fmt: skip
+            op,
+            f"{a_name} {list(a.shape)} and {b_name} {list(b.shape)} share memory; "
+            "give an output of its own",
+        )
 
 
 def check_ranges(op: str, starts: list[int], stops: list[int]) -> None:
-    """A start and a stop for each part, at least one part."""
+    """Refuse ranges unless each part has a start and a stop, and there is a part."""
     if len(starts) != len(stops):
         refuse(op, f"{len(starts)} starts and {len(stops)} stops; give one of each a part")
     if not starts:
         refuse(op, "no parts given; there is one a rank, and an sp size of 0 does not exist")
 
 
-def check_parts(op: str, tensor: Tensor, dim: int, starts: list[int], stops: list[int], wire: Tensor) -> None:
-    """The parts lie in the tensor, and the wire has room for exactly them."""
+def check_parts(
+    op: str, tensor: Tensor, dim: int, starts: list[int], stops: list[int], wire: Tensor
+) -> None:
+    """Refuse parts that don't lie in the tensor, or a wire that is not exactly as large."""
     size = tensor.shape[dim]
     for start, stop in zip(starts, stops):
         if not 0 <= start <= stop <= size:
@@ -66,8 +75,8 @@ def check_parts(op: str, tensor: Tensor, dim: int, starts: list[int], stops: lis
     if wire.dim() != 1 or wire.numel() != elements:
         refuse(
             op,
-            f"parts {list(zip(starts, stops))} along dim {dim} of {list(tensor.shape)} hold {elements} elements, the wire "
-            f"buffer has shape {list(wire.shape)}",
+            f"parts {list(zip(starts, stops))} along dim {dim} of {list(tensor.shape)} hold "
+            f"{elements} elements, the wire buffer has shape {list(wire.shape)}",
         )
     if not wire.is_contiguous():
         refuse(op, f"the wire buffer must be contiguous, got stride {wire.stride(0)}")
@@ -83,7 +92,24 @@ def check_relayout(
     starts: list[int],
     stops: list[int],
 ) -> int:
-    """Arguments of pack and unpack; returns ``dim`` counted from the front."""
+    """Check the arguments of pack and unpack.
+
+    Args:
+        op: The operator.
+        tensor: Any shape; cut along ``dim``.
+        tensor_name: Name of ``tensor`` in messages.
+        wire: Flat, with the elements of all parts.
+        wire_name: Name of ``wire`` in messages.
+        dim: The dimension of the parts, counted from either end.
+        starts: Start of each part.
+        stops: Stop of each part.
+
+    Returns:
+        ``dim`` counted from the front.
+
+    Raises:
+        ValueError: for arguments that don't fit together.
+    """
     check_dtype(op, tensor)
     check_like(op, wire_name, wire, tensor_name, tensor)
     check_ranges(op, starts, stops)
@@ -106,7 +132,25 @@ def check_rotated(
     starts: list[int],
     stops: list[int],
 ) -> int:
-    """Arguments of rotate_pack and unpack_rotate_back; returns the dim of the heads."""
+    """Check the arguments of rotate_pack and unpack_rotate_back.
+
+    Args:
+        op: The operator.
+        tensor: [tokens..., h, d].
+        tensor_name: Name of ``tensor`` in messages.
+        wire: Flat, with the elements of all parts.
+        wire_name: Name of ``wire`` in messages.
+        cos: [tokens..., d_rot], or a shape that broadcasts to it.
+        sin: As ``cos``.
+        starts: First head of each part.
+        stops: The head behind each part.
+
+    Returns:
+        The dimension of the heads.
+
+    Raises:
+        ValueError: for arguments that don't fit together.
+    """
     if tensor.dim() < 2:
         refuse(op, f"{tensor_name} must be [tokens..., heads, d], got {list(tensor.shape)}")
     dim = check_relayout(op, tensor, tensor_name, wire, wire_name, -2, starts, stops)
@@ -114,20 +158,23 @@ def check_rotated(
     for which, table in (("cos", cos), ("sin", sin)):
         if table.device != tensor.device:
             refuse(op, f"{which} is on {table.device}, {tensor_name} is on {tensor.device}")
-        if table.dtype != tensor.dtype and not (tensor.element_size() == 2 and table.dtype == torch.float32):
+        fp32_for_half = tensor.element_size() == 2 and table.dtype == torch.float32
+        if table.dtype != tensor.dtype and not fp32_for_half:
             refuse(
                 op,
-                f"{which} has dtype {_dtype(table)}, {tensor_name} has {_dtype(tensor)}; give tables of that dtype, or float32 "
-                "for half precision",
+                f"{which} has dtype {_dtype(table)}, {tensor_name} has {_dtype(tensor)}; "
+                "give tables of that dtype, or float32 for half precision",
             )
         if table.dtype != cos.dtype:
             refuse(op, f"cos has dtype {_dtype(cos)}, sin has {_dtype(sin)}")
-        own = table.shape
-        fits = 1 <= len(own) <= tensor.dim() - 1 and own[-1] == rot
-        if not fits or any(n not in (1, tokens) for n, tokens in zip(reversed(own[:-1]), reversed(tensor.shape[:-2]))):
+        fits = 1 <= table.dim() <= tensor.dim() - 1 and table.shape[-1] == rot
+        for size, tokens in zip(reversed(table.shape[:-1]), reversed(tensor.shape[:-2])):
+            fits = fits and size in (1, tokens)
+        if not fits:
             refuse(
                 op,
-                f"{which} {list(own)} does not broadcast to the tokens of {list(tensor.shape)} (expected [tokens..., rot])",
+                f"{which} {list(table.shape)} does not broadcast to the tokens of "
+                f"{list(tensor.shape)} (expected [tokens..., rot])",
             )
         check_apart(op, which, table, "out", tensor if tensor_name == "out" else wire)
     if rot % 2:

@@ -1,14 +1,17 @@
-"""Compile csrc/ into one shared library, with plain nvcc and the C++ compiler. Standard library only: setup.py runs it.
+"""Compiles csrc/ into one shared library, with plain nvcc and the C++ compiler.
+
+Imports the standard library only, since setup.py runs this file:
 
     python ds_sp_overlap/relayout/build.py [cpu | cuda]
 
-The library depends on torch's stable ABI alone (torch/csrc/stable, from ABI on) and carries the CUDA runtime inside, so one
-binary serves every later torch, with CUDA or without. What is compiled never depends on a GPU being present: CUDA kernels
-where nvcc is found, CPU kernels alone where it is not.
+The library depends on torch's stable ABI alone (torch/csrc/stable, from ABI on) and carries the
+CUDA runtime inside. So one binary serves every later torch, with CUDA or without. No GPU has to be
+present: CUDA kernels are compiled where nvcc is found, CPU kernels alone where nvcc is missing.
 
-    DS_SP_OVERLAP_BUILD    0: build nothing; cpu, cuda: that and nothing less; unset: the most there are compilers for
+    DS_SP_OVERLAP_BUILD    0: build nothing; cpu, cuda: build exactly these kernels, or fail; unset:
+                           build all kernels that there are compilers for
     TORCH_CUDA_ARCH_LIST   as torch reads it, for instance "8.0;9.0+PTX" (the default)
-    CUDA_HOME, CXX         where nvcc is, and which C++ compiler
+    CUDA_HOME, CXX         the folder of nvcc, and the C++ compiler
 """
 
 from __future__ import annotations
@@ -23,18 +26,24 @@ import sys
 import tempfile
 from pathlib import Path
 
-ABI = "2.10"  # of torch; newer ones load it too
+# The oldest torch that loads the library.
+ABI = "2.10"
 ARCHITECTURES = "8.0;9.0+PTX"
 NAME = "_kernels.so"
-PACKAGE = Path(__file__).resolve().parents[1]  # where the library lies
+# The folder of the library.
+PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class BuildError(RuntimeError):
-    """Why there is no library."""
+    """The reason why there is no library."""
 
 
 def wish() -> str:
-    """DS_SP_OVERLAP_BUILD: "0", "cpu", "cuda" or "" (the most there are compilers for). Raises BuildError for others."""
+    """Return DS_SP_OVERLAP_BUILD: "0", "cpu", "cuda" or "" (all that there are compilers for).
+
+    Raises:
+        BuildError: for other values.
+    """
     value = os.environ.get("DS_SP_OVERLAP_BUILD", "").strip().lower()
     if value not in ("", "0", "cpu", "cuda"):
         raise BuildError(f"DS_SP_OVERLAP_BUILD must be 0, cpu or cuda, got {value!r}")
@@ -42,7 +51,7 @@ def wish() -> str:
 
 
 def sources() -> Path:
-    """csrc/, inside the package where it was installed and beside it in a checkout."""
+    """Return the folder csrc/: inside of an installed package, beside the package in a checkout."""
     for folder in (PACKAGE / "csrc", PACKAGE.parent / "csrc"):
         if (folder / "ops.cpp").is_file():
             return folder
@@ -50,25 +59,32 @@ def sources() -> Path:
 
 
 def nvcc() -> str | None:
+    """Return the path of nvcc; None where there is none."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    for candidate in [
-        *(f"{home}/bin/nvcc" for home in homes if home),
-        shutil.which("nvcc"),
-        "/usr/local/cuda/bin/nvcc",
-    ]:
+    candidates = [f"{home}/bin/nvcc" for home in homes if home]
+    for candidate in (*candidates, shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
         if candidate and os.access(candidate, os.X_OK):
             return candidate
     return None
 
 
 def compiler() -> str | None:
+    """Return the path of the C++ compiler; None where there is none."""
     return shutil.which(os.environ.get("CXX", "") or "c++") or shutil.which("g++")
 
 
 def torch_root() -> Path:
+    """Return the folder of torch.
+
+    Raises:
+        BuildError: where torch is not installed, or has no stable ABI.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise BuildError("torch is not installed here; install it first and build with pip's --no-build-isolation")
+        raise BuildError(
+            "torch is not installed here; install it first and build with pip's "
+            "--no-build-isolation"
+        )
     root = Path(spec.origin).parent
     if not (root / "include/torch/csrc/stable/library.h").is_file():
         raise BuildError(f"this torch has no stable ABI headers; torch >= {ABI} has")
@@ -76,21 +92,25 @@ def torch_root() -> Path:
 
 
 def _torch_version(root: Path) -> dict[str, str | None]:
+    """Read the versions of torch and of its CUDA, without importing torch."""
     text = (root / "version.py").read_text()
-    found = {name: re.search(rf"^{name}\b[^=]*= *'([^']+)'", text, re.M) for name in ("__version__", "cuda")}
-    return {
-        "torch": found["__version__"] and found["__version__"].group(1),
-        "torch_cuda": found["cuda"] and found["cuda"].group(1),
-    }
+    versions: dict[str, str | None] = {}
+    for key, name in (("torch", "__version__"), ("torch_cuda", "cuda")):
+        match = re.search(rf"^{name}\b[^=]*= *'([^']+)'", text, re.M)
+        versions[key] = match and match.group(1)
+    return versions
 
 
 def gencode(architectures: str) -> list[str]:
-    """Flags of nvcc for a TORCH_CUDA_ARCH_LIST."""
+    """Return the flags of nvcc for a TORCH_CUDA_ARCH_LIST."""
     flags = []
     for item in filter(None, re.split(r"[;,\s]+", architectures)):
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)
         if match is None:
-            raise BuildError(f"TORCH_CUDA_ARCH_LIST: {item!r} is not of the form 9.0 or 9.0+PTX (in {architectures!r})")
+            raise BuildError(
+                f"TORCH_CUDA_ARCH_LIST: {item!r} is not of the form 9.0 or 9.0+PTX "
+                f"(in {architectures!r})"
+            )
         number = match[1] + match[2] + match[3]
         flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
         if match[4]:
@@ -105,46 +125,69 @@ def _flags(root: Path) -> list[str]:
 
 
 def cuda_compile(root: Path, architecture_flags: list[str]) -> list[str]:
-    """Command, without its output, that compiles the CUDA kernels."""
-    return [nvcc() or "nvcc", *_flags(root), "-DDS_SP_OVERLAP_CUDA", *architecture_flags, str(sources() / "kernels.cu")]
+    """Return the command that compiles the CUDA kernels, without its output."""
+    return [
+        nvcc() or "nvcc",
+        *_flags(root),
+        "-DDS_SP_OVERLAP_CUDA",
+        *architecture_flags,
+        str(sources() / "kernels.cu"),
+    ]
 
 
 def linker(cuda: str | None, cxx: str) -> list[str]:
-    """Who links: nvcc with the CUDA runtime inside, or the C++ compiler where there are no CUDA kernels."""
+    """Return the command that links: nvcc, with the CUDA runtime inside, or the C++ compiler.
+
+    The C++ compiler links where there are no CUDA kernels.
+    """
     return [cxx] if cuda is None else [cuda, "-cudart", "static"]
 
 
 def link(by: list[str], root: Path, objects: list[str], library: str) -> list[str]:
-    """Command by which ``by`` links ``objects`` into ``library``.
+    """Return the command by which ``by`` links ``objects`` into ``library``.
 
-    ops.cpp takes torch's current CUDA stream from a function of libtorch_cuda, which need not be where it is built. torch loads
-    its libraries locally, so a library finds there only what it depends on, and a weak symbol that isn't found is null. libtorch
-    is in every torch, and depends on libtorch_cuda in those with CUDA. Nothing of it is used by name: without --no-as-needed
-    many linkers leave it out. (-Xlinker, since nvcc takes no -Wl.)
+    ops.cpp takes torch's current CUDA stream from a function of libtorch_cuda. The machine that
+    builds need not have that library, so the function is a weak symbol, null where it is not found.
+    torch loads its libraries locally: our library finds symbols only in libraries that it depends
+    on. Hence it depends on libtorch, which every torch has, and which depends on libtorch_cuda in a
+    torch with CUDA. No symbol of libtorch itself is used, so many linkers would leave libtorch out
+    without --no-as-needed. (-Xlinker, since nvcc takes no -Wl.)
     """
     libraries = ["-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
     return [*by, "-shared", *objects, "-o", library, f"-L{root / 'lib'}", *libraries]
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Run side by side; BuildError with the output of the first that fails."""
-    running = [(c, subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)) for c in commands]
-    results = [(command, *process.communicate(), process.returncode) for command, process in running]
-    for command, output, _, code in results:
-        if code:
-            raise BuildError(f"{Path(command[0]).name} failed ({code}):\n{' '.join(command)}\n{output}")
+    """Run commands side by side; raise BuildError with the output of the first that fails."""
+    pipe, together = subprocess.PIPE, subprocess.STDOUT
+    running = [subprocess.Popen(c, stdout=pipe, stderr=together, text=True) for c in commands]
+    outputs = [process.communicate()[0] for process in running]
+    for command, process, output in zip(commands, running, outputs):
+        if process.returncode:
+            raise BuildError(
+                f"{Path(command[0]).name} failed ({process.returncode}):\n"
+                f"{' '.join(command)}\n{output}"
+            )
 
 
 def build(folder: Path = PACKAGE, kind: str = "") -> Path:
-    """Build the library into ``folder`` beside a JSON of what it was built against; returns its path.
+    """Build the library, and write beside it a JSON file with the versions that it was built for.
 
-    kind   "cpu", "cuda" or "" (CUDA kernels where nvcc is found)
+    Args:
+        folder: The folder of the library.
+        kind: "cpu", "cuda" or "" (CUDA kernels where nvcc is found).
 
-    Raises BuildError, with the reason.
+    Returns:
+        The path of the library.
+
+    Raises:
+        BuildError: with the reason, where there is no compiler or the build fails.
     """
     root, cxx, cuda = torch_root(), compiler(), nvcc()
     if kind == "cuda" and cuda is None:
-        raise BuildError("nvcc not found (looked at CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda)")
+        raise BuildError(
+            "nvcc not found (looked at CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda)"
+        )
     if cxx is None:
         raise BuildError("no C++ compiler found (looked at CXX, c++ and g++)")
     with_cuda = cuda is not None and kind != "cpu"
@@ -152,18 +195,20 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
     hidden = ["-fPIC", "-fvisibility=hidden"]
     with tempfile.TemporaryDirectory() as scratch:
         objects = [f"{scratch}/ops.o"]
-        define = ["-DDS_SP_OVERLAP_CUDA"] if with_cuda else []
-        commands = [[cxx, *_flags(root), *hidden, *define, "-c", str(sources() / "ops.cpp"), "-o", objects[0]]]
+        flags = [*_flags(root), *hidden, *(["-DDS_SP_OVERLAP_CUDA"] if with_cuda else [])]
+        commands = [[cxx, *flags, "-c", str(sources() / "ops.cpp"), "-o", objects[0]]]
         if with_cuda:
             objects.append(f"{scratch}/kernels.o")
-            compile_ = [*cuda_compile(root, gencode(architectures)), "--threads", "2", "-Xcompiler", ",".join(hidden)]
-            commands.append([*compile_, "-c", "-o", objects[1]])
+            by_nvcc = cuda_compile(root, gencode(architectures))
+            options = ["--threads", "2", "-Xcompiler", ",".join(hidden)]
+            commands.append([*by_nvcc, *options, "-c", "-o", objects[1]])
         _run(commands)
         _run([link(linker(cuda if with_cuda else None, cxx), root, objects, f"{scratch}/{NAME}")])
         version = None
         if with_cuda:
             assert cuda is not None
-            version = re.search(r"release ([\d.]+)", subprocess.run([cuda, "--version"], capture_output=True, text=True).stdout)
+            said = subprocess.run([cuda, "--version"], capture_output=True, text=True).stdout
+            version = re.search(r"release ([\d.]+)", said)
         built = {
             **_torch_version(root), "abi": ABI, "cuda": version and version.group(1),
             "architectures": architectures if with_cuda else None,
@@ -172,7 +217,8 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
         (folder / "_kernels.json").write_text(json.dumps(built, indent=2) + "\n")
         partial = folder / f"{NAME}.{os.getpid()}"
         shutil.copy(f"{scratch}/{NAME}", partial)
-        partial.replace(folder / NAME)  # a process that has the old one loaded keeps it
+        # Replaced, not overwritten: a process that has loaded the old library keeps it.
+        partial.replace(folder / NAME)
     return folder / NAME
 
 

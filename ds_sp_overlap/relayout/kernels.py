@@ -1,4 +1,4 @@
-"""The compiled operators: find the library, load it, build it at first use, and say why where there is none."""
+"""Loads the compiled operators, builds them at first use, or says why there are none."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from . import build
 
 REMEDY = (
-    "build them with `python -m ds_sp_overlap build cuda` (needs nvcc and a C++ compiler), or reinstall with "
-    "`DS_SP_OVERLAP_BUILD=cuda pip install --no-build-isolation --force-reinstall --no-deps .`"
+    "build them with `python -m ds_sp_overlap build cuda` (needs nvcc and a C++ compiler), or "
+    "reinstall with `DS_SP_OVERLAP_BUILD=cuda pip install --no-build-isolation "
+    "--force-reinstall --no-deps .`"
 )
 
 
@@ -21,10 +22,12 @@ REMEDY = (
 class Library:
     """The state of the compiled operators in this process.
 
-    path    the library that is loaded, None if there is none
-    built   what it was built against: torch, torch_cuda, abi, cuda, architectures; None without a path
-    reason  why there are no compiled operators, or none for CUDA; empty if there are
-    failed  whether there is a library that does not load
+    Attributes:
+        path: The library that is loaded; None if there is none.
+        built: Versions that the library was built against, by name: torch, torch_cuda, abi, cuda,
+            architectures. None without a library.
+        reason: Why there are no compiled operators, or none for CUDA; empty if there are.
+        failed: Whether there is a library that does not load.
     """
 
     path: Path | None = None
@@ -34,13 +37,19 @@ class Library:
 
     @property
     def cuda(self) -> bool:
+        """Whether there are compiled operators for CUDA."""
         return self.built is not None and self.built["cuda"] is not None
 
     def __str__(self) -> str:
         if self.built is None:
             return f"none ({self.reason})"
-        kinds = f"CUDA {self.built['cuda']} for {self.built['architectures']}, and CPU" if self.cuda else "CPU only"
-        return f"compiled ({kinds}; built against torch {self.built['torch']}, loads from {self.built['abi']} on)"
+        kinds = "CPU only"
+        if self.cuda:
+            kinds = f"CUDA {self.built['cuda']} for {self.built['architectures']}, and CPU"
+        return (
+            f"compiled ({kinds}; built against torch {self.built['torch']}, "
+            f"loads from {self.built['abi']} on)"
+        )
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -48,21 +57,29 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def load(path: Path) -> Library:
-    """Load a library; a failure is a value that says built-against versus found."""
+    """Load a library.
+
+    A failure is no exception: the result then says which versions the library was built against,
+    and which versions are here.
+    """
     try:
         built = json.loads(path.with_suffix(".json").read_text())
     except (OSError, ValueError) as error:
-        return Library(reason=f"{path.name} has no readable record of what it was built against ({error})", failed=True)
-    versus = (
-        f"built against torch {built['torch']} with CUDA {built['cuda'] or 'none'} for the stable ABI from torch {built['abi']} "
-        f"on, found torch {torch.__version__} with CUDA {torch.version.cuda or 'none'}"
+        return Library(
+            reason=f"{path.name} has no readable record of what it was built against ({error})",
+            failed=True,
+        )
+    reason = (
+        f"{path.name} does not load here: built against torch {built['torch']} with CUDA "
+        f"{built['cuda'] or 'none'} for the stable ABI from torch {built['abi']} on, "
+        f"found torch {torch.__version__} with CUDA {torch.version.cuda or 'none'}"
     )
     if _version(torch.__version__) < _version(built["abi"]):
-        return Library(reason=f"{path.name} does not load here: {versus}", failed=True)
+        return Library(reason=reason, failed=True)
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return Library(reason=f"{path.name} does not load here: {versus} ({error})", failed=True)
+        return Library(reason=f"{reason} ({error})", failed=True)
     return Library(path, built, "" if built["cuda"] else f"{path.name} holds CPU kernels only")
 
 
@@ -80,27 +97,41 @@ def _installed() -> Library:
 
 
 def library() -> Library:
-    """The compiled operators of this process: those of the first-use build, or the installed ones, loaded once."""
+    """Return the compiled operators of this process, loaded once.
+
+    Those that were built at first use come before those that were installed.
+    """
     return _built_here or _installed()
 
 
 def absent(which: str) -> str:
-    """What to say where ``sp_overlap.kernels`` would allow compiled kernels and there are none for the GPU; else empty."""
+    """Return a note where ``sp_overlap.kernels`` allows compiled kernels and the GPU has none.
+
+    Empty elsewhere.
+    """
     if which == "torch" or not torch.cuda.is_available() or library().cuda:
         return ""
-    return f"no compiled kernels for the GPU ({library().reason}), PyTorch's copies pack and unpack; {REMEDY}"
+    return (
+        f"no compiled kernels for the GPU ({library().reason}), "
+        f"PyTorch's copies pack and unpack; {REMEDY}"
+    )
 
 
 def _first_use() -> Library:
-    """Build into torch's extensions folder (TORCH_EXTENSIONS_DIR), once a machine, and load.
+    """Build the library in torch's extensions folder (TORCH_EXTENSIONS_DIR) and load it.
 
-    Raises build.BuildError where there is no compiler, or the build fails.
+    One process of a machine builds; the others wait.
+
+    Raises:
+        build.BuildError: where there is no compiler, or the build fails.
     """
-    from torch.utils import cpp_extension  # slow to import, and not needed by a process that has a binary
+    # Slow to import, and not needed by a process that has a library.
+    from torch.utils import cpp_extension
     from torch.utils.file_baton import FileBaton
 
     kind = build.wish() or ("cuda" if build.nvcc() else "cpu")
-    folder = Path(cpp_extension._get_build_directory(f"ds_sp_overlap_kernels_torch{torch.__version__.split('+')[0]}_{kind}", False))
+    name = f"ds_sp_overlap_kernels_torch{torch.__version__.split('+')[0]}_{kind}"
+    folder = Path(cpp_extension._get_build_directory(name, False))
     path = folder / build.NAME
     newest = max(source.stat().st_mtime for source in build.sources().iterdir())
     baton = FileBaton(str(folder / "lock"))
@@ -111,20 +142,27 @@ def _first_use() -> Library:
         finally:
             baton.release()
     else:
-        baton.wait()  # another rank of this machine is building
+        # Another rank of this machine is building.
+        baton.wait()
     if not path.is_file():
-        raise build.BuildError("another process of this machine tried and failed; its message says why")
+        raise build.BuildError(
+            "another process of this machine tried and failed; its message says why"
+        )
     return load(path)
 
 
 def demanded() -> Library:
-    """The same, built now if the package was installed without; the build's failure is the reason given."""
+    """Return `library`, built now if the package was installed without compiled operators.
+
+    If the build fails, the library's reason says why.
+    """
     global _built_here
-    now = library()
-    if now.path is not None or now.failed or build.wish() == "0":
-        return now
+    installed = library()
+    if installed.path is not None or installed.failed or build.wish() == "0":
+        return installed
     try:
         _built_here = _first_use()
     except build.BuildError as error:
-        _built_here = Library(reason=f"{now.reason}, and building them failed: {error}", failed=True)
+        reason = f"{installed.reason}, and building them failed: {error}"
+        _built_here = Library(reason=reason, failed=True)
     return _built_here

@@ -1,17 +1,21 @@
-"""A program played on two rows, with the time that its steps take and the bytes that they hold; and drawn."""
+"""A program played on two rows, with the time that its steps take and the bytes that they hold; and
+drawn.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .steps import Program, Schedule, Step
+from .steps import Op, Program, Schedule, Step, stop_of
 
 
 class Bar(NamedTuple):
-    """What a row is busy with, in ms; ``step`` is the start of an exchange on the wire, None where the compute row waits."""
+    """What a row is busy with, in ms; ``step`` is the start of an exchange on the wire, None where
+    the compute row waits.
+    """
 
     label: str
     step: Step | None
@@ -22,7 +26,8 @@ class Bar(NamedTuple):
 @dataclass(frozen=True)
 class Played:
     """
-    compute, wire   bars of the two rows; among those of the compute row the waits, labelled as what they wait for
+    compute, wire   bars of the two rows; among those of the compute row the waits, labelled as what
+                    they wait for
     step_ms         until the last row is done
     held            bytes, and from when on, in ms (`held`)
     """
@@ -60,8 +65,11 @@ class Played:
         return waits
 
 
-def play(schedule: Schedule, program: Program, ms: Callable[[Step], float], held: Sequence[int] = ()) -> Played:
-    """Play a program: the compute row does one step after another, the wire carries exchanges in the order of their starts.
+def play(
+    schedule: Schedule, program: Program, ms: Callable[[Step], float], held: Sequence[int] = ()
+) -> Played:
+    """Play a program: the compute row does one step after another, the wire carries exchanges in
+    the order of their starts.
 
     ms     of a step on the compute row; of the transfer, for a start
     held   bytes while each step runs; empty where nobody asks
@@ -69,18 +77,18 @@ def play(schedule: Schedule, program: Program, ms: Callable[[Step], float], held
     now = free = 0.0
     compute: list[Bar] = []
     wire: list[Bar] = []
-    arrives: dict[tuple[str, int, int], float] = {}
+    arrives: dict[tuple[Any, ...], float] = {}
     begins: list[float] = []
     for step in program:
         begins.append(now)
-        what = step[1:]
-        if step.act == "start":
+        what = step[1:]  # as of its other end
+        if step.op is Op.START:
             begin = max(now, free)
             free = arrives[what] = begin + ms(step)
-            wire.append(Bar(schedule.name(*what), step, begin, free))
-        elif step.act == "finish":
+            wire.append(Bar(schedule.name(step), step, begin, free))
+        elif step.op is Op.FINISH:
             if (arrived := arrives.pop(what)) > now:
-                compute.append(Bar(schedule.name(*what), None, now, arrived))
+                compute.append(Bar(schedule.name(step), None, now, arrived))
                 now = arrived
         else:
             compute.append(Bar(schedule.label(step), step, now, now + ms(step)))
@@ -89,13 +97,15 @@ def play(schedule: Schedule, program: Program, ms: Callable[[Step], float], held
 
 
 def draw(schedule: Schedule, program: Program) -> str:
-    """The two rows of a program as text, each step as long as its name; where the compute row waits there are dots."""
+    """The two rows of a program as text, each step as long as its name; where the compute row waits
+    there are dots.
+    """
     begun = None
 
     def columns(step: Step) -> int:
         nonlocal begun
-        if step.act == "start":
-            return len(schedule.name(*step[1:])) + 1
+        if step.op is Op.START:
+            return len(schedule.name(step)) + 1
         again, begun = schedule.label(step) == begun, schedule.label(step)
         return 0 if again else len(_short(begun)) + 1
 
@@ -117,4 +127,4 @@ def _short(label: str) -> str:
 
 def order(schedule: Schedule, program: Program) -> list[str]:
     """Starts and finishes of a program: ``>q0`` and ``<q0``."""
-    return [{"start": ">", "finish": "<"}[step.act] + schedule.name(*step[1:]) for step in program if step.on_wire]
+    return [stop_of(schedule, step) for step in program if step.on_wire]

@@ -8,7 +8,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import ds_sp_overlap
-from ds_sp_overlap.integrations import accounting, transformers_blocks
+from ds_sp_overlap.integrations.inspect import accounting, decoder_layer
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import EXACT, FP64, batches, outcome, tiny, worst
 from tests.harness.ranks import on_ranks, refusal
@@ -137,15 +137,15 @@ MISREAD = {
 
 def misread_block(rank, name):
     """What is said of a decoder layer that is read wrongly, since nobody accounts for what is wrong in it."""
-    before = accounting.MOVES, transformers_blocks.try_out
-    accounting.MOVES, transformers_blocks.try_out = accounting.MOVES | {"detach"}, lambda *_: []
+    before = accounting.MOVES, decoder_layer.try_out
+    accounting.MOVES, decoder_layer.try_out = accounting.MOVES | {"detach"}, lambda *_: []
     try:
         model, tokens, group = tiny(**EXACT), batches(1)[0], torch.distributed.group.WORLD
         activate(PROGRAMS[name], fill(model, PROGRAMS[name]))
         ds_sp_overlap.enable(model, {"scope": "block", "token_chunks": 2}, group)
         return refusal(outcome, model, tokens, rank, 2, group)
     finally:
-        accounting.MOVES, transformers_blocks.try_out = before
+        accounting.MOVES, decoder_layer.try_out = before
 
 
 @pytest.mark.parametrize("name", MISREAD)

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import modeling_utils
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.again import Attended
+from ds_sp_overlap.attention.memory.recompute import Attended
 from ds_sp_overlap.exchange.in_flight import InFlight
-from ds_sp_overlap.integrations.positions import Positions
+from ds_sp_overlap.integrations.sequence.positions import Positions
 from tests.harness import clients, layers, megatron_layers
 from tests.harness.cases import full
 from tests.harness.families import tiny_model

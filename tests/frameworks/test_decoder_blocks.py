@@ -7,6 +7,7 @@ order; `test_the_tolerance_catches_a_fault` proves `FP64` tight enough.
 import contextlib
 import functools
 import itertools
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -18,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import ds_sp_overlap
 from ds_sp_overlap.autotune.trial import BLOCK, LAYER, OFF
+from ds_sp_overlap.integrations.inspect import probe
 from tests.harness.cases import everything, full
 from tests.harness.chains import Runs, ran, whole_chain
 from tests.harness.families import tiny_model
@@ -39,7 +41,7 @@ from tests.harness.models import (
     worst,
 )  # fmt: skip
 from tests.harness.policies import scripted
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import on_ranks, refusal
 from tests.harness.sweep import in_double
 from tests.harness.whole import found as loss_and_gradients
 from tests.harness.whole import inputs_of, share, tokens_of
@@ -327,6 +329,42 @@ def now_and_then(rank):
 def test_a_successor_is_given_up_after_two_misses_in_a_row_alone():
     for forwards in on_ranks(2, now_and_then):
         assert forwards == [whole_chain(), ran(">", "<>", "-")] * 3
+
+
+def edits(module, given, output):
+    output.data.mul_(1.5)
+
+
+def edited(rank, section):
+    """Errors of forwards that `edits`, what ran in chains, and what was said."""
+    options, tokens, whole = {**EXACT, "layers": LAYERS}, batches(1)[0], tiny(**EXACT, layers=LAYERS)
+    with hooked(whole, edits):
+        expected = outcome(whole, tokens, 0, 1, None)
+    with sequence_parallel_model(2, **options) as (model, group), block(model, **section) as (_, runs), listening() as messages:
+        with hooked(model, edits):
+            errors = [worst(outcome(model, tokens, rank, 2, group), expected) for _ in range(4)]
+    return errors, runs.forwards, sum("model.layers.1 returns is edited through .data" in said for said in messages)
+
+
+@pytest.mark.parametrize("section", [dict(token_chunks=2), full(dict(checkpointing="recompute"))], ids=str)
+def test_edits_through_data_between_two_layers_are_seen_in_the_first_forward(section):
+    for errors, forwards, said in on_ranks(2, edited, section):
+        assert max(errors) < FP64 and said == 1, (errors, said)
+        assert forwards == [ran(*["-"] * LAYERS)] + [ran(">", "<", "-")] * 3
+
+
+def edited_later(rank):
+    tokens, options = batches(1)[0], {**EXACT, "layers": LAYERS}
+    with sequence_parallel_model(2, **options) as (model, group), block(model), mock.patch.object(probe, "EVERY", 3):
+        for _ in range(2):
+            outcome(model, tokens, rank, 2, group)
+        with hooked(model, edits if rank else lambda *_: None):
+            return refusal(outcome, model, tokens, rank, 2, group)
+
+
+def test_edits_that_begin_later_are_refused_on_all_ranks():
+    for kind, message in on_ranks(2, edited_later):
+        assert kind == "RuntimeError" and "model.layers.1 returns is edited through .data before model.layers.2" in message
 
 
 # Layers of other kinds, other batches, other uses.
@@ -786,6 +824,10 @@ def faults_of_leaves(rank):
     return [f"{what} off by {off[what]}" for what in FP32 if not off[what] <= FP32[what]]
 
 
+def faults_of_edits(rank):
+    return [f"off by {error}" for error in edited(rank, {})[0] if not error < FP64]
+
+
 def faults_of_timing(rank):
     ran_in_chains, *_ = timed(rank, (2.0, 2.0))
     return [] if ran_in_chains[:7] == [0] * 7 else [f"a block in steps where G was timed: {ran_in_chains}"]
@@ -798,6 +840,7 @@ def faults_of_routers(rank):
 
 WATCHED = [
     Watched(Guard("nothing is recorded in parts", without="return True"), faults_of_routers, raises=True),
+    Watched(Guard("edits through .data", without="if False:"), faults_of_edits),
     Watched(Guard("one thing is timed at a time", without="if self.over:\n    return None"), faults_of_timing),
     Watched(
         Guard("an attention that is not called has no hooks", without="if False:"),

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.chain import Chain
+from ds_sp_overlap.chain.chain import Chain
 from ds_sp_overlap.exchange.in_flight import InFlight
-from ds_sp_overlap.integrations import transformers_driven
+from ds_sp_overlap.integrations.transformers import driven
 from tests.harness.cases import full
 from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, train_run, worst
 from tests.harness.ranks import on_ranks
@@ -29,7 +29,7 @@ class Counts(collections.Counter):
 
     @contextlib.contextmanager
     def counting(self):
-        launch, attend, run = InFlight.launch, transformers_driven.local_attention, Chain.run
+        launch, attend, run = InFlight.launch, driven.local_attention, Chain.run
 
         def launched(flight, *args):
             self[flight.name.split()[1].split(".")[0]] += 1
@@ -46,7 +46,7 @@ class Counts(collections.Counter):
 
         with (
             mock.patch.object(InFlight, "launch", launched),
-            mock.patch.object(transformers_driven, "local_attention", attended),
+            mock.patch.object(driven, "local_attention", attended),
             mock.patch.object(Chain, "run", ran),
         ):
             yield

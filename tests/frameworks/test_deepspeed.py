@@ -22,9 +22,9 @@ from deepspeed.sequence.layer import DistributedAttention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
-import ds_sp_overlap.attention.linear
-import ds_sp_overlap.integrations.deepspeed
-from ds_sp_overlap.attention import output, projections
+import ds_sp_overlap.attention.runtime.linear
+import ds_sp_overlap.integrations.deepspeed.initialize
+from ds_sp_overlap.attention.runtime import output, projections
 from ds_sp_overlap.relayout import kernels
 from tests.harness.cases import everything, full
 from tests.harness.listening import listening
@@ -366,7 +366,7 @@ def test_keys_of_others_and_keys_that_are_commented_out_are_no_misplaced_section
         **dict.fromkeys([*others, "_sp_overlap", "#sp_overlap", "//sp_overlap"], {}),
         "zero_optimization": {"overlap_comm": True},
     }
-    assert list(ds_sp_overlap.integrations.deepspeed._misplaced(config)) == []
+    assert list(ds_sp_overlap.integrations.deepspeed.initialize._misplaced(config)) == []
 
 
 # The environment variable.
@@ -375,10 +375,10 @@ def test_keys_of_others_and_keys_that_are_commented_out_are_no_misplaced_section
 def asked_for(monkeypatch, variable, section=None, command_line=None):
     """What is asked for, and what is said."""
     monkeypatch.setenv("DS_SP_OVERLAP", variable)
-    monkeypatch.setattr(ds_sp_overlap.integrations.deepspeed, "from_command_line", command_line or {})
+    monkeypatch.setattr(ds_sp_overlap.integrations.deepspeed.initialize, "from_command_line", command_line or {})
     config = {} if section is None else {"sp_overlap": section}
     with listening(logging.WARNING) as messages:
-        return ds_sp_overlap.integrations.deepspeed._asked_for({"config": config}), messages
+        return ds_sp_overlap.integrations.deepspeed.initialize._asked_for({"config": config}), messages
 
 
 Config = ds_sp_overlap.SpOverlapConfig
@@ -575,14 +575,14 @@ def test_head_groups_out_of_range_for_the_model_is_refused_on_every_rank_with_th
 def test_a_deepspeed_with_wrong_gradients_is_refused_with_the_reason(monkeypatch, version):
     monkeypatch.setattr(deepspeed, "__version__", version)
     with pytest.raises(ImportError, match=f"needs DeepSpeed >= 0.19.7, found {version.replace('+', '.')}.*gradients.*wrong"):
-        ds_sp_overlap.integrations.deepspeed.install()
+        ds_sp_overlap.integrations.deepspeed.initialize.install()
 
 
 @pytest.mark.parametrize("version", ["0.19.7", "0.19.8+unknown", "0.20.0.dev1"])
 def test_a_right_deepspeed_is_accepted_and_wrapped_once(monkeypatch, version):
     monkeypatch.setattr(deepspeed, "__version__", version)
     before = deepspeed.initialize
-    ds_sp_overlap.integrations.deepspeed.install()
+    ds_sp_overlap.integrations.deepspeed.initialize.install()
     assert deepspeed.initialize is before and hasattr(before, "__sp_overlap__")
 
 

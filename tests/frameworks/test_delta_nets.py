@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 
 import ds_sp_overlap
 import ds_sp_overlap.autotune.policy
-from ds_sp_overlap.integrations.positions import GlobalSequence
-from ds_sp_overlap.integrations.transformers_delta_net import names_around
+from ds_sp_overlap.integrations.sequence.positions import GlobalSequence
+from ds_sp_overlap.integrations.transformers.delta_net import names_around
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness.cases import full
 from tests.harness.families import draw, tiny_config, tiny_model
@@ -435,7 +435,7 @@ WATCHED = [
     ),
     Watched(Guard("an empty state", without="documents = None"), faults_of_documents),
     Watched(
-        Guard("recurrent layers are told", without="with asked:"),
+        Guard("recurrent layers are told", without="if True:"),
         faults_of_checkpoints,
         raises=True,  # a checkpoint runs the layer again outside the model's forward
     ),

@@ -50,13 +50,13 @@ def test_an_example_trains_overlapped_to_the_losses_of_stock(example):
 
 FAULTS = {
     "v is off by a thousandth": (
-        "attention/execution.py",
+        "attention/runtime/execution.py",
         'with_kv(call.geometry, "v", group, received)',
         'with_kv(call.geometry, "v", group, received) * 1.001',
         "THEY DIFFER",
     ),
     "nothing is overlapped": (
-        "integrations/deepspeed.py",
+        "integrations/deepspeed/initialize.py",
         "    report = enable(engine.module, config,",
         "    return\n    report = enable(engine.module, config,",
         "nothing was overlapped",

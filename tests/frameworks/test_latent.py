@@ -14,7 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 import ds_sp_overlap
 from ds_sp_overlap.attention.latent import latents_pay
-from ds_sp_overlap.integrations.transformers_latent import is_latent
+from ds_sp_overlap.integrations.transformers.latent import is_latent
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness import flash
 from tests.harness.families import tiny_model

@@ -13,7 +13,7 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
-from ds_sp_overlap.integrations import masks
+from ds_sp_overlap.integrations.sequence import masks
 from tests.harness.cases import full, singles
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import (
@@ -371,7 +371,7 @@ WATCHED = [
     ),
     Watched(Guard("padding is a document", without="if False:"), faults_of_padding),
     Watched(
-        Guard("of its own forward", without="found = list(self._given.values())[-1]"),
+        Guard("of its own forward", without="placeholder = list(self._placeholders.values())[-1]"),
         faults_of_sequences,
         raises=True,  # a checkpoint computes another graph than it saved
     ),

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
 from ds_sp_overlap.exchange.transport import C10d
-from ds_sp_overlap.integrations import deepspeed as integration
-from ds_sp_overlap.integrations import megatron_bridge
+from ds_sp_overlap.integrations.deepspeed import initialize as integration
+from ds_sp_overlap.integrations.megatron import bridge
 from tests.harness import megatron_layers
 from tests.harness.listening import listening
 from tests.harness.megatron_layers import ParallelAttention, Shape
@@ -218,7 +218,7 @@ def patched(attention):
         (tensor_parallel, "tensor parallelism; the projections belong to it", ["self_attention.dist_attn"]),
         (megatron_sequence_parallel, "tensor parallelism; the projections belong to it", ["self_attention.dist_attn"]),
         (somebody_elses_projection, "its projections are not Megatron's", ["self_attention.dist_attn"]),
-        (another_version, "its forward is not the known one (packed_sequences)", ["self_attention.dist_attn"]),
+        (another_version, "its forward takes packed_sequences", ["self_attention.dist_attn"]),
         (adapted, "called whole: dense (LoRA)", ["self_attention"]),
         (patched, "called whole: dense (RowParallelLinear)", ["self_attention"]),
     ],
@@ -367,10 +367,10 @@ def test_what_head_imports_is_there_for_megatron_alone():
 
 
 def test_a_deepspeed_that_has_it_keeps_it():
-    finders = [finder for finder in sys.meta_path if isinstance(finder, megatron_bridge._Compression)]
+    finders = [finder for finder in sys.meta_path if isinstance(finder, bridge._Compression)]
     assert len(finders) == 1 and sys.meta_path.index(importlib.machinery.PathFinder) < sys.meta_path.index(finders[0])
-    megatron_bridge.bridge()
-    assert sum(isinstance(finder, megatron_bridge._Compression) for finder in sys.meta_path) == 1
+    bridge.bridge()
+    assert sum(isinstance(finder, bridge._Compression) for finder in sys.meta_path) == 1
 
 
 def impossible(rank):
@@ -413,9 +413,9 @@ def mask_for_an_index(batch_dim_idx=torch.ones(2)):
 
 
 def test_known_errors_are_explained():
-    assert "core attention works where the overlap is on" in megatron_bridge.explain(raised(mask_for_an_index))
-    assert "--no-pipeline-parallel" in megatron_bridge.explain(AssertionError("Invalid Grid"))
-    assert megatron_bridge.explain(raised(lambda: 1 / 0)) is None
+    assert "core attention works where the overlap is on" in bridge.explain(raised(mask_for_an_index))
+    assert "--no-pipeline-parallel" in bridge.explain(AssertionError("Invalid Grid"))
+    assert bridge.explain(raised(lambda: 1 / 0)) is None
 
 
 @pytest.mark.full

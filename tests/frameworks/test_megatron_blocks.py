@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 
 import ds_sp_overlap
 from tests.harness import megatron_layers, megatron_models
@@ -237,10 +238,19 @@ def mixes_tokens(layer):
     layer.mlp.__class__ = Mixer
 
 
+def drops_out_in_mlp(layer):
+    class Dropping(megatron_models.ParallelMLP):
+        def forward(self, hidden_states):
+            return super().forward(nn.functional.dropout(hidden_states, 0.1))
+
+    layer.mlp.__class__ = Dropping
+
+
 REASONS = {
+    drops_out_in_mlp: "mlp (Dropping) draws random numbers",
     forgets_biases: "post_attention_layernorm is not given the hidden states + what self_attention returned",
     mixes_tokens: "mlp (Mixer) makes something else of some tokens than of all",
-    drops_out: "its forward draws random numbers",
+    drops_out: "its forward computes what is not known here: dropout",
     mixes_experts: "a mixture of experts",
     behind_the_norm: "post_attention_layernorm is not given the hidden states + what self_attention returned",
     drops_paths: "its forward calls input_layernorm, self_attention, drop_path, post_attention_layernorm, mlp, drop_path, not a norm, "
@@ -318,9 +328,9 @@ def test_a_layer_that_is_given_a_loss_returns_it():
 
 
 def random_numbers_taken(rank):
-    """A layer that drops out is run when it is read."""
+    """An MLP that drops out is run when its layer is read."""
     model = megatron_models.model(Model(), torch.distributed.group.WORLD)
-    drops_out(model.layers[1])
+    drops_out_in_mlp(model.layers[1])
     before = torch.get_rng_state()
     ds_sp_overlap.enable(model, BLOCK)
     return [] if torch.equal(torch.get_rng_state(), before) else ["random numbers are gone"]

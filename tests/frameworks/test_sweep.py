@@ -1,8 +1,10 @@
 """Every type of causal language model that transformers knows, also with odd configs: overlapped and right, or refused; see docs/sweep.md.
 
-Eleven in every run; all of them by ``pytest --all -m sweep tests/frameworks/test_sweep.py``, which writes docs/sweep.md.
+Eleven in every run; all of them by ``pytest --all -m sweep tests/frameworks/test_sweep.py``, which writes docs/sweep.md, as does
+``make durations``.
 """
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -99,25 +101,36 @@ def test_a_clamp_that_is_let_through_is_seen():
     assert "off by" in wrong["clip_qkv = 8.0, unseen"], wrong
 
 
-@pytest.fixture(scope="module")
-def page():
-    """Collects verdicts; the page is written when all are there."""
-    verdicts, odd = {}, {}
-    yield verdicts, odd
-    if len(verdicts) == len(odd) == len(TYPES):
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(SAYS + table(verdicts) + ODD_SAYS + odd_table(odd))
+@pytest.fixture
+def record(tmp_path_factory, worker_id):
+    """Keeps a verdict for the page, which is written when those of all types are there, from whatever worker."""
+    folder = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        folder = folder.parent  # the one that pytest-xdist's workers share
+
+    def keep(found, of, kind):
+        unfinished = folder / f"{kind}.{of}.unfinished"
+        unfinished.write_bytes(pickle.dumps(found))
+        unfinished.rename(folder / f"{kind}.{of}")
+        files = {of: sorted(folder.glob(f"*.{of}")) for of in ("verdict", "odd")}
+        if all(len(each) == len(TYPES) for each in files.values()):
+            verdicts, odd = ({file.stem: pickle.loads(file.read_bytes()) for file in each} for each in files.values())
+            PAGE.write_text(SAYS + table(verdicts) + ODD_SAYS + odd_table(odd))
+
+    return keep
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", TYPES)
-def test_every_type_is_right_or_refused(kind, page):
-    page[0][kind] = found = judged(kind, small=False)
+def test_every_type_is_right_or_refused(kind, record):
+    found = judged(kind, small=False)
+    record(found, "verdict", kind)
     assert found.word not in FAILURES, found
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", TYPES)
-def test_every_type_is_right_or_refused_with_odd_configs(kind, page):
-    page[1][kind] = found = odd_verdict(on_ranks(2, judge_odd, kind, timeout_s=600))
+def test_every_type_is_right_or_refused_with_odd_configs(kind, record):
+    found = odd_verdict(on_ranks(2, judge_odd, kind, timeout_s=600))
+    record(found, "odd", kind)
     assert not found.wrong, found

@@ -13,8 +13,8 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
-from ds_sp_overlap.attention import execution
-from ds_sp_overlap.integrations.documents import to_device
+from ds_sp_overlap.attention.runtime import execution
+from ds_sp_overlap.integrations.sequence.documents import to_device
 from tests.harness import flash
 from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, must_notice

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
-import ds_sp_overlap.integrations.transformers as integration
+import ds_sp_overlap.integrations.transformers.layers as integration
 from ds_sp_overlap.exchange.transport import C10d
 from tests.harness import flash
 from tests.harness.accelerate_script import train_with_accelerate
@@ -1044,5 +1044,5 @@ def way_of_the_first_exchange(rank):
 def test_the_way_of_a_query_to_the_wire_enters_no_file_twice_and_is_the_one_that_the_package_describes():
     described = ds_sp_overlap.__doc__.split("The way of a query")[1].split("\n\n")[0]
     for way in on_ranks(2, way_of_the_first_exchange):
-        assert way == re.findall(r"``([a-z]+\.[a-z_]+)``", described)
+        assert way == re.findall(r"``([a-z]+\.[a-z_.]+)``", described)
         assert len(way) == len(set(way)) <= 10

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_sp_overlap.attention.block_layer import BlockLayer
-from ds_sp_overlap.attention.chain import Chain
+from ds_sp_overlap.chain.block_layer import BlockLayer
+from ds_sp_overlap.chain.chain import Chain
 from tests.harness import layers, reference
 from tests.harness.layers import Shape
 

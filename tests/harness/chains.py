@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from ds_sp_overlap.attention.chain import Chain
+from ds_sp_overlap.chain.chain import Chain
 
 
 class Runs:

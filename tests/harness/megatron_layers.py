@@ -136,9 +136,19 @@ class ParallelAttention(nn.Module):
         self.dist_attn = DistributedAttention(local, group, gather_idx=1 if shape.attention.startswith("flash") else 0)
         self.dense = RowParallelLinear(shape.width, shape.width, shape.bias, True)
 
+    def heads_of(self, hidden_states):
+        """q, k and v; as HEAD, for as many KV heads as query heads."""
+        assert self.num_attention_heads == self.num_key_value_heads
+        if hasattr(self, "query_linear"):
+            made = [getattr(self, name)(hidden_states)[0] for name in ("query_linear", "key_linear", "value_linear")]
+            return [x.unflatten(-1, (self.num_attention_heads, -1)) for x in made]
+        return self.query_key_value(hidden_states)[0].unflatten(-1, (3, self.num_attention_heads, -1)).unbind(2)
+
     def forward(self, hidden_states, attention_mask, encoder_output=None, inference_params=None, rotary_pos_emb=None):
         """As HEAD computes it, with its faults: for as many KV heads as query heads, and the mask in batch_dim_idx."""
-        q, k, v = self.query_key_value(hidden_states)[0].unflatten(-1, (3, self.num_attention_heads, -1)).unbind(2)
+        return self.attend(*self.heads_of(hidden_states), attention_mask, rotary_pos_emb)
+
+    def attend(self, q, k, v, attention_mask, rotary_pos_emb):
         if not self.use_flash_attn:
             context = self.dist_attn(q, k, v, attention_mask)
         elif self.use_flash_attn_triton:

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 import ds_sp_overlap.integrations.registry
-from ds_sp_overlap.integrations import transformers_attention, transformers_driven
+from ds_sp_overlap.integrations.transformers import attention_function, driven
 from tests.harness.reference import relative_error
 
 VOCABULARY, SEQ, BATCH = 64, 32, 2
@@ -92,13 +92,13 @@ def sequence_parallel_model(size, *args, stock=None, **options):
 @contextlib.contextmanager
 def scaled_values(factor):
     """A planted fault: overlapped attention sees v times ``factor``."""
-    right = transformers_attention.local_attention
-    for module in (transformers_driven, transformers_attention):
+    right = attention_function.local_attention
+    for module in (driven, attention_function):
         module.local_attention = lambda module, q, k, v, **options: right(module, q, k, v * factor, **options)
     try:
         yield
     finally:
-        transformers_driven.local_attention = transformers_attention.local_attention = right
+        driven.local_attention = attention_function.local_attention = right
 
 
 def overlapped_layers(model):

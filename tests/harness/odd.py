@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 from transformers import PreTrainedConfig, masking_utils
 
-from ds_sp_overlap.integrations import accounting, transformers_driven
+from ds_sp_overlap.integrations.inspect import accounting
+from ds_sp_overlap.integrations.transformers import driven
 from tests.harness.families import MORE, SIZES, tiny_model
 from tests.harness.sweep import FP64, Raised, attempt, batch_of, blocks, in_double, more, overlaps, reasons, row, whole
 
@@ -118,7 +119,7 @@ def judge_misread(rank, kind, odd):
     def done(self, name, function, args, kwargs):
         return args[0] if name == "clamp_" else plain(self, name, function, args, kwargs)
 
-    unseen = mock.patch.object(transformers_driven, "difference", return_value="")
+    unseen = mock.patch.object(driven, "difference", return_value="")
     with (
         mock.patch.multiple(accounting, MOVES=accounting.MOVES | {"clamp_"}),
         mock.patch.object(accounting.Accounting, "done", done),

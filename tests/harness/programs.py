@@ -28,7 +28,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
-from ds_sp_overlap.attention import output, projections, self_attention
+from ds_sp_overlap.attention import self_attention
+from ds_sp_overlap.attention.runtime import output, projections
 from ds_sp_overlap.relayout import ops
 from tests.harness import reference, transports
 from tests.harness.ranks import RankError, on_ranks

@@ -1,13 +1,13 @@
 """A schedule of one's own, and steps in words."""
 
-from ds_sp_overlap.schedule import Schedule, Step, by_head_groups, by_starts
+from ds_sp_overlap.schedule import OF_MLP, O, Op, Schedule, Step, by_head_groups, by_starts
 
 
 def merged_last(kinds, wgrad_last=True):
     """All exchanges of o are finished before the first merge."""
     groups, base = range(len(kinds)), by_head_groups(kinds, wgrad_last)
-    finishes = [Step("finish", "o", group) for group in groups]
-    merges = [Step("merge", "o", group) for group in groups]
+    finishes = [Step(Op.FINISH, O, False, group) for group in groups]
+    merges = [Step(Op.MERGE, O, False, group) for group in groups]
     start = base.forward.index(finishes[0])
     return Schedule((*base.forward[:start], *finishes, *merges), base.backward)
 
@@ -19,16 +19,21 @@ def travelling(*sent):
         starts = (("".join(kind for kind in of if kind in here) for of in sent) for here in kinds)
         made = by_starts(tuple(tuple(of for of in here if of) for here in starts), wgrad_last)
         # The wgrad of q, k and v in front of their dgrad: either may be.
-        other = {"dgrad": "wgrad", "wgrad": "dgrad"}
+        other = {Op.DGRAD: Op.WGRAD, Op.WGRAD: Op.DGRAD}
         return Schedule(
             made.forward,
-            tuple(step if step.of == "o" else step._replace(act=other.get(step.act, step.act)) for step in made.backward),
+            tuple(step if step.tensors == O else step._replace(op=other.get(step.op, step.op)) for step in made.backward),
         )
 
     return schedule
 
 
 def step_of(words):
-    act, of, at = words.split()
+    """The step that messages call so: "start dqkv 1", "finish odo 2.1", "dgrad MLP 0"."""
+    op, what, at = words.split()
     group, _, chunk = at.partition(".")
-    return Step(act, of, int(group), int(chunk or 0))
+    tensors, beside = (OF_MLP if what == "MLP" else tuple(what)), ()
+    grad = op in ("dgrad", "wgrad") or "d" in tensors
+    if "d" in tensors:
+        beside, tensors = tensors[: tensors.index("d")], tensors[tensors.index("d") + 1 :]
+    return Step(Op(op), tensors, grad, int(group), int(chunk or 0), beside)

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import ModelOutput
 
 import ds_sp_overlap
 import ds_sp_overlap.exchange.channel
-from ds_sp_overlap.attention.projections import Projections
+from ds_sp_overlap.attention.runtime.projections import Projections
 from ds_sp_overlap.rotary import Rotary
 from tests.harness.families import configs, tiny_model
 from tests.harness.models import forget_sequence_parallel, sequence_parallel

@@ -40,13 +40,13 @@ from transformers.models.llama.modeling_llama import (
 
 from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange.channel import Channel
-from ds_sp_overlap.integrations.accounting import Unknown
+from ds_sp_overlap.integrations.inspect.accounting import Unknown
+from ds_sp_overlap.integrations.inspect.attention import Reader
+from ds_sp_overlap.integrations.inspect.decoder_layer import BlockReader
 from ds_sp_overlap.integrations.layers import Overlap
-from ds_sp_overlap.integrations.transformers_blocks import BlockReader
-from ds_sp_overlap.integrations.transformers_driven import drive
-from ds_sp_overlap.integrations.transformers_forward import Forwards
-from ds_sp_overlap.integrations.transformers_probe import difference
-from ds_sp_overlap.integrations.transformers_reading import Reader
+from ds_sp_overlap.integrations.transformers.driven import drive
+from ds_sp_overlap.integrations.transformers.forward import Forwards
+from ds_sp_overlap.integrations.transformers.probe import difference
 
 ATTENTION = """
 def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):

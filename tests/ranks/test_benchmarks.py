@@ -16,10 +16,10 @@ import torch
 from benchmarks import link, record
 from benchmarks.variants import Layer, Shape, check_parity
 from benchmarks.wire import Wire
-from ds_sp_overlap.cli import main
-from ds_sp_overlap.planner.plan import FIVE
 from ds_sp_overlap.relayout import kernels
 from ds_sp_overlap.schedule import order
+from ds_sp_overlap.tools.cli import main
+from ds_sp_overlap.tools.planner.plan import FIVE
 from tests.harness.cases import full
 from tests.harness.ranks import on_ranks
 from tests.harness.transports import Recording

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.linear import can_split
+from ds_sp_overlap.attention.runtime.linear import can_split
 from tests.harness import layers
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape

@@ -282,7 +282,7 @@ WATCHED = [
         Guard(
             "leads to each of them",
             without="halves = [half._replace(given=half.given[:1]) for half in halves]\n"
-            "made = _Halves.apply(halves, *[x for half in halves for x in half.given])",
+            "outputs = _Halves.apply(halves, *[x for half in halves for x in half.given])",
         ),
         exchanges_of_a_constant,
     ),

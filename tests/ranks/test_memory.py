@@ -10,13 +10,14 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.one_gpu import Emulated, communication
 from benchmarks.stack import Stack
 from benchmarks.variants import Layer, Shape, Silent, held_bytes, peak_bytes
-from ds_sp_overlap.attention.execution import Call
-from ds_sp_overlap.autotune.costs import LayerShape, Sizes, schedule_of
+from ds_sp_overlap.attention.runtime.execution import Call
+from ds_sp_overlap.autotune.costs import LayerShape, Sizes
 from ds_sp_overlap.exchange.channel import SideStream
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
-from ds_sp_overlap.planner.plan import NONE
+from ds_sp_overlap.schedule import schedule_of
+from ds_sp_overlap.tools.planner.plan import NONE
 from tests.harness import uses
 from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, must_notice

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from ds_sp_overlap.schedule import Schedule, by_chunks, by_head_groups, by_window, draw, order, play
+from ds_sp_overlap.schedule import Schedule, by_chunks, by_head_groups, by_window, draw, order, play, without_o
 from tests.harness import layers
 from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks
@@ -43,16 +43,44 @@ def test_a_schedule_that_is_added_is_run_recorded_drawn_and_played(kv_heads, kin
     assert draw(made, made.forward) != draw(by_head_groups(kinds), by_head_groups(kinds).forward)
 
 
+def windowed(kinds, wgrad_last=True, window=1):
+    """With fewer groups live at a time, of four KV heads or of two on two ranks in two groups."""
+    last_use = (1, 1) if "q" in kinds else tuple(range(len(kinds)))
+    return by_window(kinds, last_use, window, wgrad_last)
+
+
+@pytest.mark.parametrize("kv_heads, kinds", [(4, ("qkv", "qkv")), (2, ("qkv", "q"))])
+def test_a_schedule_whose_backward_makes_q_k_and_v_again_is_run_and_recorded(kv_heads, kinds):
+    made = without_o(windowed(kinds))  # attention is run again, and reads no o
+    for found, log in on_ranks(2, run_by, windowed, 2, kv_heads):
+        assert found == [] and log == order(made, made.forward) + order(made, made.backward)
+
+
+def whole_projections(rank):
+    shape = Shape(config={"head_groups": 2, "projections": False})
+    layer = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    layer.layer.schedule = windowed
+    try:
+        layers.call_block(shape, layer, rank, torch.zeros(2, 6, 32, dtype=torch.float64))
+    except ValueError as error:
+        return str(error)
+
+
+def test_it_is_refused_where_projections_are_called_whole():
+    for said in on_ranks(2, whole_projections):
+        assert "schedule= makes a Windowed" in said and "projections must be computed part by part" in said
+
+
 WRONG = {
     "too early": (
         lambda kinds: Schedule(by_head_groups(kinds).forward[1:], by_head_groups(kinds).backward),
         "schedule, forward: start q 0 comes before project q 0",
     ),
-    "of a window": (
-        lambda kinds: by_window(kinds, (0, 1), 1),
-        "schedule= makes a Windowed, which a layer runs by where its config",
+    "of a window, of other heads": (
+        lambda kinds: by_window(kinds, (1, 1), 1),
+        "schedule= makes a Windowed whose KV heads are used last by the groups (1, 1), but here they are by (0, 1)",
     ),
-    "of a block": (lambda kinds: by_chunks(kinds, 2), "schedule= makes a Block, which a layer runs by where its config says so"),
+    "of a block": (lambda kinds: by_chunks(kinds, 2), "schedule= makes a Block, of which the MLP is a part"),
 }
 
 

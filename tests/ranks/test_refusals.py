@@ -673,7 +673,7 @@ WATCHED = [
     Watched(Guard("ranks need a group", without="if False:"), missing_group_passes),
     Watched(Guard("only the same group", without="if False:"), other_group_passes),
     Watched(Guard("ranks exchange the same", without="if False:"), disagreement_goes_unnoticed),
-    Watched(Guard("one rank's fault is everybody's", without="if not mine[0]:"), fault_of_one_rank),
+    Watched(Guard("one rank's fault is everybody's", without="if not is_fine:"), fault_of_one_rank),
     Watched(Guard("check mode compares", without="if False:"), corruption_goes_unnoticed),
     Watched(Guard("a failed wait has a name", without="except LookupError as error:"), failure_names_the_exchange),
 ]

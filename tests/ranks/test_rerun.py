@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.variants import Silent, held_bytes
-from ds_sp_overlap.attention.rerun import Stretch
+from ds_sp_overlap.chain.recompute_region import Stretch
 from tests.harness import blocks, layers, reference
 from tests.harness.blocks import LAYERS, Blocks
 from tests.harness.guards import Guard, Watched, must_notice

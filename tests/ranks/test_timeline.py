@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import ds_sp_overlap
-from ds_sp_overlap import cli
 from ds_sp_overlap.exchange import in_flight
 from ds_sp_overlap.exchange.channel import Channel
-from ds_sp_overlap.profiling import picture, timeline
+from ds_sp_overlap.profiling import timeline
 from ds_sp_overlap.profiling.timed import Run
 from ds_sp_overlap.profiling.timeline import UNTRACKED, Row, Timeline, Track, computing
 from ds_sp_overlap.schedule import by_chunks, by_head_groups, by_window, without_o
+from ds_sp_overlap.tools import cli, picture
 from tests.harness import blocks, layers, models
 from tests.harness.blocks import LAYERS, Blocks
 from tests.harness.layers import Shape
@@ -168,7 +168,7 @@ def test_what_lies_between_two_stops_is_the_same_in_forward_and_backward_of_a_wi
             for window in (1, 2, 3):
                 whole = by_window(kinds, tuple(max(g, n) if "k" in kinds[g] else g for g, n in enumerate(last)), window)
                 for made in (whole, without_o(whole)):
-                    exchanged = {made.name(step.of, step.group) for step in (*made.forward, *made.backward) if step.on_wire}
+                    exchanged = {made.name(step) for step in (*made.forward, *made.backward) if step.on_wire}
                     forward, backward = (timeline._between(made, program, exchanged) for program in (made.forward, made.backward))
                     shared = {stops for stops in forward.keys() & backward.keys() if stops != ("[", "]")}
                     assert {stops: forward[stops] for stops in shared} == {stops: backward[stops] for stops in shared}
@@ -401,6 +401,10 @@ def test_profilers_see_ranges_with_the_names_of_the_drawing():
     exchanges = [d + what for d in ("", "d") for what in EXCHANGES[2]]
     expected = [f"layer {what} {half}" for what in exchanges for half in ("start", "finish")]
     expected += [f"layer {what}{group}" for what in ("Wq", "Wk", "Wv", "Wo", "attention ") for group in (0, 1)]
+    expected += [
+        f"layer {what}{group} backward" for what in ("Wq", "Wk", "Wv") for group in (0, 1)
+    ]  # of attention autograd has its own
+    expected += ["layer Wo0 dgrad", "layer Wo1 dgrad", "layer Wo wgrad"]
     assert on_ranks(2, ranges) == [sorted(expected)] * 2
 
 
@@ -408,9 +412,7 @@ def test_profilers_see_ranges_with_the_names_of_the_drawing():
 def test_and_of_the_drawing_of_a_window(window):
     made = schedule_of(2, window)
     program = (*made.forward, *made.backward)
-    expected = {
-        f"layer {made.name(step.of, step.group)} {step.act}" if step.on_wire else f"layer {made.label(step)}" for step in program
-    }
+    expected = {f"layer {made.name(step)} {step.op.value}" if step.on_wire else f"layer {made.label(step)}" for step in program}
     assert {"layer Wq1 backward", "layer Wo wgrad", "layer attention 0 backward", "layer do1 start", "layer q1 finish"} <= expected
     assert on_ranks(2, functools.partial(ranges, window=window)) == [sorted(expected)] * 2
 
@@ -419,11 +421,11 @@ def test_and_of_the_drawing_of_a_window(window):
 
 
 def test_the_command_line_records_without_editing_the_config(tmp_path, monkeypatch):
-    from ds_sp_overlap import cli
-    from ds_sp_overlap.integrations import deepspeed as integration
+    from ds_sp_overlap.integrations.deepspeed import initialize as integration
+    from ds_sp_overlap.tools import cli
 
     script = tmp_path / "script.py"
-    script.write_text("import ds_sp_overlap.integrations.deepspeed as d; seen = dict(d.from_command_line)")
+    script.write_text("import ds_sp_overlap.integrations.deepspeed.initialize as d; seen = dict(d.from_command_line)")
     given = {}
     monkeypatch.setattr(integration, "from_command_line", given)
     monkeypatch.setattr(sys, "argv", ["x"])
@@ -432,7 +434,7 @@ def test_the_command_line_records_without_editing_the_config(tmp_path, monkeypat
     assert given == {"timeline": {"path": "here", "steps": [3, 4]}}
     bound = types.SimpleNamespace(deepspeed_config=None)
     with pytest.raises(ValueError, match="run --timeline: the DeepSpeed config has no sp_overlap section; add one"):
-        ds_sp_overlap.integrations.deepspeed.deepspeed.initialize(args=bound, model=torch.nn.Linear(1, 1), config={})
+        ds_sp_overlap.integrations.deepspeed.initialize.deepspeed.initialize(args=bound, model=torch.nn.Linear(1, 1), config={})
 
 
 def test_steps_without_a_folder_are_refused(capsys):

@@ -16,10 +16,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 import ds_sp_overlap
-from ds_sp_overlap import doctor
 from ds_sp_overlap.exchange import copy_engines, transport
 from ds_sp_overlap.exchange.channel import Channel, by_name
 from ds_sp_overlap.exchange.transport import C10d, OneRank, backend_of
+from ds_sp_overlap.tools import doctor
 from tests.harness import layers, models
 from tests.harness.layers import Shape
 from tests.harness.listening import listening

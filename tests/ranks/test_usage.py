@@ -425,7 +425,7 @@ WATCHED = [
     ),
     Watched(Guard("keys stay as they are", without="if False:"), changed_in_place_though_shared),
     Watched(
-        Guard("only what is needed", without="call.exchanges[of, group].needed = needed = [True for _ in of]"),
+        Guard("only what is needed", without="call.exchanges[step.exchange].needed = needed = [True for _ in step.parts]"),
         exchanges_of_frozen_parts,
     ),
 ]

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap.autotune.choices import tried
-from ds_sp_overlap.autotune.costs import LayerShape, Sizes, schedule_of
+from ds_sp_overlap.autotune.costs import LayerShape, Sizes
 from ds_sp_overlap.autotune.trial import OFF, Trial
 from ds_sp_overlap.config import SpOverlapConfig
+from ds_sp_overlap.schedule import schedule_of
 from tests.harness.cases import examples
 
 # Llama3-8B on four ranks. With a million tokens attention takes 200 times as long as a projection, with 16K three times.

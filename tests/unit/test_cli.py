@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import ds_sp_overlap
-from ds_sp_overlap.cli import main
+from ds_sp_overlap.tools.cli import main
 
 TOLD = "import sys, pathlib; pathlib.Path({!r}).write_text(repr((__name__, sys.argv[0], sys.argv[1:], sys.path[0])))"
 

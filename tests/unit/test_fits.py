@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from ds_sp_overlap.autotune.costs import LayerShape, Sizes
-from ds_sp_overlap.cli import main
-from ds_sp_overlap.planner.fits import STATES, Model, Way, held_by_model, longest
-from ds_sp_overlap.planner.plan import NONE
+from ds_sp_overlap.tools.cli import main
+from ds_sp_overlap.tools.planner.fits import STATES, Model, Way, held_by_model, longest
+from ds_sp_overlap.tools.planner.plan import NONE
 
 LLAMA, MODEL = LayerShape(4096, 32, 8, 128, 65536, 8, intermediate=14336), Model(32, 8_030_261_248)
 GIB, M = 2**30, 2**20

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap.autotune.costs import LayerShape, Sizes
-from ds_sp_overlap.schedule import Tensor, by_head_groups, by_window
+from ds_sp_overlap.schedule import MLP, Tensor, by_head_groups, by_window
 from tests.harness.cases import examples
 
 # One head a rank: q, k, v, o of it, local or global, are 8 bytes each; so is x, and a weight. The log-sum-exp is 16.
@@ -13,7 +13,7 @@ ONE = LayerShape(width=2, heads=2, kv_heads=2, head_dim=1, seq=4, sp_size=2, ele
 
 
 def steps(schedule):
-    return [" ".join(map(str, step[:2])) for step in (*schedule.forward, ("MLP", ""), *schedule.backward)]
+    return [str(step)[:-2] for step in (*schedule.forward, MLP, *schedule.backward)]
 
 
 def test_one_head_is_held_as_counted_by_hand(monkeypatch):
@@ -66,7 +66,7 @@ def test_for_any_layer(layer, data):
         assert len(found) == len(steps(schedule)) and min(found) > 0
         # During the last step there is nothing but what the caller asked for, and what it reads.
         last = schedule.backward[-1]
-        local = size(Tensor("local", "d" + last.of, last.group))
+        local = size(Tensor("local", *last.parts[0], grad=True))
         assert found[-1] == y + ends + local or schedule is few and y + ends < found[-1] <= y + 2 * ends + local
 
 

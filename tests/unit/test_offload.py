@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_sp_overlap.attention import offload
-from ds_sp_overlap.attention.kept import Kept, Visit
-from ds_sp_overlap.attention.offload import Away
+from ds_sp_overlap.attention.memory import offload
+from ds_sp_overlap.attention.memory.checkpoint_cache import Kept, Visit
+from ds_sp_overlap.attention.memory.offload import Away
 from ds_sp_overlap.exchange.channel import SideStream
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.streams import Backend

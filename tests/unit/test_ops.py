@@ -334,7 +334,7 @@ WATCHED = [
     Watched(Guard("joined tiles need no sum", without="if any(side.tiles for side in sides.each):"), UNEQUAL[2], ranks=0),
     Watched(Guard("halves are summed in fp32", without="half = False"), halves_summed_in_fp32, ranks=0),
     Watched(
-        Guard("tiles lie in order", without="if repeats and tiles * size == shape[dim] and rest == 0:"),
+        Guard("tiles lie in order", without="if tiles * size == shape[dim] and rest == 0:"),
         unequal_parts,
         ranks=0,
     ),

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap.autotune.costs import Costs, LayerShape, Rates
-from ds_sp_overlap.cli import main
-from ds_sp_overlap.planner.plan import FIVE, NONE, BlockCosts, limit_of, plan
-from ds_sp_overlap.schedule import Step, by_head_groups
+from ds_sp_overlap.schedule import by_head_groups
+from ds_sp_overlap.tools.cli import main
+from ds_sp_overlap.tools.planner.plan import FIVE, NONE, BlockCosts, limit_of, plan
+from tests.harness.schedules import step_of
 
 # Every projection of a group of one head takes 1 ms, attention of a head 4 ms, the exchange of a head 2 ms.
 UNIT = LayerShape(width=4, heads=4, kv_heads=4, head_dim=1, seq=4, sp_size=2, element_bytes=4)
@@ -23,10 +24,10 @@ def played(schedule, groups=1):
 
 def test_costs_are_those_counted_by_hand():
     costs = Costs(UNIT, UNIT_RATES, 2)
-    assert costs.ms(Step("project", "q", 0)) == costs.ms(Step("merge", "o", 1)) == costs.ms(Step("wgrad", "o", 1)) == 1.0
-    assert costs.ms(Step("attend", "o", 0)) == 4.0 and costs.ms(Step("attend", "do", 0)) == 10.0
+    assert costs.ms(step_of("project q 0")) == costs.ms(step_of("merge o 1")) == costs.ms(step_of("wgrad o 1")) == 1.0
+    assert costs.ms(step_of("attend o 0")) == 4.0 and costs.ms(step_of("attend do 0")) == 10.0
     # One head of two tokens goes to the other rank, one stays: 8 of the 16 bytes that are held at each end travel.
-    assert costs.ms(Step("start", "dv", 1)) == costs.ms(Step("start", "odo", 1)) / 2 == 2.0
+    assert costs.ms(step_of("start dv 1")) == costs.ms(step_of("start odo 1")) / 2 == 2.0
 
 
 def test_without_overlap_everything_adds_up():

@@ -309,10 +309,7 @@ WATCHED = [
     Watched(
         Guard(
             "evaluations favour none",
-            without="def own(first, second):\n"
-            "    tokens = mean(mark[2] for mark in forwards)\n"
-            "    return tokens * (per_token(first) * len(first) / len(second) + per_token(second))\n"
-            "return [own(*each) if all(each) else float('inf') for each in marks]",
+            without="calls, gradients = len(own_forwards), len(own_backwards)",
         ),
         evaluations_decide,
         ranks=0,

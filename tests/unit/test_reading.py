@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import types
 
 import pytest
@@ -11,10 +12,11 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: F401, of the forwards below
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward  # noqa: F401
 
-from ds_sp_overlap.integrations import transformers_reading
-from ds_sp_overlap.integrations.accounting import Unknown
-from ds_sp_overlap.integrations.transformers_reading import Reader, Source
-from ds_sp_overlap.integrations.transformers_rotary import Table, rotary_of
+from ds_sp_overlap.integrations.inspect import attention
+from ds_sp_overlap.integrations.inspect.accounting import Unknown
+from ds_sp_overlap.integrations.inspect.attention import Reader, Source
+from ds_sp_overlap.integrations.inspect.library import digest
+from ds_sp_overlap.integrations.inspect.rotary_function import Table, rotary_of
 from ds_sp_overlap.rotary import rotate
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 24
@@ -232,7 +234,7 @@ def twin(module):
 def test_a_layer_like_one_that_was_read_is_not_read_again(monkeypatch):
     known, one = [], layer()
     reader = Reader("layers.0", one, known)
-    monkeypatch.setattr(transformers_reading, "_read", None)
+    monkeypatch.setattr(attention, "_read", None)
     other = Reader("layers.1", two := twin(one), known)
     assert known == [reader] and other.reading == reader.reading and other.options(two) == reader.options(one)
 
@@ -314,3 +316,16 @@ NO_ROTARIES = {
 def test_a_function_that_does_something_else_is_no_rotary_embedding(what):
     with pytest.raises((LookupError, Unknown)):
         rotary_of(NO_ROTARIES[what], HEADS_FIRST, ())
+
+
+class Plain:
+    def expand_kv(self):
+        return 1
+
+
+class Decorated(Plain):
+    expand_kv = functools.wraps(Plain.expand_kv)(lambda self: 2 * Plain.expand_kv(self))
+
+
+def test_what_somebody_decorates_is_known_by_no_digest():
+    assert digest(Plain, "expand_kv") != "" and digest(Decorated, "expand_kv") == ""

@@ -14,8 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from ds_sp_overlap.integrations.accounting import Unknown
-from ds_sp_overlap.integrations.transformers_blocks import BlockReader, BlockReading
+from ds_sp_overlap.integrations.inspect.accounting import Unknown
+from ds_sp_overlap.integrations.inspect.decoder_layer import BlockReader, BlockReading
 
 CONFIG = LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2)
 FORWARD = """

@@ -10,7 +10,13 @@ from ds_sp_overlap.say import say, say_once
 from tests.harness.listening import listening
 
 PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
-PRINTS = {"cli", "doctor", "planner.command", "relayout.build", "integrations.deepspeed"}  # commands; the table of layers
+PRINTS = {
+    "tools.cli",
+    "tools.doctor",
+    "tools.planner.command",
+    "relayout.build",
+    "integrations.deepspeed.initialize",
+}  # commands; the table of layers
 
 
 @pytest.mark.parametrize("rank,level", [("0", logging.WARNING), ("1", logging.DEBUG), ("63", logging.DEBUG)])

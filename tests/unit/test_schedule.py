@@ -12,6 +12,7 @@ from ds_sp_overlap import schedule
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.schedule import (
     Block,
+    Op,
     Schedule,
     Step,
     block,
@@ -101,9 +102,9 @@ def test_an_order_that_cannot_be_run_is_refused(name):
 )
 def test_exchanges_that_together_are_not_q_k_and_v_are_refused(sent, says):
     made = by_head_groups(("qkv",))
-    starts = tuple(Step("start", *part) for part in sent)
+    starts = tuple(Step(Op.START, tuple(of), False, group) for of, group in sent)
     with pytest.raises(ValueError, match=f"^schedule, forward: {says}"):
-        check(Schedule((*starts, *made.attention[0]), made.backward), ("qkv",))
+        check(Schedule((*starts, *made.attention[:3]), made.backward), ("qkv",))
 
 
 def test_weight_gradients_come_last_unless_it_is_said_otherwise():
@@ -197,10 +198,12 @@ def test_every_window_of_every_geometry_makes_a_schedule_that_holds(geometry, mo
     assert made.groups == geometry.groups and made.window == min(most, made.groups)
     alone = check(without_o(made), geometry.kinds)
     assert alone.forward == made.forward
-    assert [step._replace(of="do") if step.of == "odo" else step for step in made.backward] == list(alone.backward)
+    assert [step._replace(beside=()) for step in made.backward] == list(alone.backward)
     # the same products in both, and those of the schedule that holds all groups
     every, whole = set(made.backward), set(by_head_groups(geometry.kinds).backward)
-    assert {step for step in every if step.act in ("dgrad", "wgrad")} == {step for step in whole if step.act in ("dgrad", "wgrad")}
+    assert {step for step in every if step.op in (Op.DGRAD, Op.WGRAD)} == {
+        step for step in whole if step.op in (Op.DGRAD, Op.WGRAD)
+    }
 
 
 @settings(deadline=None)
@@ -237,7 +240,7 @@ def test_an_order_in_which_a_window_cannot_be_run_is_refused(name):
 
 def test_what_is_not_made_again_is_missed():
     made = by_window(("qkv", "qkv"), (0, 1), 1)
-    without = tuple(step for step in made.backward if step[1:3] != ("k", 0))
+    without = tuple(step for step in made.backward if step.parts != (("k", 0),) or step.grad)
     with pytest.raises(ValueError, match="^schedule, backward: start k 0 is missing"):
         check(replace(made, backward=without), ("qkv", "qkv"))
 
@@ -245,9 +248,9 @@ def test_what_is_not_made_again_is_missed():
 def test_q_k_and_v_travel_one_by_one_where_a_windowed_backward_begins():
     """Nothing else would hide them; those of other groups travel together."""
     begun = [
-        step[1:3]
+        (step.what, step.group)
         for step in by_window(("qkv",) * 3, (0, 1, 2), 2).backward
-        if step.act == "start" and step.of in ("q", "k", "v", "qkv")
+        if step.op is Op.START and step.what in ("q", "k", "v", "qkv")
     ]
     assert sorted(begun[:3]) == [("k", 2), ("q", 2), ("v", 2)] and begun[3:] == [("qkv", 1), ("qkv", 0)]
 
@@ -270,9 +273,9 @@ def test_a_wider_window_computes_something_under_every_exchange_but_the_first_an
     for program, ends in ((made.forward, (made.groups - 1,)), (made.backward, (made.groups - 1, 0))):
         begun: dict = {}
         for step in program:
-            if step.act == "start":
+            if step.op is Op.START:
                 begun[step[1:]] = False
-            elif step.act == "finish":
+            elif step.op is Op.FINISH:
                 assert begun[step[1:]] or step.group in (0, *ends), step
             else:
                 begun = dict.fromkeys(begun, True)

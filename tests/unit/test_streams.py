@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import ds_sp_overlap.exchange.in_flight as in_flight
-from ds_sp_overlap import doctor
-from ds_sp_overlap.attention.execution import Call, attend_groups, start_inputs
+from ds_sp_overlap.attention.runtime.execution import Call
+from ds_sp_overlap.attention.runtime.recorded import Recorded
 from ds_sp_overlap.exchange import channel as channel_module
 from ds_sp_overlap.exchange.channel import Channel, HostStream, SideStream
 from ds_sp_overlap.exchange.exchange import Exchange
@@ -17,6 +17,7 @@ from ds_sp_overlap.integrations.layers import Found
 from ds_sp_overlap.integrations.registry import Report
 from ds_sp_overlap.profiling.timeline import Timeline
 from ds_sp_overlap.schedule import by_head_groups
+from ds_sp_overlap.tools import doctor
 from tests.harness.streams import Backend, Stream
 
 
@@ -191,7 +192,7 @@ def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(back
         return q + k + v
 
     x = torch.randn(2, 3, 2, 8)
-    attend_groups(call, start_inputs(call, lambda kind, group: x), attend)
+    Recorded(call, attend, lambda kind, group: x).walk((*call.schedule.inputs, *call.schedule.attention))
     before_attention = [f"compute waits for {sent}" for sent in ("q0", "q0 k0", "q0 k0 v0", "q0 k0 v0 qkv1")]
     assert compute_waits == before_attention
 

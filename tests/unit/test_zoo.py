@@ -3,7 +3,7 @@
 import pytest
 
 from ds_sp_overlap.attention.self_attention import SelfAttention
-from ds_sp_overlap.integrations import accounting
+from ds_sp_overlap.integrations.inspect import accounting
 from tests.harness import zoo
 from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, must_notice

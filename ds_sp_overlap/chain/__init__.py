@@ -1,0 +1,1 @@
+"""Decoder layers run as one chain, whose exchanges hide behind the MLPs between their attentions."""

@@ -1,0 +1,432 @@
+"""The exchanges of one layer's o and of the next layer's q, k, v under the MLP between them.
+
+Between two attentions nothing mixes tokens. So that part, a *segment*, runs in chunks of every
+rank's tokens: chunk c of o is projected, goes through the MLP, and its q, k, v of the next layer
+travel, while the exchanges of other chunks are under way. Backward is the mirror image, as
+everywhere in this package. `schedule.block` draws both. `chain` puts layers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.heads import calling
+from ..attention.layer import with_head_dim
+from ..attention.runtime.deferred import Shadows, Wgrads
+from ..attention.runtime.execution import Call, attend_group, with_kv
+from ..attention.runtime.linear import call_through
+from ..attention.runtime.recorded import Gathering, join_heads
+from ..attention.runtime.runner import Runner
+from ..attention.runtime.slices import Ranges, cut, join
+from ..exchange.chunks import finish_chunks, start_chunks
+from ..exchange.exchange import Exchange
+from ..exchange.layout import chunk_of
+from ..rotary import Rotary
+from ..schedule import Block, Exchanged, Op, Part, Program, Step
+from .block_layer import BlockLayer, Options
+from .recompute_region import Stretch
+from .saved_attention import Held, Kept, attend_kept, finish_kept
+
+Rerun = Literal["none", "all", "but attention"]
+Watch = Callable[[Any, Tensor], None]
+
+
+class LayerCall:
+    """One call of a layer's attention: who holds what, its program, and what is under way to it or
+    from it.
+
+    stretch   of which it is a part, where it will be run again
+    again     it is run again; ``idle`` if its attention never ran
+    kept      what is kept of attention, if it is; the tensors of it are ``held``
+    o         chunks of it, local, and whether they have gradients; where the output will be run
+              again
+    """
+
+    def __init__(self, layer: BlockLayer, call: Call, block: Block, options: Options):
+        self.layer, self.call, self.block, self.options = layer, call, block, options
+        call.run_by(block)
+        self.mlp_wgrads: Wgrads | None = None
+        self.exchanges: dict[Exchanged, Exchange] = {}
+        self.tokens: dict[Exchanged, Tensor] = {}
+        self.stretch: _Stretch | None = None
+        self.again = self.idle = False
+        self.kept: Kept | None = None
+        self.held: Held = {}
+        self.o: dict[Exchanged, tuple[Tensor, bool]] | None = None
+
+    def anew(self) -> LayerCall:
+        """For the same call, run again."""
+        made = LayerCall(self.layer, self.call, self.block, self.options)
+        made.kept, made.held, made.o, made.again = self.kept, self.held, self.o, True
+        return made
+
+    def finish_o(self, key: Exchanged) -> Tensor:
+        """A chunk of o."""
+        if self.again:
+            assert self.o is not None
+            o, has_gradient = self.o[key]
+            token = o.new_empty(0).requires_grad_(has_gradient)
+            o = o.detach().requires_grad_(has_gradient)
+            return o if self.kept is None else finish_kept(self.kept, key, None, o.detach(), token)
+        exchange, token = self.exchanges.pop(key), self.tokens.pop(key)
+        kept = self.kept if torch.is_grad_enabled() else None
+        o = (
+            exchange.finish(token)
+            if kept is None
+            else finish_kept(kept, key, exchange, None, token)
+        )
+        if self.o is not None:
+            self.o[key] = o.detach(), o.requires_grad
+        return o
+
+    def exchange(self, step: Step) -> Exchange:
+        """A new exchange; q, k and v have the head dim of the layer."""
+        call, dims = self.call, (self.layer.attention.head_dim,) * len(step.tensors)
+        layout = call.geometry.of_chunk(
+            step.tensors, step.group, dims, step.chunk, self.block.chunks
+        )
+        name = self.block.name(step)
+        exchange = Exchange(call.channel, layout, call.where, name, call.checked)
+        self.exchanges[step.exchange] = exchange
+        return exchange
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """This rank's tokens of each chunk."""
+        length = self.call.geometry.seq_lens[self.call.geometry.sp_rank]
+        return [chunk_of(length, chunk, self.block.chunks) for chunk in range(self.block.chunks)]
+
+    def rotations(self) -> list[Callable[[Tensor], Tensor] | None]:
+        """What rotates q and k of each chunk."""
+        attention = self.layer.attention
+        rope = attention.rope
+        if rope is None:
+            return [None] * self.block.chunks
+        assert isinstance(rope, Rotary)
+        tables = rope.of(self.options.position_embeddings, attention.head_dim)
+        if tables is None:
+            return [None] * self.block.chunks
+        dim = -3 if attention.batch_first else -4  # of the tokens, from the right
+
+        def rotation(start: int, stop: int) -> Callable[[Tensor], Tensor]:
+            mine = [
+                x if x.dim() < -dim or x.shape[dim] == 1 else x.narrow(dim, start, stop - start)
+                for x in tables
+            ]
+            return lambda heads: rope.rotate(heads, *mine)
+
+        return [rotation(*tokens) for tokens in self.ranges()]
+
+
+class _Stretch(Stretch):
+    """A segment, and the attention behind it, of which hidden states and o are held, and what is
+    kept of attention.
+
+    In backward the MLP is run again under the last exchanges of do, and q, k and v of the next
+    layer travel again under the MLP.
+    """
+
+    def __init__(self, done: LayerCall | None, following: LayerCall | None, hidden: Tensor):
+        here = done or following
+        assert here is not None
+        super().__init__(here.call.where, hidden.device)
+        self.done = None if done is None else done.anew()
+        self.following = (
+            None if following is None else following.anew()
+        )  # which is under way itself, and leads here
+        self.hidden, self.has_gradient, self.version = (
+            hidden.detach(),
+            hidden.requires_grad,
+            hidden._version,
+        )
+        self.attends = False
+
+    def attend(self, here: LayerCall, hidden: Tensor, keep: bool) -> None:
+        """The second part, the first time."""
+        if keep and any(token.requires_grad for token in here.tokens.values()):
+            here.kept = Kept(partial(_beside, here.call, here.block, here.layer.attention.head_dim))
+        with self.watched():
+            _attend(here, hidden)
+        here.stretch, here.o, self.attends, self.following = None, {}, True, here.anew()
+
+    def run(self) -> None:
+        if self.hidden._version != self.version:  # guard: held, and not changed
+            raise RuntimeError(
+                f"{self.where}: the hidden states in front of it were changed in place before backward could use them"
+            )
+        done = None if self.done is None else self.done.anew()
+        following = None if self.following is None else self.following.anew()
+        hidden = self.hidden.detach().requires_grad_(self.has_gradient)
+        if following is not None:
+            following.idle = not self.attends
+        with self.as_before(0):
+            _segment(done, following, hidden)
+        if following is not None and self.attends:
+            with self.as_before(1):
+                _attend(following, hidden)
+
+
+def run_segment(
+    done: LayerCall | None,
+    following: LayerCall | None,
+    hidden: Tensor,
+    rerun: Rerun,
+    watch: Watch | None = None,
+) -> Tensor:
+    """Run what lies between two attentions; start q, k and v of the second, whose tokens
+    ``following`` gets.
+
+    done        the attention that was run; None in front of the first, where ``hidden`` is returned
+    following   the next one; None behind the last
+    rerun       unless it is "none", autograd keeps nothing: the segment will be run again
+    watch       is called with the node of autograd through which the residual gives its part of a
+                gradient, and its hidden states
+    """
+    if rerun == "none":
+        return _segment(done, following, hidden, watch)
+    stretch = _Stretch(done, following, hidden)
+    with stretch.watched():
+        out = _segment(done, following, hidden, watch)
+    if following is not None:
+        following.stretch = stretch
+    return out if done is None else stretch.behind(out)
+
+
+def attend(here: LayerCall, hidden: Tensor, rerun: Rerun) -> None:
+    """Run the attention whose q, k and v are under way, and start its o.
+
+    hidden   as the layer is given
+    """
+    if here.stretch is None:
+        _attend(here, hidden)
+    else:
+        here.stretch.attend(here, hidden, keep=rerun == "but attention")
+
+
+def _beside(call: Call, block: Block, head_dim: int, key: Exchanged) -> Exchange:
+    """An exchange of a chunk of o and of do, towards attention."""
+    tensors, group, chunk = key
+    layout = call.geometry.of_chunk(("q", "q"), group, (head_dim,) * 2, chunk, block.chunks)
+    name = block.name(Step(Op.START, tensors, True, group, chunk, beside=tensors))
+    return Exchange(call.channel, layout, call.where, name, call.checked)
+
+
+def _attend(here: LayerCall, hidden: Tensor) -> None:
+    """Walk the program from the finishes of q, k and v to the starts of o."""
+    if here.stretch is None and not here.again:
+        # In backward it comes behind the starts of dq, dk and dv, whose first chunk nothing else
+        # hides.
+        attention = here.layer.attention
+        here.mlp_wgrads = Wgrads([here.layer.mlp], here.call.where, attention.plain, here=True)
+    runner = _Attention(here, hidden)
+    runner.walk(here.block.attention_steps)
+    if here.kept is not None and not here.again:
+        here.kept.agree(runner.watched)
+
+
+class _Attention(Gathering):
+    """Performs the steps of attention in a chain. All chunks of a tensor arrive, and leave, in one
+    node of autograd.
+
+    Attributes:
+        values: q, k, v of head groups, of the whole sequence.
+        attended: o of the group that was attended last, and q, k, v that it was made of; q, k, v
+            alone where attention is saved, since attention and the starts are one node then.
+    """
+
+    def __init__(self, here: LayerCall, hidden: Tensor):
+        super().__init__(here.call, here.block)
+        attention, call, (_, _, args, kwargs) = here.layer.attention, here.call, here.options
+        local = calling(attention.local_attention, call.geometry, args, kwargs)
+
+        def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return with_head_dim(local(group, q, k, v), q, call.where)
+
+        self.here, self.attend_group = here, attend
+        self.watched = attention.watched(call, hidden, attend, args, kwargs)
+        self.values: dict[Part, Tensor] = {}
+        self.attended: tuple[Tensor, ...] = ()
+
+    handlers = {Op.FINISH: "gather", Op.ATTEND: "attend", Op.START: "gather"}
+
+    def joins(self, gathered: list[Step], step: Step) -> bool:
+        return step._replace(chunk=gathered[0].chunk) == gathered[0]
+
+    def together(self, steps: list[Step]) -> None:
+        (self.arrive if steps[0].op is Op.FINISH else self.leave)(steps)
+
+    def arrive(self, steps: list[Step]) -> None:
+        """Finish the exchanges of all chunks of q, k and v of a group."""
+        here, keys = self.here, [step.exchange for step in steps]
+        exchanges = [here.exchanges.pop(key) for key in keys]
+        arrived = finish_chunks(exchanges, [here.tokens.pop(key) for key in keys])
+        self.values.update(zip(steps[0].parts, arrived))
+
+    def attend(self, step: Step) -> None:
+        group, geometry = step.group, self.call.geometry
+        q = self.values.pop(("q", group))
+        k, v = (with_kv(geometry, kind, group, self.values) for kind in ("k", "v"))
+        if self.here.kept is None:
+            o = attend_group(self.call, self.attend_group, group, q, k, v)
+            self.attended = o, q, k, v
+        else:
+            self.attended = q, k, v
+
+    def leave(self, steps: list[Step]) -> None:
+        """Start the exchanges of all chunks of o of a group; none where it is run again."""
+        here, attended, keys = self.here, self.attended, [step.exchange for step in steps]
+        self.attended = ()
+        if here.kept is not None:
+            group = steps[0].group
+            one = partial(attend_group, self.call, self.attend_group, group)
+            exchanges = {} if here.again else {step.exchange: here.exchange(step) for step in steps}
+            saved = here.kept, here.held, group, one, self.watched, exchanges
+            here.tokens.update(zip(keys, attend_kept(*saved, *attended)))
+        elif not here.again:
+            meanwhile = {} if here.stretch is None else dict(meanwhile=here.stretch.when_needed)
+            started = start_chunks([here.exchange(step) for step in steps], *attended, **meanwhile)
+            here.tokens.update(zip(keys, started))
+
+
+def _segment(
+    done: LayerCall | None, following: LayerCall | None, hidden: Tensor, watch: Watch | None = None
+) -> Tensor:
+    """Walk the program from the finishes of o to the starts of the next layer's q, k and v."""
+    here = done or following
+    assert here is not None
+    roots: list[nn.Module] = []
+    if done is not None:
+        roots += [done.layer.attention.o_proj, done.layer.norm_mid, done.layer.mlp]
+    if following is not None:
+        roots += [following.layer.norm_in, *following.layer.attention.inputs]
+    called = dict.fromkeys(
+        module
+        for root in roots
+        for module in root.modules()
+        if type(module).forward is not nn.Module.forward
+    )
+    given = {} if done is None else done.tokens
+
+    def body(hidden: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
+        given.update(zip(given, tokens))
+        late = [] if done is None or done.mlp_wgrads is None else [done.mlp_wgrads]
+        known = late[0].slots if late else ()
+        plain = here.layer.attention.plain
+        wgrads = Wgrads(roots, here.call.where, plain, at_once=not late, besides=known)
+        shadows = Shadows(*late, wgrads)
+        runner = _Segment(done, following, shadows, hidden, watch)
+        runner.walk(_program(done, following))
+        outs = [] if done is None else [runner.hidden()]
+        shadows.end()
+        if following is not None:
+            outs += following.tokens.values()
+        return tuple(outs)
+
+    outs = iter(call_through(list(called), body, hidden, *given.values()))
+    out = hidden if done is None else next(outs)
+    if following is not None:
+        following.tokens.update(zip(following.tokens, outs))
+    return out
+
+
+class _Segment(Runner):
+    """Performs the steps between two attentions, chunk by chunk, inside all their modules.
+
+    Attributes:
+        done: The layer whose attention was run; None in front of the first attention.
+        following: The layer that comes next; None behind the last attention.
+        xs: Hidden states of each chunk.
+    """
+
+    def __init__(
+        self,
+        done: LayerCall | None,
+        following: LayerCall | None,
+        shadows: Shadows,
+        hidden: Tensor,
+        watch: Watch | None,
+    ):
+        here = done or following
+        assert here is not None
+        super().__init__(here.call, here.block)
+        self.done, self.following, self.shadows = done, following, shadows
+        self.seq_dim = here.call.geometry.seq_dim
+        self.ranges: list[Ranges] = [(tokens,) for tokens in here.ranges()]
+        self.xs = list(cut(hidden, self.seq_dim, self.ranges))
+        if watch is not None and self.xs[0].requires_grad:
+            self.xs = self.xs if len(self.xs) > 1 else [hidden.view_as(hidden)]
+            watch(self.xs[0].grad_fn, hidden)
+        self.rotations = [] if following is None else following.rotations()
+        self.of_groups: list[Tensor] = []  # o of a chunk
+        self.values: dict[Part, Tensor] = {}  # q, k, v of a chunk
+
+    handlers = {
+        Op.FINISH: "finish",
+        Op.MERGE: "merge",
+        Op.MLP: "mlp",
+        Op.PROJECT: "project",
+        Op.START: "start",
+    }
+
+    def range(self, step: Step) -> Any:
+        of = self.following if step.op is Op.PROJECT else self.done
+        if of is not None:
+            self.call = of.call  # whose name a profiler shows
+        return super().range(step)
+
+    def finish(self, step: Step) -> None:
+        assert self.done is not None
+        self.of_groups.append(self.done.finish_o(step.exchange))
+
+    def merge(self, step: Step) -> None:
+        assert self.done is not None
+        o = join_heads(self.done.call, dict(enumerate(self.of_groups))).flatten(2)
+        self.of_groups.clear()
+        y = self.shadows.of(self.done.layer.attention.o_proj)(o)
+        self.xs[step.chunk] = self.xs[step.chunk] + _with_bias(y)
+
+    def mlp(self, step: Step) -> None:
+        assert self.done is not None
+        layer, x = self.done.layer, self.xs[step.chunk]
+        y = self.shadows.of(layer.mlp)(self.shadows.of(layer.norm_mid)(x))
+        self.xs[step.chunk] = x + _with_bias(y)
+
+    def project(self, step: Step) -> None:
+        following, chunk = self.following, step.chunk
+        assert following is not None
+        x = self.shadows.of(following.layer.norm_in)(self.xs[chunk])
+        project = following.layer.attention.whole(
+            following.call, x, self.rotations[chunk], self.shadows.of
+        )
+        self.values = {part: project(*part) for part in following.call.schedule.parts}
+
+    def start(self, step: Step) -> None:
+        following = self.following
+        assert following is not None
+        sent = [self.values.pop(part) for part in step.parts]
+        if not following.idle:
+            following.tokens[step.exchange] = following.exchange(step).start(*sent)
+
+    def hidden(self) -> Tensor:
+        """Hidden states of all chunks, as far as they were run."""
+        return join(self.xs, self.seq_dim, self.ranges)
+
+
+def _program(done: LayerCall | None, following: LayerCall | None) -> Program:
+    """What is run of a segment."""
+    if done is None:
+        assert following is not None
+        return following.block.head
+    return done.block.tail if following is None else done.block.segment
+
+
+def _with_bias(y: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
+    """What a module returns, some of which leave their bias to be added."""
+    if isinstance(y, Tensor):
+        return y
+    y, bias = y
+    return y if bias is None else y + bias

@@ -1,0 +1,76 @@
+"""A transformer layer around an attention that is driven whole, as `block` runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..attention.runtime import linear
+from ..attention.self_attention import SelfAttention
+from ..rotary import Rotary
+
+
+@dataclass
+class BlockLayer:
+    """One pre-norm transformer layer: r = h + attention(norm_in(h)), y = r + mlp(norm_mid(r)).
+
+    attention          drives q, k, v and the output projection
+    norm_in, norm_mid  in front of attention, in front of the MLP
+    mlp                token by token; its forward is that of its class
+    idle               tells of a hook that it does nothing for now
+
+    MLP and projections return ``y``, or ``(y, bias)`` with a bias that is yet to be added, or None.
+    Norms, MLP and projections are called once, with hooks, around all chunks; for each chunk their
+    class's forward runs on a copy.
+    """
+
+    attention: SelfAttention
+    norm_in: nn.Module
+    norm_mid: nn.Module
+    mlp: nn.Module
+    idle: linear.Idle = linear._never
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [
+            self.norm_in,
+            self.norm_mid,
+            self.mlp,
+            self.attention.o_proj,
+            *self.attention.inputs,
+        ]
+
+    def in_the_way(self) -> str:
+        """Why the layer can't run in a chain, as its modules are now; empty if it can."""
+        if not (self.attention.rope is None or isinstance(self.attention.rope, Rotary)):
+            return "its rotary embedding is not known to be one that goes token by token"
+        for root in self.modules:
+            if not isinstance(root, nn.Module):
+                return f"{type(root).__name__} is no module"
+            for module in root.modules():
+                if not linear.can_call_through(module, self.idle):
+                    return f"{type(module).__name__} has a forward or a hook of its own"
+        return ""
+
+
+class Options(NamedTuple):
+    """What a layer's attention is called with: see `SelfAttention.__call__`."""
+
+    position_embeddings: Any
+    sequence_lengths: list[int] | None
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def is_same(self, other: Options) -> bool:
+        """Whether projections for one are those for the other."""
+        return _leaves_are_same(self.position_embeddings, other.position_embeddings) and (
+            self.sequence_lengths == other.sequence_lengths
+        )
+
+
+def _leaves_are_same(one: Any, other: Any) -> bool:
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_leaves_are_same, one, other))
+    return one is other

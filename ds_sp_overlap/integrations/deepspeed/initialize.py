@@ -1,0 +1,254 @@
+"""The ``sp_overlap`` section of a DeepSpeed config.
+
+DeepSpeed ignores a section that it doesn't know. `install` wraps ``deepspeed.initialize``, so that
+a config with the section overlaps the model of the new engine, without a change to the training
+script. A misspelt section, which DeepSpeed would ignore as well, is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import deepspeed.comm
+import torch.distributed as dist
+from deepspeed.comm.comm import comms_logger
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from packaging.version import Version
+
+from ...attention.runtime import linear
+from ...config import SpOverlapConfig
+from ...exchange import transport
+from ...say import say_once
+from ..megatron import bridge as megatron_bridge
+from ..registry import enable, find_group
+from . import accelerate
+
+# Note [Two ways to an engine]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Most scripts call ``deepspeed.initialize``. A script that imported the function by name before
+# this package was imported holds the unwrapped function, and some frameworks construct the engine
+# themselves. So the constructor of the engine is wrapped, too. An engine that the wrapped
+# function makes must be overlapped once, and with the arguments of the function, among which are
+# those that the constructor never sees. The constructor therefore does nothing while `initialize`
+# runs.
+
+OLDEST = "0.19.7"
+# Environment variable for scripts whose JSON can't be edited: the section, or 1 or 0. Its keys take
+# precedence over those of the section.
+VARIABLE = "DS_SP_OVERLAP"
+# Keys from ``python -m ds_sp_overlap run``, which take precedence over all others.
+from_command_line: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Make ``deepspeed.initialize`` honour the ``sp_overlap`` section.
+
+    Nothing changes for a config without the section. See Note [Two ways to an engine].
+
+    Raises:
+        ImportError: for a DeepSpeed whose own sequence parallelism has wrong gradients.
+    """
+    if Version(Version(deepspeed.__version__).base_version) < Version(OLDEST):
+        raise ImportError(
+            f"ds_sp_overlap needs DeepSpeed >= {OLDEST}, found {deepspeed.__version__}: before it "
+            "the gradients of query and key under sequence-parallel overlap are wrong (DeepSpeed "
+            f"PR 5691 as merged); pip install 'deepspeed>={OLDEST}'"
+        )
+    if hasattr(deepspeed.initialize, "__sp_overlap__"):
+        return
+    # A module with hooks of DeepSpeed can still be overlapped: ZeRO-3 gathers weights in them.
+    linear.harmless.add("deepspeed.")
+    transport.log = transport.Log(comms_logger, _all_to_all)
+    original_initialize, original_init = deepspeed.initialize, DeepSpeedEngine.__init__
+    initialize_signature = inspect.signature(original_initialize)
+    init_signature = inspect.signature(original_init)
+    running_calls = 0
+
+    @functools.wraps(original_initialize)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        nonlocal running_calls
+        # Errors in the section are raised before DeepSpeed starts anything.
+        config = _asked_for(initialize_signature.bind(*args, **kwargs).arguments)
+        running_calls += 1
+        try:
+            result = original_initialize(*args, **kwargs)
+        finally:
+            running_calls -= 1
+        _honour(config, result[0])
+        return result
+
+    @functools.wraps(original_init)
+    def __init__(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+        if running_calls:
+            return original_init(engine, *args, **kwargs)
+        arguments = init_signature.bind(engine, *args, **kwargs).arguments
+        config = _asked_for({**arguments, "config": arguments["config_class"]._param_dict})
+        original_init(engine, *args, **kwargs)
+        _honour(config, engine)
+
+    initialize.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
+    deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
+    accelerate.install()
+
+
+def _all_to_all(recv, send, recv_sizes, send_sizes, group, name):
+    """Exchange through ``deepspeed.comm``, so that DeepSpeed's comms logger sees the exchange."""
+    return deepspeed.comm.all_to_all_single(
+        recv, send, recv_sizes, send_sizes, group=group, async_op=True, log_name=name
+    )
+
+
+def _asked_for(arguments: dict[str, Any]) -> SpOverlapConfig | None:
+    """Merge the section, the environment variable and the command line.
+
+    Args:
+        arguments: Those of ``deepspeed.initialize``, by name.
+
+    Returns:
+        The merged section; None if nothing asks for the overlap.
+
+    Raises:
+        ValueError: if the section, the variable or their combination is not valid.
+    """
+    section, variable = _section(arguments), _variable()
+    if section is None and variable is None:
+        if from_command_line:
+            raise ValueError(
+                f"run --{', --'.join(from_command_line)}: the DeepSpeed config has no sp_overlap "
+                f"section; add one, or set {VARIABLE}=1"
+            )
+        return None
+    if section is not None and variable is not None:
+        say_once(
+            f"sp_overlap: {VARIABLE}={os.environ[VARIABLE]} goes before the section of the "
+            "DeepSpeed config, key by key"
+        )
+    keys = SpOverlapConfig.parse({} if section is None else section).model_dump(exclude_unset=True)
+    config = SpOverlapConfig.parse({**keys, **(variable or {}), **from_command_line})
+    compile_section = _config(arguments).get("compile") or {}
+    if config.enabled and "autosp" in (compile_section.get("passes") or []):
+        raise ValueError(
+            'sp_overlap: compile.passes has "autosp", which exchanges by itself; '
+            "take it or sp_overlap out"
+        )
+    return config
+
+
+def _variable() -> dict[str, Any] | None:
+    """Return the keys that the environment variable gives; None if it is not set."""
+    text = os.environ.get(VARIABLE, "").strip()
+    if text in ("", "0", "1"):
+        return {"enabled": text == "1"} if text else None
+    try:
+        section = json.loads(text)
+    except ValueError:
+        section = text
+    if not isinstance(section, dict):
+        raise ValueError(
+            f"environment variable {VARIABLE} must be 1, 0 or a section such as "
+            f'{{"head_groups": 2}}, got {text!r}'
+        )
+    try:
+        SpOverlapConfig.parse(section)
+    except ValueError as error:
+        raise ValueError(f"environment variable {VARIABLE}: {error}") from None
+    return {"enabled": True, **section}
+
+
+def _config(arguments: dict[str, Any]) -> dict:
+    """Return the DeepSpeed config, from whichever argument of ``deepspeed.initialize`` has it."""
+    config = (
+        arguments.get("config")
+        or arguments.get("config_params")
+        or getattr(arguments.get("args"), "deepspeed_config", None)
+    )
+    if config is None:
+        return {}
+    return config if isinstance(config, dict) else load_ds_config(config)
+
+
+def _section(arguments: dict[str, Any]) -> Any:
+    """Return the ``sp_overlap`` section; None if there is none.
+
+    Raises:
+        ValueError: if the section is where nobody reads it, or under another name.
+    """
+    config = _config(arguments)
+    if lost := next(_misplaced(accelerate.in_yaml(), "deepspeed_config."), None):
+        raise ValueError(
+            f'Accelerate YAML: "{lost}" goes no further than the launcher, which passes on keys of '
+            f"its own alone; take it out and set {VARIABLE} in the environment to the section (or "
+            "to 1), or put the section into the file of deepspeed_config_file"
+        )
+    if misplaced := next(_misplaced(config), None):
+        raise ValueError(
+            f'DeepSpeed config: nobody reads "{misplaced}"; the section is called "sp_overlap" and '
+            "belongs at the top level of the config (to switch it off give it "
+            '"enabled": false)'
+        )
+    return config.get("sp_overlap", megatron_bridge.section(arguments.get("args")))
+
+
+def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:
+    """Yield the keys that can only mean the section, but are misspelt or inside another section."""
+    for key, value in config.items():
+        letters = re.sub("[^a-z]", "", str(key).lower())
+        similarity = difflib.SequenceMatcher(None, letters, "spoverlap").ratio()
+        typo = letters.startswith("sp") and similarity > 0.85
+        synonym = re.match("(ds|deepspeed)?(sp|sequenceparallel|ulysses)overlap", letters)
+        if not synonym and not typo:
+            if isinstance(value, dict):
+                yield from _misplaced(value, f"{within}{key}.")
+            continue
+        in_place = not within and key == "sp_overlap"
+        # A key that begins with another character, such as "_sp_overlap", was commented out.
+        commented_out = not str(key)[0].isalpha()
+        if not in_place and not commented_out:
+            yield within + key
+
+
+def _agree(config: SpOverlapConfig | None, group: Any) -> None:
+    """Raise ValueError, on all ranks of ``group``, if their sections differ. Collective."""
+    sections = [""] * dist.get_world_size(group)
+    dist.all_gather_object(sections, "nothing" if config is None else repr(config), group=group)
+    for rank, section in enumerate(sections):
+        if section == sections[0]:
+            continue
+        first, other = dist.get_global_rank(group, 0), dist.get_global_rank(group, rank)
+        raise ValueError(
+            f"sp_overlap: the ranks ask for different things (rank {first}: {sections[0]}; "
+            f"rank {other}: {section}); give all nodes the same config, and the same {VARIABLE}, "
+            "which the deepspeed launcher passes on to other nodes only out of a file "
+            ".deepspeed_env"
+        )
+
+
+def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
+    """Overlap the model of ``engine`` as its section asks. Collective."""
+    size = getattr(engine, "sequence_parallel_size", 1)
+    # Layers may have an sp group that DeepSpeed wasn't told of.
+    if size == 1 and (group := find_group(engine.module)) is not None:
+        size = dist.get_world_size(group)
+    if size > 1:
+        _agree(config, engine.seq_data_parallel_group)
+    if config is None:
+        if size > 1:
+            say_once(
+                f"sp_overlap: sequence parallelism is on (sp size {size}) and ds_sp_overlap "
+                'imported, but the DeepSpeed config has no "sp_overlap" section: nothing is '
+                f'overlapped. Add "sp_overlap": {{}} at its top level, set {VARIABLE}=1, or call '
+                "ds_sp_overlap.enable(engine.module)"
+            )
+        return
+    report = enable(engine.module, config, gradient_process_group=engine.seq_data_parallel_group)
+    if engine.global_rank == 0:
+        print(report, flush=True)

@@ -1,0 +1,1 @@
+"""What a module's forward computes, told by tracing it with an account of every operation."""

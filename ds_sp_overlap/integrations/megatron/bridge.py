@@ -1,0 +1,88 @@
+"""Megatron-DeepSpeed's HEAD beside a current DeepSpeed: what it imports in vain, its known errors,
+and a fork's flags.
+
+Megatron is never imported from here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+import traceback
+from typing import Any, NoReturn
+
+import deepspeed
+
+
+class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """``deepspeed.compression.compress``, which HEAD imports and DeepSpeed removed: present, and no
+    more than that.
+
+    Last of all finders, so that a DeepSpeed that has the module is left alone, and only in a
+    process that uses Megatron.
+    """
+
+    names = ("deepspeed.compression", "deepspeed.compression.compress")
+    functions = ("init_compression", "redundancy_clean")
+
+    def find_spec(
+        self, name: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self.names or "megatron" not in sys.modules:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=name == self.names[0])
+
+    def create_module(self, spec: Any) -> None:
+        return None
+
+    def exec_module(self, module: Any) -> None:
+        if module.__name__ == self.names[1]:
+            for function in self.functions:
+                setattr(module, function, functools.partial(self._refuse, function))
+
+    @staticmethod
+    def _refuse(function: str, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"deepspeed.compression.compress.{function}: DeepSpeed {deepspeed.__version__} has no compression any more; take "
+            '"compression_training" and --compression-training out, or train without sequence parallelism on an older DeepSpeed'
+        )
+
+
+def bridge() -> None:
+    """Let Megatron-DeepSpeed be imported beside a DeepSpeed that has dropped what it imports."""
+    if not any(isinstance(finder, _Compression) for finder in sys.meta_path):
+        sys.meta_path.append(_Compression())
+
+
+HINTS = {  # what fails at HEAD before, or without, a layer of ours: a piece of the message or of the failing line
+    "num_attention_heads % parallel_state.get_sequence_parallel_world_size()": "the query heads must divide by "
+    "--ds-sequence-parallel-size; take another size",
+    "self.projection_size == self.kv_projection_size": "Megatron-DeepSpeed has no grouped queries here; they work where the "
+    'overlap is on: an "sp_overlap" section in the DeepSpeed config, and --ds-sequence-parallel-size above 1',
+    "batch_dim_idx": "Megatron-DeepSpeed passes attention_mask where DeepSpeed takes batch_dim_idx; core attention works where "
+    'the overlap is on: an "sp_overlap" section in the DeepSpeed config; or take --use-flash-attn-v2',
+    "num_local_head, head_dim = input.shape": "DeepSpeed's class wants the heads of attention's output in a dimension of their own; "
+    'Triton\'s attention works where the overlap is on: an "sp_overlap" section in the DeepSpeed config',
+    "Invalid Grid": "pipeline modules know no sequence parallelism; add --no-pipeline-parallel",
+    "save_for_backward can only save variables": "RoPE is recomputed only with --checkpoint-activations "
+    "--deepspeed-activation-checkpointing, in place of --recompute-granularity full",
+    "Invalid activation recompute method": "--checkpoint-activations needs --deepspeed-activation-checkpointing beside it",
+}
+
+
+def explain(error: BaseException) -> str | None:
+    """What to do about an error that Megatron-DeepSpeed is known to raise under sequence
+    parallelism; None for others.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    seen = str(error) + (frames[-1].line or "" if frames else "")
+    return next((hint for piece, hint in HINTS.items() if piece in seen), None)
+
+
+def section(args: Any) -> dict | None:
+    """The section that pull request 415's flags stand for, where a script has them and they are
+    set.
+    """
+    return {"enabled": True} if getattr(args, "ds_sequence_parallel_overlap_comm", False) else None

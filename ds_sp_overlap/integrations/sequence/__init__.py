@@ -1,0 +1,1 @@
+"""Facts about the global sequence that every rank needs: positions, documents and masks."""

@@ -1,0 +1,142 @@
+"""Attention that keeps the documents of a packed sequence apart, in few kernel calls.
+
+One call per document would be slow where a row packs many short documents. `Documents` sorts the
+documents by length: a long one is a call of its own, short ones of similar length share a call, and
+documents of one token need none. So there are at most 8 calls per row, and one for each power of
+two below an eighth of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# A document is long if it is longer than an eighth of a row.
+_LONG = 8
+# The largest batch that every attention kernel takes.
+_BATCH = 2**15
+
+
+def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy arrays of one dtype to ``device`` in one transfer, for which the host doesn't wait.
+
+    Returns:
+        A tensor for each array, of the array's shape.
+    """
+    host = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    host = host if device.type == "cpu" else host.pin_memory()
+    parts = host.to(device, non_blocking=True).split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays)]
+
+
+class Documents:
+    """The documents of every row of a batch, sorted by the way in which attention takes them.
+
+    Args:
+        bounds: [n, 3]. Row, start and stop of each document, sorted by row and start.
+        rows: The number of rows, b.
+        seq: The length of a row, s.
+        device: Holds the index tensors.
+
+    Attributes:
+        long: For each call of attention on a long document, the rows, the start and the stop.
+            Documents that have the same place in all rows share a call.
+        short: For each call on short documents, the tokens to gather, [n, length], and the results
+            to take, as indices into the flattened result. The length is a power of two; a shorter
+            document repeats its last token.
+        alone: [n]. The tokens that are documents of their own. Such a token sees itself alone, so
+            that its o is its v.
+        in_order: Whether joining the results of the long documents gives the sequence.
+        order: [b s]. The place of each token in the joined results of all calls.
+    """
+
+    def __init__(self, bounds: np.ndarray, rows: int, seq: int, device: torch.device):
+        self.rows, length = rows, bounds[:, 2] - bounds[:, 1]
+        is_long = length * _LONG > seq
+        # For each call, the tokens that its results belong to, as indices into all rows joined.
+        tokens_of_calls: list[np.ndarray] = []
+
+        self.long = self._long_calls(bounds[is_long], rows)
+        for of_rows, start, stop in self.long:
+            row_starts = np.arange(rows)[of_rows, None] * seq
+            tokens_of_calls.append((row_starts + np.arange(start, stop)).ravel())
+        all_rows = all(of_rows == slice(None) for of_rows, _, _ in self.long)
+        self.in_order = all_rows and bool(is_long.all())
+
+        index_arrays: list[np.ndarray] = []
+        first, power = bounds[:, 0] * seq + bounds[:, 1], 2
+        while power // 2 * _LONG <= seq:
+            (similar,) = np.nonzero(~is_long & (length > power // 2) & (length <= power))
+            for begin in range(0, len(similar), _BATCH):
+                batch = similar[begin : begin + _BATCH]
+                nth, lengths = np.arange(power), length[batch, None]
+                index, real = first[batch, None] + np.minimum(nth, lengths - 1), nth < lengths
+                index_arrays += [index, real.ravel().nonzero()[0]]
+                tokens_of_calls.append(index[real])
+            power *= 2
+
+        alone = first[~is_long & (length == 1)]
+        tokens = np.concatenate([*tokens_of_calls, alone])
+        order = np.empty_like(tokens)
+        order[tokens] = np.arange(len(tokens))
+        *short, self.alone, self.order = to_device([*index_arrays, alone, order], device)
+        self.short: list[tuple[Tensor, Tensor]] = list(zip(short[::2], short[1::2]))
+
+    @staticmethod
+    def _long_calls(bounds: np.ndarray, rows: int) -> list[tuple[slice, int, int]]:
+        """Return rows, start and stop of each call on long documents."""
+        rows_of_place: dict[tuple[int, int], list[int]] = {}
+        for row, start, stop in bounds.tolist():
+            rows_of_place.setdefault((start, stop), []).append(row)
+        calls = []
+        for (start, stop), of_place in sorted(rows_of_place.items()):
+            if len(of_place) == rows:
+                calls.append((slice(None), start, stop))
+            else:
+                calls += [(slice(row, row + 1), start, stop) for row in of_place]
+        return calls
+
+    def attend(
+        self,
+        attention: Callable[..., Tensor],
+        alone: Callable[[Tensor], Tensor] | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
+        """Attend within each document.
+
+        Args:
+            attention: Attends to documents q, k, v [n, length, h, d]; returns o [n, length, h, d].
+            alone: Maps v [n, h_kv, d] of tokens that see themselves alone to o [n, h, d]; None to
+                call ``attention`` with documents of length 1.
+            q: [b, s, h, d].
+            k: [b, s, h_kv, d].
+            v: [b, s, h_kv, d].
+
+        Returns:
+            o [b, s, h, d].
+        """
+        outputs = [
+            attention(q[rows, start:stop], k[rows, start:stop], v[rows, start:stop])
+            for rows, start, stop in self.long
+        ]
+        if self.in_order:
+            return torch.cat(outputs, 1)
+        outputs = [o.flatten(0, 1) for o in outputs]
+        tokens = [x.flatten(0, 1) for x in (q, k, v)]
+        for index, real in self.short:
+            gathered = [
+                x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in tokens
+            ]
+            outputs.append(attention(*gathered).flatten(0, 1).index_select(0, real))
+        if len(self.alone):
+            if alone is not None:
+                outputs.append(alone(tokens[2].index_select(0, self.alone)))
+            else:
+                gathered = [x.index_select(0, self.alone).unsqueeze(1) for x in tokens]
+                outputs.append(attention(*gathered).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self.order).unflatten(0, (self.rows, -1))

@@ -1,0 +1,205 @@
+"""The patterns (sliding windows, chunks) that a transformers model asks its masks to have.
+
+A mask of one rank is of no use where the sequence is split over ranks: transformers would make the
+mask for the rank's own tokens. This file reads the pattern off the mask functions instead, and
+hands the model a placeholder; see Note [Placeholder masks].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .positions import GlobalSequence
+
+# Note [Placeholder masks]
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+# All of transformers' ``create_*_mask`` end in a call of
+# ``ALL_MASK_ATTENTION_FUNCTIONS[implementation](mask_function=...)``. While the forward of a
+# model runs, another function stands in this table. It reads the pattern off ``mask_function``
+# and returns a placeholder: a tensor of the mask's shape that is one byte large. The model passes
+# the placeholder on to its layers, which find by it the pattern to apply and the global sequence
+# to apply it to.
+#
+# The link is the memory of the placeholder, which its views and detached copies share. So it
+# survives a checkpoint: a layer that is recomputed in backward, when another forward may be
+# running, is given the placeholder of its own forward.
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The restrictions of a mask beside causality, documents and padding.
+
+    Attributes:
+        window: The number of tokens that a token sees, itself included; None for no limit.
+        chunk: The length of the chunks within which tokens see each other; None for no chunks.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def read(function: Callable) -> Pattern:
+    """Read the pattern off one of transformers' mask functions.
+
+    Raises:
+        ValueError: for a mask function that is not known here, or is not causal.
+    """
+    clauses: dict[str, Any] = {}
+    _read_into(clauses, function)
+    if not clauses.pop("causal", False):
+        raise ValueError("attention that is not causal")
+    return Pattern(**clauses)
+
+
+def _read_into(clauses: dict[str, Any], function: Callable) -> None:
+    """Add to ``clauses`` the restrictions that a mask function and its parts make."""
+    maker, variables = repr(function), {}
+    if getattr(function, "__module__", "") == "transformers.masking_utils":
+        maker = getattr(function, "__qualname__", maker).split(".")[0]
+        cells = getattr(function, "__closure__", None) or ()
+        contents = [cell.cell_contents for cell in cells]
+        variables = dict(zip(function.__code__.co_freevars, contents))
+    if maker == "causal_mask_function":
+        clauses["causal"] = True
+    elif maker == "and_masks":
+        for part in variables["mask_functions"]:
+            _read_into(clauses, part)
+    elif maker == "sliding_window_overlay":
+        window = variables["sliding_window"]
+        clauses["window"] = min(window, clauses.get("window", window))  # guard: windows are read
+    elif maker == "chunked_overlay" and clauses.get("chunk") in (None, variables["chunk_size"]):
+        clauses["chunk"] = variables["chunk_size"]
+    elif maker == "remap_positions_for_packed_sequence":
+        _read_into(clauses, variables["mask_function"])
+    # The documents are known from the position_ids of all ranks.
+    elif maker != "packed_sequence_mask_function":
+        raise ValueError(f"a mask with {maker}")
+
+
+# Names of functions in transformers: documents by position_ids, and masks of recurrent layers.
+_FIND_DOCUMENTS, RECURRENT = "find_packed_sequence_indices", "create_recurrent_attention_mask"
+
+
+def _documents_of(position_ids: Tensor) -> Tensor:
+    """Number the documents of each token [b, s/P], without a wait for the device.
+
+    transformers' own function waits for the device, to return None for a single document.
+    """
+    return (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+
+class _Placeholder(NamedTuple):
+    """A placeholder's memory, the sequence of its forward and the pattern of its mask."""
+
+    storage: StorageWeakRef
+    sequence: GlobalSequence
+    pattern: Pattern
+
+
+class Masks:
+    """The placeholders that a model's layers may hold; see Note [Placeholder masks]."""
+
+    def __init__(self) -> None:
+        self._placeholders: dict[int, _Placeholder] = {}
+
+    def find(self, mask: Any) -> tuple[GlobalSequence, Pattern] | None:
+        """Return the sequence and the pattern of a placeholder; None for anything else."""
+        if not isinstance(mask, Tensor):
+            return None
+        key = mask.untyped_storage()._cdata
+        placeholder = self._placeholders.get(key)  # guard: of its own forward
+        return placeholder and (placeholder.sequence, placeholder.pattern)
+
+    def _placeholder(
+        self, shape: tuple[int, ...], device: Any, sequence: GlobalSequence, pattern: Pattern
+    ) -> Tensor:
+        """Make a placeholder of ``shape``, and remember its sequence and its pattern."""
+        mask = torch.ones((), dtype=torch.bool, device=device).expand(shape)
+        storage = mask.untyped_storage()
+        self._placeholders[storage._cdata] = _Placeholder(
+            StorageWeakRef(storage), sequence, pattern
+        )
+        return mask
+
+    @contextlib.contextmanager
+    def for_recurrent(
+        self, sequence: GlobalSequence, namespaces: list[dict[str, Any]]
+    ) -> Iterator[None]:
+        """Give recurrent layers placeholders [b, s/P] while the body runs.
+
+        Args:
+            sequence: The global sequence of the forward that the body runs.
+            namespaces: The globals of the models that make masks for recurrent layers.
+        """
+        originals = [names[RECURRENT] for names in namespaces]
+
+        def create_mask(config: Any, inputs_embeds: Tensor, *_: Any, **__: Any) -> Tensor:
+            shape = inputs_embeds.shape[:2]
+            return self._placeholder(shape, inputs_embeds.device, sequence, pattern=Pattern())
+
+        for names in namespaces:
+            names[RECURRENT] = torch.compiler.disable(create_mask)
+        try:
+            yield
+        finally:
+            for names, original in zip(namespaces, originals):
+                names[RECURRENT] = original
+
+    @contextlib.contextmanager
+    def for_attention(
+        self, where: str, sequence: GlobalSequence, implementation: str, configs: Iterable[Any]
+    ) -> Iterator[None]:
+        """Give attention layers placeholders [b, 1, s/P, s/P] while the body runs.
+
+        Args:
+            where: The name of the model, for errors.
+            sequence: The global sequence of the forward that the body runs.
+            implementation: The name of the model's attention implementation.
+            configs: The configs of the models whose masks are replaced; other models in the process
+                get their own masks.
+        """
+        library: Any = sys.modules.get("transformers.masking_utils")
+        functions: Any = getattr(library, "ALL_MASK_ATTENTION_FUNCTIONS", {})
+        # This version of transformers, or this implementation, makes no masks by functions.
+        if implementation not in functions:
+            yield
+            return
+        config_ids, original = {id(config) for config in configs}, functions[implementation]
+        for key, placeholder in list(self._placeholders.items()):
+            if placeholder.storage.expired():
+                del self._placeholders[key]
+
+        @torch.compiler.disable
+        def create_mask(*args: Any, **kwargs: Any) -> Any:
+            if id(kwargs.get("config")) not in config_ids:
+                return original(*args, **kwargs)
+            try:
+                pattern = read(kwargs["mask_function"])
+            except ValueError as error:
+                raise ValueError(
+                    f"{where}: {error} can't be honoured on a sequence that is split over ranks"
+                ) from None
+            shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]
+            return self._placeholder(shape, kwargs["device"], sequence, pattern=pattern)
+
+        # The table has global entries, and entries of this process that hide them.
+        hiding = functions._local_mapping.get(implementation)
+        find_documents = getattr(library, _FIND_DOCUMENTS, None)
+        functions[implementation] = create_mask
+        setattr(library, _FIND_DOCUMENTS, _documents_of)  # guard: documents need no wait
+        try:
+            yield
+        finally:
+            setattr(library, _FIND_DOCUMENTS, find_documents)
+            if hiding is None:
+                del functions[implementation]
+            else:
+                functions[implementation] = hiding

@@ -1,0 +1,435 @@
+"""The positions, documents, padding and local lengths of the whole sequence, known to every rank.
+
+A rank sees only its own tokens, but attention after the exchange covers the whole sequence. So the
+ranks tell each other, once in each forward of a model, everything about their tokens that attention
+needs. See Note [One message, one wait].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...exchange.channel import Channel
+from .documents import Documents, to_device
+
+# Note [One message, one wait]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# The ranks gather positions and masks with one all-gather in each forward, after which the host
+# waits for the device once (`Positions._every`). A message is a header of fixed length and room
+# for values. The room must be the same on all ranks, but local lengths differ, and a rank doesn't
+# know those of the others. So the room grows to the largest message that any rank has ever
+# needed. Where the headers say that the room was too small for a rank, a second message follows
+# with more room.
+#
+# Everything else is computed from the gathered values on the host with numpy. What attention
+# reads is copied to the device once in each forward, and cached in `GlobalSequence`. A layer
+# never waits.
+
+_NEEDED = "those of the whole sequence, cut over the ranks like input_ids"
+_FAULTS: dict[str, tuple[type[Exception], str]] = {
+    "missing": (ValueError, f"sequence parallelism needs position_ids in every forward: {_NEEDED}"),
+    "axes": (ValueError, f"position_ids must be [b, s/P] or [axes, b, s/P]; give {_NEEDED}"),
+    "length": (ValueError, f"position_ids and input_ids differ in batch or length; give {_NEEDED}"),
+    "mask": (
+        ValueError,
+        "of a sequence that is split over ranks only a 2-D attention_mask [b, s/P], which tells "
+        "padding, can be honoured, not a 4-D mask, a BlockMask or a dict of masks; leave it out, "
+        "and let position_ids start anew with each document",
+    ),
+    "mask length": (
+        ValueError,
+        "attention_mask must be [b, s/P], cut over the ranks like input_ids",
+    ),
+    "cache": (
+        RuntimeError,
+        "generation with a KV cache does not work on a sequence that is split over ranks; call "
+        "ds_sp_overlap.disable(model, stock_too=True), which takes DeepSpeed's Ulysses out as "
+        "well, and generate on each rank by itself",
+    ),
+}
+# A fault travels as its place in this list.
+_CODES = [None, *_FAULTS]
+
+
+class GlobalSequence:
+    """The facts about the global sequence that attention needs in one forward.
+
+    Computed on the host; the tensors are made when they are first asked for.
+
+    Args:
+        position_ids: [b or 1, s] or [axes, b or 1, s]. Those of all ranks.
+        lengths: [P]. Local sequence length of every rank, in tokens.
+        rows: The batch size b.
+        mask: [b, s]. True for tokens that are not padding; None if there is no padding.
+        device: Holds the tensors.
+        where: The name of the model, for errors.
+
+    Attributes:
+        longest: The largest position.
+        bounds: [n, 3]. Row, start and stop of each document; None if every row is one document.
+        padded: Whether the attention mask alone tells some documents apart.
+
+    Raises:
+        ValueError: if there is padding between the tokens of a document.
+    """
+
+    def __init__(
+        self,
+        position_ids: np.ndarray,
+        lengths: list[int],
+        rows: int,
+        mask: np.ndarray | None,
+        device: torch.device,
+        where: str,
+    ):
+        self.lengths, self.rows, self.device = lengths, rows, device
+        self.longest, seq = int(position_ids.max()), sum(lengths)
+        starts = np.zeros((rows, seq), bool)
+        starts[:, 0] = True
+        # Positions on three axes are those of images, which tell no documents.
+        if position_ids.ndim == 2:
+            starts[:, 1:] = np.diff(position_ids) != 1
+        elif len(position_ids) != 3:
+            starts[:, 1:] = np.diff(position_ids[0]) != 1
+        self.padded = False
+        if mask is not None and not mask.all():  # guard: padding is a document
+            starts = self._with_padding(starts, mask, where)
+        self.bounds = _bounds(starts)
+        self._starts, self._mask = starts, mask
+        self._documents: dict[int | None, Documents | None] = {}
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
+        """Return the first tokens of documents [b, s] if padding in front is a document, too."""
+        token = np.arange(mask.shape[1])
+        # For each token, the number of tokens before it that are not padding.
+        real_before = mask.cumsum(1) - mask
+        first_of_document = np.maximum.accumulate(np.where(starts, token, 0), 1)
+        behind_padding = mask & ~np.roll(mask, 1, 1) & ~starts
+        real_before_document = np.take_along_axis(real_before, first_of_document, 1)
+        if (behind_padding & (real_before != real_before_document)).any():
+            raise ValueError(
+                f"{where}: attention_mask has padding between the tokens of a document; put it "
+                "before or behind them, or let position_ids start anew behind it"
+            )
+        self.padded = bool(behind_padding.any())
+        return starts | behind_padding
+
+    def documents(self, chunk: int | None = None) -> Documents | None:
+        """Return the documents, cut into chunks; None if every row is one document.
+
+        Args:
+            chunk: The length of a chunk, in tokens; None for whole documents.
+        """
+        if chunk not in self._documents:
+            seq, bounds = sum(self.lengths), self.bounds
+            if chunk is not None and chunk < seq:
+                row, start, stop = self._documents_or_rows()
+                count = (stop - start + chunk - 1) // chunk
+                nth = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
+                row, stop = row.repeat(count), stop.repeat(count)
+                start = start.repeat(count) + nth * chunk
+                bounds = np.stack([row, start, np.minimum(start + chunk, stop)], 1)
+            self._documents[chunk] = self._documents_of(bounds)
+        return self._documents[chunk]
+
+    @functools.cached_property
+    def recurrences(self) -> Documents | None:
+        """The documents as a recurrence needs them; None if every row is one document.
+
+        A recurrence may run on into padding behind a document. So padding there begins no document,
+        and a document begins with a token that is not padding.
+        """
+        starts = self._starts if self._mask is None else self._starts & self._mask
+        starts[:, 0] = True
+        return self._documents_of(_bounds(starts))
+
+    def _documents_of(self, bounds: np.ndarray | None) -> Documents | None:
+        """Return the documents with the given bounds [n, 3]; None without bounds."""
+        if bounds is None:
+            return None
+        return Documents(bounds, self.rows, sum(self.lengths), device=self.device)
+
+    def _documents_or_rows(self) -> tuple[np.ndarray, ...]:
+        """Return row, start and stop [n] of each document; of each row if rows aren't packed."""
+        if self.bounds is not None:
+            return tuple(self.bounds.T)
+        rows = np.arange(self.rows)
+        return rows, np.zeros_like(rows), np.full_like(rows, sum(self.lengths))
+
+    @functools.cached_property
+    def for_flash(self) -> dict[str, Any]:
+        """The keywords by which transformers' flash attention keeps documents apart.
+
+        Empty if every row is one document. Given ``position_ids`` instead, flash attention would
+        ask the device in every call how many documents there are.
+        """
+        if self.bounds is None:
+            return {}
+        seq, (row, start, stop) = sum(self.lengths), self._documents_or_rows()
+        # All rows are joined.
+        edges = np.append(row * seq + start, self.rows * seq).astype(np.int32)
+        (edges_on_device,) = to_device([edges], self.device)
+        longest = int((stop - start).max())
+        return dict(
+            cu_seq_lens_q=edges_on_device,
+            cu_seq_lens_k=edges_on_device,
+            max_length_q=longest,
+            max_length_k=longest,
+        )
+
+    @functools.cached_property
+    def position_ids(self) -> Tensor:
+        """[b, s]. Positions that count from 0 in each document."""
+        seq, (row, start, stop) = sum(self.lengths), self._documents_or_rows()
+        positions = np.arange(self.rows * seq) - (row * seq + start).repeat(stop - start)
+        return to_device([positions.reshape(self.rows, seq)], self.device)[0]
+
+    def window_mask(self, length: int, window: int) -> Tensor:
+        """Return the causal mask [1, 1, length, length] of a sliding window, in tokens."""
+        if (length, window) not in self._masks:
+            token = torch.arange(length, device=self.device)
+            distance = token[:, None] - token[None, :]
+            self._masks[length, window] = ((distance >= 0) & (distance < window))[None, None]
+        return self._masks[length, window]
+
+
+def _bounds(starts: np.ndarray) -> np.ndarray | None:
+    """Turn the first tokens of documents [b, s] into row, start and stop of each [n, 3].
+
+    Returns None if every row is one document.
+    """
+    rows, seq = starts.shape
+    row, start = starts.nonzero()
+    if len(row) == rows:
+        return None
+    stop = np.where(np.diff(row, append=rows) == 0, np.roll(start, -1), seq)
+    return np.stack([row, start, stop], 1)
+
+
+class _Header(NamedTuple):
+    """The header of a rank's message.
+
+    Attributes:
+        fault: The place in `_CODES` of what is wrong with the rank's arguments.
+        axes: The number of axes of positions; 0 for positions without axes.
+        rows: The batch size of the positions.
+        batch: The batch size of the tokens.
+        length: The local sequence length.
+        masked: 1 if the rank has a mask, else 0.
+    """
+
+    fault: int
+    axes: int = 0
+    rows: int = 0
+    batch: int = 0
+    length: int = 0
+    masked: int = 0
+
+    @property
+    def lines(self) -> int:
+        """The number of lines of ``length`` positions."""
+        return max(self.axes, 1) * self.rows
+
+    @property
+    def values(self) -> int:
+        """The number of values behind the header."""
+        return (self.lines + self.masked * self.batch) * self.length
+
+
+class Positions:
+    """Gathers positions and masks from all ranks, once in each forward of a model.
+
+    Args:
+        channel: The sp group.
+        documents: The option ``sp_overlap.documents``.
+
+    Attributes:
+        current: The global sequence of the forward that is running; None between forwards.
+    """
+
+    def __init__(self, channel: Channel, documents: str):
+        self.channel = channel
+        self.current: GlobalSequence | None = None
+        # Whether positions may start anew on every rank: the section says so, or positions that did
+        # not were seen before.
+        self._may_restart = documents == "per_rank"
+        # The room for values in the first message. See Note [One message, one wait].
+        self._room = 0
+        # The KV caches that were seen. A cache is new and empty by default; one that comes again is
+        # used for decoding.
+        self._caches: weakref.WeakSet = weakref.WeakSet()
+
+    @contextlib.contextmanager
+    def forward(self, where: str, arguments: dict[str, Any]) -> Iterator[GlobalSequence]:
+        """Hold the global sequence while the body runs the forward of a model. Collective.
+
+        Args:
+            where: The name of the model, for errors.
+            arguments: The arguments of its forward by name.
+        """
+        tokens = arguments.get("input_ids")
+        if tokens is None:
+            tokens = arguments.get("inputs_embeds")
+        mask, cache = arguments.get("attention_mask"), arguments.get("past_key_values")
+        self.current = self.gather(
+            where, tokens, arguments.get("position_ids"), mask=mask, cache=cache
+        )
+        try:
+            yield self.current
+        finally:
+            self.current = None
+
+    @torch.compiler.disable
+    def gather(
+        self,
+        where: str,
+        tokens: Tensor | None,
+        position_ids: Any,
+        mask: Any = None,
+        cache: Any = None,
+    ) -> GlobalSequence:
+        """Gather the global sequence of one call.
+
+        Collective; errors are raised on all ranks.
+
+        Args:
+            where: The name of the model or layer, for errors.
+            tokens: [b, s/P, ..]. Token ids or hidden states; may be None.
+            position_ids: [b or 1, s/P] or [axes, b or 1, s/P].
+            mask: [b, s/P]. Nonzero for tokens that are not padding; None without padding.
+            cache: The KV cache, which must be empty; or None.
+
+        Returns:
+            The global sequence, the same on all ranks.
+
+        Raises:
+            ValueError: for arguments that are missing, of a wrong form, or not cut from one global
+                sequence.
+            RuntimeError: for a KV cache that is in use.
+        """
+        header = _Header(_CODES.index(self._fault(tokens, position_ids, mask, cache=cache)))
+        values: list[Tensor] = []
+        if not header.fault:
+            rows, length = position_ids.shape[-2:]
+            header = header._replace(
+                axes=position_ids.shape[0] if position_ids.dim() == 3 else 0,
+                rows=rows,
+                batch=rows if tokens is None else tokens.shape[0],
+                length=length,
+                masked=int(mask is not None),
+            )
+            values = [position_ids] if mask is None else [position_ids, mask != 0]
+        tensors = [x for x in (position_ids, tokens) if isinstance(x, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        messages = self._every(list(header), values, device)
+        headers = [_Header(*line) for line in messages[:, : len(header)].tolist()]
+        self._refuse(where, headers)
+        needed = max(each.values for each in headers)
+        if needed > self._room:  # guard: travels in one message
+            self._room = needed
+            messages = self._every(list(header), values, device)
+        # Axes and batches are the same on all ranks, or `_refuse` has raised.
+        first, lengths = headers[0], [each.length for each in headers]
+        positions, masks = [], []
+        for each, rank_values in zip(headers, messages[:, len(header) :]):
+            of_positions, of_mask = each.lines * each.length, each.batch * each.length
+            positions.append(rank_values[:of_positions].reshape(each.lines, each.length))
+            rank_mask = np.ones(of_mask)
+            if each.masked:
+                rank_mask = rank_values[of_positions : of_positions + of_mask]
+            masks.append(rank_mask.reshape(each.batch, each.length))
+        shape = (first.axes, first.rows) if first.axes else (first.rows,)
+        whole_positions = np.concatenate(positions, 1).reshape(*shape, sum(lengths))
+        whole_mask = None
+        if any(each.masked for each in headers):
+            whole_mask = np.concatenate(masks, 1) != 0
+        self._refuse_restart(where, whole_positions, lengths)
+        return GlobalSequence(
+            whole_positions, lengths, first.batch, mask=whole_mask, device=device, where=where
+        )
+
+    def _fault(self, tokens: Tensor | None, position_ids: Any, mask: Any, cache: Any) -> str | None:
+        """Return the key of `_FAULTS` for the arguments on this rank; None if they are right."""
+        if cache is not None:
+            if cache in self._caches or cache.get_seq_length() > 0:
+                return "cache"
+            self._caches.add(cache)
+        if not isinstance(position_ids, Tensor):
+            return "missing"
+        if position_ids.dim() not in (2, 3):
+            return "axes"
+        shape = position_ids.shape[-2:] if tokens is None else tokens.shape[:2]
+        if position_ids.shape[-1] != shape[1] or position_ids.shape[-2] not in (1, shape[0]):
+            return "length"
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+            return "mask"
+        return "mask length" if mask is not None and mask.shape != shape else None
+
+    def _refuse(self, where: str, headers: list[_Header]) -> None:
+        """Raise the error of a fault on any rank, or of forms that differ between ranks."""
+        faults = [_CODES[header.fault] for header in headers]
+        faulty = {rank: fault for rank, fault in enumerate(faults) if fault}
+        if faulty:
+            error, message = _FAULTS[next(iter(faulty.values()))]
+            if len(set(faults)) > 1:
+                messages = [f"sp rank {rank}: {_FAULTS[key][1]}" for rank, key in faulty.items()]
+                message = "; ".join(messages)
+            raise error(f"{where}: {message}")
+        if len({(header.axes, header.rows, header.batch) for header in headers}) > 1:
+            forms = "; ".join(
+                f"sp rank {rank}: {header.rows} of batch {header.batch}, {header.axes} axes"
+                for rank, header in enumerate(headers)
+            )
+            raise ValueError(
+                f"{where}: position_ids differ in batch or axes over the sp ranks ({forms}); "
+                "cut one batch over them"
+            )
+
+    def _refuse_restart(self, where: str, position_ids: np.ndarray, lengths: list[int]) -> None:
+        """Raise ValueError for positions that start anew on every rank and nowhere else.
+
+        Such positions are a mistake in the first forward. Once other positions were seen, they mean
+        documents that end where ranks end.
+        """
+        starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]
+        if self._may_restart or len(starts) == 1:
+            return
+        continues = bool(position_ids[..., starts].any())
+        restarts_elsewhere = False
+        if position_ids.ndim == 2:
+            restarts = (np.diff(position_ids) != 1).sum()
+            restarts_elsewhere = bool(restarts > len(position_ids) * (len(starts) - 1))
+        self._may_restart = continues or restarts_elsewhere
+        if not self._may_restart:
+            raise ValueError(
+                f"{where}: position_ids start anew on every rank; for one long sequence give "
+                f"{_NEEDED}. Where documents are packed so that they do begin with every rank, "
+                'set sp_overlap.documents to "per_rank"'
+            )
+
+    def _every(self, header: list[int], values: list[Tensor], device: torch.device) -> np.ndarray:
+        """Gather the messages of all ranks [P, len(header) + room] on the host. Collective.
+
+        The host waits for the device here and nowhere else. Values that don't fit into the room are
+        replaced by zeros.
+        """
+        (head,) = to_device([np.array(header)], device)
+        flat = head.new_zeros(0)
+        if values:
+            flat = torch.cat([x.long().to(device).flatten() for x in values])
+        if len(flat) > self._room:
+            flat = flat.new_zeros(0)
+        message = torch.cat([head, flat, head.new_zeros(self._room - len(flat))])
+        messages = message.new_empty(self.channel.size, len(message))
+        dist.all_gather(list(messages), message, group=self.channel.group)
+        return messages.cpu().numpy()

@@ -1,0 +1,1 @@
+"""Adapter to transformers: its attention layers and its decoder layers."""

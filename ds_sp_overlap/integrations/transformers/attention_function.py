@@ -1,0 +1,304 @@
+"""Attention over the global sequence by transformers' attention functions.
+
+`local_attention` runs an attention function of transformers between the exchanges. `Dispatch`
+overlaps layers of unknown families: it stands in transformers' table in place of an attention
+function and is given q, k and v that the layer has projected and rotated itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...attention.drop_in import ProjectedAttention
+from ...attention.heads import PerHead
+from ...attention.latent import LatentAttention
+from ...attention.layer import Layer
+from ...attention.runtime.linear import autocast
+from ...exchange.channel import Channel
+from ..inspect.library import attention_functions
+from ..layers import Overlap
+from ..rebinding import Undo, rebind
+from ..sequence.masks import Pattern
+from ..sequence.positions import GlobalSequence
+from .forward import Forwards
+from .modules import off_in_eval, refuse_copy, stock_of, unfit
+
+# Note [Documents in flash attention]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# transformers' own flash attention keeps documents apart by their edges (``cu_seq_lens_q``) or by
+# position_ids. By position_ids it would ask the device for the number of documents in every call,
+# so that the host waits. The edges are known on the host, and are given. A flash attention of
+# somebody else may know position_ids alone. It reads them for a batch of one row, so that several
+# rows with several documents are several calls.
+
+
+def _core(module: Any) -> tuple[str, Callable]:
+    """Return name and function of the layer's attention, without sequence parallelism around it."""
+    name = module.config._attn_implementation
+    # The implementation may have changed since `enable`.
+    if (reason := unfit(name)) is not None:
+        raise ValueError(f"sp_overlap: {type(module).__name__}: {reason}")
+    function = attention_functions()[name]
+    stock = stock_of(function)
+    if stock is not None:
+        return name, stock.attn
+    return name, function.before if isinstance(function, Dispatch) else function
+
+
+def _takes_edges(function: Callable) -> bool:
+    """Return whether a flash attention, or the function of a partial, is transformers' own."""
+    function = getattr(function, "func", function)
+    module = getattr(function, "__module__", "")
+    return module == "transformers.integrations.flash_attention"
+
+
+def local_attention(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sequence: GlobalSequence,
+    pattern: Pattern,
+    **options: Any,
+) -> Tensor:
+    """Attend over the whole sequence with some heads, by the layer's own attention function.
+
+    As on one rank, sdpa follows the pattern of the mask, and a flash attention its own options.
+
+    Args:
+        module: The layer.
+        q: [b, s, h/P, d].
+        k: [b, s, h_kv', d]. The KV heads that the query heads need.
+        v: [b, s, h_kv', d].
+        sequence: The global sequence.
+        pattern: The pattern of the layer's mask.
+        options: Further keywords of the attention function.
+
+    Returns:
+        o [b, s, h/P, d].
+
+    Raises:
+        ValueError: if the attention function can't attend in the pattern's chunks.
+    """
+    name, function = _core(module)
+    own_groups = vars(module).get("num_key_value_groups")
+    heads_per_kv = q.shape[2] // k.shape[2]
+    # Ranks may share KV heads, so that this rank's number differs from the layer's.
+    module.num_key_value_groups = heads_per_kv
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return function(module, q, k, v, mask, **options, **more)[0]
+
+    def document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length, window, mask = q.shape[1], pattern.window, None
+        if window is not None and window < length:
+            mask = sequence.window_mask(length, window)
+        return attention(q, k, v, mask)
+
+    def alone(v: Tensor) -> Tensor:
+        # A token that sees itself alone has one attention weight of 1, which dropout may drop.
+        weight = v.new_ones(len(v), v.shape[1] * heads_per_kv, 1)
+        return v.repeat_interleave(heads_per_kv, 1) * F.dropout(weight, options.get("dropout", 0.0))
+
+    try:
+        if name == "sdpa":
+            documents = sequence.documents(pattern.chunk)
+            if documents is None:
+                return document(q, k, v)
+            return documents.attend(document, alone, q, k=k, v=v)
+        if pattern.chunk is not None and pattern.chunk < q.shape[1]:
+            raise ValueError(
+                f'{type(module).__name__}: "{name}" has no attention in chunks of {pattern.chunk}; '
+                'use "sdpa"'
+            )
+        # See Note [Documents in flash attention].
+        if _takes_edges(function):
+            return attention(q, k, v, None, **sequence.for_flash)  # guard: edges, no positions
+        if sequence.bounds is None or q.shape[0] == 1:
+            return attention(q, k, v, None, position_ids=sequence.position_ids)
+        outputs = []
+        for at in range(q.shape[0]):
+            row = slice(at, at + 1)
+            positions = sequence.position_ids[row]
+            outputs.append(attention(q[row], k[row], v[row], None, position_ids=positions))
+        return torch.cat(outputs)
+    finally:
+        if own_groups is not None:
+            module.num_key_value_groups = own_groups
+        else:
+            del module.num_key_value_groups
+
+
+def stock_does_the_same(
+    module: Any,
+    x: Tensor,
+    sequence: GlobalSequence,
+    pattern: Pattern,
+    channel: Channel,
+    keywords: dict[str, Any],
+) -> bool:
+    """Return whether stock Ulysses could serve a call as well, as the baseline of a timing.
+
+    Stock Ulysses must be registered over the same ranks, take the shape, and drop nothing of the
+    call: it knows no packed documents, windows or uneven local lengths.
+
+    Args:
+        module: The layer.
+        x: [b, s/P, ..]. The layer's hidden states or queries.
+        sequence: The global sequence.
+        pattern: The pattern of the layer's mask.
+        channel: The sp group.
+        keywords: The keywords of the layer's call.
+    """
+    stock = stock_of(attention_functions().get(module.config._attn_implementation))
+    if stock is None:
+        return False
+    stock_ranks = dist.get_process_group_ranks(stock.process_group)
+    if stock_ranks != dist.get_process_group_ranks(channel.group):
+        return False
+    fits_length = stock.seq_length_is_variable or x.shape[1] == stock.local_seq_length
+    if x.shape[0] != stock.batch_size or not fits_length:
+        return False
+    seq, even = sum(sequence.lengths), len(set(sequence.lengths)) == 1
+    limits = (pattern.window, pattern.chunk)
+    unlimited = all(limit is None or limit >= seq for limit in limits)
+    one_document = sequence.bounds is None
+    return even and one_document and unlimited and keywords.get("position_ids") is not None
+
+
+class _Bound(NamedTuple):
+    """A layer that is overlapped at its attention function: by which attention, in which model."""
+
+    attend: ProjectedAttention | LatentAttention
+    forwards: Forwards
+    where: str
+
+
+class Dispatch:
+    """An attention function that overlaps some layers, and passes on the calls of all others.
+
+    Args:
+        before: The attention function whose place it takes.
+
+    Attributes:
+        attend: The layers that it overlaps.
+    """
+
+    def __init__(self, before: Callable):
+        self.before = before
+        self.attend: weakref.WeakKeyDictionary[nn.Module, _Bound] = weakref.WeakKeyDictionary()
+
+    @torch.compiler.disable
+    def __call__(self, module, query, key, value, attention_mask, **kwargs):
+        """Attend to q, k, v [b, h, s/P, d]; return o [b, s/P, h, d] and None."""
+        if module not in self.attend or off_in_eval(module):
+            return self.before(module, query, key, value, attention_mask, **kwargs)
+        attend, forwards, where = self.attend[module]
+        forwards.attended.add(where)
+        if kwargs.get("position_bias") is not None:
+            raise ValueError(
+                f"{where}: attention with position_bias (a mask for each head) can't be split "
+                "over ranks here"
+            )
+        # `kwargs` loses keywords below.
+        keywords = dict(kwargs)
+        per_head = {}
+        if kwargs.get("s_aux") is not None:
+            per_head["s_aux"] = PerHead(kwargs.pop("s_aux"))
+        # Norms and rotations may have left fp32.
+        q, k, v = autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        sequence, pattern = forwards.of(where, module, q, mask=attention_mask, kwargs=kwargs)
+        channel = attend.layer.channel
+        q = _scaled_by_position(module, q, sequence, rank=channel.rank)
+        local = functools.partial(
+            local_attention, module, sequence=sequence, pattern=pattern, **kwargs
+        )
+
+        def stock_attention(q, k, v):
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            o = self.before(module, q, k, v, attention_mask, **keywords)[0]
+            return o.unflatten(-1, (query.shape[1], -1)) if o.dim() == 3 else o
+
+        baseline = None
+        if attend.layer.policy and stock_does_the_same(
+            module, q, sequence, pattern=pattern, channel=channel, keywords=keywords
+        ):
+            stock = stock_of(self)
+            stock_heads = stock.attn_head_count, stock.global_kv_head_count
+            if stock_heads == (q.shape[2], k.shape[2]):
+                baseline = stock_attention
+        o = attend(
+            local,
+            q,
+            k,
+            v,
+            kwargs=per_head,
+            batch_first=True,
+            sequence_lengths=sequence.lengths,
+            baseline=baseline,
+        )
+        return o, None
+
+
+def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: int) -> Tensor:
+    """Correct the scale by position that Llama 4 gives to q [b, s/P, h, d] of layers without RoPE.
+
+    Llama 4 counts positions from the first token of this rank, instead of the global sequence.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return q
+
+    def scale(position: Tensor) -> Tensor:
+        steps = torch.floor((position + 1.0) / module.floor_scale)
+        return torch.log1p(steps) * module.attn_scale + 1.0
+
+    local = torch.arange(q.shape[1], device=q.device, dtype=torch.float32)
+    correct = scale(local + sum(sequence.lengths[:rank])).to(q.dtype)
+    correction = correct / scale(local).to(q.dtype)
+    return q * correction[:, None, None]
+
+
+def bind_function(
+    name: str,
+    module: Any,
+    forwards: Forwards,
+    overlap: Overlap,
+    attention: Callable[[Layer], ProjectedAttention | LatentAttention] = ProjectedAttention,
+) -> Undo:
+    """Overlap the attention function of a layer; the projections stay the layer's own.
+
+    Args:
+        name: The layer's name.
+        module: The layer.
+        forwards: The forwards of its model.
+        overlap: The settings of the model's layers.
+        attention: Makes the overlapped attention of the layer.
+
+    Returns:
+        The function that undoes the rebinding.
+    """
+    functions, implementation = attention_functions(), module.config._attn_implementation
+    if not isinstance(functions[implementation], Dispatch):
+        functions[implementation] = Dispatch(functions[implementation])
+    dispatch = functions[implementation]
+    layer = Layer(overlap.channel, overlap.config, name, policy=overlap.policy, heads_alike=True)
+    dispatch.attend[module] = _Bound(attention(layer), forwards, name)
+    undo_forward = rebind(module, module.forward, whole=False, of_copy=refuse_copy)
+
+    def undo(module: nn.Module) -> None:
+        undo_forward(module)
+        del dispatch.attend[module]
+        if not dispatch.attend and functions[implementation] is dispatch:
+            functions[implementation] = dispatch.before
+
+    return undo

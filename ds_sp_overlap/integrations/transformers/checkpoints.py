@@ -1,0 +1,123 @@
+"""Gradient checkpointing of a transformers model that saves the results of attention.
+
+A plain checkpoint would recompute attention and repeat its exchanges in backward. torch's
+non-reentrant checkpoint takes a ``context_fn``, by which `keep_attention` saves the results of
+attention over the checkpoint. ``gradient_checkpointing_enable`` may give each layer a checkpoint
+function at any time. So the functions are replaced at the beginning of each forward of the model,
+and put back at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from ...attention.memory.checkpoint_cache import keep_attention
+from ...exchange.channel import Channel
+
+FUNCTION = "_gradient_checkpointing_func"
+
+
+class Checkpoints:
+    """The modules of a model whose checkpoints must save attention.
+
+    Args:
+        name: The name of the model, for errors.
+        model: The model.
+        layers: The attention layers whose results are saved over checkpoints.
+        channel: The sp group.
+    """
+
+    def __init__(
+        self, name: str, model: nn.Module, layers: Collection[nn.Module], channel: Channel
+    ):
+        self.name, self.channel, self.agreed = name, channel, False
+        around = [
+            (at, module)
+            for at, module in model.named_modules()
+            if hasattr(module, "gradient_checkpointing")
+            and any(inner in layers for inner in module.modules())
+        ]
+        # The innermost modules, which run the checkpoints, come first, so that errors name them.
+        around.sort(key=lambda named: -named[0].count("."))
+        self.around = dict(around)
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Have checkpoints save attention while the body runs a forward of the model.
+
+        Collective the first time.
+
+        Raises:
+            ValueError: on all ranks, before any exchange, if a layer is checkpointed by a function
+                that can't save attention.
+        """
+        originals: dict[nn.Module, Callable] = {}
+        if self.around and torch.is_grad_enabled():
+            if not self.agreed:
+                self.channel.agree(
+                    self.name, lambda: self._saving_functions() and None
+                )  # guard: refused on all ranks
+                self.agreed = True
+            for module, function in self._saving_functions().items():
+                originals[module] = getattr(module, FUNCTION)
+                setattr(module, FUNCTION, function)
+        try:
+            yield
+        finally:
+            for module, original in originals.items():
+                setattr(module, FUNCTION, original)
+
+    def _saving_functions(self) -> dict[nn.Module, Callable]:
+        """Return, for each module that is checkpointed, a checkpoint function that saves attention.
+
+        Raises ValueError for a function that can't save attention.
+        """
+        functions: dict[nn.Module, Callable] = {}
+        for at, module in self.around.items():
+            function = vars(module).get(FUNCTION)
+            if function is None or not (module.training and module.gradient_checkpointing):
+                continue
+            if reason := _why_not(function):
+                raise ValueError(
+                    f"{at or self.name} ({type(module).__name__}) is checkpointed {reason}, over "
+                    "which sp_overlap.checkpointing can't keep attention; use "
+                    'gradient_checkpointing_kwargs={"use_reentrant": False}, or set '
+                    'sp_overlap.checkpointing to "recompute"'
+                )
+            functions[module] = functools.partial(function, context_fn=keep_attention)
+        return functions
+
+
+def can_keep(model: nn.Module) -> bool:
+    """Return whether all checkpoints that ``model`` has now can save attention.
+
+    False for a model without checkpoints.
+    """
+    checkpointed = [
+        module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
+    ]
+    functions = [vars(module)[FUNCTION] for module in checkpointed if FUNCTION in vars(module)]
+    return bool(functions) and not any(map(_why_not, functions))
+
+
+def _why_not(function: Any) -> str:
+    """Explain why a checkpoint function can't save attention; empty if it can."""
+    keywords, inner = {}, function
+    if isinstance(function, functools.partial):
+        keywords, inner = function.keywords, function.func
+    module = getattr(inner, "__module__", "")
+    if inner is not checkpoint and not module.startswith("transformers."):
+        name = getattr(inner, "__qualname__", type(inner).__name__)
+        return f"by {module or '?'}.{name}"
+    if keywords.get("use_reentrant") is not False:
+        return f"with use_reentrant={keywords.get('use_reentrant')}"
+    if keywords.get("context_fn", noop_context_fn) is not noop_context_fn:
+        return "with a context_fn of its own"
+    return ""

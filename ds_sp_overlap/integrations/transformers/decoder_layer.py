@@ -1,0 +1,106 @@
+"""Decoder layers of transformers that may run in a chain (`chains`)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from ...attention.memory.checkpoint_cache import keep_attention
+from ...chain.block import Rerun
+from ...config import SpOverlapConfig
+from ..chains import Course, Link
+from ..inspect.accounting import forward_of
+from ..inspect.decoder_layer import CHECKPOINTING, BlockReader
+from ..inspect.probe import difference_of_block, refuse_difference
+from ..inspect.symbolic_trace import UNUSED
+from .driven import Driven
+from .forward import Forwards
+
+
+class DecoderLayer(Link):
+    """A decoder layer whose attention is driven whole.
+
+    Args:
+        name: The layer's name in the model.
+        module: The layer.
+        child: The name of the attention in the layer.
+        attention: The attention.
+        forwards: The forwards of the model.
+
+    Raises:
+        Unknown: if the layer can't run in a chain.
+    """
+
+    def __init__(self, name: str, module: Any, child: str, attention: Driven, forwards: Forwards):
+        reader = BlockReader(module, child, known=forwards.known)
+        super().__init__(name, module, reader, attention=attention.block, courses=forwards)
+        self.attention = attention
+
+    @property
+    def lacks(self) -> str:
+        if not _is_checkpointed(self.module):
+            return ""
+        reason = _why_layer_recomputes(self.module, self.courses.config)
+        return reason and f"in training one by one: {reason}"
+
+    @property
+    def rerun(self) -> Rerun:
+        if not self._recomputes():
+            return "none"
+        return "all" if self.courses.config.checkpointing == "recompute" else "but attention"
+
+    def use(self) -> None:
+        self.attention.use()
+
+    def computed_again(self) -> str:
+        if not self._recomputes():
+            return ""
+        return _why_layer_recomputes(self.module, self.courses.config)
+
+    def _recomputes(self) -> bool:
+        """Return whether backward of a call now would recompute the layer."""
+        return self.module.training and _is_checkpointed(self.module)
+
+    def probe(
+        self, course: Course, arguments: dict[str, Any], attention_arguments: dict[str, Any]
+    ) -> None:
+        channel, attention = self.layer.attention.layer.channel, self.reader.reading.attention
+        if self.reader.probed.is_due(self.name, self.courses.config.check, course.lengths):
+            compare = functools.partial(
+                difference_of_block,
+                self.module,
+                forward_of(type(self.module), beside=CHECKPOINTING),
+                self.layer,
+                attention,
+                arguments,
+                attention_arguments,
+                course.lengths,
+                unused=UNUSED,
+            )
+            refuse_difference(
+                self.reader.probed, self.name, self.module, channel=channel, compare=compare
+            )
+
+    def asked(self, course: Course, arguments: dict[str, Any]) -> dict[str, Any]:
+        return self.attention.block_arguments(arguments).keywords()
+
+
+def _is_checkpointed(module: Any) -> bool:
+    """Return whether gradient checkpointing is on for a layer."""
+    return getattr(module, "gradient_checkpointing", False)
+
+
+def _why_layer_recomputes(module: Any, config: SpOverlapConfig) -> str:
+    """Explain why the chain leaves gradient checkpointing to the layer; empty if it does not."""
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    keywords = function.keywords if isinstance(function, functools.partial) else {}
+    if config.checkpointing == "offload":
+        return 'gradient checkpointing, with sp_overlap.checkpointing "offload"'
+    if getattr(function, "func", None) is not checkpoint:
+        return "gradient checkpointing that is not torch's"
+    context_fn = keywords.get("context_fn", noop_context_fn)
+    if context_fn not in (noop_context_fn, keep_attention) or keywords.get("debug"):
+        return "gradient checkpointing with a context_fn or debug"
+    return ""

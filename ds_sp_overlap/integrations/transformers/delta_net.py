@@ -1,0 +1,250 @@
+"""Gated delta nets of transformers models (Qwen3-Next, Qwen3.5, OLMo Hybrid).
+
+A gated delta net is recurrent: its state passes from token to token, so that it needs the whole
+sequence. A layer is recognised by the source of its forward. `DeltaNet` does the work of the
+forward between the projections and the norm, with the same functions for the convolution and for
+the delta rule: those of transformers, or the kernels that stand in for them.
+
+A document begins with an empty state, and the convolution doesn't look back beyond the beginning,
+so that padding in front of a document has no effect. transformers zeroes padding instead, and keeps
+documents apart only where it is given their edges and has kernels for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...attention.delta_net import DeltaNet
+from ...attention.layer import Layer
+from ..inspect.library import digest, once
+from ..layers import Found, Overlap
+from ..rebinding import Undo, rebind
+from ..sequence.masks import RECURRENT
+from ..sequence.positions import GlobalSequence
+from .forward import Forwards
+from .modules import off_in_eval
+
+
+@dataclass(frozen=True)
+class Source:
+    """A projection of a layer's hidden states.
+
+    Attributes:
+        names: The results, in order, each by one letter of q, k, v, z, b, a.
+        project: Maps the layer and x [b, s/P, m] to the results.
+    """
+
+    names: str
+    project: Callable[[Any, Tensor], Sequence[Tensor]]
+
+
+def _project_fused(layer: Any, x: Tensor) -> Sequence[Tensor]:
+    """Return q, k, v, z, b and a of a layer with two fused projections."""
+    return layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x), layer.in_proj_ba(x))
+
+
+def _project_qkv(layer: Any, x: Tensor) -> Sequence[Tensor]:
+    """Return q, k and v of a layer that has one projection for the three."""
+    return layer.in_proj_qkv(x).split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+
+
+def _project_one(child: str, layer: Any, x: Tensor) -> Sequence[Tensor]:
+    """Return the result of one projection of a layer."""
+    return (getattr(layer, child)(x),)
+
+
+def _single(name: str, child: str) -> Source:
+    """Return the source of one result, made by the layer's projection ``child``."""
+    return Source(name, functools.partial(_project_one, child))
+
+
+Sources = tuple[Source, ...]
+FUSED: Sources = (Source("qkvzba", _project_fused),)
+SPLIT: Sources = (
+    Source("qkv", _project_qkv), _single("z", "in_proj_z"), _single("b", "in_proj_b"),
+    _single("a", "in_proj_a"),
+)  # fmt: skip
+SEPARATE: Sources = (
+    _single("q", "q_proj"), _single("k", "k_proj"), _single("v", "v_proj"),
+    _single("b", "b_proj"), _single("a", "a_proj"), _single("z", "g_proj"),
+)  # fmt: skip
+# By the digest of the forward, and of the method of the class that it calls.
+KNOWN = {
+    "0e32b04f43722526": FUSED,  # Qwen3-Next
+    "3efda038042d9626": SPLIT,  # Qwen3.5, dense and MoE
+    "5cc8d6823a28852b": SEPARATE,  # OLMo Hybrid
+}
+
+
+def sources_of(module: nn.Module) -> Sources | None:
+    """Return the projections of a gated delta net; None for any module that is not a known one."""
+    kind, convolution = type(module), getattr(module, "conv1d", None)
+    if "forward" in vars(module) or not kind.__module__.startswith("transformers.models."):
+        return None
+    if type(convolution) is not nn.Conv1d or convolution.bias is not None:
+        return None
+    if RECURRENT not in names_around(module):
+        return None
+    return KNOWN.get(_digest(kind))
+
+
+@once
+def _digest(kind: type[nn.Module]) -> str:
+    """Return the digest by which a class of gated delta nets is known."""
+    return digest(kind, "fix_query_key_value_ordering", "forward")
+
+
+def names_around(layer: nn.Module) -> dict[str, Any]:
+    """Return the globals of the file that defines the layer's forward, and its model's."""
+    return inspect.unwrap(type(layer).forward).__globals__
+
+
+def describe(name: str, layer: Any, model: Any, forwards: Forwards, overlap: Overlap) -> Found:
+    """Describe a gated delta net, and how to overlap it.
+
+    Args:
+        name: The layer's name.
+        layer: The layer.
+        model: The model that it is in.
+        forwards: The forwards of the model.
+        overlap: The settings of the model's layers.
+
+    Raises:
+        ValueError: if a rank would have no head.
+    """
+    heads, key_heads, size = layer.num_v_heads, layer.num_k_heads, overlap.channel.size
+    if heads < size:
+        raise ValueError(
+            f"{name} ({type(layer).__name__}): {heads} value heads leave a rank of sp size {size} "
+            f"with no head; use sp size {heads} or less"
+        )
+    groups = overlap.groups_for(heads, key_heads)
+    sources = sources_of(layer)
+    assert sources is not None
+    got = f"delta rule, {overlap.describe_groups(groups)}"
+    if any(source.names == "z" for source in sources):
+        got += ", the projection of z under q, k, v"
+    lacks = overlap.why_not_more("its projections are called whole", groups)
+    bind = functools.partial(_bind, name, layer, model, sources, forwards, overlap)
+    return Found(name, layer, got, lacks=lacks, bind=bind)
+
+
+def _bind(
+    name: str, layer: Any, model: Any, sources: Sources, forwards: Forwards, overlap: Overlap
+) -> Undo:
+    """Rebind a gated delta net; return the function that undoes the rebinding."""
+    norm, out = ("norm", "out_proj") if hasattr(layer, "out_proj") else ("o_norm", "o_proj")
+
+    def merge(o: Tensor, z: Tensor) -> Tensor:
+        y = getattr(layer, norm)(o.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
+        return getattr(layer, out)(y.view(o.shape).flatten(2))
+
+    net = DeltaNet(
+        Layer(overlap.channel, overlap.config, name, policy=overlap.policy),
+        heads=layer.num_v_heads,
+        head_dim=layer.head_v_dim,
+        key_heads=layer.num_k_heads,
+        key_dim=layer.head_k_dim,
+        project=functools.partial(_Projected, layer, sources),
+        merge=merge,
+        learned=lambda: (layer.conv1d.weight, layer.A_log, layer.dt_bias),
+        trained=lambda: [p.requires_grad for p in layer.parameters()],
+    )
+    original = layer.forward
+
+    def forward(hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        if off_in_eval(model):
+            return original(hidden_states, cache_params, attention_mask, **kwargs)
+        sequence, _ = forwards.of(name, layer, hidden_states, mask=attention_mask, kwargs=kwargs)
+        mix = functools.partial(_mix, layer, sequence)
+        return net(hidden_states, mix, sequence.lengths)
+
+    return rebind(layer, forward)
+
+
+class _Projected:
+    """The projections of one call; each runs when one of its results is first asked for.
+
+    Args:
+        layer: The layer.
+        sources: Its projections.
+        x: [b, s/P, m]. The hidden states.
+    """
+
+    def __init__(self, layer: Any, sources: Sources, x: Tensor):
+        self.layer, self.sources, self.x = layer, sources, x
+        self._results: dict[str, Tensor] = {}
+
+    def __call__(self, name: str) -> Tensor:
+        """Return a result once: q, k, v or z [b, s/P, heads, d], b or a [b, s/P, heads]."""
+        if name not in self._results:
+            source = next(source for source in self.sources if name in source.names)
+            self._results.update(zip(source.names, source.project(self.layer, self.x)))
+        result = self._results.pop(name)
+        if name in "ba" or result.dim() == 4:
+            return result
+        head_dim = self.layer.head_k_dim if name in "qk" else self.layer.head_v_dim
+        return result.unflatten(-1, (-1, head_dim))
+
+
+def _mix(
+    layer: Any,
+    sequence: GlobalSequence,
+    q: Tensor,
+    k: Tensor,
+    vba: Tensor,
+    taps: Tensor,
+    decay: Tensor,
+    bias: Tensor,
+) -> Tensor:
+    """Compute the convolution and the delta rule of some heads, as the layer's forward does.
+
+    Args:
+        layer: The layer.
+        sequence: The global sequence.
+        q: [b, s, h_k', d_k].
+        k: [b, s, h_k', d_k].
+        vba: [b, s, h', d_v + 2]. v with b and a behind it.
+        taps: [channels, 1, taps]. Weights of the convolution for the channels of q, k and v.
+        decay: [h']. The logarithm of the decay of each head.
+        bias: [h']. Added to a.
+
+    Returns:
+        o [b, s, h', d_v].
+    """
+    names = names_around(layer)
+    convolve, rule = names["causal_conv1d_fn"], names["torch_chunk_gated_delta_rule"]
+    allow_negative = getattr(layer, "allow_neg_eigval", False)
+
+    def document(vba: Tensor, k: Tensor, q: Tensor) -> Tensor:
+        v, (b, a) = vba[..., : layer.head_v_dim], vba[..., layer.head_v_dim :].unbind(-1)
+        q_flat, k_flat, v_flat = q.flatten(2), k.flatten(2), v.flatten(2)
+        widths = [q_flat.shape[-1], k_flat.shape[-1], v_flat.shape[-1]]
+        channels_first = torch.cat((q_flat, k_flat, v_flat), -1).transpose(1, 2)
+        mixed = convolve(channels_first, taps.squeeze(1), None, activation=layer.activation)
+        q_mixed, k_mixed, v_mixed = mixed.transpose(1, 2).split(widths, -1)
+        beta, g = b.sigmoid(), -decay.float().exp() * F.softplus(a.float() + bias)
+        output, *_ = rule(
+            q_mixed.unflatten(-1, q.shape[2:]),
+            k_mixed.unflatten(-1, k.shape[2:]),
+            v_mixed.unflatten(-1, v.shape[2:]),
+            g=g,
+            beta=beta * 2.0 if allow_negative else beta,
+            initial_state=None,
+            output_final_state=False,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return output
+
+    documents = sequence.recurrences  # guard: an empty state
+    if documents is None:
+        return document(vba, k, q)
+    return documents.attend(document, None, vba, k=k, v=q)

@@ -1,0 +1,254 @@
+"""Attention layers of transformers whose whole forward is replaced.
+
+A layer whose forward is known (`inspect.attention`) needs none of its own code: `SelfAttention`
+drives its projections, norms and rotation, so that the projections hide the exchanges.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ...attention.heads import PerHead
+from ...attention.runtime.linear import PURE
+from ...attention.self_attention import SelfAttention
+from ...profiling.steps import in_backward
+from ...rotary import Rotary
+from ..inspect.attention import Reader, Reading
+from ..inspect.probe import refuse_difference
+from ..inspect.symbolic_trace import CACHES, UNUSED
+from ..layers import Overlap
+from ..sequence.masks import Pattern
+from ..sequence.positions import GlobalSequence
+from .attention_function import local_attention, stock_does_the_same
+from .forward import Forwards
+from .modules import off_in_eval
+from .probe import difference
+
+
+class BlockArguments(NamedTuple):
+    """The arguments of a layer's call, as its `SelfAttention` takes them.
+
+    Attributes:
+        x: [b, s/P, m]. The hidden states.
+        tables: The position embeddings.
+        sequence: The global sequence.
+        pattern: The pattern of the layer's mask.
+        options: The keywords of `local_attention`, among them ``sequence`` and ``pattern``.
+        per_head: The keywords of `local_attention` that have a slice for each query head.
+    """
+
+    x: Tensor
+    tables: Any
+    sequence: GlobalSequence
+    pattern: Pattern
+    options: dict[str, Any]
+    per_head: dict[str, PerHead]
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the keywords of the `SelfAttention` call.
+
+        The options are one keyword, a dict. As keywords of their own, a tensor such as the labels
+        [b, s/P] of Trainer could be taken for a tensor with a slice for each head.
+        """
+        return dict(
+            position_embeddings=self.tables,
+            sequence_lengths=self.sequence.lengths,
+            options=self.options,
+            **self.per_head,
+        )
+
+
+class _Children:
+    """The submodules of a layer under the names that `SelfAttention` gives them.
+
+    Args:
+        module: The layer.
+        reading: The reading of its forward.
+
+    Attributes:
+        fused: Whether one projection makes q, k and v.
+    """
+
+    def __init__(self, module: Any, reading: Reading):
+        self.module, self.output, sources = module, reading.output, reading.sources
+        self.fused = len({source.chain for source in sources.values()}) == 1
+        if self.fused:
+            self.projections = {"qkv_proj": sources["q"].chain}
+        else:
+            self.projections = {f"{kind}_proj": sources[kind].chain for kind in "qkv"}
+        self.norms: dict[str, str] = {}
+        for kind, source in sources.items():
+            if source.norm is not None:
+                self.norms[f"{kind}_norm"] = source.norm
+        # Cached, so that the same modules are the same Sequential in every call.
+        self._joined = functools.lru_cache(maxsize=4)(_join)
+
+    def current(self) -> dict[str, Any]:
+        """Return the submodules as they are now."""
+        children = {"o_proj": getattr(self.module, self.output)}
+        for name, chain in self.projections.items():
+            children[name] = self._joined(*(getattr(self.module, part) for part in chain))
+        for name, norm in self.norms.items():
+            children[name] = getattr(self.module, norm)
+        return children
+
+
+def _join(*modules: nn.Module) -> nn.Module:
+    """Return one module that runs a chain of modules."""
+    return modules[0] if len(modules) == 1 else nn.Sequential(*modules)
+
+
+class Driven:
+    """A layer whose forward is replaced.
+
+    Args:
+        where: The layer's name.
+        module: The layer.
+        reader: The reading of its forward.
+        children: Its submodules.
+        block: The attention that drives the submodules.
+        forwards: The forwards of its model.
+        overlap: The settings of the model's layers.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        module: Any,
+        reader: Reader,
+        *,
+        children: _Children,
+        block: SelfAttention,
+        forwards: Forwards,
+        overlap: Overlap,
+    ):
+        self.where, self.module, self.reader, self.children = where, module, reader, children
+        self.block, self.forwards, self.overlap = block, forwards, overlap
+        self._original = module.forward
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        self._names = [parameter.name for parameter in parameters]
+        self._takes_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def use(self) -> None:
+        """Have the block drive the layer's submodules as they are now."""
+        self.block.use(**self.children.current())
+
+    def block_arguments(self, arguments: dict[str, Any]) -> BlockArguments:
+        """Translate the arguments of the layer into those of the block.
+
+        Collective if the layer is called by itself, or its forward must be compared with the block.
+
+        Args:
+            arguments: The arguments by name. KV caches in it are set to None.
+        """
+        for cache in CACHES:
+            if cache in arguments:
+                arguments[cache] = None
+        more = {key: value for key, value in arguments.items() if key not in UNUSED}
+        x, tables = more.pop("hidden_states"), more.pop("position_embeddings", None)
+        mask = more.pop("attention_mask", None)
+        self.use()
+        sequence, pattern = self.forwards.of(self.where, self.module, x, mask=mask, kwargs=more)
+        reading, read_options = self.reader.reading, self.reader.options(self.module)
+        options: dict[str, Any] = {"sequence": sequence, "pattern": pattern}
+        if reading.passes:
+            options |= more
+        options |= read_options
+        is_due = self.reader.probed.is_due(self.where, self.overlap.config.check, sequence.lengths)
+        if is_due and not in_backward():
+            tensors = {"hidden_states": x, "position_embeddings": tables, "attention_mask": mask}
+            self._refuse_difference({**arguments, **tensors})
+        per_head = {key: PerHead(options.pop(key)) for key in reading.per_head}
+        return BlockArguments(
+            x, tables, sequence, pattern=pattern, options=options, per_head=per_head
+        )
+
+    def _refuse_difference(self, arguments: dict[str, Any]) -> None:
+        """Raise RuntimeError if the layer's own forward and the block differ. Collective."""
+        if not self._takes_keywords:
+            arguments = {key: value for key, value in arguments.items() if key in self._names}
+        compare = functools.partial(
+            difference,
+            self.module,
+            self.block,
+            getattr(self.module, self.reader.reading.output),
+            self._original,
+            arguments,
+            self.reader.options(self.module),
+        )
+        refuse_difference(
+            self.reader.probed,
+            self.where,
+            self.module,
+            channel=self.overlap.channel,
+            compare=compare,
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block in place of the layer's own forward. Collective."""
+        if off_in_eval(self.module):
+            return self._original(*args, **kwargs)
+        arguments = {**dict(zip(self._names, args)), **kwargs}
+        call = self.block_arguments(arguments)
+
+        def stock_attention(x: Tensor) -> Tensor:
+            return self._original(**{**arguments, "hidden_states": x})[0]
+
+        baseline = None
+        if self.overlap.policy and stock_does_the_same(
+            self.module,
+            call.x,
+            call.sequence,
+            pattern=call.pattern,
+            channel=self.overlap.channel,
+            keywords=arguments,
+        ):
+            baseline = stock_attention
+        return self.block(call.x, baseline=baseline, **call.keywords()), None
+
+
+def drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: Overlap) -> Driven:
+    """Make the attention that drives a layer whose forward is known.
+
+    Args:
+        name: The layer's name.
+        module: The layer.
+        reader: The reading of its forward.
+        forwards: The forwards of its model.
+        overlap: The settings of the model's layers.
+    """
+    reading = reader.reading
+    heads, sources, children = reading.heads, reading.sources, _Children(module, reading)
+
+    def attend(q, k, v, options, **per_head):
+        return local_attention(module, q, k, v, **options, **per_head)
+
+    norms = [getattr(module, norm) for norm in children.norms.values()]
+    block = SelfAttention(
+        local_attention=attend,
+        num_heads=heads["q"],
+        num_kv_heads=heads["k"],
+        head_dim=reading.head_dim,
+        **children.current(),
+        first_rows=reading.first_rows(children.fused),
+        norm_last=any(source.last for source in sources.values()),
+        rope=None if reading.rotary is None else Rotary(**reading.rotary),
+        sequence_process_group=overlap.channel.group,
+        config=overlap.config,
+        name=name,
+        policy=overlap.policy,
+        heads_alike=True,
+        pure=PURE | {type(norm).forward for norm in norms if _is_transformers_norm(norm)},
+    )
+    return Driven(
+        name, module, reader, children=children, block=block, forwards=forwards, overlap=overlap
+    )
+
+
+def _is_transformers_norm(norm: nn.Module) -> bool:
+    """Return whether a norm is transformers', hence a function of input and weight alone."""
+    return type(norm).__module__.startswith("transformers.")

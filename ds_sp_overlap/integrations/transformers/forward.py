@@ -1,0 +1,199 @@
+"""The forward of a transformers model around its overlapped attention layers.
+
+Positions and masks of all ranks must be known before a layer attends. Gathering them in every
+layer, as stock Ulysses does with positions, costs a collective per layer. Here the forward of the
+model itself is rebound (`Host`): it gathers them once, and the layers find them in `Forwards`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config import SpOverlapConfig
+from ...exchange.channel import Channel
+from ..chains import Courses
+from ..sequence.masks import Masks, Pattern
+from ..sequence.positions import GlobalSequence, Positions
+from .checkpoints import Checkpoints
+from .modules import Watched, first_of, off_in_eval
+
+# Keywords that describe the tokens of this rank alone.
+_LOCAL_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+class Forwards(Courses):
+    """The forwards of a model, with the global sequence of each.
+
+    A layer's call belongs to the forward that is running, to an earlier forward if a checkpoint
+    recomputes the layer, or to no forward if the layer is called by itself.
+
+    Attributes:
+        positions: Gathers positions and masks.
+        masks: The placeholders that layers are given in place of masks.
+        attended: The names of the layers that have called their attention function.
+    """
+
+    def __init__(self, channel: Channel, config: SpOverlapConfig):
+        super().__init__(config)
+        self.positions, self.masks = Positions(channel, config.documents), Masks()
+        self.attended: set[str] = set()
+
+    def of(
+        self, where: str, module: nn.Module, x: Tensor, mask: Any, kwargs: dict[str, Any]
+    ) -> tuple[GlobalSequence, Pattern]:
+        """Return the global sequence and the pattern of a layer's call.
+
+        Collective if the layer is called by itself.
+
+        Args:
+            where: The name of the layer, for errors.
+            module: The layer.
+            x: [b, s/P, ..]. The layer's hidden states or queries.
+            mask: The attention mask that the layer is given.
+            kwargs: Its other keywords. Those that describe this rank's tokens are removed.
+
+        Raises:
+            ValueError: for attention that is not causal, or a mask that the model's mask functions
+                did not make.
+        """
+        for keyword in _LOCAL_KEYWORDS:
+            kwargs.pop(keyword, None)
+        position_ids, sequence = kwargs.pop("position_ids", None), self.positions.current
+        if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+            raise ValueError(
+                f"{where}: {type(module).__name__} is told that its attention is not causal; "
+                "not supported here"
+            )
+        if (of_mask := self.masks.find(mask)) is not None:
+            return of_mask
+        if mask is not None or (sequence is not None and sequence.padded):
+            raise ValueError(
+                f"{where}: {type(module).__name__} is given a mask that is not as transformers' "
+                "mask functions made it (for this rank's tokens, or changed on the way); it can't "
+                "be honoured on a sequence that is split over ranks"
+            )
+        return (sequence or self.positions.gather(where, x, position_ids)), Pattern()
+
+
+@dataclass(eq=False)
+class Host:
+    """A model that holds overlapped layers, with the forward that takes the place of its own.
+
+    Attributes:
+        name: The model's name, for errors.
+        model: The model.
+        forwards: Its forwards.
+        layers: The layers that are overlapped, by name.
+        unseen: The layers among them that must still be seen to call their attention function.
+        configs: The configs whose models make masks for these layers.
+        namespaces: The globals of the models that make masks for recurrent layers.
+        checkpoints: The checkpoints in the model.
+        watched: Checks that the layers are still in place.
+    """
+
+    name: str
+    model: nn.Module
+    forwards: Forwards
+    layers: dict[str, Any]
+    unseen: dict[str, nn.Module]
+    configs: list[Any]
+    namespaces: list[dict[str, Any]]
+    checkpoints: Checkpoints
+    watched: Watched
+
+    def __post_init__(self) -> None:
+        self._parameters = list(inspect.signature(type(self.model).forward).parameters)[1:]
+        self._original = self.model.forward
+        self._first_layer = next(iter(self.layers.values()))
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather positions and masks of all ranks, and run the model's own forward. Collective."""
+        positions, masks = self.forwards.positions, self.forwards.masks
+        # Within the forward of an outer model, which has gathered already, or where stock Ulysses
+        # leaves evaluation alone.
+        if positions.current is not None or off_in_eval(self._first_layer):
+            return self._original(*args, **kwargs)
+        self.watched.refuse_changed()
+        arguments = {**dict(zip(self._parameters, args)), **kwargs}
+        implementation = self._first_layer.config._attn_implementation
+        with (
+            self.checkpoints.keeping(),
+            positions.forward(self.name, arguments) as sequence,
+            _witnessed(self.forwards, self.unseen),
+            self.forwards.running(sequence.lengths),
+            masks.for_attention(self.name, sequence, implementation, configs=self.configs),
+        ):
+            recurrent = masks.for_recurrent(sequence, self.namespaces)
+            with recurrent:  # guard: recurrent layers are told
+                return self._original(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[None]:
+    """Check that each layer that runs in the body calls its attention function.
+
+    Layers that do are removed from ``unseen``. Raises RuntimeError, behind the body, for a layer
+    that doesn't: its tokens were not exchanged.
+    """
+    if not unseen:
+        yield
+        return
+    ran: set[str] = set()
+    forwards.attended.clear()
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: ran.add(name))
+        for name, module in unseen.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    local = sorted(ran - forwards.attended)
+    if local:
+        raise RuntimeError(
+            f"{first_of(local[0], unseen[local[0]], len(local))} attends without transformers' "
+            "attention functions, so that each rank attended to its own tokens alone; not "
+            "supported with sequence parallelism"
+        )
+    for name in ran:
+        del unseen[name]
+
+
+def stretched(module: nn.Module, forwards: Forwards) -> Callable:
+    """Return a forward for a rotary embedding whose frequencies depend on the largest position.
+
+    The embedding is given the largest position of the global sequence as one more token, and the
+    table row of this token is cut off.
+
+    Args:
+        module: The rotary embedding.
+        forwards: The forwards of its model.
+    """
+    original = module.forward
+
+    def forward(x, position_ids, *args, **kwargs):
+        sequence = forwards.positions.current
+        if sequence is None:
+            if off_in_eval(module):
+                return original(x, position_ids, *args, **kwargs)
+            raise RuntimeError(
+                f"{type(module).__name__}: RoPE of type {module.rope_type} depends on the length "
+                "of the whole sequence, which is known in the model's forward only; call the model"
+            )
+        token = position_ids[..., :1]
+        longest = torch.full_like(token, sequence.longest)  # guard: the longest of all ranks
+        tables = original(x, torch.cat([position_ids, longest], -1), *args, **kwargs)
+        if not isinstance(tables, tuple):
+            return tables[..., :-1, :].contiguous()
+        return tuple(table[..., :-1, :].contiguous() for table in tables)
+
+    return forward

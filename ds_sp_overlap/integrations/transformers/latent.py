@@ -1,0 +1,147 @@
+"""Latent attention of transformers models (DeepSeek's MLA), whose latents travel instead of k, v.
+
+k and v of all heads are made of one latent for each token. If the latent is smaller than the k and
+v that a rank would receive, exchanging the latent is cheaper. In every family with latent
+attention, the forward of a layer hands a latent and a rotated key to its ``expand_kv``, and the
+result to the attention function. While a forward runs here, ``expand_kv`` returns its arguments
+unchanged, and they are expanded behind the exchange. Everything else, such as the rotation, stays
+the layer's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...attention.latent import LatentAttention, can_expand_rows, latents_pay
+from ...attention.layer import Layer
+from ..inspect.library import digest, once
+from ..layers import Overlap
+from ..rebinding import Undo, rebind
+from .attention_function import bind_function
+from .forward import Forwards
+from .modules import off_in_eval
+
+EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
+# Digests of the sources of ``expand_kv`` that compute the same as `LatentAttention`.
+KNOWN = {"596e3777c27d516d"}
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Return whether a layer expands latents in a way that is known here."""
+    return not vars(module).keys() & {"forward", EXPAND} and _only_passes_to_attention(type(module))
+
+
+@once
+def _only_passes_to_attention(kind: type[nn.Module]) -> bool:
+    """Return whether ``forward`` hands the results of ``expand_kv`` to attention and nowhere else.
+
+    True if ``forward`` calls ``expand_kv`` once and unconditionally, names both results, and uses
+    both names in one call alone, which is that of the attention function.
+    """
+    try:
+        expand, forward = digest(kind, EXPAND), inspect.getsource(inspect.unwrap(kind.forward))
+    # The source is not there.
+    except OSError:
+        return False
+    if expand not in KNOWN:  # guard: only code that is known
+        return False
+    body: Any = ast.parse(textwrap.dedent(forward)).body[0]
+    targets = [
+        statement.targets[0]
+        for statement in body.body
+        if isinstance(statement, ast.Assign)
+        and ast.unparse(statement.value).startswith(f"self.{EXPAND}(")
+    ]
+    if len(targets) != 1 or not isinstance(targets[0], ast.Tuple):
+        return False
+    if not all(isinstance(element, ast.Name) for element in targets[0].elts):
+        return False
+    k, v = (ast.unparse(element) for element in targets[0].elts)
+    uses, calls = [], []
+    for node in ast.walk(body):
+        if isinstance(node, ast.Name) and node.id in (k, v):
+            uses.append(node.id)
+        elif isinstance(node, ast.Call):
+            calls.append([ast.unparse(argument) for argument in node.args])
+    attends = [args for args in calls if args[:1] == ["self"] and args[2:4] == [k, v]]
+    expands = ast.unparse(body).count(f".{EXPAND}")
+    # Each name is used twice: where it is assigned, and in the call of the attention function.
+    used_once = sorted(uses) == sorted([k, v] * 2)
+    return expands == 1 and len(attends) == 1 and used_once  # guard: no other use
+
+
+def why_not(layer: Any, size: int) -> str | None:
+    """Explain why the latents of a layer don't travel.
+
+    Args:
+        layer: The layer.
+        size: The sp size.
+
+    Returns:
+        The reason; empty if the latents travel; None if the layer isn't known to have latents.
+    """
+    if not is_latent(layer):
+        return None
+    per_head = layer.qk_head_dim + layer.v_head_dim
+    latent, rotated = layer.kv_lora_rank, layer.qk_rope_head_dim
+    projection = getattr(layer, PROJECTION)
+    if not latents_pay(size, layer.num_heads, latent, rotated=rotated, per_head=per_head):
+        return (
+            f"latents of {latent + rotated} numbers a token are no smaller than a rank's k and v, "
+            f"{layer.num_heads * per_head // size}"
+        )
+    if not can_expand_rows(projection):
+        return f"latents are expanded whole: {PROJECTION} ({type(projection).__name__})"
+    return ""
+
+
+def bind(name: str, module: Any, forwards: Forwards, overlap: Overlap) -> Undo:
+    """Rebind a layer so that its latents travel instead of its k and v.
+
+    Args:
+        name: The layer's name.
+        module: The layer.
+        forwards: The forwards of its model.
+        overlap: The settings of the model's layers.
+
+    Returns:
+        The function that undoes the rebinding.
+    """
+    # A weak reference, because the table of attention functions must keep no model alive.
+    module_reference = weakref.ref(module)
+    nope_dim, original = module.qk_nope_head_dim, module.forward
+
+    def attention(layer: Layer) -> LatentAttention:
+        return LatentAttention(layer, lambda: getattr(module_reference(), PROJECTION), nope_dim)
+
+    unbind_function = bind_function(name, module, forwards, overlap=overlap, attention=attention)
+
+    def expand(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        splits = can_expand_rows(getattr(module, PROJECTION))
+        if off_in_eval(module) or not splits:  # guard: adapters are heard
+            return type(module).expand_kv(module, latent, rotated)
+        return latent, rotated
+
+    @torch.compiler.disable(recursive=False)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # The attribute is there only while the layer's forward runs.
+        vars(module)[EXPAND] = expand
+        try:
+            return original(*args, **kwargs)
+        finally:
+            vars(module).pop(EXPAND, None)
+
+    undo_forward = rebind(module, forward, whole=False)
+
+    def undo(module: nn.Module) -> None:
+        undo_forward(module)
+        unbind_function(module)
+
+    return undo

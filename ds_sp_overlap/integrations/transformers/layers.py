@@ -1,0 +1,312 @@
+"""Finding the attention layers of a transformers model, and choosing how each is overlapped.
+
+Stock Ulysses (``UlyssesSPAttentionHF``) sits in ``ALL_ATTENTION_FUNCTIONS``, behind the
+projections, gathers ``position_ids`` in every layer, and drops packed documents, padding, windows
+and chunks. Here a layer whose forward is known is driven whole, positions and masks are gathered
+once in each forward of the model (`forward.Host`), and they are those of the global sequence. A
+model that can't be served correctly is refused on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..chains import Link, find_chains
+from ..inspect.accounting import Unknown
+from ..inspect.attention import Reader
+from ..inspect.library import attention_functions
+from ..layers import Around, Found, Overlap
+from ..rebinding import rebind
+from . import delta_net, latent
+from .attention_function import Dispatch, bind_function
+from .checkpoints import Checkpoints, can_keep
+from .decoder_layer import DecoderLayer
+from .driven import Driven, drive
+from .forward import Forwards, Host, stretched
+from .modules import (
+    Watched,
+    goes_by_length,
+    is_attention,
+    models_around,
+    refuse_copy,
+    refuse_unexchanged,
+    stock_of,
+    takes_tokens,
+    unfit,
+    why_not,
+)
+
+
+def find_group(model: nn.Module) -> Any:
+    """Return the sp group that stock Ulysses was registered with; None if it was not registered."""
+    functions, config = attention_functions(), getattr(model, "config", None)
+    if functions is None or config is None:
+        return None
+    stock = stock_of(functions.get(getattr(config, "_attn_implementation", None)))
+    return None if stock is None else stock.process_group
+
+
+def unregister(model: nn.Module) -> None:
+    """Undo ``register_with_transformers`` for the attention implementations of ``model``."""
+    functions = attention_functions()
+    if functions is None:
+        return
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    for name in {getattr(config, "_attn_implementation", None) for config in configs}:
+        while (stock := stock_of(function := functions.get(name))) is not None:
+            if isinstance(function, Dispatch):
+                # It overlaps layers of another model, which stays overlapped.
+                function.before = stock.attn
+            else:
+                functions[name] = stock.attn
+
+
+def _read(name: str, module: Any, known: list[Reader]) -> tuple[Reader | None, str]:
+    """Read a layer's forward; return the reading, or None and the reason why there is none."""
+    if "forward" in vars(module):
+        return None, "its forward was replaced"
+    try:
+        return Reader(name, module, known), ""
+    except Unknown as error:
+        return None, str(error)
+
+
+def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[Around]]:
+    """Find the attention layers of a transformers model, and the modules around them.
+
+    Args:
+        model: The model.
+        overlap: The settings of its layers.
+
+    Returns:
+        The layers, and the modules around them whose forward must be rebound.
+
+    Raises:
+        ValueError: if ``head_groups`` is out of range, or tokens meet outside an exchange.
+    """
+    if attention_functions() is None:
+        return [], []
+    chosen = overlap.config.model_fields_set
+    if overlap.config.memory == "auto" and "checkpointing" not in chosen and can_keep(model):
+        config = overlap.config.model_copy(update={"checkpointing": "keep"})
+        overlap = overlap._replace(config=config)
+    search = _Search(model, overlap)
+    refuse_unexchanged(search.modules, search.delta_nets)
+    for name, module in search.modules.items():
+        if is_attention(module) and hasattr(
+            getattr(module, "config", None), "_attn_implementation"
+        ):
+            search.add_attention(name, module)
+    links = search.join_chains()
+    search.add_delta_nets()
+    return search.layers, [*search.hosts(), *search.rotary_embeddings(), *links]
+
+
+class _Search:
+    """The attention layers of one model, as far as they were found.
+
+    Attributes:
+        modules: The modules of the model by name.
+        delta_nets: The gated delta nets by name, each with the name and module of the innermost
+            model around it.
+        layers: The layers that were found.
+        whole: The layers that are driven whole, by name.
+        hosted: The overlapped layers by name, by the name of each model around them.
+        unseen: The names of layers that must be seen to call their attention function.
+        saving: The layers whose attention is saved over checkpoints.
+        known: The readings of forwards; layers that are alike share a reading.
+    """
+
+    def __init__(self, model: nn.Module, overlap: Overlap):
+        self.model, self.overlap = model, overlap
+        self.forwards = Forwards(overlap.channel, overlap.config)
+        self.modules = dict(model.named_modules())
+        self.delta_nets: dict[str, tuple[str, nn.Module]] = {}
+        for name, module in self.modules.items():
+            if delta_net.sources_of(module):
+                for innermost in models_around(name, self.modules)[:1]:
+                    self.delta_nets[name] = innermost
+        self.layers: list[Found] = []
+        self.whole: dict[str, Driven] = {}
+        self.hosted: dict[str, dict[str, nn.Module]] = {}
+        self.unseen: set[str] = set()
+        self.saving: set[nn.Module] = set()
+        self.known: list[Reader] = []
+
+    def add_attention(self, name: str, module: Any) -> None:
+        """Find out how an attention layer is overlapped. Raises ValueError if nobody can do so."""
+        models = models_around(name, self.modules)
+        if models and not takes_tokens(models[0][1]):
+            lacks = "not of the sequence that is split"
+            self.layers.append(Found(name, module, got="", lacks=lacks))
+            return
+        if (reason := why_not(name, module, models)) is not None:
+            raise ValueError(
+                f"{name} ({type(module).__name__}): {reason}; not supported with sequence "
+                "parallelism"
+            )
+        if (reason := unfit(module.config._attn_implementation)) is not None:
+            lacks = f"{reason}; DeepSpeed's exchanges stay"
+            self.layers.append(Found(name, module, got="", lacks=lacks))
+            return
+        reader, unknown = _read(name, module, self.known)
+        if reader is not None:
+            self._add_driven(name, module, reader)
+        else:
+            self._add_function(name, module, unknown)
+        for at, outer in models:
+            if takes_tokens(outer):
+                self.hosted.setdefault(at, {})[name] = module
+
+    def _add_driven(self, name: str, module: Any, reader: Reader) -> None:
+        """Add a layer that is driven whole."""
+        heads = reader.reading.heads
+        groups = self.overlap.groups_for(heads["q"], heads["k"])
+        driven = drive(name, module, reader, forwards=self.forwards, overlap=self.overlap)
+        linear = {part: getattr(module, part) for part in reader.reading.linear}
+        got, lacks = self.overlap.of_driven(driven.block, linear, groups)
+        bind = functools.partial(rebind, module, driven.forward, of_copy=refuse_copy)
+        self.layers.append(Found(name, module, got, lacks=lacks, bind=bind))
+        self.whole[name] = driven
+        if driven.block.keeps_over_checkpoints():
+            self.saving.add(module)
+
+    def _add_function(self, name: str, module: Any, unknown: str) -> None:
+        """Add a layer that is overlapped at its attention function.
+
+        Args:
+            name: The layer's name.
+            module: The layer.
+            unknown: The reason why its forward is not known.
+        """
+        overlap, config = self.overlap, module.config
+        no_latents = latent.why_not(module, overlap.channel.size)
+        if no_latents == "":
+            groups = overlap.groups_for(config.num_attention_heads, 1)
+            got = f"latent attention, {overlap.describe_groups(groups)}"
+            lacks = overlap.why_not_more("its projections are called whole", groups)
+            bind = functools.partial(latent.bind, name, module, self.forwards, overlap)
+        else:
+            kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            groups = overlap.groups_for(config.num_attention_heads, kv_heads)
+            got = f"attention function, {overlap.describe_groups(groups)}"
+            reason = no_latents or f"{type(module).__name__}: {unknown}"
+            lacks = overlap.why_not_more(f"{reason}; projections stay its own", groups)
+            bind = functools.partial(bind_function, name, module, self.forwards, overlap)
+        self.unseen.add(name)
+        self.layers.append(Found(name, module, got, lacks=lacks, bind=bind))
+
+    def join_chains(self) -> list[Around]:
+        """Join the decoder layers around layers that are driven whole; return their rebinding."""
+        wanted: dict[str, Callable[[], Link]] = {}
+        for name, driven in self.whole.items():
+            parent, _, child = name.rpartition(".")
+            wanted[name] = functools.partial(
+                DecoderLayer, parent, self.modules[parent], child, driven, self.forwards
+            )
+        chains = find_chains(self.modules, wanted, self.layers, overlap=self.overlap)
+        return [
+            Around(link.module, functools.partial(rebind, link.module, link.forward))
+            for chain in chains
+            for link in chain
+        ]
+
+    def add_delta_nets(self) -> None:
+        """Add the gated delta nets. Raises ValueError if no attention layer is in their model."""
+        for name, (at, model) in self.delta_nets.items():
+            module = self.modules[name]
+            if at not in self.hosted:
+                raise ValueError(
+                    f"{name} ({type(module).__name__}): no attention layer beside it is overlapped"
+                )
+            self.layers.append(
+                delta_net.describe(
+                    name, module, model, forwards=self.forwards, overlap=self.overlap
+                )
+            )
+
+    def hosts(self) -> list[Around]:
+        """Return the models around the layers, whose forward gathers positions and masks."""
+        configs = []
+        for at in self.hosted:
+            config: Any = self.modules[at].config
+            configs += [config, config.get_text_config()]
+        # The globals of a file once, however many layers the file defines.
+        namespaces: dict[int, dict[str, Any]] = {}
+        for name in self.delta_nets:
+            names = delta_net.names_around(self.modules[name])
+            namespaces[id(names)] = names
+        hosts = []
+        for at, layers in self.hosted.items():
+            name, model = at or type(self.model).__name__, self.modules[at]
+            host = Host(
+                name,
+                model,
+                self.forwards,
+                layers=layers,
+                unseen={key: layer for key, layer in layers.items() if key in self.unseen},
+                configs=configs,
+                namespaces=list(namespaces.values()),
+                checkpoints=Checkpoints(name, model, self.saving, channel=self.overlap.channel),
+                watched=Watched(at, layers, self.modules, functions=self.unseen),
+            )
+            bind = functools.partial(rebind, model, host.forward, whole=False, of_copy=refuse_copy)
+            hosts.append(Around(model, bind))
+        return hosts
+
+    def rotary_embeddings(self) -> list[Around]:
+        """Return the rotary embeddings whose frequencies depend on the largest position."""
+        return [
+            Around(module, functools.partial(rebind, module, stretched(module, self.forwards)))
+            for module in self.modules.values()
+            if goes_by_length(module)
+        ]
+
+
+def layer_shape(model: str) -> dict[str, int | None]:
+    """Return the sizes of a layer, and the number of layers, from a model's config.
+
+    Args:
+        model: A name, a folder or a file.
+
+    Returns:
+        The sizes under the names of the planner; None for a size that the config doesn't give.
+
+    Raises:
+        OSError: if there is no config.
+        ValueError: if it can't be read.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    names = {
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "intermediate": "intermediate_size",
+        "layers": "num_hidden_layers",
+    }
+    return {key: getattr(config, name, None) for key, name in names.items()}
+
+
+def parameters(model: str) -> int:
+    """Return the number of parameters of a config's model, without making the parameters.
+
+    Args:
+        model: A name, a folder or a file.
+
+    Raises:
+        OSError: if there is no config.
+        ValueError: if it can't be read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())

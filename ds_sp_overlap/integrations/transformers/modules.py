@@ -1,0 +1,274 @@
+"""Classifying the modules of a transformers model by how they let tokens meet.
+
+Where tokens meet outside an exchange, each rank would compute with its own tokens alone, without
+any error. So every module that mixes tokens must be known: overlapped, or refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from ..inspect.library import attention_functions, functions_of, once
+
+# Arguments of a forward that only a module which mixes tokens takes.
+_SEQUENCE_ARGUMENTS = {
+    "past_key_values", "past_key_value", "cache_params", "layer_past", "cache", "state",
+    "use_cache", "attention_mask", "padding_mask", "conv_mask", "alibi",
+}  # fmt: skip
+
+
+def stock_of(function: Any) -> Any:
+    """Return the ``UlyssesSPAttentionHF`` in an attention function; None if there is none.
+
+    Args:
+        function: An entry of transformers' table of attention functions, or None.
+    """
+    # An `attention_function.Dispatch` holds the function that it replaced.
+    function = getattr(function, "before", function)
+    for cell in getattr(function, "__closure__", None) or ():
+        if type(cell.cell_contents).__name__ == "UlyssesSPAttentionHF":
+            return cell.cell_contents
+    return None
+
+
+def off_in_eval(module: Any) -> bool:
+    """Return whether ``module`` is in evaluation, which stock Ulysses was told to leave alone."""
+    stock = stock_of(attention_functions().get(module.config._attn_implementation))
+    return stock is not None and stock.disable_in_eval and not module.training
+
+
+def refuse_copy(module: Any) -> None:
+    """Raise RuntimeError for a copy of an overlapped module, unless stock Ulysses exchanges for it.
+
+    Nobody else exchanges for a copy, which would attend to the tokens of this rank alone.
+    """
+    stock = stock_of(attention_functions().get(module.config._attn_implementation))
+    if stock is None:  # guard: no rank attends alone
+        raise RuntimeError(
+            f"{type(module).__name__}: this is a copy of one that is overlapped, and would attend "
+            "to this rank's tokens alone; call ds_sp_overlap.enable with the copy, or "
+            "ds_sp_overlap.disable, after which each rank attends by itself"
+        )
+
+
+class Watched:
+    """Checks, before each forward of a model, that its overlapped layers are still in place.
+
+    Args:
+        at: The name of the model.
+        names: The names of the overlapped layers in it.
+        modules: The modules by name.
+        functions: The names of layers that are overlapped at their attention function.
+
+    Attributes:
+        edges: The steps from the model down to the layers. For the name of each module on the way,
+            the parent module, the name in the parent, and the module.
+        layers: The overlapped layers.
+        functions: Those that are overlapped at their attention function, by name.
+    """
+
+    def __init__(
+        self,
+        at: str,
+        names: Collection[str],
+        modules: dict[str, nn.Module],
+        functions: Collection[str],
+    ):
+        self.edges: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+        for name in names:
+            while name != at:
+                parent, _, child = name.rpartition(".")
+                self.edges[name] = modules[parent], child, modules[name]
+                name = parent
+        self.layers = {modules[name] for name in names}
+        self.functions = {name: modules[name] for name in names if name in functions}
+
+    def refuse_changed(self) -> None:
+        """Check the layers.
+
+        Raises:
+            RuntimeError: on every rank alike, if a module was replaced by one that attends without
+                exchanges, or a layer calls another attention function.
+        """
+        for name, (parent, child, module) in self.edges.items():
+            current = parent._modules.get(child)
+            # A layer may be left out.
+            if current is module or current is None:
+                continue
+            unknown = [part for part in current.modules() if part not in self.layers]
+            if any(is_attention(part) for part in unknown):  # guard: who is overlapped runs
+                raise RuntimeError(
+                    f"{name}: the {type(module).__name__} there was replaced since "
+                    "ds_sp_overlap.enable; call it again"
+                )
+        for name, layer in self.functions.items():
+            config: Any = layer.config
+            implementation = config._attn_implementation
+            function = attention_functions().get(implementation)
+            overlapped = getattr(function, "attend", ())
+            if layer not in overlapped:  # guard: a function that exchanges
+                raise RuntimeError(
+                    f'{name}: its attention is "{implementation}" since ds_sp_overlap.enable, and '
+                    "each rank would attend to its own tokens alone; call ds_sp_overlap.enable "
+                    "again"
+                )
+
+
+def unfit(implementation: str) -> str | None:
+    """Explain why an attention implementation can't be overlapped; None if it can."""
+    if implementation == "sdpa" or "flash" in implementation:
+        return None
+    return (
+        f'attention "{implementation}" needs a mask of the whole sequence; '
+        'use "sdpa" or a flash attention'
+    )
+
+
+@once
+def _arguments(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names of the parameters of a class's forward."""
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether the code of a module uses transformers' table of attention functions."""
+    if isinstance(module, pretrained()):
+        return False
+    name, library = "ALL_ATTENTION_FUNCTIONS", attention_functions()
+    for function in functions_of(type(module)):
+        # Some files have another table under this name.
+        if (
+            name in function.__code__.co_names
+            and function.__globals__.get(name, library) is library
+        ):
+            return True
+    return False
+
+
+def mixes(module: nn.Module) -> bool:
+    """Return whether a module lets tokens meet, judged by the arguments of its forward."""
+    if isinstance(module, nn.Embedding):
+        return False
+    return not _SEQUENCE_ARGUMENTS.isdisjoint(_arguments(type(module)))
+
+
+def pretrained() -> type:
+    """Return the base class of transformers models."""
+    return sys.modules["transformers.modeling_utils"].PreTrainedModel
+
+
+def models_around(name: str, modules: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return names and modules of the transformers models around a module, innermost first."""
+    parents = [name[:end] for end in range(len(name)) if name[end] == "."]
+    around = [(parent, modules[parent]) for parent in ["", *parents]]
+    return [(at, module) for at, module in reversed(around) if isinstance(module, pretrained())]
+
+
+def takes_tokens(model: nn.Module) -> bool:
+    """Return whether a model runs on the sequence that is split over ranks.
+
+    Models of images or sound don't: every rank runs them on the whole input.
+    """
+    return not _arguments(type(model)).isdisjoint(("input_ids", "inputs_embeds"))
+
+
+def goes_by_length(module: nn.Module) -> bool:
+    """Return whether the frequencies of a rotary embedding depend on the largest position."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds or ""]
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
+
+
+def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]) -> None:
+    """Refuse a model in which tokens meet outside an exchange.
+
+    Args:
+        modules: The modules of the model by name.
+        exchanged: The names of layers whose tokens meet over exchanges, beside those that call
+            transformers' attention functions.
+
+    Raises:
+        ValueError: if another module mixes tokens.
+    """
+    attention = {name for name, module in modules.items() if is_attention(module)}
+    decoders = set()
+    for name in attention:
+        if models := models_around(name, modules):
+            decoders.add(models[0][1])
+    mixing: dict[str, nn.Module] = {}
+    inside_exchanged = tuple(f"{name}." for name in exchanged)
+    # Inner modules come first: only the innermost module that mixes is named.
+    for name, module in reversed(modules.items()):
+        if name in exchanged or name.startswith(inside_exchanged):
+            continue
+        convolution = isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1
+        if not convolution and (name in attention or _only_holds(module) or not mixes(module)):
+            continue
+        models = models_around(name, modules)
+        if not models or not takes_tokens(models[0][1]):
+            continue
+        if convolution:
+            if models[0][1] not in decoders:
+                continue
+            name = name.rpartition(".")[0]
+        explained = (*attention, *exchanged, *mixing)
+        if not any(inner.startswith(name + ".") for inner in explained):
+            mixing[name] = modules[name]
+    if mixing:
+        name, module = next(reversed(mixing.items()))
+        raise ValueError(
+            f"{first_of(name, module, len(mixing))} mixes tokens without transformers' attention "
+            "functions, and each rank would see its own tokens alone; not supported with sequence "
+            "parallelism"
+        )
+
+
+def _only_holds(module: nn.Module) -> bool:
+    """Return whether a module takes a sequence's arguments only to pass them to its children."""
+    library = sys.modules.get("transformers.modeling_layers")
+    block = getattr(library, "GradientCheckpointingLayer", ())
+    return isinstance(module, (block, pretrained()))
+
+
+def first_of(name: str, module: nn.Module, count: int) -> str:
+    """Name the first of ``count`` modules for an error."""
+    more = f", and {count - 1} more" if count > 1 else ""
+    return f"{name} ({type(module).__name__}{more})"
+
+
+def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str | None:
+    """Explain why nobody can exchange for a layer; None if somebody can.
+
+    Args:
+        name: The layer's name.
+        module: The layer.
+        models: Names and modules of the models around it, innermost first.
+    """
+    implementation = module.config._attn_implementation
+    if (reason := unfit(implementation)) is not None:
+        # Stock Ulysses exchanges around flex attention.
+        if implementation == "flex_attention" and stock_of(
+            attention_functions().get("flex_attention")
+        ):
+            return None
+        return reason
+    cross = getattr(module, "is_cross_attention", False) or name.endswith("encoder_attn")
+    if cross or "cross" in type(module).__name__.lower():
+        return "cross-attention"
+    if not getattr(module, "is_causal", True):
+        return "its attention is not causal"
+    for hook in module._forward_pre_hooks.values():
+        if "context_parallel" in getattr(hook, "__qualname__", ""):
+            return (
+                "Accelerate's context parallelism (cp_size) splits the sequence around it; "
+                "give sp_size, and no cp_size"
+            )
+    if models and "position_ids" not in _arguments(type(models[0][1])):
+        model = type(models[0][1]).__name__
+        return f"{model} takes no position_ids and counts each rank's tokens from 0"
+    return None

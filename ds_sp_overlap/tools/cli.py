@@ -1,0 +1,149 @@
+"""Runs the command line: ``ds-sp-overlap doctor | build | plan | run``.
+
+``python -m ds_sp_overlap`` is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .. import __version__
+from .planner import command as plan_command
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes options by their whole names, and reports an error in one line."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: The arguments; None for those of the process.
+
+    Returns:
+        The exit status.
+    """
+    parser = Parser(prog="ds-sp-overlap", description="Overlapped Ulysses sequence parallelism.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    # The deepspeed launcher puts it in front of the command.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser(
+        "doctor", help="versions, devices, and a gradient self-check on several ranks"
+    )
+    doctor.add_argument("--ranks", type=int, default=2, help="ranks of the self-check (default 2)")
+    build = commands.add_parser(
+        "build", help="compile the CUDA and CPU kernels into this installation"
+    )
+    build.add_argument(
+        "kind", nargs="?", choices=["cpu", "cuda"], help="default: CUDA kernels where nvcc is found"
+    )
+    planner = commands.add_parser(
+        "plan", help="what overlap would be worth for a model on a machine, and which head groups"
+    )
+    plan_command.add_arguments(planner)
+    run = commands.add_parser(
+        "run",
+        help="run a training script, without editing it, whose DeepSpeed config has an sp_overlap "
+        "section or which DS_SP_OVERLAP switches on",
+        description="Works under launchers too: deepspeed --module ds_sp_overlap run SCRIPT ..., "
+        "torchrun -m ds_sp_overlap run ..., accelerate launch -m ds_sp_overlap run ...",
+    )
+    run.add_argument(
+        "--timeline", metavar="FOLDER", help="record what each exchange costs and write it there"
+    )
+    run.add_argument(
+        "--timeline-steps",
+        nargs=2,
+        type=int,
+        metavar=("A", "B"),
+        help="the steps to record (default 20 22)",
+    )
+    run.add_argument(
+        "-m",
+        "--module",
+        action="store_true",
+        help="the script is a module's name, as for python -m",
+    )
+    run.add_argument("script", help="path of the script, or with -m the name of a module")
+    run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    args = parser.parse_args(argv)
+
+    if args.command == "doctor":
+        from .doctor import doctor as check
+
+        return check(args.ranks)
+    if args.command == "build":
+        from ..relayout import build as builder
+
+        try:
+            print(builder.build(kind=args.kind or ""))
+        except builder.BuildError as error:
+            print(f"build: {error}", file=sys.stderr)
+            return 1
+        return 0
+    if args.command == "plan":
+        return plan_command.command(args, planner)
+    return _run(args, run)
+
+
+def _run(args: argparse.Namespace, parser: Parser) -> int:
+    """Run a training script, or module, as Python would."""
+    if args.timeline_steps and not args.timeline:
+        parser.error("--timeline-steps needs --timeline FOLDER")
+    script = Path(args.script)
+    if not args.module and not script.is_file():
+        parser.error(f"no script at {script}; give its path, or -m and the name of a module")
+    if args.timeline:
+        from ..integrations.deepspeed import initialize as deepspeed
+
+        steps = {"steps": args.timeline_steps} if args.timeline_steps else {}
+        deepspeed.from_command_line["timeline"] = {"path": args.timeline, **steps}
+    local_rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
+    sys.argv = [args.script, *local_rank, *args.args]
+    # The folder of the script, as for python SCRIPT. For a module's name this is the current
+    # folder, as for python -m.
+    sys.path[0] = str(script.resolve().parent)
+    reason = _why_not_run(args.script) if args.module else None
+    if reason:
+        parser.error(reason)
+    from ..integrations.megatron.bridge import explain
+
+    try:
+        if args.module:
+            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(args.script, run_name="__main__")
+    except Exception as error:
+        hint = explain(error)
+        if hint:
+            print(f"ds_sp_overlap run: {hint}", file=sys.stderr, flush=True)
+        raise
+    return 0
+
+
+def _why_not_run(name: str) -> str | None:
+    """Return why ``python -m`` could not run a module; None if it could."""
+    try:
+        spec = None if "" in name.split(".") else importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # Another module is missing, one that a package around this module imports.
+        if not (error.name and f"{name}.".startswith(f"{error.name}.")):
+            raise
+        spec = None
+    return None if spec else f"no module named {name!r} on {sys.path[0]} or the rest of sys.path"

@@ -1,0 +1,199 @@
+"""Says what is installed, and checks gradients on this machine: ``python -m ds_sp_overlap doctor``.
+
+The self-check runs one attention layer on P ranks, overlapped. It compares the output and gradients
+with those of the same layer on the whole sequence in one process, in fp64. Each run ends with a
+negative control: one exchange delivers values that are off by one part in 10^9. If the check does
+not see that, the outcome is BLIND.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from ..attention.self_attention import SelfAttention
+from ..exchange.channel import CONNECTIONS, one_queue
+from ..exchange.transport import C10d, Handle
+from ..relayout import kernels
+
+# Of relative errors; fp64 rounding of sums over a few thousand terms stays below 1e-13.
+BOUND = 1e-12
+# NCCL reads it once, at a process's first launch: too early for this package to set it.
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+HEADS, KV_HEADS, HEAD_DIM, LOCAL_SEQ, BATCH = 8, 4, 16, 24, 2
+
+
+def versions() -> str:
+    """Return a table of versions, devices and settings."""
+    rows = [("python", platform.python_version())]
+    frameworks = ("deepspeed", "transformers", "accelerate", "peft", "flash-attn")
+    for name in ("ds_sp_overlap", "torch", *frameworks):
+        try:
+            rows.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            rows.append((name, "not installed"))
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    rows.append(("devices", ", ".join(devices) or f"CPU, {os.cpu_count()} cores"))
+    rows.append(("compiled kernels", str(kernels.library())))
+    rows.append((CONNECTIONS, one_queue() or os.environ.get(CONNECTIONS, "not set")))
+    if dist.is_nccl_available():
+        rows.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))
+        order = os.environ.get(LAUNCH_ORDER, "not set")
+        if order != "1":
+            order += "; set it to 1 for every rank, see docs/correctness.md"
+        rows.append((LAUNCH_ORDER, order))
+    return tabulate(rows, tablefmt="plain")
+
+
+class _Faulty(C10d):
+    """The transport of the negative control: delivers dv one part in 10^9 too large."""
+
+    def launch(
+        self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str
+    ) -> Handle:
+        work = super().launch(send, recv, send_sizes, recv_sizes, group, name)
+        if "dv" not in name:
+            return work
+
+        class Late:
+            def wait(self) -> None:
+                work.wait()
+                recv.mul_(1 + 1e-9)
+
+        return Late()
+
+
+def _local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def _projections(device: torch.device) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    width = HEADS * HEAD_DIM
+    rows = {"q": width, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM, "o": width}
+    linear = {}
+    for kind, count in rows.items():
+        linear[f"{kind}_proj"] = nn.Linear(width, count, bias=False, dtype=torch.float64)
+    return nn.ModuleDict(linear).to(device)
+
+
+def _errors(
+    rank: int, size: int, device: torch.device, groups: int, faulty: bool
+) -> dict[str, float]:
+    """Return the relative error of the output and of each gradient, the largest over the ranks."""
+    layer = _projections(device)
+    torch.manual_seed(1)
+    shape = (2, BATCH, size * LOCAL_SEQ, HEADS * HEAD_DIM)
+    whole, cotangent = torch.randn(shape, dtype=torch.float64).to(device)
+    whole.requires_grad_()
+    q, k, v = (layer[f"{kind}_proj"](whole).unflatten(-1, (-1, HEAD_DIM)) for kind in "qkv")
+    expected = layer["o_proj"](_local_attention(q, k, v).flatten(2))
+    expected.backward(cotangent)
+    plain = {name: p.grad for name, p in layer.named_parameters()}
+    layer.zero_grad()
+
+    local = slice(rank * LOCAL_SEQ, (rank + 1) * LOCAL_SEQ)
+    x = whole.detach()[:, local].clone().requires_grad_()
+    attend = SelfAttention(
+        local_attention=_local_attention, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
+        sequence_process_group=dist.group.WORLD, config={"head_groups": groups}, name="doctor",
+        transport=_Faulty() if faulty else None, **layer,
+    )  # fmt: skip
+    y = attend(x)
+    y.backward(cotangent[:, local])
+
+    pairs = {
+        "output": (y.detach(), expected.detach()[:, local]),
+        "hidden states": (x.grad, whole.grad[:, local]),
+    }
+    for name, parameter in layer.named_parameters():
+        dist.all_reduce(parameter.grad)
+        pairs[name] = parameter.grad, plain[name]
+    errors = torch.stack(
+        [(got - want).abs().max() / want.abs().max() for got, want in pairs.values()]
+    )
+    dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+    return dict(zip(pairs, errors.tolist()))
+
+
+def _rank(rank: int, size: int, store: str, result: str) -> None:
+    """One rank of the self-check; rank 0 saves the errors."""
+    on_gpu = torch.cuda.device_count() >= size
+    torch.set_num_threads(1)
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=size
+    )
+    most = min(2, HEADS // size)
+    runs = {
+        f"G = {groups}": _errors(rank, size, device, groups, faulty=False)
+        for groups in range(1, most + 1)
+    }
+    runs["control"] = _errors(rank, size, device, most, faulty=True)
+    if rank == 0:
+        torch.save(runs, result)
+    dist.destroy_process_group()
+
+
+def verdict(runs: dict[str, dict[str, float]]) -> str:
+    """Return PASS, FAIL (a gradient is wrong) or BLIND (the planted fault was not seen).
+
+    Args:
+        runs: The errors of `_errors` by run; the run "control" has the planted fault.
+    """
+    for name, errors in runs.items():
+        # Not any(error > BOUND), which is false for NaN.
+        if name != "control" and not all(error <= BOUND for error in errors.values()):
+            return "FAIL"
+    return "PASS" if max(runs["control"].values()) > 10 * BOUND else "BLIND"
+
+
+def doctor(ranks: int) -> int:
+    """Print versions and the outcome of the self-check.
+
+    Args:
+        ranks: The ranks of the self-check.
+
+    Returns:
+        The exit status; 0 if the self-check passed.
+    """
+    if not 1 <= ranks <= HEADS:
+        print(
+            f"doctor: --ranks must be between 1 and {HEADS} (the self-check's heads), got {ranks}",
+            file=sys.stderr,
+        )
+        return 2
+    print(versions(), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        store, result = str(Path(folder, "store")), str(Path(folder, "result"))
+        torch.multiprocessing.start_processes(
+            _rank, (ranks, store, result), nprocs=ranks, start_method="forkserver"
+        )
+        runs = torch.load(result)
+    names = list(next(iter(runs.values())))
+    rows = [[name, *(f"{errors[name]:.1e}" for errors in runs.values())] for name in names]
+    print(
+        f"\ngradient self-check, {ranks} ranks, fp64: largest relative error against the whole "
+        "sequence in one process"
+    )
+    print(tabulate(rows, headers=["", *runs], tablefmt="simple"))
+    outcome = verdict(runs)
+    print(
+        f"{outcome} (bound {BOUND:.0e}; the control delivers dv 1e-9 too large "
+        f"and must exceed {10 * BOUND:.0e})"
+    )
+    return 0 if outcome == "PASS" else 1

@@ -1,0 +1,344 @@
+"""Runs ``ds-sp-overlap plan``: reads arguments, measures rates where asked, prints tables."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import tempfile
+from pathlib import Path
+
+from tabulate import tabulate
+
+from ...autotune.costs import WINDOWS, LayerShape, Rates
+from .fits import Model, Way, longest
+from .plan import CLOSE, Plan, plan
+
+# Of an empty exchange, where it is neither given nor measured.
+LATENCY_US = 20.0
+
+
+def _whole(text: str) -> int:
+    """Read a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _tokens(text: str) -> int:
+    """Read a number of tokens: 65536, 64k or 1m."""
+    digits, unit = (text[:-1], text[-1].lower()) if text[-1:].lower() in ("k", "m") else (text, "")
+    if not digits.isdecimal() or int(digits) < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of at least 1, or one such as 64k (65536) or 1m, got {text!r}"
+        )
+    return int(digits) * {"": 1, "k": 1024, "m": 1024**2}[unit]
+
+
+def _rate(text: str) -> float:
+    """Read a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``plan`` to its parser."""
+    shape = parser.add_argument_group(
+        "layer", "by itself or from --model; single values win over those of the model"
+    )
+    shape.add_argument("--model", help="a transformers config: name, folder or file")
+    shape.add_argument("--hidden", type=_whole, help="model dim")
+    shape.add_argument("--heads", type=_whole, help="query heads")
+    shape.add_argument("--kv-heads", type=_whole, help="KV heads (default: as many as query heads)")
+    shape.add_argument("--head-dim", type=_whole, help="default: hidden / heads")
+    shape.add_argument(
+        "--intermediate",
+        type=_whole,
+        help="width of a gated MLP that counts towards the layer's time (default: attention alone)",
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--seq",
+        type=_tokens,
+        required=True,
+        help="global sequence, tokens: 65536 or 64k, 1m (of 1024)",
+    )
+    run.add_argument("--sp", type=_whole, required=True, help="ranks of the sp group, P")
+    run.add_argument("--batch", type=_whole, default=1)
+    run.add_argument(
+        "--dtype-bytes",
+        type=int,
+        choices=(2, 4, 8),
+        default=2,
+        help="of an element that is exchanged (default 2)",
+    )
+    fits = parser.add_argument_group(
+        "memory", "prints the longest sequence that fits; of a model, by itself or from --model"
+    )
+    fits.add_argument(
+        "--memory", type=_rate, help="GiB of a GPU that PyTorch can use: 79 of an H100 of 80 GB"
+    )
+    fits.add_argument("--layers", type=_whole)
+    fits.add_argument("--params", type=_rate, help="parameters in billions: 8.03")
+    rates = parser.add_argument_group("rates", "of one GPU; what it reaches, not its data sheet")
+    rates.add_argument(
+        "--bandwidth",
+        type=_rate,
+        help="GB/s that it sends in an all-to-all while it receives as many",
+    )
+    rates.add_argument("--tflops", type=_rate, help="TFLOP/s of matrix products")
+    rates.add_argument(
+        "--attention-tflops", type=_rate, help="TFLOP/s of causal attention (default: --tflops)"
+    )
+    rates.add_argument(
+        "--latency-us",
+        type=_rate,
+        help=f"of an exchange of nothing (default {LATENCY_US:g}, or measured)",
+    )
+    rates.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure what is not given: on the ranks of torchrun (-m ds_sp_overlap plan ...), "
+        "else on --sp processes of this machine",
+    )
+
+
+def _layer(args: argparse.Namespace) -> LayerShape:
+    """Return the layer's shape, from --model and single values.
+
+    Raises:
+        ValueError: if a value is missing, or the values are no layer.
+    """
+    shape = {
+        "hidden": args.hidden,
+        "heads": args.heads,
+        "kv_heads": args.kv_heads,
+        "head_dim": args.head_dim,
+    }
+    shape["intermediate"] = args.intermediate
+    if args.model is not None:
+        from ...integrations.transformers.layers import layer_shape
+
+        try:
+            known = layer_shape(args.model)
+        except ImportError:
+            raise ValueError(
+                "--model reads a transformers config; pip install transformers, or give --hidden "
+                "and --heads"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"--model {args.model}: no transformers config there: {str(error).splitlines()[0]}"
+            ) from None
+        shape = {key: given or known[key] for key, given in shape.items()}
+        args.layers = args.layers or known["layers"]
+    missing = [f"--{key}" for key in ("hidden", "heads") if not shape[key]]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} missing; give them, or --model")
+    if shape["head_dim"] is None and shape["hidden"] % shape["heads"]:
+        raise ValueError(
+            f"--hidden {shape['hidden']} does not divide by --heads {shape['heads']}; "
+            "give --head-dim"
+        )
+    return LayerShape(
+        width=shape["hidden"],
+        heads=shape["heads"],
+        kv_heads=shape["kv_heads"] or shape["heads"],
+        head_dim=shape["head_dim"] or shape["hidden"] // shape["heads"],
+        seq=args.seq,
+        sp_size=args.sp,
+        batch=args.batch,
+        element_bytes=args.dtype_bytes,
+        intermediate=shape["intermediate"] or 0,
+    )
+
+
+def _model(args: argparse.Namespace) -> Model | None:
+    """Return the model for --memory; None without --memory.
+
+    Raises:
+        ValueError: if the model is not given.
+    """
+    if args.memory is None:
+        return None
+    if args.params is None and args.model is not None:
+        from ...integrations.transformers.layers import parameters
+
+        return Model(args.layers, parameters(args.model))
+    missing = [f"--{name}" for name in ("layers", "params") if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"--memory needs {' and '.join(missing)}; give them, or --model")
+    return Model(args.layers, int(1e9 * args.params))
+
+
+def _measuring_rank(
+    rank: int, size: int, init: str, layer: LayerShape, result: str | None
+) -> Rates:
+    """Measure the rates on one rank; rank 0 saves them to the file ``result``."""
+    import torch
+    import torch.distributed as dist
+
+    from . import measure
+
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    on_gpu = torch.cuda.device_count() > local and (
+        init == "env://" or torch.cuda.device_count() >= size
+    )
+    if on_gpu:
+        torch.cuda.set_device(local)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=init, rank=rank, world_size=size
+    )
+    found = measure.rates(
+        layer, dist.group.WORLD, torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    )
+    if rank == 0 and result is not None:
+        torch.save((found.matmul, found.attention, found.wire, found.latency_ms), result)
+    dist.destroy_process_group()
+    return found
+
+
+def _measured(layer: LayerShape) -> Rates:
+    """Measure the rates on the launcher's ranks, or on processes that are started here."""
+    import torch
+
+    if "WORLD_SIZE" in os.environ:
+        size = int(os.environ["WORLD_SIZE"])
+        if size != layer.sp_size:
+            raise ValueError(
+                f"--sp is {layer.sp_size}, but the launcher started {size} ranks; "
+                "make them the same"
+            )
+        return _measuring_rank(int(os.environ["RANK"]), size, "env://", layer, None)
+    with tempfile.TemporaryDirectory() as folder:
+        result = str(Path(folder, "result"))
+        arguments = (layer.sp_size, f"file://{Path(folder, 'store')}", layer, result)
+        try:
+            torch.multiprocessing.start_processes(
+                _measuring_rank, arguments, nprocs=layer.sp_size, start_method="forkserver"
+            )
+        except (
+            torch.multiprocessing.ProcessExitedException,
+            torch.multiprocessing.ProcessRaisedException,
+        ) as error:
+            raise RuntimeError(str(error)) from None
+        return Rates(*torch.load(result))
+
+
+def _rates(args: argparse.Namespace, layer: LayerShape) -> tuple[Rates, str]:
+    """Return the rates, and a line with each rate and its source."""
+    missing = [f"--{name}" for name in ("bandwidth", "tflops") if getattr(args, name) is None]
+    if missing and not args.measure:
+        raise ValueError(
+            f"{' and '.join(missing)} missing; give them, or --measure on the machine itself"
+        )
+    found = _measured(layer) if args.measure else None
+
+    def rate(
+        option: str, unit: float, measured: str, otherwise: tuple[float, str]
+    ) -> tuple[float, str]:
+        if (given := getattr(args, option)) is not None:
+            return unit * given, "given"
+        return otherwise if found is None else (getattr(found, measured), "measured")
+
+    # Without a default: a rate that is missing is measured, or was refused above.
+    matmul = rate("tflops", 1e12, "matmul", (0.0, ""))
+    attention = rate("attention_tflops", 1e12, "attention", (matmul[0], "that of matrix products"))
+    wire = rate("bandwidth", 1e9, "wire", (0.0, ""))
+    latency = rate("latency_us", 1e-3, "latency_ms", (LATENCY_US / 1e3, "assumed"))
+    words = (
+        f"rates: {matmul[0] / 1e12:.4g} TFLOP/s in matrix products ({matmul[1]}), "
+        f"{attention[0] / 1e12:.4g} in attention ({attention[1]}), "
+        f"{wire[0] / 1e9:.4g} GB/s on the wire ({wire[1]}), "
+        f"{1e3 * latency[0]:.3g} us an exchange ({latency[1]})"
+    )
+    return Rates(matmul[0], attention[0], wire[0], latency[0]), words
+
+
+def describe(layer: LayerShape, rates: str, result: Plan) -> str:
+    """Return the plan as text; ``rates`` is the line about the rates."""
+    base = result.results["none"]
+    rows = [
+        (name, f"{r.step_ms:.3f}", f"{result.limits[name]:.3f}",
+         f"{r.step_ms - r.compute_ms:.3f}", f"{r.exposed:.1%}",
+         f"{1 - r.step_ms / base.step_ms:.1%}",
+         f"{r.peak / 2**20:.1f}" if r.peak else "-")
+        for name, r in result.results.items()
+    ]  # fmt: skip
+    head = (
+        "overlapped exchanges",
+        "step ms",
+        "limit ms",
+        "exposed ms",
+        "exposed",
+        "saves",
+        "peak MiB",
+    )
+    what = "layer with its MLP" if layer.intermediate else "attention layer"
+    return "\n".join(
+        (
+            f"one {what}, forward and backward, on one of {layer.sp_size} ranks: "
+            f"{layer.heads} query and {layer.kv_heads} KV heads of {layer.head_dim}, "
+            f"model dim {layer.width}, {layer.seq} tokens, batch {layer.batch}",
+            rates,
+            "a model's arithmetic, not a measurement: "
+            f"{base.compute_ms:.3f} ms of computing, {base.wire_ms:.3f} ms of exchanges",
+            tabulate(rows, headers=head, tablefmt="simple", stralign="right"),
+            result.advice,
+            f"of those that take no longer than the shortest ({CLOSE:.0%}) the smallest peak: "
+            f"{result.smallest}",
+        )
+    )
+
+
+def _describe_fits(layer: LayerShape, model: Model, best: int, gib: float) -> str:
+    """Return the table of the longest sequences that fit into ``gib`` GiB."""
+    ways = [
+        Way(0),
+        Way(best),
+        *(Way(*window) for window in WINDOWS if window[0] <= layer.geometry(1).max_groups),
+    ]
+    found = {way: longest(layer, model, way, int(gib * 2**30)) for way in ways}
+    names = ("all kept", "checkpointed", "keep", "inputs on host", "offload")
+    rows = [
+        (way, *(f"{of[name] // 1024:,}k" if name in of else "-" for name in names))
+        for way, of in found.items()
+    ]
+    return "\n".join(
+        (
+            f"longest sequence that fits into {gib:g} GiB with {model.layers} layers, "
+            f"{model.parameters / 1e9:.3g} billion parameters under ZeRO-3 over {layer.sp_size} "
+            "ranks, loss and MLP in tiles, k = 1024 tokens, by what is done with activations; "
+            "arithmetic, not a measurement",
+            tabulate(rows, headers=("", *names), tablefmt="simple", stralign="right"),
+        )
+    )
+
+
+def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Print the plan; exit with argparse's error where it can't be planned or measured."""
+    try:
+        layer = _layer(args)
+        model = _model(args)
+        rates, words = _rates(args, layer)
+    except ValueError as error:
+        parser.error(str(error))
+    except RuntimeError as error:
+        # Ranks could not be started, or could not exchange.
+        parser.error(
+            f"--measure failed: {str(error).strip().splitlines()[-1]}; "
+            "give --bandwidth and --tflops instead"
+        )
+    if int(os.environ.get("RANK", 0)) == 0:
+        found = plan(layer, rates)
+        print(describe(layer, words, found))
+        if model is not None:
+            print(f"\n{_describe_fits(layer, model, found.best, args.memory)}")
+    return 0

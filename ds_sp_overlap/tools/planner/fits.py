@@ -1,0 +1,103 @@
+"""Computes the longest sequence whose training step fits on a GPU, by arithmetic.
+
+The training is ZeRO-3 in bf16 with Adam, whose states lie over the ranks of the sp group. A model
+is a number of equal layers. Loss and MLP are computed in tiles, as in Arctic long sequence
+training, and need no memory to speak of. Beside the memory of its attention (`schedule.held`), a
+layer saves four tensors of the size of x: the inputs of the layer, of attention, of the MLP's norm
+and of the MLP.
+
+Left out are weights that are gathered ahead, buffers of reductions, memory in pieces too small to
+use, and CUDA itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from ...autotune.costs import LayerShape, Sizes
+from ...schedule import Tensor, schedule_of
+from .plan import NONE
+
+# Bytes per parameter: weight and gradient of 2 each; in fp32 the weight and two moments.
+STATES = 16
+
+
+class Model(NamedTuple):
+    """A model of equal layers.
+
+    Attributes:
+        layers: Number of layers.
+        parameters: Number of parameters of the whole model.
+    """
+
+    layers: int
+    parameters: int
+
+
+class Way(NamedTuple):
+    """How a layer runs.
+
+    Attributes:
+        groups: G; 0 is DeepSpeed's own class.
+        window: W; None: all groups are live.
+    """
+
+    groups: int
+    window: int | None = None
+
+    def __str__(self) -> str:
+        name = f"G = {self.groups}" if self.groups else "none"
+        return name if self.window is None else f"{name}, W = {self.window}"
+
+
+def held_by_model(layer: LayerShape, model: Model, way: Way) -> dict[str, int]:
+    """Return the most bytes of a training step on one rank, by what is done with activations.
+
+    all kept         everything that backward reads is saved
+    checkpointed     each layer's input is saved, and the layer is recomputed
+    keep             o and the log-sum-exp are saved too (``"checkpointing": "keep"``); for a window
+    inputs on host   as checkpointed, with the inputs in host memory
+    offload          as keep, with all that is saved in host memory; for a window
+    """
+    sizes = Sizes(layer, max(1, way.groups))
+    schedule = schedule_of(sizes.geometry, way.window) if way.groups else NONE
+    held, forward = sizes.held(schedule, is_stock=not way.groups), len(schedule.forward)
+    x = sizes.size(Tensor("y"))
+    # Without y, which is a term of the next layer's input.
+    waits = held[forward] - x
+    states = STATES * model.parameters // layer.sp_size
+    # A layer that is recomputed from its input, and dy. The inputs of all layers are added below.
+    again = states + max(held) + 4 * x
+    found = {
+        "all kept": states + model.layers * (waits + 4 * x) + max(held) - waits + x,
+        "checkpointed": again + model.layers * x,
+        # One input in use, one on its way.
+        "inputs on host": again + 2 * x,
+    }
+    if way.window is not None:
+        backward = states + max(held[forward:]) - waits + 4 * x
+        found["keep"] = backward + model.layers * (x + waits)
+        found["offload"] = backward + 2 * (x + waits)
+    return found
+
+
+def longest(layer: LayerShape, model: Model, way: Way, memory: int) -> dict[str, int]:
+    """Return the longest sequence whose training step fits into ``memory`` bytes.
+
+    Returns:
+        Tokens, in multiples of 1024 per rank, for each name of `held_by_model`; 0 where no sequence
+        fits.
+    """
+    step = 1024 * layer.sp_size
+    held = cache(lambda steps: held_by_model(replace(layer, seq=steps * step), model, way))
+    found = {}
+    for name in held(1):
+        steps = 2**20
+        # The memory of each step of a program grows by the same amount with every token. So the
+        # largest of them is convex, and Newton's method converges from above.
+        while steps > 1 and (over := held(steps)[name] - memory) > 0:
+            steps = max(1, steps + -over // (held(steps)[name] - held(steps - 1)[name]))
+        found[name] = steps * step if held(steps)[name] <= memory else 0
+    return found

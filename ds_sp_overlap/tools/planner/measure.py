@@ -1,0 +1,102 @@
+"""Measures the rates for `plan`: matrix products, causal attention, an all-to-all."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ...autotune.costs import LayerShape, Rates
+
+# The most tokens of attention that are timed. Beyond, its rate hardly changes, but its time does.
+LONGEST = 8192
+
+
+def _seconds(run: Callable[[], Any], group: Any, device: torch.device) -> float:
+    """Return the median time of ``run`` on the slowest rank.
+
+    Runs for about half a second, 5 to 100 times. Synchronises the device.
+    """
+
+    def finished() -> float:
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+        return time.perf_counter()
+
+    def median(repeat: int) -> float:
+        times = []
+        for _ in range(repeat):
+            if group is not None:
+                dist.barrier(group)
+            begin = finished()
+            run()
+            times.append(finished() - begin)
+        took = torch.tensor(statistics.median(times), dtype=torch.float64, device=device)
+        if group is not None:
+            dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
+        return took.item()
+
+    # The first run takes longer.
+    median(1)
+    # The median is the same on every rank, so every rank runs as often.
+    return median(min(max(5, int(0.5 / median(1))), 100))
+
+
+def rates(layer: LayerShape, group: Any, device: torch.device) -> Rates:
+    """Measure the rates with the shapes of a layer.
+
+    Projections: the product of a rank's tokens with a square weight. Attention: forward and
+    backward of the rank's heads, over at most `LONGEST` tokens. Wire: the exchange of q, and an
+    exchange of one element per peer.
+
+    Collective over ``group``; the slowest rank decides.
+
+    Args:
+        layer: Shape of the layer.
+        group: The sp group; None for one rank.
+        device: The device to measure.
+    """
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
+    options: dict[str, Any] = dict(dtype=dtype, device=device)
+    tokens = layer.seq // layer.sp_size * layer.batch
+    x, weight = (
+        torch.randn(tokens, layer.width, **options),
+        torch.randn(layer.width, layer.width, **options),
+    )
+    matmul = 2 * tokens * layer.width**2 / _seconds(lambda: F.linear(x, weight), group, device)
+
+    seq, heads = min(layer.seq, LONGEST), max(layer.heads // layer.sp_size, 1)
+    kv_heads = (
+        heads
+        if heads % max(layer.kv_heads // layer.sp_size, 1)
+        else max(layer.kv_heads // layer.sp_size, 1)
+    )
+    q, k, v = (
+        torch.randn(layer.batch, n, seq, layer.head_dim, **options, requires_grad=True)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    do = torch.randn_like(q)
+
+    def attend() -> None:
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+        torch.autograd.grad(o, (q, k, v), do)
+
+    flops = 3.5 * 2 * seq**2 * layer.batch * heads * layer.head_dim
+    attention = flops / _seconds(attend, group, device)
+    if group is None or layer.sp_size == 1:
+        return Rates(matmul, attention, float("inf"), 0.0)
+
+    def exchange_s(elements: int) -> float:
+        send = torch.zeros(elements * layer.sp_size, **options)
+        recv = torch.empty_like(send)
+        return _seconds(lambda: dist.all_to_all_single(recv, send, group=group), group, device)
+
+    per_peer = tokens * layer.heads // layer.sp_size * layer.head_dim
+    latency, whole = exchange_s(1), exchange_s(per_peer)
+    wire = (layer.sp_size - 1) * per_peer * layer.element_bytes / max(whole - latency, 1e-9)
+    return Rates(matmul, attention, wire, 1e3 * latency)

@@ -1,0 +1,251 @@
+"""Predicts what overlap would save, before anything is run: ``python -m ds_sp_overlap plan``.
+
+The schedules that layers run by, and those of DeepSpeed's class, are simulated with the costs of a
+layer (`schedule.play`).
+
+The simulation leaves out relayout copies, kernel launches, the smaller matrix products of more head
+groups, and the compute units that an exchange takes while it is under way. Each of these makes the
+real step longer, or more groups less attractive.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from ...autotune.costs import WINDOWS, Costs, LayerShape, Rates
+from ...exchange.layout import Layout, chunk_of
+from ...schedule import (
+    MLP,
+    QKV,
+    Bar,
+    O,
+    Op,
+    Played,
+    Program,
+    Schedule,
+    Step,
+    by_chunks,
+    by_head_groups,
+    needs_of,
+    periods,
+    play,
+    schedule_of,
+)
+from .limit import limit
+
+# Head groups that are tried.
+GROUPS = (1, 2, 4)
+# Chunks of tokens that are shown.
+CHUNKS = (2, 4, 8)
+# Fewer groups are preferred over a step that is shorter by less than this share, since each group
+# has costs that the simulation leaves out.
+CLOSE = 0.01
+# A step that would be shorter by less than this share is not worth the bother.
+WORTH = 0.02
+
+
+def limit_of(costs: Costs) -> float:
+    """Return the `limit` of forward and backward of a layer whose MLP hides nothing."""
+    kinds = costs.geometry.kinds
+    return costs.ms(MLP) + sum(
+        limit(needs, costs.ms) for needs in needs_of(kinds, by_head_groups(kinds).starts)
+    )
+
+
+class BlockCosts(Costs):
+    """Durations of the steps of a layer in a chain, in C chunks of tokens and G head groups."""
+
+    def __init__(self, layer: LayerShape, rates: Rates, groups: int, chunks: int):
+        super().__init__(layer, rates, groups)
+        self.chunks = chunks
+        self.block = by_chunks(self.geometry.kinds, chunks)
+
+    def ms(self, step: Step) -> float:
+        if step.op in (Op.START, Op.ATTEND):
+            return super().ms(step)
+        layer, length = self.layer, self.layer.seq // self.layer.sp_size
+        start, stop = (
+            (0, length) if step.op is Op.WGRAD else chunk_of(length, step.chunk, self.chunks)
+        )
+        width = {
+            O: layer.heads * layer.head_dim,
+            QKV: (layer.heads + 2 * layer.kv_heads) * layer.head_dim,
+        }.get(step.tensors, 3 * layer.intermediate)
+        return 1e3 * 2 * (stop - start) * layer.batch * layer.width * width / self.rates.matmul
+
+    def _exchange(self, step: Step) -> Layout:
+        dims = (self.layer.head_dim,) * len(step.tensors)
+        layout = self.geometry.of_chunk(step.tensors, step.group, dims, step.chunk, self.chunks)
+        return layout.inverse if step.grad else layout
+
+    def in_a_chain(self) -> Played:
+        """Return the times that one more layer adds to a chain, one bar for each row."""
+        four, three = (self.played(self.block.chain(layers)) for layers in (4, 3))
+        compute, wire = (Bar("layer", by, 0.0, more - less) for by, more, less in (
+            (self.block.forward[0], four.compute_ms, three.compute_ms),
+            (None, four.wire_ms, three.wire_ms),
+        ))  # fmt: skip
+        return Played([compute], [wire], four.step_ms - three.step_ms, [])
+
+    def played(self, schedule: Schedule, is_stock: bool = False) -> Played:
+        """Simulate forward and backward, without memory."""
+        return play(schedule, (*schedule.forward, *schedule.backward), self.ms)
+
+    def limit(self) -> float:
+        """Return the `limit` of one layer in a chain."""
+        played = self.in_a_chain()
+        ways = sum(limit(needs, self.ms) for needs in periods(self.geometry.kinds, self.chunks))
+        return max(ways, played.compute_ms, played.wire_ms)
+
+
+def _forward(text: str) -> Program:
+    """Read a program of one head group from text: ``project q, start q``."""
+    return tuple(Step(Op(op), (of,), False, 0) for op, of in map(str.split, text.split(", ")))
+
+
+def _backward(text: str) -> Program:
+    """Read a program of gradients from text: ``start q`` sends dq."""
+    return tuple(step._replace(grad=True) for step in _forward(text))
+
+
+# The overlap of DeepSpeed's PR 5691 with Megatron-DeepSpeed's PR 415: v, o and dv stay exposed.
+FIVE = Schedule(
+    _forward(
+        "project q, start q, project k, start k, project v, finish q, finish k, start v, finish v, "
+        "attend o, start o, finish o, merge o"
+    ),
+    _backward(
+        "dgrad o, start o, wgrad o, finish o, attend o, start v, finish v, start k, start q, "
+        "dgrad v, wgrad v, finish k, dgrad k, wgrad k, finish q, dgrad q, wgrad q"
+    ),
+)
+
+
+def _waiting(program: Program) -> Program:
+    """Return the program in which every exchange is waited for where it is started."""
+    steps: list[Step] = []
+    for step in program:
+        if step.op is not Op.FINISH:
+            steps.append(step)
+        if step.op is Op.START:
+            steps.append(step._replace(op=Op.FINISH))
+    return tuple(steps)
+
+
+# DeepSpeed's class as it stands, between projections that are called whole.
+NONE = Schedule(
+    _waiting(
+        _forward(
+            "project q, project k, project v, start q, start k, start v, attend o, start o, merge o"
+        )
+    ),
+    _waiting(
+        _backward(
+            "wgrad o, dgrad o, start o, attend o, start v, start k, start q, "
+            "dgrad v, wgrad v, dgrad k, wgrad k, dgrad q, wgrad q"
+        )
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The outcome of `plan`.
+
+    Attributes:
+        results: The simulated schedules, by name.
+        best: The fewest head groups that come close to the shortest step.
+        max_groups: The most head groups of the layer.
+        limits: For each schedule, the time that no order of its steps can beat (`limit`). For
+            layers by themselves, nothing runs under the MLP.
+    """
+
+    results: dict[str, Played]
+    best: int
+    max_groups: int
+    limits: dict[str, float]
+
+    @property
+    def gain(self) -> float:
+        """The share of the step without overlap that the best schedule saves."""
+        return (
+            1
+            - self.results[f"eight of eight, G = {self.best}"].step_ms
+            / self.results["none"].step_ms
+        )
+
+    @property
+    def advice(self) -> str:
+        """A line that says whether overlap is worth it."""
+        base = self.results["none"]
+        blocks = {name: result for name, result in self.results.items() if "block" in name}
+        name = min(blocks, key=lambda name: blocks[name].step_ms, default="")
+        block = blocks.get(name, base)
+        saved, beside = 1 - block.step_ms / base.step_ms, ""
+        if saved > self.gain + WORTH:
+            beside = f"; a {name}, saves {saved:.1%}, its exchanges under the MLP as well"
+        few = (
+            "; a rank has one query head, so nothing hides v, o and dv"
+            if self.max_groups == 1
+            else ""
+        )
+        if self.gain < WORTH and beside:
+            return (
+                f"worth it in a block alone{beside}; "
+                f"a layer by itself would save {self.gain:.1%}{few}"
+            )
+        if self.gain < WORTH:
+            why = (
+                f"the exchanges are {base.exposed:.1%} of the layer's time without any overlap"
+                if base.exposed < 2 * WORTH
+                else f"the layer computes for {base.compute_ms / base.wire_ms:.1%} of what its "
+                "exchanges take"
+                if base.compute_ms < WORTH * base.wire_ms
+                else "what could hide them is too short"
+            )
+            return f"don't bother: it would save {self.gain:.1%} of the layer's time; {why}{few}"
+        return f"worth it: G = {self.best} saves {self.gain:.1%} of the layer's time{few}{beside}"
+
+    @property
+    def smallest(self) -> str:
+        """The schedule with the smallest peak, of those whose step is close to the shortest."""
+        shortest = min(of.step_ms for of in self.results.values() if of.peak)
+        close = {
+            name: of.peak
+            for name, of in self.results.items()
+            if of.peak and of.step_ms <= (1 + CLOSE) * shortest
+        }
+        return min(close, key=close.__getitem__)
+
+
+def plan(layer: LayerShape, rates: Rates) -> Plan:
+    """Simulate every schedule and choose the head groups.
+
+    Args:
+        layer: Shape of the layer.
+        rates: Rates of one GPU.
+    """
+    possible = [groups for groups in GROUPS if groups <= layer.geometry(1).max_groups]
+    one = Costs(layer, rates, 1)
+    results = {"none": one.played(NONE, is_stock=True), "five of eight": one.played(FIVE)}
+    limits = dict.fromkeys(results, limit_of(one))
+    for groups in possible:
+        costs = Costs(layer, rates, groups)
+        name = f"eight of eight, G = {groups}"
+        results[name], limits[name] = costs.played(schedule_of(costs.geometry)), limit_of(costs)
+    for groups, window in WINDOWS:
+        if groups <= layer.geometry(1).max_groups:
+            costs = Costs(layer, rates, groups)
+            name = f"window, G = {groups}, W = {window}"
+            results[name], limits[name] = (
+                costs.played(schedule_of(costs.geometry, window)),
+                limit_of(costs),
+            )
+    steps = {groups: results[f"eight of eight, G = {groups}"].step_ms for groups in possible}
+    best = next(groups for groups in possible if steps[groups] <= (1 + CLOSE) * min(steps.values()))
+    for chunks, groups in itertools.product(CHUNKS, possible if layer.intermediate else ()):
+        of_block = BlockCosts(layer, rates, groups, chunks)
+        name = f"block, C = {chunks}, G = {groups}"
+        results[name], limits[name] = of_block.in_a_chain(), of_block.limit()
+    return Plan(results, best, layer.geometry(1).max_groups, limits)

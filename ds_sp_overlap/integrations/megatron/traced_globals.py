@@ -94,11 +94,7 @@ class _Package:
 
 
 def source_of(holder: Any, *names: str) -> str:
-    """The digest of some functions of a class or a module; empty without source, or with
-    decorators.
-    """
-    if any(hasattr(getattr(holder, name, None), "__wrapped__") for name in names):
-        return ""  # guard: what a decorator does is in no digest
+    """The digest of some functions of a class or a module; empty where `digest` knows none."""
     try:
         return digest(holder, *names)
     except (OSError, TypeError):  # no source

@@ -121,14 +121,14 @@ def predict(shape, args: argparse.Namespace, layers: int, intermediate: int) -> 
     )
     rates = measure.rates(layer, dist.group.WORLD, torch.device("cpu"))
     one = Costs(layer, rates, 1)
-    played = {"DeepSpeed": one.played(plan.NONE), "five of eight": one.played(plan.FIVE)}
+    played = {"DeepSpeed": one.simulate(plan.BASELINE), "five of eight": one.simulate(plan.UPSTREAM)}
     for groups in args.groups:
         costs = Costs(layer, rates, groups)
-        played[f"G = {groups}"] = costs.played(by_head_groups(costs.geometry.kinds))
+        played[f"G = {groups}"] = costs.simulate(by_head_groups(costs.geometry.kinds))
     steps, limits = {name: layers * of.step_ms for name, of in played.items()}, {}
     for name, chunks, groups in blocks(args):
         of_block = plan.BlockCosts(layer, rates, groups, chunks)
-        steps[name], limits[name] = of_block.played(of_block.block.chain(layers)).step_ms, layers * of_block.limit()
+        steps[name], limits[name] = of_block.simulate(of_block.block.chain(layers)).step_ms, layers * of_block.limit()
     return steps, limits
 
 

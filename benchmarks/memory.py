@@ -74,7 +74,7 @@ def main() -> None:
     rows, series = [], {}
     for what, kv_heads in (("MHA", args.heads), ("GQA 4:1", args.heads // 4)):
         layer = Layer(Shape(args.seq, args.heads, args.head_dim, kv_heads), 0, args.ranks)
-        layer.channel = Emulated(args.ranks, Silent())
+        layer.sp_group = Emulated(args.ranks, Silent())
         stock = None
         with communication(args.ranks, Silent()):
             for name, run in runs_of(layer, args.heads // args.ranks).items():

@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ds_sp_overlap
 from benchmarks.one_gpu import Emulated, on_device
 from benchmarks.variants import Layer, Shape, check_parity
-from ds_sp_overlap.exchange.channel import Channel, by_name
+from ds_sp_overlap.exchange.sp_group import SPGroup, by_name
 from ds_sp_overlap.integrations.sequence.positions import Positions
 from ds_sp_overlap.relayout import kernels
 
@@ -97,16 +97,16 @@ def check_nccl(device: str) -> None:
     expected = whole(of, 1)[0]
     for name in ("c10d", "auto", "copy_engine"):
         transport = by_name(name, 2)  # one rank would be given none
-        channel = Channel(group, transport)
+        sp_group = SPGroup(group, transport)
         try:
-            transport.prepare(channel)
+            transport.prepare(sp_group)
         except ValueError as error:
             print(f"nccl: {name}: REFUSED: {error}")
             if name != "copy_engine":
                 raise
             continue
         for groups in (1, 4):
-            layer = Layer(of, 0, 1, group, channel)
+            layer = Layer(of, 0, 1, group, sp_group)
             check_parity(f"{name}, G = {groups}", layer.step(layer.ours(head_groups=groups)), expected, TOLERANCE)
         own = getattr(transport, "group", None)
         print(f"nccl: {name}: as without exchanges, over {'the sp group' if own in (None, group) else 'a communicator of its own'}")
@@ -225,8 +225,8 @@ def check_race(device: str) -> None:
     size, of = 4, shape(device, seq=512)
 
     def outcome(transport, groups, kind):
-        layer = Layer(of, 0, size, channel=Emulated(size, transport))
-        layer.channel.kernels = kind
+        layer = Layer(of, 0, size, sp_group=Emulated(size, transport))
+        layer.sp_group.kernels = kind
         block = layer.ours(head_groups=groups, kernels=kind)
         for _ in range(3):  # later ones meet memory that earlier ones gave back
             result = layer.step(block)

@@ -39,7 +39,7 @@ import torch.nn.functional as F  # noqa: E402
 
 from benchmarks import record  # noqa: E402
 from benchmarks.variants import Layer, Shape  # noqa: E402
-from ds_sp_overlap.exchange.channel import Channel, SideStream  # noqa: E402
+from ds_sp_overlap.exchange.sp_group import SideStream, SPGroup  # noqa: E402
 
 MODELS = {"7b": (32, 32, 128), "70b": (64, 8, 128), "rehearsal": (8, 4, 16)}  # query heads, KV heads, head dim
 
@@ -176,7 +176,7 @@ class Throttled:
 # Rank 0 of P, alone.
 
 
-class Emulated(Channel):
+class Emulated(SPGroup):
     """Rank 0 of an sp group that is not there: what one rank says, all say."""
 
     def __init__(self, size: int, transport):
@@ -184,10 +184,10 @@ class Emulated(Channel):
         self.size = size
         self.calls.EVERY = sys.maxsize  # there is nobody to compare calls with
 
-    def side(self, device):
+    def streams(self, device):
         if device.type != "cpu" and device not in self._sides:
             self._sides[device] = SideStream(torch.get_device_module(device), device)
-        return super().side(device)
+        return super().streams(device)
 
     def gather(self, what, where=""):
         return [what] * self.size
@@ -282,12 +282,12 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
 
     def variants(transport):
         """Each as a step over the transport."""
-        channel = layer.channel = Emulated(size, transport)
+        sp_group = layer.sp_group = Emulated(size, transport)
         stock = {"ALST": alst_layer(layer, size)}
         if kv_heads % size == 0:  # fewer KV heads than ranks are refused by DeepSpeed's class
             stock["DeepSpeed"] = layer.stock()
         ours = {"five of eight": layer.five_of_eight(), **{f"G = {g}": layer.ours(head_groups=g) for g in groups}}
-        assert channel.group is None
+        assert sp_group.group is None
         return {name: lambda run=run: layer.step(run) for name, run in {**stock, **ours}.items()}
 
     makers = {"E0": Waiting, "E1": Pinned, "E2": lambda *a: Throttled(*a, args.blocks)}

@@ -65,7 +65,7 @@ def work(args: argparse.Namespace) -> None:
 
     import ds_sp_overlap
     from ds_sp_overlap.config import SpOverlapConfig
-    from ds_sp_overlap.say import LOGGER
+    from ds_sp_overlap.warn import LOGGER
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(

@@ -97,11 +97,11 @@ class Layer:
     """The layer of one rank, sequence first: projections, hidden states, and a cotangent of the output.
 
     group     the sp group; None where one process plays a rank of a group that there is not
-    channel   the channel of that play
+    sp_group   the sp_group of that play
     """
 
-    def __init__(self, shape: Shape, rank: int, size: int, group=None, channel=None):
-        self.shape, self.size, self.group, self.channel = shape, size, group, channel
+    def __init__(self, shape: Shape, rank: int, size: int, group=None, sp_group=None):
+        self.shape, self.size, self.group, self.sp_group = shape, size, group, sp_group
         self.local = Attention()
         torch.manual_seed(0)
         rows = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
@@ -146,8 +146,8 @@ class Layer:
             sequence_process_group=self.group, batch_first=False, config=config, transport=transport, name="layer",
             q_norm=q_norm, **self.projections,
         )  # fmt: skip
-        if self.channel is not None:
-            block.layer.channel = self.channel
+        if self.sp_group is not None:
+            block.layer.sp_group = self.sp_group
         return block
 
     def five_of_eight(self, transport=None) -> Callable[[Tensor], Tensor]:

@@ -7,7 +7,7 @@ Rooms, from the ground up; each imports from those above it in this list alone:
 
     schedule       the order of work in a layer, as plain data; drawn, checked and simulated. Read
                    it first
-    say            warnings that are said once
+    warn           warnings that are said once
     config         the ``sp_overlap`` section
     rotary         rotary position embedding
     relayout       pack and unpack, PyTorch's and compiled

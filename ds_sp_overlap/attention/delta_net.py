@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..exchange.geometry import Geometry
-from .layer import Layer, with_head_dim
+from .layer import LayerRuntime, with_head_dim
 from .runtime.execution import Call
 from .runtime.recorded import Recorded, join_heads
 from .runtime.slices import Ranges, cut
@@ -48,7 +48,7 @@ class DeltaNet:
 
     def __init__(
         self,
-        layer: Layer,
+        layer: LayerRuntime,
         *,
         heads: int,
         head_dim: int,

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..config import SpOverlapConfig
-from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
+from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..rotary import check_tables, rotate
 from .heads import Local, calling
-from .layer import Layer, with_head_dim
+from .layer import LayerRuntime, with_head_dim
 from .runtime.execution import Attend, Call
 from .runtime.recorded import Recorded, join_heads
 from .runtime.slices import cut
@@ -30,7 +30,7 @@ class ProjectedAttention:
     exchanges of dq, dk and dv with the backward of the caller's projections.
     """
 
-    def __init__(self, layer: Layer):
+    def __init__(self, layer: LayerRuntime):
         self.layer = layer
 
     def translated(
@@ -233,18 +233,20 @@ class DistributedAttention(nn.Module):
         self.local_attn, self.num_kv_heads = local_attention, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
         parsed = SpOverlapConfig.parse(config or {})
-        channel = Channel(
+        sp_group = SPGroup(
             sequence_process_group or dist.group.WORLD,
             transport or parsed.transport,
             sp_stream,
             parsed.kernels,
         )
-        self._attend = ProjectedAttention(Layer(channel, parsed, name, heads_alike=heads_alike))
+        self._attend = ProjectedAttention(
+            LayerRuntime(sp_group, parsed, name, heads_alike=heads_alike)
+        )
 
     @property
     def spg(self) -> Any:
         """The sp group."""
-        return self._attend.layer.channel.group
+        return self._attend.layer.sp_group.group
 
     def forward(
         self,

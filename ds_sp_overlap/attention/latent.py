@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..exchange.geometry import Geometry
 from .drop_in import ProjectedAttention
 from .heads import calling
-from .layer import Layer
+from .layer import LayerRuntime
 from .runtime.linear import call_through, can_split
 from .runtime.slices import cut
 
@@ -52,7 +52,7 @@ class LatentAttention:
     nope_dim     of k of a head, what is made of the latent; d - d_rot
     """
 
-    def __init__(self, layer: Layer, projection: Callable[[], nn.Module], nope_dim: int):
+    def __init__(self, layer: LayerRuntime, projection: Callable[[], nn.Module], nope_dim: int):
         self.layer, self.projection, self.nope_dim = layer, projection, nope_dim
         self._of_heads = ProjectedAttention(layer)
 

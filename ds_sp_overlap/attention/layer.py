@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..autotune.choices import Tried, tried
+from ..autotune.choices import Candidates, candidates_of
 from ..autotune.costs import LayerShape
 from ..autotune.policy import Policy
 from ..autotune.trial import candidates_for
 from ..config import SpOverlapConfig
-from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
-from ..profiling.timed import Run
+from ..exchange.sp_group import SPGroup
+from ..profiling.timed import TimedCall
 from ..profiling.timeline import Timeline
 from ..relayout import ops
-from ..say import say_once
 from ..schedule import Block, Schedule, Windowed, by_head_groups, check
+from ..warn import warn_once
 from .heads import Local, PerHead, difference_of_ranks, fault
 from .runtime.execution import Call
 
@@ -47,7 +47,7 @@ def _checked(
     return check(made, kinds)
 
 
-class Layer:
+class LayerRuntime:
     """What both kinds of attention layer share: the sp group, the configuration, and the agreement
     of the ranks.
 
@@ -59,23 +59,23 @@ class Layer:
 
     def __init__(
         self,
-        channel: Channel,
+        sp_group: SPGroup,
         config: SpOverlapConfig,
         where: str,
         policy: Policy | None = None,
         heads_alike: bool = False,
         schedule: Callable[[tuple[str, ...], bool], Schedule] = by_head_groups,
     ):
-        self.channel, self.config, self.where, self.heads_alike, self.schedule = (
-            channel,
+        self.sp_group, self.config, self.where, self.heads_alike, self.schedule = (
+            sp_group,
             config,
             where,
             heads_alike,
             schedule,
         )
-        self.policy = policy or Policy.of(config, channel)
+        self.policy = policy or Policy.of(config, sp_group)
         self.index = self.policy.join() if self.policy else 0
-        channel.timeline = channel.timeline or Timeline.of(config, channel)
+        sp_group.timeline = sp_group.timeline or Timeline.of(config, sp_group)
         self.agreed, self.called = False, where
         self._divides: dict[
             tuple, bool
@@ -84,10 +84,10 @@ class Layer:
             tuple, bool
         ] = {}  # whether the backward of attention that is not run again reads o, by kind of call
 
-    def __deepcopy__(self, memo: dict) -> Layer:
+    def __deepcopy__(self, memo: dict) -> LayerRuntime:
         """Of the copy of a module: it exchanges over the same group."""
-        return Layer(
-            self.channel, self.config, self.where, self.policy, self.heads_alike, self.schedule
+        return LayerRuntime(
+            self.sp_group, self.config, self.where, self.policy, self.heads_alike, self.schedule
         )
 
     def __getstate__(self) -> NoReturn:
@@ -102,7 +102,7 @@ class Layer:
         local: Callable[[], Local] | None,
         has_baseline: bool,
         head_dim: int = 0,
-    ) -> tuple[Run, Call | None]:
+    ) -> tuple[TimedCall, Call | None]:
         """Begin a `call` of this layer, with the head groups that the policy chooses; None where
         the baseline is to run.
 
@@ -113,10 +113,10 @@ class Layer:
         """
         call, timeline, device = (
             self.counted(describe, inputs, local),
-            self.channel.timeline,
+            self.sp_group.timeline,
             inputs[0].device,
         )
-        run = Run(inputs)
+        run = TimedCall(inputs)
         if timeline is not None and timeline.recording():
             run.timed(timeline.layer(self.where, device))
         policy, geometry = self.policy, call.geometry
@@ -142,7 +142,7 @@ class Layer:
         call.window = window or self.config.window_of(groups)
         return run, call
 
-    def _tried(self, geometry: Geometry, x: Tensor, head_dim: int, off: bool) -> Tried:
+    def _tried(self, geometry: Geometry, x: Tensor, head_dim: int, off: bool) -> Candidates:
         """What is tried where memory counts, and what is taken until then or else; alike on all
         ranks that choose together.
         """
@@ -150,7 +150,7 @@ class Layer:
         fixed = geometry.groups if config.head_groups != "auto" or geometry.groups == 1 else None
         if not head_dim:  # what holds less is not known, but more groups hold less
             ways = candidates_for(geometry.max_groups if fixed is None else 1, off)
-            return Tried(ways[::-1] if fixed is None else (fixed,), geometry.groups)
+            return Candidates(ways[::-1] if fixed is None else (fixed,), geometry.groups)
         # Lengths that vary are one shape to the policy; those of replicas differ, and are all long.
         local = (
             2**20
@@ -170,7 +170,7 @@ class Layer:
             batch,
             dtype.itemsize,
         )
-        return tried(
+        return candidates_of(
             LayerShape(*sizes),
             fixed,
             config.window,
@@ -196,9 +196,9 @@ class Layer:
             and not self._may_divide(call, inputs, local)
         ):  # guard: heads alike
             call = self._made(_regrouped(call.geometry, 1), call.checked)
-        self.channel.calls.count(self.channel, self.called, inputs[0].device)
-        if self.channel.timeline is not None:
-            self.channel.timeline.look()
+        self.sp_group.calls.count(self.sp_group, self.called, inputs[0].device)
+        if self.sp_group.timeline is not None:
+            self.sp_group.timeline.look()
         return call
 
     def _may_divide(
@@ -211,14 +211,14 @@ class Layer:
         if kind not in self._divides:
             attention = local()
             mine = fault(call, attention, device, partial(with_head_dim, where=self.where))
-            found, norms = zip(*self.channel.gather(mine, self.where))
+            found, norms = zip(*self.sp_group.gather(mine, self.where))
             seen = "; ".join(
                 f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what
             )  # guard: what any rank found
             seen = seen or difference_of_ranks(norms, attention.dtype)  # guard: alike on all ranks
             self._divides[kind] = not seen
             if seen:
-                say_once(
+                warn_once(
                     f"sp_overlap: {attention.name}, called with some of a rank's heads at a time, is not what it is over all of "
                     f"them, and runs in one head group ({seen}). If it treats all heads alike, say so with heads_alike=True"
                 )
@@ -229,7 +229,7 @@ class Layer:
         asked to.
         """
         if self.config.window_of(1) is not None:
-            say_once(
+            warn_once(
                 "sp_overlap: window and checkpointing need projections that are computed part by part; a layer whose projections can't be "
                 "(adapters, hooks, RoPE that learns, DistributedAttention between the caller's own) holds all head groups until backward"
             )
@@ -242,7 +242,7 @@ class Layer:
         learns   what attention learns and nobody was told of; refused on all ranks
         """
         found = (
-            self.channel.gather((mine, learns), self.where)
+            self.sp_group.gather((mine, learns), self.where)
             if kind not in self._reads_o
             else [(False, learns)]
         )
@@ -262,11 +262,14 @@ class Layer:
         """
         first = not self.agreed
         if first or self.config.check:
-            self.channel.agree(self.where, lambda: self._comparable(*describe()))
-            self.channel.prepare()
+            self.sp_group.agree(self.where, lambda: self._comparable(*describe()))
+            self.sp_group.prepare()
             if first:
-                self.channel.calls.layers += 1
-                self.agreed, self.called = True, f"{self.where} (layer {self.channel.calls.layers})"
+                self.sp_group.calls.layers += 1
+                self.agreed, self.called = (
+                    True,
+                    f"{self.where} (layer {self.sp_group.calls.layers})",
+                )
         geometry, _ = describe()
         return self._made(geometry, first and self.config.check)
 
@@ -277,7 +280,7 @@ class Layer:
                 f"schedule= makes a Windowed whose KV heads are used last by the groups {schedule.last_use}, but here they are by "
                 f"{geometry.last_use}; give by_window those of the layer's heads"
             )
-        return Call(self.channel, geometry, schedule, self.where, checked)
+        return Call(self.sp_group, geometry, schedule, self.where, checked)
 
     def refuse(self, error: Exception) -> None:
         """Raise ``error``, on the layer's first call on every rank."""
@@ -288,21 +291,23 @@ class Layer:
         self.call(describe)
 
     def _comparable(self, geometry: Geometry, types: Callable[[], tuple]) -> str:
-        world = dist.get_world_size() if self.channel.group is None and dist.is_initialized() else 1
+        world = (
+            dist.get_world_size() if self.sp_group.group is None and dist.is_initialized() else 1
+        )
         if world > 1:  # guard: ranks need a group
             raise ValueError(
                 f"no sp group in a world of {world} ranks; pass sequence_process_group= once torch.distributed is initialised "
                 "(torch.distributed.group.WORLD for all of them, a group of this rank alone for no sequence parallelism)"
             )
-        ops.check_usable(self.channel.kernels)  # refused here, on every rank, where this one can't
-        if self.channel.timeline is not None:
-            self.channel.timeline.check()
+        ops.check_usable(self.sp_group.kernels)  # refused here, on every rank, where this one can't
+        if self.sp_group.timeline is not None:
+            self.sp_group.timeline.check()
         lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
         return (
             f"sp_overlap {self.config.model_dump(exclude_defaults=True)}, local sequence {lengths}, batch {geometry.batch}, "
             f"{geometry.heads} query and {geometry.kv_heads} KV heads, "
             f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
-            f"{self.where}, call {self.channel.calls.number + 1} over the sp group"  # guard: same layer, same call
+            f"{self.where}, call {self.sp_group.calls.number + 1} over the sp group"  # guard: same layer, same call
         )
 
     def geometry(
@@ -317,19 +322,19 @@ class Layer:
         """Geometry of a call with ``x`` [s/P, b, ...], one head group where attention gets
         ``extra`` arguments per head.
         """
-        channel = self.channel
+        sp_group = self.sp_group
         batch, local_seq = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
         seq_lens = (
-            (local_seq,) * channel.size
+            (local_seq,) * sp_group.size
             if lengths is None
             else tuple(int(length) for length in lengths)
         )
-        groups = self.config.groups_for(heads, channel.size)
+        groups = self.config.groups_for(heads, sp_group.size)
         for x in extra:
             if isinstance(x, PerHead):
                 x.check(heads)
         geometry = _geometry(
-            channel.size, channel.rank, seq_lens, batch, heads, kv_heads, groups, batch_first
+            sp_group.size, sp_group.rank, seq_lens, batch, heads, kv_heads, groups, batch_first
         )
         if (
             groups > 1
@@ -337,11 +342,11 @@ class Layer:
             and _per_head(geometry, extra if self.heads_alike else tree_leaves(extra))
         ):
             geometry = _geometry(
-                channel.size, channel.rank, seq_lens, batch, heads, kv_heads, 1, batch_first
+                sp_group.size, sp_group.rank, seq_lens, batch, heads, kv_heads, 1, batch_first
             )
-        if seq_lens[channel.rank] != local_seq:
+        if seq_lens[sp_group.rank] != local_seq:
             raise ValueError(
-                f"sequence_lengths: {seq_lens[channel.rank]} for sp rank {channel.rank}, whose local sequence has {local_seq} tokens; "
+                f"sequence_lengths: {seq_lens[sp_group.rank]} for sp rank {sp_group.rank}, whose local sequence has {local_seq} tokens; "
                 "give every rank's own"
             )
         return geometry

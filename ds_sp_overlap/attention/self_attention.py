@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
-from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
+from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..relayout import ops
 from ..rotary import Rotary
 from ..schedule import O, Part, Schedule, Windowed, by_head_groups, schedule_of
 from .heads import Local, PerHead, calling, modules_of
-from .layer import Layer, kind_of, with_head_dim
+from .layer import LayerRuntime, kind_of, with_head_dim
 from .memory.checkpoint_cache import current
 from .runtime.execution import Attend, Call
 from .runtime.linear import (
@@ -121,10 +121,10 @@ class SelfAttention:
                 f"{name}: schedule= beside sp_overlap.window or checkpointing: such a layer makes q, k and v again in backward, in an "
                 "order of its own (schedule.by_window); leave out one of the two"
             )
-        channel = Channel(
+        sp_group = SPGroup(
             sequence_process_group, transport or parsed.transport, kernels=parsed.kernels
         )
-        self.layer = Layer(channel, parsed, name, policy, heads_alike, schedule)
+        self.layer = LayerRuntime(sp_group, parsed, name, policy, heads_alike, schedule)
         self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj, q_norm, k_norm)
         sizes = {
             "q_proj.out_features": (q_proj, self.heads),
@@ -302,13 +302,13 @@ class SelfAttention:
                 leaves = self.plain[type(self.o_proj).forward](self.o_proj)
                 watched = self.watched(call, hidden_states, attend, args, kwargs)
                 checkpointing = self.layer.config.checkpointing
-                visit = None if checkpointing == "recompute" else current(self.layer.where)
+                checkpoint = None if checkpointing == "recompute" else current(self.layer.where)
                 layer = partial(
                     windowed,
                     call,
                     made,
                     watched,
-                    visit,
+                    checkpoint,
                     checkpointing == "offload",
                     self.o_proj,
                     leaves,
@@ -369,7 +369,7 @@ class SelfAttention:
             rope
             if isinstance(rope, Rotary)
             and not (self.norm_last and any(self._norms.values()))
-            and ops.implementation(self.layer.channel.kernels).folds
+            and ops.implementation(self.layer.sp_group.kernels).folds
             else None
         )
 
@@ -452,7 +452,7 @@ class SelfAttention:
         """
         batch, seq = x.shape[:2] if self.batch_first else (x.shape[1], x.shape[0])
         geometry = Geometry(1, 0, (seq,), batch, self.heads, self.kv_heads, 1, self.batch_first)
-        call = Call(Channel(None), geometry, by_head_groups(geometry.kinds, True), self.layer.where)
+        call = Call(SPGroup(None), geometry, by_head_groups(geometry.kinds, True), self.layer.where)
         rotary = self.rope
         rotate = None if rotary is None else lambda heads: rotary(heads, position_embeddings)
         project = self.whole(call, x, rotate)

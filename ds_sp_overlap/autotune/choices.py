@@ -14,14 +14,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..schedule import Played, schedule_of
+from ..schedule import Simulation, schedule_of
 from .costs import WINDOWS, Costs, LayerShape, Rates
 from .trial import CLOSE, GROUPS, OFF, Candidate
 
 RATES = (Rates(600e12, 500e12, 45e9), Rates(600e12, 500e12, float("inf"), 0.0))
 
 
-class Tried(NamedTuple):
+class Candidates(NamedTuple):
     """What is timed for a layer.
 
     Attributes:
@@ -35,9 +35,9 @@ class Tried(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def tried(
+def candidates_of(
     layer: LayerShape, groups: int | None, window: int | None, again: bool, off: bool, most: int
-) -> Tried:
+) -> Candidates:
     """Choose the candidates for a layer.
 
     Args:
@@ -77,7 +77,7 @@ def tried(
     windows = [way for way in least_first if isinstance(way, tuple) and any(close[way])]
     taken = list(dict.fromkeys((default, *whole, *windows)))[: max(2, most - off)]
     candidates: list[Candidate] = [way for way in least_first if way in taken]
-    return Tried((*candidates, *((OFF,) if off else ())), default)
+    return Candidates((*candidates, *((OFF,) if off else ())), default)
 
 
 def _simulated(
@@ -86,10 +86,10 @@ def _simulated(
     way: int | tuple[int, int],
     window: int | None,
     again: bool,
-) -> Played:
+) -> Simulation:
     """Simulate a candidate, G or (G, W), on a machine with ``rates``."""
     groups, few = way if isinstance(way, tuple) else (way, window)
     if few is None and again:
         few = max(1, groups // 2)
     costs = Costs(layer, rates, groups)
-    return costs.played(schedule_of(costs.geometry, few))
+    return costs.simulate(schedule_of(costs.geometry, few))

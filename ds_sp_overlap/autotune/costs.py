@@ -11,12 +11,12 @@ from ..schedule import (
     MLP,
     O,
     Op,
-    Played,
     Schedule,
+    Simulation,
     Step,
     Tensor,
-    held,
-    play,
+    memory_bytes,
+    simulate,
 )
 
 
@@ -86,12 +86,12 @@ class Sizes:
     def __init__(self, layer: LayerShape, groups: int):
         self.layer, self.geometry = layer, layer.geometry(groups)
 
-    def held(self, schedule: Schedule, is_stock: bool = False) -> list[int]:
+    def memory_bytes(self, schedule: Schedule, is_baseline: bool = False) -> list[int]:
         """Return the bytes in memory while each step runs, beside x, dy and the weights.
 
         Args:
             schedule: The order of the steps.
-            is_stock: Whether the layer is DeepSpeed's own, whose forward has variables for q, k and
+            is_baseline: Whether the layer is DeepSpeed's own, whose forward has variables for q, k and
                 v, so that they live until forward returns.
 
         Returns:
@@ -102,10 +102,10 @@ class Sizes:
         def attended_groups(group: int) -> list[int]:
             return [sent for sent, _, _ in self.geometry.kv_pieces(group)]
 
-        return held(schedule, cache(self.size), attended_groups, is_stock)
+        return memory_bytes(schedule, cache(self.size), attended_groups, is_baseline)
 
     def size(self, tensor: Tensor) -> int:
-        """Return the bytes of a tensor that `schedule.held` names."""
+        """Return the bytes of a tensor that `schedule.memory` names."""
         what, name, group, _, exchange = tensor
         layer = self.layer
         if exchange is not None:
@@ -164,7 +164,7 @@ class Sizes:
         """Return the layout of an exchange; what travels beside do travels as do does."""
         kinds = (*step.beside, *step.tensors)
         dims = (self.layer.head_dim,) * len(kinds)
-        layout = self.geometry.together(kinds, step.group, dims)
+        layout = self.geometry.joint_exchange(kinds, step.group, dims)
         return layout.inverse if step.grad else layout
 
 
@@ -196,10 +196,10 @@ class Costs(Sizes):
         heads = self._local_heads("q" if step.tensors == O else kind, step.group)
         return 1e3 * 2 * tokens * layer.width * heads * layer.head_dim / self.rates.matmul
 
-    def played(self, schedule: Schedule, is_stock: bool = False) -> Played:
-        """Simulate a whole transformer layer: forward, the MLP and backward; see `held`."""
+    def simulate(self, schedule: Schedule, is_baseline: bool = False) -> Simulation:
+        """Simulate a whole transformer layer: forward, the MLP and backward; see `memory_bytes`."""
         program = (*schedule.forward, MLP, *schedule.backward)
-        return play(schedule, program, self.ms, self.held(schedule, is_stock))
+        return simulate(schedule, program, self.ms, self.memory_bytes(schedule, is_baseline))
 
 
 # The windows (G, W) that are tried. Windows of more groups save little memory.

@@ -60,13 +60,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..config import SpOverlapConfig
-from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
+from ..exchange.sp_group import SPGroup
 from ..profiling.clocks import clock_of
 from ..profiling.steps import Listener, in_backward
-from ..profiling.timed import Run, Timed, output_of
-from ..say import say
-from .choices import Tried
+from ..profiling.timed import Timed, TimedCall, output_of
+from ..warn import say
+from .choices import Candidates
 from .trial import BLOCK, LAYER, Candidate, Report, Trial, candidates_for, merged
 
 # How long replicas wait for optimizers that have not stepped, before they stop trying.
@@ -127,7 +127,7 @@ class Policy:
     is chosen and ``warmup_steps`` are over runs the default, since the others can't know of it.
 
     Args:
-        channel: The sp group, whose ranks choose together.
+        sp_group: The sp group, whose ranks choose together.
         warmup_steps: Optimizer steps in which the layers of a shape may run candidates that are not
             chosen later.
         replicas: Whether all ranks of the world choose together: several sp groups with batches of
@@ -138,13 +138,13 @@ class Policy:
 
     def __init__(
         self,
-        channel: Channel,
+        sp_group: SPGroup,
         warmup_steps: int,
         replicas: bool = False,
         say: Callable[[str], Any] = say,
         frugal: bool = False,
     ):
-        self.channel, self.warmup_steps, self.replicas = channel, warmup_steps, replicas
+        self.sp_group, self.warmup_steps, self.replicas = sp_group, warmup_steps, replicas
         self.say, self.frugal = say, frugal
         self.trials: dict[tuple, Trial] = {}
         # By key of a trial for layers in a row: the step of the first call.
@@ -161,13 +161,13 @@ class Policy:
 
     @classmethod
     def of(
-        cls, config: SpOverlapConfig, channel: Channel, gradient_group: Any = None
+        cls, config: SpOverlapConfig, sp_group: SPGroup, gradient_group: Any = None
     ) -> Policy | None:
         """Make the policy that a config asks for.
 
         Args:
             config: The ``sp_overlap`` section.
-            channel: The sp group.
+            sp_group: The sp group.
             gradient_group: The ranks that reduce gradients together; None if it is not known.
 
         Returns:
@@ -175,13 +175,13 @@ class Policy:
             reduce gradients together, so that they could not choose together.
         """
         asked = config.head_groups == "auto" or config.memory == "auto"
-        if not (asked and config.policy.warmup_steps > 0 and channel.size > 1):
+        if not (asked and config.policy.warmup_steps > 0 and sp_group.size > 1):
             return None
         world = dist.get_world_size()
-        replicas = world > channel.size
+        replicas = world > sp_group.size
         if replicas and (gradient_group is None or dist.get_world_size(gradient_group) < world):
             return None
-        return cls(channel, config.policy.warmup_steps, replicas, frugal=config.memory == "auto")
+        return cls(sp_group, config.policy.warmup_steps, replicas, frugal=config.memory == "auto")
 
     def join(self) -> int:
         """Return the index of one more layer."""
@@ -189,7 +189,7 @@ class Policy:
         return self._layers - 1
 
     def trial(
-        self, geometry: Geometry, x: Tensor, off: bool, tried: Tried | None = None
+        self, geometry: Geometry, x: Tensor, off: bool, tried: Candidates | None = None
     ) -> Trial | None:
         """Return the trial for a call.
 
@@ -287,7 +287,7 @@ class Policy:
         if not self._due or self.over or in_backward():  # guard: stays for its backward
             return
         own_report = self._report() if self._stepped and self.board is None else {}
-        stepped, reports = zip(*self.channel.gather((self._stepped, own_report)))
+        stepped, reports = zip(*self.sp_group.gather((self._stepped, own_report)))
         if not all(stepped):
             # After an evaluation, further calls may come before the step: compare again then.
             self._due = not torch.is_grad_enabled()
@@ -325,7 +325,7 @@ class Policy:
             "default. Step optimizers on all ranks alike, or give a number"
         )
 
-    def follow(self, run: Run, trial: Trial, candidate: Candidate, tokens: int) -> None:
+    def follow(self, run: TimedCall, trial: Trial, candidate: Candidate, tokens: int) -> None:
         """Watch a call, and time it where times are due.
 
         Args:

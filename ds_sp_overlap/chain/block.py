@@ -29,10 +29,10 @@ from ..exchange.layout import chunk_of
 from ..rotary import Rotary
 from ..schedule import Block, Exchanged, Op, Part, Program, Step
 from .block_layer import BlockLayer, Options
-from .recompute_region import Stretch
-from .saved_attention import Held, Kept, attend_kept, finish_kept
+from .recompute_region import RecomputeRegion
+from .saved_attention import Saved, SavedAttention, attend_kept, finish_kept
 
-Rerun = Literal["none", "all", "but attention"]
+Recompute = Literal["none", "all", "but attention"]
 Watch = Callable[[Any, Tensor], None]
 
 
@@ -40,7 +40,7 @@ class LayerCall:
     """One call of a layer's attention: who holds what, its program, and what is under way to it or
     from it.
 
-    stretch   of which it is a part, where it will be run again
+    region   of which it is a part, where it will be run again
     again     it is run again; ``idle`` if its attention never ran
     kept      what is kept of attention, if it is; the tensors of it are ``held``
     o         chunks of it, local, and whether they have gradients; where the output will be run
@@ -53,13 +53,13 @@ class LayerCall:
         self.mlp_wgrads: Wgrads | None = None
         self.exchanges: dict[Exchanged, Exchange] = {}
         self.tokens: dict[Exchanged, Tensor] = {}
-        self.stretch: _Stretch | None = None
+        self.region: _Region | None = None
         self.again = self.idle = False
-        self.kept: Kept | None = None
-        self.held: Held = {}
+        self.kept: SavedAttention | None = None
+        self.held: Saved = {}
         self.o: dict[Exchanged, tuple[Tensor, bool]] | None = None
 
-    def anew(self) -> LayerCall:
+    def recomputed(self) -> LayerCall:
         """For the same call, run again."""
         made = LayerCall(self.layer, self.call, self.block, self.options)
         made.kept, made.held, made.o, made.again = self.kept, self.held, self.o, True
@@ -87,11 +87,11 @@ class LayerCall:
     def exchange(self, step: Step) -> Exchange:
         """A new exchange; q, k and v have the head dim of the layer."""
         call, dims = self.call, (self.layer.attention.head_dim,) * len(step.tensors)
-        layout = call.geometry.of_chunk(
+        layout = call.geometry.chunk_exchange(
             step.tensors, step.group, dims, step.chunk, self.block.chunks
         )
         name = self.block.name(step)
-        exchange = Exchange(call.channel, layout, call.where, name, call.checked)
+        exchange = Exchange(call.sp_group, layout, call.where, name, call.checked)
         self.exchanges[step.exchange] = exchange
         return exchange
 
@@ -122,7 +122,7 @@ class LayerCall:
         return [rotation(*tokens) for tokens in self.ranges()]
 
 
-class _Stretch(Stretch):
+class _Region(RecomputeRegion):
     """A segment, and the attention behind it, of which hidden states and o are held, and what is
     kept of attention.
 
@@ -134,9 +134,9 @@ class _Stretch(Stretch):
         here = done or following
         assert here is not None
         super().__init__(here.call.where, hidden.device)
-        self.done = None if done is None else done.anew()
+        self.done = None if done is None else done.recomputed()
         self.following = (
-            None if following is None else following.anew()
+            None if following is None else following.recomputed()
         )  # which is under way itself, and leads here
         self.hidden, self.has_gradient, self.version = (
             hidden.detach(),
@@ -148,18 +148,20 @@ class _Stretch(Stretch):
     def attend(self, here: LayerCall, hidden: Tensor, keep: bool) -> None:
         """The second part, the first time."""
         if keep and any(token.requires_grad for token in here.tokens.values()):
-            here.kept = Kept(partial(_beside, here.call, here.block, here.layer.attention.head_dim))
+            here.kept = SavedAttention(
+                partial(_beside, here.call, here.block, here.layer.attention.head_dim)
+            )
         with self.watched():
             _attend(here, hidden)
-        here.stretch, here.o, self.attends, self.following = None, {}, True, here.anew()
+        here.region, here.o, self.attends, self.following = None, {}, True, here.recomputed()
 
     def run(self) -> None:
         if self.hidden._version != self.version:  # guard: held, and not changed
             raise RuntimeError(
                 f"{self.where}: the hidden states in front of it were changed in place before backward could use them"
             )
-        done = None if self.done is None else self.done.anew()
-        following = None if self.following is None else self.following.anew()
+        done = None if self.done is None else self.done.recomputed()
+        following = None if self.following is None else self.following.recomputed()
         hidden = self.hidden.detach().requires_grad_(self.has_gradient)
         if following is not None:
             following.idle = not self.attends
@@ -174,7 +176,7 @@ def run_segment(
     done: LayerCall | None,
     following: LayerCall | None,
     hidden: Tensor,
-    rerun: Rerun,
+    recompute: Recompute,
     watch: Watch | None = None,
 ) -> Tensor:
     """Run what lies between two attentions; start q, k and v of the second, whose tokens
@@ -182,42 +184,42 @@ def run_segment(
 
     done        the attention that was run; None in front of the first, where ``hidden`` is returned
     following   the next one; None behind the last
-    rerun       unless it is "none", autograd keeps nothing: the segment will be run again
+    recompute       unless it is "none", autograd keeps nothing: the segment will be run again
     watch       is called with the node of autograd through which the residual gives its part of a
                 gradient, and its hidden states
     """
-    if rerun == "none":
+    if recompute == "none":
         return _segment(done, following, hidden, watch)
-    stretch = _Stretch(done, following, hidden)
-    with stretch.watched():
+    region = _Region(done, following, hidden)
+    with region.watched():
         out = _segment(done, following, hidden, watch)
     if following is not None:
-        following.stretch = stretch
-    return out if done is None else stretch.behind(out)
+        following.region = region
+    return out if done is None else region.behind(out)
 
 
-def attend(here: LayerCall, hidden: Tensor, rerun: Rerun) -> None:
+def attend(here: LayerCall, hidden: Tensor, recompute: Recompute) -> None:
     """Run the attention whose q, k and v are under way, and start its o.
 
     hidden   as the layer is given
     """
-    if here.stretch is None:
+    if here.region is None:
         _attend(here, hidden)
     else:
-        here.stretch.attend(here, hidden, keep=rerun == "but attention")
+        here.region.attend(here, hidden, keep=recompute == "but attention")
 
 
 def _beside(call: Call, block: Block, head_dim: int, key: Exchanged) -> Exchange:
     """An exchange of a chunk of o and of do, towards attention."""
     tensors, group, chunk = key
-    layout = call.geometry.of_chunk(("q", "q"), group, (head_dim,) * 2, chunk, block.chunks)
+    layout = call.geometry.chunk_exchange(("q", "q"), group, (head_dim,) * 2, chunk, block.chunks)
     name = block.name(Step(Op.START, tensors, True, group, chunk, beside=tensors))
-    return Exchange(call.channel, layout, call.where, name, call.checked)
+    return Exchange(call.sp_group, layout, call.where, name, call.checked)
 
 
 def _attend(here: LayerCall, hidden: Tensor) -> None:
     """Walk the program from the finishes of q, k and v to the starts of o."""
-    if here.stretch is None and not here.again:
+    if here.region is None and not here.again:
         # In backward it comes behind the starts of dq, dk and dv, whose first chunk nothing else
         # hides.
         attention = here.layer.attention
@@ -256,7 +258,7 @@ class _Attention(Gathering):
     def joins(self, gathered: list[Step], step: Step) -> bool:
         return step._replace(chunk=gathered[0].chunk) == gathered[0]
 
-    def together(self, steps: list[Step]) -> None:
+    def perform(self, steps: list[Step]) -> None:
         (self.arrive if steps[0].op is Op.FINISH else self.leave)(steps)
 
     def arrive(self, steps: list[Step]) -> None:
@@ -287,7 +289,7 @@ class _Attention(Gathering):
             saved = here.kept, here.held, group, one, self.watched, exchanges
             here.tokens.update(zip(keys, attend_kept(*saved, *attended)))
         elif not here.again:
-            meanwhile = {} if here.stretch is None else dict(meanwhile=here.stretch.when_needed)
+            meanwhile = {} if here.region is None else dict(meanwhile=here.region.when_needed)
             started = start_chunks([here.exchange(step) for step in steps], *attended, **meanwhile)
             here.tokens.update(zip(keys, started))
 

@@ -22,7 +22,7 @@ from ..attention.heads import Local
 from ..attention.runtime import linear
 from ..attention.runtime.linear import autocast
 from ..schedule import by_chunks
-from .block import LayerCall, Rerun, attend, run_segment
+from .block import LayerCall, Recompute, attend, run_segment
 from .block_layer import BlockLayer, Options
 
 
@@ -42,10 +42,12 @@ class Started:
     def of(cls, begun: LayerCall, hidden: Tensor) -> Started:
         return cls(begun, hidden, hidden._version, (torch.is_grad_enabled(), hidden.requires_grad))
 
-    def serves(self, layer: BlockLayer, hidden: Tensor, options: Options, rerun: Rerun) -> bool:
+    def serves(
+        self, layer: BlockLayer, hidden: Tensor, options: Options, recompute: Recompute
+    ) -> bool:
         return (
             layer is self.begun.layer
-            and (self.begun.stretch is None) == (rerun == "none")
+            and (self.begun.region is None) == (recompute == "none")
             and self.grad == (torch.is_grad_enabled(), hidden.requires_grad)
             and self.begun.options.is_same(options)
             and not _is_watched(hidden)
@@ -161,14 +163,14 @@ class Chain:
         *args: Any,
         position_embeddings: Any = None,
         sequence_lengths: list[int] | None = None,
-        rerun: Rerun = "none",
+        recompute: Recompute = "none",
         **kwargs: Any,
     ) -> Tensor:
         """Run a layer, and start q, k and v of its successor.
 
         hidden                [b, s/P, m], or [s/P, b, m] where the attention is not ``batch_first``
         position_embeddings   as for `SelfAttention`
-        rerun                 "all": hold hidden states and o from forward to backward, and run the
+        recompute                 "all": hold hidden states and o from forward to backward, and run the
                               layer again there, as an activation checkpoint does; "but attention":
                               hold what its backward reads beside, and don't run attention again.
                               The same for the successor
@@ -179,24 +181,24 @@ class Chain:
         q, k and v don't come from them. Raises RuntimeError.
         """
         options = Options(position_embeddings, sequence_lengths, args, kwargs)
-        rerun = rerun if torch.is_grad_enabled() else "none"
+        recompute = recompute if torch.is_grad_enabled() else "none"
         started, self._started = self._started, None
-        if started is not None and started.serves(layer, hidden, options, rerun):
+        if started is not None and started.serves(layer, hidden, options, recompute):
             here = started.begun
             here.options = options
         else:
             self.in_step = self.in_step and started is None
             here, started = self._begun(layer, hidden, options), None
-            run_segment(None, here, hidden, rerun)
+            run_segment(None, here, hidden, recompute)
         if started is not None:
             started.ahead = next(iter(here.tokens.values())).grad_fn
             started.watch_between(hidden)
-        attend(here, hidden, rerun)
+        attend(here, hidden, recompute)
         following = None
         if successor is not None and self._may_start(successor):
             following = self._begun(successor, hidden, options)
         out = run_segment(
-            here, following, hidden, rerun, None if started is None else started.watch
+            here, following, hidden, recompute, None if started is None else started.watch
         )
         if following is not None:
             self._started = Started.of(following, out)

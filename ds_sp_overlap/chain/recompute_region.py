@@ -1,10 +1,10 @@
-"""A stretch of a forward of which autograd keeps nothing: it is run again where backward comes to
+"""A region of a forward of which autograd keeps nothing: it is run again where backward comes to
 it.
 
-    with stretch.watched(): y = f(x)      what autograd would save is let go
+    with region.watched(): y = f(x)      what autograd would save is let go
     backward                              f is run again, once, and saves it anew
 
-So far that is an activation checkpoint. Two things are different: the stretch may be run in several
+So far that is an activation checkpoint. Two things are different: the region may be run in several
 parts, with other things between them, and a node of its own may have it run again before it waits
 for an exchange, which is hidden by that.
 """
@@ -34,7 +34,7 @@ class _Saved:
         self.x: Tensor | None = None
 
 
-class Stretch(ABC):
+class RecomputeRegion(ABC):
     """Lives as long as there is something that it would save; nothing else of a graph may hold it,
     and what it holds.
 
@@ -59,7 +59,7 @@ class Stretch(ABC):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """The body is the next part of the stretch, the first time."""
+        """The body is the next part of the region, the first time."""
         before = Random.now(self.device)
         with saved_tensors_hooks(self._leave_out, self._given):
             yield
@@ -114,8 +114,8 @@ class Stretch(ABC):
         alive = weakref.ref(self)
 
         def again() -> None:
-            if (stretch := alive()) is not None:
-                stretch.again()
+            if (region := alive()) is not None:
+                region.again()
 
         return again
 
@@ -146,8 +146,8 @@ class Stretch(ABC):
 
 class _Behind(Node):
     @staticmethod
-    def forward(ctx, stretch: Stretch, y: Tensor):
-        ctx.again = stretch.when_needed
+    def forward(ctx, region: RecomputeRegion, y: Tensor):
+        ctx.again = region.when_needed
         return y.new_empty(0).set_(
             y.untyped_storage(), y.storage_offset(), y.size(), y.stride()
         )  # no view, which nobody may change

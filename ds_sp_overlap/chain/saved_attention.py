@@ -5,7 +5,7 @@ are made again, o is received again.
     finish_kept(..)                               a chunk of o, local; its backward sends o and do
 
 Before:  do = all_to_all(dy), and o is kept whole
-Now:     o, do = all_to_all(o_c, do_c) of each chunk, where o is read; beside o_c, which the stretch
+Now:     o, do = all_to_all(o_c, do_c) of each chunk, where o is read; beside o_c, which the region
          holds, a log-sum-exp is kept
 """
 
@@ -22,10 +22,10 @@ from ..exchange.exchange import Exchange, Node, new_token, refuse_second_derivat
 from ..schedule import Exchanged
 
 Chunk = Exchanged  # o, of a head group, of a chunk
-Held = dict[int, list[Tensor]]
+Saved = dict[int, list[Tensor]]
 
 
-class Kept:
+class SavedAttention:
     """What the attention of one call and the chunks of its o have in common.
 
     beside    an exchange of a chunk's o and do
@@ -43,8 +43,8 @@ class Kept:
 
 
 def attend_kept(
-    kept: Kept,
-    held: Held,
+    kept: SavedAttention,
+    held: Saved,
     group: int,
     attend: AttendGroup,
     local: LocalAttention,
@@ -105,7 +105,7 @@ class _Attend(Node):
 
 
 def finish_kept(
-    kept: Kept, chunk: Chunk, exchange: Exchange | None, o: Tensor | None, token: Tensor
+    kept: SavedAttention, chunk: Chunk, exchange: Exchange | None, o: Tensor | None, token: Tensor
 ) -> Tensor:
     """Finish the exchange of a chunk of o; returns it, [s_c, b, h_g, d].
 
@@ -116,7 +116,9 @@ def finish_kept(
 
 class _Finish(Node):
     @staticmethod
-    def forward(ctx, kept: Kept, chunk: Chunk, exchange: Any, o: Tensor | None, token: Tensor):
+    def forward(
+        ctx, kept: SavedAttention, chunk: Chunk, exchange: Any, o: Tensor | None, token: Tensor
+    ):
         if o is None:
             (o,) = exchange.finish_forward()
         else:

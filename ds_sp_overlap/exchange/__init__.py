@@ -2,6 +2,6 @@
 
 ``geometry`` and ``layout`` say which rank holds which heads of which tokens. ``exchange`` is one
 all-to-all in two differentiable halves. ``in_flight`` packs, launches, waits and unpacks;
-``transport`` and ``copy_engines`` move the bytes. ``channel`` is the sp group with its streams.
+``transport`` and ``copy_engines`` move the bytes. ``sp_group`` is the sp group with its streams.
 ``check`` and ``calls`` compare what the ranks do.
 """

@@ -16,7 +16,7 @@ class Calls:
 
     Ranks that call different layers exchange tensors of the same shape and train on, wrongly. So
     ranks compare the names of the layers that they call. A layer's first call is compared at once
-    (`Layer.call`). Later calls cost no waiting: a hash of the names of `EVERY` calls is reduced
+    (`LayerRuntime.call`). Later calls cost no waiting: a hash of the names of `EVERY` calls is reduced
     over the ranks while the next `EVERY` calls are made.
 
     The last calls of a process are not compared. Ranks that make different numbers of calls fail in
@@ -43,11 +43,11 @@ class Calls:
         # A copied layer calls over the same group.
         return self
 
-    def count(self, channel: Any, name: str, device: torch.device) -> None:
+    def count(self, sp_group: Any, name: str, device: torch.device) -> None:
         """Count a call, and compare the names of calls every `EVERY` calls.
 
         Args:
-            channel: The sp group.
+            sp_group: The sp group.
             name: Name of the layer.
             device: The device of the layer's tensors.
 
@@ -55,7 +55,7 @@ class Calls:
             RuntimeError: on all ranks alike, if the previous comparison found different layers.
         """
         self.number += 1
-        if channel.size == 1:
+        if sp_group.size == 1:
             return
         self.names.append(name)  # guard: calls are told by name
         if len(self.names) < self.EVERY:
@@ -64,11 +64,11 @@ class Calls:
         names, self.names = self.names, []
         try:
             if alike():
-                self.asked = names, _ask_whether_alike(channel, "\n".join(names), device)
+                self.asked = names, _ask_whether_alike(sp_group, "\n".join(names), device)
                 return
         except RuntimeError as error:
-            raise channel.failed(name, "the comparison of calls", error) from error
-        every = channel.gather(earlier, name)
+            raise sp_group.failed(name, "the comparison of calls", error) from error
+        every = sp_group.gather(earlier, name)
         differs = [len(set(of_ranks)) > 1 for of_ranks in zip(*every)].index(True)
         seen = "; ".join(f"sp rank {rank}: {called[differs]}" for rank, called in enumerate(every))
         raise RuntimeError(
@@ -79,18 +79,18 @@ class Calls:
         )
 
 
-def _ask_whether_alike(channel: Any, text: str, device: torch.device) -> Callable[[], bool]:
+def _ask_whether_alike(sp_group: Any, text: str, device: torch.device) -> Callable[[], bool]:
     """Begin to compare ``text`` over the ranks; return a function that waits for the answer.
 
     Collective. The ranks reduce the largest and the smallest hash; both are equal if all are alike.
     """
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    side = channel.side(device)
+    side = sp_group.streams(device)
     with side.after_compute():
         # Reduced to the largest hash, and to minus the smallest.
         edges = torch.full((2,), number, dtype=torch.int64, device=device)
         edges[1].neg_()
-        work = dist.all_reduce(edges, dist.ReduceOp.MAX, group=channel.group, async_op=True)
+        work = dist.all_reduce(edges, dist.ReduceOp.MAX, group=sp_group.group, async_op=True)
         if not side.blocks:
             work.wait()
             edges = edges.to("cpu", non_blocking=True)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..rotary import rotate
-from .channel import Channel
 from .layout import Layout, Side
+from .sp_group import SPGroup
 
 
 def plain_exchange(
-    channel: Channel,
+    sp_group: SPGroup,
     layout: Layout,
     x: Tensor,
     name: str,
@@ -27,7 +27,7 @@ def plain_exchange(
     Collective.
 
     Args:
-        channel: The sp group.
+        sp_group: The sp group.
         layout: The exchange of ``x``.
         x: What this rank sends.
         name: Name of the exchange.
@@ -39,7 +39,7 @@ def plain_exchange(
     """
     if rope is not None:
         x = rotate(x, *(table.unsqueeze(-2) for table in rope)).to(x.dtype)
-    every = channel.gather((name, x.dtype, layout, x.detach().cpu()), name)
+    every = sp_group.gather((name, x.dtype, layout, x.detach().cpu()), name)
     names, dtypes, layouts, tensors = zip(*every)
     sent = [sender.source.split_sizes for sender in layouts]
     received = [receiver.target.split_sizes for receiver in layouts]
@@ -58,7 +58,7 @@ def plain_exchange(
     target = layout.target
     out = torch.zeros(target.shape, dtype=x.dtype)
     for (start, stop), sender, tensor in zip(target.parts, layouts, tensors):
-        begin, end = sender.source.parts[channel.rank]
+        begin, end = sender.source.parts[sp_group.rank]
         place = out.narrow(target.dim, start, stop - start)
         # Replicas that several ranks send are summed.
         place.add_(tensor.narrow(sender.source.dim, begin, end - begin).reshape(place.shape))
@@ -70,7 +70,7 @@ def plain_exchange(
 
 
 def compare(
-    channel: Channel, got: Tensor, expected: Tensor, name: str, rotated: bool, target: Side
+    sp_group: SPGroup, got: Tensor, expected: Tensor, name: str, rotated: bool, target: Side
 ) -> None:
     """Compare what the exchange ``name`` delivered with what it should have delivered.
 
@@ -79,7 +79,7 @@ def compare(
     numbers no larger than sqrt(2) times the largest.
 
     Args:
-        channel: The sp group.
+        sp_group: The sp group.
         got: What this rank received.
         expected: What `plain_exchange` returned.
         name: Name of the exchange.
@@ -97,7 +97,7 @@ def compare(
     fine = torch.allclose(got, expected, rtol=rtol, atol=atol, equal_nan=True)
     worst = 0.0 if fine else (got - expected).abs().max().item()
     faults = []
-    for rank, (is_fine, error) in enumerate(channel.gather((fine, worst), name)):
+    for rank, (is_fine, error) in enumerate(sp_group.gather((fine, worst), name)):
         if not is_fine:
             faults.append(f"sp rank {rank} by {error:.3g}")
     if faults:

@@ -25,7 +25,7 @@ def finish_chunks(exchanges: list[Exchange], tokens: Sequence[Tensor]) -> tuple[
 
     Args:
         exchanges: Exchanges of q, k and v or some of them, in the order of their chunks
-            (`Geometry.of_chunk`).
+            (`Geometry.chunk_exchange`).
         tokens: Returned when the exchanges were started.
 
     Returns:
@@ -42,7 +42,7 @@ def start_chunks(
     """Start the exchanges of all chunks, each with its part of the same tensors.
 
     Args:
-        exchanges: Exchanges of o, in the order of their chunks (`Geometry.of_chunk`).
+        exchanges: Exchanges of o, in the order of their chunks (`Geometry.chunk_exchange`).
         tensors: As in `Exchange.start`: o, then the q, k and v that it was computed from.
         meanwhile: Called in backward, while the gradients are under way.
 

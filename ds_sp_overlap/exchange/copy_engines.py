@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..say import say
+from ..warn import say
 from .transport import C10d, Handle, backend_of, communicator
 
 OLDEST_NCCL = (2, 28)
@@ -44,11 +44,11 @@ class FastUlysses:
         self.group = fast_ulysses.UlyssesGroup(group)
 
     @classmethod
-    def lacks(cls, channel: Any) -> str:
+    def lacks(cls, sp_group: Any) -> str:
         """Return why this engine can't work here; empty if it can."""
         if importlib.util.find_spec("fast_ulysses") is None:
             return "fast-ulysses is not installed (pip install fast-ulysses)"
-        if channel.size > cls.LARGEST_RANKS:
+        if sp_group.size > cls.LARGEST_RANKS:
             return f"fast-ulysses works up to sp size {cls.LARGEST_RANKS}"
         return ""
 
@@ -83,7 +83,7 @@ class ZeroCta:
         self.free: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
 
     @classmethod
-    def lacks(cls, channel: Any) -> str:
+    def lacks(cls, sp_group: Any) -> str:
         """Return why this engine can't work here; empty if it can."""
         if not hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO"):
             return f"torch {torch.__version__} has no zero-CTA policy of NCCL"
@@ -139,18 +139,18 @@ class CopyEngine:
         self.rest = C10d(own=True)
         self.said = False
 
-    def prepare(self, channel: Any) -> None:
+    def prepare(self, sp_group: Any) -> None:
         """Choose the engine that every rank has, see `Named.prepare`."""
         engines: dict[str, type[FastUlysses] | type[ZeroCta]] = {
             "fast-ulysses": FastUlysses,
             "NCCL": ZeroCta,
         }
-        backend = backend_of(channel.group, "cuda")
+        backend = backend_of(sp_group.group, "cuda")
         if backend != "nccl":
             lacks = dict.fromkeys(engines, f"the sp group's backend is {backend}, not nccl")
         else:
-            lacks = {name: engine.lacks(channel) for name, engine in engines.items()}
-        every = channel.gather((socket.gethostname(), lacks))
+            lacks = {name: engine.lacks(sp_group) for name, engine in engines.items()}
+        every = sp_group.gather((socket.gethostname(), lacks))
         hosts = len({host for host, _ in every})
         if hosts > 1:
             lacks = dict.fromkeys(
@@ -168,13 +168,13 @@ class CopyEngine:
                 'use "auto"'
             )
         try:
-            self.engine = engines[chosen](channel.group)
+            self.engine = engines[chosen](sp_group.group)
         except RuntimeError as error:
             # On all ranks: both libraries compare the ranks before they refuse.
             raise ValueError(
                 f'sp_overlap.transport: "copy_engine" through {chosen}: {error}; use "auto"'
             ) from error
-        self.rest.prepare(channel)
+        self.rest.prepare(sp_group)
 
     def launch(
         self,

@@ -35,9 +35,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .channel import Channel
 from .in_flight import InFlight, Tables
 from .layout import Layout
+from .sp_group import SPGroup
 
 
 def refuse_second_derivatives(where: str) -> None:
@@ -77,10 +77,10 @@ class Exchange:
     """One exchange of one call, with its transfers in flight in forward and in backward.
 
     Args:
-        channel: The sp group.
+        sp_group: The sp group.
         layout: The tensors that are sent and received.
         where: Name of the layer, for instance ``layers.7``.
-        what: Name of the exchange, for instance ``q``; the gradient's is ``dq``.
+        name: Name of the exchange, for instance ``q``; the gradient's is ``dq``.
         checked: Whether to compare with a plain exchange (``sp_overlap.check``).
         rope: (cos, sin), each [.., d_rot], broadcast to the tokens of the local side. The kernel
             that packs the tensor also rotates it; the kernel that unpacks the gradient rotates the
@@ -93,14 +93,14 @@ class Exchange:
 
     def __init__(
         self,
-        channel: Channel,
+        sp_group: SPGroup,
         layout: Layout,
         where: str,
-        what: str,
+        name: str,
         checked: bool = False,
         rope: Tables | None = None,
     ):
-        self.channel, self.layout, self.where, self.what = channel, layout, where, what
+        self.sp_group, self.layout, self.where, self.name = sp_group, layout, where, name
         self.checked, self.rope = checked, rope
         # For each tensor, whether its gradient will be exchanged.
         self.needed: Sequence[bool] = (True,) * len(layout.each)
@@ -125,7 +125,7 @@ class Exchange:
         if not torch.is_grad_enabled():
             self.start_forward(tensors[: len(self.needed)])
             return new_token(tensors[0])
-        ((token,),) = together([Half(self, tensors, starts=True)])
+        ((token,),) = run_halves([Half(self, tensors, starts=True)])
         return token
 
     def finish(self, token: Tensor) -> Tensor:
@@ -136,27 +136,29 @@ class Exchange:
         """
         if not torch.is_grad_enabled():
             return self.finish_forward()[0]
-        ((y,),) = together([Half(self, (token,))])
+        ((y,),) = run_halves([Half(self, (token,))])
         return y
 
     def start_forward(self, xs: Sequence[Tensor]) -> None:
         """Launch the transfer without autograd, for a node that does more than exchange."""
-        name = f"{self.where} {self.what}"
-        self.forward = InFlight(self.channel, self.layout, name, self.rope).launch(xs, self.checked)
+        name = f"{self.where} {self.name}"
+        self.forward = InFlight(self.sp_group, self.layout, name, self.rope).launch(
+            xs, self.checked
+        )
 
     def finish_forward(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """Finish what `start_forward` launched; ``into`` as in `InFlight.finish`."""
         if self.forward is None:
             raise RuntimeError(
-                f"{self.where} {self.what}: finished without having been started, or finished twice"
+                f"{self.where} {self.name}: finished without having been started, or finished twice"
             )
         in_flight, self.forward = self.forward, None  # guard: forward is let go
         return in_flight.finish(into)
 
     def start_gradient(self, dys: Sequence[Tensor]) -> None:
         """Launch the transfer of the gradients of those tensors that are `needed`."""
-        name, layout = f"{self.where} d{self.what}", self.layout.only(self.needed).inverse
-        gradient = InFlight(self.channel, layout, name, rope_back=self.rope)
+        name, layout = f"{self.where} d{self.name}", self.layout.only(self.needed).inverse
+        gradient = InFlight(self.sp_group, layout, name, rope_back=self.rope)
         self.gradient = gradient.launch(dys, self.checked)
 
     def finish_gradient(self, into: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
@@ -170,7 +172,7 @@ class Exchange:
         """
         if self.gradient is None:
             raise RuntimeError(
-                f"{self.where} d{self.what}: finished without having been started; gradients of a "
+                f"{self.where} d{self.name}: finished without having been started; gradients of a "
                 "layer's inputs and of its weights come of one backward, ask for them together"
             )
         in_flight, self.gradient = self.gradient, None  # guard: gradient is let go
@@ -197,7 +199,7 @@ class Half(NamedTuple):
     starts: bool = False
 
 
-def together(halves: Sequence[Half]) -> list[tuple[Tensor, ...]]:
+def run_halves(halves: Sequence[Half]) -> list[tuple[Tensor, ...]]:
     """Run halves that follow one another in one node of autograd.
 
     One node instead of many costs the host less. In backward the halves run in reverse, once the

@@ -266,7 +266,7 @@ class Geometry:
         return Layout(source=local, target=whole)
 
     @lru_cache(maxsize=4096)
-    def together(
+    def joint_exchange(
         self, kinds: str | tuple[str, ...], group: int, head_dims: tuple[int, ...]
     ) -> Layout:
         """Lay out one exchange that moves several of q, k and v of a group, for instance "qkv"."""
@@ -274,7 +274,7 @@ class Geometry:
         return replace(layouts[0], also=tuple(layouts[1:]))
 
     @lru_cache(maxsize=4096)
-    def of_chunk(
+    def chunk_exchange(
         self,
         kinds: str | tuple[str, ...],
         group: int,
@@ -285,10 +285,10 @@ class Geometry:
         """Lay out the exchange of one of ``chunks`` parts of every rank's tokens.
 
         The local tensor holds the tokens of the chunk alone. The global tensor holds all tokens;
-        the exchange leaves those of other chunks out. Otherwise as `together`, or "o".
+        the exchange leaves those of other chunks out. Otherwise as `joint_exchange`, or "o".
         """
         if tuple(kinds) == ("o",):
-            return self.of_chunk(("q",), group, head_dims, chunk, chunks).inverse
+            return self.chunk_exchange(("q",), group, head_dims, chunk, chunks).inverse
         first_tokens = [sum(self.seq_lens[:rank]) for rank in range(self.sp_size)]
         ranges = [chunk_of(length, chunk, chunks) for length in self.seq_lens]
         places = tuple(
@@ -296,7 +296,7 @@ class Geometry:
         )
         start, stop = ranges[self.sp_rank]
         layouts = []
-        for layout in self.together(kinds, group, head_dims).each:
+        for layout in self.joint_exchange(kinds, group, head_dims).each:
             *_, heads, head_dim = layout.source.shape
             local = replace(layout.source, shape=self._shape(stop - start, heads, head_dim))
             layouts.append(Layout(local, replace(layout.target, parts=places)))

@@ -25,9 +25,9 @@ from ..profiling.ranges import is_profiled, named
 from ..profiling.timeline import UNTRACKED, Track, Untracked
 from ..relayout import ops
 from . import check
-from .channel import Channel, HostStream, SideStream
 from .joined import join, split, split_copies
 from .layout import Layout, Side
+from .sp_group import HostStream, SideStream, SPGroup
 
 Tables = tuple[Tensor, Tensor]
 
@@ -56,7 +56,7 @@ class InFlight:
     """One launched transfer, which owns its buffers, see Note [Buffers until finish].
 
     Args:
-        channel: The sp group.
+        sp_group: The sp group.
         layout: The tensors that are sent and received.
         name: Name for logs and errors, for instance ``layers.7 dv``.
         rope: (cos, sin) by which the source is rotated as it is packed.
@@ -83,13 +83,13 @@ class InFlight:
 
     def __init__(
         self,
-        channel: Channel,
+        sp_group: SPGroup,
         layout: Layout,
         name: str,
         rope: Tables | None = None,
         rope_back: Tables | None = None,
     ):
-        self.channel, self.layout, self.name = channel, layout, name
+        self.sp_group, self.layout, self.name = sp_group, layout, name
         self.rope, self.rope_back = rope, rope_back
 
     def launch(self, xs: Sequence[Tensor], checked: bool) -> InFlight:
@@ -105,7 +105,7 @@ class InFlight:
         Raises:
             ValueError: before any communication, if a tensor has another shape.
         """
-        channel, layout, x = self.channel, self.layout, xs[0]
+        sp_group, layout, x = self.sp_group, self.layout, xs[0]
         source, target, joined = layout.source, layout.target, bool(layout.also)
         shapes = [x.shape] if len(xs) == 1 else [each.shape for each in xs]
         if shapes != layout.sources.shapes:  # guard: this half belongs here
@@ -115,10 +115,10 @@ class InFlight:
             )
         if checked:
             self.expected = [
-                check.plain_exchange(channel, each, tensor, self.name, self.rope, self.rope_back)
+                check.plain_exchange(sp_group, each, tensor, self.name, self.rope, self.rope_back)
                 for each, tensor in zip(layout.each, xs)
             ]
-        self.side = channel.side(x.device)
+        self.side = sp_group.streams(x.device)
         self.sources = xs
         ready = None
         if not joined and self.rope is None:  # guard: rotated, so packed
@@ -138,8 +138,8 @@ class InFlight:
             self.outs = self._new_outs(x)
             self.recv = self.outs[0].view(-1)
         self.track = UNTRACKED
-        if channel.timeline:
-            self.track = channel.timeline.exchange(self.name, self._sent_bytes(), x)
+        if sp_group.timeline:
+            self.track = sp_group.timeline.exchange(self.name, self._sent_bytes(), x)
         self.track.mark("issued")
         if is_profiled():
             with named(self.name, "start"):
@@ -169,19 +169,19 @@ class InFlight:
             self.received = self.side.mark()  # guard: what is sent is kept
 
     def _transfer(self) -> None:
-        channel, layout = self.channel, self.layout
+        sp_group, layout = self.sp_group, self.layout
         self.track.mark("started")
         try:
-            self.handle = channel.transport.launch(
+            self.handle = sp_group.transport.launch(
                 self.send,
                 self.recv,
                 layout.sources.sizes,
                 layout.targets.sizes,
-                channel.group,
+                sp_group.group,
                 self.name,
             )
         except RuntimeError as error:  # guard: a failed launch has a name
-            raise channel.failed(self.name, "the exchange", error) from error
+            raise sp_group.failed(self.name, "the exchange", error) from error
         self.track.follow(self.handle)
 
     def _new_outs(self, like: Tensor) -> tuple[Tensor, ...]:
@@ -194,17 +194,17 @@ class InFlight:
 
     def _sent_bytes(self) -> int:
         sizes = self.layout.sources.sizes
-        return (sum(sizes) - sizes[self.channel.rank]) * self.recv.element_size()
+        return (sum(sizes) - sizes[self.sp_group.rank]) * self.recv.element_size()
 
     def _wait(self) -> None:
         try:
             self.handle.wait()  # guard: waits before it reads
         except RuntimeError as error:  # guard: a failed wait has a name
-            raise self.channel.failed(self.name, "the exchange", error) from error
+            raise self.sp_group.failed(self.name, "the exchange", error) from error
 
     def _packed(self, new_empty: Callable[..., Tensor]) -> Tensor:
         """Pack the sources into a buffer from ``new_empty``, of the dtype that travels."""
-        relayout = ops.implementation(self.channel.kernels)
+        relayout = ops.implementation(self.sp_group.kernels)
         source, sources = self.layout.source, self.layout.sources
         x = self.sources[0]
         in_one_copy = (
@@ -221,7 +221,7 @@ class InFlight:
 
     def _unpacked(self, into: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Unpack what was received, into the tensors ``into`` if there are any."""
-        relayout = ops.implementation(self.channel.kernels)
+        relayout = ops.implementation(self.sp_group.kernels)
         target, targets = self.layout.target, self.layout.targets
         in_one_copy = self.rope_back is None and self.dtypes is None and targets.copied and not into
         if in_one_copy and (self.layout.also or relayout.copies(self.recv)):
@@ -255,7 +255,7 @@ class InFlight:
         if self.expected:  # guard: check mode compares
             rotated = (self.rope or self.rope_back) is not None
             for side, out, expected in zip(self.layout.targets.each, self.outs, self.expected):
-                check.compare(self.channel, out, expected, self.name, rotated, side)
+                check.compare(self.sp_group, out, expected, self.name, rotated, side)
         return self.outs  # guard: received, not read again
 
     def _receive(self, into: Sequence[Tensor]) -> None:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions, all_to_all_single
 
-from ..say import say
+from ..warn import say
 
 # SMs that a communicator of our own may take; NCCL's send and receive takes up to 32. Not yet
 # measured.
@@ -77,8 +77,8 @@ class Transport(Protocol):
 class Named(Transport, Protocol):
     """A transport that ``sp_overlap.transport`` names."""
 
-    def prepare(self, channel: Any) -> None:
-        """Make what the transport needs on the sp group of ``channel``.
+    def prepare(self, sp_group: Any) -> None:
+        """Make what the transport needs on the sp group of ``sp_group``.
 
         Collective, once, after the ranks have agreed.
 
@@ -122,10 +122,10 @@ class C10d:
         # itself if it is called synchronously.
         self.on_stream = False
 
-    def prepare(self, channel: Any) -> None:
-        self.on_stream = channel.group is not None and backend_of(channel.group, "cuda") == "nccl"
+    def prepare(self, sp_group: Any) -> None:
+        self.on_stream = sp_group.group is not None and backend_of(sp_group.group, "cuda") == "nccl"
         if self.own and self.on_stream:
-            self.group = communicator(channel.group, max_ctas=MAX_CTAS)
+            self.group = communicator(sp_group.group, max_ctas=MAX_CTAS)
 
     def launch(
         self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str
@@ -194,7 +194,7 @@ def all_equal(send_sizes: list[int], recv_sizes: list[int]) -> bool:
 class OneRank:
     """The transport of an sp group of one rank, which copies."""
 
-    def prepare(self, channel: Any) -> None:
+    def prepare(self, sp_group: Any) -> None:
         pass
 
     def launch(

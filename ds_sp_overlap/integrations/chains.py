@@ -3,7 +3,7 @@
 In a chain, each layer starts the exchanges of the next layer's q, k and v behind its own MLP (see
 `chain.chain`). Those exchanges are of use only if the model gives the next layer the hidden states
 that this layer returned. But a model may leave layers out, call a layer twice or by itself, or
-change hidden states between two layers. So the rebound forward of a layer (`Link.forward`) looks at
+change hidden states between two layers. So the rebound forward of a layer (`ChainedLayer.forward`) looks at
 what the model does: the results are right in all these cases, and exchanges that were started in
 vain are dropped. After two drops in a row a layer starts nothing for its successor any more.
 """
@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
 from ..autotune.trial import BLOCK, LAYER, Candidate
-from ..chain.block import Rerun
+from ..chain.block import Recompute
 from ..chain.block_layer import BlockLayer
 from ..chain.chain import Chain
 from ..config import SpOverlapConfig
 from ..profiling.steps import in_backward
-from ..profiling.timed import Run
-from ..say import say_once
+from ..profiling.timed import TimedCall
+from ..warn import warn_once
 from .inspect.accounting import Unknown
 from .inspect.decoder_layer import BlockReader, records_nothing
 from .inspect.probe import EVERY, Probed
-from .layers import Found, Overlap
+from .layers import FoundLayer, OverlapSettings
 
 # Note [Leaf modules of ZeRO-3]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -64,13 +64,13 @@ CHECKPOINT_MODULES = ("torch.utils.checkpoint", "deepspeed.")
 MAX_MISSES = 2
 
 
-class Course:
+class ForwardPass:
     """One forward of a model, with the chain of its layers.
 
     Attributes:
         chain: Runs the layers.
         lengths: [P]. Local sequence length of every rank, in tokens.
-        rerun: The part of each layer that gradient checkpointing recomputes in backward.
+        recompute: The part of each layer that gradient checkpointing recomputes in backward.
         reasons: For each layer the reason why it can't run in the chain; empty if it can.
         report_use: Tells the layer that last started its successor's q, k and v whether they were
             used; None if no q, k and v were started.
@@ -81,8 +81,8 @@ class Course:
 
     def __init__(self, config: SpOverlapConfig, lengths: Sequence[int]):
         self.chain, self.lengths = Chain(config.chunks_for(lengths)), list(lengths)
-        self.rerun: Rerun = "none"
-        self.reasons: dict[Link, str] = {}
+        self.recompute: Recompute = "none"
+        self.reasons: dict[ChainedLayer, str] = {}
         self.report_use: Callable[[bool], None] | None = None
         self.made: dict[Any, Any] = {}
         self.last_output: LayerOutput | None = None
@@ -97,8 +97,8 @@ class Course:
 class LayerOutput:
     """The hidden states that a layer returned, with a copy; see Note [Edits through .data]."""
 
-    def __init__(self, link: Link, hidden: Tensor):
-        self.link, self.copy = link, hidden.detach().clone()
+    def __init__(self, chained: ChainedLayer, hidden: Tensor):
+        self.chained, self.copy = chained, hidden.detach().clone()
         self.identity = hidden.data_ptr(), hidden._version
 
     def is_edited(self, hidden: Tensor) -> bool:
@@ -107,37 +107,37 @@ class LayerOutput:
         return same and not torch.equal(hidden.detach(), self.copy)
 
 
-class Courses:
+class ForwardPasses:
     """The forwards of a model.
 
     Attributes:
         config: The ``sp_overlap`` section.
         known: Readings of the layers so far; layers that are alike share a reading.
-        course: The forward that is running; None between forwards.
+        forward_pass: The forward that is running; None between forwards.
     """
 
     def __init__(self, config: SpOverlapConfig):
         self.config = config
         self.known: list[BlockReader] = []
-        self.course: Course | None = None
+        self.forward_pass: ForwardPass | None = None
 
     @contextlib.contextmanager
-    def running(self, lengths: Sequence[int]) -> Iterator[Course]:
-        """Hold a `Course` while the body runs one forward of the model.
+    def running(self, lengths: Sequence[int]) -> Iterator[ForwardPass]:
+        """Hold a `ForwardPass` while the body runs one forward of the model.
 
         Args:
             lengths: [P]. Local sequence length of every rank, in tokens.
         """
-        self.course = course = Course(self.config, lengths)
+        self.forward_pass = forward_pass = ForwardPass(self.config, lengths)
         try:
-            yield course
+            yield forward_pass
             # The successor of the last layer that started something was never called.
-            course.settle(False)
+            forward_pass.settle(False)
         finally:
-            self.course = None
+            self.forward_pass = None
 
 
-class Link(ABC):
+class ChainedLayer(ABC):
     """A layer that may run in a chain, with the forward that takes the place of its own.
 
     Args:
@@ -145,7 +145,7 @@ class Link(ABC):
         module: The layer.
         reader: What is known of the computation in the layer's forward.
         attention: The overlapped attention of the layer.
-        courses: The forwards of the model.
+        passes: The forwards of the model.
 
     Attributes:
         successor: The layer behind this one in the chain; None for the last.
@@ -162,14 +162,14 @@ class Link(ABC):
         module: Any,
         reader: BlockReader,
         attention: SelfAttention,
-        courses: Courses,
+        passes: ForwardPasses,
     ):
         # See Note [Leaf modules of ZeRO-3].
         leaf = any(hasattr(parameter, "ds_z3_leaf_module") for parameter in module.parameters())
         if leaf:  # guard: no leaf of ZeRO-3
             raise Unknown("ZeRO-3 gathers its weights in a leaf module")
-        self.name, self.module, self.reader, self.courses = name, module, reader, courses
-        self.successor: Link | None = None
+        self.name, self.module, self.reader, self.passes = name, module, reader, passes
+        self.successor: ChainedLayer | None = None
         self.choice: ChainTrial | None = None
         self.layer = BlockLayer(attention, *self._parts(), records_nothing)
         if reason := self.layer.in_the_way():
@@ -182,9 +182,9 @@ class Link(ABC):
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
-    def rerun(self) -> Rerun:
+    def recompute(self) -> Recompute:
         """The part of the layer that gradient checkpointing recomputes in backward."""
-        return "none" if self.courses.course is None else self.courses.course.rerun
+        return "none" if self.passes.forward_pass is None else self.passes.forward_pass.recompute
 
     @property
     def lacks(self) -> str:
@@ -204,14 +204,17 @@ class Link(ABC):
         """
 
     def probe(  # noqa: B027
-        self, course: Course, arguments: dict[str, Any], attention_arguments: dict[str, Any]
+        self,
+        forward_pass: ForwardPass,
+        arguments: dict[str, Any],
+        attention_arguments: dict[str, Any],
     ) -> None:
         """Compare the layer's own forward with the reading of it, where a comparison is due.
 
         Collective.
 
         Args:
-            course: The forward that is running.
+            forward_pass: The forward that is running.
             arguments: The arguments of the layer by name.
             attention_arguments: The arguments of its attention by name, without hidden states.
 
@@ -220,11 +223,11 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def asked(self, course: Course, arguments: dict[str, Any]) -> dict[str, Any]:
+    def asked(self, forward_pass: ForwardPass, arguments: dict[str, Any]) -> dict[str, Any]:
         """Translate the arguments of the layer's attention into keywords of `Chain.run`.
 
         Args:
-            course: The forward that is running.
+            forward_pass: The forward that is running.
             arguments: The arguments of the attention by name.
         """
 
@@ -237,11 +240,11 @@ class Link(ABC):
             getattr(module, reading.mlp),
         )
 
-    def why_not(self, course: Course) -> str:
+    def why_not(self, forward_pass: ForwardPass) -> str:
         """Explain why the layer can't run in the chain now; the same on every rank.
 
         Args:
-            course: The forward that is running.
+            forward_pass: The forward that is running.
 
         Returns:
             The reason; empty if the layer can run in the chain.
@@ -250,61 +253,63 @@ class Link(ABC):
         if reason := self.computed_again() or _computed_again(module):
             return f"{type(module).__name__}: {reason}"
         # The layer in front may have asked already.
-        if self not in course.reasons:
+        if self not in forward_pass.reasons:
             reason = self.reader.why_not(module)
             if not reason:
                 self.use()
                 self.layer.norm_in, self.layer.norm_mid, self.layer.mlp = self._parts()
                 reason = self.layer.in_the_way()
-            course.reasons[self] = reason and f"{self.name}: {reason}"
-        return course.reasons[self]
+            forward_pass.reasons[self] = reason and f"{self.name}: {reason}"
+        return forward_pass.reasons[self]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer in the chain, or by itself; takes the place of the layer's own forward."""
-        course = self.courses.course
+        forward_pass = self.passes.forward_pass
         # A layer that is called by itself, or recomputed in backward.
-        if course is None:
+        if forward_pass is None:
             return self._original(*args, **kwargs)
         if self.choice is None:
-            return self._chained(course, args, kwargs)
+            return self._chained(forward_pass, args, kwargs)
         if self is self.choice.first:
-            args, kwargs = self.choice.begin(course, args, kwargs)
+            args, kwargs = self.choice.begin(forward_pass, args, kwargs)
         if self.choice.candidate == BLOCK:
-            output = self._chained(course, args, kwargs)
+            output = self._chained(forward_pass, args, kwargs)
         else:
             output = self._original(*args, **kwargs)
         return self.choice.end(output) if self.successor is None else output
 
-    def _chained(self, course: Course, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run the layer in the chain of ``course`` if it can run there, else by itself."""
+    def _chained(self, forward_pass: ForwardPass, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the layer in the chain of ``forward_pass`` if it can run there, else by itself."""
         arguments, reading = {**dict(zip(self._names, args)), **kwargs}, self.reader.reading
-        previous, course.last_output = course.last_output, None
-        if reason := self.why_not(course) or self.reader.unexpected(arguments):
-            say_once(f"sp_overlap: a layer by itself, in no block: {reason}")
+        previous, forward_pass.last_output = forward_pass.last_output, None
+        if reason := self.why_not(forward_pass) or self.reader.unexpected(arguments):
+            warn_once(f"sp_overlap: a layer by itself, in no block: {reason}")
             return self._original(*args, **kwargs)
         hidden = arguments["hidden_states"]
-        if previous is not None and previous.link.successor is self:
+        if previous is not None and previous.chained.successor is self:
             self._look_for_edits(previous, hidden)
         attention_arguments = reading.of_attention(arguments, self.reader.names)
-        self.probe(course, arguments, attention_arguments)
-        options = self.asked(course, {"hidden_states": hidden, **attention_arguments})
-        successor = self._ready_successor(course)
+        self.probe(forward_pass, arguments, attention_arguments)
+        options = self.asked(forward_pass, {"hidden_states": hidden, **attention_arguments})
+        successor = self._ready_successor(forward_pass)
         following = None if successor is None else successor.layer
-        output = course.chain.run(self.layer, following, hidden, rerun=self.rerun, **options)
-        course.settle(course.chain.in_step)
-        course.report_use = None if course.chain.ahead is None else self._count_misses
+        output = forward_pass.chain.run(
+            self.layer, following, hidden, recompute=self.recompute, **options
+        )
+        forward_pass.settle(forward_pass.chain.in_step)
+        forward_pass.report_use = None if forward_pass.chain.ahead is None else self._count_misses
         # The version counter of an inference tensor can't be read.
         if successor is not None and not output.is_inference():
-            if self._probed.is_due(self.name, True, course.lengths):
-                course.last_output = LayerOutput(self, output)
+            if self._probed.is_due(self.name, True, forward_pass.lengths):
+                forward_pass.last_output = LayerOutput(self, output)
         return reading.returned(output)
 
-    def _ready_successor(self, course: Course) -> Link | None:
+    def _ready_successor(self, forward_pass: ForwardPass) -> ChainedLayer | None:
         """Return the layer whose q, k and v this one is to start; None if it is to start none."""
         successor = self.successor
         if successor is None or self._misses >= MAX_MISSES:
             return None
-        if successor.rerun != self.rerun or successor.why_not(course):
+        if successor.recompute != self.recompute or successor.why_not(forward_pass):
             return None
         return successor
 
@@ -321,8 +326,10 @@ class Link(ABC):
             RuntimeError: on all ranks, if the layer in front has started q, k and v in earlier
                 forwards, which may have been edited, too.
         """
-        channel, front = self.layer.attention.layer.channel, previous.link
-        if any(channel.gather(previous.is_edited(hidden), self.name)):  # guard: edits through .data
+        sp_group, front = self.layer.attention.layer.sp_group, previous.chained
+        if any(
+            sp_group.gather(previous.is_edited(hidden), self.name)
+        ):  # guard: edits through .data
             edited = f"what {front.name} returns is edited through .data before {self.name}"
             if front._probed.calls > 1:
                 raise RuntimeError(
@@ -331,13 +338,13 @@ class Link(ABC):
                     'to "layer", or edit a tensor of your own'
                 )
             front._misses = MAX_MISSES
-            say_once(f"sp_overlap: {edited}, for which it starts nothing any more")
+            warn_once(f"sp_overlap: {edited}, for which it starts nothing any more")
 
     def _count_misses(self, used: bool) -> None:
         """Count how often in a row the q, k and v that this layer started were not used."""
         self._misses = 0 if used else self._misses + 1
         if self._misses == MAX_MISSES and self.successor is not None:
-            say_once(
+            warn_once(
                 f"sp_overlap: {self.successor.name} is not given what {self.name} returns, "
                 "which starts nothing for it any more"
             )
@@ -356,18 +363,18 @@ class ChainTrial:
         candidate: The candidate of the forward that is running.
     """
 
-    def __init__(self, first: Link, policy: Policy):
+    def __init__(self, first: ChainedLayer, policy: Policy):
         self.first, self.policy = first, policy
         self.candidate: Candidate = LAYER
-        self._run: Run | None = None
+        self._run: TimedCall | None = None
 
     def begin(
-        self, course: Course, args: tuple, kwargs: dict[str, Any]
+        self, forward_pass: ForwardPass, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         """Choose the candidate of this forward, and start its measurement.
 
         Args:
-            course: The forward that is running.
+            forward_pass: The forward that is running.
             args: Positional arguments of the first layer.
             kwargs: Keyword arguments of the first layer.
 
@@ -376,10 +383,13 @@ class ChainTrial:
         """
         hidden = args[0] if args else kwargs["hidden_states"]
         batch_first = hidden if self.first.layer.attention.batch_first else hidden.transpose(0, 1)
-        trial = self.policy.trial_of_block(self.first.name, batch_first, course.lengths)
-        self.candidate, self._run = LAYER if trial is None else trial.candidate(0), Run((hidden,))
+        trial = self.policy.trial_of_block(self.first.name, batch_first, forward_pass.lengths)
+        self.candidate, self._run = (
+            LAYER if trial is None else trial.candidate(0),
+            TimedCall((hidden,)),
+        )
         if trial is not None:
-            tokens = batch_first.shape[0] * sum(course.lengths)
+            tokens = batch_first.shape[0] * sum(forward_pass.lengths)
             self.policy.follow(self._run, trial, self.candidate, tokens)
         (hidden,) = self._run.inputs
         return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
@@ -409,15 +419,15 @@ def _computed_again(module: nn.Module) -> str:
 
 def find_chains(
     modules: dict[str, nn.Module],
-    wanted: Mapping[str, Callable[[], Link]],
-    layers: list[Found],
-    overlap: Overlap,
-) -> list[list[Link]]:
+    wanted: Mapping[str, Callable[[], ChainedLayer]],
+    layers: list[FoundLayer],
+    overlap: OverlapSettings,
+) -> list[list[ChainedLayer]]:
     """Join decoder layers that follow each other in a list of modules into chains.
 
     Args:
         modules: The modules of the model by name.
-        wanted: Makes the `Link` of a decoder layer, by the name of its attention; raises Unknown if
+        wanted: Makes the `ChainedLayer` of a decoder layer, by the name of its attention; raises Unknown if
             the layer can't run in a chain.
         layers: The attention layers of the model. Their ``got`` and ``lacks`` are updated.
         overlap: The settings of the model's layers.
@@ -426,42 +436,42 @@ def find_chains(
         The chains, each a list of its layers in order.
     """
     config, policy = overlap.config, overlap.policy
-    chains: list[list[Link]] = []
+    chains: list[list[ChainedLayer]] = []
     if config.scope == "layer":
         return chains
     general_reason = _why_no_chains(overlap)
     reasons: dict[str, str] = {}
-    links: dict[str, tuple[Link, list[Link]]] = {}
+    layers_of_chain: dict[str, tuple[ChainedLayer, list[ChainedLayer]]] = {}
     for name, make_link in wanted.items():
         parent, _, _ = name.rpartition(".")
         try:
             if general_reason:
                 raise Unknown(general_reason)
-            link = make_link()
+            chained = make_link()
         except Unknown as error:
             reasons[name] = f"{type(modules[parent]).__name__}: {error}"
             continue
         last = chains[-1][-1] if chains else None
         if last is not None and _next_in_list(modules, last.name) == parent:
-            link.choice, last.successor = last.choice, link
-            chains[-1].append(link)
+            chained.choice, last.successor = last.choice, chained
+            chains[-1].append(chained)
         else:
             if config.scope == "auto" and policy is not None:
-                link.choice = ChainTrial(link, policy)
-            chains.append([link])
-        links[name] = link, chains[-1]
+                chained.choice = ChainTrial(chained, policy)
+            chains.append([chained])
+        layers_of_chain[name] = chained, chains[-1]
     for layer in layers:
-        if layer.name in links:
-            link, chain = links[layer.name]
-            layer.got = overlap.describe_chained(layer.got, link.layer.attention, len(chain))
-            layer.lacks = link.lacks
+        if layer.name in layers_of_chain:
+            chained, chain = layers_of_chain[layer.name]
+            layer.got = overlap.describe_chained(layer.got, chained.layer.attention, len(chain))
+            layer.lacks = chained.lacks
         elif layer.name in reasons:
             no_block = f"no block: {reasons[layer.name]}"
             layer.lacks = f"{layer.lacks}; {no_block}" if layer.lacks else no_block
     return chains
 
 
-def _why_no_chains(overlap: Overlap) -> str:
+def _why_no_chains(overlap: OverlapSettings) -> str:
     """Explain why the section allows no layer to run in a chain; empty if the section allows it."""
     config, policy = overlap.config, overlap.policy
     if not config.projections:

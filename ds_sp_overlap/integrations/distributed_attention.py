@@ -15,10 +15,10 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ..attention.drop_in import ProjectedAttention
-from ..attention.layer import Layer
-from ..exchange.channel import Channel
+from ..attention.layer import LayerRuntime
+from ..exchange.sp_group import SPGroup
 from .inspect.tokenwise import own_call
-from .layers import Found, Overlap
+from .layers import FoundLayer, OverlapSettings
 from .rebinding import Undo, is_ours, rebind
 
 
@@ -38,7 +38,7 @@ def find_group(model: nn.Module) -> Any:
         return None
 
 
-def find_layers(model: nn.Module, overlap: Overlap) -> list[Found]:
+def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
     """Find the ``DistributedAttention`` modules of ``model``, whichever module calls them.
 
     A layer that AutoSP has wrapped is found and left as it is, because AutoSP gathers the global
@@ -47,27 +47,27 @@ def find_layers(model: nn.Module, overlap: Overlap) -> list[Found]:
     Raises:
         ValueError: if a module was made with another sp group.
     """
-    channel, layers = overlap.channel, []
+    sp_group, layers = overlap.sp_group, []
     for name, module in model.named_modules():
         if type(module).__name__ == "UlyssesSPViTAttention":
             inside = tuple(module.modules())[1:]
             lacks = "DeepSpeed's AutoSP exchanges around it"
-            layers.append(Found(name, module, got="", lacks=lacks, inside=inside))
+            layers.append(FoundLayer(name, module, got="", lacks=lacks, inside=inside))
         if not isinstance(module, DistributedAttention):
             continue
-        own = channel.ranks if module.spg is None else dist.get_process_group_ranks(module.spg)
-        if own != channel.ranks:  # guard: only the same group
+        own = sp_group.ranks if module.spg is None else dist.get_process_group_ranks(module.spg)
+        if own != sp_group.ranks:  # guard: only the same group
             raise ValueError(
                 f"{name} was made with an sp group of ranks {own}, and enable() is to use "
-                f"ranks {channel.ranks}; give both one group"
+                f"ranks {sp_group.ranks}; give both one group"
             )
         if has_own_forward(module):
-            layers.append(Found(name, module, got="", lacks=OWN))
+            layers.append(FoundLayer(name, module, got="", lacks=OWN))
             continue
         got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
         bind = functools.partial(bind_drop_in, name, module, overlap)
         lacks = overlap.why_not_more("the projections belong to its caller")
-        layers.append(Found(name, module, got, lacks=lacks, bind=bind))
+        layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
     return layers
 
 
@@ -84,7 +84,7 @@ def has_own_forward(module: DistributedAttention) -> bool:
     return where != DistributedAttention.__module__  # guard: a fork's exchange stays its own
 
 
-def bind_drop_in(name: str, module: DistributedAttention, overlap: Overlap) -> Undo:
+def bind_drop_in(name: str, module: DistributedAttention, overlap: OverlapSettings) -> Undo:
     """Rebind one ``DistributedAttention`` to the overlapped drop-in.
 
     Args:
@@ -96,11 +96,11 @@ def bind_drop_in(name: str, module: DistributedAttention, overlap: Overlap) -> U
         The function that undoes the rebinding.
     """
     config, original = overlap.config, module.forward
-    group = module.spg or overlap.channel.group
-    channel = Channel(group, config.transport, module.sp_stream, kernels=config.kernels)
-    attend = ProjectedAttention(Layer(channel, config, name, overlap.policy))
+    group = module.spg or overlap.sp_group.group
+    sp_group = SPGroup(group, config.transport, module.sp_stream, kernels=config.kernels)
+    attend = ProjectedAttention(LayerRuntime(sp_group, config, name, overlap.policy))
     # To DeepSpeed's class, no group means all ranks.
-    same_group = module.spg is not None or channel.size == dist.get_world_size()
+    same_group = module.spg is not None or sp_group.size == dist.get_world_size()
     # The numbers of dimensions that outputs of the local attention had so far.
     output_dims: set[int] = set()
 
@@ -126,7 +126,7 @@ def bind_drop_in(name: str, module: DistributedAttention, overlap: Overlap) -> U
             and sequence_lengths is None
             and module.sp_stream is None
             and same_group
-            and not (query.shape[2] % channel.size or key.shape[2] % channel.size)
+            and not (query.shape[2] % sp_group.size or key.shape[2] % sp_group.size)
             and (rotary_pos_emb is None or not batch_dim_idx)
         )
         batch_first, arrive = attend.translated(query, batch_dim_idx, rotary_pos_emb)

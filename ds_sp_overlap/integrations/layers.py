@@ -1,7 +1,7 @@
 """The result of the search for attention layers, and the words that describe it in a report.
 
 Each framework's adapter finds its own kinds of layers. `enable` binds and reports the layers of all
-adapters in the same way, so that every adapter describes a layer by a `Found`.
+adapters in the same way, so that every adapter describes a layer by a `FoundLayer`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import nn
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
-from ..exchange.channel import Channel
 from ..exchange.geometry import Geometry
+from ..exchange.sp_group import SPGroup
 from .rebinding import Undo
 
 
 @dataclass
-class Found:
+class FoundLayer:
     """An attention layer of a model.
 
     Attributes:
@@ -42,7 +42,7 @@ class Found:
     inside: tuple[nn.Module, ...] = ()
 
 
-class Around(NamedTuple):
+class HostModule(NamedTuple):
     """A module around attention layers whose forward must be rebound, too.
 
     Attributes:
@@ -54,16 +54,16 @@ class Around(NamedTuple):
     bind: Callable[[], Undo]
 
 
-class Overlap(NamedTuple):
+class OverlapSettings(NamedTuple):
     """The settings that all layers of a model share.
 
     Attributes:
-        channel: The sp group with its transport.
+        sp_group: The sp group with its transport.
         config: The ``sp_overlap`` section.
         policy: Chooses the number of head groups G by timing; None if the section gives G.
     """
 
-    channel: Channel
+    sp_group: SPGroup
     config: SpOverlapConfig
     policy: Policy | None
 
@@ -73,11 +73,11 @@ class Overlap(NamedTuple):
         Raises:
             ValueError: if ``head_groups`` is out of range, or a rank would have no head.
         """
-        size, groups = self.channel.size, self.config.groups_for(heads, self.channel.size)
+        size, groups = self.sp_group.size, self.config.groups_for(heads, self.sp_group.size)
         # Made for the checks of its constructor.
         Geometry(
             size,
-            self.channel.rank,
+            self.sp_group.rank,
             (0,) * size,
             batch=0,
             heads=heads,
@@ -153,7 +153,7 @@ class Overlap(NamedTuple):
             groups: The number of head groups.
 
         Returns:
-            ``got`` and ``lacks`` of its `Found`.
+            ``got`` and ``lacks`` of its `FoundLayer`.
         """
         split = block.split_projections()
         windowed = block.window_of(groups, split) is not None

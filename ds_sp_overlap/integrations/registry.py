@@ -17,12 +17,12 @@ from torch import nn
 
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
-from ..exchange.channel import Channel, one_queue
+from ..exchange.sp_group import SPGroup, one_queue
 from ..profiling.timeline import Timeline
 from ..relayout import kernels, ops
-from ..say import say_once
+from ..warn import warn_once
 from . import distributed_attention
-from .layers import Around, Found, Overlap
+from .layers import FoundLayer, HostModule, OverlapSettings
 from .megatron import layers as megatron
 from .rebinding import Undo, is_ours
 from .transformers import layers as transformers
@@ -30,7 +30,7 @@ from .transformers import layers as transformers
 # Note [Errors before the first collective]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # A rank that raises alone leaves the others waiting in their next collective. `enable` therefore
-# does everything that may fail inside `Channel.agree`: finding the layers, checking the kernels and
+# does everything that may fail inside `SPGroup.agree`: finding the layers, checking the kernels and
 # the section, comparing the result over the ranks. `agree` raises the error of one rank on all
 # ranks. Layers are rebound only after `agree` has returned, so that a refused model is unchanged.
 
@@ -45,7 +45,7 @@ class Report:
         note: A remark below the table, or the reason why there is no table.
     """
 
-    layers: list[Found] = field(default_factory=list)
+    layers: list[FoundLayer] = field(default_factory=list)
     sp_size: int = 1
     note: str = ""
 
@@ -115,18 +115,18 @@ def enable(
             "sp_size, not with cp_size), or pass sequence_process_group= to enable() "
             "(torch.distributed.group.WORLD for all ranks)"
         )
-    channel = Channel(group, config.transport, kernels=config.kernels)
-    if channel.size == 1:
-        say_once(
+    sp_group = SPGroup(group, config.transport, kernels=config.kernels)
+    if sp_group.size == 1:
+        warn_once(
             "sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, "
             "and nothing was changed"
         )
         return Report(note="nothing to do at sp size 1")
-    policy = Policy.of(config, channel, gradient_process_group)
-    timeline = Timeline.of(config, channel)
-    overlap = Overlap(channel, config, policy)
-    layers: list[Found] = []
-    hosts: list[Around] = []
+    policy = Policy.of(config, sp_group, gradient_process_group)
+    timeline = Timeline.of(config, sp_group)
+    overlap = OverlapSettings(sp_group, config, policy)
+    layers: list[FoundLayer] = []
+    hosts: list[HostModule] = []
 
     def find_and_describe() -> str:
         ops.check_usable(config.kernels)
@@ -138,8 +138,8 @@ def enable(
 
     try:
         # See Note [Errors before the first collective].
-        channel.agree("sp_overlap", find_and_describe)
-        channel.prepare()
+        sp_group.agree("sp_overlap", find_and_describe)
+        sp_group.prepare()
     except ValueError:
         _close(policy, timeline)
         raise
@@ -147,10 +147,10 @@ def enable(
         _undo[host.module] = host.bind()
     for layer in layers:
         if layer.bind is None:
-            say_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
+            warn_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
             _undo[layer.module] = _undo_and_close(layer.bind(), policy, timeline)
-    return Report(layers, channel.size, kernels.absent(config.kernels))
+    return Report(layers, sp_group.size, kernels.absent(config.kernels))
 
 
 def find_group(model: nn.Module) -> Any:
@@ -158,10 +158,12 @@ def find_group(model: nn.Module) -> Any:
     return transformers.find_group(model) or distributed_attention.find_group(model)
 
 
-def _find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[Around]]:
+def _find_layers(
+    model: nn.Module, overlap: OverlapSettings
+) -> tuple[list[FoundLayer], list[HostModule]]:
     """Find the attention layers of ``model`` with all adapters, and the modules around them."""
-    layers: list[Found] = []
-    hosts: list[Around] = []
+    layers: list[FoundLayer] = []
+    hosts: list[HostModule] = []
     for framework in (megatron, transformers):
         framework_layers, framework_hosts = framework.find_layers(model, overlap)
         layers += framework_layers
@@ -173,7 +175,9 @@ def _find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[
     return layers, hosts
 
 
-def _refuse_unusable(model: nn.Module, layers: Sequence[Found], config: SpOverlapConfig) -> None:
+def _refuse_unusable(
+    model: nn.Module, layers: Sequence[FoundLayer], config: SpOverlapConfig
+) -> None:
     """Raise ValueError if the layers of ``model`` can't be overlapped as the section asks."""
     left = [layer for layer in layers if layer.bind is None]
     left_around = {module: layer for layer in left for module in layer.inside}

@@ -66,7 +66,7 @@ def output_of(y: Any) -> Tensor:
     return y[0] if isinstance(y, tuple) else y
 
 
-class Run:
+class TimedCall:
     """One call of a layer, whose inputs and output others watch.
 
     Attributes:

@@ -139,14 +139,14 @@ class Timeline:
         self.left: list[Row] = []
 
     @classmethod
-    def of(cls, config: SpOverlapConfig, channel: Any) -> Timeline | None:
+    def of(cls, config: SpOverlapConfig, sp_group: Any) -> Timeline | None:
         """Return the timeline that a config asks for; None outside of the first sp group."""
         section = config.timeline
-        if section is None or not channel.holds_first_rank:
+        if section is None or not sp_group.holds_first_rank:
             return None
         if section.path not in _open:
             first, last = section.steps
-            _open[section.path] = cls(section.path, (first, last), channel.rank, channel.size)
+            _open[section.path] = cls(section.path, (first, last), sp_group.rank, sp_group.size)
         return _open[section.path]
 
     def check(self) -> None:

@@ -75,8 +75,8 @@ from .block import Block, by_chunks, periods
 from .by_groups import by_head_groups, by_starts
 from .checked import check, needs_of
 from .choice import schedule_of
-from .held import Tensor, held
-from .played import Bar, Played, draw, order, play
+from .memory import Tensor, memory_bytes
+from .simulation import Bar, Simulation, draw, order, simulate
 from .steps import (
     MLP,
     OF_MLP,
@@ -94,7 +94,7 @@ from .steps import (
 from .window import Windowed, by_window, without_o
 
 __all__ = [
-    "MLP", "OF_MLP", "QKV", "Bar", "Block", "Exchanged", "O", "Op", "Part", "Played", "Program", "Schedule", "Step", "Tensor", "Tensors",
-    "Windowed", "by_chunks", "by_head_groups", "by_starts", "by_window", "check", "draw", "held", "needs_of", "order", "periods", "play",
+    "MLP", "OF_MLP", "QKV", "Bar", "Block", "Exchanged", "O", "Op", "Part", "Simulation", "Program", "Schedule", "Step", "Tensor", "Tensors",
+    "Windowed", "by_chunks", "by_head_groups", "by_starts", "by_window", "check", "draw", "memory_bytes", "needs_of", "order", "periods", "simulate",
     "schedule_of", "stop_of", "without_o",
 ]  # fmt: skip

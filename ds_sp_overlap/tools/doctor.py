@@ -23,7 +23,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from ..attention.self_attention import SelfAttention
-from ..exchange.channel import CONNECTIONS, one_queue
+from ..exchange.sp_group import CONNECTIONS, one_queue
 from ..exchange.transport import C10d, Handle
 from ..relayout import kernels
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from ..say import say
+from ..warn import say
 
 COLOURS = {
     "compute": "#9bb7d4",

@@ -41,7 +41,7 @@ class Counts(collections.Counter):
 
         def ran(chain, layer, *args, **options):
             self["chained"] += chain.ahead is layer
-            self["rerun"] += options["rerun"] != "none"
+            self["recompute"] += options["recompute"] != "none"
             return run(chain, layer, *args, **options)
 
         with (
@@ -83,7 +83,7 @@ def expected_counts(case, count, groups, checkpointing):
     qkv = ["q" + at if shared and at == "1" else "qkv" + at for at in suffixes]
     return {
         "chained": LAYERS - 1,
-        "rerun": LAYERS,
+        "recompute": LAYERS,
         "attention": LAYERS * groups * (1 + again),
         **{of: 2 * of_each for of in qkv},
         **{"d" + of: of_each for of in qkv},
@@ -119,7 +119,7 @@ def switched(rank):
             counts = Counts()
             with counts.counting():
                 outcome(model, tokens, rank, 2, group)
-            found[name] = counts["rerun"], counts["chained"], counts["attention"]
+            found[name] = counts["recompute"], counts["chained"], counts["attention"]
 
         checkpointed(model)
         counted("on")
@@ -171,7 +171,7 @@ def trained(rank, stage, checkpointing, options):
     stock, counts = train(None), Counts()
     with counts.counting():
         mine = train({"scope": "block", "token_chunks": 2, "checkpointing": checkpointing})
-    return mine.distance(stock), counts["rerun"], counts["chained"]
+    return mine.distance(stock), counts["recompute"], counts["chained"]
 
 
 @pytest.mark.singles
@@ -179,6 +179,6 @@ def trained(rank, stage, checkpointing, options):
 @pytest.mark.parametrize("stage", [full(1), 2, 3])
 def test_training_with_deepspeed_equals_stock(stage, checkpointing, options):
     forwards = 3 * options.get("accumulation", 1)
-    for off, rerun, chained in on_ranks(2, trained, stage, checkpointing, options):
+    for off, recompute, chained in on_ranks(2, trained, stage, checkpointing, options):
         assert all(off[what] <= FP32[what] for what in FP32), off
-        assert rerun == LAYERS * forwards and chained == (LAYERS - 1) * (forwards - 1)  # the first compares its layers
+        assert recompute == LAYERS * forwards and chained == (LAYERS - 1) * (forwards - 1)  # the first compares its layers

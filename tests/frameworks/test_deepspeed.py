@@ -543,13 +543,13 @@ def test_an_initialize_that_was_imported_by_name_before_the_package_honours_the_
 
 
 def test_the_report_counts_the_layers_that_are_overlapped():
-    layer = ds_sp_overlap.integrations.layers.Found
+    layer = ds_sp_overlap.integrations.layers.FoundLayer
     report = ds_sp_overlap.Report([layer("a", None, "", "unknown"), layer("b", None, "", "unknown")], 2)
     assert "sp_overlap over sp size 2: 0 of 2 layers overlapped" in str(report)
 
 
 def test_the_report_says_that_compiled_kernels_are_absent_on_a_gpu_and_what_brings_them(monkeypatch):
-    layer = ds_sp_overlap.integrations.layers.Found("a", None, "all", "", bind=lambda: None)
+    layer = ds_sp_overlap.integrations.layers.FoundLayer("a", None, "all", "", bind=lambda: None)
     said = {}
     for gpu, library in itertools.product(
         (True, False), (kernels.Library(reason="not built"), kernels.Library(built={"cuda": "13.0"}))

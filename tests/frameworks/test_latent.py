@@ -155,7 +155,7 @@ class Sizes(Recording):
 def recorded(rank):
     """Exchanges of a layer in their order, forward and backward, and the numbers that this rank receives in each."""
     model, mover = tiny_model("deepseek_v3"), Sizes()
-    mover.prepare = lambda channel: None
+    mover.prepare = lambda sp_group: None
     with transport(mover):
         enabled(model)
     layer, x = attention_of(model), torch.randn(2, 16, model.config.hidden_size, dtype=torch.float64, requires_grad=True)

@@ -158,7 +158,7 @@ def checkpointed(rank):
             with Runs() as runs:
                 way = functools.partial(set_to, checkpoint_activations=True)
                 wrong, forwards, _ = compared(rank, Model(), {"checkpointing": mode}, way, prepare=prepare)
-            found[mode, prepare.__name__] = wrong, forwards, runs.rerun
+            found[mode, prepare.__name__] = wrong, forwards, runs.recompute
     return found
 
 

@@ -19,7 +19,7 @@ LAYERS = 3
 class Blocks(Shape):
     chunks: int = 2
     norms: bool = False  # of q and k, per head
-    rerun: str = "none"
+    recompute: str = "none"
 
 
 class MLP(nn.Module):
@@ -115,7 +115,9 @@ def enchain(model, shape, rank, group, transport=None, successors=None):
     def run(layer, block, h):
         if chains[0] is None:
             begin()
-        return chains[0].run(block, following[layer], h, position_embeddings=tables, sequence_lengths=lengths, rerun=shape.rerun)
+        return chains[0].run(
+            block, following[layer], h, position_embeddings=tables, sequence_lengths=lengths, recompute=shape.recompute
+        )
 
     model.chain = begin
     for layer, block in zip(model.layers, blocks):

@@ -8,11 +8,11 @@ from ds_sp_overlap.chain.chain import Chain
 class Runs:
     """Counts what ran in chains: of each forward the layers, and how many of them found their q, k and v started.
 
-    rerun   of how many layers the chain did the gradient checkpointing
+    recompute   of how many layers the chain did the gradient checkpointing
     """
 
     def __init__(self):
-        self.forwards, self.rerun = [], 0
+        self.forwards, self.recompute = [], 0
 
     def __enter__(self):
         runs, begun, run = self, Chain.__init__, Chain.run
@@ -23,7 +23,7 @@ class Runs:
 
         def count(chain, layer, successor, hidden, **options):
             expected = chain.ahead is layer
-            runs.rerun += options["rerun"] != "none"
+            runs.recompute += options["recompute"] != "none"
             out = run(chain, layer, successor, hidden, **options)
             runs.forwards[-1].append((expected and chain.in_step, chain.ahead is not None))
             return out

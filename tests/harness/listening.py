@@ -3,13 +3,13 @@
 import contextlib
 import logging
 
-from ds_sp_overlap.say import LOGGER, say_once
+from ds_sp_overlap.warn import LOGGER, warn_once
 
 
 @contextlib.contextmanager
 def listening(level=logging.DEBUG):
     """The messages of this process inside, of ``level`` and above, those that are said once included."""
-    say_once.cache_clear()
+    warn_once.cache_clear()
     messages, handler, before, disabled = [], logging.Handler(level), LOGGER.level, logging.root.manager.disable
     handler.addFilter(lambda record: record.getMessage().startswith("sp_overlap"))
     handler.emit = lambda record: messages.append(record.getMessage())

@@ -7,7 +7,7 @@ import torch
 from ds_sp_overlap.autotune import policy as policies
 from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.profiling.steps import Listener
-from ds_sp_overlap.profiling.timed import Run
+from ds_sp_overlap.profiling.timed import TimedCall
 
 
 class ScriptedClock:
@@ -58,7 +58,7 @@ def scripted(costs):
 
 def followed(policy, trial, candidate, tokens, body, *inputs):
     """``body(*inputs)`` while the policy looks on."""
-    run = Run(inputs)
+    run = TimedCall(inputs)
     policy.follow(run, trial, candidate, tokens)
     return run.end(body(*run.inputs))
 

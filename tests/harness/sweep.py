@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import ModelOutput
 
 import ds_sp_overlap
-import ds_sp_overlap.exchange.channel
+import ds_sp_overlap.exchange.sp_group
 from ds_sp_overlap.attention.runtime.projections import Projections
 from ds_sp_overlap.rotary import Rotary
 from tests.harness.families import configs, tiny_model
@@ -70,7 +70,7 @@ class Off:
     def __init__(self, what):
         self.what, self.times = what, 0
 
-    def prepare(self, channel):
+    def prepare(self, sp_group):
         pass
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
@@ -86,12 +86,12 @@ class Off:
 
 @contextlib.contextmanager
 def transport(made):
-    by_name = ds_sp_overlap.exchange.channel.by_name
-    ds_sp_overlap.exchange.channel.by_name = lambda name, size: made
+    by_name = ds_sp_overlap.exchange.sp_group.by_name
+    ds_sp_overlap.exchange.sp_group.by_name = lambda name, size: made
     try:
         yield
     finally:
-        ds_sp_overlap.exchange.channel.by_name = by_name
+        ds_sp_overlap.exchange.sp_group.by_name = by_name
 
 
 # Batches: of two rows that are one document each; packed with three documents, one of which spans both ranks; padded.

@@ -68,7 +68,7 @@ def _unpacks(in_flight):
 
 def _makes_copies(in_flight, into=()):
     """Whether what was received is copied into memory that the copies make, where nothing can be left out."""
-    layout, relayout = in_flight.layout, ops.implementation(in_flight.channel.kernels)
+    layout, relayout = in_flight.layout, ops.implementation(in_flight.sp_group.kernels)
     evenly = in_flight.rope_back is None and in_flight.dtypes is None and layout.targets.copied and not into
     return bool(evenly and (layout.also or relayout.copies(in_flight.recv)))
 

@@ -39,11 +39,11 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ds_sp_overlap.config import SpOverlapConfig
-from ds_sp_overlap.exchange.channel import Channel
+from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.integrations.inspect.accounting import Unknown
 from ds_sp_overlap.integrations.inspect.attention import Reader
 from ds_sp_overlap.integrations.inspect.decoder_layer import BlockReader
-from ds_sp_overlap.integrations.layers import Overlap
+from ds_sp_overlap.integrations.layers import OverlapSettings
 from ds_sp_overlap.integrations.transformers.driven import drive
 from ds_sp_overlap.integrations.transformers.forward import Forwards
 from ds_sp_overlap.integrations.transformers.probe import difference
@@ -258,8 +258,8 @@ def _judge_attention(program, attention, module):
         reader = Reader("layers.0.self_attn", attention)
     except Unknown as error:
         return "own", str(error)
-    overlap = Overlap(Channel(None), SpOverlapConfig(), None)
-    driven = drive("layers.0.self_attn", attention, reader, Forwards(overlap.channel, overlap.config), overlap)
+    overlap = OverlapSettings(SPGroup(None), SpOverlapConfig(), None)
+    driven = drive("layers.0.self_attn", attention, reader, Forwards(overlap.sp_group, overlap.config), overlap)
 
     def apart(more, seq=6, scale=1.0, batch=2):
         driven.use()

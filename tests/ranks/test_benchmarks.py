@@ -19,7 +19,7 @@ from benchmarks.wire import Wire
 from ds_sp_overlap.relayout import kernels
 from ds_sp_overlap.schedule import order
 from ds_sp_overlap.tools.cli import main
-from ds_sp_overlap.tools.planner.plan import FIVE
+from ds_sp_overlap.tools.planner.plan import UPSTREAM
 from tests.harness.cases import full
 from tests.harness.ranks import on_ranks
 from tests.harness.transports import Recording
@@ -43,7 +43,7 @@ def five_of_eight(rank, size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_five_of_eight_is_right_and_is_the_program_that_plan_plays(size):
-    expected = order(FIVE, FIVE.forward) + order(FIVE, FIVE.backward)
+    expected = order(UPSTREAM, UPSTREAM.forward) + order(UPSTREAM, UPSTREAM.backward)
     assert on_ranks(size, five_of_eight, size) == [expected] * size
 
 

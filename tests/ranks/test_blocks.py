@@ -39,15 +39,15 @@ FEW = [SHAPES[2], SHAPES[5], Blocks(2, 2, 8, 1, (6, 6), chunks=3, rope=False, co
 
 
 def rerun_too(shapes, reruns=RERUNS):
-    return [dataclasses.replace(shape, rerun=rerun) for rerun in reruns for shape in shapes]
+    return [dataclasses.replace(shape, recompute=recompute) for recompute in reruns for shape in shapes]
 
 
 OF_CHAINS = pairs(rerun_too(SHAPES))
 
 
-@pytest.mark.parametrize("rerun", RERUNS)
-def test_a_chain_equals_the_whole_sequence(rerun):
-    no_faults(2, blocks.faults_of_all, [shape for shape in OF_CHAINS if shape.rerun == rerun])
+@pytest.mark.parametrize("recompute", RERUNS)
+def test_a_chain_equals_the_whole_sequence(recompute):
+    no_faults(2, blocks.faults_of_all, [shape for shape in OF_CHAINS if shape.recompute == recompute])
 
 
 def test_so_it_does_on_four_ranks():

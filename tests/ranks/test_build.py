@@ -15,9 +15,9 @@ import torch
 import ds_sp_overlap
 from csrc import check_cubins
 from ds_sp_overlap import SpOverlapConfig
-from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.relayout import build, kernels, ops
 from tests.harness import ranks
 from tests.harness.cases import full
@@ -198,8 +198,8 @@ def exchanged(rank, kind):
     ops.implementation = watched
     try:
         geometry = Geometry(2, rank, (5, 3), 2, 3, 1, batch_first=True)
-        channel = Channel(torch.distributed.group.WORLD, kernels=kind)
-        exchange = Exchange(channel, geometry.exchange("k", 0, 16), "layer", "k")
+        sp_group = SPGroup(torch.distributed.group.WORLD, kernels=kind)
+        exchange = Exchange(sp_group, geometry.exchange("k", 0, 16), "layer", "k")
         torch.manual_seed(rank)
         x = torch.randn(exchange.layout.source.shape, requires_grad=True)
         y = exchange.finish(exchange.start(x))

@@ -81,7 +81,7 @@ def later_calls_unnoticed(rank):
 
 @pytest.mark.parametrize("names", [("layer.0", "layer.1", "layer.2"), ("attention",) * 3], ids=["named", "all of one name"])
 def test_another_layer_in_a_later_call_is_an_error_on_all_ranks_at_the_same_call(names):
-    """Guard: `Channel.count` compares the names of calls."""
+    """Guard: `SPGroup.count` compares the names of calls."""
     for refused, afterwards in on_ranks(2, later_calls, names, timeout_s=60):
         number, kind, message = refused
         assert (number, kind) == (2 * Calls.EVERY, "RuntimeError")

@@ -6,11 +6,11 @@ import itertools
 import pytest
 import torch
 
-from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.chunks import finish_chunks, start_chunks
-from ds_sp_overlap.exchange.exchange import Exchange, Half, together
+from ds_sp_overlap.exchange.exchange import Exchange, Half, run_halves
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.layout import chunk_of
+from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import transports
 from tests.harness.cases import pairs
 from tests.harness.guards import Guard, Watched, must_notice
@@ -29,29 +29,31 @@ def geometries(size, rank, lengths):
     ]
 
 
-def moved(channel, geometry, group, chunks, dims, checked=False):
+def moved(sp_group, geometry, group, chunks, dims, checked=False):
     """q, k and v of a group to the global side and o back, in one piece if ``chunks`` is 0; outputs and the inputs' gradients."""
     kinds, seq = geometry.kinds_of(group), geometry.seq_dim
-    local = geometry.together(kinds, group, dims[: len(kinds)])
+    local = geometry.joint_exchange(kinds, group, dims[: len(kinds)])
     generator = torch.Generator().manual_seed(geometry.sp_rank)
     random = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
     xs = [random(each.source.shape).requires_grad_() for each in local.each]
 
     def exchange(layout, what):
-        return Exchange(channel, layout, "layer", what, checked)
+        return Exchange(sp_group, layout, "layer", what, checked)
 
     ranges = [chunk_of(geometry.seq_lens[geometry.sp_rank], chunk, chunks) for chunk in range(chunks)]
     if chunks:
-        sent = [exchange(geometry.of_chunk(kinds, group, dims[: len(kinds)], c, chunks), f"{kinds}.{c}") for c in range(chunks)]
+        sent = [
+            exchange(geometry.chunk_exchange(kinds, group, dims[: len(kinds)], c, chunks), f"{kinds}.{c}") for c in range(chunks)
+        ]
         parts = [[x.narrow(seq, start, stop - start) for x in xs] for start, stop in ranges]
         tokens = [each.start(*part) for each, part in zip(sent, parts)]
         ys = finish_chunks(sent, tokens)
     else:
         whole = exchange(local, kinds)
-        (ys,) = together([Half(whole, (whole.start(*xs),))])
+        (ys,) = run_halves([Half(whole, (whole.start(*xs),))])
     o = ys[0] * 3  # a rank that gets no KV head with this group has nothing else
     if chunks:
-        back = [exchange(geometry.of_chunk("o", group, dims[:1], c, chunks), f"o.{c}") for c in range(chunks)]
+        back = [exchange(geometry.chunk_exchange("o", group, dims[:1], c, chunks), f"o.{c}") for c in range(chunks)]
         out = torch.cat([each.finish(token) for each, token in zip(back, start_chunks(back, o, *ys))], seq)
     else:
         whole = exchange(geometry.exchange("o", group, dims[0]), "o")
@@ -63,13 +65,13 @@ def moved(channel, geometry, group, chunks, dims, checked=False):
 def moved_otherwise(rank, size, lengths, transport=None):
     """Whatever a chunked exchange moves that one exchange of all tokens does not, and the other way about."""
     found = []
-    plain = Channel(torch.distributed.group.WORLD, transport() if transport else None)
+    plain = SPGroup(torch.distributed.group.WORLD, transport() if transport else None)
     for geometry in geometries(size, rank, lengths):
         for group in range(geometry.groups):
             expected = moved(plain, geometry, group, 0, (8, 8, 4))
             for chunks in (1, 2, 4):
                 mover = transport() if transport else None
-                got = moved(Channel(torch.distributed.group.WORLD, mover), geometry, group, chunks, (8, 8, 4))
+                got = moved(SPGroup(torch.distributed.group.WORLD, mover), geometry, group, chunks, (8, 8, 4))
                 bad = [i for i, (x, y) in enumerate(zip(got, expected, strict=True)) if not torch.equal(x, y)]
                 bad += mover.faults + mover.unfinished() if mover else []
                 found += [f"{geometry}, group {group}, C = {chunks}: {bad}"] * bool(bad)
@@ -96,8 +98,8 @@ def test_no_buffer_is_read_too_early_or_after_its_use():
 
 def checked(rank, transport=None):
     """What ``sp_overlap.check`` says of chunks."""
-    channel, geometry = Channel(torch.distributed.group.WORLD, transport), Geometry(2, rank, (5, 3), 2, 8, 2, 2)
-    return refusal(moved, channel, geometry, 0, 2, (8, 8, 4), True)
+    sp_group, geometry = SPGroup(torch.distributed.group.WORLD, transport), Geometry(2, rank, (5, 3), 2, 8, 2, 2)
+    return refusal(moved, sp_group, geometry, 0, 2, (8, 8, 4), True)
 
 
 def test_check_mode_compares_what_a_chunk_wrote():
@@ -108,7 +110,7 @@ def test_check_mode_compares_what_a_chunk_wrote():
 
 def order(rank):
     mover = transports.Recording()
-    moved(Channel(torch.distributed.group.WORLD, mover), Geometry(2, rank, (4, 4), 1, 4, 4), 0, 3, (8, 8, 4))
+    moved(SPGroup(torch.distributed.group.WORLD, mover), Geometry(2, rank, (4, 4), 1, 4, 4), 0, 3, (8, 8, 4))
     expected = ">qkv.0 >qkv.1 >qkv.2 <qkv.0 <qkv.1 <qkv.2 >o.0 >o.1 >o.2 <o.0 <o.1 <o.2"
     expected += " >do.2 >do.1 >do.0 <do.2 <do.1 <do.0 >dqkv.2 >dqkv.1 >dqkv.0 <dqkv.2 <dqkv.1 <dqkv.0"
     return [] if mover.log == expected.split() else [" ".join(mover.log)]

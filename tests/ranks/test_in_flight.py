@@ -9,10 +9,10 @@ import weakref
 import pytest
 import torch
 
-from ds_sp_overlap.exchange.channel import Channel, SideStream
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
+from ds_sp_overlap.exchange.sp_group import SideStream, SPGroup
 from tests.harness import layers, transports
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
@@ -44,7 +44,7 @@ def test_a_launch_that_fails_names_its_exchange():
 def block_with_streams(shape, streams, **arguments):
     layer = layers.projections(shape)
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, **arguments)
-    attend.layer.channel._sides[torch.device("cpu")] = SideStream(streams, torch.device("cpu"))
+    attend.layer.sp_group._sides[torch.device("cpu")] = SideStream(streams, torch.device("cpu"))
     return attend
 
 
@@ -103,7 +103,7 @@ def test_memory_of_an_abandoned_exchange_returns_in_order():
 
 def test_a_gradient_that_was_not_started_is_named():
     """As where gradients of a layer's inputs are asked for in one backward and those of its weights in another."""
-    exchange = Exchange(Channel(None), Geometry(1, 0, (3,), 1, 4, 4).exchange("q", 0, 8), "layers.7", "q")
+    exchange = Exchange(SPGroup(None), Geometry(1, 0, (3,), 1, 4, 4).exchange("q", 0, 8), "layers.7", "q")
     with pytest.raises(RuntimeError, match="layers.7 dq: finished without having been started"):
         exchange.finish_gradient()
 
@@ -113,7 +113,7 @@ def held_until_finished(rank):
     found = []
     for batch_first, kind in ((True, "q"), (False, "o")):
         geometry = Geometry(2, rank, (3, 3), 1, 4, 4, 1, batch_first)
-        exchange = Exchange(Channel(torch.distributed.group.WORLD), geometry.exchange(kind, 0, 8), "layer", kind)
+        exchange = Exchange(SPGroup(torch.distributed.group.WORLD), geometry.exchange(kind, 0, 8), "layer", kind)
         with torch.no_grad():
             x = torch.randn(exchange.layout.source.shape)
             source = weakref.ref(x)
@@ -187,7 +187,7 @@ def test_a_graph_that_is_dropped_is_freed():
 
 def finished_twice(rank):
     geometry = Geometry(2, rank, (3, 3), 1, 4, 4)
-    exchange = Exchange(Channel(torch.distributed.group.WORLD), geometry.exchange("q", 0, 8), "layers.7", "q")
+    exchange = Exchange(SPGroup(torch.distributed.group.WORLD), geometry.exchange("q", 0, 8), "layers.7", "q")
     token = exchange.start(torch.zeros(3, 1, 4, 8))
     exchange.finish(token)
     seen = refusal(exchange.finish, token), refusal(exchange.start, torch.zeros(3, 1, 4, 9))

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_sp_overlap.exchange.channel import Channel
-from ds_sp_overlap.exchange.exchange import Exchange, Half, together
+from ds_sp_overlap.exchange.exchange import Exchange, Half, run_halves
 from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import layers, transports
 from tests.harness.cases import pairs, singles
 from tests.harness.guards import Guard, Watched, must_notice
@@ -121,15 +121,15 @@ def of_two_dtypes(rank):
     found = []
     for lengths, batch_first in (((3, 3), True), ((5, 2), False)):
         geometry = Geometry(2, rank, lengths, 2, 6, 6, batch_first=batch_first)
-        layout = geometry.together("qkv", 0, (8, 8, 4))
+        layout = geometry.joint_exchange("qkv", 0, (8, 8, 4))
         dtypes = torch.float32, torch.bfloat16, torch.bfloat16
         xs = [torch.randn(each.source.shape).to(dtype).requires_grad_() for each, dtype in zip(layout.each, dtypes)]
-        channel = Channel(torch.distributed.group.WORLD)
-        exchange = Exchange(channel, layout, "layer", "qkv", checked=True)
-        (ys,) = together([Half(exchange, (exchange.start(*xs),))])
+        sp_group = SPGroup(torch.distributed.group.WORLD)
+        exchange = Exchange(sp_group, layout, "layer", "qkv", checked=True)
+        (ys,) = run_halves([Half(exchange, (exchange.start(*xs),))])
         alone = []
         for kind, x in zip("qkv", xs):
-            one = Exchange(channel, geometry.exchange(kind, 0, x.shape[-1]), "layer", kind)
+            one = Exchange(sp_group, geometry.exchange(kind, 0, x.shape[-1]), "layer", kind)
             alone.append(one.finish(one.start(x)))
         dys = [torch.randn_like(y) for y in ys]
         for got, expected in zip([*ys, *torch.autograd.grad(ys, xs, dys)], [*alone, *torch.autograd.grad(alone, xs, dys)]):

@@ -12,12 +12,12 @@ from benchmarks.stack import Stack
 from benchmarks.variants import Layer, Shape, Silent, held_bytes, peak_bytes
 from ds_sp_overlap.attention.runtime.execution import Call
 from ds_sp_overlap.autotune.costs import LayerShape, Sizes
-from ds_sp_overlap.exchange.channel import SideStream
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
+from ds_sp_overlap.exchange.sp_group import SideStream
 from ds_sp_overlap.schedule import schedule_of
-from ds_sp_overlap.tools.planner.plan import NONE
+from ds_sp_overlap.tools.planner.plan import BASELINE
 from tests.harness import uses
 from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, must_notice
@@ -37,7 +37,7 @@ def peak(shape, make, size=2, of=Layer):
     """Most bytes of a step on rank 0, over a wire that moves nothing: the buffers are the same, and no thread frees them late."""
     layer = of(shape, 0, size)
     for each in (layer, *getattr(layer, "layers", ())):
-        each.channel = Emulated(size, Silent())
+        each.sp_group = Emulated(size, Silent())
     with communication(size, Silent()):
         return layer.peak_bytes(make(layer))
 
@@ -91,7 +91,7 @@ def test_a_chain_peaks_no_higher_than_stock(chunks, groups):
 
 def on_streams(layer):
     """Have the exchanges of ``layer`` carried by streams, as on an accelerator; their stand-in."""
-    layer.channel._sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
+    layer.sp_group._sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
 
 
 @pytest.mark.singles
@@ -135,10 +135,10 @@ LAYOUTS = {f"{kind}, {'batch' if first else 'sequence'} first": (kind, first) fo
 def test_an_exchange_in_flight_holds_what_is_sent_and_what_is_received_and_nothing_else(layout, streams):
     kind, batch_first = LAYOUTS[layout]
     layout = Geometry(2, 0, (30, 30), 2, 4, 4, 1, batch_first).exchange(kind, 0, 8)
-    channel = Emulated(2, Kept())
+    sp_group = Emulated(2, Kept())
     if streams:
-        channel._sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
-    exchange = Exchange(channel, layout, "layer", kind)
+        sp_group._sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
+    exchange = Exchange(sp_group, layout, "layer", kind)
     token = exchange.start(torch.randn(layout.source.shape))
     size = layout.source.elements * 4
     assert storages(exchange.forward) == 2 * size
@@ -198,7 +198,7 @@ CHANGES = [
 def held(shape, change, make, size=2):
     """Bytes that the forward leaves on rank 0 for the backward, output included, in units of hidden states."""
     layer = Layer(shape, 0, size)
-    layer.channel = Emulated(size, Silent())
+    layer.sp_group = Emulated(size, Silent())
     if change:
         change(layer.projections)
     attend = make(layer)
@@ -264,7 +264,7 @@ def test_what_a_windowed_backward_has_used_is_let_go_though_the_output_lives(win
     shape, left = Shape(seq=1024, heads=8, head_dim=32, kv_heads=8), []
     for section in ({}, {"window": window}):
         layer = Layer(shape, 0, 2)
-        layer.channel = Emulated(2, Silent())
+        layer.sp_group = Emulated(2, Silent())
         attend = make(layer, head_groups=4, **section)
 
         def run():
@@ -301,7 +301,7 @@ def in_force():
 def test_nothing_of_a_windowed_call_outlives_its_graph(window, make):
     """Neither behind a backward nor where it never comes; not by the garbage collector."""
     layer = Layer(Shape(seq=64, heads=8, head_dim=4, kv_heads=4), 0, 2)
-    layer.channel = Emulated(2, Silent())
+    layer.sp_group = Emulated(2, Silent())
     attend = make(layer, head_groups=4, window=window)
     with communication(2, Silent()):
         layer.step(attend)
@@ -323,7 +323,7 @@ def arithmetic(shape, size, groups, window=None):
     """Schedule and sizes of a layer; 0 groups are stock."""
     numbers = shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.seq, size, shape.batch, shape.dtype.itemsize
     sizes = Sizes(LayerShape(*numbers), max(groups, 1))
-    return (schedule_of(sizes.geometry, window) if groups else NONE), sizes
+    return (schedule_of(sizes.geometry, window) if groups else BASELINE), sizes
 
 
 # Of attention on CPU: scores of a block of 256 queries with 512 keys, twice.
@@ -348,7 +348,7 @@ def test_a_step_peaks_where_the_arithmetic_says(groups, window, kv_heads):
     schedule, sizes = arithmetic(shape, 4, groups, window)
     measured = peak(shape, run_of(groups, window), size=4)
     rows = shape.width * shape.width // max(groups, 1) * shape.dtype.itemsize
-    says = max(sizes.held(schedule, is_stock=groups == 0))
+    says = max(sizes.memory_bytes(schedule, is_baseline=groups == 0))
     assert 0 <= measured - says <= BLOCKS + rows, f"{measured / 2**20:.2f} MiB against {says / 2**20:.2f}"
 
 
@@ -358,7 +358,7 @@ def test_what_waits_for_the_backward_is_what_the_arithmetic_says(groups, window)
     schedule, sizes = arithmetic(shape, 2, groups, window)
     measured = held(shape, None, run_of(groups, window))
     x = shape.seq // 2 * shape.width * shape.dtype.itemsize
-    says = 1 + sizes.held(schedule, is_stock=groups == 0)[len(schedule.forward)] / x  # x itself is measured too
+    says = 1 + sizes.memory_bytes(schedule, is_baseline=groups == 0)[len(schedule.forward)] / x  # x itself is measured too
     assert measured == pytest.approx(says, abs=0.01)  # tokens, a few bytes each
 
 

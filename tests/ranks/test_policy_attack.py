@@ -15,7 +15,7 @@ import torch
 import ds_sp_overlap
 from ds_sp_overlap.autotune import policy as policies
 from ds_sp_overlap.autotune.policy import Policy
-from ds_sp_overlap.exchange.channel import Channel
+from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import layers
 from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, must_notice
@@ -279,7 +279,7 @@ def test_a_model_may_go_in_mid_trial_and_be_collected_on_one_rank_only():
 
 
 def beside_replicas(group, heads):
-    policy = Policy.of(ds_sp_overlap.SpOverlapConfig(), Channel(group), torch.distributed.group.WORLD)
+    policy = Policy.of(ds_sp_overlap.SpOverlapConfig(), SPGroup(group), torch.distributed.group.WORLD)
     model = Model(group, policy, heads)
     model.beside = True
     return model

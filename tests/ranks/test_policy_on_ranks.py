@@ -12,7 +12,7 @@ from ds_sp_overlap.attention import layer as of_layer
 from ds_sp_overlap.autotune import choices
 from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.autotune.trial import OFF
-from ds_sp_overlap.exchange.channel import Channel
+from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import dropin, layers, models
 from tests.harness.cases import full
 from tests.harness.dropin import Case
@@ -310,8 +310,8 @@ def policies_of_a_replica(rank):
     """Whether there is a policy: by which ranks are known to reduce gradients together."""
     with two_replicas(rank) as group:
         config, world = ds_sp_overlap.SpOverlapConfig(), torch.distributed.group.WORLD
-        made = [Policy.of(config, Channel(group)), Policy.of(config, Channel(group), group)]
-        made += [Policy.of(config, Channel(group), world), Policy.of(config, Channel(world))]
+        made = [Policy.of(config, SPGroup(group)), Policy.of(config, SPGroup(group), group)]
+        made += [Policy.of(config, SPGroup(group), world), Policy.of(config, SPGroup(world))]
         return [policy and policy.replicas for policy in made]
 
 
@@ -334,7 +334,7 @@ def replica_runs(rank, calls, costs, off=False, said=None):
     replica, sp_rank = divmod(rank, 2)
     world, runs, blocks = torch.distributed.group.WORLD, {}, {}
     with two_replicas(rank) as group, scripted(costs[replica]) as ran:
-        policy = Policy.of(ds_sp_overlap.SpOverlapConfig(), Channel(group), world)
+        policy = Policy.of(ds_sp_overlap.SpOverlapConfig(), SPGroup(group), world)
         policy.say = said.append if said is not None else lambda line: None
         for heads in (8, 4, 16, 32):
             shape = Shape(heads=heads, kv_heads=heads, rope=False)

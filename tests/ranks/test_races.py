@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import ds_sp_overlap
 from benchmarks.one_gpu import Emulated
 from benchmarks.variants import Attention, Layer, Shape
-from ds_sp_overlap.exchange.channel import SideStream
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.sp_group import SideStream
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.moving import moving
 from tests.harness.races import Races, _order, watched
@@ -26,15 +26,15 @@ SHAPE = Shape(seq=12, heads=8, head_dim=4, kv_heads=4, batch=2)
 
 
 def over(wire):
-    """A channel of its own, as every layer has that is made by itself; the streams are shared."""
-    channel = Emulated(SIZE, wire)
-    channel._sides[CPU] = SideStream(wire.races.backend, CPU)
-    return channel
+    """A sp_group of its own, as every layer has that is made by itself; the streams are shared."""
+    sp_group = Emulated(SIZE, wire)
+    sp_group._sides[CPU] = SideStream(wire.races.backend, CPU)
+    return sp_group
 
 
 def block(wire, **config):
     layer = Layer(SHAPE, 0, SIZE)
-    layer.channel = over(wire)
+    layer.sp_group = over(wire)
     return layer, layer.ours(**config)
 
 
@@ -98,7 +98,7 @@ def drop_in(wire):
     local = Attention()
     for batch_dim in (0, 1):
         attend = ds_sp_overlap.DistributedAttention(local, None, gather_idx=1 - batch_dim, config={"head_groups": 2})
-        attend._attend.layer.channel = over(wire)
+        attend._attend.layer.sp_group = over(wire)
         shape = (2, 6, 8, 4) if batch_dim == 0 else (6, 2, 8, 4)
         q, k, v = (torch.randn(shape, requires_grad=True) for _ in "qkv")
         o = attend(q * 1, k * 1, v * 1, batch_dim)

@@ -9,8 +9,8 @@ from torch import nn
 
 import ds_sp_overlap
 from ds_sp_overlap import SpOverlapConfig
-from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import dropin, layers, models
 from tests.harness.dropin import Case
 from tests.harness.guards import Guard, Watched, must_notice
@@ -184,7 +184,7 @@ def disagree(rank, name, values):
     ],
 )
 def test_ranks_that_disagree_are_told_so_on_every_rank_with_both_shapes(name, values, seen):
-    """Guard: `Channel.agree` compares what the ranks are about to exchange."""
+    """Guard: `SPGroup.agree` compares what the ranks are about to exchange."""
     first, second = refused_on_both(disagree, name, values)
     assert first == second and first[0] == "ValueError"
     assert "attention: the ranks of the sp group are about to exchange different things (sp rank 0: " in first[1]
@@ -326,7 +326,7 @@ def test_projections_are_separate_or_fused_and_complete(given):
 
 def not_a_member(rank):
     group = torch.distributed.new_group([0])
-    return refusal(Channel, group) if rank == 1 else refusal(Channel, group) is None
+    return refusal(SPGroup, group) if rank == 1 else refusal(SPGroup, group) is None
 
 
 def test_a_process_group_of_others_is_refused():
@@ -633,9 +633,9 @@ def other_order(rank):
     from ds_sp_overlap.exchange.geometry import Geometry
 
     geometry = Geometry(2, rank, (3, 3), 1, 4, 4)
-    channel = Channel(torch.distributed.group.WORLD)
+    sp_group = SPGroup(torch.distributed.group.WORLD)
     kind = "kv"[rank]
-    exchange = Exchange(channel, geometry.exchange(kind, 0, 8), "layers.7", kind, checked=True)
+    exchange = Exchange(sp_group, geometry.exchange(kind, 0, 8), "layers.7", kind, checked=True)
     return refusal(exchange.start, torch.zeros(3, 1, 4, 8))
 
 

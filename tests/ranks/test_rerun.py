@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.variants import Silent, held_bytes
-from ds_sp_overlap.chain.recompute_region import Stretch
+from ds_sp_overlap.chain.recompute_region import RecomputeRegion
 from tests.harness import blocks, layers, reference
 from tests.harness.blocks import LAYERS, Blocks
 from tests.harness.guards import Guard, Watched, must_notice
@@ -66,8 +66,8 @@ class reference_is:
         reference.attention = self.before
 
 
-def shape_of(rerun, groups=1, chunks=3):
-    return Blocks(4, 4, 8, 1, (9, 9), chunks=chunks, rerun=rerun, config={"head_groups": groups})
+def shape_of(recompute, groups=1, chunks=3):
+    return Blocks(4, 4, 8, 1, (9, 9), chunks=chunks, recompute=recompute, config={"head_groups": groups})
 
 
 # What runs.
@@ -81,14 +81,14 @@ def backward_of(rank, shape):
     return forward, list(run.log)
 
 
-def wrong_counts(rank, rerun, groups, chunks):
+def wrong_counts(rank, recompute, groups, chunks):
     """What a step launches and computes that it should not, or not as often."""
-    forward, backward = backward_of(rank, shape_of(rerun, groups, chunks))
-    do = "do" if rerun == "all" else "odo"
+    forward, backward = backward_of(rank, shape_of(recompute, groups, chunks))
+    do = "do" if recompute == "all" else "odo"
     each = LAYERS * groups
     expected = [
         (forward, {">qkv": each * chunks, ">o": each * chunks, "attend": each}),
-        (backward, {">qkv": each * chunks, ">" + do: each * chunks, ">dqkv": each * chunks, "attend": each * (rerun == "all")}),
+        (backward, {">qkv": each * chunks, ">" + do: each * chunks, ">dqkv": each * chunks, "attend": each * (recompute == "all")}),
     ]
     found = []
     for log, right in expected:
@@ -102,26 +102,26 @@ def wrong_counts(rank, rerun, groups, chunks):
     return found
 
 
-@pytest.mark.parametrize("rerun", RERUNS)
+@pytest.mark.parametrize("recompute", RERUNS)
 @pytest.mark.parametrize("groups,chunks", [(1, 1), (1, 4), (2, 2)])
-def test_q_k_and_v_travel_again_and_o_does_not(rerun, groups, chunks):
+def test_q_k_and_v_travel_again_and_o_does_not(recompute, groups, chunks):
     """o but beside do, where attention was kept and its backward reads o; then attention is not run again."""
-    no_faults(2, wrong_counts, rerun, groups, chunks)
+    no_faults(2, wrong_counts, recompute, groups, chunks)
 
 
-def out_of_order(rank, rerun):
+def out_of_order(rank, recompute):
     """Layers that are not run again between the last start of do and its first finish."""
-    _, backward = backward_of(rank, shape_of(rerun))
-    do, log = "do" if rerun == "all" else "odo", " ".join(backward)
-    again = ">qkv.0 >qkv.1 >qkv.2 <qkv.0 <qkv.1 <qkv.2 " + "attend " * (rerun == "all")
+    _, backward = backward_of(rank, shape_of(recompute))
+    do, log = "do" if recompute == "all" else "odo", " ".join(backward)
+    again = ">qkv.0 >qkv.1 >qkv.2 <qkv.0 <qkv.1 <qkv.2 " + "attend " * (recompute == "all")
     under_do = log.count(f">{do}.2 >{do}.1 >{do}.0 {again}<{do}.2 <{do}.1 <{do}.0 >dqkv.2 >dqkv.1 >dqkv.0")
     first = log.count(f">{do}.2 >{do}.1 >{do}.0")  # nothing else is started between chunks of the last layer
     return [] if (under_do, first) == (1, 1) and log.count(f">{do}.0 {again}<{do}.2") == LAYERS else [log]
 
 
-@pytest.mark.parametrize("rerun", RERUNS)
-def test_a_layer_is_run_again_under_the_exchange_of_do(rerun):
-    no_faults(2, out_of_order, rerun)
+@pytest.mark.parametrize("recompute", RERUNS)
+def test_a_layer_is_run_again_under_the_exchange_of_do(recompute):
+    no_faults(2, out_of_order, recompute)
 
 
 # What is held.
@@ -139,8 +139,8 @@ def held(rank, shape):
 def test_from_forward_to_backward_hidden_states_and_o_are_held(chunks):
     """And a log-sum-exp of 8 bytes a head and token. What a layer's own checkpoint holds are its hidden states."""
     shape, found = Blocks(8, 8, 32, 1, (128, 128), chunks=chunks), {}
-    for rerun in ("none", *RERUNS):
-        found[rerun] = on_ranks(2, held, dataclasses.replace(shape, rerun=rerun))
+    for recompute in ("none", *RERUNS):
+        found[recompute] = on_ranks(2, held, dataclasses.replace(shape, recompute=recompute))
     residual_and_o = LAYERS - 1 + LAYERS
     for rank in range(2):
         assert residual_and_o <= found["all"][rank] < residual_and_o + 0.1
@@ -148,9 +148,9 @@ def test_from_forward_to_backward_hidden_states_and_o_are_held(chunks):
         assert found["none"][rank] > 10 * LAYERS
 
 
-def still_held(rank, rerun):
+def still_held(rank, recompute):
     """What is held of a step that is over, whose output is still there, and of forwards without backward."""
-    run = Run(rank, shape_of(rerun, groups=2))
+    run = Run(rank, shape_of(recompute, groups=2))
     gc.collect()
     gc.disable()
     try:
@@ -170,22 +170,22 @@ def still_held(rank, rerun):
 
 
 def something_stays():
-    return not soon(lambda: not any(isinstance(x, Stretch) for x in gc.get_objects()))
+    return not soon(lambda: not any(isinstance(x, RecomputeRegion) for x in gc.get_objects()))
 
 
-@pytest.mark.parametrize("rerun", RERUNS)
-def test_a_step_that_is_over_holds_nothing(rerun):
+@pytest.mark.parametrize("recompute", RERUNS)
+def test_a_step_that_is_over_holds_nothing(recompute):
     """A loop that keeps its loss until the next one holds the graph of the last step."""
-    no_faults(2, still_held, rerun)
+    no_faults(2, still_held, recompute)
 
 
 # Dropout, and what is refused.
 
 
-def with_dropout(rank, rerun):
+def with_dropout(rank, recompute):
     """Gradients of a chain whose attention drops out, once by itself and once run again, with the same random numbers."""
     found = []
-    for each in ("none", rerun):
+    for each in ("none", recompute):
         run = Run(rank, shape_of(each), functools.partial(flash_by_hand, dropout=0.4))
         torch.manual_seed(7)
         y = run.forward()
@@ -199,9 +199,9 @@ def flash_by_hand(q, k, v, dropout):
     return F.dropout(flash(q, k, v), dropout)
 
 
-@pytest.mark.parametrize("rerun", RERUNS)
-def test_what_drops_out_is_the_same_when_run_again(rerun):
-    no_faults(2, with_dropout, rerun)
+@pytest.mark.parametrize("recompute", RERUNS)
+def test_what_drops_out_is_the_same_when_run_again(recompute):
+    no_faults(2, with_dropout, recompute)
 
 
 def changed_in_place(rank):
@@ -226,9 +226,9 @@ def unrefused(rank):
 
 
 WATCHED = [
-    Watched(Guard("once in a backward", without="if (now := torch._C._current_graph_task_id()) is None:\n    return"), functools.partial(wrong_counts, rerun="all", groups=2, chunks=2)),
-    Watched(Guard("the same random numbers again", without="pass"), functools.partial(with_dropout, rerun="all")),
-    Watched(Guard("run again, then waits for do", without="pass"), functools.partial(out_of_order, rerun="all")),
+    Watched(Guard("once in a backward", without="if (now := torch._C._current_graph_task_id()) is None:\n    return"), functools.partial(wrong_counts, recompute="all", groups=2, chunks=2)),
+    Watched(Guard("the same random numbers again", without="pass"), functools.partial(with_dropout, recompute="all")),
+    Watched(Guard("run again, then waits for do", without="pass"), functools.partial(out_of_order, recompute="all")),
     Watched(Guard("held, and not changed", without="if False:"), unrefused),
 ]  # fmt: skip
 

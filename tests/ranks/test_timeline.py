@@ -14,9 +14,9 @@ import torch
 
 import ds_sp_overlap
 from ds_sp_overlap.exchange import in_flight
-from ds_sp_overlap.exchange.channel import Channel
+from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.profiling import timeline
-from ds_sp_overlap.profiling.timed import Run
+from ds_sp_overlap.profiling.timed import TimedCall
 from ds_sp_overlap.profiling.timeline import UNTRACKED, Row, Timeline, Track, computing
 from ds_sp_overlap.schedule import by_chunks, by_head_groups, by_window, without_o
 from ds_sp_overlap.tools import cli, picture
@@ -102,7 +102,7 @@ def rows_of_a_block(rank, size, groups, folder, window=None):
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     attend = layers.block(shape, layer, group)
     layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
-    lines = attend.layer.channel.timeline
+    lines = attend.layer.sp_group.timeline
     return [tuple(row) for row in stopped(lines)]
 
 
@@ -198,7 +198,7 @@ def arrivals(rank, folder):
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
     layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
-    lines = attend.layer.channel.timeline
+    lines = attend.layer.sp_group.timeline
     soon(lambda: all("arrived" in track.at for track in lines.tracks))
     found = [track.what for track in lines.tracks if "arrived" in track.at]
     stopped(lines)
@@ -308,7 +308,7 @@ def untracked(rank):
         x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
         attend = layers.block(shape, layer, torch.distributed.group.WORLD)
         layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
-        return attend.layer.channel.timeline is None, all(track is UNTRACKED for track in seen), len(seen)
+        return attend.layer.sp_group.timeline is None, all(track is UNTRACKED for track in seen), len(seen)
     finally:
         in_flight.InFlight.finish = finish
 
@@ -331,7 +331,7 @@ def off_layer(rank, folder):
     """A layer that the policy leaves alone, in a recorded step."""
     lines = Timeline(folder, (0, 0), rank=0, size=1)
     x = torch.ones(2, requires_grad=True)
-    run = Run((x,))
+    run = TimedCall((x,))
     run.timed(lines.layer("layers.0", x.device))
     run.end(run.inputs[0] * 2).sum().backward()
     return [(row.layer, row.kind) for row in stopped(lines)]
@@ -445,7 +445,7 @@ def test_steps_without_a_folder_are_refused(capsys):
 
 def test_one_rank_alone_has_a_timeline_too():
     config = ds_sp_overlap.SpOverlapConfig.parse({"timeline": {"path": "one", "steps": [0, 1]}})
-    first, second = Timeline.of(config, Channel(None)), Timeline.of(config, Channel(None))
+    first, second = Timeline.of(config, SPGroup(None)), Timeline.of(config, SPGroup(None))
     assert first is second, "layers of a process that name one folder share it"
     first.close()
     assert timeline._open == {}

@@ -17,7 +17,7 @@ import torch.distributed._symmetric_memory as symmetric
 
 import ds_sp_overlap
 from ds_sp_overlap.exchange import copy_engines, transport
-from ds_sp_overlap.exchange.channel import Channel, by_name
+from ds_sp_overlap.exchange.sp_group import SPGroup, by_name
 from ds_sp_overlap.exchange.transport import C10d, OneRank, backend_of
 from ds_sp_overlap.tools import doctor
 from tests.harness import layers, models
@@ -129,21 +129,21 @@ def test_one_rank_needs_no_transport_and_several_use_c10d(name, size, expected):
 def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lambda: 1):
     """What is made for two layers of one sp group, and over which groups their exchanges go."""
     nccl = Nccl(new_group_error=error, groups_made=groups_made)
-    channels = [Channel(dist.group.WORLD, name) for _ in range(2)]
+    sp_groups = [SPGroup(dist.group.WORLD, name) for _ in range(2)]
     with nccl(), listening() as messages:
         if reversed_ranks:
             stack = mock.patch.object(dist, "get_process_group_ranks", lambda group: [1, 0])
         else:
             stack = contextlib.nullcontext()
         with stack:
-            for channel in channels:
-                channel.prepare()
-                channel.prepare()
+            for sp_group in sp_groups:
+                sp_group.prepare()
+                sp_group.prepare()
     made = [
         (ranks, o["backend"], o["use_local_synchronization"], o["pg_options"].is_high_priority_stream, vars(o["pg_options"].config))
         for ranks, o in nccl.made
     ]
-    return made, [channel.transport.group is None for channel in channels], messages
+    return made, [sp_group.transport.group is None for sp_group in sp_groups], messages
 
 
 def test_auto_makes_one_nccl_communicator_for_all_layers_with_its_members_alone():
@@ -154,7 +154,7 @@ def test_auto_makes_one_nccl_communicator_for_all_layers_with_its_members_alone(
 def timeouts(rank):
     group, nccl = dist.new_group([0, 1], timeout=timedelta(minutes=77)), Nccl()
     with nccl():
-        Channel(group, "auto").prepare()
+        SPGroup(group, "auto").prepare()
     return [options["timeout"] for _, options in nccl.made]
 
 
@@ -192,7 +192,7 @@ def making(rank):
     """What is done to make a communicator, in order."""
     nccl = Nccl()
     with nccl():
-        Channel(dist.group.WORLD, "auto").prepare()
+        SPGroup(dist.group.WORLD, "auto").prepare()
     return nccl.exchanges
 
 
@@ -224,14 +224,14 @@ def of_mixed_backends(rank):
         accelerator(),
         mock.patch.object(dist, "all_to_all_single", lambda *_, group, async_op=False: to.append((group, async_op))),
     ):
-        channel = Channel(dist.group.WORLD, "auto")
-        channel.prepare()
+        sp_group = SPGroup(dist.group.WORLD, "auto")
+        sp_group.prepare()
         to.clear()
         for on_gpu in (True, False):
             send = types.SimpleNamespace(is_cuda=on_gpu)
-            channel.transport.launch(send, None, [1, 1], [1, 1], "the sp group", "q")
+            sp_group.transport.launch(send, None, [1, 1], [1, 1], "the sp group", "q")
         over = [(group == "the sp group", async_op) for group, async_op in to]
-        return len(nccl.made), over, channel.side(torch.device("cuda")).blocks
+        return len(nccl.made), over, sp_group.streams(torch.device("cuda")).blocks
 
 
 def test_of_a_group_of_two_backends_what_lies_on_a_gpu_goes_over_a_communicator_of_our_own_and_the_rest_over_the_group():
@@ -247,11 +247,11 @@ def launched_on_its_stream(rank, name):
         return exchange(*arguments, async_op=async_op, **options)
 
     with nccl(), mock.patch.object(dist, "all_to_all_single", all_to_all_single):
-        channel = Channel(dist.group.WORLD, name)
-        channel.prepare()
+        sp_group = SPGroup(dist.group.WORLD, name)
+        sp_group.prepare()
         asked.clear()
         send, recv = OnGpu(torch.arange(2.0) + 2 * rank), OnGpu(torch.zeros(2))
-        channel.transport.launch(send, recv, [1, 1], [1, 1], dist.group.WORLD, "q").wait()
+        sp_group.transport.launch(send, recv, [1, 1], [1, 1], dist.group.WORLD, "q").wait()
     return asked, recv.tolist()
 
 
@@ -272,7 +272,7 @@ def accelerator():
 def blocks(rank, backends):
     group = dist.new_group([0, 1], backend=backends)
     with accelerator():
-        return Channel(group).side(torch.device("cuda")).blocks, backend_of(group, "cuda")
+        return SPGroup(group).streams(torch.device("cuda")).blocks, backend_of(group, "cuda")
 
 
 @pytest.mark.parametrize("backends", ["gloo", "cpu:gloo,cuda:gloo"])
@@ -292,9 +292,9 @@ def test_doctor_says_whether_communicators_launch_in_one_order(monkeypatch, valu
 
 
 def gloo(rank):
-    channel = Channel(dist.group.WORLD)
-    channel.prepare()
-    return channel.transport.group is None
+    sp_group = SPGroup(dist.group.WORLD)
+    sp_group.prepare()
+    return sp_group.transport.group is None
 
 
 def test_gloo_keeps_the_group_it_was_given():
@@ -308,9 +308,9 @@ def chosen(rank, ulysses=True, **nccl):
     hosts = nccl.pop("hosts", None)
     there = ulysses if isinstance(ulysses, bool) else rank in ulysses
     with Nccl(**nccl)(hosts), fast_ulysses(there):
-        channel = Channel(dist.group.WORLD, "copy_engine")
-        said = refusal(channel.prepare)
-        return said[1] if said else type(channel.transport.engine).__name__
+        sp_group = SPGroup(dist.group.WORLD, "copy_engine")
+        said = refusal(sp_group.prepare)
+        return said[1] if said else type(sp_group.transport.engine).__name__
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def faults_through(rank, engine, shape, steps=3):
             faults += layers.faults(
                 1e-12, **{n: (got[n].detach(), layers.my_slice(shape, rank, t.detach())) for n, t in expected.items()}
             )
-        kind = type(attend.layer.channel.transport.engine).__name__
+        kind = type(attend.layer.sp_group.transport.engine).__name__
     calls = len(UlyssesGroup.calls) if engine == "FastUlysses" else nccl.exchanges.count("even")
     return (
         kind,

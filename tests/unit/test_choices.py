@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sp_overlap.autotune.choices import tried
+from ds_sp_overlap.autotune.choices import candidates_of
 from ds_sp_overlap.autotune.costs import LayerShape, Sizes
 from ds_sp_overlap.autotune.trial import OFF, Trial
 from ds_sp_overlap.config import SpOverlapConfig
@@ -20,18 +20,18 @@ SHORT = replace(LONG, seq=2**14)
 
 def peak(layer, way):
     sizes = Sizes(layer, way[0] if isinstance(way, tuple) else way)
-    return max(sizes.held(schedule_of(sizes.geometry, way[1] if isinstance(way, tuple) else None)))
+    return max(sizes.memory_bytes(schedule_of(sizes.geometry, way[1] if isinstance(way, tuple) else None)))
 
 
 def test_of_a_long_sequence_windows_are_tried_and_the_one_that_holds_least_is_where_it_begins():
-    candidates, default = tried(LONG, None, None, False, False, 8)
+    candidates, default = candidates_of(LONG, None, None, False, False, 8)
     assert candidates[0] == (8, 1) and default == (8, 2) and {1, 2, 4} < set(candidates)
     assert [peak(LONG, way) for way in candidates] == sorted(peak(LONG, way) for way in candidates)
-    assert tried(LONG, None, None, False, True, 8).candidates[-1] == OFF
+    assert candidates_of(LONG, None, None, False, True, 8).candidates[-1] == OFF
 
 
 def test_of_a_short_one_no_window_is():
-    candidates, default = tried(SHORT, None, None, False, True, 8)
+    candidates, default = candidates_of(SHORT, None, None, False, True, 8)
     assert set(candidates) == {1, 2, 4, OFF} and default in (2, 4)
 
 
@@ -39,19 +39,21 @@ def test_of_a_short_one_no_window_is():
 @pytest.mark.parametrize("off", [False, True])
 def test_no_more_are_tried_than_there_are_steps_for(most, off):
     """The one that it begins with always, and groups without a window before windows, of which those that hold least."""
-    candidates, default = tried(LONG, None, None, False, off, most)
+    candidates, default = candidates_of(LONG, None, None, False, off, most)
     assert len(candidates) == min(most, 8 + off)
     assert {default, *((1, 2, 4) if most - off > 3 else (2, 4))} <= set(candidates)
-    windows = [way for way in tried(LONG, None, None, False, off, 20).candidates if isinstance(way, tuple) and way != default]
+    windows = [
+        way for way in candidates_of(LONG, None, None, False, off, 20).candidates if isinstance(way, tuple) and way != default
+    ]
     assert [way for way in candidates if isinstance(way, tuple) and way != default] == windows[: max(0, most - off - 4)]
 
 
 def test_what_is_given_is_kept():
-    assert set(tried(LONG, 4, None, False, False, 8).candidates) == {4, (4, 1), (4, 2)}
-    assert set(tried(LONG, 2, None, False, False, 8).candidates) == {2, (2, 1)}
-    assert tried(LONG, 1, None, False, False, 8) == ((1,), 1)
-    assert tried(LONG, None, 1, False, False, 8) == ((8, 4, 2, 1), 8)
-    assert tried(LONG, 4, 2, False, False, 8) == ((4,), 4)
+    assert set(candidates_of(LONG, 4, None, False, False, 8).candidates) == {4, (4, 1), (4, 2)}
+    assert set(candidates_of(LONG, 2, None, False, False, 8).candidates) == {2, (2, 1)}
+    assert candidates_of(LONG, 1, None, False, False, 8) == ((1,), 1)
+    assert candidates_of(LONG, None, 1, False, False, 8) == ((8, 4, 2, 1), 8)
+    assert candidates_of(LONG, 4, 2, False, False, 8) == ((4,), 4)
 
 
 @st.composite
@@ -64,7 +66,7 @@ def layers(draw):
 @settings(max_examples=examples(50), deadline=None)
 @given(layer=layers(), again=st.booleans(), off=st.booleans())
 def test_for_any_layer(layer, again, off):
-    candidates, default = tried(layer, None, None, again, off, 8)
+    candidates, default = candidates_of(layer, None, None, again, off, 8)
     possible = layer.geometry(1).max_groups
     assert default in candidates and default != OFF and len(set(candidates)) == len(candidates) <= 8
     assert all((way[0] if isinstance(way, tuple) else way) <= possible for way in candidates if way != OFF)

@@ -8,7 +8,7 @@ import pytest
 from ds_sp_overlap.autotune.costs import LayerShape, Sizes
 from ds_sp_overlap.tools.cli import main
 from ds_sp_overlap.tools.planner.fits import STATES, Model, Way, held_by_model, longest
-from ds_sp_overlap.tools.planner.plan import NONE
+from ds_sp_overlap.tools.planner.plan import BASELINE
 
 LLAMA, MODEL = LayerShape(4096, 32, 8, 128, 65536, 8, intermediate=14336), Model(32, 8_030_261_248)
 GIB, M = 2**30, 2**20
@@ -38,7 +38,10 @@ def test_a_model_holds_its_states_and_what_its_layers_wait_with():
     assert (more["all kept"] - one["all kept"]) / 32 / x == 2 + 2 / 4 + 1 + 2 / 128 + 4
     assert (more["checkpointed"] - one["checkpointed"]) / 32 == x
     assert more["inputs on host"] == one["inputs on host"] == one["checkpointed"] + x
-    assert one["checkpointed"] - STATES * MODEL.parameters // 8 == max(Sizes(LLAMA, 1).held(NONE, is_stock=True)) + 5 * x
+    assert (
+        one["checkpointed"] - STATES * MODEL.parameters // 8
+        == max(Sizes(LLAMA, 1).memory_bytes(BASELINE, is_baseline=True)) + 5 * x
+    )
     one, more = (held_by_model(LLAMA, Model(layers, MODEL.parameters), Way(4, 1)) for layers in (1, 33))
     assert (more["keep"] - one["keep"]) / 32 / x == 2 + 2 / 128
     assert more["offload"] == one["offload"] < one["keep"] + 3 * x

@@ -19,7 +19,7 @@ def steps(schedule):
 def test_one_head_is_held_as_counted_by_hand(monkeypatch):
     monkeypatch.setattr(Sizes, "_work", lambda self, elements: 0)
     schedule = by_head_groups(("qkv",))
-    found = list(zip(steps(schedule), Sizes(ONE, 1).held(schedule)))
+    found = list(zip(steps(schedule), Sizes(ONE, 1).memory_bytes(schedule)))
     # A projection; its start takes a buffer at each end, and lets go of it. What is received is where it is to lie.
     forward = [("project q", 8), ("start q", 24), ("project k", 24), ("start k", 40), ("project v", 40), ("start v", 56)]
     # Each finish lets go of what was sent. o and its 16 come to q, k and v; what is received of o is put together beside.
@@ -59,10 +59,10 @@ def test_for_any_layer(layer, data):
         size(Tensor("global", kind, group)) for kind in "qkvo" for group in each if kind not in "kv" or "k" in geometry.kinds[group]
     )
     # Between forward and backward.
-    assert sizes.held(whole)[len(whole.forward)] == y + o + qkvo
-    assert sizes.held(few)[len(few.forward)] == y + o
+    assert sizes.memory_bytes(whole)[len(whole.forward)] == y + o + qkvo
+    assert sizes.memory_bytes(few)[len(few.forward)] == y + o
     for schedule in (whole, few):
-        found = sizes.held(schedule)
+        found = sizes.memory_bytes(schedule)
         assert len(found) == len(steps(schedule)) and min(found) > 0
         # During the last step there is nothing but what the caller asked for, and what it reads.
         last = schedule.backward[-1]
@@ -77,7 +77,7 @@ def test_the_fewer_groups_in_flight_and_the_more_there_are_the_less_is_held(kv_h
 
     def peak(groups, window):
         sizes = Sizes(layer, groups)
-        return max(sizes.held(by_window(sizes.geometry.kinds, sizes.geometry.last_use, window)))
+        return max(sizes.memory_bytes(by_window(sizes.geometry.kinds, sizes.geometry.last_use, window)))
 
     for groups in (2, 4, 8):
         found = [peak(groups, window) for window in (1, min(2, groups), groups)]

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sp_overlap.attention.memory import offload
-from ds_sp_overlap.attention.memory.checkpoint_cache import Kept, Visit
+from ds_sp_overlap.attention.memory.checkpoint_cache import CheckpointCache, CheckpointPass
 from ds_sp_overlap.attention.memory.offload import Away
-from ds_sp_overlap.exchange.channel import SideStream
+from ds_sp_overlap.exchange.sp_group import SideStream
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.streams import Backend
 
@@ -35,7 +35,7 @@ def on_streams():
     backend = Backend()
     side = SideStream(backend, torch.device("cpu"))
     nobody = staticmethod(lambda: None)
-    with mock.patch.object(offload, "copies", lambda device: side), mock.patch.object(Kept, "_last", nobody):
+    with mock.patch.object(offload, "copies", lambda device: side), mock.patch.object(CheckpointCache, "_last", nobody):
         with Copies(backend) as copies:
             yield copies
 
@@ -99,19 +99,19 @@ def test_memory_of_what_is_dropped_returns_behind_its_copy(copies, brought):
 def test_a_checkpoint_that_is_computed_again_has_the_one_before_it_brought(copies):
     tensors = {name: [torch.randn(4), torch.randn(2, 2).t()] for name in "abc"}
     shared = torch.randn(5)
-    kept = {name: Kept() for name in "abc"}
+    kept = {name: CheckpointCache() for name in "abc"}
 
     def here(name):
         return [x.here is not None for x in kept[name].away()]
 
     for name, checkpoint in kept.items():
         for x in tensors[name]:
-            Visit(checkpoint, again=False).put(name, {"o": x, "mask": shared[1:]}, "rest", offload=True, shared=[shared])
+            CheckpointPass(checkpoint, again=False).put(name, {"o": x, "mask": shared[1:]}, "rest", offload=True, shared=[shared])
     assert [here(name) for name in "abc"] == [[False, False], [False, False], [False, True]]
     for name, before in zip("cba", "ba "):
-        visit = Visit(kept[name], again=True)
+        checkpoint = CheckpointPass(kept[name], again=True)
         for number, x in enumerate(tensors[name]):
-            got, rest = visit.take(name)
+            got, rest = checkpoint.take(name)
             assert torch.equal(got["o"], x) and got["o"].stride() == x.stride() and rest == "rest"
             assert got["mask"].data_ptr() == shared[1:].data_ptr()
             if before != " ":

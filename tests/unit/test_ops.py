@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sp_overlap import SelfAttention
-from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.joined import split
 from ds_sp_overlap.exchange.layout import Side, Sides
+from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.relayout.ops import _in_16_bytes, implementation, pack, unpack
 from tests.harness import layers
 from tests.harness.cases import examples
@@ -185,8 +185,8 @@ def test_the_number_of_launches_does_not_grow_with_the_ranks(kind, kv_heads, exp
 def moves(kinds, sp_size):
     """What moves the data of an exchange and of its gradient on this rank; four heads a rank in two groups."""
     geometry = Geometry(sp_size, 0, (2,) * sp_size, 1, 4 * sp_size, 4 * sp_size, 2)
-    layout = geometry.together(kinds, 1, (8,) * 3) if len(kinds) > 1 else geometry.exchange(kinds, 1, 8)
-    exchange = Exchange(Channel(None, Silent()), layout, "layer", kinds)
+    layout = geometry.joint_exchange(kinds, 1, (8,) * 3) if len(kinds) > 1 else geometry.exchange(kinds, 1, 8)
+    exchange = Exchange(SPGroup(None, Silent()), layout, "layer", kinds)
     with Operators() as counted:
         exchange.start_forward([torch.randn(shape) for shape in layout.sources.shapes])
         exchange.start_gradient(exchange.finish_forward())

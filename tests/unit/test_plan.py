@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds_sp_overlap.autotune.costs import Costs, LayerShape, Rates
 from ds_sp_overlap.schedule import by_head_groups
 from ds_sp_overlap.tools.cli import main
-from ds_sp_overlap.tools.planner.plan import FIVE, NONE, BlockCosts, limit_of, plan
+from ds_sp_overlap.tools.planner.plan import BASELINE, UPSTREAM, BlockCosts, limit_of, plan
 from tests.harness.schedules import step_of
 
 # Every projection of a group of one head takes 1 ms, attention of a head 4 ms, the exchange of a head 2 ms.
@@ -19,7 +19,7 @@ UNIT_RATES = Rates(matmul=2 * 2 * 4 * 2 / 1e-3, attention=2 * 4**2 / 4e-3, wire=
 
 
 def played(schedule, groups=1):
-    return Costs(UNIT, UNIT_RATES, groups).played(schedule)
+    return Costs(UNIT, UNIT_RATES, groups).simulate(schedule)
 
 
 def test_costs_are_those_counted_by_hand():
@@ -31,7 +31,7 @@ def test_costs_are_those_counted_by_hand():
 
 
 def test_without_overlap_everything_adds_up():
-    result = played(NONE)
+    result = played(BASELINE)
     # Two heads a rank: 4 projections of 2 ms, three times; attention 8 ms, and 2.5 times that; 8 exchanges of 4 ms.
     assert (result.step_ms, result.compute_ms, result.wire_ms) == (24 + 28 + 32, 52, 32)
     assert result.exposed == pytest.approx(32 / 84)
@@ -41,7 +41,7 @@ def test_without_overlap_everything_adds_up():
 def test_five_of_eight_is_played_as_by_hand():
     # Forward: Wq 2, q 2-6, k 6-10 under Wk, Wv (to 6), waits to 10, v to 14, attention to 22, o to 26, Wo to 28. Backward: Wo dgrad to 30,
     # do to 34 under the wgrad, attention to 54, dv to 58; dk to 62 under Wv', Wk' to 66, dq to 66, Wq' to 70.
-    assert played(FIVE).step_ms == 70
+    assert played(UPSTREAM).step_ms == 70
 
 
 def test_two_groups_are_played_as_by_hand():

@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.autotune.trial import BLOCK, LAYER, OFF, candidates_for, merged
-from ds_sp_overlap.exchange.channel import Channel
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.profiling.timed import Run, Timed
+from ds_sp_overlap.exchange.sp_group import SPGroup
+from ds_sp_overlap.profiling.timed import Timed, TimedCall
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.policies import ScriptedClock, Tick, followed, hooks, optimizer_step
 
@@ -22,7 +22,7 @@ class Model:
 
     def __init__(self, count, costs, warmup_steps=16):
         self.said = []
-        self.policy = Policy(Channel(None), warmup_steps, say=self.said.append)
+        self.policy = Policy(SPGroup(None), warmup_steps, say=self.said.append)
         self.indices, self.costs, self.clock = [self.policy.join() for _ in range(count)], costs, ScriptedClock()
         self.off = OFF in costs
         self.policy.clock = self.clock
@@ -182,7 +182,7 @@ def test_a_layer_is_timed_whether_its_input_needs_a_gradient_or_not_and_computes
         return Tick.apply(torch.nn.functional.linear(x, Tick.apply(weight, clock, 2.0)), clock, 1.0)
 
     def timed(x):
-        run = Run((x,))
+        run = TimedCall((x,))
         run.timed(Timed(clock, lambda a, b: told.append(b - a), lambda a, b: told.append(b - a)))
         return run.end(body(*run.inputs))
 
@@ -294,7 +294,7 @@ def test_a_step_counts_once_however_often_optimizers_step_and_never_during_backw
 def test_the_hook_goes_with_the_policy():
     gc.collect()
     before = hooks()
-    closed, dropped = Policy(Channel(None), 16), Policy(Channel(None), 16)
+    closed, dropped = Policy(SPGroup(None), 16), Policy(SPGroup(None), 16)
     assert hooks() == before + 2
     closed.close()
     assert hooks() == before + 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_sp_overlap.say import say, say_once
+from ds_sp_overlap.warn import say, warn_once
 from tests.harness.listening import listening
 
 PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
@@ -30,11 +30,11 @@ def test_rank_0_warns_and_the_others_say_it_at_debug_level(rank, level, monkeypa
 def test_what_is_said_once_is_said_once():
     with listening() as messages:
         for text in ("sp_overlap: once", "sp_overlap: once", "sp_overlap: twice"):
-            say_once(text)
+            warn_once(text)
     assert messages == ["sp_overlap: once", "sp_overlap: twice"]
 
 
-@pytest.mark.parametrize("saying", [say, say_once])
+@pytest.mark.parametrize("saying", [say, warn_once])
 def test_a_message_names_the_place_it_is_from(saying):
     places, handler = [], logging.Handler()
     handler.emit = lambda record: places.append(record.filename)

@@ -8,12 +8,12 @@ import torch
 import ds_sp_overlap.exchange.in_flight as in_flight
 from ds_sp_overlap.attention.runtime.execution import Call
 from ds_sp_overlap.attention.runtime.recorded import Recorded
-from ds_sp_overlap.exchange import channel as channel_module
-from ds_sp_overlap.exchange.channel import Channel, HostStream, SideStream
+from ds_sp_overlap.exchange import sp_group as sp_group_module
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.sp_group import HostStream, SideStream, SPGroup
 from ds_sp_overlap.exchange.transport import OneRank
-from ds_sp_overlap.integrations.layers import Found
+from ds_sp_overlap.integrations.layers import FoundLayer
 from ds_sp_overlap.integrations.registry import Report
 from ds_sp_overlap.profiling.timeline import Timeline
 from ds_sp_overlap.schedule import by_head_groups
@@ -52,10 +52,10 @@ def backend(monkeypatch):
 
 def q_exchange(backend):
     """An exchange that packs and unpacks: two ranks' worth of heads on one rank can't, so batch first with b = 2."""
-    channel = Channel(None, LoggingTransport(backend))
-    channel._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
+    sp_group = SPGroup(None, LoggingTransport(backend))
+    sp_group._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
     layout = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, batch_first=True).exchange("q", 0, 8)
-    return Exchange(channel, layout, "layer", "q")
+    return Exchange(sp_group, layout, "layer", "q")
 
 
 LAUNCHED = [
@@ -86,7 +86,7 @@ def test_the_transfer_runs_on_a_stream_of_its_own_between_pack_and_unpack(backen
 def test_what_is_computed_after_a_launch_is_queued_behind_it(backend):
     """Guard: `SideStream.after_compute`. It waits for the gate, where no transfer is: not for those that are under way."""
     q, k = q_exchange(backend), q_exchange(backend)
-    k.channel = q.channel
+    k.sp_group = q.sp_group
     q.start(torch.randn(2, 3, 4, 8))
     backend.log.clear()
     k.start(torch.randn(2, 3, 4, 8))
@@ -96,8 +96,8 @@ def test_what_is_computed_after_a_launch_is_queued_behind_it(backend):
 
 
 def test_all_layers_share_one_set_of_streams(backend):
-    """Guard: `channel._streams`; torch hands out 32, and begins again."""
-    sides = [q_exchange(backend).channel.side(torch.device("cpu")) for _ in range(3)]
+    """Guard: `sp_group._streams`; torch hands out 32, and begins again."""
+    sides = [q_exchange(backend).sp_group.streams(torch.device("cpu")) for _ in range(3)]
     assert [stream.name for stream in backend.streams] == ["transfer", "gate"]
     assert {side.transfer for side in sides} == {backend.streams[0]} and {side.gate for side in sides} == {backend.streams[1]}
 
@@ -105,7 +105,7 @@ def test_all_layers_share_one_set_of_streams(backend):
 def test_a_stream_that_the_user_gives_carries_the_transfers(backend):
     mine = Stream(backend, "mine")
     q = q_exchange(backend)
-    q.channel._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"), mine)
+    q.sp_group._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"), mine)
     q.finish(q.start(torch.randn(2, 3, 4, 8)))
     assert "launch on mine" in backend.log and "launch on transfer" not in backend.log and mine.queued == ["q"]
 
@@ -119,21 +119,21 @@ def test_events_are_recorded_again(backend):
 
 
 def test_where_waiting_blocks_the_host_there_is_no_stream(monkeypatch):
-    monkeypatch.setattr(channel_module, "backend_of", lambda group, device: "gloo")
-    channel = Channel(None, OneRank(), stream=object())
-    channel.size = 2
-    assert isinstance(channel.side(torch.device("cuda", 0)), HostStream)
+    monkeypatch.setattr(sp_group_module, "backend_of", lambda group, device: "gloo")
+    sp_group = SPGroup(None, OneRank(), stream=object())
+    sp_group.size = 2
+    assert isinstance(sp_group.streams(torch.device("cuda", 0)), HostStream)
 
 
 @pytest.mark.parametrize("value,says", [("1", "1: an exchange"), ("8", "8"), (None, "not set")])
 def test_doctor_and_report_say_where_all_streams_share_a_queue(monkeypatch, value, says):
-    monkeypatch.delenv(channel_module.CONNECTIONS, raising=False)
+    monkeypatch.delenv(sp_group_module.CONNECTIONS, raising=False)
     if value is not None:
-        monkeypatch.setenv(channel_module.CONNECTIONS, value)
+        monkeypatch.setenv(sp_group_module.CONNECTIONS, value)
     rows = dict(line.split(maxsplit=1) for line in doctor.versions().splitlines() if line.startswith("CUDA_DEVICE"))
-    assert says in rows[channel_module.CONNECTIONS]
-    report = str(Report([Found("layers.0", torch.nn.Identity(), "q, k, v, o", bind=lambda: None)], 2))
-    assert (channel_module.CONNECTIONS in report) == (value == "1")
+    assert says in rows[sp_group_module.CONNECTIONS]
+    report = str(Report([FoundLayer("layers.0", torch.nn.Identity(), "q, k, v, o", bind=lambda: None)], 2))
+    assert (sp_group_module.CONNECTIONS in report) == (value == "1")
 
 
 def test_an_abandoned_exchange_orders_the_compute_stream_after_its_transfer(backend):
@@ -160,31 +160,31 @@ class Ticking(OneRank):
 def test_whoever_finishes_on_another_stream_reads_after_the_transfer(backend):
     """Guard: `SideStream.before_compute` has the current stream wait too."""
     q = q_exchange(backend)
-    q.channel.transport = Ticking(backend)
+    q.sp_group.transport = Ticking(backend)
     q.start_forward([torch.randn(2, 3, 4, 8)])
     backend.current = Stream(backend, "other")
     q.finish_forward()
-    assert backend.current.is_after(*q.channel.transport.moved[0]) and backend.compute.is_after(*q.channel.transport.moved[0])
+    assert backend.current.is_after(*q.sp_group.transport.moved[0]) and backend.compute.is_after(*q.sp_group.transport.moved[0])
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_memory_returns_in_order_where_a_launch_is_interrupted_behind_its_transfer(backend, error):
     """Guard: `InFlight.launch` makes its mark whatever is raised."""
     q = q_exchange(backend)
-    q.channel.transport = Ticking(backend, error)
+    q.sp_group.transport = Ticking(backend, error)
     with pytest.raises(error):
         q.start_forward([torch.randn(2, 3, 4, 8)])
     gc.collect()
-    assert backend.compute.is_after(*q.channel.transport.moved[0])
+    assert backend.compute.is_after(*q.sp_group.transport.moved[0])
 
 
 def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(backend):
     """Guard: `SideStream.mark`; waiting for the whole side stream would leave nothing for head groups to hide."""
     compute_waits = []
-    channel = Channel(None, LoggingTransport(backend))
-    channel._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
+    sp_group = SPGroup(None, LoggingTransport(backend))
+    sp_group._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
     geometry = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, groups=2, batch_first=True)
-    call = Call(channel, geometry, by_head_groups(geometry.kinds), "layer")
+    call = Call(sp_group, geometry, by_head_groups(geometry.kinds), "layer")
 
     def attend(group, q, k, v):
         compute_waits.extend(line for line in backend.log if line.startswith("compute") and "gate" not in line)
@@ -228,7 +228,7 @@ def test_on_an_accelerator_marks_are_made_on_the_stream_they_speak_of_and_nothin
     lines = Timeline("nowhere", (0, 0), rank=1, size=1)
     lines.clock = StreamClock(backend)
     q = q_exchange(backend)
-    q.channel.timeline = lines
+    q.sp_group.timeline = lines
     x = torch.randn(2, 3, 4, 8, requires_grad=True)
     q.finish(q.start(x)).sum().backward()
     unpacked = "unpack on compute"

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ...profiling.steps import in_backward
 from .offload import Away
 
-_current: ContextVar[Visit | None] = ContextVar("kept", default=None)
+_current: ContextVar[CheckpointPass | None] = ContextVar("kept", default=None)
 
 
 class _Entry(NamedTuple):
@@ -32,29 +32,31 @@ class _Entry(NamedTuple):
     rest: Any
 
 
-class Kept:
+class CheckpointCache:
     """What is kept for one checkpoint, in the order of calls: of layers, and of checkpoints inside
     it.
 
     before   the checkpoint whose tensors went away before, and whose backward comes after
     """
 
-    _last: Callable[[], Kept | None] = staticmethod(lambda: None)  # whose tensors went away
+    _last: Callable[[], CheckpointCache | None] = staticmethod(
+        lambda: None
+    )  # whose tensors went away
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
-        self.before: Callable[[], Kept | None] = lambda: None
+        self.before: Callable[[], CheckpointCache | None] = lambda: None
 
     def away(self) -> list[Away]:
         return [x for entry in self.entries for x in entry.tensors if isinstance(x, Away)]
 
     def follow(self) -> None:
         """Be the last whose tensors go away; what went before gives its memory back."""
-        if (last := Kept._last()) is not None:
+        if (last := CheckpointCache._last()) is not None:
             for x in last.away():
                 x.leave()
         if last is not self:
-            self.before, Kept._last = Kept._last, weakref.ref(self)
+            self.before, CheckpointCache._last = CheckpointCache._last, weakref.ref(self)
 
     def come_back(self) -> None:
         """Bring its tensors, and those that will be asked for next."""
@@ -63,12 +65,12 @@ class Kept:
                 x.bring()
 
 
-class Visit:
+class CheckpointPass:
     """One walk through a checkpoint, the first or ``again``: as often as backward comes by, which
     may be in the middle of the first.
     """
 
-    def __init__(self, kept: Kept, again: bool):
+    def __init__(self, kept: CheckpointCache, again: bool):
         self.kept, self.again, self.at = kept, again, 0
 
     def put(
@@ -113,13 +115,13 @@ class _During:
     backward goes through it.
     """
 
-    def __init__(self, kept: Kept, again: bool):
+    def __init__(self, kept: CheckpointCache, again: bool):
         self.kept, self.again = kept, again
-        self.before: list[Visit | None] = []
+        self.before: list[CheckpointPass | None] = []
 
     def __enter__(self) -> None:
         self.before.append(_current.get())
-        _current.set(Visit(self.kept, self.again))
+        _current.set(CheckpointPass(self.kept, self.again))
 
     def __exit__(self, *_: Any) -> None:
         _current.set(self.before.pop())
@@ -134,23 +136,23 @@ def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
     if around is not None and around.again:  # a checkpoint in another one that is computed again
         _, kept = around.take("")
         return _During(kept, True), _During(kept, True)
-    kept = Kept()
+    kept = CheckpointCache()
     if around is not None:
         around.put("", [], kept)
     return _During(kept, False), _During(kept, True)
 
 
-def current(where: str) -> Visit | None:
+def current(where: str) -> CheckpointPass | None:
     """The checkpoint around this call, where something may be kept; None where there is none.
 
     Raises RuntimeError in a checkpoint, computed again, that was not given `keep_attention`.
     """
-    visit = _current.get()
-    if visit is None and torch.is_grad_enabled() and in_backward():
+    checkpoint = _current.get()
+    if checkpoint is None and torch.is_grad_enabled() and in_backward():
         raise RuntimeError(
             f"{where}: sp_overlap.checkpointing is to keep attention, but the checkpoint around this layer has nowhere to keep it; use "
             "torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=ds_sp_overlap.keep_attention) (transformers: "
             "gradient_checkpointing_enable({\"use_reentrant\": False}); DeepSpeed's and Megatron's checkpointing has none, "
             'but Megatron\'s layers keep it with sp_overlap.scope "block"), or set sp_overlap.checkpointing to "recompute"'
         )
-    return visit
+    return checkpoint

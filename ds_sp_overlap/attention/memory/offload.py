@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...exchange.channel import HostStream, SideStream
+from ...exchange.sp_group import HostStream, SideStream
 
 
 @functools.cache

@@ -13,10 +13,10 @@ from ..memory.recompute import Attended
 from .execution import Call, attend_group, with_kv
 from .linear import matrix
 from .output import OutputProjection
-from .runner import FORWARD, ForwardPass, LocalAttention
+from .runner import FORWARD, ForwardRunner, LocalAttention
 
 
-class BackwardPass(ForwardPass):
+class BackwardRunner(ForwardRunner):
     """Performs the steps of backward, and those of forward that are done again there.
 
     Attributes:
@@ -67,7 +67,7 @@ class BackwardPass(ForwardPass):
         attended: dict[int, Attended],
         saved: dict[int, list[Tensor]],
     ) -> None:
-        """For ATTEND; see `ForwardPass`."""
+        """For ATTEND; see `ForwardRunner`."""
         self.local, self.attended, self.saved = local, attended, saved
         self.learned: list[Tensor | None] = [None] * len(local.learned)
 

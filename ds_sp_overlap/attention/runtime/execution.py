@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...exchange.channel import Channel
 from ...exchange.exchange import Exchange, Half
 from ...exchange.geometry import Geometry
+from ...exchange.sp_group import SPGroup
 from ...schedule import Exchanged, Part, Schedule, Step
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # a group and its q, k, v -> o
@@ -19,7 +19,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # a group and its q, k
 class Call:
     """What the steps of one call have in common: its geometry, its schedule and its exchanges.
 
-    channel      the sp group
+    sp_group      the sp group
     geometry     who holds what
     schedule     what happens when
     where        name of the layer, for errors and logs
@@ -37,13 +37,13 @@ class Call:
 
     def __init__(
         self,
-        channel: Channel,
+        sp_group: SPGroup,
         geometry: Geometry,
         schedule: Schedule,
         where: str,
         checked: bool = False,
     ):
-        self.channel, self.geometry, self.where, self.checked = channel, geometry, where, checked
+        self.sp_group, self.geometry, self.where, self.checked = sp_group, geometry, where, checked
         self.run_by(schedule)
         self.groups = range(geometry.groups)
         self.exchanges: dict[Exchanged, Exchange] = {}  # that were started
@@ -51,8 +51,8 @@ class Call:
     def run_by(self, schedule: Schedule) -> None:
         """From now on."""
         self.schedule = schedule
-        if self.channel.timeline is not None:
-            self.channel.timeline.follow(self.where, schedule)
+        if self.sp_group.timeline is not None:
+            self.sp_group.timeline.follow(self.where, schedule)
 
     @property
     def folded(self) -> frozenset[Part]:
@@ -72,7 +72,7 @@ class Call:
         return exchange
 
     def starting(self, step: Step, tensors: tuple[Tensor, ...]) -> Half:
-        """The start of an exchange, to be run `together` with what follows."""
+        """The start of an exchange, to be run `run_halves` with what follows."""
         return Half(self.exchanging(step, tensors), tensors, starts=True)
 
     def exchange(self, step: Step, head_dims: tuple[int, ...]) -> Exchange:
@@ -84,14 +84,14 @@ class Call:
         tables, name = None, self.schedule.names_of_values[step.exchange]
         if step.beside:
             name = self.schedule.name(step)
-            layout = self.geometry.together(("q", "q"), step.group, head_dims)
+            layout = self.geometry.joint_exchange(("q", "q"), step.group, head_dims)
         elif len(step.tensors) > 1:
-            layout = self.geometry.together(step.tensors, step.group, head_dims)
+            layout = self.geometry.joint_exchange(step.tensors, step.group, head_dims)
         else:
             (kind,) = step.tensors
             layout = self.geometry.exchange(kind, step.group, head_dims[0], kind in self.by_rank)
             tables = self.rope_tables if kind in ("q", "k") else None
-        return Exchange(self.channel, layout, self.where, name, self.checked, tables)
+        return Exchange(self.sp_group, layout, self.where, name, self.checked, tables)
 
 
 def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from ...exchange.exchange import Node, refuse_second_derivatives
 from ...schedule import Part
-from .backward import BackwardPass
+from .backward import BackwardRunner
 from .execution import Call
 from .linear import autocast, matrix, parameter_of
 from .output import OutputProjection
 from .projections import InputGradients, Projections
-from .runner import ForwardPass
+from .runner import ForwardRunner
 
 
 class _StartInputs(Node):
@@ -37,7 +37,7 @@ class _StartInputs(Node):
         # Saved where autograd watches, and let go with the rest.
         tables, made.tables = made.tables, ()
         linear, normed = inputs.linear, dict[Part, Tensor]()
-        runner = ForwardPass(call)
+        runner = ForwardRunner(call)
         keeps = normed if made.recorded else None
         runner.take_inputs(inputs, x, parameters[:linear], tables, normed=keeps)
         runner.walk(call.schedule.inputs)  # guard: starts in the order drawn
@@ -75,7 +75,7 @@ class _StartInputs(Node):
         tables, normed = tuple(saved[: ctx.tables]), dict(zip(ctx.normed, saved[ctx.tables :]))
         del saved
         ctx.maybe_clear_saved_tensors()
-        runner = BackwardPass(call, call.exchanges)
+        runner = BackwardRunner(call, call.exchanges)
         runner.inputs = inputs
         for step, token in zip(call.schedule.starts, tokens):
             if token is not None:
@@ -111,7 +111,7 @@ class _FinishOutput(Node):
     @staticmethod
     def forward(ctx, call: Call, weight: Tensor, bias: Tensor | None, *_: Tensor):
         ctx.call, ctx.output = call, OutputProjection(call, weight.shape)
-        runner = ForwardPass(call)
+        runner = ForwardRunner(call)
         runner.take_output(ctx.output, weight, bias)
         runner.walk(call.schedule.output)
         of_weight, _, *of_tokens = ctx.needs_input_grad[1:]
@@ -127,7 +127,7 @@ class _FinishOutput(Node):
         of_weight, of_bias, *of_tokens = ctx.needs_input_grad[1:]
         outputs = dict(zip(call.groups, saved))
         del saved
-        runner = BackwardPass(call, call.exchanges)
+        runner = BackwardRunner(call, call.exchanges)
         runner.take_output_gradient(ctx.output, dy, weight, outputs, of_tokens, of_weight)
         runner.walk(call.schedule.backward_of_output)  # guard: the wgrad comes last
         db = matrix(dy).sum(0) if of_bias else None

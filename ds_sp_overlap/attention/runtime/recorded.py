@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ...exchange.exchange import Half, together
+from ...exchange.exchange import Half, run_halves
 from ...schedule import Exchanged, Op, Part, Program, Schedule, Step
 from .execution import Attend, Call, attend_group, with_kv
 from .runner import FORWARD, Runner
@@ -31,7 +31,7 @@ class Gathering(Runner):
         """Whether a step is performed together with those that were gathered."""
 
     @abstractmethod
-    def together(self, steps: list[Step]) -> None:
+    def perform(self, steps: list[Step]) -> None:
         """Perform steps as one node."""
 
     def gather(self, step: Step) -> None:
@@ -48,7 +48,7 @@ class Gathering(Runner):
     def _perform(self) -> None:
         steps, self._gathered = self._gathered, []
         if steps:
-            self.together(steps)
+            self.perform(steps)
 
 
 class Recorded(Gathering):
@@ -120,7 +120,7 @@ class Recorded(Gathering):
     def merge(self, step: Step) -> None:
         self.outputs[step.group] = self.values.pop(("o", step.group))
 
-    def together(self, steps: list[Step]) -> None:
+    def perform(self, steps: list[Step]) -> None:
         halves = []
         for step in steps:
             if step.op is Op.START:
@@ -128,7 +128,7 @@ class Recorded(Gathering):
             else:
                 token = self.tokens.pop(step.exchange)
                 halves.append(Half(self.call.exchanges[step.exchange], (token,)))
-        for step, made in zip(steps, together(halves)):
+        for step, made in zip(steps, run_halves(halves)):
             if step.op is Op.START:
                 (self.tokens[step.exchange],) = made
             else:

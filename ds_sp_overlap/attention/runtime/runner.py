@@ -92,7 +92,7 @@ class LocalAttention(NamedTuple):
     agree: Callable[[bool, str], bool]
 
 
-class ForwardPass(Runner):
+class ForwardRunner(Runner):
     """Performs the steps of forward.
 
     Attributes:

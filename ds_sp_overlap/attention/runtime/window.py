@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from ...exchange.exchange import Node, refuse_second_derivatives
 from ...schedule import O, Op, Part, without_o
-from ..memory.checkpoint_cache import Visit
+from ..memory.checkpoint_cache import CheckpointPass
 from ..memory.recompute import Random
-from .backward import BackwardPass
+from .backward import BackwardRunner
 from .execution import Call
 from .linear import autocast, autocast_of, matrix
 from .output import OutputProjection
 from .projections import InputGradients, Projections
-from .runner import ForwardPass, LocalAttention
+from .runner import ForwardRunner, LocalAttention
 
 
 class _Windowed(Node):
@@ -41,7 +41,7 @@ class _Windowed(Node):
         call: Call,
         made: Projections,
         local: LocalAttention,
-        visit: Visit | None,
+        checkpoint: CheckpointPass | None,
         offload: bool,
         x,
         weight,
@@ -55,12 +55,12 @@ class _Windowed(Node):
         output = ctx.output = OutputProjection(call, weight.shape)
         ctx.local, ctx.autocast, tables = local, autocast_of(x.device), made.tables
         made.tables = ()  # saved below
-        forward = ForwardPass(call)
+        forward = ForwardRunner(call)
         forward.take_inputs(inputs, x, parameters, tables)
         forward.take_attention(local, made.recorded and any(ctx.needs_input_grad))
         forward.take_output(output, weight, bias)
-        if visit is not None and visit.again:
-            (outputs, forward.saved), (forward.attended, after) = visit.take(call.where)
+        if checkpoint is not None and checkpoint.again:
+            (outputs, forward.saved), (forward.attended, after) = checkpoint.take(call.where)
             for group, o in outputs.items():
                 heads = o.view(*x.shape[:2], o.shape[-1] // made.head_dim, made.head_dim)
                 forward.values["o", group] = heads
@@ -68,9 +68,9 @@ class _Windowed(Node):
             if after is not None:
                 after.set()  # guard: what is drawn behind attention is as before
         else:
-            before = Random.now(x.device) if visit is not None else None
+            before = Random.now(x.device) if checkpoint is not None else None
             forward.walk(call.schedule.forward)
-            if visit is not None:
+            if checkpoint is not None:
                 after = Random.now(x.device)
                 # Without their graphs, which may lead to the checkpoint that keeps this; backward
                 # goes through those of this node.
@@ -78,7 +78,9 @@ class _Windowed(Node):
                     group: replace(each, edges=None) for group, each in forward.attended.items()
                 }  # guard: nothing circular
                 rest = attended, None if after == before else after
-                visit.put(call.where, (forward.outputs, forward.saved), rest, offload, local.given)
+                checkpoint.put(
+                    call.where, (forward.outputs, forward.saved), rest, offload, local.given
+                )
         attended = ctx.attended = forward.attended
         if attended:
             reads_o = any(each.reads_o for each in attended.values())
@@ -125,7 +127,7 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     rotations, merged = tuple(islice(saved, tables)), dict(zip(call.groups, islice(saved, outputs)))
     beside = {group: list(islice(saved, each.kept)) for group, each in attended.items()}
 
-    runner = BackwardPass(call, {})
+    runner = BackwardRunner(call, {})
     normed: dict[Part, Tensor] = {}
     inputs.begin(x, parameters, rotations, learned, normed, some=False, late=True)
     runner.take_inputs(inputs, x, parameters, rotations, of_norms=learned, normed=normed)
@@ -144,12 +146,12 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def windowed(
-    call: Call, made: Projections, local: LocalAttention, visit: Visit | None, offload: bool, o_proj: nn.Linear,
+    call: Call, made: Projections, local: LocalAttention, checkpoint: CheckpointPass | None, offload: bool, o_proj: nn.Linear,
     leaves: bool | None, x: Tensor,
 ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
     """A layer by its `Windowed` schedule, of ``x`` [.., m]; returns what ``o_proj`` returns.
 
-    visit    the checkpoint around it, where its attention is to be kept; ``offload`` in host memory
+    checkpoint    the checkpoint around it, where its attention is to be kept; ``offload`` in host memory
     leaves   whether that is ``(y, bias to add)``, None for y alone
 
     To be called inside `linear.call_through`.
@@ -161,7 +163,7 @@ def windowed(
         call,
         made,
         local,
-        visit,
+        checkpoint,
         offload,
         *operands[:3],
         *local.learned,

@@ -27,7 +27,7 @@ from packaging.version import Version
 from ...attention.runtime import linear
 from ...config import SpOverlapConfig
 from ...exchange import transport
-from ...say import say_once
+from ...warn import warn_once
 from ..megatron import bridge as megatron_bridge
 from ..registry import enable, find_group
 from . import accelerate
@@ -128,7 +128,7 @@ def _asked_for(arguments: dict[str, Any]) -> SpOverlapConfig | None:
             )
         return None
     if section is not None and variable is not None:
-        say_once(
+        warn_once(
             f"sp_overlap: {VARIABLE}={os.environ[VARIABLE]} goes before the section of the "
             "DeepSpeed config, key by key"
         )
@@ -242,7 +242,7 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
         _agree(config, engine.seq_data_parallel_group)
     if config is None:
         if size > 1:
-            say_once(
+            warn_once(
                 f"sp_overlap: sequence parallelism is on (sp size {size}) and ds_sp_overlap "
                 'imported, but the DeepSpeed config has no "sp_overlap" section: nothing is '
                 f'overlapped. Add "sp_overlap": {{}} at its top level, set {VARIABLE}=1, or call '

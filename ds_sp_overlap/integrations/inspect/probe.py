@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...chain.block_layer import BlockLayer
-from ...exchange.channel import Channel
+from ...exchange.sp_group import SPGroup
 
 EVERY = 100  # calls, with "check": true
 
@@ -46,7 +46,7 @@ class Probed:
 
 
 def refuse_difference(
-    probed: Probed, where: str, module: nn.Module, channel: Channel, compare: Callable[[], str]
+    probed: Probed, where: str, module: nn.Module, sp_group: SPGroup, compare: Callable[[], str]
 ) -> None:
     """Raise RuntimeError, on all ranks, if a layer's own forward does something else than what was
     read of it. Collective.
@@ -57,7 +57,7 @@ def refuse_difference(
         seen = compare()
     except Exception as error:  # of any kind: the other ranks wait for this one
         seen = f"{type(error).__name__}: {error}"
-    found = channel.gather(seen, where)
+    found = sp_group.gather(seen, where)
     if any(found):  # guard: the layer's own forward is the judge
         probed.calls = 0  # so that the next call is refused too
         ranks = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what)

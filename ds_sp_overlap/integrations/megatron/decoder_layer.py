@@ -20,12 +20,12 @@ from torch import nn
 
 from ...attention.self_attention import SelfAttention
 from ...config import SpOverlapConfig
-from ..chains import Course, Courses, Link
+from ..chains import ChainedLayer, ForwardPass, ForwardPasses
 from ..inspect.accounting import Unknown
 from ..inspect.decoder_layer import BlockReader
 from ..inspect.probe import difference_of_block, refuse_difference
 from ..inspect.tokenwise import Form
-from ..layers import Around
+from ..layers import HostModule
 from ..rebinding import rebind
 from .traced_globals import instead
 
@@ -38,7 +38,7 @@ def _width(attention: Any) -> int:
     return getattr(weight, "ds_shape", weight.shape)[0]
 
 
-class ParallelTransformerLayer(Link):
+class ParallelTransformerLayer(ChainedLayer):
     """A layer around an attention, its child ``child``, which is driven whole. Raises Unknown.
 
     attention   what drives it
@@ -57,7 +57,7 @@ class ParallelTransformerLayer(Link):
         ask: Asked,
         around: nn.Module | None,
         is_linear: Callable[[nn.Module], bool],
-        courses: Courses,
+        passes: ForwardPasses,
     ):
         if around is None:
             raise Unknown("it is in no list of layers")
@@ -78,13 +78,13 @@ class ParallelTransformerLayer(Link):
         with contextlib.redirect_stdout(
             io.StringIO()
         ):  # its fused norm says, at every call, that it is on a CPU
-            reader = BlockReader(module, child, form, courses.known)
+            reader = BlockReader(module, child, form, passes.known)
         self.ask, self.around = ask, around
-        super().__init__(name, module, reader, attention, courses)
+        super().__init__(name, module, reader, attention, passes)
 
     @property
     def lacks(self) -> str:
-        reason = _no_rerun(self.around, self.courses.config)
+        reason = _no_rerun(self.around, self.passes.config)
         return reason and f"in training one by one: {reason}"
 
     def use(self) -> None:
@@ -94,18 +94,20 @@ class ParallelTransformerLayer(Link):
         """Nothing beside what a checkpoint around it shows."""
         return ""
 
-    def probe(self, course: Course, given: dict[str, Any], asked: dict[str, Any]) -> None:
-        reader, channel = self.reader, self.layer.attention.layer.channel
-        if reader.probed.is_due(self.name, self.courses.config.check, course.lengths):
+    def probe(
+        self, forward_pass: ForwardPass, given: dict[str, Any], asked: dict[str, Any]
+    ) -> None:
+        reader, sp_group = self.reader, self.layer.attention.layer.sp_group
+        if reader.probed.is_due(self.name, self.passes.config.check, forward_pass.lengths):
             own, attention = type(self.module).forward, reader.reading.attention
             compare = partial(
                 difference_of_block, self.module, own, self.layer, attention, given, asked,
-                course.lengths, token_dim=0,
+                forward_pass.lengths, token_dim=0,
             )  # fmt: skip
-            refuse_difference(reader.probed, self.name, self.module, channel, compare)
+            refuse_difference(reader.probed, self.name, self.module, sp_group, compare)
 
-    def asked(self, course: Course, given: dict[str, Any]) -> dict[str, Any]:
-        return self.ask(given, course.made)
+    def asked(self, forward_pass: ForwardPass, given: dict[str, Any]) -> dict[str, Any]:
+        return self.ask(given, forward_pass.made)
 
 
 def list_of(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
@@ -163,9 +165,12 @@ def _is_checkpointed(around: Any) -> bool:
 
 @contextlib.contextmanager
 def _cut_at_attention(
-    around: Any, links: Sequence[Link], course: Course, config: SpOverlapConfig
+    around: Any,
+    layers_of_chain: Sequence[ChainedLayer],
+    forward_pass: ForwardPass,
+    config: SpOverlapConfig,
 ) -> Iterator[None]:
-    """The body is a forward of ``around``, whose ``links`` do the checkpointing of its layers if
+    """The body is a forward of ``around``, whose ``layers_of_chain`` do the checkpointing of its layers if
     they can.
     """
     original = getattr(around, CHECKPOINTED, None)
@@ -186,8 +191,8 @@ def _cut_at_attention(
         able = _is_checkpointed(around) and not _no_rerun(around, config) and encoder_output is None
         if (
             not able
-            or layers != [link.module for link in links]
-            or any(link.why_not(course) for link in links)
+            or layers != [chained.module for chained in layers_of_chain]
+            or any(chained.why_not(forward_pass) for chained in layers_of_chain)
         ):
             return original(
                 hidden_states,
@@ -198,7 +203,10 @@ def _cut_at_attention(
                 *args,
                 **kwargs,
             )
-        course.rerun, losses = "all" if config.checkpointing == "recompute" else "but attention", []
+        forward_pass.recompute, losses = (
+            "all" if config.checkpointing == "recompute" else "but attention",
+            [],
+        )
         for layer in layers:
             output = layer(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb)
             hidden_states, loss = (
@@ -214,34 +222,36 @@ def _cut_at_attention(
         delattr(around, CHECKPOINTED)
 
 
-def around(chains: list[list[Link]], courses: Courses, sp_size: int) -> list[Around]:
+def around(
+    chains: list[list[ChainedLayer]], passes: ForwardPasses, sp_size: int
+) -> list[HostModule]:
     """What rebinds the layers, and the modules that run them."""
 
-    def course_of(module: Any, links: list[Link]) -> Callable:
+    def pass_of(module: Any, layers_of_chain: list[ChainedLayer]) -> Callable:
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
-            if courses.course is not None or hidden is None:  # of a stage of a pipeline
+            if passes.forward_pass is not None or hidden is None:  # of a stage of a pipeline
                 return original(*args, **kwargs)
             with (
-                courses.running([len(hidden)] * sp_size) as course,
-                _cut_at_attention(module, links, course, courses.config),
+                passes.running([len(hidden)] * sp_size) as forward_pass,
+                _cut_at_attention(module, layers_of_chain, forward_pass, passes.config),
             ):
                 return original(*args, **kwargs)
 
         return forward
 
-    of_module: dict[Any, list[Link]] = {}
-    for link in (link for chain in chains for link in chain):
-        if isinstance(link, ParallelTransformerLayer):
-            of_module.setdefault(link.around, []).append(link)
+    of_module: dict[Any, list[ChainedLayer]] = {}
+    for chained in (chained for chain in chains for chained in chain):
+        if isinstance(chained, ParallelTransformerLayer):
+            of_module.setdefault(chained.around, []).append(chained)
     hosts = [
-        Around(module, partial(rebind, module, course_of(module, links), False))
-        for module, links in of_module.items()
+        HostModule(module, partial(rebind, module, pass_of(module, layers_of_chain), False))
+        for module, layers_of_chain in of_module.items()
     ]
     return hosts + [
-        Around(link.module, partial(rebind, link.module, link.forward))
-        for links in of_module.values()
-        for link in links
+        HostModule(chained.module, partial(rebind, chained.module, chained.forward))
+        for layers_of_chain in of_module.values()
+        for chained in layers_of_chain
     ]

@@ -26,12 +26,12 @@ from ...attention.runtime.linear import Plain
 from ...attention.self_attention import SelfAttention
 from ...profiling.steps import in_backward
 from ...rotary import Rotary
-from ..chains import Courses, Link, find_chains
+from ..chains import ChainedLayer, ForwardPasses, find_chains
 from ..distributed_attention import OWN, DistributedAttention, bind_drop_in, has_own_forward
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.probe import refuse_difference
-from ..layers import Around, Found, Overlap
+from ..layers import FoundLayer, HostModule, OverlapSettings
 from ..rebinding import rebind
 from .decoder_layer import Asked, ParallelTransformerLayer, around, list_of
 from .probe import difference
@@ -120,12 +120,12 @@ class _Driven(NamedTuple):
     ask: Asked
 
 
-def _drive(name: str, module: Any, reader: AttentionReader, overlap: Overlap) -> _Driven:
+def _drive(name: str, module: Any, reader: AttentionReader, overlap: OverlapSettings) -> _Driven:
     """The block over a layer, and a forward for the layer that calls it."""
-    original, channel = module.forward, overlap.channel
+    original, sp_group = module.forward, overlap.sp_group
     flash = module.use_flash_attn and not module.use_flash_attn_triton
     same_heads = module.num_attention_heads == module.num_key_value_heads
-    stock_is_right = flash and same_heads and module.num_attention_heads % channel.size == 0
+    stock_is_right = flash and same_heads and module.num_attention_heads % sp_group.size == 0
     split = {
         kind: getattr(module, child) for kind, child in SPLIT.items() if hasattr(module, child)
     }
@@ -138,7 +138,7 @@ def _drive(name: str, module: Any, reader: AttentionReader, overlap: Overlap) ->
         head_dim=module.hidden_size_per_attention_head,
         **projections,
         rope=Rotary(lambda tables: tables or None, partial=True),  # --rotary-percent
-        sequence_process_group=channel.group,
+        sequence_process_group=sp_group.group,
         batch_first=False,
         config=overlap.config,
         name=name,
@@ -161,7 +161,7 @@ def _drive(name: str, module: Any, reader: AttentionReader, overlap: Overlap) ->
                     "generation with a KV cache does not work on a sequence that is split over ranks; call "
                     "ds_sp_overlap.disable(model) and generate without sequence parallelism"
                 )
-            _check_mask(None if module.use_flash_attn else mask, channel.size * len(hidden))
+            _check_mask(None if module.use_flash_attn else mask, sp_group.size * len(hidden))
             of = (
                 (*map(id, rotary), len(hidden), hidden.dtype)
                 if isinstance(rotary, (tuple, list))
@@ -170,7 +170,7 @@ def _drive(name: str, module: Any, reader: AttentionReader, overlap: Overlap) ->
             if of not in made:  # alike for all layers, which are known to be given the same by that
                 made[of] = (
                     rotary,
-                    _tables(rotary, channel.rank, len(hidden), channel.size, hidden.dtype),
+                    _tables(rotary, sp_group.rank, len(hidden), sp_group.size, hidden.dtype),
                 )
         except (RuntimeError, ValueError) as raised:
             error = raised
@@ -216,7 +216,7 @@ def _probe(
     reader: AttentionReader,
     block: SelfAttention,
     given: dict[str, Any],
-    overlap: Overlap,
+    overlap: OverlapSettings,
     alike: bool,
 ) -> None:
     """Raise RuntimeError, on all ranks, if the layer, ``given`` this, does something else than what
@@ -224,11 +224,11 @@ def _probe(
 
     alike   whether its own forward takes what it is given, as far as is known
     """
-    channel, lengths = overlap.channel, [len(given["hidden_states"])] * overlap.channel.size
+    sp_group, lengths = overlap.sp_group, [len(given["hidden_states"])] * overlap.sp_group.size
     if in_backward() or not reader.probed.is_due(name, overlap.config.check, lengths):
         return
     compare = functools.partial(difference, module, block, given) if alike else str
-    refuse_difference(reader.probed, name, module, channel, compare)
+    refuse_difference(reader.probed, name, module, sp_group, compare)
 
 
 def _plain(linears: list[nn.Module]) -> Plain:
@@ -290,12 +290,14 @@ def _is_plain(module: nn.Module) -> bool:
     return bool(_plain([module]))
 
 
-def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[Around]]:
+def find_layers(
+    model: nn.Module, overlap: OverlapSettings
+) -> tuple[list[FoundLayer], list[HostModule]]:
     """The ``ParallelAttention`` layers of a model, and the modules around them. Raises ValueError
     where ``head_groups`` is out of range.
     """
-    found, modules, courses = [], dict(model.named_modules()), Courses(overlap.config)
-    wanted: dict[str, Callable[[], Link]] = {}
+    found, modules, passes = [], dict(model.named_modules()), ForwardPasses(overlap.config)
+    wanted: dict[str, Callable[[], ChainedLayer]] = {}
     known: list[Reader] = []
     for name, module in modules.items():
         if not _is_attention(module):
@@ -311,22 +313,24 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
             bind = functools.partial(bind_drop_in, f"{name}.dist_attn", module.dist_attn, overlap)
             got = "q, k, v and o, dq, dk, dv and do with one another and with attention"
             lacks = overlap.why_not_more(reason)
-            found.append(Found(f"{name}.dist_attn", module.dist_attn, got, lacks, bind, inside))
+            found.append(
+                FoundLayer(f"{name}.dist_attn", module.dist_attn, got, lacks, bind, inside)
+            )
             continue
         if reason:
-            found.append(Found(name, module, "", reason, None, inside))
+            found.append(FoundLayer(name, module, "", reason, None, inside))
             continue
         groups = overlap.groups_for(module.num_attention_heads, module.num_key_value_heads)
         driven = _drive(name, module, reader, overlap)
         linear = {part: child for part, child in module.named_children() if part != "dist_attn"}
         got, lacks = overlap.of_driven(driven.block, linear, groups)
         bind = functools.partial(rebind, module, driven.forward)
-        found.append(Found(name, module, got, lacks, bind, inside))
+        found.append(FoundLayer(name, module, got, lacks, bind, inside))
         at, _, child = name.rpartition(".")
-        link = functools.partial(
+        chained = functools.partial(
             ParallelTransformerLayer, at, modules[at], child, driven.block, driven.ask
         )
-        wanted[name] = functools.partial(link, list_of(at, modules), _is_plain, courses)
+        wanted[name] = functools.partial(chained, list_of(at, modules), _is_plain, passes)
     return found, around(
-        find_chains(modules, wanted, found, overlap), courses, overlap.channel.size
+        find_chains(modules, wanted, found, overlap), passes, overlap.sp_group.size
     )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...exchange.channel import Channel
+from ...exchange.sp_group import SPGroup
 from .documents import Documents, to_device
 
 # Note [One message, one wait]
@@ -250,15 +250,15 @@ class Positions:
     """Gathers positions and masks from all ranks, once in each forward of a model.
 
     Args:
-        channel: The sp group.
+        sp_group: The sp group.
         documents: The option ``sp_overlap.documents``.
 
     Attributes:
         current: The global sequence of the forward that is running; None between forwards.
     """
 
-    def __init__(self, channel: Channel, documents: str):
-        self.channel = channel
+    def __init__(self, sp_group: SPGroup, documents: str):
+        self.sp_group = sp_group
         self.current: GlobalSequence | None = None
         # Whether positions may start anew on every rank: the section says so, or positions that did
         # not were seen before.
@@ -430,6 +430,6 @@ class Positions:
         if len(flat) > self._room:
             flat = flat.new_zeros(0)
         message = torch.cat([head, flat, head.new_zeros(self._room - len(flat))])
-        messages = message.new_empty(self.channel.size, len(message))
-        dist.all_gather(list(messages), message, group=self.channel.group)
+        messages = message.new_empty(self.sp_group.size, len(message))
+        dist.all_gather(list(messages), message, group=self.sp_group.group)
         return messages.cpu().numpy()

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from ...attention.drop_in import ProjectedAttention
 from ...attention.heads import PerHead
 from ...attention.latent import LatentAttention
-from ...attention.layer import Layer
+from ...attention.layer import LayerRuntime
 from ...attention.runtime.linear import autocast
-from ...exchange.channel import Channel
+from ...exchange.sp_group import SPGroup
 from ..inspect.library import attention_functions
-from ..layers import Overlap
+from ..layers import OverlapSettings
 from ..rebinding import Undo, rebind
 from ..sequence.masks import Pattern
 from ..sequence.positions import GlobalSequence
@@ -139,12 +139,12 @@ def local_attention(
             del module.num_key_value_groups
 
 
-def stock_does_the_same(
+def baseline_applies(
     module: Any,
     x: Tensor,
     sequence: GlobalSequence,
     pattern: Pattern,
-    channel: Channel,
+    sp_group: SPGroup,
     keywords: dict[str, Any],
 ) -> bool:
     """Return whether stock Ulysses could serve a call as well, as the baseline of a timing.
@@ -157,14 +157,14 @@ def stock_does_the_same(
         x: [b, s/P, ..]. The layer's hidden states or queries.
         sequence: The global sequence.
         pattern: The pattern of the layer's mask.
-        channel: The sp group.
+        sp_group: The sp group.
         keywords: The keywords of the layer's call.
     """
     stock = stock_of(attention_functions().get(module.config._attn_implementation))
     if stock is None:
         return False
     stock_ranks = dist.get_process_group_ranks(stock.process_group)
-    if stock_ranks != dist.get_process_group_ranks(channel.group):
+    if stock_ranks != dist.get_process_group_ranks(sp_group.group):
         return False
     fits_length = stock.seq_length_is_variable or x.shape[1] == stock.local_seq_length
     if x.shape[0] != stock.batch_size or not fits_length:
@@ -218,8 +218,8 @@ class Dispatch:
         # Norms and rotations may have left fp32.
         q, k, v = autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         sequence, pattern = forwards.of(where, module, q, mask=attention_mask, kwargs=kwargs)
-        channel = attend.layer.channel
-        q = _scaled_by_position(module, q, sequence, rank=channel.rank)
+        sp_group = attend.layer.sp_group
+        q = _scaled_by_position(module, q, sequence, rank=sp_group.rank)
         local = functools.partial(
             local_attention, module, sequence=sequence, pattern=pattern, **kwargs
         )
@@ -230,8 +230,8 @@ class Dispatch:
             return o.unflatten(-1, (query.shape[1], -1)) if o.dim() == 3 else o
 
         baseline = None
-        if attend.layer.policy and stock_does_the_same(
-            module, q, sequence, pattern=pattern, channel=channel, keywords=keywords
+        if attend.layer.policy and baseline_applies(
+            module, q, sequence, pattern=pattern, sp_group=sp_group, keywords=keywords
         ):
             stock = stock_of(self)
             stock_heads = stock.attn_head_count, stock.global_kv_head_count
@@ -272,8 +272,8 @@ def bind_function(
     name: str,
     module: Any,
     forwards: Forwards,
-    overlap: Overlap,
-    attention: Callable[[Layer], ProjectedAttention | LatentAttention] = ProjectedAttention,
+    overlap: OverlapSettings,
+    attention: Callable[[LayerRuntime], ProjectedAttention | LatentAttention] = ProjectedAttention,
 ) -> Undo:
     """Overlap the attention function of a layer; the projections stay the layer's own.
 
@@ -291,7 +291,9 @@ def bind_function(
     if not isinstance(functions[implementation], Dispatch):
         functions[implementation] = Dispatch(functions[implementation])
     dispatch = functions[implementation]
-    layer = Layer(overlap.channel, overlap.config, name, policy=overlap.policy, heads_alike=True)
+    layer = LayerRuntime(
+        overlap.sp_group, overlap.config, name, policy=overlap.policy, heads_alike=True
+    )
     dispatch.attend[module] = _Bound(attention(layer), forwards, name)
     undo_forward = rebind(module, module.forward, whole=False, of_copy=refuse_copy)
 

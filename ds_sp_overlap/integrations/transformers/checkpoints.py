@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ...attention.memory.checkpoint_cache import keep_attention
-from ...exchange.channel import Channel
+from ...exchange.sp_group import SPGroup
 
 FUNCTION = "_gradient_checkpointing_func"
 
@@ -31,13 +31,13 @@ class Checkpoints:
         name: The name of the model, for errors.
         model: The model.
         layers: The attention layers whose results are saved over checkpoints.
-        channel: The sp group.
+        sp_group: The sp group.
     """
 
     def __init__(
-        self, name: str, model: nn.Module, layers: Collection[nn.Module], channel: Channel
+        self, name: str, model: nn.Module, layers: Collection[nn.Module], sp_group: SPGroup
     ):
-        self.name, self.channel, self.agreed = name, channel, False
+        self.name, self.sp_group, self.agreed = name, sp_group, False
         around = [
             (at, module)
             for at, module in model.named_modules()
@@ -61,7 +61,7 @@ class Checkpoints:
         originals: dict[nn.Module, Callable] = {}
         if self.around and torch.is_grad_enabled():
             if not self.agreed:
-                self.channel.agree(
+                self.sp_group.agree(
                     self.name, lambda: self._saving_functions() and None
                 )  # guard: refused on all ranks
                 self.agreed = True

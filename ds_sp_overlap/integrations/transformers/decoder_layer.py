@@ -8,9 +8,9 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ...attention.memory.checkpoint_cache import keep_attention
-from ...chain.block import Rerun
+from ...chain.block import Recompute
 from ...config import SpOverlapConfig
-from ..chains import Course, Link
+from ..chains import ChainedLayer, ForwardPass
 from ..inspect.accounting import forward_of
 from ..inspect.decoder_layer import CHECKPOINTING, BlockReader
 from ..inspect.probe import difference_of_block, refuse_difference
@@ -19,7 +19,7 @@ from .driven import Driven
 from .forward import Forwards
 
 
-class DecoderLayer(Link):
+class DecoderLayer(ChainedLayer):
     """A decoder layer whose attention is driven whole.
 
     Args:
@@ -35,21 +35,21 @@ class DecoderLayer(Link):
 
     def __init__(self, name: str, module: Any, child: str, attention: Driven, forwards: Forwards):
         reader = BlockReader(module, child, known=forwards.known)
-        super().__init__(name, module, reader, attention=attention.block, courses=forwards)
+        super().__init__(name, module, reader, attention=attention.block, passes=forwards)
         self.attention = attention
 
     @property
     def lacks(self) -> str:
         if not _is_checkpointed(self.module):
             return ""
-        reason = _why_layer_recomputes(self.module, self.courses.config)
+        reason = _why_layer_recomputes(self.module, self.passes.config)
         return reason and f"in training one by one: {reason}"
 
     @property
-    def rerun(self) -> Rerun:
+    def recompute(self) -> Recompute:
         if not self._recomputes():
             return "none"
-        return "all" if self.courses.config.checkpointing == "recompute" else "but attention"
+        return "all" if self.passes.config.checkpointing == "recompute" else "but attention"
 
     def use(self) -> None:
         self.attention.use()
@@ -57,17 +57,20 @@ class DecoderLayer(Link):
     def computed_again(self) -> str:
         if not self._recomputes():
             return ""
-        return _why_layer_recomputes(self.module, self.courses.config)
+        return _why_layer_recomputes(self.module, self.passes.config)
 
     def _recomputes(self) -> bool:
         """Return whether backward of a call now would recompute the layer."""
         return self.module.training and _is_checkpointed(self.module)
 
     def probe(
-        self, course: Course, arguments: dict[str, Any], attention_arguments: dict[str, Any]
+        self,
+        forward_pass: ForwardPass,
+        arguments: dict[str, Any],
+        attention_arguments: dict[str, Any],
     ) -> None:
-        channel, attention = self.layer.attention.layer.channel, self.reader.reading.attention
-        if self.reader.probed.is_due(self.name, self.courses.config.check, course.lengths):
+        sp_group, attention = self.layer.attention.layer.sp_group, self.reader.reading.attention
+        if self.reader.probed.is_due(self.name, self.passes.config.check, forward_pass.lengths):
             compare = functools.partial(
                 difference_of_block,
                 self.module,
@@ -76,14 +79,14 @@ class DecoderLayer(Link):
                 attention,
                 arguments,
                 attention_arguments,
-                course.lengths,
+                forward_pass.lengths,
                 unused=UNUSED,
             )
             refuse_difference(
-                self.reader.probed, self.name, self.module, channel=channel, compare=compare
+                self.reader.probed, self.name, self.module, sp_group=sp_group, compare=compare
             )
 
-    def asked(self, course: Course, arguments: dict[str, Any]) -> dict[str, Any]:
+    def asked(self, forward_pass: ForwardPass, arguments: dict[str, Any]) -> dict[str, Any]:
         return self.attention.block_arguments(arguments).keywords()
 
 

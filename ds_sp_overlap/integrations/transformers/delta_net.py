@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention.delta_net import DeltaNet
-from ...attention.layer import Layer
+from ...attention.layer import LayerRuntime
 from ..inspect.library import digest, once
-from ..layers import Found, Overlap
+from ..layers import FoundLayer, OverlapSettings
 from ..rebinding import Undo, rebind
 from ..sequence.masks import RECURRENT
 from ..sequence.positions import GlobalSequence
@@ -107,7 +107,9 @@ def names_around(layer: nn.Module) -> dict[str, Any]:
     return inspect.unwrap(type(layer).forward).__globals__
 
 
-def describe(name: str, layer: Any, model: Any, forwards: Forwards, overlap: Overlap) -> Found:
+def describe(
+    name: str, layer: Any, model: Any, forwards: Forwards, overlap: OverlapSettings
+) -> FoundLayer:
     """Describe a gated delta net, and how to overlap it.
 
     Args:
@@ -120,7 +122,7 @@ def describe(name: str, layer: Any, model: Any, forwards: Forwards, overlap: Ove
     Raises:
         ValueError: if a rank would have no head.
     """
-    heads, key_heads, size = layer.num_v_heads, layer.num_k_heads, overlap.channel.size
+    heads, key_heads, size = layer.num_v_heads, layer.num_k_heads, overlap.sp_group.size
     if heads < size:
         raise ValueError(
             f"{name} ({type(layer).__name__}): {heads} value heads leave a rank of sp size {size} "
@@ -134,11 +136,16 @@ def describe(name: str, layer: Any, model: Any, forwards: Forwards, overlap: Ove
         got += ", the projection of z under q, k, v"
     lacks = overlap.why_not_more("its projections are called whole", groups)
     bind = functools.partial(_bind, name, layer, model, sources, forwards, overlap)
-    return Found(name, layer, got, lacks=lacks, bind=bind)
+    return FoundLayer(name, layer, got, lacks=lacks, bind=bind)
 
 
 def _bind(
-    name: str, layer: Any, model: Any, sources: Sources, forwards: Forwards, overlap: Overlap
+    name: str,
+    layer: Any,
+    model: Any,
+    sources: Sources,
+    forwards: Forwards,
+    overlap: OverlapSettings,
 ) -> Undo:
     """Rebind a gated delta net; return the function that undoes the rebinding."""
     norm, out = ("norm", "out_proj") if hasattr(layer, "out_proj") else ("o_norm", "o_proj")
@@ -148,7 +155,7 @@ def _bind(
         return getattr(layer, out)(y.view(o.shape).flatten(2))
 
     net = DeltaNet(
-        Layer(overlap.channel, overlap.config, name, policy=overlap.policy),
+        LayerRuntime(overlap.sp_group, overlap.config, name, policy=overlap.policy),
         heads=layer.num_v_heads,
         head_dim=layer.head_v_dim,
         key_heads=layer.num_k_heads,

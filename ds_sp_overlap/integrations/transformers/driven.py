@@ -20,10 +20,10 @@ from ...rotary import Rotary
 from ..inspect.attention import Reader, Reading
 from ..inspect.probe import refuse_difference
 from ..inspect.symbolic_trace import CACHES, UNUSED
-from ..layers import Overlap
+from ..layers import OverlapSettings
 from ..sequence.masks import Pattern
 from ..sequence.positions import GlobalSequence
-from .attention_function import local_attention, stock_does_the_same
+from .attention_function import baseline_applies, local_attention
 from .forward import Forwards
 from .modules import off_in_eval
 from .probe import difference
@@ -124,7 +124,7 @@ class Driven:
         children: _Children,
         block: SelfAttention,
         forwards: Forwards,
-        overlap: Overlap,
+        overlap: OverlapSettings,
     ):
         self.where, self.module, self.reader, self.children = where, module, reader, children
         self.block, self.forwards, self.overlap = block, forwards, overlap
@@ -184,7 +184,7 @@ class Driven:
             self.reader.probed,
             self.where,
             self.module,
-            channel=self.overlap.channel,
+            sp_group=self.overlap.sp_group,
             compare=compare,
         )
 
@@ -199,19 +199,21 @@ class Driven:
             return self._original(**{**arguments, "hidden_states": x})[0]
 
         baseline = None
-        if self.overlap.policy and stock_does_the_same(
+        if self.overlap.policy and baseline_applies(
             self.module,
             call.x,
             call.sequence,
             pattern=call.pattern,
-            channel=self.overlap.channel,
+            sp_group=self.overlap.sp_group,
             keywords=arguments,
         ):
             baseline = stock_attention
         return self.block(call.x, baseline=baseline, **call.keywords()), None
 
 
-def drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: Overlap) -> Driven:
+def drive(
+    name: str, module: Any, reader: Reader, forwards: Forwards, overlap: OverlapSettings
+) -> Driven:
     """Make the attention that drives a layer whose forward is known.
 
     Args:
@@ -237,7 +239,7 @@ def drive(name: str, module: Any, reader: Reader, forwards: Forwards, overlap: O
         first_rows=reading.first_rows(children.fused),
         norm_last=any(source.last for source in sources.values()),
         rope=None if reading.rotary is None else Rotary(**reading.rotary),
-        sequence_process_group=overlap.channel.group,
+        sequence_process_group=overlap.sp_group.group,
         config=overlap.config,
         name=name,
         policy=overlap.policy,

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ...config import SpOverlapConfig
-from ...exchange.channel import Channel
-from ..chains import Courses
+from ...exchange.sp_group import SPGroup
+from ..chains import ForwardPasses
 from ..sequence.masks import Masks, Pattern
 from ..sequence.positions import GlobalSequence, Positions
 from .checkpoints import Checkpoints
@@ -28,7 +28,7 @@ from .modules import Watched, first_of, off_in_eval
 _LOCAL_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-class Forwards(Courses):
+class Forwards(ForwardPasses):
     """The forwards of a model, with the global sequence of each.
 
     A layer's call belongs to the forward that is running, to an earlier forward if a checkpoint
@@ -40,9 +40,9 @@ class Forwards(Courses):
         attended: The names of the layers that have called their attention function.
     """
 
-    def __init__(self, channel: Channel, config: SpOverlapConfig):
+    def __init__(self, sp_group: SPGroup, config: SpOverlapConfig):
         super().__init__(config)
-        self.positions, self.masks = Positions(channel, config.documents), Masks()
+        self.positions, self.masks = Positions(sp_group, config.documents), Masks()
         self.attended: set[str] = set()
 
     def of(

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.latent import LatentAttention, can_expand_rows, latents_pay
-from ...attention.layer import Layer
+from ...attention.layer import LayerRuntime
 from ..inspect.library import digest, once
-from ..layers import Overlap
+from ..layers import OverlapSettings
 from ..rebinding import Undo, rebind
 from .attention_function import bind_function
 from .forward import Forwards
@@ -102,7 +102,7 @@ def why_not(layer: Any, size: int) -> str | None:
     return ""
 
 
-def bind(name: str, module: Any, forwards: Forwards, overlap: Overlap) -> Undo:
+def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -> Undo:
     """Rebind a layer so that its latents travel instead of its k and v.
 
     Args:
@@ -118,7 +118,7 @@ def bind(name: str, module: Any, forwards: Forwards, overlap: Overlap) -> Undo:
     module_reference = weakref.ref(module)
     nope_dim, original = module.qk_nope_head_dim, module.forward
 
-    def attention(layer: Layer) -> LatentAttention:
+    def attention(layer: LayerRuntime) -> LatentAttention:
         return LatentAttention(layer, lambda: getattr(module_reference(), PROJECTION), nope_dim)
 
     unbind_function = bind_function(name, module, forwards, overlap=overlap, attention=attention)

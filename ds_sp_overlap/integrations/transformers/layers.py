@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..chains import Link, find_chains
+from ..chains import ChainedLayer, find_chains
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.library import attention_functions
-from ..layers import Around, Found, Overlap
+from ..layers import FoundLayer, HostModule, OverlapSettings
 from ..rebinding import rebind
 from . import delta_net, latent
 from .attention_function import Dispatch, bind_function
@@ -76,7 +76,9 @@ def _read(name: str, module: Any, known: list[Reader]) -> tuple[Reader | None, s
         return None, str(error)
 
 
-def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[Around]]:
+def find_layers(
+    model: nn.Module, overlap: OverlapSettings
+) -> tuple[list[FoundLayer], list[HostModule]]:
     """Find the attention layers of a transformers model, and the modules around them.
 
     Args:
@@ -102,9 +104,9 @@ def find_layers(model: nn.Module, overlap: Overlap) -> tuple[list[Found], list[A
             getattr(module, "config", None), "_attn_implementation"
         ):
             search.add_attention(name, module)
-    links = search.join_chains()
+    layers_of_chain = search.join_chains()
     search.add_delta_nets()
-    return search.layers, [*search.hosts(), *search.rotary_embeddings(), *links]
+    return search.layers, [*search.hosts(), *search.rotary_embeddings(), *layers_of_chain]
 
 
 class _Search:
@@ -122,16 +124,16 @@ class _Search:
         known: The readings of forwards; layers that are alike share a reading.
     """
 
-    def __init__(self, model: nn.Module, overlap: Overlap):
+    def __init__(self, model: nn.Module, overlap: OverlapSettings):
         self.model, self.overlap = model, overlap
-        self.forwards = Forwards(overlap.channel, overlap.config)
+        self.forwards = Forwards(overlap.sp_group, overlap.config)
         self.modules = dict(model.named_modules())
         self.delta_nets: dict[str, tuple[str, nn.Module]] = {}
         for name, module in self.modules.items():
             if delta_net.sources_of(module):
                 for innermost in models_around(name, self.modules)[:1]:
                     self.delta_nets[name] = innermost
-        self.layers: list[Found] = []
+        self.layers: list[FoundLayer] = []
         self.whole: dict[str, Driven] = {}
         self.hosted: dict[str, dict[str, nn.Module]] = {}
         self.unseen: set[str] = set()
@@ -143,7 +145,7 @@ class _Search:
         models = models_around(name, self.modules)
         if models and not takes_tokens(models[0][1]):
             lacks = "not of the sequence that is split"
-            self.layers.append(Found(name, module, got="", lacks=lacks))
+            self.layers.append(FoundLayer(name, module, got="", lacks=lacks))
             return
         if (reason := why_not(name, module, models)) is not None:
             raise ValueError(
@@ -152,7 +154,7 @@ class _Search:
             )
         if (reason := unfit(module.config._attn_implementation)) is not None:
             lacks = f"{reason}; DeepSpeed's exchanges stay"
-            self.layers.append(Found(name, module, got="", lacks=lacks))
+            self.layers.append(FoundLayer(name, module, got="", lacks=lacks))
             return
         reader, unknown = _read(name, module, self.known)
         if reader is not None:
@@ -171,7 +173,7 @@ class _Search:
         linear = {part: getattr(module, part) for part in reader.reading.linear}
         got, lacks = self.overlap.of_driven(driven.block, linear, groups)
         bind = functools.partial(rebind, module, driven.forward, of_copy=refuse_copy)
-        self.layers.append(Found(name, module, got, lacks=lacks, bind=bind))
+        self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
         self.whole[name] = driven
         if driven.block.keeps_over_checkpoints():
             self.saving.add(module)
@@ -185,7 +187,7 @@ class _Search:
             unknown: The reason why its forward is not known.
         """
         overlap, config = self.overlap, module.config
-        no_latents = latent.why_not(module, overlap.channel.size)
+        no_latents = latent.why_not(module, overlap.sp_group.size)
         if no_latents == "":
             groups = overlap.groups_for(config.num_attention_heads, 1)
             got = f"latent attention, {overlap.describe_groups(groups)}"
@@ -199,11 +201,11 @@ class _Search:
             lacks = overlap.why_not_more(f"{reason}; projections stay its own", groups)
             bind = functools.partial(bind_function, name, module, self.forwards, overlap)
         self.unseen.add(name)
-        self.layers.append(Found(name, module, got, lacks=lacks, bind=bind))
+        self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
 
-    def join_chains(self) -> list[Around]:
+    def join_chains(self) -> list[HostModule]:
         """Join the decoder layers around layers that are driven whole; return their rebinding."""
-        wanted: dict[str, Callable[[], Link]] = {}
+        wanted: dict[str, Callable[[], ChainedLayer]] = {}
         for name, driven in self.whole.items():
             parent, _, child = name.rpartition(".")
             wanted[name] = functools.partial(
@@ -211,9 +213,9 @@ class _Search:
             )
         chains = find_chains(self.modules, wanted, self.layers, overlap=self.overlap)
         return [
-            Around(link.module, functools.partial(rebind, link.module, link.forward))
+            HostModule(chained.module, functools.partial(rebind, chained.module, chained.forward))
             for chain in chains
-            for link in chain
+            for chained in chain
         ]
 
     def add_delta_nets(self) -> None:
@@ -230,7 +232,7 @@ class _Search:
                 )
             )
 
-    def hosts(self) -> list[Around]:
+    def hosts(self) -> list[HostModule]:
         """Return the models around the layers, whose forward gathers positions and masks."""
         configs = []
         for at in self.hosted:
@@ -252,17 +254,17 @@ class _Search:
                 unseen={key: layer for key, layer in layers.items() if key in self.unseen},
                 configs=configs,
                 namespaces=list(namespaces.values()),
-                checkpoints=Checkpoints(name, model, self.saving, channel=self.overlap.channel),
+                checkpoints=Checkpoints(name, model, self.saving, sp_group=self.overlap.sp_group),
                 watched=Watched(at, layers, self.modules, functions=self.unseen),
             )
             bind = functools.partial(rebind, model, host.forward, whole=False, of_copy=refuse_copy)
-            hosts.append(Around(model, bind))
+            hosts.append(HostModule(model, bind))
         return hosts
 
-    def rotary_embeddings(self) -> list[Around]:
+    def rotary_embeddings(self) -> list[HostModule]:
         """Return the rotary embeddings whose frequencies depend on the largest position."""
         return [
-            Around(module, functools.partial(rebind, module, stretched(module, self.forwards)))
+            HostModule(module, functools.partial(rebind, module, stretched(module, self.forwards)))
             for module in self.modules.values()
             if goes_by_length(module)
         ]

@@ -2,7 +2,7 @@
 
 The training is ZeRO-3 in bf16 with Adam, whose states lie over the ranks of the sp group. A model
 is a number of equal layers. Loss and MLP are computed in tiles, as in Arctic long sequence
-training, and need no memory to speak of. Beside the memory of its attention (`schedule.held`), a
+training, and need no memory to speak of. Beside the memory of its attention (`schedule.memory`), a
 layer saves four tensors of the size of x: the inputs of the layer, of attention, of the MLP's norm
 and of the MLP.
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ...autotune.costs import LayerShape, Sizes
 from ...schedule import Tensor, schedule_of
-from .plan import NONE
+from .plan import BASELINE
 
 # Bytes per parameter: weight and gradient of 2 each; in fp32 the weight and two moments.
 STATES = 16
@@ -62,8 +62,8 @@ def held_by_model(layer: LayerShape, model: Model, way: Way) -> dict[str, int]:
     offload          as keep, with all that is saved in host memory; for a window
     """
     sizes = Sizes(layer, max(1, way.groups))
-    schedule = schedule_of(sizes.geometry, way.window) if way.groups else NONE
-    held, forward = sizes.held(schedule, is_stock=not way.groups), len(schedule.forward)
+    schedule = schedule_of(sizes.geometry, way.window) if way.groups else BASELINE
+    held, forward = sizes.memory_bytes(schedule, is_baseline=not way.groups), len(schedule.forward)
     x = sizes.size(Tensor("y"))
     # Without y, which is a term of the next layer's input.
     waits = held[forward] - x

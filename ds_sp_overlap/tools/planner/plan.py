@@ -21,16 +21,16 @@ from ...schedule import (
     Bar,
     O,
     Op,
-    Played,
     Program,
     Schedule,
+    Simulation,
     Step,
     by_chunks,
     by_head_groups,
     needs_of,
     periods,
-    play,
     schedule_of,
+    simulate,
 )
 from .limit import limit
 
@@ -76,21 +76,23 @@ class BlockCosts(Costs):
 
     def _exchange(self, step: Step) -> Layout:
         dims = (self.layer.head_dim,) * len(step.tensors)
-        layout = self.geometry.of_chunk(step.tensors, step.group, dims, step.chunk, self.chunks)
+        layout = self.geometry.chunk_exchange(
+            step.tensors, step.group, dims, step.chunk, self.chunks
+        )
         return layout.inverse if step.grad else layout
 
-    def in_a_chain(self) -> Played:
+    def in_a_chain(self) -> Simulation:
         """Return the times that one more layer adds to a chain, one bar for each row."""
-        four, three = (self.played(self.block.chain(layers)) for layers in (4, 3))
+        four, three = (self.simulate(self.block.chain(layers)) for layers in (4, 3))
         compute, wire = (Bar("layer", by, 0.0, more - less) for by, more, less in (
             (self.block.forward[0], four.compute_ms, three.compute_ms),
             (None, four.wire_ms, three.wire_ms),
         ))  # fmt: skip
-        return Played([compute], [wire], four.step_ms - three.step_ms, [])
+        return Simulation([compute], [wire], four.step_ms - three.step_ms, [])
 
-    def played(self, schedule: Schedule, is_stock: bool = False) -> Played:
+    def simulate(self, schedule: Schedule, is_baseline: bool = False) -> Simulation:
         """Simulate forward and backward, without memory."""
-        return play(schedule, (*schedule.forward, *schedule.backward), self.ms)
+        return simulate(schedule, (*schedule.forward, *schedule.backward), self.ms)
 
     def limit(self) -> float:
         """Return the `limit` of one layer in a chain."""
@@ -110,7 +112,7 @@ def _backward(text: str) -> Program:
 
 
 # The overlap of DeepSpeed's PR 5691 with Megatron-DeepSpeed's PR 415: v, o and dv stay exposed.
-FIVE = Schedule(
+UPSTREAM = Schedule(
     _forward(
         "project q, start q, project k, start k, project v, finish q, finish k, start v, finish v, "
         "attend o, start o, finish o, merge o"
@@ -134,7 +136,7 @@ def _waiting(program: Program) -> Program:
 
 
 # DeepSpeed's class as it stands, between projections that are called whole.
-NONE = Schedule(
+BASELINE = Schedule(
     _waiting(
         _forward(
             "project q, project k, project v, start q, start k, start v, attend o, start o, merge o"
@@ -161,7 +163,7 @@ class Plan:
             layers by themselves, nothing runs under the MLP.
     """
 
-    results: dict[str, Played]
+    results: dict[str, Simulation]
     best: int
     max_groups: int
     limits: dict[str, float]
@@ -228,18 +230,21 @@ def plan(layer: LayerShape, rates: Rates) -> Plan:
     """
     possible = [groups for groups in GROUPS if groups <= layer.geometry(1).max_groups]
     one = Costs(layer, rates, 1)
-    results = {"none": one.played(NONE, is_stock=True), "five of eight": one.played(FIVE)}
+    results = {
+        "none": one.simulate(BASELINE, is_baseline=True),
+        "five of eight": one.simulate(UPSTREAM),
+    }
     limits = dict.fromkeys(results, limit_of(one))
     for groups in possible:
         costs = Costs(layer, rates, groups)
         name = f"eight of eight, G = {groups}"
-        results[name], limits[name] = costs.played(schedule_of(costs.geometry)), limit_of(costs)
+        results[name], limits[name] = costs.simulate(schedule_of(costs.geometry)), limit_of(costs)
     for groups, window in WINDOWS:
         if groups <= layer.geometry(1).max_groups:
             costs = Costs(layer, rates, groups)
             name = f"window, G = {groups}, W = {window}"
             results[name], limits[name] = (
-                costs.played(schedule_of(costs.geometry, window)),
+                costs.simulate(schedule_of(costs.geometry, window)),
                 limit_of(costs),
             )
     steps = {groups: results[f"eight of eight, G = {groups}"].step_ms for groups in possible}

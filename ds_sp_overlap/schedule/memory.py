@@ -62,7 +62,7 @@ class _Use(NamedTuple):
     makes: Sequence[Tensor]
 
 
-def held(
+def memory_bytes(
     schedule: Schedule,
     size: Callable[[Tensor], int],
     attends: Callable[[int], Sequence[int]],

@@ -23,6 +23,6 @@ def say(message: str, stacklevel: int = 2) -> None:
 
 
 @functools.cache
-def say_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Log a message the first time that this process is asked to."""
     say(message, stacklevel=3)

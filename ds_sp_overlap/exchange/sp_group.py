@@ -175,7 +175,7 @@ def by_name(name: str, size: int) -> Named:
     return C10d(own=name == "auto")
 
 
-class Channel:
+class SPGroup:
     """The sp group, with its transport and streams.
 
     Args:
@@ -212,7 +212,7 @@ class Channel:
         self._stream = stream
         self._sides: dict[torch.device, HostStream | SideStream] = {}
 
-    def side(self, device: torch.device) -> HostStream | SideStream:
+    def streams(self, device: torch.device) -> HostStream | SideStream:
         """Return the streams for exchanges of tensors on ``device``; they are made once."""
         side = self._sides.get(device)
         if side is None:

@@ -1,4 +1,4 @@
-"""A program played on two rows, with the time that its steps take and the bytes that they hold; and
+"""A program played on two rows, with the time that its steps take and the bytes that are held; and
 drawn.
 """
 
@@ -24,23 +24,23 @@ class Bar(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Played:
+class Simulation:
     """
     compute, wire   bars of the two rows; among those of the compute row the waits, labelled as what
                     they wait for
     step_ms         until the last row is done
-    held            bytes, and from when on, in ms (`held`)
+    memory            bytes, and from when on, in ms (`memory_bytes`)
     """
 
     compute: list[Bar]
     wire: list[Bar]
     step_ms: float
-    held: list[tuple[float, int]]
+    memory: list[tuple[float, int]]
 
     @property
     def peak(self) -> int:
         """Most bytes at once; 0 where nobody asked."""
-        return max((held for _, held in self.held), default=0)
+        return max((memory for _, memory in self.memory), default=0)
 
     @cached_property
     def compute_ms(self) -> float:
@@ -65,14 +65,14 @@ class Played:
         return waits
 
 
-def play(
-    schedule: Schedule, program: Program, ms: Callable[[Step], float], held: Sequence[int] = ()
-) -> Played:
+def simulate(
+    schedule: Schedule, program: Program, ms: Callable[[Step], float], memory: Sequence[int] = ()
+) -> Simulation:
     """Play a program: the compute row does one step after another, the wire carries exchanges in
     the order of their starts.
 
     ms     of a step on the compute row; of the transfer, for a start
-    held   bytes while each step runs; empty where nobody asks
+    memory   bytes while each step runs; empty where nobody asks
     """
     now = free = 0.0
     compute: list[Bar] = []
@@ -93,7 +93,7 @@ def play(
         else:
             compute.append(Bar(schedule.label(step), step, now, now + ms(step)))
             now = compute[-1].end
-    return Played(compute, wire, max(now, free), list(zip(begins, held)))
+    return Simulation(compute, wire, max(now, free), list(zip(begins, memory)))
 
 
 def draw(schedule: Schedule, program: Program) -> str:
@@ -109,7 +109,7 @@ def draw(schedule: Schedule, program: Program) -> str:
         again, begun = schedule.label(step) == begun, schedule.label(step)
         return 0 if again else len(_short(begun)) + 1
 
-    played = play(schedule, program, columns)
+    played = simulate(schedule, program, columns)
     rows = []
     for name, bars in (("compute", played.compute), ("wire", played.wire)):
         row = [" "] * int(played.step_ms)

@@ -32,13 +32,20 @@ Part = tuple[str, int]  # q, k, v or o of a head group
 Exchanged = tuple[Tensors, int, int]  # what an exchange and that of its gradient have in common
 
 
-# Read in every step of every call: a member is looked up slowly on its class.
-_FINISH = Op.FINISH
-_WIRE = Op.START, Op.FINISH
+class _Fields(NamedTuple):
+    op: Op
+    tensors: Tensors
+    grad: bool
+    group: int
+    chunk: int = 0
+    beside: Tensors = ()
 
 
-class Step(NamedTuple):
+class Step(_Fields):
     """One step of a program.
+
+    A tuple with attributes besides: programs are made once, so that all that is derived from a step
+    is derived once, and costs no layer the host's time.
 
     Attributes:
         op: What is done.
@@ -51,44 +58,36 @@ class Step(NamedTuple):
         beside: Tensors whose values travel in the same exchange, in front of the gradients.
     """
 
-    op: Op
-    tensors: Tensors
-    grad: bool
-    group: int
-    chunk: int = 0
-    beside: Tensors = ()
-
-    @property
+    @cached_property
     def on_wire(self) -> bool:
-        return self[0] in _WIRE
+        return self.op in (Op.START, Op.FINISH)
 
-    @property
+    @cached_property
     def exchange(self) -> Exchanged:
         """Which exchange it starts or finishes; the same for the exchange of its gradient."""
-        return self[1], self[3], self[4]
+        return self.tensors, self.group, self.chunk
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Each tensor with the head group."""
-        group = self[3]
-        return tuple([(kind, group) for kind in self[1]])
+        return tuple((kind, self.group) for kind in self.tensors)
 
-    @property
+    @cached_property
     def to_tokens(self) -> bool:
         """The exchange ends at this rank's tokens (sequence scatter), not at its heads."""
-        return ("o" in self[1]) != self[2]
+        return ("o" in self.tensors) != self.grad
 
-    @property
+    @cached_property
     def is_local_end(self) -> bool:
         """It is the end of an exchange at which there are this rank's tokens."""
-        return (self[0] is _FINISH) == (("o" in self[1]) != self[2])
+        return (self.op is Op.FINISH) == self.to_tokens
 
-    @property
+    @cached_property
     def mirror(self) -> Step:
         """What autograd does in backward for this step of forward."""
         return self._replace(op=_MIRRORED.get(self.op, Op.DGRAD), grad=True)
 
-    @property
+    @cached_property
     def what(self) -> str:
         """What an exchange moves, in one word: ``q``, ``dqkv``, or ``odo`` for o beside do."""
         return "".join(self.beside) + "d" * self.grad + "".join(self.tensors)

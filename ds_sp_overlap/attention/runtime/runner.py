@@ -61,17 +61,18 @@ class Runner:
 
     def walk(self, program: Program) -> None:
         """Perform a program; nowhere else is there a loop over steps that does anything."""
-        functions, profiled = self._functions, is_profiled()
+        functions, reach, profiled = self._functions, self.reach, is_profiled()
         for step in program:
-            self.reach(step)
+            if reach is not None:
+                reach(step)
             if profiled:
                 with self.range(step):
-                    functions[step[0]](self, step)
+                    functions[step.op](self, step)
             else:  # a context manager costs the host as much as the rest of this loop
-                functions[step[0]](self, step)
+                functions[step.op](self, step)
 
-    def reach(self, step: Step) -> None:
-        """Called before each step."""
+    # Called before each step.
+    reach: Callable[[Step], None] | None = None
 
     def range(self, step: Step) -> Any:
         """A range of a profiler, named as in the drawing; an exchange makes its own ranges."""

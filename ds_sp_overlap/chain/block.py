@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..attention.heads import calling
@@ -23,16 +22,28 @@ from ..attention.runtime.linear import call_through
 from ..attention.runtime.recorded import Gathering, join_heads
 from ..attention.runtime.runner import Runner
 from ..attention.runtime.slices import Ranges, cut, join
-from ..exchange.chunks import finish_chunks, start_chunks
-from ..exchange.exchange import Exchange
+from ..exchange.chunks import ChunkedExchange
+from ..exchange.exchange import Exchange, Half, run_halves
 from ..exchange.layout import chunk_of
 from ..rotary import Rotary
-from ..schedule import Block, Exchanged, Op, Part, Program, Step
+from ..schedule import (
+    Block,
+    Exchanged,
+    O,
+    Op,
+    Part,
+    Program,
+    Recompute,
+    Step,
+    by_chunks,
+    head,
+    tail,
+    without_o,
+)
 from .block_layer import BlockLayer, Options
 from .recompute_region import RecomputeRegion
-from .saved_attention import Saved, SavedAttention, attend_kept, finish_kept
+from .saved_attention import OutputExchange, Saved, SavedAttention, attend_kept
 
-Recompute = Literal["none", "all", "but attention"]
 Watch = Callable[[Any, Tensor], None]
 
 
@@ -48,8 +59,8 @@ class LayerCall:
     """
 
     def __init__(self, layer: BlockLayer, call: Call, block: Block, options: Options):
-        self.layer, self.call, self.block, self.options = layer, call, block, options
-        call.run_by(block)
+        self.layer, self.call, self.options = layer, call, options
+        self.run_by(block)
         self.mlp_wgrads: Wgrads | None = None
         self.exchanges: dict[Exchanged, Exchange] = {}
         self.tokens: dict[Exchanged, Tensor] = {}
@@ -59,30 +70,35 @@ class LayerCall:
         self.held: Saved = {}
         self.o: dict[Exchanged, tuple[Tensor, bool]] | None = None
 
+    def run_by(self, block: Block) -> None:
+        """Follow this schedule from now on."""
+        self.block = block
+        self.call.run_by(block)
+
     def recomputed(self) -> LayerCall:
         """For the same call, run again."""
         made = LayerCall(self.layer, self.call, self.block, self.options)
         made.kept, made.held, made.o, made.again = self.kept, self.held, self.o, True
         return made
 
-    def finish_o(self, key: Exchanged) -> Tensor:
-        """A chunk of o."""
-        if self.again:
-            assert self.o is not None
-            o, has_gradient = self.o[key]
-            token = o.new_empty(0).requires_grad_(has_gradient)
-            o = o.detach().requires_grad_(has_gradient)
-            return o if self.kept is None else finish_kept(self.kept, key, None, o.detach(), token)
-        exchange, token = self.exchanges.pop(key), self.tokens.pop(key)
-        kept = self.kept if torch.is_grad_enabled() else None
-        o = (
-            exchange.finish(token)
-            if kept is None
-            else finish_kept(kept, key, exchange, None, token)
-        )
+    def finish_o(self, step: Step) -> Tensor:
+        """Finish the exchange of a chunk of o."""
+        key = step.exchange
+        o = self.exchanges.pop(key).finish(self.tokens.pop(key))
         if self.o is not None:
             self.o[key] = o.detach(), o.requires_grad
         return o
+
+    def saved_o(self, step: Step) -> Tensor:
+        """Return a chunk of o that was received before, where its layer is recomputed."""
+        assert self.o is not None
+        o, has_gradient = self.o[step.exchange]
+        if self.kept is None:
+            return o.detach().requires_grad_(has_gradient)
+        exchange = self.exchange(step)
+        assert isinstance(exchange, OutputExchange)
+        exchange.received = o
+        return exchange.finish(o.new_empty(0).requires_grad_(has_gradient))
 
     def exchange(self, step: Step) -> Exchange:
         """A new exchange; q, k and v have the head dim of the layer."""
@@ -90,8 +106,12 @@ class LayerCall:
         layout = call.geometry.chunk_exchange(
             step.tensors, step.group, dims, step.chunk, self.block.chunks
         )
-        name = self.block.name(step)
-        exchange = Exchange(call.sp_group, layout, call.where, name, call.checked)
+        of_call = call.sp_group, layout, call.where, self.block.name(step), call.checked
+        exchange = (
+            Exchange(*of_call)
+            if self.kept is None or step.tensors != O
+            else OutputExchange(self.kept, step.exchange, *of_call)
+        )
         self.exchanges[step.exchange] = exchange
         return exchange
 
@@ -148,9 +168,10 @@ class _Region(RecomputeRegion):
     def attend(self, here: LayerCall, hidden: Tensor, keep: bool) -> None:
         """The second part, the first time."""
         if keep and any(token.requires_grad for token in here.tokens.values()):
-            here.kept = SavedAttention(
-                partial(_beside, here.call, here.block, here.layer.attention.head_dim)
-            )
+            head_dim = here.layer.attention.head_dim
+            here.kept = SavedAttention(partial(_beside, here.call, here.block, head_dim))
+        elif keep:  # what attention saves for parameters of its own is not known
+            here.run_by(by_chunks(here.call.geometry.kinds, here.block.chunks, "all"))
         with self.watched():
             _attend(here, hidden)
         here.region, here.o, self.attends, self.following = None, {}, True, here.recomputed()
@@ -195,7 +216,9 @@ def run_segment(
         out = _segment(done, following, hidden, watch)
     if following is not None:
         following.region = region
-    return out if done is None else region.behind(out)
+    if done is not None:
+        region.precede(out)
+    return out
 
 
 def attend(here: LayerCall, hidden: Tensor, recompute: Recompute) -> None:
@@ -225,9 +248,14 @@ def _attend(here: LayerCall, hidden: Tensor) -> None:
         attention = here.layer.attention
         here.mlp_wgrads = Wgrads([here.layer.mlp], here.call.where, attention.plain, here=True)
     runner = _Attention(here, hidden)
+    if here.again:
+        runner.walk(here.block.recomputed_attention)
+        return
     runner.walk(here.block.attention_steps)
-    if here.kept is not None and not here.again:
+    if here.kept is not None:
         here.kept.agree(runner.watched)
+        if not here.kept.reads_o:
+            here.run_by(without_o(here.block))
 
 
 class _Attention(Gathering):
@@ -236,8 +264,8 @@ class _Attention(Gathering):
 
     Attributes:
         values: q, k, v of head groups, of the whole sequence.
-        attended: o of the group that was attended last, and q, k, v that it was made of; q, k, v
-            alone where attention is saved, since attention and the starts are one node then.
+        attended: o of the group that was attended last, and q, k, v that it was made of; empty
+            where attention is saved, since attention and the starts are one node then.
     """
 
     def __init__(self, here: LayerCall, hidden: Tensor):
@@ -265,33 +293,43 @@ class _Attention(Gathering):
         """Finish the exchanges of all chunks of q, k and v of a group."""
         here, keys = self.here, [step.exchange for step in steps]
         exchanges = [here.exchanges.pop(key) for key in keys]
-        arrived = finish_chunks(exchanges, [here.tokens.pop(key) for key in keys])
+        tokens = tuple(here.tokens.pop(key) for key in keys)
+        (arrived,) = run_halves([Half(ChunkedExchange(exchanges), tokens)])
         self.values.update(zip(steps[0].parts, arrived))
+        if here.again and here.kept is not None:  # for what its node saves
+            self._attend_saved(steps[0].group, {})
+
+    def _heads(self, group: int) -> tuple[Tensor, Tensor, Tensor]:
+        q, geometry = self.values.pop(("q", group)), self.call.geometry
+        k, v = (with_kv(geometry, kind, group, self.values) for kind in ("k", "v"))
+        return q, k, v
 
     def attend(self, step: Step) -> None:
-        group, geometry = step.group, self.call.geometry
-        q = self.values.pop(("q", group))
-        k, v = (with_kv(geometry, kind, group, self.values) for kind in ("k", "v"))
         if self.here.kept is None:
-            o = attend_group(self.call, self.attend_group, group, q, k, v)
-            self.attended = o, q, k, v
-        else:
-            self.attended = q, k, v
+            heads = self._heads(step.group)
+            o = attend_group(self.call, self.attend_group, step.group, *heads)
+            self.attended = o, *heads
 
     def leave(self, steps: list[Step]) -> None:
-        """Start the exchanges of all chunks of o of a group; none where it is run again."""
-        here, attended, keys = self.here, self.attended, [step.exchange for step in steps]
+        """Start the exchanges of all chunks of o of a group."""
+        here, attended = self.here, self.attended
         self.attended = ()
+        exchanges = {step.exchange: here.exchange(step) for step in steps}
         if here.kept is not None:
-            group = steps[0].group
-            one = partial(attend_group, self.call, self.attend_group, group)
-            exchanges = {} if here.again else {step.exchange: here.exchange(step) for step in steps}
-            saved = here.kept, here.held, group, one, self.watched, exchanges
-            here.tokens.update(zip(keys, attend_kept(*saved, *attended)))
-        elif not here.again:
-            meanwhile = {} if here.region is None else dict(meanwhile=here.region.when_needed)
-            started = start_chunks([here.exchange(step) for step in steps], *attended, **meanwhile)
-            here.tokens.update(zip(keys, started))
+            started = self._attend_saved(steps[0].group, exchanges)
+        else:
+            chunked = ChunkedExchange(list(exchanges.values()))
+            if here.region is not None:
+                chunked.meanwhile = here.region.when_needed
+            (started,) = run_halves([Half(chunked, attended, starts=True)])
+        here.tokens.update(zip(exchanges, started))
+
+    def _attend_saved(self, group: int, exchanges: dict[Exchanged, Exchange]) -> tuple[Tensor, ...]:
+        """Attend and start ``exchanges`` of o in one node; none where the layer is recomputed."""
+        here, one = self.here, partial(attend_group, self.call, self.attend_group, group)
+        assert here.kept is not None
+        of_call = here.kept, here.held, group, one, self.watched, exchanges
+        return attend_kept(*of_call, *self._heads(group))
 
 
 def _segment(
@@ -382,13 +420,17 @@ class _Segment(Runner):
 
     def finish(self, step: Step) -> None:
         assert self.done is not None
-        self.of_groups.append(self.done.finish_o(step.exchange))
+        self.of_groups.append(self.done.finish_o(step))
 
     def merge(self, step: Step) -> None:
-        assert self.done is not None
-        o = join_heads(self.done.call, dict(enumerate(self.of_groups))).flatten(2)
+        done = self.done
+        assert done is not None
+        if done.again:
+            finishes = (Step(Op.FINISH, O, False, at, step.chunk) for at in done.call.groups)
+            self.of_groups = [done.saved_o(finish) for finish in finishes]
+        o = join_heads(done.call, dict(enumerate(self.of_groups))).flatten(2)
         self.of_groups.clear()
-        y = self.shadows.of(self.done.layer.attention.o_proj)(o)
+        y = self.shadows.of(done.layer.attention.o_proj)(o)
         self.xs[step.chunk] = self.xs[step.chunk] + _with_bias(y)
 
     def mlp(self, step: Step) -> None:
@@ -420,10 +462,12 @@ class _Segment(Runner):
 
 def _program(done: LayerCall | None, following: LayerCall | None) -> Program:
     """What is run of a segment."""
+    here = done or following
+    assert here is not None
+    segment = here.block.recomputed_segment if here.again else here.block.segment
     if done is None:
-        assert following is not None
-        return following.block.head
-    return done.block.tail if following is None else done.block.segment
+        return head(segment)
+    return tail(segment) if following is None else segment
 
 
 def _with_bias(y: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:

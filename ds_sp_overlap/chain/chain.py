@@ -21,8 +21,8 @@ from torch import Tensor
 from ..attention.heads import Local
 from ..attention.runtime import linear
 from ..attention.runtime.linear import autocast
-from ..schedule import by_chunks
-from .block import LayerCall, Recompute, attend, run_segment
+from ..schedule import Recompute, by_chunks
+from .block import LayerCall, attend, run_segment
 from .block_layer import BlockLayer, Options
 
 
@@ -186,9 +186,10 @@ class Chain:
         if started is not None and started.serves(layer, hidden, options, recompute):
             here = started.begun
             here.options = options
+            here.run_by(by_chunks(here.call.geometry.kinds, self.chunks, recompute))
         else:
             self.in_step = self.in_step and started is None
-            here, started = self._begun(layer, hidden, options), None
+            here, started = self._begun(layer, hidden, options, recompute), None
             run_segment(None, here, hidden, recompute)
         if started is not None:
             started.ahead = next(iter(here.tokens.values())).grad_fn
@@ -196,7 +197,7 @@ class Chain:
         attend(here, hidden, recompute)
         following = None
         if successor is not None and self._may_start(successor):
-            following = self._begun(successor, hidden, options)
+            following = self._begun(successor, hidden, options, recompute)
         out = run_segment(
             here, following, hidden, recompute, None if started is None else started.watch
         )
@@ -212,7 +213,9 @@ class Chain:
             self.in_step and not first and not torch.is_inference_mode_enabled()
         )  # its tensors don't tell when they are changed
 
-    def _begun(self, layer: BlockLayer, hidden: Tensor, options: Options) -> LayerCall:
+    def _begun(
+        self, layer: BlockLayer, hidden: Tensor, options: Options, recompute: Recompute
+    ) -> LayerCall:
         attention, chunks = layer.attention, self.chunks
         positions, lengths, args, kwargs = options
 
@@ -231,4 +234,4 @@ class Chain:
             (hidden,),
             lambda: Local(attention.local_attention, args, kwargs, dim, dim, dtype),
         )
-        return LayerCall(layer, call, by_chunks(call.geometry.kinds, chunks), options)
+        return LayerCall(layer, call, by_chunks(call.geometry.kinds, chunks, recompute), options)

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..attention.memory.recompute import Random
-from ..exchange.exchange import Node
 
 
 class _Saved:
@@ -119,14 +118,18 @@ class RecomputeRegion(ABC):
 
         return again
 
-    def behind(self, y: Tensor) -> Tensor:
-        """``y``, which it made; in backward it is run again before anything that made ``y`` is
-        asked for its gradient.
+    def precede(self, y: Tensor) -> None:
+        """Have this region recomputed in backward before anything that made ``y``, an output of the
+        region, is asked for its gradient.
 
         ZeRO-3 gathers a module's weights for backward when the module's output gets its gradient,
         and lets go of them where the module has been called again.
         """
-        return _Behind.apply(self, y)
+        recompute = self.when_needed
+        if y.grad_fn is not None:
+            y.grad_fn.register_prehook(
+                lambda _: recompute()
+            )  # guard: run again, then gathered for backward
 
     def _leave_out(self, _: Tensor) -> _Saved:
         saved = _Saved()
@@ -142,17 +145,3 @@ class RecomputeRegion(ABC):
                 f"{self.where}: run again for backward, it doesn't save what it saved in forward; let it do the same both times"
             )
         return x
-
-
-class _Behind(Node):
-    @staticmethod
-    def forward(ctx, region: RecomputeRegion, y: Tensor):
-        ctx.again = region.when_needed
-        return y.new_empty(0).set_(
-            y.untyped_storage(), y.storage_offset(), y.size(), y.stride()
-        )  # no view, which nobody may change
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.again()  # guard: run again, then gathered for backward
-        return None, dy

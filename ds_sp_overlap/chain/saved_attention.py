@@ -1,8 +1,8 @@
 """Attention of a chain that is run once, though what is around it is run again: of it, q, k and v
 are made again, o is received again.
 
-    o_0, o_1, ..   = attend_kept(..)              attention, and a start of every chunk of o
-    finish_kept(..)                               a chunk of o, local; its backward sends o and do
+    o_0, o_1, ..   = attend_kept(..)       attention, and a start of every chunk of o
+    OutputExchange(..).finish(o_c)         a chunk of o, local; its backward sends o and do
 
 Before:  do = all_to_all(dy), and o is kept whole
 Now:     o, do = all_to_all(o_c, do_c) of each chunk, where o is read; beside o_c, which the region
@@ -11,7 +11,7 @@ Now:     o, do = all_to_all(o_c, do_c) of each chunk, where o is read; beside o_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +40,40 @@ class SavedAttention:
     def agree(self, local: LocalAttention) -> None:
         """Have all ranks do the same; collective on the first call of a kind."""
         self.reads_o = local.agree(self.reads_o, self.foreign)
+
+
+class OutputExchange(Exchange):
+    """The exchange of a chunk of o, whose gradient travels beside o where attention's backward
+    reads o.
+
+    Args:
+        saved: What is saved of the call.
+        chunk: The chunk.
+        exchange: Arguments of `Exchange`.
+    """
+
+    # o, where the finish is recomputed and nothing travels.
+    received: Tensor | None = None
+
+    def __init__(self, saved: SavedAttention, chunk: Chunk, *exchange: Any):
+        super().__init__(*exchange)
+        self.saved, self.chunk = saved, chunk
+
+    @property
+    def saves_received(self) -> bool:  # type: ignore[override]
+        return self.saved.reads_o
+
+    def finish_forward(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        if self.received is None:
+            return super().finish_forward(into)
+        return (self.received.view_as(self.received),)
+
+    def start_gradient(self, dys: Sequence[Tensor], *received: Tensor) -> None:
+        if not received:
+            super().start_gradient(dys)
+        else:
+            flight = self.saved.flights[self.chunk] = self.saved.beside(self.chunk)
+            flight.start_forward([*received, *dys])
 
 
 def attend_kept(
@@ -102,40 +136,3 @@ class _Attend(Node):
         o = front[0] if front else None
         found = ctx.attended.backward(attend, (q, k, v), ctx.wanted, o, do, held, local.learned)
         return None, None, None, None, None, None, *found
-
-
-def finish_kept(
-    kept: SavedAttention, chunk: Chunk, exchange: Exchange | None, o: Tensor | None, token: Tensor
-) -> Tensor:
-    """Finish the exchange of a chunk of o; returns it, [s_c, b, h_g, d].
-
-    o   what was received, where it is run again; else None
-    """
-    return _Finish.apply(kept, chunk, exchange, o, token)
-
-
-class _Finish(Node):
-    @staticmethod
-    def forward(
-        ctx, kept: SavedAttention, chunk: Chunk, exchange: Any, o: Tensor | None, token: Tensor
-    ):
-        if o is None:
-            (o,) = exchange.finish_forward()
-        else:
-            o = o.view_as(o)
-        ctx.parts = kept, chunk, exchange
-        ctx.save_for_backward(o if kept.reads_o else None)
-        return o
-
-    @staticmethod
-    def backward(ctx, do):
-        """Before: nothing. Now: the exchange of do is launched, beside o where that is read."""
-        kept, chunk, exchange = ctx.parts
-        refuse_second_derivatives(exchange.where)
-        (o,) = ctx.saved_tensors
-        if o is None:
-            exchange.start_gradient([do])
-        else:
-            flight = kept.flights[chunk] = kept.beside(chunk)
-            flight.start_forward([o, do])
-        return None, None, None, None, new_token(do)

@@ -1,101 +1,57 @@
 """Joins the exchanges of several chunks of tokens into one tensor, for attention.
 
-    q, k, v = finish_chunks(exchanges, tokens)      receive every chunk into its places of q, k, v
-    tokens  = start_chunks(exchanges, o, q, k, v)   send every chunk from its places of o
+At the local end, an exchange of a chunk is like any other: `Exchange.start`, `Exchange.finish`. At
+the end where attention is, all chunks are one `Half`:
 
-Each function is one node of autograd. In backward the roles swap, chunk by chunk, see
-Note [Token order] in `exchange`. The last chunk goes first, since its gradient is the first that
-the program of a block needs. At the local end, an exchange of a chunk is like any other:
-`Exchange.start`, `Exchange.finish`.
+    q, k, v = run_halves([Half(ChunkedExchange(exchanges), tokens)])
+    tokens  = run_halves([Half(ChunkedExchange(exchanges), (o, q, k, v), starts=True)])
+
+In backward the roles swap, chunk by chunk, see Note [Token order] in `exchange`. The last chunk goes
+first, since its gradient is the first that the program of a block needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import compress
 
-import torch
 from torch import Tensor
 
-from .exchange import Exchange, Node, new_token, refuse_second_derivatives
+from .exchange import Exchange
 
 
-def finish_chunks(exchanges: list[Exchange], tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Finish the exchanges of all chunks.
+class ChunkedExchange(Exchange):
+    """The exchanges of all chunks, each with its part of the same tensors.
 
     Args:
-        exchanges: Exchanges of q, k and v or some of them, in the order of their chunks
+        exchanges: Exchanges of q, k and v or some of them, or of o, in the order of their chunks
             (`Geometry.chunk_exchange`).
-        tokens: Returned when the exchanges were started.
-
-    Returns:
-        The tensors of the whole sequence, in the order of ``layout.each``.
+        meanwhile: Called in backward, while the gradients of o are under way.
     """
-    if not torch.is_grad_enabled():
-        return _received(exchanges)
-    return _FinishChunks.apply(exchanges, *tokens)
 
+    def __init__(
+        self, exchanges: Sequence[Exchange], meanwhile: Callable[[], object] = lambda: None
+    ):
+        self.exchanges, self.meanwhile, self.tokens = exchanges, meanwhile, len(exchanges)
+        first = exchanges[0]
+        self.layout, self.where, self.needed = first.layout, first.where, first.needed
 
-def start_chunks(
-    exchanges: list[Exchange], *tensors: Tensor, meanwhile: Callable[[], object] = lambda: None
-) -> tuple[Tensor, ...]:
-    """Start the exchanges of all chunks, each with its part of the same tensors.
+    def start_forward(self, xs: Sequence[Tensor]) -> None:
+        for exchange in self.exchanges:
+            exchange.start_forward(xs)
 
-    Args:
-        exchanges: Exchanges of o, in the order of their chunks (`Geometry.chunk_exchange`).
-        tensors: As in `Exchange.start`: o, then the q, k and v that it was computed from.
-        meanwhile: Called in backward, while the gradients are under way.
+    def finish_forward(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        received = tuple(into)
+        for exchange in self.exchanges:
+            received = exchange.finish_forward(received)
+        return received
 
-    Returns:
-        The token of each exchange.
-    """
-    if not torch.is_grad_enabled():
-        return _sent(exchanges, tensors)
-    return _StartChunks.apply(exchanges, meanwhile, *tensors)
+    def start_gradient(self, dys: Sequence[Tensor], *received: Tensor) -> None:
+        for exchange in reversed(self.exchanges):  # guard: the last chunk first
+            exchange.start_gradient(dys)
 
-
-def _received(exchanges: list[Exchange]) -> tuple[Tensor, ...]:
-    outs: tuple[Tensor, ...] = ()
-    for exchange in exchanges:
-        outs = exchange.finish_forward(outs)
-    return outs
-
-
-def _sent(exchanges: list[Exchange], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    for exchange in exchanges:
-        exchange.start_forward(tensors[: len(exchange.layout.each)])
-    return tuple(new_token(tensors[0]) for _ in exchanges)
-
-
-class _FinishChunks(Node):
-    @staticmethod
-    def forward(ctx, exchanges, *tokens):
-        ctx.exchanges, outs = exchanges, _received(exchanges)
-        ctx.needed = [any(ctx.needs_input_grad[1:]) and needed for needed in exchanges[0].needed]
-        ctx.mark_non_differentiable(*(out for out, needed in zip(outs, ctx.needed) if not needed))
-        return outs
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        """Launch the exchange of each chunk of dq, dk and dv, the last chunk first."""
-        refuse_second_derivatives(ctx.exchanges[0].where)
-        for exchange in reversed(ctx.exchanges):  # guard: the last chunk first
-            exchange.start_gradient(list(compress(gradients, ctx.needed)))
-        return None, *(new_token(gradients[0]) for _ in ctx.exchanges)
-
-
-class _StartChunks(Node):
-    @staticmethod
-    def forward(ctx, exchanges, meanwhile, *tensors):
-        ctx.exchanges, ctx.meanwhile = exchanges, meanwhile
-        ctx.unsent = [None] * (len(tensors) - len(exchanges[0].layout.each))
-        return _sent(exchanges, tensors)
-
-    @staticmethod
-    def backward(ctx, *tokens):
-        """Wait for the chunks of do, which are under way since the backward of their finish."""
-        ctx.meanwhile()  # guard: run again, then waits for do
-        outs: tuple[Tensor | None, ...] = ()
-        for exchange in reversed(ctx.exchanges):
-            outs = exchange.finish_gradient([out for out in outs if out is not None])
-        return None, None, *outs, *ctx.unsent
+    def finish_gradient(self, into: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
+        self.meanwhile()  # guard: run again, then waits for do
+        received: tuple[Tensor | None, ...] = tuple(into)
+        for exchange in reversed(self.exchanges):
+            received = exchange.finish_gradient([x for x in received if x is not None])
+        return received

@@ -90,6 +90,10 @@ class Exchange:
     # The transfer in flight, between start and finish.
     forward: InFlight | None = None
     gradient: InFlight | None = None
+    # How many tokens tie the finish to the start.
+    tokens = 1
+    # Whether autograd saves what was received for `start_gradient`. Such a half runs by itself.
+    saves_received = False
 
     def __init__(
         self,
@@ -122,9 +126,6 @@ class Exchange:
         Raises:
             ValueError: before any communication, if a tensor has another shape.
         """
-        if not torch.is_grad_enabled():
-            self.start_forward(tensors[: len(self.needed)])
-            return new_token(tensors[0])
         ((token,),) = run_halves([Half(self, tensors, starts=True)])
         return token
 
@@ -134,8 +135,6 @@ class Exchange:
         Returns:
             What was received, in the shape of ``layout.target``.
         """
-        if not torch.is_grad_enabled():
-            return self.finish_forward()[0]
         ((y,),) = run_halves([Half(self, (token,))])
         return y
 
@@ -155,8 +154,13 @@ class Exchange:
         in_flight, self.forward = self.forward, None  # guard: forward is let go
         return in_flight.finish(into)
 
-    def start_gradient(self, dys: Sequence[Tensor]) -> None:
-        """Launch the transfer of the gradients of those tensors that are `needed`."""
+    def start_gradient(self, dys: Sequence[Tensor], *received: Tensor) -> None:
+        """Launch the transfer of the gradients of those tensors that are `needed`.
+
+        Args:
+            dys: The gradients.
+            received: What was received, of an exchange that `saves_received`.
+        """
         name, layout = f"{self.where} d{self.name}", self.layout.only(self.needed).inverse
         gradient = InFlight(self.sp_group, layout, name, rope_back=self.rope)
         self.gradient = gradient.launch(dys, self.checked)
@@ -190,7 +194,7 @@ class Half(NamedTuple):
 
     Attributes:
         exchange: The exchange.
-        given: For a start, the tensors that `Exchange.start` takes; for a finish, the token.
+        given: For a start, the tensors that `Exchange.start` takes; for a finish, the tokens.
         starts: Whether this is the start.
     """
 
@@ -206,13 +210,10 @@ def run_halves(halves: Sequence[Half]) -> list[tuple[Tensor, ...]]:
     gradients of all outputs are known.
 
     Returns:
-        For each start, its token; for each finish, what was received.
+        For each start, its tokens; for each finish, what was received.
     """
     if not torch.is_grad_enabled():
-        return [
-            (exchange.start(*tensors),) if starts else exchange.finish_forward()
-            for exchange, tensors, starts in halves
-        ]
+        return [_run(half) for half in halves]
     inputs = [x for half in halves for x in half.given]
     outputs = _Halves.apply(halves, *inputs)  # guard: leads to each of them
     if len(halves) == 1:
@@ -220,8 +221,18 @@ def run_halves(halves: Sequence[Half]) -> list[tuple[Tensor, ...]]:
     remaining = iter(outputs)
     by_half = []
     for exchange, _, starts in halves:
-        by_half.append(tuple(islice(remaining, 1 if starts else len(exchange.needed))))
+        count = exchange.tokens if starts else len(exchange.needed)
+        by_half.append(tuple(islice(remaining, count)))
     return by_half
+
+
+def _run(half: Half) -> tuple[Tensor, ...]:
+    """Run a half without autograd."""
+    exchange, given, starts = half
+    if not starts:
+        return exchange.finish_forward()
+    exchange.start_forward(given[: len(exchange.needed)])
+    return tuple([new_token(given[0]) for _ in range(exchange.tokens)])
 
 
 def new_token(x: Tensor) -> Tensor:
@@ -237,27 +248,29 @@ class _Halves(Node):
         needs = ctx.needs_input_grad
         outputs: list[Tensor] = []
         undifferentiable: list[Tensor] = []
-        # Each half with the index of its first input and of its first output.
+        # Each half with the indices of its inputs and of its outputs.
         ctx.halves = []
         # Input 0 is ``halves``.
-        first_input = 1
-        for exchange, tensors, starts in halves:
-            ctx.halves.append((exchange, starts, first_input, len(outputs)))
-            if starts:
-                sent = len(exchange.needed)
-                # A single tensor has a gradient if its token has: o even where attention computed
-                # o from nothing that needs one.
-                if sent > 1:
-                    exchange.needed = needs[first_input : first_input + sent]
-                exchange.start_forward(tensors[:sent])
-                outputs.append(new_token(tensors[0]))
-            else:
-                received = exchange.finish_forward()
-                outputs += received
-                for x, needed in zip(received, exchange.needed):
-                    if not (needed and needs[first_input]):
+        end = 1
+        for half in halves:
+            exchange, given, starts = half
+            inputs, end = slice(end, end + len(given)), end + len(given)
+            # A single tensor has a gradient if its token has: o even where attention computed o
+            # from nothing that needs one.
+            if starts and len(exchange.needed) > 1:
+                exchange.needed = needs[inputs][: len(exchange.needed)]
+            made = _run(half)
+            ctx.halves.append(
+                (exchange, starts, inputs, slice(len(outputs), len(outputs) + len(made)))
+            )
+            outputs += made
+            if not starts:
+                has_gradient = any(needs[inputs])
+                for x, needed in zip(made, exchange.needed):
+                    if not (needed and has_gradient):
                         undifferentiable.append(x)
-            first_input += len(tensors)
+                if exchange.saves_received:
+                    ctx.save_for_backward(*made)
         ctx.dtypes, ctx.device = [x.dtype for x in outputs], outputs[0].device
         if undifferentiable:
             ctx.mark_non_differentiable(*undifferentiable)
@@ -272,22 +285,22 @@ class _Halves(Node):
         refuse_second_derivatives(ctx.halves[0][0].where)
         dxs: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for half in reversed(ctx.halves):  # guard: in the order drawn
-            exchange, starts, first_input, first_output = half
-            needed = exchange.needed
+            exchange, starts, inputs, outputs = half
+            needed, dys = exchange.needed, gradients[outputs]
             if starts:
-                if gradients[first_output] is not None:
-                    dxs[first_input : first_input + len(needed)] = exchange.finish_gradient()
-            elif ctx.needs_input_grad[first_input]:
-                dys = []
-                for index, shape in enumerate(exchange.layout.targets.shapes):
-                    if not needed[index]:
+                if any(dy is not None for dy in dys):
+                    dxs[inputs.start : inputs.start + len(needed)] = exchange.finish_gradient()
+            elif any(ctx.needs_input_grad[inputs]):
+                sent = []
+                shapes, dtypes = exchange.layout.targets.shapes, ctx.dtypes[outputs]
+                for dy, shape, dtype, is_needed in zip(dys, shapes, dtypes, needed):
+                    if not is_needed:
                         continue
-                    dy = gradients[first_output + index]
                     if dy is None:
                         # Nothing depends on what this rank received; on other ranks something may.
-                        dtype = ctx.dtypes[first_output + index]
                         dy = torch.zeros(shape, dtype=dtype, device=ctx.device)
-                    dys.append(dy)
-                exchange.start_gradient(dys)
-                dxs[first_input] = new_token(dys[0])
+                    sent.append(dy)
+                received = ctx.saved_tensors if exchange.saves_received else ()
+                exchange.start_gradient(sent, *received)
+                dxs[inputs] = [new_token(sent[0]) for _ in range(exchange.tokens)]
         return tuple(dxs)

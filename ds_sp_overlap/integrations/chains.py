@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
 from ..autotune.trial import BLOCK, LAYER, Candidate
-from ..chain.block import Recompute
 from ..chain.block_layer import BlockLayer
 from ..chain.chain import Chain
 from ..config import SpOverlapConfig
 from ..profiling.steps import in_backward
 from ..profiling.timed import TimedCall
+from ..schedule import Recompute
 from ..warn import warn_once
 from .inspect.accounting import Unknown
 from .inspect.decoder_layer import BlockReader, records_nothing

@@ -71,7 +71,7 @@ Another schedule is another function ``(kinds, wgrad_last) -> Schedule``, see `b
 groups that is tried. The layer checks what it returns.
 """
 
-from .block import Block, by_chunks, periods
+from .block import Block, Recompute, by_chunks, head, periods, tail
 from .by_groups import by_head_groups, by_starts
 from .checked import check, needs_of
 from .choice import schedule_of
@@ -94,7 +94,8 @@ from .steps import (
 from .window import Windowed, by_window, without_o
 
 __all__ = [
-    "MLP", "OF_MLP", "QKV", "Bar", "Block", "Exchanged", "O", "Op", "Part", "Simulation", "Program", "Schedule", "Step", "Tensor", "Tensors",
-    "Windowed", "by_chunks", "by_head_groups", "by_starts", "by_window", "check", "draw", "memory_bytes", "needs_of", "order", "periods", "simulate",
+    "MLP", "OF_MLP", "QKV", "Bar", "Block", "Exchanged", "O", "Op", "Part", "Simulation", "Program", "Recompute", "Schedule", "Step", "Tensor", "Tensors",
+    "Windowed", "by_chunks", "by_head_groups", "by_starts", "by_window", "check", "draw", "head", "memory_bytes", "needs_of", "order", "periods", "simulate",
+    "tail",
     "schedule_of", "stop_of", "without_o",
 ]  # fmt: skip

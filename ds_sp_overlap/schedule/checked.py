@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from .block import Block
+from .block import Block, Recompute, recomputed
 from .steps import OF_MLP, QKV, O, Op, Program, Q, Schedule, Step, section_of
 from .window import Windowed
 
@@ -156,14 +156,37 @@ def _block(block: Block, kinds: tuple[str, ...]) -> None:
         started = [Step(Op.START, sent[group], False, group, c) for group in groups]
         forward |= {start: [project] for start in started}
     _each_in_its_turn("forward", block.forward, forward)
+    _recomputed(block)
     parts = block.segment, block.attention_steps
     mirrored = [step.mirror for part in parts for step in reversed(part)]
+    beside = next((step.beside for step in block.backward if _sends_do(step)), ())
+    mirrored = [_with(beside, step) for step in mirrored]
     backward: Needs = {}
     for before, step in zip([None, *mirrored], mirrored):
         backward[step] = [before] if before else []
     for of in (O, QKV, OF_MLP):
-        backward[Step(Op.WGRAD, of, True, 0)] = [Step(Op.DGRAD, of, True, 0, c) for c in every]
+        if block.recompute:  # chunk by chunk, as soon as the gradient is there
+            for c in every:
+                dgrad = Step(Op.DGRAD, of, True, 0, c)
+                backward[dgrad._replace(op=Op.WGRAD)] = backward[dgrad]
+        else:
+            backward[Step(Op.WGRAD, of, True, 0)] = [Step(Op.DGRAD, of, True, 0, c) for c in every]
     _each_in_its_turn("backward", block.backward, backward)
+
+
+def _recomputed(block: Block) -> None:
+    """Some recomputation, or none; o travels beside do only where attention is not recomputed."""
+    known: tuple[Recompute, ...] = ("none", "all", "but attention")
+    for kind in known:
+        if block.recompute == recomputed(block, kind):
+            break
+    else:
+        raise ValueError(
+            f"schedule, recompute: {', '.join(map(str, block.recompute))} is neither all of a layer but the exchange of o, "
+            "nor that without attention; see `by_chunks`"
+        )
+    if kind != "but attention" and any(step.beside for step in block.backward):
+        raise ValueError("schedule, backward: o travels beside do, but attention is not saved")
 
 
 def _sends_do(step: Step) -> bool:

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import TypeVar
 
 from .by_groups import products
 from .steps import O, Op, Program, Schedule, Step, Tensors
@@ -184,8 +185,11 @@ def _starts(kinds: str, alone: bool) -> tuple[Tensors, ...]:
     return tuple((kind,) for kind in kinds) if alone else (tuple(kinds),)
 
 
+_Kind = TypeVar("_Kind", bound=Schedule)
+
+
 @cache
-def without_o(schedule: Schedule) -> Schedule:
+def without_o(schedule: _Kind) -> _Kind:
     """The same where no rank's attention reads o in backward, for instance since it is run again
     there.
     """

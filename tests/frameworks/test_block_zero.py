@@ -18,12 +18,12 @@ SHAPE = Blocks(4, 2, 8, 2, (6, 4), norms=True, chunks=2, dtype=torch.float32, co
 STEPS = 4  # the first starts nothing ahead; ZeRO-3 learns the order of the modules in the second
 
 
-def trained(rank, stage, accumulation, rerun):
+def trained(rank, stage, accumulation, recompute):
     """The largest relative difference of a gradient of the last step, and the order of its forward's exchanges."""
     whole, mine, mover = blocks.Model(SHAPE), blocks.Model(SHAPE), Recording()
     x, dy = layers.whole_inputs(SHAPE)
     (whole(x) * dy).sum().backward()
-    blocks.enchain(mine, replace(SHAPE, rerun=rerun), rank, torch.distributed.group.WORLD, mover)
+    blocks.enchain(mine, replace(SHAPE, recompute=recompute), rank, torch.distributed.group.WORLD, mover)
     config = ds_config(stage, accumulation, optimizer="SGD", gradient_clipping=0.0)
     config["optimizer"]["params"]["lr"] = 0.0
     engine, *_ = deepspeed.initialize(model=mine, config=config)
@@ -45,15 +45,15 @@ def trained(rank, stage, accumulation, rerun):
 
 
 @pytest.mark.singles
-@pytest.mark.parametrize("rerun", ["none", "all", "but attention"])
+@pytest.mark.parametrize("recompute", ["none", "all", "but attention"])
 @pytest.mark.parametrize("stage,accumulation", [(0, 1), (1, 1), (1, 2), (2, 1), (3, 1), (3, 2)])
-def test_gradients_of_every_stage_equal_the_whole_sequences(stage, accumulation, rerun):
+def test_gradients_of_every_stage_equal_the_whole_sequences(stage, accumulation, recompute):
     """fp32: 1e-6 are roundings of sums in another order; a mistake gives more than 1e-3.
 
     In fp64 there is nothing more to see: DeepSpeed refuses it at stage 0, and keeps gradients in fp32 from stage 1 on.
     """
     chain = by_chunks(("qkv", "q"), 2).chain(blocks.LAYERS)  # two KV heads on two ranks
-    for error, count, forward in on_ranks(2, trained, stage, accumulation, rerun):
+    for error, count, forward in on_ranks(2, trained, stage, accumulation, recompute):
         assert error < 1e-5 and count == 3 * 11
         assert forward == order(chain, chain.forward)
 

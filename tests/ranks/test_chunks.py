@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from ds_sp_overlap.exchange.chunks import finish_chunks, start_chunks
+from ds_sp_overlap.exchange.chunks import ChunkedExchange
 from ds_sp_overlap.exchange.exchange import Exchange, Half, run_halves
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.layout import chunk_of
@@ -47,14 +47,15 @@ def moved(sp_group, geometry, group, chunks, dims, checked=False):
         ]
         parts = [[x.narrow(seq, start, stop - start) for x in xs] for start, stop in ranges]
         tokens = [each.start(*part) for each, part in zip(sent, parts)]
-        ys = finish_chunks(sent, tokens)
+        (ys,) = run_halves([Half(ChunkedExchange(sent), tuple(tokens))])
     else:
         whole = exchange(local, kinds)
         (ys,) = run_halves([Half(whole, (whole.start(*xs),))])
     o = ys[0] * 3  # a rank that gets no KV head with this group has nothing else
     if chunks:
         back = [exchange(geometry.chunk_exchange("o", group, dims[:1], c, chunks), f"o.{c}") for c in range(chunks)]
-        out = torch.cat([each.finish(token) for each, token in zip(back, start_chunks(back, o, *ys))], seq)
+        (tokens,) = run_halves([Half(ChunkedExchange(back), (o, *ys), starts=True)])
+        out = torch.cat([each.finish(token) for each, token in zip(back, tokens)], seq)
     else:
         whole = exchange(geometry.exchange("o", group, dims[0]), "o")
         out = whole.finish(whole.start(o, *ys))
@@ -132,7 +133,7 @@ WATCHED = [
     Watched(
         Guard(
             "the last chunk first",
-            without="for exchange in ctx.exchanges:\n    exchange.start_gradient(list(compress(gradients, ctx.needed)))",
+            without="for exchange in self.exchanges:",
         ),
         order,
     )

@@ -38,7 +38,7 @@ def sending(sent):
         return attend
 
     def started(self, xs):
-        joined.extend([self.what] * (len(xs) > 1))
+        joined.extend([self.name] * (len(xs) > 1))
         start(self, xs)
 
     with mock.patch.object(layers, "block", made), mock.patch.object(Exchange, "start_forward", started):

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from ds_sp_overlap.schedule import Schedule, by_chunks, by_head_groups, by_window, draw, order, play, without_o
+from ds_sp_overlap.schedule import Schedule, by_chunks, by_head_groups, by_window, draw, order, simulate, without_o
 from tests.harness import layers
 from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks
@@ -38,7 +38,7 @@ def test_a_schedule_that_is_added_is_run_recorded_drawn_and_played(kv_heads, kin
     for found, log in on_ranks(2, run_by, merged_last, 2, kv_heads):
         assert found == [] and log == order(made, made.forward) + order(made, made.backward)
     assert made.forward[-4:] == tuple(map(step_of, ("finish o 0", "finish o 1", "merge o 0", "merge o 1")))
-    one, other = (play(s, s.forward, lambda step: 2.0 if step.on_wire else 1.0) for s in (by_head_groups(kinds), made))
+    one, other = (simulate(s, s.forward, lambda step: 2.0 if step.on_wire else 1.0) for s in (by_head_groups(kinds), made))
     assert other.exposed_ms["o1"] == one.exposed_ms["o1"] + 1, "the first merge no longer hides it"
     assert draw(made, made.forward) != draw(by_head_groups(kinds), by_head_groups(kinds).forward)
 

@@ -434,7 +434,7 @@ def trained_beside_replicas(rank, stage, checkpointing):
     return trained(rank, stage, costs, checkpointing, accumulation=2 if stage == 2 else 1, family="qwen3")
 
 
-@pytest.mark.parametrize("stage,checkpointing", [(1, None), full(2, True), full(3, False)])
+@pytest.mark.parametrize("stage,checkpointing", [full(1, None), full(2, True), (3, False)])
 def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stage, checkpointing):
     """Qwen3, whose norms get their gradients in another order with G = 1 than with more."""
     every = on_ranks(4, trained_beside_replicas, stage, checkpointing)
@@ -461,7 +461,7 @@ def right_with_windows(rank, name, config):
     # By rank 0 alone another would be kept.
     costs = {1: 2.0, 2: 1.0, 4: 1.5, 8: 1.5, (8, 2): 1.009, (8, 1): [1.005, 1.2][rank], (4, 1): 1.5, (4, 2): 1.5, (2, 1): 1.5}
     as_long = lambda layer, *given: choices.tried(replace(layer, seq=2**22), *given)
-    with mock.patch.object(of_layer, "tried", as_long), scripted(costs) as log:
+    with mock.patch.object(of_layer, "candidates_of", as_long), scripted(costs) as log:
         for _ in range(20):
             sgd.zero_grad()
             mover.log.clear()

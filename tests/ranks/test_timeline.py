@@ -121,9 +121,10 @@ def test_the_compute_row_is_the_one_that_the_schedule_plays(window, groups, size
         assert [names["forward"], names["backward"]] == played(schedule_of(groups, window))
 
 
-def rows_of_a_chain(rank, chunks, folder):
+def rows_of_a_chain(rank, chunks, recompute, folder):
     """Rows of two steps of three layers in a chain, and whether the recording was over with them."""
-    shape = Blocks(4, 4, lengths=(8, 8), chunks=chunks, config={"head_groups": 2, "timeline": {"path": folder, "steps": [0, 1]}})
+    config = {"head_groups": 2, "timeline": {"path": folder, "steps": [0, 1]}}
+    shape = Blocks(4, 4, lengths=(8, 8), chunks=chunks, recompute=recompute, config=config)
     model = blocks.Model(shape)
     blocks.enchain(model, shape, rank, torch.distributed.group.WORLD)
     for number, layer in enumerate(model.layers):
@@ -140,13 +141,13 @@ def rows_of_a_chain(rank, chunks, folder):
     return rows, lines.steps is None
 
 
-@pytest.mark.parametrize("chunks", [2, 4])
-def test_the_compute_row_of_a_chain_is_the_one_that_its_schedule_plays(chunks, tmp_path):
+@pytest.mark.parametrize("chunks,recompute", [(2, "none"), (4, "none"), (2, "all"), (3, "but attention")])
+def test_the_compute_row_of_a_chain_is_the_one_that_its_schedule_plays(chunks, recompute, tmp_path):
     """But for what has no exchange of the chain in front of it or behind it: its very first and its very last steps."""
-    made = by_chunks(("qkv", "qkv"), chunks)
+    made = by_chunks(("qkv", "qkv"), chunks, recompute)
     alone = [rows[1:-1] * LAYERS for rows in played(made.chain(1))]  # nothing is started ahead in the first step
     together = [rows[1:-1] for rows in played(made.chain(LAYERS))]
-    for rows, is_over in on_ranks(2, rows_of_a_chain, chunks, str(tmp_path)):
+    for rows, is_over in on_ranks(2, rows_of_a_chain, chunks, recompute, str(tmp_path)):
         computed = sorted((row for row in (Row(*row) for row in rows) if row.kind == "compute"), key=lambda row: row.begin)
         for step, (forward, backward) in enumerate((alone, together)):
             assert [name for name, _ in groupby(row.what for row in computed if row.step == step)] == forward + backward

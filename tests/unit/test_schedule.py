@@ -124,10 +124,27 @@ def test_a_schedule_for_other_groups_than_the_layer_has_is_refused(kinds, others
 chunks = st.integers(1, 5)
 
 
+RECOMPUTES = "none", "all", "but attention"
+recomputes = st.sampled_from(RECOMPUTES)
+
+
 @settings(deadline=None)
-@given(kinds=kinds, chunks=chunks)
-def test_every_number_of_chunks_makes_a_block_that_holds(kinds, chunks):
-    assert check(by_chunks(kinds, chunks), kinds).chunks == chunks
+@given(kinds=kinds, chunks=chunks, recompute=recomputes)
+def test_every_number_of_chunks_makes_a_block_that_holds(kinds, chunks, recompute):
+    made = by_chunks(kinds, chunks, recompute)
+    assert check(made, kinds).chunks == chunks and check(without_o(made), kinds)
+    assert set(made.recompute) <= set(made.forward) and bool(made.recompute) == (recompute != "none")
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES[1:])
+def test_a_block_that_recomputes_something_else_is_refused(recompute):
+    made = by_chunks(("qkv", "q"), 2, recompute)
+    for at in range(len(made.recompute)):
+        with pytest.raises(ValueError, match="^schedule, recompute: "):
+            check(replace(made, recompute=made.recompute[:at] + made.recompute[at + 1 :]), ("qkv", "q"))
+    if recompute == "but attention":
+        with pytest.raises(ValueError, match="o travels beside do, but attention is not saved"):
+            check(replace(made, recompute=by_chunks(("qkv", "q"), 2, "all").recompute), ("qkv", "q"))
 
 
 @settings(deadline=None)
@@ -144,9 +161,9 @@ def test_what_a_period_of_a_block_waits_for_are_steps_of_the_block_that_come_bef
 
 
 @settings(deadline=None)
-@given(kinds=kinds, chunks=chunks, data=st.data())
-def test_a_block_with_a_step_missing_or_twice_is_refused(kinds, chunks, data):
-    refuses_a_step_missing_or_twice(by_chunks(kinds, chunks), kinds, data)
+@given(kinds=kinds, chunks=chunks, recompute=recomputes, data=st.data())
+def test_a_block_with_a_step_missing_or_twice_is_refused(kinds, chunks, recompute, data):
+    refuses_a_step_missing_or_twice(by_chunks(kinds, chunks, recompute), kinds, data)
 
 
 # Of two groups, the second of which brings no KV head, in two chunks.
@@ -312,10 +329,13 @@ def test_the_drawing_of_a_window_is_printed_from_its_schedule():
 
 def test_the_drawing_of_a_chain_is_printed_from_its_schedule():
     held_by(block.__doc__, by_chunks(("qkv",), 2).chain(2), 120, 112)
+    held_by(block.__doc__, by_chunks(("qkv",), 2, "but attention").chain(1), None, 112)
 
 
 def held_by(text, made, *columns):
     for name, program, wide in zip(("forward", "backward"), (made.forward, made.backward), columns):
+        if wide is None:
+            continue
         drawing = "\n\n".join(pieces(draw(made, program), wide))
         assert f"    {name}\n{drawing}\n" in text, drawing
 

@@ -23,11 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...exchange.exchange import Node, new_token, refuse_second_derivatives
-from .linear import Plain, autocast, can_split
-
-_UNHOOKED: dict[str, Any] = {
-    f"_{kind}_hooks": {} for kind in ("forward", "forward_pre", "backward", "backward_pre")
-}
+from .linear import Plain, autocast, can_split, without_hooks
 
 
 class _Slot:
@@ -160,9 +156,7 @@ class Shadows:
 
     def of(self, module: nn.Module) -> nn.Module:
         if module not in self.made:
-            copy = self.made[module] = object.__new__(type(module))
-            vars(copy).update(vars(module), **_UNHOOKED, _compiled_call_impl=None)
-            vars(copy).pop("forward", None)
+            copy = self.made[module] = without_hooks(module)
             if module in self.slots:
                 slot, token = self.slots[module]
                 slot.open()

@@ -157,6 +157,17 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
         vars(first).pop("forward", None)  # guard: given back after a raise
 
 
+def without_hooks(module: nn.Module) -> Any:
+    """Return a copy of a module over the same parameters and children, whose call runs no hook."""
+    copy = object.__new__(type(module))
+    hooks = {
+        f"_{kind}_hooks": {} for kind in ("forward", "forward_pre", "backward", "backward_pre")
+    }
+    vars(copy).update(vars(module), **hooks, _compiled_call_impl=None)
+    vars(copy).pop("forward", None)
+    return copy
+
+
 def parameter_of(module: nn.Module, name: str) -> Any:
     """A parameter of ``module``; for less of the host's time than ``module.weight``, which looks
     everywhere else first.

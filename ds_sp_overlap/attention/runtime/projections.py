@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from ...schedule import Part
 from .execution import Call
-from .linear import Plain, autocast_of, by_rank, matrix, parameter_of
+from .linear import Plain, autocast_of, by_rank, matrix, parameter_of, without_hooks
 from .slices import Parts, Pieces, Ranges, batched, cutter
 
 
@@ -155,12 +155,13 @@ class Projections:
         return saved[at.start - linear : at.stop - linear]
 
     def _with(self, norm: nn.Module, learned: Sequence[Tensor]) -> Callable[..., Tensor]:
-        """``norm`` with ``learned`` for its parameters, which another model's may have replaced
-        since, as `functional_call` does.
+        """``norm`` with ``learned`` for its parameters: `functional_call` replaces them, and so does
+        an activation checkpoint, which saves tensors of its own.
         """
         own = dict(norm.named_parameters())
         if all(mine is theirs for mine, theirs in zip(own.values(), learned)):
             return norm
+        norm = without_hooks(norm)  # ZeRO-3's look for parameters of its own
         return lambda heads: functional_call(norm, dict(zip(own, learned)), (heads,))
 
 

@@ -180,47 +180,36 @@ def _joined(
     return joined.whole()
 
 
-class _Cut(Node):
-    """Cut a tensor into parts; the gradient is put together in one pass instead of one padded sum a
-    part.
+class _Slices(Node):
+    """Cut a tensor into parts, or join parts to a tensor: each is the gradient of the other, made in
+    one pass instead of one padded sum a part.
     """
 
     @staticmethod
-    def forward(ctx, x, dim, parts):
-        ctx.set_materialize_grads(False)
-        ctx.shape, ctx.dim, ctx.parts = x.shape, dim, parts
+    def forward(ctx, is_cut, shape, dim, parts, *tensors):
+        ctx.set_materialize_grads(not is_cut)  # a whole is never None, a part may be
+        ctx.given = is_cut, shape, dim, parts
+        if not is_cut:
+            return _joined(shape, dim, parts, tensors)
         # Copies, never views of x, which only a part of few tokens could be: norms and RoPE may
         # work in place.
-        return tuple(
-            cut_ranges(x, dim, part).clone(memory_format=torch.contiguous_format) for part in parts
-        )
+        pieces = (cut_ranges(tensors[0], dim, part) for part in parts)
+        return tuple(piece.clone(memory_format=torch.contiguous_format) for piece in pieces)
 
     @staticmethod
-    def backward(ctx, *grads):
-        return _joined(ctx.shape, ctx.dim, ctx.parts, grads), None, None
-
-
-class _Join(Node):
-    """The inverse of `_Cut`."""
-
-    @staticmethod
-    def forward(ctx, shape, dim, parts, *pieces):
-        ctx.dim, ctx.parts = dim, parts
-        return _joined(shape, dim, parts, pieces)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return (
-            None,
-            None,
-            None,
-            *(cut_ranges(grad, ctx.dim, part).contiguous() for part in ctx.parts),
-        )
+    def backward(ctx, *gradients):
+        is_cut, shape, dim, parts = ctx.given
+        if is_cut:
+            return None, None, None, None, _joined(shape, dim, parts, gradients)
+        pieces = (cut_ranges(gradients[0], dim, part).contiguous() for part in parts)
+        return None, None, None, None, *pieces
 
 
 def cut(x: Tensor, dim: int, parts: list[Ranges]) -> tuple[Tensor, ...]:
     """The parts of ``x`` along ``dim``, each a list of ranges; differentiable, parts may overlap."""
-    return (x,) if parts == [((0, x.shape[dim]),)] else _Cut.apply(x, dim, parts)
+    if parts == [((0, x.shape[dim]),)]:
+        return (x,)
+    return _Slices.apply(True, x.shape, dim, parts, x)
 
 
 def join(pieces: list[Tensor], dim: int, parts: list[Ranges]) -> Tensor:
@@ -229,7 +218,7 @@ def join(pieces: list[Tensor], dim: int, parts: list[Ranges]) -> Tensor:
         return pieces[0]
     shape = list(pieces[0].shape)
     shape[dim] = sum(piece.shape[dim] for piece in pieces)
-    return _Join.apply(shape, dim, parts, *pieces)
+    return _Slices.apply(False, shape, dim, parts, *pieces)
 
 
 def batched(parameter: Tensor, dim: int, part: Ranges, count: int) -> Tensor:

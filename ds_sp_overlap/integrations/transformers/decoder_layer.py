@@ -8,8 +8,8 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ...attention.memory.checkpoint_cache import keep_attention
-from ...chain.block import Recompute
 from ...config import SpOverlapConfig
+from ...schedule import Recompute
 from ..chains import ChainedLayer, ForwardPass
 from ..inspect.accounting import forward_of
 from ..inspect.decoder_layer import CHECKPOINTING, BlockReader

@@ -160,7 +160,7 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
 def without_hooks(module: nn.Module) -> Any:
     """Return a copy of a module over the same parameters and children, whose call runs no hook."""
     copy = object.__new__(type(module))
-    hooks = {
+    hooks: dict[str, Any] = {
         f"_{kind}_hooks": {} for kind in ("forward", "forward_pre", "backward", "backward_pre")
     }
     vars(copy).update(vars(module), **hooks, _compiled_call_impl=None)

@@ -22,6 +22,7 @@ from ..attention.runtime.linear import call_through
 from ..attention.runtime.recorded import Gathering, join_heads
 from ..attention.runtime.runner import Runner
 from ..attention.runtime.slices import Ranges, cut, join
+from ..attention.self_attention import SelfAttention
 from ..exchange.chunks import ChunkedExchange
 from ..exchange.exchange import Exchange, Half, run_halves
 from ..exchange.layout import chunk_of
@@ -221,6 +222,27 @@ def run_segment(
     return out
 
 
+def run_alone(
+    attention: SelfAttention, call: Call, block: Block, options: Options, hidden: Tensor
+) -> Tensor:
+    """Run an attention layer by itself in the order of a `Block`, whose MLP it does not have.
+
+    Raises:
+        ValueError: if the layer can't run in chunks of tokens.
+    """
+    nothing = nn.Identity()
+    layer = BlockLayer(attention, nothing, nothing, nothing, is_attention_alone=True)
+    if fault := layer.in_the_way():
+        raise ValueError(
+            f"{call.where}: schedule= makes a Block, in chunks of tokens, which this layer can't run in: {fault}; "
+            "return a Schedule or a Windowed"
+        )
+    here = LayerCall(layer, call, block, options)
+    run_segment(None, here, hidden, "none")
+    attend(here, hidden, "none")
+    return run_segment(here, None, hidden, "none")
+
+
 def attend(here: LayerCall, hidden: Tensor, recompute: Recompute) -> None:
     """Run the attention whose q, k and v are under way, and start its o.
 
@@ -242,7 +264,7 @@ def _beside(call: Call, block: Block, head_dim: int, key: Exchanged) -> Exchange
 
 def _attend(here: LayerCall, hidden: Tensor) -> None:
     """Walk the program from the finishes of q, k and v to the starts of o."""
-    if here.region is None and not here.again:
+    if here.region is None and not here.again and not here.layer.is_attention_alone:
         # In backward it comes behind the starts of dq, dk and dv, whose first chunk nothing else
         # hides.
         attention = here.layer.attention
@@ -340,9 +362,9 @@ def _segment(
     assert here is not None
     roots: list[nn.Module] = []
     if done is not None:
-        roots += [done.layer.attention.o_proj, done.layer.norm_mid, done.layer.mlp]
+        roots += done.layer.ends
     if following is not None:
-        roots += [following.layer.norm_in, *following.layer.attention.inputs]
+        roots += following.layer.begins
     called = dict.fromkeys(
         module
         for root in roots
@@ -430,12 +452,14 @@ class _Segment(Runner):
             self.of_groups = [done.saved_o(finish) for finish in finishes]
         o = join_heads(done.call, dict(enumerate(self.of_groups))).flatten(2)
         self.of_groups.clear()
-        y = self.shadows.of(done.layer.attention.o_proj)(o)
-        self.xs[step.chunk] = self.xs[step.chunk] + _with_bias(y)
+        y = _with_bias(self.shadows.of(done.layer.attention.o_proj)(o))
+        self.xs[step.chunk] = y if done.layer.is_attention_alone else self.xs[step.chunk] + y
 
     def mlp(self, step: Step) -> None:
         assert self.done is not None
         layer, x = self.done.layer, self.xs[step.chunk]
+        if layer.is_attention_alone:
+            return
         y = self.shadows.of(layer.mlp)(self.shadows.of(layer.norm_mid)(x))
         self.xs[step.chunk] = x + _with_bias(y)
 

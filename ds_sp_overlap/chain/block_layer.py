@@ -16,14 +16,17 @@ from ..rotary import Rotary
 class BlockLayer:
     """One pre-norm transformer layer: r = h + attention(norm_in(h)), y = r + mlp(norm_mid(r)).
 
-    attention          drives q, k, v and the output projection
-    norm_in, norm_mid  in front of attention, in front of the MLP
-    mlp                token by token; its forward is that of its class
-    idle               tells of a hook that it does nothing for now
-
     MLP and projections return ``y``, or ``(y, bias)`` with a bias that is yet to be added, or None.
     Norms, MLP and projections are called once, with hooks, around all chunks; for each chunk their
     class's forward runs on a copy.
+
+    Attributes:
+        attention: Drives q, k, v and the output projection.
+        norm_in: In front of attention.
+        norm_mid: In front of the MLP.
+        mlp: Works token by token; its forward is that of its class.
+        idle: Tells whether a hook does nothing for now.
+        is_attention_alone: There are no norms, no MLP and no residuals: y = attention(h).
     """
 
     attention: SelfAttention
@@ -31,22 +34,24 @@ class BlockLayer:
     norm_mid: nn.Module
     mlp: nn.Module
     idle: linear.Idle = linear._never
+    is_attention_alone: bool = False
 
     @property
-    def modules(self) -> list[nn.Module]:
-        return [
-            self.norm_in,
-            self.norm_mid,
-            self.mlp,
-            self.attention.o_proj,
-            *self.attention.inputs,
-        ]
+    def ends(self) -> list[nn.Module]:
+        """Modules behind attention."""
+        behind = [] if self.is_attention_alone else [self.norm_mid, self.mlp]
+        return [self.attention.o_proj, *behind]
+
+    @property
+    def begins(self) -> list[nn.Module]:
+        """Modules in front of attention."""
+        return [self.norm_in, *self.attention.inputs]
 
     def in_the_way(self) -> str:
         """Why the layer can't run in a chain, as its modules are now; empty if it can."""
         if not (self.attention.rope is None or isinstance(self.attention.rope, Rotary)):
             return "its rotary embedding is not known to be one that goes token by token"
-        for root in self.modules:
+        for root in (*self.begins, *self.ends):
             if not isinstance(root, nn.Module):
                 return f"{type(root).__name__} is no module"
             for module in root.modules():

@@ -1,1 +1,1 @@
-"""Decoder layers run as one chain, whose exchanges hide behind the MLPs between their attentions."""
+"""Decoder layers as one chain, whose exchanges hide behind the MLPs between their attentions."""

@@ -43,20 +43,29 @@ from ..schedule import (
 )
 from .block_layer import BlockLayer, Options
 from .recompute_region import RecomputeRegion
-from .saved_attention import OutputExchange, Saved, SavedAttention, attend_kept
+from .saved_attention import OutputExchange, Saved, SavedAttention, attend_saved
 
 Watch = Callable[[Any, Tensor], None]
 
 
 class LayerCall:
-    """One call of a layer's attention: who holds what, its program, and what is under way to it or
-    from it.
+    """One call of a layer's attention, with the exchanges that are under way to it and from it.
 
-    region   of which it is a part, where it will be run again
-    again     it is run again; ``idle`` if its attention never ran
-    kept      what is kept of attention, if it is; the tensors of it are ``held``
-    o         chunks of it, local, and whether they have gradients; where the output will be run
-              again
+    Attributes:
+        layer: The layer.
+        call: The geometry and the sp group.
+        options: What the layer was called with.
+        block: The schedule.
+        mlp_wgrads: Collects the weight gradients of the MLP behind it.
+        exchanges: Exchanges that were started and not finished.
+        tokens: Their tokens.
+        region: The region that will recompute this attention in backward; None if none will.
+        is_recomputed: This call recomputes an earlier one.
+        is_idle: The earlier call never attended.
+        saved_attention: What was saved of attention, if it will not be recomputed.
+        saved_tensors: The tensors that attention's backward reads beside q, k, v and o.
+        received_o: Local chunks of o, each with whether it has a gradient; None where the segment
+            behind this attention will not be recomputed.
     """
 
     def __init__(self, layer: BlockLayer, call: Call, block: Block, options: Options):
@@ -66,10 +75,10 @@ class LayerCall:
         self.exchanges: dict[Exchanged, Exchange] = {}
         self.tokens: dict[Exchanged, Tensor] = {}
         self.region: _Region | None = None
-        self.again = self.idle = False
-        self.kept: SavedAttention | None = None
-        self.held: Saved = {}
-        self.o: dict[Exchanged, tuple[Tensor, bool]] | None = None
+        self.is_recomputed = self.is_idle = False
+        self.saved_attention: SavedAttention | None = None
+        self.saved_tensors: Saved = {}
+        self.received_o: dict[Exchanged, tuple[Tensor, bool]] | None = None
 
     def run_by(self, block: Block) -> None:
         """Follow this schedule from now on."""
@@ -77,24 +86,29 @@ class LayerCall:
         self.call.run_by(block)
 
     def recomputed(self) -> LayerCall:
-        """For the same call, run again."""
+        """Return the call that recomputes this one."""
         made = LayerCall(self.layer, self.call, self.block, self.options)
-        made.kept, made.held, made.o, made.again = self.kept, self.held, self.o, True
+        made.saved_attention, made.saved_tensors, made.received_o, made.is_recomputed = (
+            self.saved_attention,
+            self.saved_tensors,
+            self.received_o,
+            True,
+        )
         return made
 
     def finish_o(self, step: Step) -> Tensor:
         """Finish the exchange of a chunk of o."""
         key = step.exchange
         o = self.exchanges.pop(key).finish(self.tokens.pop(key))
-        if self.o is not None:
-            self.o[key] = o.detach(), o.requires_grad
+        if self.received_o is not None:
+            self.received_o[key] = o.detach(), o.requires_grad
         return o
 
     def saved_o(self, step: Step) -> Tensor:
         """Return a chunk of o that was received before, where its layer is recomputed."""
-        assert self.o is not None
-        o, has_gradient = self.o[step.exchange]
-        if self.kept is None:
+        assert self.received_o is not None
+        o, has_gradient = self.received_o[step.exchange]
+        if self.saved_attention is None:
             return o.detach().requires_grad_(has_gradient)
         exchange = self.exchange(step)
         assert isinstance(exchange, OutputExchange)
@@ -102,7 +116,7 @@ class LayerCall:
         return exchange.finish(o.new_empty(0).requires_grad_(has_gradient))
 
     def exchange(self, step: Step) -> Exchange:
-        """A new exchange; q, k and v have the head dim of the layer."""
+        """Make the exchange that a step starts."""
         call, dims = self.call, (self.layer.attention.head_dim,) * len(step.tensors)
         layout = call.geometry.chunk_exchange(
             step.tensors, step.group, dims, step.chunk, self.block.chunks
@@ -110,19 +124,19 @@ class LayerCall:
         of_call = call.sp_group, layout, call.where, self.block.name(step), call.checked
         exchange = (
             Exchange(*of_call)
-            if self.kept is None or step.tensors != O
-            else OutputExchange(self.kept, step.exchange, *of_call)
+            if self.saved_attention is None or step.tensors != O
+            else OutputExchange(self.saved_attention, step.exchange, *of_call)
         )
         self.exchanges[step.exchange] = exchange
         return exchange
 
     def ranges(self) -> list[tuple[int, int]]:
-        """This rank's tokens of each chunk."""
+        """Return this rank's tokens of each chunk, first and last."""
         length = self.call.geometry.seq_lens[self.call.geometry.sp_rank]
         return [chunk_of(length, chunk, self.block.chunks) for chunk in range(self.block.chunks)]
 
     def rotations(self) -> list[Callable[[Tensor], Tensor] | None]:
-        """What rotates q and k of each chunk."""
+        """Return the functions that rotate q and k of each chunk; None for no rotation."""
         attention = self.layer.attention
         rope = attention.rope
         if rope is None:
@@ -144,11 +158,10 @@ class LayerCall:
 
 
 class _Region(RecomputeRegion):
-    """A segment, and the attention behind it, of which hidden states and o are held, and what is
-    kept of attention.
+    """A segment and the attention behind it, recomputed from hidden states and o.
 
-    In backward the MLP is run again under the last exchanges of do, and q, k and v of the next
-    layer travel again under the MLP.
+    In backward, the MLP is recomputed under the last exchanges of do. Then q, k and v of the next
+    layer travel again, each under the MLP of the next chunk.
     """
 
     def __init__(self, done: LayerCall | None, following: LayerCall | None, hidden: Tensor):
@@ -156,37 +169,39 @@ class _Region(RecomputeRegion):
         assert here is not None
         super().__init__(here.call.where, hidden.device)
         self.done = None if done is None else done.recomputed()
-        self.following = (
-            None if following is None else following.recomputed()
-        )  # which is under way itself, and leads here
-        self.hidden, self.has_gradient, self.version = (
-            hidden.detach(),
-            hidden.requires_grad,
-            hidden._version,
-        )
+        # A copy: the call itself holds this region.
+        self.following = None if following is None else following.recomputed()
+        self.hidden, self.has_gradient = hidden.detach(), hidden.requires_grad
+        self.version = hidden._version
         self.attends = False
 
     def attend(self, here: LayerCall, hidden: Tensor, keep: bool) -> None:
-        """The second part, the first time."""
+        """Run the attention of this region for the first time."""
         if keep and any(token.requires_grad for token in here.tokens.values()):
             head_dim = here.layer.attention.head_dim
-            here.kept = SavedAttention(partial(_beside, here.call, here.block, head_dim))
+            here.saved_attention = SavedAttention(partial(_beside, here.call, here.block, head_dim))
         elif keep:  # what attention saves for parameters of its own is not known
             here.run_by(by_chunks(here.call.geometry.kinds, here.block.chunks, "all"))
         with self.watched():
             _attend(here, hidden)
-        here.region, here.o, self.attends, self.following = None, {}, True, here.recomputed()
+        here.region, here.received_o, self.attends, self.following = (
+            None,
+            {},
+            True,
+            here.recomputed(),
+        )
 
     def run(self) -> None:
         if self.hidden._version != self.version:  # guard: held, and not changed
             raise RuntimeError(
-                f"{self.where}: the hidden states in front of it were changed in place before backward could use them"
+                f"{self.where}: the hidden states in front of it were changed in place before "
+                "backward could use them"
             )
         done = None if self.done is None else self.done.recomputed()
         following = None if self.following is None else self.following.recomputed()
         hidden = self.hidden.detach().requires_grad_(self.has_gradient)
         if following is not None:
-            following.idle = not self.attends
+            following.is_idle = not self.attends
         with self.as_before(0):
             _segment(done, following, hidden)
         if following is not None and self.attends:
@@ -201,14 +216,18 @@ def run_segment(
     recompute: Recompute,
     watch: Watch | None = None,
 ) -> Tensor:
-    """Run what lies between two attentions; start q, k and v of the second, whose tokens
-    ``following`` gets.
+    """Run a segment: what lies between two attentions.
 
-    done        the attention that was run; None in front of the first, where ``hidden`` is returned
-    following   the next one; None behind the last
-    recompute       unless it is "none", autograd keeps nothing: the segment will be run again
-    watch       is called with the node of autograd through which the residual gives its part of a
-                gradient, and its hidden states
+    Args:
+        done: The attention that was run; None in front of the first.
+        following: The next attention, whose q, k and v are started; None behind the last.
+        hidden: Hidden states in front of ``done``, or in front of the first attention.
+        recompute: Unless "none", autograd saves nothing, and the segment is recomputed in backward.
+        watch: Called with the node of autograd through which the residual gives its part of the
+            gradient of ``hidden``, and with ``hidden``.
+
+    Returns:
+        Hidden states behind ``done``; ``hidden`` if that is None.
     """
     if recompute == "none":
         return _segment(done, following, hidden, watch)
@@ -234,8 +253,8 @@ def run_alone(
     layer = BlockLayer(attention, nothing, nothing, nothing, is_attention_alone=True)
     if fault := layer.in_the_way():
         raise ValueError(
-            f"{call.where}: schedule= makes a Block, in chunks of tokens, which this layer can't run in: {fault}; "
-            "return a Schedule or a Windowed"
+            f"{call.where}: schedule= makes a Block, in chunks of tokens, which this layer can't "
+            f"run in: {fault}; return a Schedule or a Windowed"
         )
     here = LayerCall(layer, call, block, options)
     run_segment(None, here, hidden, "none")
@@ -246,7 +265,10 @@ def run_alone(
 def attend(here: LayerCall, hidden: Tensor, recompute: Recompute) -> None:
     """Run the attention whose q, k and v are under way, and start its o.
 
-    hidden   as the layer is given
+    Args:
+        here: The call of the attention.
+        hidden: Hidden states that the layer is given.
+        recompute: What of the layer is recomputed in backward.
     """
     if here.region is None:
         _attend(here, hidden)
@@ -255,7 +277,7 @@ def attend(here: LayerCall, hidden: Tensor, recompute: Recompute) -> None:
 
 
 def _beside(call: Call, block: Block, head_dim: int, key: Exchanged) -> Exchange:
-    """An exchange of a chunk of o and of do, towards attention."""
+    """Make the exchange that takes a chunk of o and do to attention."""
     tensors, group, chunk = key
     layout = call.geometry.chunk_exchange(("q", "q"), group, (head_dim,) * 2, chunk, block.chunks)
     name = block.name(Step(Op.START, tensors, True, group, chunk, beside=tensors))
@@ -264,19 +286,19 @@ def _beside(call: Call, block: Block, head_dim: int, key: Exchanged) -> Exchange
 
 def _attend(here: LayerCall, hidden: Tensor) -> None:
     """Walk the program from the finishes of q, k and v to the starts of o."""
-    if here.region is None and not here.again and not here.layer.is_attention_alone:
-        # In backward it comes behind the starts of dq, dk and dv, whose first chunk nothing else
-        # hides.
+    if here.region is None and not here.is_recomputed and not here.layer.is_attention_alone:
+        # Made here, its node comes behind the starts of dq, dk and dv in backward, and hides their
+        # first chunk.
         attention = here.layer.attention
         here.mlp_wgrads = Wgrads([here.layer.mlp], here.call.where, attention.plain, here=True)
     runner = _Attention(here, hidden)
-    if here.again:
+    if here.is_recomputed:
         runner.walk(here.block.recomputed_attention)
         return
     runner.walk(here.block.attention_steps)
-    if here.kept is not None:
-        here.kept.agree(runner.watched)
-        if not here.kept.reads_o:
+    if here.saved_attention is not None:
+        here.saved_attention.agree(runner.watched)
+        if not here.saved_attention.reads_o:
             here.run_by(without_o(here.block))
 
 
@@ -318,7 +340,9 @@ class _Attention(Gathering):
         tokens = tuple(here.tokens.pop(key) for key in keys)
         (arrived,) = run_halves([Half(ChunkedExchange(exchanges), tokens)])
         self.values.update(zip(steps[0].parts, arrived))
-        if here.again and here.kept is not None:  # for what its node saves
+        if (
+            here.is_recomputed and here.saved_attention is not None
+        ):  # the node saves its tensors again
             self._attend_saved(steps[0].group, {})
 
     def _heads(self, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,7 +351,7 @@ class _Attention(Gathering):
         return q, k, v
 
     def attend(self, step: Step) -> None:
-        if self.here.kept is None:
+        if self.here.saved_attention is None:
             heads = self._heads(step.group)
             o = attend_group(self.call, self.attend_group, step.group, *heads)
             self.attended = o, *heads
@@ -337,7 +361,7 @@ class _Attention(Gathering):
         here, attended = self.here, self.attended
         self.attended = ()
         exchanges = {step.exchange: here.exchange(step) for step in steps}
-        if here.kept is not None:
+        if here.saved_attention is not None:
             started = self._attend_saved(steps[0].group, exchanges)
         else:
             chunked = ChunkedExchange(list(exchanges.values()))
@@ -347,11 +371,11 @@ class _Attention(Gathering):
         here.tokens.update(zip(exchanges, started))
 
     def _attend_saved(self, group: int, exchanges: dict[Exchanged, Exchange]) -> tuple[Tensor, ...]:
-        """Attend and start ``exchanges`` of o in one node; none where the layer is recomputed."""
+        """Attend and start the exchanges of o, in one node; a recomputed layer starts none."""
         here, one = self.here, partial(attend_group, self.call, self.attend_group, group)
-        assert here.kept is not None
-        of_call = here.kept, here.held, group, one, self.watched, exchanges
-        return attend_kept(*of_call, *self._heads(group))
+        assert here.saved_attention is not None
+        of_call = here.saved_attention, here.saved_tensors, group, one, self.watched, exchanges
+        return attend_saved(*of_call, *self._heads(group))
 
 
 def _segment(
@@ -399,9 +423,11 @@ class _Segment(Runner):
     """Performs the steps between two attentions, chunk by chunk, inside all their modules.
 
     Attributes:
-        done: The layer whose attention was run; None in front of the first attention.
-        following: The layer that comes next; None behind the last attention.
+        done: The attention that was run; None in front of the first.
+        following: The next attention; None behind the last.
         xs: Hidden states of each chunk.
+        of_groups: o of each head group of a chunk.
+        values: q, k and v of a chunk.
     """
 
     def __init__(
@@ -423,8 +449,8 @@ class _Segment(Runner):
             self.xs = self.xs if len(self.xs) > 1 else [hidden.view_as(hidden)]
             watch(self.xs[0].grad_fn, hidden)
         self.rotations = [] if following is None else following.rotations()
-        self.of_groups: list[Tensor] = []  # o of a chunk
-        self.values: dict[Part, Tensor] = {}  # q, k, v of a chunk
+        self.of_groups: list[Tensor] = []
+        self.values: dict[Part, Tensor] = {}
 
     handlers = {
         Op.FINISH: "finish",
@@ -447,7 +473,7 @@ class _Segment(Runner):
     def merge(self, step: Step) -> None:
         done = self.done
         assert done is not None
-        if done.again:
+        if done.is_recomputed:
             finishes = (Step(Op.FINISH, O, False, at, step.chunk) for at in done.call.groups)
             self.of_groups = [done.saved_o(finish) for finish in finishes]
         o = join_heads(done.call, dict(enumerate(self.of_groups))).flatten(2)
@@ -476,26 +502,26 @@ class _Segment(Runner):
         following = self.following
         assert following is not None
         sent = [self.values.pop(part) for part in step.parts]
-        if not following.idle:
+        if not following.is_idle:
             following.tokens[step.exchange] = following.exchange(step).start(*sent)
 
     def hidden(self) -> Tensor:
-        """Hidden states of all chunks, as far as they were run."""
+        """Return the hidden states of all chunks."""
         return join(self.xs, self.seq_dim, self.ranges)
 
 
 def _program(done: LayerCall | None, following: LayerCall | None) -> Program:
-    """What is run of a segment."""
+    """Return the steps of a segment between these calls."""
     here = done or following
     assert here is not None
-    segment = here.block.recomputed_segment if here.again else here.block.segment
+    segment = here.block.recomputed_segment if here.is_recomputed else here.block.segment
     if done is None:
         return head(segment)
     return tail(segment) if following is None else segment
 
 
 def _with_bias(y: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
-    """What a module returns, some of which leave their bias to be added."""
+    """Add the bias that some modules return beside their output."""
     if isinstance(y, Tensor):
         return y
     y, bias = y

@@ -48,7 +48,7 @@ class BlockLayer:
         return [self.norm_in, *self.attention.inputs]
 
     def in_the_way(self) -> str:
-        """Why the layer can't run in a chain, as its modules are now; empty if it can."""
+        """Return why the layer can't run in a chain, as its modules are now; empty if it can."""
         if not (self.attention.rope is None or isinstance(self.attention.rope, Rotary)):
             return "its rotary embedding is not known to be one that goes token by token"
         for root in (*self.begins, *self.ends):
@@ -61,7 +61,7 @@ class BlockLayer:
 
 
 class Options(NamedTuple):
-    """What a layer's attention is called with: see `SelfAttention.__call__`."""
+    """Arguments of a layer's attention, see `SelfAttention.__call__`."""
 
     position_embeddings: Any
     sequence_lengths: list[int] | None
@@ -69,7 +69,7 @@ class Options(NamedTuple):
     kwargs: dict[str, Any]
 
     def is_same(self, other: Options) -> bool:
-        """Whether projections for one are those for the other."""
+        """Return whether both lead to the same projections."""
         return _leaves_are_same(self.position_embeddings, other.position_embeddings) and (
             self.sequence_lengths == other.sequence_lengths
         )

@@ -4,8 +4,8 @@
     for layer, successor in pairs:
         hidden = chain.run(layer, successor, hidden, position_embeddings=...)
 
-A successor's q, k, v are used if it is given the hidden states that `run` returned. If it never
-runs, or is given others, nothing is lost but the time that they took.
+The q, k and v that a layer started for its successor are used if the successor is given the hidden
+states that `run` returned. Otherwise only their time is lost.
 """
 
 from __future__ import annotations
@@ -28,15 +28,21 @@ from .block_layer import BlockLayer, Options
 
 @dataclass
 class Started:
-    """q, k and v of a layer that were started ahead of it, and the hidden states that they were
-    made of.
+    """q, k and v of a layer that the layer before it started.
+
+    Attributes:
+        begun: The call of the layer.
+        hidden: The hidden states that they were projected from.
+        version: Version of ``hidden`` then.
+        grad: Whether autograd recorded, and whether ``hidden`` needed a gradient.
+        ahead: A node of autograd on the way to q, k and v.
     """
 
     begun: LayerCall
     hidden: Tensor
     version: int
     grad: tuple[bool, bool]
-    ahead: Any = None  # node of autograd behind which they are
+    ahead: Any = None
 
     @classmethod
     def of(cls, begun: LayerCall, hidden: Tensor) -> Started:
@@ -45,6 +51,7 @@ class Started:
     def serves(
         self, layer: BlockLayer, hidden: Tensor, options: Options, recompute: Recompute
     ) -> bool:
+        """Return whether these are the q, k and v of this call."""
         return (
             layer is self.begun.layer
             and (self.begun.region is None) == (recompute == "none")
@@ -55,27 +62,28 @@ class Started:
         )
 
     def watch(self, node: Any, hidden: Tensor) -> None:
-        """Have ``node``, through which the layer's residual gives its part of the gradient of
-        ``hidden``, refuse to give it to somebody: it would take it for all of the gradient.
+        """Refuse to give somebody the gradient of ``hidden``.
+
+        Through ``node``, the layer's residual gives its part of that gradient, which the asker
+        would take for the whole.
         """
         given, ahead, words = weakref.ref(hidden), self.ahead, self._refusal()
 
         def refuse(_: Any) -> None:
             asked = (x := given()) is not None and _is_watched(x)
-            if (
-                asked or ahead is not None and not torch._C._will_engine_execute_node(ahead)
-            ):  # guard: no part of a gradient
+            is_left_out = ahead is not None and not torch._C._will_engine_execute_node(ahead)
+            if asked or is_left_out:  # guard: no part of a gradient
                 raise RuntimeError(words)
 
         node.register_prehook(refuse)
 
     def watch_between(self, hidden: Tensor) -> None:
-        """Refuse it, of ``hidden`` and of what was returned, where gradients of something in front
-        of it are asked for as well.
+        """Refuse to give somebody the gradient of ``hidden``, where gradients of earlier tensors
+        are asked for as well.
 
-        Then all of backward runs, and no node is told that somebody gets what it is given. So each
-        passes on another tensor of the same numbers: if the one that it was given is still there
-        when backward is over, somebody got it.
+        Then all of backward runs, and no node learns that somebody gets the gradient that the node
+        is given. So each node passes on a copy: if the gradient itself is still alive when backward
+        is over, somebody got it.
         """
         for node, at in self._between(hidden) or ():
             if node is not None:
@@ -83,27 +91,28 @@ class Started:
 
     def _refusal(self) -> str:
         return (
-            f"{self.begun.call.where}: somebody asks for the gradient of the hidden states in front of this layer, but the layer "
-            "before it, in a block with it, has not made its q, k and v of them; run the layers one by one "
-            '(sp_overlap.scope "layer")'
+            f"{self.begun.call.where}: somebody asks for the gradient of the hidden states in "
+            "front of this layer, but the layer before it, in a block with it, has not made its q, "
+            'k and v of them; run the layers one by one (sp_overlap.scope "layer")'
         )
 
     def _between(self, hidden: Tensor) -> list[tuple[Any, int]] | None:
-        """Nodes of autograd from ``hidden`` to what was returned, with the outputs that they are
-        of; None if one of them may do something to a gradient.
+        """Return the nodes of autograd from ``hidden`` to the hidden states that were returned.
+
+        Each comes with the number of its output. None if one of them may change a gradient.
         """
-        node, at, last, found = hidden.grad_fn, hidden.output_nr, self.hidden.grad_fn, []
+        node, at, last, nodes = hidden.grad_fn, hidden.output_nr, self.hidden.grad_fn, []
         while node is not last:
             made_by = getattr(getattr(type(node), "_forward_cls", None), "__module__", "")
             if not made_by.startswith(tuple(linear.harmless)):  # guard: only harmless nodes between
                 return None
-            found.append((node, at))
+            nodes.append((node, at))
             node, at = node.next_functions[0]  # type: ignore[union-attr]
-        return [*found, (last, self.hidden.output_nr)]
+        return [*nodes, (last, self.hidden.output_nr)]
 
     def _is_same(self, hidden: Tensor) -> bool:
-        """Whether ``hidden`` is what was returned, unchanged, but for nodes of autograd that do
-        nothing to a gradient.
+        """Return whether ``hidden`` is the tensor that was returned, unchanged; nodes of autograd
+        that change no gradient may lie between them.
         """
         if hidden is not self.hidden:
             mine, given = (
@@ -117,15 +126,16 @@ class Started:
 def _pass_on(
     at: int, words: str, gradients: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...] | None:
-    """Give a node the gradient of its output ``at`` as another tensor; raise, when backward is
-    over, if somebody has the first one.
+    """Give a node a copy of the gradient of its output ``at``, over the same memory; raise, when
+    backward is over, if somebody has the gradient itself.
     """
-    if (gradient := gradients[at]) is None:
+    gradient = gradients[at]
+    if gradient is None:
         return None
-    kept = weakref.ref(gradient)
+    alive = weakref.ref(gradient)
 
     def refuse() -> None:
-        if kept() is not None:  # guard: no part of a gradient beside others
+        if alive() is not None:  # guard: no part of a gradient beside others
             raise RuntimeError(words)
 
     torch.autograd.Variable._execution_engine.queue_callback(refuse)
@@ -138,10 +148,13 @@ def _is_watched(hidden: Tensor) -> bool:
 
 
 class Chain:
-    """One forward of a model whose layers are run one after another.
+    """One forward of a model whose layers run one after another.
 
-    chunks    C, the parts that every rank's tokens are cut into
-    in_step   whether all that was started ahead was of use so far
+    Args:
+        chunks: C, the parts that every rank's tokens are cut into.
+
+    Attributes:
+        in_step: Whether all q, k and v that were started ahead were used so far.
     """
 
     def __init__(self, chunks: int):
@@ -168,17 +181,25 @@ class Chain:
     ) -> Tensor:
         """Run a layer, and start q, k and v of its successor.
 
-        hidden                [b, s/P, m], or [s/P, b, m] where the attention is not ``batch_first``
-        position_embeddings   as for `SelfAttention`
-        recompute                 "all": hold hidden states and o from forward to backward, and run the
-                              layer again there, as an activation checkpoint does; "but attention":
-                              hold what its backward reads beside, and don't run attention again.
-                              The same for the successor
-        returns               as ``hidden``
+        Collective, in the order of the program, as is `SelfAttention`.
 
-        The remaining arguments go to the local attention. Collective, in the order of the program,
-        as is `SelfAttention`. Gradients of hidden states between two layers of a chain are refused:
-        q, k and v don't come from them. Raises RuntimeError.
+        Args:
+            layer: The layer.
+            successor: The layer behind it; None for none.
+            hidden: [b, s/P, m], or [s/P, b, m] where the attention is not ``batch_first``.
+            args: For the local attention, as are the other keywords.
+            position_embeddings: As for `SelfAttention`.
+            sequence_lengths: As for `SelfAttention`.
+            recompute: "all": save hidden states and o, and recompute the layer in backward, as an
+                activation checkpoint does. "but attention": save what attention's backward reads
+                too, and do not recompute attention. The same for the successor.
+
+        Returns:
+            As ``hidden``.
+
+        Raises:
+            RuntimeError: in backward, if gradients of hidden states between two layers of a chain
+                are asked for: q, k and v don't come from them.
         """
         options = Options(position_embeddings, sequence_lengths, args, kwargs)
         recompute = recompute if torch.is_grad_enabled() else "none"
@@ -206,12 +227,12 @@ class Chain:
         return out
 
     def _may_start(self, successor: BlockLayer) -> bool:
-        """Whether q, k and v of ``successor`` may be started ahead of it: on every rank alike."""
+        """Return whether q, k and v of ``successor`` may be started ahead; alike on every rank."""
         layer = successor.attention.layer
-        first = not layer.agreed or layer.config.check  # its ranks compare with nothing under way
-        return (
-            self.in_step and not first and not torch.is_inference_mode_enabled()
-        )  # its tensors don't tell when they are changed
+        # Ranks compare with nothing under way.
+        compares = not layer.agreed or layer.config.check
+        # Tensors of inference mode don't tell when they are changed.
+        return self.in_step and not compares and not torch.is_inference_mode_enabled()
 
     def _begun(
         self, layer: BlockLayer, hidden: Tensor, options: Options, recompute: Recompute

@@ -1,12 +1,11 @@
-"""A region of a forward of which autograd keeps nothing: it is run again where backward comes to
-it.
+"""A region of a forward that is recomputed in backward, and of which autograd saves nothing.
 
     with region.watched(): y = f(x)      what autograd would save is let go
-    backward                              f is run again, once, and saves it anew
+    backward                             f is run again, once, and its tensors are saved anew
 
-So far that is an activation checkpoint. Two things are different: the region may be run in several
-parts, with other things between them, and a node of its own may have it run again before it waits
-for an exchange, which is hidden by that.
+Beyond an activation checkpoint, the region may run in several parts, with other work between them,
+and a node of autograd may have it recomputed before the node waits for an exchange, which is hidden
+by that.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from ..attention.memory.recompute import Random
 
 
 class _Saved:
-    """In place of a tensor that a node saves; ``x`` is there from the second run to the node's
-    backward.
+    """Stands for a tensor that a node saves; has the tensor between the recomputation and the
+    node's backward.
     """
 
     def __init__(self) -> None:
@@ -34,17 +33,21 @@ class _Saved:
 
 
 class RecomputeRegion(ABC):
-    """Lives as long as there is something that it would save; nothing else of a graph may hold it,
-    and what it holds.
+    """A part of a forward that can be recomputed.
 
-    where    for errors
-    device   that it runs on
+    It lives as long as a node of autograd would save something of it. Nothing else in a graph may
+    hold it, or the tensors that it holds.
+
+    Args:
+        where: Name of the layer, for errors.
+        device: The device that it runs on.
     """
 
     def __init__(self, where: str, device: torch.device):
         self.where, self.device = where, device
         self._saved: list[Callable[[], _Saved | None]] = []
-        self._random: list[Random | None] = []  # at the begin of each part, if it draws
+        # The random numbers at the beginning of each part that draws some.
+        self._random: list[Random | None] = []
         self._autocast: dict[str, Any] = dict(
             device_type=device.type,
             dtype=torch.get_autocast_dtype(device.type),
@@ -54,11 +57,11 @@ class RecomputeRegion(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Do again what was done, `as_before`."""
+        """Compute every part again, each inside `as_before`."""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """The body is the next part of the region, the first time."""
+        """Run the body as the next part of the region, for the first time."""
         before = Random.now(self.device)
         with saved_tensors_hooks(self._leave_out, self._given):
             yield
@@ -66,7 +69,7 @@ class RecomputeRegion(ABC):
 
     @contextlib.contextmanager
     def as_before(self, part: int) -> Iterator[None]:
-        """The body is a part of it, run again: with the random numbers of the first time."""
+        """Run the body as a part that is recomputed, with its random numbers of the first time."""
         if (random := self._random[part]) is None:
             yield
             return
@@ -77,23 +80,24 @@ class RecomputeRegion(ABC):
         finally:
             now.set()
 
-    def again(self) -> None:
-        """Run it again, unless that was done in this backward."""
-        if self._backward == (
-            now := torch._C._current_graph_task_id()
-        ):  # guard: once in a backward
+    def recompute(self) -> None:
+        """Recompute the region, unless this backward has done so."""
+        now = torch._C._current_graph_task_id()
+        if self._backward == now:  # guard: once in a backward
             return
         self._backward, waiting = now, iter(self._saved)
 
         def give(x: Tensor) -> None:
-            if (of := next(waiting, None)) is None:
+            stand_in = next(waiting, None)
+            if stand_in is None:
                 raise RuntimeError(
-                    f"{self.where}: run again for backward, it saves more than in forward; let it do the same both times"
+                    f"{self.where}: run again for backward, it saves more than in forward; "
+                    "let it do the same both times"
                 )
-            if (saved := of()) is not None:
-                saved.x = (
-                    x.detach()
-                )  # a weight of ZeRO-3, too: it goes when the module's call is over
+            saved = stand_in()
+            if saved is not None:
+                # Detached, a gathered weight of ZeRO-3 goes when the module's call is over.
+                saved.x = x.detach()
 
         def refuse(_: Any) -> Tensor:
             raise AssertionError("nobody runs backward through the second run")
@@ -107,16 +111,17 @@ class RecomputeRegion(ABC):
 
     @property
     def when_needed(self) -> Callable[[], None]:
-        """`again`, for nodes of the graph to hold; nothing where backward has come by all that it
-        saves.
+        """`recompute`, for nodes of autograd to hold without holding the region; does nothing once
+        backward has used all that the region saves.
         """
         alive = weakref.ref(self)
 
-        def again() -> None:
-            if (region := alive()) is not None:
-                region.again()
+        def recompute() -> None:
+            region = alive()
+            if region is not None:
+                region.recompute()
 
-        return again
+        return recompute
 
     def precede(self, y: Tensor) -> None:
         """Have this region recomputed in backward before anything that made ``y``, an output of the
@@ -127,21 +132,22 @@ class RecomputeRegion(ABC):
         """
         recompute = self.when_needed
         if y.grad_fn is not None:
-            y.grad_fn.register_prehook(
-                lambda _: recompute()
-            )  # guard: run again, then gathered for backward
+            hook = y.grad_fn.register_prehook
+            hook(lambda _: recompute())  # guard: run again, then gathered for backward
 
     def _leave_out(self, _: Tensor) -> _Saved:
         saved = _Saved()
-        self._saved.append(weakref.ref(saved))  # lives as long as its node
+        # The stand-in lives as long as its node.
+        self._saved.append(weakref.ref(saved))
         return saved
 
     def _given(self, saved: _Saved) -> Tensor:
         if saved.x is None:
-            self.again()
-        x, saved.x = saved.x, None  # let go with its node
+            self.recompute()
+        x, saved.x = saved.x, None
         if x is None:
             raise RuntimeError(
-                f"{self.where}: run again for backward, it doesn't save what it saved in forward; let it do the same both times"
+                f"{self.where}: run again for backward, it doesn't save what it saved in forward; "
+                "let it do the same both times"
             )
         return x

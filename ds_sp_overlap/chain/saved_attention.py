@@ -1,12 +1,13 @@
-"""Attention of a chain that is run once, though what is around it is run again: of it, q, k and v
-are made again, o is received again.
+"""Attention of a chain that is saved, though the layers around it are recomputed.
 
-    o_0, o_1, ..   = attend_kept(..)       attention, and a start of every chunk of o
-    OutputExchange(..).finish(o_c)         a chunk of o, local; its backward sends o and do
+    tokens = attend_saved(..)              attention, and a start of every chunk of o
+    o_c = OutputExchange(..).finish(token) a chunk of o, local; its backward sends o and do
 
-Before:  do = all_to_all(dy), and o is kept whole
-Now:     o, do = all_to_all(o_c, do_c) of each chunk, where o is read; beside o_c, which the region
-         holds, a log-sum-exp is kept
+q, k and v are recomputed. Of attention, only a log-sum-exp is saved, beside o, which is saved for
+the layers around it.
+
+Before:  do = all_to_all(dy), and attention saves o of the whole sequence
+Now:     o, do = all_to_all(o_c, do_c) of each chunk, where attention's backward reads o
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ from ..attention.runtime.runner import LocalAttention
 from ..exchange.exchange import Exchange, Node, new_token, refuse_second_derivatives
 from ..schedule import Exchanged
 
-Chunk = Exchanged  # o, of a head group, of a chunk
+# o of a head group, of a chunk.
+Chunk = Exchanged
+# For each head group, what attention's backward reads beside q, k, v and o.
 Saved = dict[int, list[Tensor]]
 
 
 class SavedAttention:
     """What the attention of one call and the chunks of its o have in common.
 
-    beside    an exchange of a chunk's o and do
-    reads_o   whether o travels beside do
-    foreign   what attention learns that is not known, in words
+    Attributes:
+        beside: Makes the exchange of a chunk's o and do.
+        reads_o: Whether attention's backward reads o.
+        foreign: A tensor that attention learns and was not told of, in words; empty for none.
+        flights: Exchanges of o and do that are under way.
     """
 
     def __init__(self, beside: Callable[[Chunk], Exchange]):
@@ -38,7 +43,11 @@ class SavedAttention:
         self.flights: dict[Chunk, Exchange] = {}
 
     def agree(self, local: LocalAttention) -> None:
-        """Have all ranks do the same; collective on the first call of a kind."""
+        """Make ``reads_o`` alike on all ranks. Collective on the first call of a kind.
+
+        Raises:
+            ValueError: if attention learns something on a rank that it was not told of.
+        """
         self.reads_o = local.agree(self.reads_o, self.foreign)
 
 
@@ -76,63 +85,71 @@ class OutputExchange(Exchange):
             flight.start_forward([*received, *dys])
 
 
-def attend_kept(
-    kept: SavedAttention,
-    held: Saved,
+def attend_saved(
+    saved: SavedAttention,
+    tensors_of_groups: Saved,
     group: int,
     attend: AttendGroup,
     local: LocalAttention,
     exchanges: dict[Chunk, Exchange],
     *heads: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Attend with q, k and v of a head group, and start the exchanges of o; returns their tokens.
+    """Attend with a head group, and start the exchanges of its o.
 
-    held        of each group, what its backward reads beside q, k, v and o
-    exchanges   of all chunks; none where it is run again: then there is but the same node, for what
-                it saves
+    Args:
+        saved: What is saved of the call.
+        tensors_of_groups: Takes the tensors that are saved.
+        group: The head group.
+        attend: The attention of the group.
+        local: The local attention of the call.
+        exchanges: Exchanges of all chunks of o; empty where q, k and v are recomputed, and the node
+            only saves its tensors once more.
+        heads: q, k and v.
+
+    Returns:
+        A token for each exchange.
     """
-    return _Attend.apply(kept, held, group, attend, local, exchanges, *heads, *local.learned)
+    return _Attend.apply(
+        saved, tensors_of_groups, group, attend, local, exchanges, *heads, *local.learned
+    )
 
 
 class _Attend(Node):
     @staticmethod
-    def forward(ctx, kept, held, group, attend, local, exchanges, *tensors):
+    def forward(ctx, saved, tensors_of_groups, group, attend, local, exchanges, *tensors):
         heads = tensors[:3]
         if not exchanges:
-            ctx.save_for_backward(*heads, *held[group])
+            ctx.save_for_backward(*heads, *tensors_of_groups[group])
             return (new_token(heads[0]),)
-        ctx.parts = kept, attend, local, exchanges
+        ctx.parts = saved, attend, local, exchanges
         wanted = ctx.wanted = ctx.needs_input_grad[6:9]
-        o, ctx.attended, held[group] = attend_once(
+        o, ctx.attended, tensors_of_groups[group] = attend_once(
             attend, heads, wanted, local.given, local.learned
         )
-        ctx.save_for_backward(*heads, *held[group])
-        kept.reads_o, kept.foreign = (
-            kept.reads_o or ctx.attended.reads_o,
-            kept.foreign or ctx.attended.foreign,
-        )
+        ctx.save_for_backward(*heads, *tensors_of_groups[group])
+        saved.reads_o = saved.reads_o or ctx.attended.reads_o
+        saved.foreign = saved.foreign or ctx.attended.foreign
         for exchange in exchanges.values():
             exchange.start_forward([o])
         return tuple(new_token(o) for _ in exchanges)
 
     @staticmethod
     def backward(ctx, *tokens):
-        """Before: o and do are under way since the finish of each chunk. Now: what is around is run
-        again; then wait for them.
-        """
-        kept, attend, local, exchanges = ctx.parts
+        """Recompute q, k and v; then wait for o and do, which each chunk's finish has launched."""
+        saved, attend, local, exchanges = ctx.parts
         refuse_second_derivatives(next(iter(exchanges.values())).where)
-        q, k, v, *held = (
-            ctx.saved_tensors
-        )  # now, so that what is around is run again before the wait
+        # Asked for before the wait: this recomputes the segment.
+        q, k, v, *tensors_of_groups = ctx.saved_tensors
         outs: tuple[Tensor, ...] = ()
         for chunk, exchange in reversed(exchanges.items()):
             outs = (
-                kept.flights.pop(chunk).finish_forward(outs)
-                if kept.reads_o
+                saved.flights.pop(chunk).finish_forward(outs)
+                if saved.reads_o
                 else exchange.finish_gradient(outs)
             )
         *front, do = outs
         o = front[0] if front else None
-        found = ctx.attended.backward(attend, (q, k, v), ctx.wanted, o, do, held, local.learned)
-        return None, None, None, None, None, None, *found
+        gradients = ctx.attended.backward(
+            attend, (q, k, v), ctx.wanted, o, do, tensors_of_groups, local.learned
+        )
+        return None, None, None, None, None, None, *gradients

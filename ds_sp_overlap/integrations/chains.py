@@ -3,9 +3,9 @@
 In a chain, each layer starts the exchanges of the next layer's q, k and v behind its own MLP (see
 `chain.chain`). Those exchanges are of use only if the model gives the next layer the hidden states
 that this layer returned. But a model may leave layers out, call a layer twice or by itself, or
-change hidden states between two layers. So the rebound forward of a layer (`ChainedLayer.forward`) looks at
-what the model does: the results are right in all these cases, and exchanges that were started in
-vain are dropped. After two drops in a row a layer starts nothing for its successor any more.
+change hidden states between two layers. So the rebound forward of a layer (`ChainedLayer.forward`)
+follows what the model does: the results are right in all these cases, and exchanges whose result is
+not used are dropped. After two drops in a row a layer starts nothing for its successor any more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..schedule import Recompute
 from ..warn import warn_once
 from .inspect.accounting import Unknown
 from .inspect.decoder_layer import BlockReader, records_nothing
-from .inspect.probe import EVERY, Probed
+from .inspect.probe import EVERY, ProbeSchedule
 from .layers import FoundLayer, OverlapSettings
 
 # Note [Leaf modules of ZeRO-3]
@@ -52,11 +52,11 @@ from .layers import FoundLayer, OverlapSettings
 
 # Note [Layers that others recompute]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# A checkpoint that is not the chain's own runs a layer again in backward. The second run is
+# A checkpoint that is not the chain's own recomputes a layer in backward. The recomputation is
 # outside a forward of the model, hence in no chain. If the first run were in a chain, it would
-# draw random numbers in another order and save other tensors than the second. So a layer runs by
-# itself whenever somebody else may run it again. A reentrant checkpoint runs layers in training
-# without gradients; a non-reentrant one has hooks on saved tensors.
+# draw random numbers in another order and save other tensors than the recomputation. So a layer
+# runs by itself whenever another checkpoint may recompute it. A reentrant checkpoint runs layers
+# in training without gradients; a non-reentrant checkpoint has hooks on saved tensors.
 
 # Modules whose hooks on saved tensors recompute a layer.
 CHECKPOINT_MODULES = ("torch.utils.checkpoint", "deepspeed.")
@@ -74,7 +74,7 @@ class ForwardPass:
         reasons: For each layer the reason why it can't run in the chain; empty if it can.
         report_use: Tells the layer that last started its successor's q, k and v whether they were
             used; None if no q, k and v were started.
-        made: Values that the layers share; the first layer that needs a value makes it.
+        shared: Values that the layers share; the first layer that needs a value computes it.
         last_output: The output of the layer that ran last, if the next layer must compare its
             input with it.
     """
@@ -84,7 +84,7 @@ class ForwardPass:
         self.recompute: Recompute = "none"
         self.reasons: dict[ChainedLayer, str] = {}
         self.report_use: Callable[[bool], None] | None = None
-        self.made: dict[Any, Any] = {}
+        self.shared: dict[Any, Any] = {}
         self.last_output: LayerOutput | None = None
 
     def settle(self, used: bool) -> None:
@@ -97,8 +97,8 @@ class ForwardPass:
 class LayerOutput:
     """The hidden states that a layer returned, with a copy; see Note [Edits through .data]."""
 
-    def __init__(self, chained: ChainedLayer, hidden: Tensor):
-        self.chained, self.copy = chained, hidden.detach().clone()
+    def __init__(self, layer: ChainedLayer, hidden: Tensor):
+        self.layer, self.copy = layer, hidden.detach().clone()
         self.identity = hidden.data_ptr(), hidden._version
 
     def is_edited(self, hidden: Tensor) -> bool:
@@ -145,7 +145,7 @@ class ChainedLayer(ABC):
         module: The layer.
         reader: What is known of the computation in the layer's forward.
         attention: The overlapped attention of the layer.
-        passes: The forwards of the model.
+        forward_passes: The forwards of the model.
 
     Attributes:
         successor: The layer behind this one in the chain; None for the last.
@@ -162,19 +162,20 @@ class ChainedLayer(ABC):
         module: Any,
         reader: BlockReader,
         attention: SelfAttention,
-        passes: ForwardPasses,
+        forward_passes: ForwardPasses,
     ):
         # See Note [Leaf modules of ZeRO-3].
         leaf = any(hasattr(parameter, "ds_z3_leaf_module") for parameter in module.parameters())
         if leaf:  # guard: no leaf of ZeRO-3
             raise Unknown("ZeRO-3 gathers its weights in a leaf module")
-        self.name, self.module, self.reader, self.passes = name, module, reader, passes
+        self.name, self.module, self.reader = name, module, reader
+        self.forward_passes = forward_passes
         self.successor: ChainedLayer | None = None
         self.choice: ChainTrial | None = None
         self.layer = BlockLayer(attention, *self._parts(), records_nothing)
         if reason := self.layer.in_the_way():
             raise Unknown(reason)
-        self._misses, self._probed = 0, Probed()
+        self._misses, self._edit_checks = 0, ProbeSchedule()
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +185,8 @@ class ChainedLayer(ABC):
     @property
     def recompute(self) -> Recompute:
         """The part of the layer that gradient checkpointing recomputes in backward."""
-        return "none" if self.passes.forward_pass is None else self.passes.forward_pass.recompute
+        forward_pass = self.forward_passes.forward_pass
+        return "none" if forward_pass is None else forward_pass.recompute
 
     @property
     def lacks(self) -> str:
@@ -193,14 +195,14 @@ class ChainedLayer(ABC):
 
     @abstractmethod
     def use(self) -> None:
-        """Have the overlapped attention use the layer's modules as they are now."""
+        """Let the overlapped attention use the layer's modules as they are now."""
 
     @abstractmethod
-    def computed_again(self) -> str:
-        """Explain, from the framework's state, why somebody else may recompute this call.
+    def why_recomputed(self) -> str:
+        """Explain why a checkpoint of the framework may recompute this call.
 
         Returns:
-            The reason; empty if the framework knows of no recomputation.
+            The reason; empty if none may.
         """
 
     def probe(  # noqa: B027
@@ -223,8 +225,10 @@ class ChainedLayer(ABC):
         """
 
     @abstractmethod
-    def asked(self, forward_pass: ForwardPass, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Translate the arguments of the layer's attention into keywords of `Chain.run`.
+    def chain_arguments(
+        self, forward_pass: ForwardPass, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the keywords of `Chain.run` for the arguments of the layer's attention.
 
         Args:
             forward_pass: The forward that is running.
@@ -250,7 +254,7 @@ class ChainedLayer(ABC):
             The reason; empty if the layer can run in the chain.
         """
         module = self.module
-        if reason := self.computed_again() or _computed_again(module):
+        if reason := self.why_recomputed() or _why_recomputed(module):
             return f"{type(module).__name__}: {reason}"
         # The layer in front may have asked already.
         if self not in forward_pass.reasons:
@@ -264,21 +268,21 @@ class ChainedLayer(ABC):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer in the chain, or by itself; takes the place of the layer's own forward."""
-        forward_pass = self.passes.forward_pass
+        forward_pass = self.forward_passes.forward_pass
         # A layer that is called by itself, or recomputed in backward.
         if forward_pass is None:
             return self._original(*args, **kwargs)
         if self.choice is None:
-            return self._chained(forward_pass, args, kwargs)
+            return self._run_in_chain(forward_pass, args, kwargs)
         if self is self.choice.first:
             args, kwargs = self.choice.begin(forward_pass, args, kwargs)
         if self.choice.candidate == BLOCK:
-            output = self._chained(forward_pass, args, kwargs)
+            output = self._run_in_chain(forward_pass, args, kwargs)
         else:
             output = self._original(*args, **kwargs)
         return self.choice.end(output) if self.successor is None else output
 
-    def _chained(self, forward_pass: ForwardPass, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _run_in_chain(self, forward_pass: ForwardPass, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the layer in the chain of ``forward_pass`` if it can run there, else by itself."""
         arguments, reading = {**dict(zip(self._names, args)), **kwargs}, self.reader.reading
         previous, forward_pass.last_output = forward_pass.last_output, None
@@ -286,11 +290,13 @@ class ChainedLayer(ABC):
             warn_once(f"sp_overlap: a layer by itself, in no block: {reason}")
             return self._original(*args, **kwargs)
         hidden = arguments["hidden_states"]
-        if previous is not None and previous.chained.successor is self:
-            self._look_for_edits(previous, hidden)
-        attention_arguments = reading.of_attention(arguments, self.reader.names)
+        if previous is not None and previous.layer.successor is self:
+            self._check_for_edits(previous, hidden)
+        attention_arguments = reading.attention_arguments(arguments, self.reader.names)
         self.probe(forward_pass, arguments, attention_arguments)
-        options = self.asked(forward_pass, {"hidden_states": hidden, **attention_arguments})
+        options = self.chain_arguments(
+            forward_pass, {"hidden_states": hidden, **attention_arguments}
+        )
         successor = self._ready_successor(forward_pass)
         following = None if successor is None else successor.layer
         output = forward_pass.chain.run(
@@ -300,12 +306,12 @@ class ChainedLayer(ABC):
         forward_pass.report_use = None if forward_pass.chain.ahead is None else self._count_misses
         # The version counter of an inference tensor can't be read.
         if successor is not None and not output.is_inference():
-            if self._probed.is_due(self.name, True, forward_pass.lengths):
+            if self._edit_checks.is_due(self.name, True, forward_pass.lengths):
                 forward_pass.last_output = LayerOutput(self, output)
         return reading.returned(output)
 
     def _ready_successor(self, forward_pass: ForwardPass) -> ChainedLayer | None:
-        """Return the layer whose q, k and v this one is to start; None if it is to start none."""
+        """Return the successor if this layer must start its q, k and v; else None."""
         successor = self.successor
         if successor is None or self._misses >= MAX_MISSES:
             return None
@@ -313,8 +319,8 @@ class ChainedLayer(ABC):
             return None
         return successor
 
-    def _look_for_edits(self, previous: LayerOutput, hidden: Tensor) -> None:
-        """Have the layer in front start nothing for this one if ``hidden`` was edited on any rank.
+    def _check_for_edits(self, previous: LayerOutput, hidden: Tensor) -> None:
+        """Stop the layer in front from starting q, k and v if ``hidden`` was edited on any rank.
 
         Collective. See Note [Edits through .data].
 
@@ -326,12 +332,11 @@ class ChainedLayer(ABC):
             RuntimeError: on all ranks, if the layer in front has started q, k and v in earlier
                 forwards, which may have been edited, too.
         """
-        sp_group, front = self.layer.attention.layer.sp_group, previous.chained
-        if any(
-            sp_group.gather(previous.is_edited(hidden), self.name)
-        ):  # guard: edits through .data
+        sp_group, front = self.layer.attention.layer.sp_group, previous.layer
+        edited_on_ranks = sp_group.gather(previous.is_edited(hidden), self.name)
+        if any(edited_on_ranks):  # guard: edits through .data
             edited = f"what {front.name} returns is edited through .data before {self.name}"
-            if front._probed.calls > 1:
+            if front._edit_checks.calls > 1:
                 raise RuntimeError(
                     f"{edited}, whose q, k and v are started before that: since the last "
                     f"comparison, {EVERY} forwards ago, results may be wrong; set sp_overlap.scope "
@@ -384,10 +389,8 @@ class ChainTrial:
         hidden = args[0] if args else kwargs["hidden_states"]
         batch_first = hidden if self.first.layer.attention.batch_first else hidden.transpose(0, 1)
         trial = self.policy.trial_of_block(self.first.name, batch_first, forward_pass.lengths)
-        self.candidate, self._run = (
-            LAYER if trial is None else trial.candidate(0),
-            TimedCall((hidden,)),
-        )
+        self.candidate = LAYER if trial is None else trial.candidate(0)
+        self._run = TimedCall((hidden,))
         if trial is not None:
             tokens = batch_first.shape[0] * sum(forward_pass.lengths)
             self.policy.follow(self._run, trial, self.candidate, tokens)
@@ -400,8 +403,8 @@ class ChainTrial:
         return output if run is None else run.end(output)
 
 
-def _computed_again(module: nn.Module) -> str:
-    """Explain why somebody else may recompute this call of ``module``; empty if nobody can.
+def _why_recomputed(module: nn.Module) -> str:
+    """Explain why a checkpoint may recompute this call of ``module``; empty if none may.
 
     See Note [Layers that others recompute].
     """
@@ -421,33 +424,34 @@ def find_chains(
     modules: dict[str, nn.Module],
     wanted: Mapping[str, Callable[[], ChainedLayer]],
     layers: list[FoundLayer],
-    overlap: OverlapSettings,
+    settings: OverlapSettings,
 ) -> list[list[ChainedLayer]]:
     """Join decoder layers that follow each other in a list of modules into chains.
 
     Args:
         modules: The modules of the model by name.
-        wanted: Makes the `ChainedLayer` of a decoder layer, by the name of its attention; raises Unknown if
-            the layer can't run in a chain.
+        wanted: By the name of its attention, makes the `ChainedLayer` of a decoder layer. Raises
+            Unknown if the layer can't run in a chain.
         layers: The attention layers of the model. Their ``got`` and ``lacks`` are updated.
-        overlap: The settings of the model's layers.
+        settings: The settings of the model's layers.
 
     Returns:
         The chains, each a list of its layers in order.
     """
-    config, policy = overlap.config, overlap.policy
+    config, policy = settings.config, settings.policy
     chains: list[list[ChainedLayer]] = []
     if config.scope == "layer":
         return chains
-    general_reason = _why_no_chains(overlap)
+    general_reason = _why_no_chains(settings)
     reasons: dict[str, str] = {}
-    layers_of_chain: dict[str, tuple[ChainedLayer, list[ChainedLayer]]] = {}
-    for name, make_link in wanted.items():
+    # By the name of its attention, each chained layer with its chain.
+    chained_layers: dict[str, tuple[ChainedLayer, list[ChainedLayer]]] = {}
+    for name, make_layer in wanted.items():
         parent, _, _ = name.rpartition(".")
         try:
             if general_reason:
                 raise Unknown(general_reason)
-            chained = make_link()
+            chained = make_layer()
         except Unknown as error:
             reasons[name] = f"{type(modules[parent]).__name__}: {error}"
             continue
@@ -459,11 +463,11 @@ def find_chains(
             if config.scope == "auto" and policy is not None:
                 chained.choice = ChainTrial(chained, policy)
             chains.append([chained])
-        layers_of_chain[name] = chained, chains[-1]
+        chained_layers[name] = chained, chains[-1]
     for layer in layers:
-        if layer.name in layers_of_chain:
-            chained, chain = layers_of_chain[layer.name]
-            layer.got = overlap.describe_chained(layer.got, chained.layer.attention, len(chain))
+        if layer.name in chained_layers:
+            chained, chain = chained_layers[layer.name]
+            layer.got = settings.describe_chained(layer.got, chained.layer.attention, len(chain))
             layer.lacks = chained.lacks
         elif layer.name in reasons:
             no_block = f"no block: {reasons[layer.name]}"
@@ -471,9 +475,9 @@ def find_chains(
     return chains
 
 
-def _why_no_chains(overlap: OverlapSettings) -> str:
+def _why_no_chains(settings: OverlapSettings) -> str:
     """Explain why the section allows no layer to run in a chain; empty if the section allows it."""
-    config, policy = overlap.config, overlap.policy
+    config, policy = settings.config, settings.policy
     if not config.projections:
         return "sp_overlap.projections is false"
     if config.window is not None:

@@ -17,7 +17,7 @@ from torch import nn
 from ..attention.drop_in import ProjectedAttention
 from ..attention.layer import LayerRuntime
 from ..exchange.sp_group import SPGroup
-from .inspect.tokenwise import own_call
+from .inspect.tokenwise import has_own_call
 from .layers import FoundLayer, OverlapSettings
 from .rebinding import Undo, is_ours, rebind
 
@@ -78,7 +78,7 @@ def has_own_forward(module: DistributedAttention) -> bool:
     """Whether something else than DeepSpeed's forward runs where a ``DistributedAttention`` is
     called.
     """
-    if "forward" in vars(module) and not is_ours(module) or own_call(module):
+    if "forward" in vars(module) and not is_ours(module) or has_own_call(module):
         return True
     where = getattr(type(module).forward, "__globals__", {}).get("__name__")
     return where != DistributedAttention.__module__  # guard: a fork's exchange stays its own

@@ -137,15 +137,15 @@ MISREAD = {
 
 def misread_block(rank, name):
     """What is said of a decoder layer that is read wrongly, since nobody accounts for what is wrong in it."""
-    before = accounting.MOVES, decoder_layer.try_out
-    accounting.MOVES, decoder_layer.try_out = accounting.MOVES | {"detach"}, lambda *_: []
+    before = accounting.MOVES, decoder_layer.probe_tokenwise
+    accounting.MOVES, decoder_layer.probe_tokenwise = accounting.MOVES | {"detach"}, lambda *_, **__: []
     try:
         model, tokens, group = tiny(**EXACT), batches(1)[0], torch.distributed.group.WORLD
         activate(PROGRAMS[name], fill(model, PROGRAMS[name]))
         ds_sp_overlap.enable(model, {"scope": "block", "token_chunks": 2}, group)
         return refusal(outcome, model, tokens, rank, 2, group)
     finally:
-        accounting.MOVES, decoder_layer.try_out = before
+        accounting.MOVES, decoder_layer.probe_tokenwise = before
 
 
 @pytest.mark.parametrize("name", MISREAD)

@@ -99,7 +99,7 @@ def read_amiss(rank):
 
 def layer_read_amiss(rank):
     sums = mock.patch.object(decoder_layer, "SUMS", (*decoder_layer.SUMS, "clamp"))
-    with sums, mock.patch.object(decoder_layer._Run, "_same", lambda *args: None):
+    with sums, mock.patch.object(decoder_layer._Run, "_check", lambda *args: None):
         return refused(rank, BLOCK, layer=megatron_zoo.ClampedLayer)
 
 

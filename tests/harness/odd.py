@@ -117,15 +117,15 @@ def judge_odd(rank, kind, odd=None):
 
 def judge_misread(rank, kind, odd):
     """With a reader that takes a clamp in place for nothing; ``odd`` with and without the comparison on real numbers."""
-    plain = accounting.Accounting.done
+    execute = accounting.Accounting.execute
 
-    def done(self, name, function, args, kwargs):
-        return args[0] if name == "clamp_" else plain(self, name, function, args, kwargs)
+    def clamp_for_nothing(self, name, function, args, kwargs):
+        return args[0] if name == "clamp_" else execute(self, name, function, args, kwargs)
 
     unseen = mock.patch.object(driven, "difference", return_value="")
     with (
         mock.patch.multiple(accounting, MOVES=accounting.MOVES | {"clamp_"}),
-        mock.patch.object(accounting.Accounting, "done", done),
+        mock.patch.object(accounting.Accounting, "execute", clamp_for_nothing),
     ):
         trials = judge_odd(rank, kind, odd)
         with unseen:

@@ -89,7 +89,7 @@ def test_a_layer_is_read():
         "k": Source(("k_proj",), rows[:KV_HEADS], "k_norm"),
         "v": Source(("v_proj",), rows[:KV_HEADS]),
     }
-    assert (found.head_dim, found.output, found.passes, found.per_head) == (HEAD_DIM, "o_proj", True, ())
+    assert (found.head_dim, found.output, found.passes_keywords, found.per_head) == (HEAD_DIM, "o_proj", True, ())
     assert found.options == dict(dropout=0.25, scaling=0.5, window=5)
     assert found.rotary["neighbours"] is False and found.first_rows(fused=False) is None
 

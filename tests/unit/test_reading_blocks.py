@@ -85,11 +85,13 @@ def test_arguments_of_attention_are_found_by_what_they_are():
         ("position_embeddings, attention_mask,", "position_embeddings, attention_mask=mask,"),
         (", **kwargs)\n    hidden_states = residual", ")\n    hidden_states = residual"),
     )
-    assert (dict(found.arguments)["attention_mask"], found.constants, found.passes) == ("mask", (("causal", True),), False)
+    assert (dict(found.arguments)["attention_mask"], found.constants, found.passes_keywords) == ("mask", (("causal", True),), False)
     given = dict(mask=1, position_ids=2, use_cache=True, more=4)
     names = frozenset({"hidden_states", "mask", "position_ids"})
-    assert found.of_attention(given, names) == dict(attention_mask=1, position_ids=2, causal=True)
-    assert reading().of_attention(dict(attention_mask=1, more=4), names | {"attention_mask"}) == dict(attention_mask=1, more=4)
+    assert found.attention_arguments(given, names) == dict(attention_mask=1, position_ids=2, causal=True)
+    assert reading().attention_arguments(dict(attention_mask=1, more=4), names | {"attention_mask"}) == dict(
+        attention_mask=1, more=4
+    )
 
 
 OTHERWISE = {

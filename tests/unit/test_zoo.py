@@ -91,7 +91,7 @@ WATCHED = [
     Watched(Guard("nothing goes by a size", without="return True"), unless("a window by length"), ranks=0),
     Watched(Guard("sizes are no numbers", without=NEVER), unless("an MLP that clamps by its tokens"), ranks=0),
     Watched(Guard("what torch does around it", without=NEVER), unless("a wrapper in inference"), ranks=0, raises=True),
-    Watched(Guard("read again where something changed", without="if False and (seen := []):"), unless("scaling of an attribute"), ranks=0),
+    Watched(Guard("read again where something changed", without="if False and (changes := []):"), unless("scaling of an attribute"), ranks=0),
     Watched(Guard("in every case", without=NEVER), unless("causal unless there is a mask"), ranks=0),
     Watched(Guard("keywords are passed on", without=NEVER), unless("a keyword that is dropped", OWN), ranks=0),
     Watched(Guard("keywords are passed on as they are", without="keywords = set()"), unless("scale of a keyword, of the residual"), ranks=0),

@@ -1,1 +1,1 @@
-"""What a module's forward computes, told by tracing it with an account of every operation."""
+"""Finds out what a module's forward computes: traces it, and accounts for every operation."""

@@ -1,10 +1,15 @@
-"""Accounting: run somebody's code, and see every operation on a tensor, every size that is looked
-at, and every name that is loaded.
+"""Runs foreign code, and accounts for everything that could change what the code computes.
 
-What a forward does to the numbers it happens to be given proves little: a clamp at 8, a temperature
-of 1 and a gate of 0 leave small numbers as they are. So operations are known by what they are. One
-that is not `allowed` makes the code unknown, and so do a comparison of sizes or dtypes, a question
-to torch about its state, and a global that may hold anything.
+`Accounting` sees every operation on a tensor, every use of a tensor's size, dtype or device, and
+every global name that the code loads. See Note [Operations, not numbers].
+
+Note [Operations, not numbers]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Running a forward on some numbers and looking at the results proves little: a clamp at 8, a
+temperature of 1 and a gate of 0 leave small numbers as they are. So an operation is judged by its
+name. An operation that is not allowed makes the code unknown. So does everything by which the code
+could compute something else in another call: a comparison of sizes or dtypes, a question to torch
+about its state, a global whose value may be changed.
 """
 
 from __future__ import annotations
@@ -20,36 +25,33 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-MISSING: Any = object()  # what code looked for in vain
+# Stands for the value of an attribute or a global that does not exist.
+MISSING: Any = object()
 
+# Operations that move numbers, and compute nothing with them.
 MOVES = frozenset(
-    "view reshape transpose permute contiguous flatten unflatten unsqueeze squeeze split split_with_sizes chunk tensor_split narrow "
-    "select unbind cat concat stack expand expand_as repeat_interleave movedim moveaxis swapaxes swapdims view_as reshape_as mT T "
-    "clone repeat __getitem__ dim ndim __len__".split()
+    "view reshape transpose permute contiguous flatten unflatten unsqueeze squeeze split "
+    "split_with_sizes chunk tensor_split narrow select unbind cat concat stack expand expand_as "
+    "repeat_interleave movedim moveaxis swapaxes swapdims view_as reshape_as mT T clone repeat "
+    "__getitem__ dim ndim __len__".split()
 )
 _BUILTINS = frozenset(
-    "abs all any bool callable dict enumerate float getattr hasattr int isinstance issubclass len list map max min print "
-    "reversed round set slice sorted str sum super tuple zip".split()
+    "abs all any bool callable dict enumerate float getattr hasattr int isinstance issubclass len "
+    "list map max min print reversed round set slice sorted str sum super tuple zip".split()
 )
-PACKAGES = {
-    "torch",
-    "transformers",
-    "typing",
-    "typing_extensions",
-    "math",
-    "collections",
-    "builtins",
-    "types",
-    "warnings",
-}
-# Whose functions may look at what they like: only what they compute is accounted for.
+# Modules and classes of these packages may be loaded as globals.
+PACKAGES = frozenset(
+    "torch transformers typing typing_extensions math collections builtins types warnings".split()
+)
+# Functions of these packages may look at anything: only their operations on tensors count.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "ds_sp_overlap", "peft"}
+# Python functions of these modules of torch may be called.
 TORCH = (
     "torch._tensor",
     "torch.functional",
@@ -58,36 +60,46 @@ TORCH = (
     "torch._jit_internal",
     "torch._VF",
 )
-_STATE = {
-    "__class__",
-    "__dict__",
-    "__globals__",
-    "__closure__",
-    "__code__",
-}  # attributes by which one comes to anything
+# Attributes through which code reaches any object.
+_STATE = {"__class__", "__dict__", "__globals__", "__closure__", "__code__"}
 
 
 class Unknown(Exception):
-    """Why code is not known."""
+    """The reason why it is not known what some code computes."""
+
+
+class LoadedGlobal(NamedTuple):
+    """A global that code loaded, and whose value may be changed later.
+
+    Attributes:
+        namespace: The dict that holds the global.
+        name: Its name.
+        value: The value that was loaded.
+    """
+
+    namespace: dict[str, Any]
+    name: str
+    value: Any
 
 
 class Size(int):
-    """A size of a tensor that is not the same in every call: it may say the size of another tensor,
-    and be multiplied for it.
+    """A size of a tensor that varies between calls.
+
+    Code may give another tensor this size, multiply the size, or compare it with an equal one.
+    Everything else fails.
     """
 
     accounting: Accounting
 
     def __mul__(self, other: Any) -> int:
         self.accounting.sizes.add(product := int.__mul__(self, other))
-        return self.accounting.size(product)
+        return self.accounting.wrap_size(product)
 
     __rmul__ = __mul__
 
     def __eq__(self, other: object) -> bool:
-        if not (
-            isinstance(other, Size) and int.__eq__(self, other)
-        ):  # guard: sizes that differ may be equal in another call
+        same = isinstance(other, Size) and int.__eq__(self, other)
+        if not same:  # guard: sizes that differ may be equal in another call
             self.accounting.fail("compares a size of its tensors")
         return True
 
@@ -95,22 +107,20 @@ class Size(int):
         return not self == other
 
 
-def _computed(size: Size, *_: Any) -> Any:
-    return size.accounting.fail(
-        "computes with a size of its tensors"
-    )  # guard: nothing goes by a size
+def _refuse_arithmetic(size: Size, *_: Any) -> Any:
+    fail = size.accounting.fail
+    return fail("computes with a size of its tensors")  # guard: nothing goes by a size
 
 
-for _names in (
-    "add radd sub rsub floordiv rfloordiv truediv rtruediv mod rmod pow rpow neg abs divmod round floor ceil trunc",
-    "lt le gt ge bool int float hash lshift rshift and or xor invert",
-):
-    for _name in _names.split():
-        setattr(Size, f"__{_name}__", _computed)
+for _name in (
+    "add radd sub rsub floordiv rfloordiv truediv rtruediv mod rmod pow rpow neg abs divmod round "
+    "floor ceil trunc lt le gt ge bool int float hash lshift rshift and or xor invert"
+).split():
+    setattr(Size, f"__{_name}__", _refuse_arithmetic)
 
 
-class Dtype:
-    """Stands for the dtype of a tensor, which may be that of another one, and nothing else."""
+class HiddenDtype:
+    """Stands for the dtype or device of a tensor; may only be passed on to another tensor."""
 
     def __init__(self, accounting: Accounting):
         self._accounting = accounting
@@ -125,44 +135,54 @@ class Dtype:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a constant."""
+    """Return whether a value is a constant, or a tuple of constants."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
-    return (
-        value is None
-        or value is ...
-        or not isinstance(value, Size)
-        and isinstance(value, (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype))
-    )
+    if value is None or value is ...:
+        return True
+    constants = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype)
+    return isinstance(value, constants) and not isinstance(value, Size)
 
 
 def forward_of(kind: type, beside: str = "") -> Callable:
-    """The forward that runs where a module of a class is called; raises Unknown where torch wraps
-    it, as in ``no_grad``.
+    """Return the forward that runs when a module of class ``kind`` is called.
 
-    beside   a module of decorators that are taken off
+    Args:
+        kind: The class.
+        beside: The name of a module whose decorators are taken off.
+
+    Raises:
+        Unknown: if the forward is wrapped by torch, for instance by ``no_grad``.
     """
     forward: Any = kind.forward  # type: ignore[attr-defined]
     while (where := getattr(forward, "__globals__", {}).get("__name__", "")) == beside:
         forward = forward.__wrapped__
-    if (
-        not isinstance(forward, types.FunctionType) or where.split(".")[0] == "torch"
-    ):  # guard: what torch does around it
+    is_function = isinstance(forward, types.FunctionType)
+    if not is_function or where.split(".")[0] == "torch":  # guard: what torch does around it
         raise Unknown(f"its forward is wrapped by {where or type(forward).__name__}")
     return forward
 
 
 class Accounting(TorchFunctionMode):
-    """Run the body, and raise Unknown if it does what is not accounted for, even where the body
-    catches that.
+    """Accounts for the code that runs in the body; see Note [Operations, not numbers].
 
-    allowed   names of the operations on tensors that are let through, beside `MOVES`
-    sizes     sizes of tensors that are not the same in every call; what they divide, but for 2, is
-              made of them
-    hidden    whether dtypes and devices are hidden
-    names     the globals that were loaded and might be something else one day: where they are,
-              their names and values
-    codes     what ran
+    Args:
+        allowed: Names of the operations on tensors that are allowed besides `MOVES`.
+        sizes: The sizes that vary between calls. Multiples of a size above 2 vary as well, since
+            code may join dims.
+        hidden: Whether dtypes and devices of tensors are hidden from the code.
+
+    Attributes:
+        loaded_globals: The globals that the code loaded.
+        codes: The code objects that ran.
+        fault: The reason why the code is unknown; empty if it is not.
+        torch_modules: The modules of torch whose Python functions the code may call.
+        allows_idle_dropout: Whether the code may call a dropout that drops nothing. True only where
+            the probability of the dropout is looked up again in later calls.
+
+    Raises:
+        Unknown: if the code does anything that is not accounted for, even if the code itself
+            catches the exception.
     """
 
     def __init__(
@@ -170,44 +190,42 @@ class Accounting(TorchFunctionMode):
     ):
         super().__init__()
         self.allowed, self.sizes = MOVES.union(allowed), set(sizes) - {0, 1}
-        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self.loaded_globals: list[LoadedGlobal] = []
         self.codes: set[types.CodeType] = set()
         self.fault = ""
-        self.of_torch: tuple[str, ...] = TORCH
-        self.drops_nothing = True  # where p is looked at again
-        self._same = Dtype(self) if hidden else None
+        self.torch_modules: tuple[str, ...] = TORCH
+        self.allows_idle_dropout = True
+        self._hidden_dtype = HiddenDtype(self) if hidden else None
 
     def fail(self, reason: str) -> NoReturn:
+        """Raise Unknown, and raise it again when the body ends."""
         self.fault = self.fault or reason
         raise Unknown(f"its forward {self.fault}")
 
     def __enter__(self) -> Accounting:
         super().__enter__()
-        self._before, self._collects = sys.getprofile(), gc.isenabled()
-        gc.disable()  # a finaliser that happens to run is not of the code that is looked at
+        self._profile_before, self._gc_was_on = sys.getprofile(), gc.isenabled()
+        # A finaliser that happens to run now does not belong to the code.
+        gc.disable()
         sys.setprofile(self._profile)
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        sys.setprofile(self._before)
-        if self._collects:
+        sys.setprofile(self._profile_before)
+        if self._gc_was_on:
             gc.enable()
         super().__exit__(*raised)
         if self.fault:
             raise Unknown(f"its forward {self.fault}") from raised[1]
 
-    def strings(self) -> set[str]:
-        """Strings in what ran that may be keywords."""
-        return {
-            x
-            for code in self.codes
-            for x in code.co_consts
-            if isinstance(x, str) and x.isidentifier()
-        }
+    def possible_keywords(self) -> set[str]:
+        """Return the string constants of the code that ran which may be names of keywords."""
+        constants = [x for code in self.codes for x in code.co_consts if isinstance(x, str)]
+        return {x for x in constants if x.isidentifier()}
 
     @contextlib.contextmanager
-    def looking_away(self) -> Iterator[None]:
-        """In the body nothing is accounted for."""
+    def suspended(self) -> Iterator[None]:
+        """Account for nothing in the body."""
         sys.setprofile(None)
         try:
             with torch._C.DisableTorchFunction():
@@ -215,14 +233,15 @@ class Accounting(TorchFunctionMode):
         finally:
             sys.setprofile(self._profile)
 
-    def look(self, holder: Any, name: str) -> Any:
-        """An attribute, `MISSING` if there is none; what a property does for it is seen when it is
-        looked at again.
+    def look_up(self, holder: Any, name: str) -> Any:
+        """Return an attribute of ``holder``; `MISSING` if there is none.
+
+        What a property computes is not accounted for, since its value is compared in later calls.
         """
-        with self.looking_away():
+        with self.suspended():
             return getattr(holder, name, MISSING)
 
-    # Operations.
+    # Operations on tensors.
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -231,171 +250,167 @@ class Accounting(TorchFunctionMode):
         if name == "__get__":
             name = function.__self__.__name__
         if name in ("shape", "size", "numel"):
-            found = function(*args, **kwargs)
-            return self.size(found) if isinstance(found, int) else tuple(map(self.size, found))
-        if name == "__len__" and isinstance(self.size(args[0].shape[0]), Size):
+            result = function(*args, **kwargs)
+            if isinstance(result, int):
+                return self.wrap_size(result)
+            return tuple(map(self.wrap_size, result))
+        if name == "__len__" and isinstance(self.wrap_size(args[0].shape[0]), Size):
             self.fail("asks for the len() of a tensor")
         if name in ("dtype", "device"):
-            return self._same or self.kind(name, args[0])
-        if name in ("to", "type_as", "type") and self.moves_only(args, kwargs):
+            return self._hidden_dtype or self.dtype_or_device(name, args[0])
+        if name in ("to", "type_as", "type") and self.is_no_cast(args, kwargs):
             return args[0]
         if name == "dropout":
             return self._dropout(*args, **kwargs)
-        if name == "__getitem__" and not self._is_place(args[1]):
+        if name == "__getitem__" and not self._is_constant_index(args[1]):
             self.fail("looks up numbers by a tensor or a list")
         if name not in self.allowed:  # guard: only known operations
             self.fail(f"computes what is not known here: {name}")
-        if name not in MOVES and any(
-            isinstance(x, Size) for x in (*args, *kwargs.values())
-        ):  # guard: sizes are no numbers
+        has_size = any(isinstance(x, Size) for x in (*args, *kwargs.values()))
+        if name not in MOVES and has_size:  # guard: sizes are no numbers
             self.fail("computes with a size of its tensors")
-        return self.done(name, function, args, kwargs)
+        return self.execute(name, function, args, kwargs)
 
-    def done(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What an operation that is allowed gives."""
+    def execute(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Execute an operation that is allowed by its name; subclasses check its arguments."""
         return function(*args, **kwargs)
 
-    def kind(self, name: str, x: Tensor) -> Any:
-        """dtype or device of a tensor."""
+    def dtype_or_device(self, name: str, x: Tensor) -> Any:
+        """Return the dtype or the device of a tensor, as the code sees it."""
         return getattr(x, name)
 
-    def moves_only(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a cast is none."""
-        given = [*args[1:], *kwargs.values()]
-        return (
-            all(isinstance(x, (Tensor, bool)) or x is self._same for x in given)
-            and "to" not in self.allowed
+    def is_no_cast(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Return whether a cast leaves its tensor as it is, whatever the dtypes are."""
+        targets = [*args[1:], *kwargs.values()]
+        return "to" not in self.allowed and all(
+            isinstance(x, (Tensor, bool)) or x is self._hidden_dtype for x in targets
         )
 
-    def size(self, count: int) -> int:
-        if count not in self.sizes and not any(
-            count % size == 0 for size in self.sizes if size > 2
-        ):  # guard: joined dims too
+    def wrap_size(self, count: int) -> int:
+        """Return ``count`` as a `Size` if it is a size that varies between calls."""
+        joined = any(count % size == 0 for size in self.sizes if size > 2)
+        if count not in self.sizes and not joined:  # guard: joined dims too
             return count
-        made = Size(count)
-        made.accounting = self
-        return made
+        size = Size(count)
+        size.accounting = self
+        return size
 
-    def _is_place(self, at: Any) -> bool:
-        if isinstance(at, slice):
-            return all(x is None or isinstance(x, int) for x in (at.start, at.stop, at.step))
-        return (
-            all(map(self._is_place, at))
-            if isinstance(at, tuple)
-            else at is None or at is ... or type(at) in (int, Size)
-        )
+    def _is_constant_index(self, index: Any) -> bool:
+        """Return whether an index takes the same part of a tensor whatever its numbers are."""
+        if isinstance(index, slice):
+            edges = index.start, index.stop, index.step
+            return all(x is None or isinstance(x, int) for x in edges)
+        if isinstance(index, tuple):
+            return all(map(self._is_constant_index, index))
+        return index is None or index is ... or type(index) in (int, Size)
 
     def _dropout(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        """A dropout that drops nothing; ``p`` and ``training`` are looked at like all else."""
-        if self.drops_nothing and (p == 0 or not training):
+        """Return the input of a dropout that drops nothing; fail for any other dropout."""
+        if self.allows_idle_dropout and (p == 0 or not training):
             return input
         self.fail("computes what is not known here: dropout")
 
     # Code.
 
     def _profile(self, frame: types.FrameType, event: str, called: Any) -> None:
-        """Look at a call that the code makes, which Python tells of."""
+        """Judge a call that the code makes; Python's profiler calls this."""
         where = _module(frame)
-        of = where.split(".")[0]
-        if event == "c_call" and of not in _LIBRARIES:
-            self._look_at_builtin(called)
-        elif event != "call" or of in _LIBRARIES - {"torch"} or frame.f_code.co_name == "__del__":
+        package, function = where.split(".")[0], frame.f_code.co_name
+        if event == "c_call" and package not in _LIBRARIES:
+            self._judge_builtin(called)
+        elif event != "call" or package in _LIBRARIES - {"torch"} or function == "__del__":
             return
-        elif of != "torch":
-            self._account(frame)
-        elif frame.f_back is not None and _module(frame.f_back).split(".")[0] not in (
-            "torch",
-            "ds_sp_overlap",
-        ):
-            if not where.startswith(self.of_torch) and frame.f_code.co_name != "is_compiling":
-                self.fail(f"calls {where}.{frame.f_code.co_name}")
+        elif package != "torch":
+            self._judge_names(frame)
+        elif frame.f_back is not None:
+            caller = _module(frame.f_back).split(".")[0]
+            known = where.startswith(self.torch_modules) or function == "is_compiling"
+            if caller not in ("torch", "ds_sp_overlap") and not known:
+                self.fail(f"calls {where}.{function}")
 
-    def _look_at_builtin(self, called: Any) -> None:
-        of, name = getattr(called, "__module__", None) or "", called.__name__
-        if of.split(".")[0] == "torch" and name not in self.allowed | {
-            "dropout"
-        }:  # guard: torch is asked nothing
-            self.fail(f"calls {of}.{name}")
-        if of == "math" and name not in (
-            "sqrt",
-            "pow",
-            "exp",
-            "prod",
-        ):  # others look through a `Size`
+    def _judge_builtin(self, called: Any) -> None:
+        """Fail for a builtin that asks torch about its state or reads the number in a `Size`."""
+        module, name = getattr(called, "__module__", None) or "", called.__name__
+        known = name in self.allowed or name == "dropout"
+        if module.split(".")[0] == "torch" and not known:  # guard: torch is asked nothing
+            self.fail(f"calls {module}.{name}")
+        # Other functions of math read the number in a `Size`.
+        if module == "math" and name not in ("sqrt", "pow", "exp", "prod"):
             self.fail(f"calls math.{name}")
 
-    def _account(self, frame: types.FrameType) -> None:
-        """Look at what the code that begins to run can reach."""
+    def _judge_names(self, frame: types.FrameType) -> None:
+        """Fail if a function that begins to run can reach objects that may be changed later."""
         code = frame.f_code
         if code in self.codes:
             return
         self.codes.add(code)
-        loaded, stores = _loaded(code)
-        if stores or not _STATE.isdisjoint(code.co_names):
-            self.fail(
-                f"reaches for {', '.join(stores or sorted(_STATE.intersection(code.co_names)))}"
-            )
+        loaded, stored = _global_names(code)
+        if stored or not _STATE.isdisjoint(code.co_names):
+            reached = stored or sorted(_STATE.intersection(code.co_names))
+            self.fail(f"reaches for {', '.join(reached)}")
         for name in loaded:
             value = frame.f_globals.get(name, MISSING)
             if value is MISSING:
-                if name not in _BUILTINS and not (
-                    isinstance(kind := getattr(builtins, name, None), type)
-                    and issubclass(kind, Exception)
-                ):
+                kind = getattr(builtins, name, None)
+                is_exception = isinstance(kind, type) and issubclass(kind, Exception)
+                if name not in _BUILTINS and not is_exception:
                     self.fail(f"uses {name} ({code.co_name})")
             elif not _is_known(value):  # guard: only known globals
                 self.fail(f"uses the global {name}")
             else:
-                self.names.append((frame.f_globals, name, value))
+                self.loaded_globals.append(LoadedGlobal(frame.f_globals, name, value))
         for name in code.co_freevars:
             if name in frame.f_locals and not _is_known(frame.f_locals[name], free=True):
                 self.fail(f"uses {name} of the function around it")
 
 
 def _module(frame: types.FrameType) -> str:
+    """Return the name of the module whose code runs in a frame."""
     return frame.f_globals.get("__name__") or ""
 
 
 @functools.lru_cache(maxsize=4096)
-def _loaded(code: types.CodeType) -> tuple[list[str], list[str]]:
-    """Names of globals that code loads, and that it changes."""
-    steps = list(dis.get_instructions(code))
-    stores = [step.argval for step in steps if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")]
-    return list(
-        dict.fromkeys(step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    ), stores
+def _global_names(code: types.CodeType) -> tuple[list[str], list[str]]:
+    """Return the names of the globals that code loads, and of those that it stores or deletes."""
+    loaded: dict[str, None] = {}
+    stored = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            loaded[instruction.argval] = None
+        elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            stored.append(instruction.argval)
+    return list(loaded), stored
 
 
 def _is_known(value: Any, free: bool = False) -> bool:
-    """Whether a global holds a constant, a function, or a module or class of a library: nothing
-    that is changed on the way.
+    """Return whether code may load ``value`` from outside.
+
+    It may load constants, functions, and modules and classes of known packages.
+
+    Args:
+        value: The value.
+        free: Whether it is a variable of an enclosing function, not a global. Tensors, sizes and
+            all modules and classes may be loaded then.
     """
-    if free and (
-        isinstance(value, (Tensor, Size))
-        or isinstance(value, tuple)
-        and all(_is_known(x, free) for x in value)
-    ):
+    if free and isinstance(value, (Tensor, Size)):
         return True
-    if isinstance(value, torch.jit.ScriptFunction):  # whose operations no mode of torch sees
+    if free and isinstance(value, tuple) and all(_is_known(x, free) for x in value):
+        return True
+    # No mode of torch sees the operations of a scripted function.
+    if isinstance(value, torch.jit.ScriptFunction):
         return False
     if is_plain(value) or isinstance(value, (logging.Logger, typing.TypeVar, enum.EnumMeta)):
         return True
     if isinstance(value, types.FunctionType):
-        return all(
-            map(is_plain, (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()))
-        )
-    of = (
-        value.__name__
-        if isinstance(value, types.ModuleType)
-        else getattr(value, "__module__", None) or type(value).__module__
-    )
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return all(map(is_plain, defaults))
     if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
-        return of.split(".")[0] in PACKAGES or free
-    return type(value).__module__.split(".")[0] in (
-        "ds_sp_overlap",
-        "typing",
-        "torch",
-        "typing_extensions",
-    )
+        if isinstance(value, types.ModuleType):
+            module = value.__name__
+        else:
+            module = getattr(value, "__module__", None) or type(value).__module__
+        return module.split(".")[0] in PACKAGES or free
+    packages = ("ds_sp_overlap", "typing", "torch", "typing_extensions")
+    return type(value).__module__.split(".")[0] in packages

@@ -1,10 +1,9 @@
-"""Transformer layers that compute ``r = h + attention(norm(h))`` and return ``r + mlp(norm(r))``,
-told from a run.
+"""Reads decoder layers: r = h + attention(norm_in(h)), then r + mlp(norm_mid(r)).
 
-The layer's own forward runs with recorders in its children's place, which return random numbers. It
-may add these up and move them, and do nothing else (`accounting`); what it makes of them is to be
-those sums, bit for bit. Its norms and its MLP are tried out on tokens, together and in parts. No
-weight is read.
+The layer's own forward runs with recorders in place of its children, which return random numbers.
+The forward may only add these numbers up and move them (`accounting`), and the results must be the
+sums above, bit for bit. Its norms and its MLP are probed by themselves (`tokenwise`). No weight is
+read.
 """
 
 from __future__ import annotations
@@ -12,54 +11,65 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ...attention.runtime.linear import hooks_are_harmless
 from ..rebinding import is_ours
-from .accounting import MISSING, MOVES, Accounting, Unknown, forward_of, is_plain
-from .attention import changed
-from .probe import Probed
-from .symbolic_trace import CLASS, RUNS, UNUSED, Looked, Opaque, is_identity, replaced
-from .tokenwise import BATCH, TOKENS, TRANSFORMERS, Form, held, kind, own_call, try_out
+from .accounting import MISSING, MOVES, Accounting, LoadedGlobal, Unknown, forward_of, is_plain
+from .attention import has_changed
+from .probe import ProbeSchedule
+from .symbolic_trace import CLASS, RUNS, UNUSED, Lookup, Opaque, Proxy, is_identity, replaced
+from .tokenwise import (
+    BATCH,
+    TOKENS,
+    TRANSFORMERS,
+    Form,
+    fixed_state,
+    has_own_call,
+    probe_tokenwise,
+    signature,
+)  # fmt: skip
 
-CAPTURING = "transformers.utils.output_capturing"  # whose hooks note what a layer returns: weights of attention, which are None here
-CHECKPOINTING = "transformers.modeling_layers"  # whose layers have one forward around another, which a chain can do as well
-DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # some add residuals up in fp32, or clamp them in fp16
+# Its hooks record what a layer returns: attention weights, which are None here.
+CAPTURING = "transformers.utils.output_capturing"
+# Its layers wrap their forward in gradient checkpointing, which a chain can do as well.
+CHECKPOINTING = "transformers.modeling_layers"
+# Some layers add residuals in fp32, or clamp them in fp16.
+DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 SUMS = "add", "add_", "__iadd__", "__radd__", "mul", "__rmul__"
 
 
 def records_nothing(hook: Any) -> bool:
-    """Whether a hook is one of transformers' that note what a module returns, as a router its
-    logits, and notes nothing in the forward that is running.
+    """Return whether a hook is transformers' for recording outputs, and records nothing now.
+
+    Such a hook records, for instance, the logits of a router, if the running forward of the model
+    collects them.
     """
     if getattr(hook, "__module__", None) != CAPTURING:
         return False
     collected = sys.modules[CAPTURING]._active_collector.get()
-    return (
-        not collected or inspect.getclosurevars(hook).nonlocals["key"] not in collected
-    )  # guard: nothing is recorded in parts
+    if not collected:
+        return True
+    key = inspect.getclosurevars(hook).nonlocals["key"]
+    return key not in collected  # guard: nothing is recorded in parts
 
 
 @dataclass(frozen=True)
 class BlockReading:
-    """What a decoder layer's forward computes: ``r = h + attention(norm_in(h))``, then ``r +
-    mlp(norm_mid(r))``.
+    """What a decoder layer's forward computes; see the formula at the top of this file.
 
-    norm_in, attention, norm_mid, mlp   names of its children
-    arguments   of the attention's arguments, the layer's that they are
-    constants   what else the attention is given
-    passes      whether further keywords of the layer go to the attention
-    blanks      how many None it returns behind the hidden states, in a tuple; None if it returns a
-                tensor
-    zeros       how many zeros behind these
+    Attributes:
+        norm_in, attention, norm_mid, mlp: The names of the layer's children.
+        arguments: Pairs of names: an argument of the attention, and the argument of the layer that
+            it is.
+        constants: Further arguments of the attention, by name.
+        passes_keywords: Whether further keywords of the layer are passed on to the attention.
+        blanks: The number of None that the layer returns behind the hidden states; None if it
+            returns no tuple.
+        zeros: The number of zeros that it returns behind these.
     """
 
     norm_in: str
@@ -68,35 +78,52 @@ class BlockReading:
     mlp: str
     arguments: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
-    passes: bool
+    passes_keywords: bool
     blanks: int | None
     zeros: int = 0
 
-    def of_attention(self, given: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-        """What the attention gets beside hidden states where the layer, which has arguments
-        ``names``, is ``given`` this.
+    def attention_arguments(
+        self, arguments: dict[str, Any], names: frozenset[str]
+    ) -> dict[str, Any]:
+        """Return the arguments of the attention, without hidden states.
+
+        Args:
+            arguments: The arguments that the layer was given.
+            names: The names of the parameters of the layer's forward.
         """
-        more = {name: x for name, x in given.items() if name not in names} if self.passes else {}
-        return {
-            **more,
-            **dict(self.constants),
-            **{name: given[of] for name, of in self.arguments if of in given},
-        }
+        result: dict[str, Any] = {}
+        if self.passes_keywords:
+            result |= {name: x for name, x in arguments.items() if name not in names}
+        result |= dict(self.constants)
+        for name, name_in_layer in self.arguments:
+            if name_in_layer in arguments:
+                result[name] = arguments[name_in_layer]
+        return result
 
     def returned(self, hidden: Tensor) -> Any:
+        """Return what the layer returns with these hidden states."""
         if self.blanks is None:
             return hidden
         return (hidden, *[None] * self.blanks, *(hidden.new_zeros(()) for _ in range(self.zeros)))
 
 
 class BlockReader:
-    """Reads a layer, whose attention is its child ``attention``. Raises Unknown.
+    """Reads a decoder layer.
 
-    known     readers of other layers, to which it is added; a layer that is like one of theirs is
-              not read again
-    reading   what it computes
-    names     arguments of its forward
-    probed    what came of it in the layers' first calls
+    Args:
+        layer: The layer.
+        attention: The name of its attention.
+        form: How layers of its framework are written.
+        known: The readers of other layers, to which this one is added. If the layer is like one of
+            theirs, their reading is used.
+
+    Attributes:
+        reading: What the layer's forward computes.
+        names: The names of the parameters of its forward.
+        probes: The schedule of probes, which layers that are alike share.
+
+    Raises:
+        Unknown: if it is not known what the layer's forward computes.
     """
 
     def __init__(
@@ -109,161 +136,185 @@ class BlockReader:
         known = [] if known is None else known
         if "forward" in vars(layer):
             raise Unknown("its forward was replaced")
-        if like := next(
-            (reader for reader in known if reader._serves(layer, attention, form)), None
-        ):
-            vars(self).update(vars(like))
-            return
+        for reader in known:
+            if reader._applies_to(layer, attention, form):
+                vars(self).update(vars(reader))
+                return
+        cpu, own_random_state = torch.device("cpu"), torch.random.fork_rng(())
         try:
-            with (
-                torch.no_grad(),
-                torch.device("cpu"),
-                torch.random.fork_rng(()),
-            ):  # guard: the program's random numbers stay
+            with torch.no_grad(), cpu, own_random_state:  # guard: the program's random numbers stay
                 self._read(layer, attention, form)
         except Unknown:
             raise
-        except Exception as error:  # of any kind: of code that was not made for recorders
+        except Exception as error:  # of any kind: the code was not made for recorders
             raise Unknown(
                 f"its forward computes what is not known here ({type(error).__name__}: {error})"
             ) from error
         known.append(self)
 
     def _read(self, layer: Any, attention: str, form: Form) -> None:
+        """Run the layer's forward in every case, and probe its norms and its MLP."""
         size = form.size(getattr(layer, attention))
-        if own_call(layer):
+        if has_own_call(layer):
             raise Unknown("it has a __call__ of its own")
         runs: list[_Run] = []
         for training in (True, False):
             for dtype, hidden in (*((dtype, False) for dtype in DTYPES), (torch.float32, True)):
                 for bias in {form.biases, False}:
-                    keywords = (
-                        runs[0].constants if runs and hidden else set()
-                    )  # guard: keywords are passed on as they are
+                    keywords: set[str] = set()
+                    if runs and hidden:
+                        keywords = runs[0].constants  # guard: keywords are passed on as they are
+                    case = _Case(training, dtype, hidden, bias)
                     runs.append(
-                        _Run(layer, attention, size, form, training, dtype, hidden, bias, keywords)
+                        _Run(layer, attention, size, form=form, case=case, keywords=keywords)
                     )
         self.reading, *others = (run.reading() for run in runs)
         if any(other != self.reading for other in others):
             raise Unknown("its forward is another one in evaluation, or in another dtype")
-        self.names = frozenset(runs[0].named)
-        self._looked = {path: value for run in runs for path, value in run.looked}
-        self._names = {
-            (id(known), name): (known, name, value)
-            for run in runs
-            for known, name, value in run.names
-        }
-        self._held = self._now(layer)
-        for name, norm in (
-            (self.reading.norm_in, True),
-            (self.reading.norm_mid, True),
-            (self.reading.mlp, False),
-        ):
-            for known, loaded, value in try_out(name, getattr(layer, name), size, form, norm):
-                self._names[id(known), loaded] = known, loaded, value
-        self.probed = Probed()
-        self.form, self._like = form, self._form_of(layer, attention, form)
+        self.names = frozenset(runs[0].names)
+        self._lookups = {path: value for run in runs for path, value in run.lookups}
+        self._loaded_globals: dict[Any, LoadedGlobal] = {}
+        loaded_globals = [loaded for run in runs for loaded in run.loaded_globals]
+        self._fixed_states = self._current_states(layer)
+        reading = self.reading
+        for name, norm in ((reading.norm_in, True), (reading.norm_mid, True), (reading.mlp, False)):
+            loaded_globals += probe_tokenwise(
+                name, getattr(layer, name), size, form=form, norm=norm
+            )
+        for loaded in loaded_globals:
+            self._loaded_globals[id(loaded.namespace), loaded.name] = loaded
+        self.probes = ProbeSchedule()
+        self.form, self._signature = form, self._signature_of(layer, attention, form)
 
-    def _serves(self, layer: Any, attention: str, form: Form) -> bool:
-        """Whether ``layer`` is like the one that was read, in all that its forward looks at and in
-        the modules that were tried out.
-        """
-        return not self._changed(layer) and self._form_of(layer, attention, form) == self._like
+    def _applies_to(self, layer: Any, attention: str, form: Form) -> bool:
+        """Return whether the reading applies to ``layer``."""
+        if self._change(layer):
+            return False
+        return self._signature_of(layer, attention, form) == self._signature
 
-    def _form_of(self, layer: Any, attention: str, form: Form) -> tuple:
+    def _probed_names(self) -> tuple[str, str, str]:
+        """Return the names of the children that were probed."""
+        return self.reading.norm_in, self.reading.norm_mid, self.reading.mlp
+
+    def _signature_of(self, layer: Any, attention: str, form: Form) -> tuple:
+        """Describe a layer by its children, and in detail by those that were probed."""
         children = [
             (name, type(child), any(child.children())) for name, child in layer.named_children()
         ]
-        parts = (
-            getattr(layer, name, None)
-            for name in (self.reading.norm_in, self.reading.norm_mid, self.reading.mlp)
-        )
-        kinds = [kind(part) for part in parts if isinstance(part, nn.Module)]
-        return type(layer), attention, form, form.size(getattr(layer, attention)), children, kinds
+        probed = [getattr(layer, name, None) for name in self._probed_names()]
+        signatures = [signature(child) for child in probed if isinstance(child, nn.Module)]
+        size = form.size(getattr(layer, attention))
+        return type(layer), attention, form, size, children, signatures
 
-    def _changed(self, layer: Any) -> str:
-        """What it looked at that is something else now, or in this layer; empty if nothing is."""
-        looked = (
-            ".".join(map(str, path))
-            for path, value in self._looked.items()
-            if changed(layer, path, value)
-        )
-        names = (
-            name for known, name, value in self._names.values() if known.get(name) is not value
-        )
-        return next(looked, "") or next(names, "")
+    def _change(self, layer: Any) -> str:
+        """Return the name of a lookup or global that differs in ``layer`` now; empty if none."""
+        for path, value in self._lookups.items():
+            if has_changed(layer, path, value):
+                return ".".join(map(str, path))
+        for namespace, name, value in self._loaded_globals.values():
+            if namespace.get(name) is not value:
+                return name
+        return ""
 
-    def _now(self, layer: Any) -> list[list[tuple]]:
-        """Return what may not change in the modules that were tried out."""
-        return [
-            held(getattr(layer, name))
-            for name in (self.reading.norm_in, self.reading.norm_mid, self.reading.mlp)
-        ]
+    def _current_states(self, layer: Any) -> list[list[tuple]]:
+        """Return the `fixed_state` of each child that was probed."""
+        return [fixed_state(getattr(layer, name)) for name in self._probed_names()]
 
-    def unexpected(self, given: dict[str, Any]) -> str:
-        """Why the layer can't be driven where it is given this; empty if it can."""
-        present = [name for name in self.form.absent if given.get(name) is not None]
-        return (
-            f"it is given {present[0]}" if present else ""
-        )  # guard: what was left out when it was read is not given
+    def unexpected(self, arguments: dict[str, Any]) -> str:
+        """Explain why the layer can't run in a chain with these arguments; empty if it can."""
+        given = [name for name in self.form.absent if arguments.get(name) is not None]
+        reason = f"it is given {given[0]}" if given else ""
+        return reason  # guard: what was left out when it was read is not given
 
     def why_not(self, layer: Any) -> str:
-        """Why the layer can't be driven as it was read, as of now; empty if it can."""
-        if (what := self._changed(layer)) or self._held != self._now(
-            layer
-        ):  # guard: what was read is what runs
-            return f"{what or 'a module in it'} changed since it was read; call ds_sp_overlap.enable again"
+        """Explain why the layer as it is now can't run in a chain; empty if it can."""
+        change = self._change(layer)
+        is_same = not change and self._fixed_states == self._current_states(layer)
+        if not is_same:  # guard: what was read is what runs
+            changed = change or "a module in it"
+            return f"{changed} changed since it was read; call ds_sp_overlap.enable again"
         attention = getattr(layer, self.reading.attention)
-        own = "forward" in vars(attention) and not is_ours(attention)
-        if own or not hooks_are_harmless(
-            attention, CAPTURING
-        ):  # guard: an attention that is not called has no hooks
-            return f"{self.reading.attention} ({type(attention).__name__}) has a forward or a hook of its own"
+        has_own_forward = "forward" in vars(attention) and not is_ours(attention)
+        harmless = hooks_are_harmless(attention, CAPTURING)
+        if has_own_forward or not harmless:  # guard: an attention that is not called has no hooks
+            kind = type(attention).__name__
+            return f"{self.reading.attention} ({kind}) has a forward or a hook of its own"
         return ""
 
 
 # The layer's own forward.
 
 
+class _Case(NamedTuple):
+    """A way to run a decoder layer's forward.
+
+    Attributes:
+        training: Whether the layer is in training.
+        dtype: The dtype of its numbers.
+        hidden: Whether the dtype is hidden.
+        bias: Whether the children return biases that are yet to be added.
+    """
+
+    training: bool
+    dtype: torch.dtype
+    hidden: bool
+    bias: bool
+
+
+class _Call(NamedTuple):
+    """A call of a child.
+
+    Attributes:
+        name: The name of the child.
+        input: Its input, copied.
+        output: Its output with the bias, copied.
+    """
+
+    name: str
+    input: Tensor
+    output: Tensor
+
+
 class _Recorder:
-    """In place of a child: notes what it is given, and returns random numbers of its shape."""
+    """Stands for a child: records its input, and returns random numbers of the same shape."""
 
     def __init__(self, name: str, module: nn.Module, run: _Run):
         self._name, self._module, self._run = name, module, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            return self._recorded(*args, **kwargs)
+            return self._record(*args, **kwargs)
 
-    def _recorded(self, *args: Any, **kwargs: Any) -> Any:
-        run, module = self._run, self._module
-        if not kwargs and is_identity(self._name, module, run):
+    def _record(self, *args: Any, **kwargs: Any) -> Any:
+        run, module, name = self._run, self._module, self._name
+        if not kwargs and is_identity(name, module, run):
             return args[0]
-        if attends := self._name == run.attention:
+        if name == run.attention:
             names = list(inspect.signature(type(module).forward).parameters)[1:]
-            run.given = {**dict(zip(names, args)), **kwargs}
-            args, kwargs = (run.given.pop("hidden_states", None),), {}
+            run.attention_arguments = {**dict(zip(names, args)), **kwargs}
+            args, kwargs = (run.attention_arguments.pop("hidden_states", None),), {}
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            run.fail(f"gives {self._name} more than one tensor")
-        made = run.numbers()
-        if run.form.biases and any(module.children()):  # else it is a norm
-            bias = run.numbers()[0, 0] if run.bias else None
-            run.calls.append(
-                (self._name, args[0].clone(), made.clone() if bias is None else made + bias)
-            )
-            return made, bias
-        run.calls.append((self._name, args[0].clone(), made.clone()))
-        return (made, run.weights) if attends else made
+            run.fail(f"gives {name} more than one tensor")
+        output, bias = run.random_numbers(), None
+        # A module without children is a norm.
+        may_return_bias = run.form.biases and any(module.children())
+        if may_return_bias and run.case.bias:
+            bias = run.random_numbers()[0, 0]
+        with_bias = output.clone() if bias is None else output + bias
+        run.calls.append(_Call(name, args[0].clone(), with_bias))
+        if may_return_bias:
+            return output, bias
+        return (output, run.weights) if name == run.attention else output
 
     def __getattr__(self, name: str) -> Any:
         self._run.fail(f"reads {self._name}.{name}")
 
 
-class _Sums(Accounting):
-    """Of what adds up and moves; a factor of exactly one, which is looked at like all else, is
-    none.
+class _SumAccounting(Accounting):
+    """Accounts for code that adds numbers up and moves them.
 
-    Whether a gradient is wanted may be handed on.
+    A factor that is exactly 1 is allowed, too, since it is looked up again in later calls. Whether
+    a tensor requires a gradient may be passed on.
     """
 
     def __torch_function__(
@@ -274,150 +325,187 @@ class _Sums(Accounting):
             return Opaque(self)
         return super().__torch_function__(function, types, args, kwargs)
 
-    def done(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if "mul" in name and (len(args) < 2 or kwargs or not (is_plain(args[1]) and args[1] == 1)):
-            self.fail(f"computes what is not known here: {name}")
+    def execute(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if "mul" in name:
+            is_by_one = len(args) > 1 and not kwargs and is_plain(args[1]) and args[1] == 1
+            if not is_by_one:
+                self.fail(f"computes what is not known here: {name}")
         if kwargs and name not in MOVES:
             self.fail(f"computes what is not known here: {name} with {', '.join(kwargs)}")
-        return super().done(name, function, args, kwargs)
+        return super().execute(name, function, args, kwargs)
 
 
 class _Run:
     """One run of a layer's forward on random numbers.
 
-    calls      names of the children that were called, what they were given, and what they returned
-    given      the attention's arguments
-    arguments  the layer's
-    named      which of them have names
-    names      globals that were loaded
-    looked     what the forward looked at on the way: names from the layer on, and what it found
+    Args:
+        layer: The layer.
+        attention: The name of its attention.
+        size: m.
+        form: How layers of its framework are written.
+        case: The way to run it.
+        keywords: Names of further keywords that it is given.
+
+    Attributes:
+        calls: The calls of its children.
+        arguments: The arguments of the layer by name.
+        names: The names of the parameters of its forward.
+        attention_arguments: The arguments of its attention by name, without hidden states.
+        lookups: The attributes that the forward looked up.
+        loaded_globals: The globals that it loaded.
+
+    Raises:
+        Unknown: if the forward does what is not accounted for.
     """
+
+    takes_parameters = False
 
     def __init__(
         self,
         layer: Any,
         attention: str,
         size: int,
+        *,
         form: Form,
-        training: bool,
-        dtype: torch.dtype,
-        hidden: bool,
-        bias: bool,
+        case: _Case,
         keywords: set[str],
     ):
-        self.layer, self.attention, self.form, self.training, self.dtype, self.bias = (
-            layer,
-            attention,
-            form,
-            training,
-            dtype,
-            bias,
-        )
+        self.layer, self.attention, self.form, self.case = layer, attention, form, case
+        # Of the interface that proxies and the replacements of globals use.
+        self.training, self.dtype = case.training, case.dtype
         self.generator = torch.Generator().manual_seed(0)
         self.size = BATCH, TOKENS, size
-        self.calls: list[tuple[str, Tensor, Tensor]] = []
-        self.given: dict[str, Any] = {}
-        self.looked: list[tuple[tuple[Any, ...], Any]] = [
-            ((*CLASS, name), getattr(type(layer), name)) for name in RUNS
-        ]
-        self.weights, self.more = (
-            Opaque(self),
-            {name: Opaque(self) for name in {"sp_overlap", *keywords}},
-        )
-        self.accounting = _Sums(SUMS, {BATCH, TOKENS}, hidden)
+        self.calls: list[_Call] = []
+        self.attention_arguments: dict[str, Any] = {}
+        self.lookups: list[Lookup] = [((*CLASS, name), getattr(type(layer), name)) for name in RUNS]
+        self.weights = Opaque(self)
+        self.further_keywords = {name: Opaque(self) for name in {"sp_overlap", *keywords}}
+        self.accounting = _SumAccounting(SUMS, {BATCH, TOKENS}, case.hidden)
         forward = forward_of(type(layer), beside=CHECKPOINTING)
         parameters = list(inspect.signature(forward).parameters.values())[1:]
-        self.named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-        if "hidden_states" not in self.named:
+        self.names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        if "hidden_states" not in self.names:
             raise Unknown("its forward takes no hidden_states")
-        self.x = self.numbers()
+        self.x = self.random_numbers()
         self.arguments: dict[str, Any] = {
-            name: None if name in (*UNUSED, *form.absent) else Opaque(self) for name in self.named
+            name: None if name in (*UNUSED, *form.absent) else Opaque(self) for name in self.names
         }
         self.arguments["hidden_states"] = self.x
-        self.hidden, drawn = self.x.clone(), torch.get_rng_state()
-        more = self.more if len(self.named) < len(parameters) else {}
-        instead = form.instead(self) if form.instead else lambda name, value: None
-        with replaced(layer, instead), self.accounting:
-            self.returned = forward(Looked(layer, (), self), **self.arguments, **more)
-        self.names = [
-            (known, name, known.get(name, MISSING)) for known, name, _ in self.accounting.names
-        ]
-        if not torch.equal(drawn, torch.get_rng_state()):
+        # The forward may not change its input in place.
+        self.x_before, random_state = self.x.clone(), torch.get_rng_state()
+        more = self.further_keywords if len(self.names) < len(parameters) else {}
+        with replaced(layer, self._replacement), self.accounting:
+            self.returned = forward(Proxy(layer, (), self), **self.arguments, **more)
+        self.loaded_globals = []
+        for namespace, name, _ in self.accounting.loaded_globals:
+            self.loaded_globals.append(LoadedGlobal(namespace, name, namespace.get(name, MISSING)))
+        if not torch.equal(random_state, torch.get_rng_state()):
             raise Unknown("its forward draws random numbers")
-
-    takes_parameters = False
 
     @property
     def constants(self) -> set[str]:
-        return self.accounting.strings() - {*self.named, *self.given}
+        """Strings in the code of the forward that may be names of keywords."""
+        return self.accounting.possible_keywords() - {*self.names, *self.attention_arguments}
 
     def fail(self, reason: str) -> NoReturn:
+        """Raise Unknown; see `Accounting.fail`."""
         self.accounting.fail(reason)
 
-    def numbers(self) -> Tensor:
-        """With an infinite one, which some would clamp."""
-        made = torch.randn(self.size, generator=self.generator, dtype=torch.float64).to(self.dtype)
-        made.view(-1)[len(self.calls)] = torch.inf
-        return made
+    def random_numbers(self) -> Tensor:
+        """Return random hidden states, one of them infinite, since some layers clamp these."""
+        numbers = torch.randn(self.size, generator=self.generator, dtype=torch.float64)
+        numbers = numbers.to(self.dtype)
+        numbers.view(-1)[len(self.calls)] = torch.inf
+        return numbers
 
-    def look(self, holder: Any, name: str) -> Any:
-        return self.accounting.look(holder, name)
+    def look_up(self, holder: Any, name: str) -> Any:
+        """Return an attribute; see `Accounting.look_up`."""
+        return self.accounting.look_up(holder, name)
+
+    def _replacement(self, name: str, value: Any) -> Any:
+        """Return what replaces a global of the layer's code; None if it stays."""
+        return self.form.replacement(self, name, value) if self.form.replacement else None
 
     def child(self, name: str, module: nn.Module) -> _Recorder:
+        """Return what stands for a child of the layer."""
         return _Recorder(name, module, self)
 
     def reading(self) -> BlockReading:
-        """Raises Unknown."""
-        names = [name for name, _, _ in self.calls]
+        """Return what the forward computed.
+
+        Raises:
+            Unknown: if it is anything else than a `BlockReading` can say.
+        """
+        names = [call.name for call in self.calls]
         if len(names) != 4 or names[1] != self.attention or len(set(names)) < 4:
             raise Unknown(
-                f"its forward calls {', '.join(names)}, not a norm, {self.attention}, a norm and an MLP"
+                f"its forward calls {', '.join(names)}, not a norm, {self.attention}, a norm and "
+                "an MLP"
             )
-        (norm_in, h, a), (_, b, attended), (norm_mid, r, c), (mlp, d, out) = self.calls
-        self._same(self.x, self.hidden, "its forward changes the hidden states that it is given")
-        self._same(h, self.hidden, f"{norm_in} is not given the hidden states as they are")
-        self._same(b, a, f"{self.attention} is not given what {norm_in} returned")
-        self._same(
-            r,
-            self.hidden + attended,
-            f"{norm_mid} is not given the hidden states + what {self.attention} returned",
+        norm_in, attention, norm_mid, mlp = self.calls
+        self._check(self.x, self.x_before, "its forward changes the hidden states that it is given")
+        self._check(
+            norm_in.input,
+            self.x_before,
+            f"{norm_in.name} is not given the hidden states as they are",
         )
-        self._same(d, c, f"{mlp} is not given what {norm_mid} returned")
-        hidden, *behind = self.returned if isinstance(self.returned, tuple) else (self.returned,)
-        self._same(
+        self._check(
+            attention.input,
+            norm_in.output,
+            f"{attention.name} is not given what {norm_in.name} returned",
+        )
+        self._check(
+            norm_mid.input,
+            self.x_before + attention.output,
+            f"{norm_mid.name} is not given the hidden states + what {attention.name} returned",
+        )
+        self._check(
+            mlp.input, norm_mid.output, f"{mlp.name} is not given what {norm_mid.name} returned"
+        )
+        is_tuple = isinstance(self.returned, tuple)
+        hidden, *behind = self.returned if is_tuple else (self.returned,)
+        self._check(
             hidden,
-            r + out,
-            f"its forward doesn't return what {norm_mid} was given + what {mlp} returned",
+            norm_mid.input + mlp.output,
+            f"its forward doesn't return what {norm_mid.name} was given + what {mlp.name} returned",
         )
-        zeros = [
-            x
-            for x in behind
-            if self.form.biases
-            and isinstance(x, Tensor)
-            and x.dim() == 0
-            and x.dtype == hidden.dtype
-            and not x
-        ]
-        if any(x is not None and x is not self.weights for x in behind[: len(behind) - len(zeros)]):
+        zeros = sum(self.form.biases and self._is_zero(x) for x in behind)
+        blanks = len(behind) - zeros
+        if any(x is not None and x is not self.weights for x in behind[:blanks]):
             raise Unknown("its forward returns more than hidden states")
-        passed = [self.given.pop(name, None) is x for name, x in self.more.items()]
-        if (passes := any(passed)) and not all(passed):
-            raise Unknown(f"its forward uses the keyword {[*self.more][passed.index(False)]}")
+        rest = dict(self.attention_arguments)
+        passed = [rest.pop(name, None) is x for name, x in self.further_keywords.items()]
+        if any(passed) and not all(passed):
+            keyword = [*self.further_keywords][passed.index(False)]
+            raise Unknown(f"its forward uses the keyword {keyword}")
         opaque = {id(x): name for name, x in self.arguments.items() if isinstance(x, Opaque)}
-        arguments = {name: opaque[id(x)] for name, x in self.given.items() if id(x) in opaque}
-        rest = {name: x for name, x in self.given.items() if name not in arguments}
-        if not all(x is None or isinstance(x, (bool, int, float, str)) for x in rest.values()):
-            raise Unknown(f"its forward changes what {self.attention} is given")
-        constants = {name: x for name, x in rest.items() if name not in UNUSED}
-        blanks = len(behind) - len(zeros) if isinstance(self.returned, tuple) else None
-        given = tuple(arguments.items()), tuple(constants.items()), passes
-        return BlockReading(norm_in, self.attention, norm_mid, mlp, *given, blanks, len(zeros))
+        arguments, constants = [], []
+        for name, x in rest.items():
+            if id(x) in opaque:
+                arguments.append((name, opaque[id(x)]))
+            elif x is not None and not isinstance(x, (bool, int, float, str)):
+                raise Unknown(f"its forward changes what {self.attention} is given")
+            elif name not in UNUSED:
+                constants.append((name, x))
+        return BlockReading(
+            norm_in.name,
+            self.attention,
+            norm_mid.name,
+            mlp=mlp.name,
+            arguments=tuple(arguments),
+            constants=tuple(constants),
+            passes_keywords=any(passed),
+            blanks=blanks if is_tuple else None,
+            zeros=zeros,
+        )
 
-    def _same(self, x: Any, expected: Tensor, otherwise: str) -> None:
-        """Raise Unknown unless ``x`` is what is expected, bit for bit."""
+    def _check(self, x: Any, expected: Tensor, error: str) -> None:
+        """Raise Unknown with the message ``error`` unless ``x`` is ``expected``, bit for bit."""
         if not isinstance(x, Tensor) or x.dtype != expected.dtype or not torch.equal(x, expected):
-            raise Unknown(otherwise)
+            raise Unknown(error)
 
-
-# Norms and MLPs, token by token.
+    def _is_zero(self, x: Any) -> bool:
+        """Return whether ``x`` is a zero of no dims, in the dtype of the hidden states."""
+        if not isinstance(x, Tensor) or x.dim() > 0 or x.dtype != self.returned[0].dtype:
+            return False
+        return not x

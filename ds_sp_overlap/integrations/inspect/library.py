@@ -1,6 +1,4 @@
-"""What the code of transformers' modules refers to: its attention functions, and the functions of a
-class.
-"""
+"""Looks into transformers: its attention functions, and the functions of a module's class."""
 
 from __future__ import annotations
 
@@ -15,26 +13,33 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-_Said = TypeVar("_Said")
+_Result = TypeVar("_Result")
 
 
-def once(function: Callable[[Any], _Said]) -> Callable[[Any], _Said]:
-    """functools.cache, whose types take no class for hashable."""
+def once(function: Callable[[Any], _Result]) -> Callable[[Any], _Result]:
+    """Cache a function of one argument.
+
+    Typed, unlike ``functools.cache``, so that mypy accepts a class as the argument.
+    """
     return functools.cache(function)
 
 
 def attention_functions() -> Any:
-    """transformers' attention functions, if the process uses transformers at all."""
+    """Return transformers' registry of attention functions; None if transformers isn't loaded."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return None if modeling is None else modeling.ALL_ATTENTION_FUNCTIONS
 
 
 @once
 def functions_of(kind: type[nn.Module]) -> list[types.FunctionType]:
-    """The functions of a module's class, without their decorators."""
-    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    unwrapped = (inspect.unwrap(f) for base in bases for f in vars(base).values() if callable(f))
-    return [f for f in unwrapped if isinstance(f, types.FunctionType)]
+    """Return the functions of a module's class and its bases, without their decorators."""
+    functions = []
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for member in vars(base).values():
+            function = inspect.unwrap(member) if callable(member) else None
+            if isinstance(function, types.FunctionType):
+                functions.append(function)
+    return functions
 
 
 def digest(holder: Any, *names: str) -> str:
@@ -45,11 +50,11 @@ def digest(holder: Any, *names: str) -> str:
         names: Names of the functions; a name that ``holder`` doesn't have is skipped.
 
     Returns:
-        The digest; empty where code other than transformers' decorates a function, since the source
-        does not show what a decorator does.
+        The digest; empty if a function has a decorator that is not transformers', since the source
+        of the function does not show what the decorator does.
 
     Raises:
-        OSError: if the source is not there.
+        OSError: if there is no source.
     """
     functions = [getattr(holder, name) for name in names if getattr(holder, name, None) is not None]
     if any(map(_is_decorated, functions)):
@@ -60,9 +65,10 @@ def digest(holder: Any, *names: str) -> str:
 
 
 def _is_decorated(function: Any) -> bool:
-    """Return whether code other than transformers' is wrapped around a function."""
+    """Return whether a function has a decorator that is not transformers'."""
     while hasattr(function, "__wrapped__"):
-        # Not __module__: functools.wraps copies it. functools.cache makes no function, without globals.
+        # __module__ would not do, since functools.wraps copies it. What functools.cache returns is
+        # no function and has no globals.
         name = getattr(function, "__globals__", {}).get("__name__", "")
         if name.split(".")[0] != "transformers":
             return True

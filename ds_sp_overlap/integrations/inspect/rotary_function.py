@@ -1,8 +1,7 @@
-"""transformers: which rotary embedding a function carries out, found out by trying it on random
-numbers.
+"""transformers: tells which rotary embedding a function computes, by its results on random numbers.
 
-All that it does is accounted for (`accounting`): it adds, multiplies and moves, so that what holds
-for some numbers holds for all.
+The function may only add, multiply and move numbers (`accounting`). So if the function agrees with
+a `Rotary` on random numbers, they agree on all numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,41 +18,47 @@ from torch import Tensor
 from ...rotary import Rotary
 from .accounting import Accounting, Unknown
 
-# How (cos, sin) [.., 1, d_rot] come from position embeddings.
+# How (cos, sin) [b, s, 1, d_rot] follow from position embeddings. The given tables have the shape
+# [b, s, d_rot] or [b, s, d_rot / 2].
 
 
 def as_given(tables: Any) -> tuple[Tensor, Tensor]:
+    """Return the tables (cos, sin) as they are."""
     cos, sin = tables
     return cos.unsqueeze(2), sin.unsqueeze(2)
 
 
 def backwards(tables: Any) -> tuple[Tensor, Tensor]:
+    """Return the tables of a rotation by negative angles."""
     cos, sin = tables
     return cos.unsqueeze(2), -sin.unsqueeze(2)
 
 
 def half_twice(tables: Any) -> tuple[Tensor, Tensor]:
+    """Return each table followed by itself."""
     cos, sin = (torch.cat((table, table), -1).unsqueeze(2) for table in tables)
     return cos, sin
 
 
 def each_twice(tables: Any) -> tuple[Tensor, Tensor]:
+    """Return tables that have each entry twice in a row."""
     cos, sin = (table.repeat_interleave(2, -1).unsqueeze(2) for table in tables)
     return cos, sin
 
 
 def first_half_each_twice(tables: Any) -> tuple[Tensor, Tensor]:
+    """Return tables that have each entry of the first half twice in a row."""
     return each_twice(tuple(table[..., : table.shape[-1] // 2] for table in tables))
 
 
 def of_complex(table: Any) -> tuple[Tensor, Tensor]:
+    """Return the real and the imaginary part of a complex table, each entry twice in a row."""
     return each_twice((table.real, table.imag))
 
 
-WIDE, NARROW = (
-    (as_given, backwards, first_half_each_twice),
-    (half_twice, each_twice),
-)  # tables of d_rot and of d_rot / 2
+# For tables of width d_rot, and of width d_rot / 2.
+WIDE = as_given, backwards, first_half_each_twice
+NARROW = half_twice, each_twice
 ROUNDINGS = "promoted", "kept", "fp32"
 
 
@@ -62,59 +68,65 @@ class Table(Enum):
     WHOLE, COS, SIN = range(3)
 
 
-ARITHMETIC = "mul add sub neg rsub __rsub__ __rmul__ __radd__ to float type type_as view_as_complex view_as_real real imag".split()
+ARITHMETIC = (
+    "mul add sub neg rsub __rsub__ __rmul__ __radd__ to float type type_as view_as_complex "
+    "view_as_real real imag".split()
+)
 
 
 @functools.lru_cache(maxsize=256)
 def rotary_of(
     function: Callable, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
 ) -> dict[str, Any]:
-    """Keywords of the `Rotary` that does what a call of ``function`` does to q and k.
+    """Return the keywords of the `Rotary` that computes what a call of ``function`` computes.
 
-    args   each a `Table`; the shape of q or k as a tuple with "batch" and "seq" in it, heads before
-           or behind; or the argument itself
+    Args:
+        function: The function, which rotates q and k.
+        args: Its positional arguments. A `Table` stands for position embeddings. A tuple stands for
+            q or k: its shape, with "batch" and "seq" in place of those sizes, and the heads in
+            front of "seq" or behind it. Anything else is the argument itself.
+        kwargs: Its keyword arguments, as pairs.
 
-    Raises LookupError where there is none, which says why.
+    Raises:
+        LookupError: if no `Rotary` computes the same.
+        Unknown: if the function does what is not accounted for.
     """
-    dims = max(x[-1] for x in args if isinstance(x, tuple))
+    dims = max(shape[-1] for shape in args if isinstance(shape, tuple))
     differs = functools.partial(_differs, functools.partial(function, **dict(kwargs)), args)
     is_complex = Table.WHOLE in args
-    widths: dict[Callable, int] = (
-        {of_complex: dims // 2}
-        if is_complex
-        else {**dict.fromkeys(WIDE, dims), **dict.fromkeys(NARROW, dims // 2)}
-    )
+    widths: dict[Callable, int] = {of_complex: dims // 2}
+    if not is_complex:
+        widths = {**dict.fromkeys(WIDE, dims), **dict.fromkeys(NARROW, dims // 2)}
 
     def fits(width: int, rotary: Rotary) -> bool:
         try:
             return not differs(width, rotary, torch.float32, torch.float32, tolerance=1e-5)
-        except (RuntimeError, ValueError, TypeError):  # of tables that it isn't made for
+        except (RuntimeError, ValueError, TypeError):  # for tables of another width
             return False
 
-    found = {
-        (tables, neighbours, partial)
-        for tables, width in widths.items()
-        for neighbours in (False, True)
-        for partial in (False, True)
-        if fits(width - 2 * partial * width // dims, Rotary(tables, partial, neighbours))
-    }
-    kinds = {kind[:2] for kind in found}
+    fitting = set()
+    for (tables, width), neighbours, partial in product(
+        widths.items(), (False, True), (False, True)
+    ):
+        # Narrower tables rotate the first dims only.
+        table_width = width - 2 * width // dims if partial else width
+        if fits(table_width, Rotary(tables, partial, neighbours)):
+            fitting.add((tables, neighbours, partial))
+    kinds = {(tables, neighbours) for tables, neighbours, _ in fitting}
     if len(kinds) != 1:
         raise LookupError
     ((tables, neighbours),) = kinds
-    rotary = functools.partial(
-        Rotary, tables, partial=(tables, neighbours, True) in found, neighbours=neighbours
-    )
+    partial = (tables, neighbours, True) in fitting
     low, single, double = torch.bfloat16, torch.float32, torch.float64
-    dtypes = [(low, single), (double, single)] + (
-        [] if is_complex else [(low, low), (torch.float16, torch.float16)]
-    )  # of q and k, of the tables
+    # Of q and k, and of the tables.
+    dtypes = [(low, single), (double, single)]
+    if not is_complex:
+        dtypes += [(low, low), (torch.float16, torch.float16)]
     for rounding in ROUNDINGS:
-        if not any(
-            differs(widths[tables], rotary(rounding=rounding), *pair, tolerance=0)
-            for pair in dtypes
-        ):
-            return {"tables": tables, **rotary.keywords, "rounding": rounding}
+        keywords: dict[str, Any] = dict(partial=partial, neighbours=neighbours, rounding=rounding)
+        rotary = Rotary(tables, **keywords)
+        if not any(differs(widths[tables], rotary, *pair, tolerance=0) for pair in dtypes):
+            return {"tables": tables, **keywords}
     raise LookupError
 
 
@@ -124,41 +136,53 @@ def _differs(
     width: int,
     rotary: Rotary,
     dtype: torch.dtype,
-    of_tables: torch.dtype,
+    table_dtype: torch.dtype,
     tolerance: float,
 ) -> bool:
-    """Whether ``function``, with tables of ``width``, gives something else than ``rotary``. Raises
-    what ``function`` raises.
+    """Return whether ``function`` and ``rotary`` differ on random q and k.
+
+    Args:
+        function: The function.
+        args: Its arguments as in `rotary_of`.
+        width: The last dim of the tables.
+        rotary: What it is compared with.
+        dtype: The dtype of q and k.
+        table_dtype: The dtype of the tables.
+        tolerance: The relative and absolute tolerance.
+
+    Raises:
+        Unknown: if the function does what is not accounted for.
+        Exception: whatever the function raises.
     """
     generator = torch.Generator().manual_seed(0)
-    used = {size for x in args if isinstance(x, tuple) for size in x if isinstance(size, int)} | {
-        width
-    }
-    batch, seq = [
-        size for size in (3, 5, 7, 11, 13, 17, 19, 23, 29) if all(each % size for each in used)
-    ][:2]
+    used = {width}
+    for shape in args:
+        if isinstance(shape, tuple):
+            used.update(size for size in shape if isinstance(size, int))
+    primes = (3, 5, 7, 11, 13, 17, 19, 23, 29)
+    batch, seq = [prime for prime in primes if all(size % prime for size in used)][:2]
     sizes = {"batch": batch, "seq": seq}
 
     def random(shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
         return torch.randn([sizes.get(size, size) for size in shape], generator=generator).to(dtype)
 
-    moving = {at: random(x, dtype) for at, x in enumerate(args) if isinstance(x, tuple)}
-    cos, sin = (random((batch, seq, width), of_tables) for _ in range(2))
+    # q or k or both, by their places among the arguments.
+    heads = {index: random(x, dtype) for index, x in enumerate(args) if isinstance(x, tuple)}
+    cos, sin = (random((batch, seq, width), table_dtype) for _ in range(2))
     whole: Any = torch.complex(cos, sin) if rotary.tables is of_complex else (cos, sin)
     tables = {Table.WHOLE: whole, Table.COS: cos, Table.SIN: sin}
+    inputs = []
+    for index, x in enumerate(args):
+        inputs.append(heads.get(index, tables[x] if isinstance(x, Table) else x))
     accounting = Accounting(ARITHMETIC, sizes.values())
     with accounting:
-        given = function(
-            *(moving.get(at, tables[x] if isinstance(x, Table) else x) for at, x in enumerate(args))
-        )
-    if state := next(
-        (name for _, name, value in accounting.names if isinstance(value, (bool, int, float))), ""
-    ):
-        raise Unknown(f"it uses the global {state}")
-    for (at, x), y in zip(
-        moving.items(), (given,) if isinstance(given, Tensor) else given, strict=True
-    ):
-        heads_first = args[at][1] != "seq"
+        rotated = function(*inputs)
+    for _, name, value in accounting.loaded_globals:
+        if isinstance(value, (bool, int, float)):
+            raise Unknown(f"it uses the global {name}")
+    results = (rotated,) if isinstance(rotated, Tensor) else rotated
+    for (index, x), y in zip(heads.items(), results, strict=True):
+        heads_first = args[index][1] != "seq"
         expected = rotary(x.transpose(1, 2) if heads_first else x, whole)
         expected = expected.transpose(1, 2) if heads_first else expected
         if y.dtype != expected.dtype or y.shape != expected.shape:

@@ -1,10 +1,9 @@
-"""transformers: the forward of an attention layer, run on labels, with an account of all that it
-does (`accounting`).
+"""transformers: the symbolic trace of an attention layer's forward.
 
-Every number that goes in, and every number that a projection, a norm, a rotation or the attention
-function would return, is a label: a whole number that occurs once. Operations that move numbers are
-let through, so what they moved is told by where its labels turn up; no other operation is. No
-weight is read, and no module is called.
+The forward runs on labels: whole numbers, each of which occurs once. Labels are the inputs, and in
+place of projections, norms, rotations and the attention function, stand-ins return new labels. Only
+operations that move numbers are allowed (`accounting`), so the places where labels turn up tell how
+they were moved. The trace reads no weight and calls no module.
 """
 
 from __future__ import annotations
@@ -19,84 +18,108 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .accounting import MISSING, Accounting, Dtype, Unknown, forward_of, is_plain
+from .accounting import (
+    MISSING,
+    Accounting,
+    HiddenDtype,
+    LoadedGlobal,
+    Unknown,
+    forward_of,
+    is_plain,
+)
 from .library import functions_of
 from .rotary_function import Table
-from .tokenwise import own_call
+from .tokenwise import has_own_call
 
 CACHES = "past_key_values", "past_key_value", "layer_past"
-UNUSED = (
-    *CACHES,
-    "cache_position",
-    "use_cache",
-    "output_attentions",
-)  # arguments that change nothing in training
-DTYPES = (
-    None,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # that labels claim to have; None where nobody may ask
+# Arguments that change nothing in training.
+UNUSED = (*CACHES, "cache_position", "use_cache", "output_attentions")
+# The path to a layer's class, and the functions that run when a module is called.
+CLASS, RUNS = ("__class__",), ("forward", "__call__")
+
+# An attribute or item that a forward looked up: its path from the layer on, and its value. Items of
+# lists and dicts stand in the path as tuples of one.
+Lookup = tuple[tuple[Any, ...], Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """How a forward is called: with a mask or none, told what may be left out or not, on tokens
-    [batch, seq] of some dtype.
+    """A way to call a forward.
+
+    Attributes:
+        training: Whether the layer is in training.
+        masked: Whether a mask is given.
+        gives_optional: Whether optional arguments are given.
+        batch: 1, or more than 1.
+        seq_index: Selects the sequence length.
+        dtype: The dtype that labels claim to have; None to hide their dtype.
     """
 
     training: bool
     masked: bool
-    told: bool
+    gives_optional: bool
     batch: int
-    place: int
+    seq_index: int
     dtype: torch.dtype | None
 
 
 def cases(training: bool) -> list[Case]:
-    """Those that must give the same reading."""
-    kinds = (True, False, 1, 0), (False, True, 2, 1), (False, False, 1, 1), (True, True, 2, 0)
-    return [Case(training, *kind, dtype) for kind, dtype in zip(kinds, DTYPES)]
+    """Return the cases in which a forward must give the same reading."""
+    return [
+        Case(training, True, False, batch=1, seq_index=0, dtype=None),
+        Case(training, False, True, batch=2, seq_index=1, dtype=torch.float32),
+        Case(training, False, False, batch=1, seq_index=1, dtype=torch.bfloat16),
+        Case(training, True, True, batch=2, seq_index=0, dtype=torch.float16),
+    ]
 
 
-class Out:
-    """Labels that something returned, and what it was given."""
+class TracedOutput:
+    """The labels that a stand-in returned.
 
-    def __init__(self, name: str, given: Tensor, shape: tuple[int, ...], run: Run):
-        self.name, self.given = name, given
-        self.labels = run.labels(*shape)
+    Args:
+        name: The name of the module or function.
+        input: The labels that it was given.
+        shape: The shape of its output.
+        trace: Makes the labels.
+    """
+
+    def __init__(self, name: str, input: Tensor, shape: tuple[int, ...], trace: Trace):
+        self.name, self.input = name, input
+        self.labels = trace.new_labels(*shape)
         self.first, self.count = int(self.labels.flatten()[0]), self.labels.numel()
 
     def find(self, x: Tensor) -> Tensor:
-        """Where each number of ``x`` is among the labels, flat; -1 where it is none of them."""
-        at = x - self.first
-        return torch.where((at >= 0) & (at < self.count), at, -1)
+        """Return the flat index of each number of ``x`` among the labels; -1 for other numbers."""
+        index = x - self.first
+        return torch.where((index >= 0) & (index < self.count), index, -1)
 
-    def rows(self, x: Tensor) -> Tensor | None:
-        """``x`` with what was given in place of its labels; None unless its last dim is a row of
-        what was given, in order.
+    def input_of(self, x: Tensor) -> Tensor | None:
+        """Return the input rows from which the rows of ``x`` were computed.
+
+        Args:
+            x: [.., d]. Rows of numbers.
+
+        Returns:
+            [.., d]. None unless all rows of ``x`` are whole rows of the labels, and labels and
+            input have as many numbers.
         """
-        at = self.find(x)
-        if (
-            x.shape[-1] != (width := self.given.shape[-1])
-            or self.count != self.given.numel()
-            or (at < 0).any()
-        ):
+        index, width = self.find(x), self.input.shape[-1]
+        if x.shape[-1] != width or self.count != self.input.numel() or (index < 0).any():
             return None
-        in_order = (at % width == torch.arange(width)).all() and (
-            at // width == at[..., :1] // width
-        ).all()
-        return self.given.flatten()[at] if in_order else None
+        in_order = (index % width == torch.arange(width)).all()
+        if not in_order or (index // width != index[..., :1] // width).any():
+            return None
+        return self.input.flatten()[index]
 
 
 class Opaque:
-    """An argument that may be handed on, compared with None, and nothing else."""
+    """Stands for an argument that may be passed on or compared with None, and nothing else."""
 
-    def __init__(self, run: Any):
-        self._run = run
+    def __init__(self, trace: Any):
+        self._trace = trace
 
     def __bool__(self) -> bool:
-        return self._run.fail("looks at an argument")
+        return self._trace.fail("looks at an argument")
 
     def __eq__(self, other: object) -> bool:
         return other is self or bool(self)
@@ -105,106 +128,122 @@ class Opaque:
 
 
 class Tables(tuple):
-    """(cos, sin) or complex tables: may be taken apart and moved, not computed with."""
+    """Position embeddings: (cos, sin), which a forward may unpack and move to another device."""
 
     def to(self, *args: Any, **kwargs: Any) -> Tables:
-        if not all(isinstance(x, (Dtype, torch.device)) for x in (*args, *kwargs.values())):
+        """Return the tables as they are.
+
+        Raises:
+            Unknown: if they are cast to a dtype that is written in the forward.
+        """
+        if not all(isinstance(x, (HiddenDtype, torch.device)) for x in (*args, *kwargs.values())):
             raise Unknown("its forward casts position embeddings")
         return self
 
 
-class Looked:
-    """The layer, its config or what they hold, as a forward sees it: what it looks at is noted, its
-    children return labels.
+class Proxy:
+    """Stands for a layer, its config or an object in them while a forward runs.
+
+    It records the attributes that the forward looks up, and gives it proxies of the layer's
+    children.
+
+    Args:
+        value: The object.
+        path: The path to the object from the layer on.
+        trace: The running trace.
     """
 
-    def __init__(self, value: Any, path: tuple[Any, ...], run: Any):
-        vars(self).update(_value=value, _path=path, _run=run)
+    def __init__(self, value: Any, path: tuple[Any, ...], trace: Any):
+        vars(self).update(_value=value, _path=path, _trace=trace)
 
     def __getattr__(self, name: str) -> Any:
-        run, value = self._run, self._run.look(self._value, name)
+        trace, value = self._trace, self._trace.look_up(self._value, name)
         if value is MISSING:
-            run.looked.append(((*self._path, name), MISSING))
+            trace.lookups.append(((*self._path, name), MISSING))
             raise AttributeError(name)
-        if not self._path and name == "training":
-            return run.training
-        if not self._path and isinstance(value, nn.Module):
-            return run.child(name, value)
-        if inspect.ismethod(value) and value.__self__ is self._value and not self._path:
-            run.looked.append(((name, "__func__"), value.__func__))
+        is_layer = not self._path
+        if is_layer and name == "training":
+            return trace.training
+        if is_layer and isinstance(value, nn.Module):
+            return trace.child(name, value)
+        if is_layer and inspect.ismethod(value) and value.__self__ is self._value:
+            trace.lookups.append(((name, "__func__"), value.__func__))
             return types.MethodType(value.__func__, self)
-        return self._found(name, value)
+        return self._record(name, value)
 
-    def __getitem__(self, at: Any) -> Any:
-        if type(at) not in (int, str) or not isinstance(self._value, (list, dict)):
-            self._run.fail(f"looks into {'.'.join(map(str, self._path))}")
-        return self._found((at,), self._value[at])
+    def __getitem__(self, key: Any) -> Any:
+        if type(key) not in (int, str) or not isinstance(self._value, (list, dict)):
+            self._refuse()
+        return self._record((key,), self._value[key])
 
-    def _found(self, at: Any, value: Any) -> Any:
-        run, path = self._run, (*self._path, at)
-        if isinstance(value, Tensor) and not run.takes_parameters:
-            run.fail(f"reads {'.'.join(map(str, path))}")
+    def _record(self, step: Any, value: Any) -> Any:
+        """Record a value found by one more ``step``; return the value, or a proxy of it."""
+        trace, path = self._trace, (*self._path, step)
+        if isinstance(value, Tensor) and not trace.takes_parameters:
+            trace.fail(f"reads {'.'.join(map(str, path))}")
         known = is_plain(value) or value is contextlib.nullcontext
         if known or isinstance(value, (Tensor, types.FunctionType)):
-            run.looked.append((path, value))
+            trace.lookups.append((path, value))
             return value
-        return Looked(value, path, run)
+        return Proxy(value, path, trace)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._run.fail(f"sets {name}")
+        self._trace.fail(f"sets {name}")
 
-    __class__ = property(lambda self: type(self._value))  # of isinstance
+    # For isinstance.
+    __class__ = property(lambda self: type(self._value))
 
-    def _no(self, *_: Any) -> Any:
-        return self._run.fail(f"looks into {'.'.join(map(str, self._path))}")
+    def _refuse(self, *_: Any) -> Any:
+        return self._trace.fail(f"looks into {'.'.join(map(str, self._path))}")
 
-    __eq__ = __len__ = __iter__ = __contains__ = __bool__ = __setitem__ = __delattr__ = __call__ = (
-        _no
-    )
+    __eq__ = __len__ = __iter__ = __contains__ = __bool__ = _refuse
+    __setitem__ = __delattr__ = __call__ = _refuse
 
 
-class Child:
-    def __init__(self, name: str, module: nn.Module, run: Run):
-        self._name, self._module, self._run = name, module, run
+class ChildProxy:
+    """Stands for a child of the layer; returns labels when it is called."""
+
+    def __init__(self, name: str, module: nn.Module, trace: Trace):
+        self._name, self._module, self._trace = name, module, trace
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-        run, module = self._run, self._module
+        trace, module = self._trace, self._module
         if args or kwargs or not isinstance(x, Tensor):
-            run.fail(f"gives {self._name} more than one tensor")
-        if is_identity(self._name, module, run):
+            trace.fail(f"gives {self._name} more than one tensor")
+        if is_identity(self._name, module, trace):
             return x
         width = getattr(module, "out_features", None)
         with torch._C.DisableTorchFunction():
-            out = Out(
-                self._name, x, tuple(x.shape) if width is None else (*x.shape[:-1], width), run
-            )
-        run.outs.append(out)
-        return out.labels
+            shape = tuple(x.shape) if width is None else (*x.shape[:-1], width)
+            output = TracedOutput(self._name, x, shape, trace)
+        trace.outputs.append(output)
+        return output.labels
 
     def __getattr__(self, name: str) -> Any:
-        self._run.fail(f"reads {self._name}.{name}")
+        self._trace.fail(f"reads {self._name}.{name}")
 
 
-def is_identity(name: str, module: Any, run: Any) -> bool:
-    """Whether a child returns what it is given: a dropout of nothing, which is looked at again.
-    Fails of one that drops out.
+def is_identity(name: str, module: Any, trace: Any) -> bool:
+    """Return whether a child returns its input: ``nn.Identity``, or a dropout that drops nothing.
+
+    What this depends on is recorded among the lookups. Fails the trace for a dropout that drops.
     """
-    if own_call(module):
-        run.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")
+    if has_own_call(module):
+        trace.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")
     if getattr(module, "out_features", None) is None:
-        run.looked.append(((name, "__class__"), type(module)))
+        trace.lookups.append(((name, "__class__"), type(module)))
     if type(module) is nn.Identity:
         return True
     if not isinstance(module, nn.modules.dropout._DropoutNd):
         return False
-    run.looked.append(((name, "p"), module.p))
-    if run.training and module.p > 0:
-        run.fail(f"calls {name}, which drops out")
+    trace.lookups.append(((name, "p"), module.p))
+    if trace.training and module.p > 0:
+        trace.fail(f"calls {name}, which drops out")
     return True
 
 
-class _Functions:
-    """In place of transformers' attention functions."""
+class _AttentionFunctions:
+    """Stands for transformers' registry of attention functions."""
 
     def __init__(self, attend: Callable):
         self._attend = attend
@@ -217,158 +256,175 @@ class _Functions:
 
 
 @contextlib.contextmanager
-def replaced(module: nn.Module, new: Callable[[str, Any], Any]) -> Iterator[None]:
-    """In the body, ``new(name, value)`` stands for the globals of the module's code that it is not
-    None for.
+def replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Replace globals of the code of a module's class in the body.
+
+    Args:
+        module: The module.
+        replacement: Returns what replaces a global, by its name and value; None if it stays.
     """
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    before: list[LoadedGlobal] = []
     for function in functions_of(type(module)):
-        known = function.__globals__
+        namespace = function.__globals__
         for name in function.__code__.co_names:
-            if name in known and (instead := new(name, known[name])) is not None:
-                before.append((known, name, known[name]))
-                known[name] = instead
+            if name not in namespace:
+                continue
+            new = replacement(name, namespace[name])
+            if new is not None:
+                before.append(LoadedGlobal(namespace, name, namespace[name]))
+                namespace[name] = new
     try:
         yield
     finally:
-        for known, name, value in reversed(before):
-            known[name] = value
+        for namespace, name, value in reversed(before):
+            namespace[name] = value
 
 
-class Run:
+class Trace:
     """One run of a layer's forward on labels.
 
-    x, mask, tables, position_ids, more   what its forward was given: hidden states [b, s, m], and
-                                          what stands for the rest; ``more`` by further keywords,
-                                          empty if it takes none
-    outs                                  what its children returned, in the order of their calls
-    rotations, rotated                    functions and what they were called with, and what they
-                                          returned
-    q, k, v, options, o                   what its attention was given and returned, [b, h, s, d]
-                                          and [b, s, h, d]
-    returned, weights                     what its forward returned, and what stands for the weights
-                                          of attention in it
-    looked, names                         what it looked at on the way: names from the layer on, and
-                                          globals; and what it found
-    constants                             strings in its code, which may be keywords
+    Args:
+        module: The layer.
+        case: The way to call it.
+        keywords: Names of further keywords that it is given.
 
-    Raises Unknown.
+    Attributes:
+        x: [b, s, m]. The hidden states that it was given.
+        mask: Stands for the mask; None without one.
+        tables: The position embeddings.
+        position_ids: Stands for the positions.
+        further_keywords: The further keywords; empty if the forward accepts none.
+        outputs: What the children returned, in the order of their calls.
+        rotations: The calls of rotary functions: the function, its arguments as `rotary_of` takes
+            them, and its keywords.
+        rotated: What the rotary functions returned.
+        q, k, v: [b, h, s, d]. What the attention function was given.
+        options: Its keywords.
+        o: [b, s, h, d]. What the attention function returned.
+        weights: Stands for the attention weights, which it returned as well.
+        returned: What the forward returned.
+        lookups: What the forward looked up.
+        loaded_globals: The globals that it loaded.
+        constants: Strings in its code that may be names of keywords.
+
+    Raises:
+        Unknown: if the forward does what is not accounted for.
     """
 
-    takes_parameters = True  # of its own, for attention
+    # Of the layer itself, for its attention.
+    takes_parameters = True
 
     def __init__(self, module: Any, case: Case, keywords: set[str]):
         self.module, self.training, self.case = module, case.training, case
-        self.outs: list[Out] = []
+        self.outputs: list[TracedOutput] = []
         self.rotations: list[tuple[Callable, tuple, tuple]] = []
-        self.rotated: list[Out] = []
-        self.looked: list[tuple[tuple[Any, ...], Any]] = [
+        self.rotated: list[TracedOutput] = []
+        self.lookups: list[Lookup] = [
             ((*CLASS, name), getattr(type(module), name)) for name in RUNS
         ]
-        self._count = 0
-        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self._label_count = 0
+        self.loaded_globals: list[LoadedGlobal] = []
         self.constants: set[str] = set()
-        self.more: dict[str, Opaque] = {}
-        self.layer = Looked(module, (), self)
+        self.further_keywords: dict[str, Opaque] = {}
+        self.layer = Proxy(module, (), self)
         config = module.config
-        known = {
-            x
-            for holder in (vars(config), *map(vars, module.modules()))
-            for x in holder.values()
-            if isinstance(x, int) and x
-        }
+        used: set[int] = set()
+        for holder in (vars(config), *map(vars, module.modules())):
+            used.update(x for x in holder.values() if isinstance(x, int) and x)
         primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
-        free = [
-            size for size in primes if all(x % size for x in known)
-        ]  # sizes by which they are told
-        self.batch, self.seq = free[0] if case.batch > 1 else 1, free[1 + case.place]
-        self.x = self.labels(self.batch, self.seq, config.hidden_size)
-        self.tables = Tables(
-            (self.labels(self.batch, self.seq, 2), self.labels(self.batch, self.seq, 2))
-        )
+        # Sizes that divide no size of the layer, so that they can't be mistaken for it.
+        free = [prime for prime in primes if all(x % prime for x in used)]
+        self.batch, self.seq = free[0] if case.batch > 1 else 1, free[1 + case.seq_index]
+        self.x = self.new_labels(self.batch, self.seq, config.hidden_size)
+        cos, sin = (self.new_labels(self.batch, self.seq, 2) for _ in range(2))
+        self.tables = Tables((cos, sin))
         self.weights, self.position_ids = Opaque(self), Opaque(self)
         self.mask = Opaque(self) if case.masked else None
         self.o: Any = None
         sizes = {self.batch, self.seq, self.batch * self.seq}
-        self.accounting = OfLabels(case.dtype, sizes)
+        self.accounting = LabelAccounting(case.dtype, sizes)
         forward = forward_of(type(module))
-        given = self._arguments(forward, keywords)
-        with replaced(module, self._instead), self.accounting:
-            self.returned = forward(self.layer, **given)
+        arguments = self._arguments(forward, keywords)
+        with replaced(module, self._replacement), self.accounting:
+            self.returned = forward(self.layer, **arguments)
         if self.o is None:
             raise Unknown("its forward calls no attention function")
-        self.names = [
-            each
-            for each in self.accounting.names
-            if not isinstance(each[2], _Functions) and not hasattr(each[2], "_rotary")
-        ]
-        self.constants = (
-            self.accounting.strings()
-            - set(inspect.signature(forward).parameters)
-            - self.options.keys()
-        )
+        for loaded in self.accounting.loaded_globals:
+            value = loaded.value
+            if not isinstance(value, _AttentionFunctions) and not hasattr(value, "_rotary"):
+                self.loaded_globals.append(loaded)
+        self.constants = self.accounting.possible_keywords() - self.options.keys()
+        self.constants -= set(inspect.signature(forward).parameters)
 
     def fail(self, reason: str) -> NoReturn:
+        """Raise Unknown; see `Accounting.fail`."""
         self.accounting.fail(reason)
 
-    def look(self, holder: Any, name: str) -> Any:
-        return self.accounting.look(holder, name)
+    def look_up(self, holder: Any, name: str) -> Any:
+        """Return an attribute; see `Accounting.look_up`."""
+        return self.accounting.look_up(holder, name)
 
-    def labels(self, *shape: int) -> Tensor:
+    def new_labels(self, *shape: int) -> Tensor:
+        """Return labels of a shape that were not used before."""
         count = torch.Size(shape).numel()
-        self._count += count
-        return torch.arange(self._count - count, self._count).view(shape)
+        self._label_count += count
+        return torch.arange(self._label_count - count, self._label_count).view(shape)
 
-    def child(self, name: str, module: nn.Module) -> Child:
-        return Child(name, module, self)
+    def child(self, name: str, module: nn.Module) -> ChildProxy:
+        """Return what stands for a child of the layer."""
+        return ChildProxy(name, module, self)
 
     def _arguments(self, forward: Callable, keywords: set[str]) -> dict[str, Any]:
-        given = dict(
-            hidden_states=self.x, attention_mask=self.mask, position_embeddings=self.tables
-        )
-        given["position_ids"] = self.position_ids if self.case.told else None
+        """Return the arguments of the forward in this case."""
         parameters = list(inspect.signature(forward).parameters.values())[1:]
         names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-        if unknown := next(
-            (name for name in names if name not in given and name not in UNUSED), None
-        ):
-            raise Unknown(f"its forward takes {unknown}")
-        self.more = (
-            {name: Opaque(self) for name in {"sp_overlap", *keywords}}
-            if len(names) < len(parameters)
-            else {}
+        known: dict[str, Any] = dict.fromkeys(UNUSED)
+        known |= dict(
+            hidden_states=self.x,
+            attention_mask=self.mask,
+            position_embeddings=self.tables,
+            position_ids=None,
         )
-        told = {name: Opaque(self) for name in UNUSED if self.case.told and name not in CACHES}
-        return {**{name: given.get(name, told.get(name)) for name in names}, **self.more}
+        if self.case.gives_optional:
+            known |= {name: Opaque(self) for name in UNUSED if name not in CACHES}
+            known["position_ids"] = self.position_ids
+        for name in names:
+            if name not in known:
+                raise Unknown(f"its forward takes {name}")
+        if len(names) < len(parameters):
+            self.further_keywords = {name: Opaque(self) for name in {"sp_overlap", *keywords}}
+        return {**{name: known[name] for name in names}, **self.further_keywords}
 
-    def _instead(self, name: str, value: Any) -> Any:
-        """Rotations and attention functions that return labels."""
+    def _replacement(self, name: str, value: Any) -> Any:
+        """Return what replaces a global: stand-ins for rotary functions and for attention."""
         if name == "ALL_ATTENTION_FUNCTIONS":
-            return _Functions(self._attend)
-        return (
-            self._rotary(value)
-            if "rotary" in name and callable(value) and not isinstance(value, type)
-            else None
-        )
+            return _AttentionFunctions(self._attend)
+        if "rotary" in name and callable(value) and not isinstance(value, type):
+            return self._rotary_stand_in(value)
+        return None
 
-    def _rotary(self, function: Callable) -> Callable:
+    def _rotary_stand_in(self, function: Callable) -> Callable:
+        """Return a function that records its call and returns labels in place of q and k."""
+
         def rotary(*args: Any, **kwargs: Any) -> Any:
             with torch._C.DisableTorchFunction():
                 tables = dict(zip(Table, (self.tables, *self.tables)))
-                said = [
-                    next((table for table, x in tables.items() if x is given), given)
-                    for given in args
-                ]
-                moving = [x for x in said if isinstance(x, Tensor)]
-                outs = [Out(function.__name__, x, tuple(x.shape), self) for x in moving]
-                places = {self.batch: "batch", self.seq: "seq"}
-                shapes = tuple(
-                    tuple(places.get(n, n) for n in x.shape) if isinstance(x, Tensor) else x
-                    for x in said
-                )
-                self.rotations.append((function, shapes, tuple(kwargs.items())))
-            self.rotated += outs
-            return outs[0].labels if len(outs) == 1 else tuple(out.labels for out in outs)
+                sizes = {self.batch: "batch", self.seq: "seq"}
+                recorded, outputs = [], []
+                for argument in args:
+                    for table, x in tables.items():
+                        if x is argument:
+                            argument = table
+                            break
+                    if isinstance(argument, Tensor):
+                        shape = tuple(argument.shape)
+                        outputs.append(TracedOutput(function.__name__, argument, shape, self))
+                        argument = tuple(sizes.get(size, size) for size in shape)
+                    recorded.append(argument)
+                self.rotations.append((function, tuple(recorded), tuple(kwargs.items())))
+            self.rotated += outputs
+            labels = tuple(output.labels for output in outputs)
+            return labels[0] if len(labels) == 1 else labels
 
         vars(rotary)["_rotary"] = True
         return rotary
@@ -382,33 +438,33 @@ class Run:
         attention_mask: Any = None,
         **options: Any,
     ) -> tuple:
+        """Record the call of the attention function, and return labels for o."""
         if self.o is not None or module is not self.layer or attention_mask is not self.mask:
             self.fail(
                 "calls its attention more than once, or with a mask that is not as it is given"
             )
         self.q, self.k, self.v, self.options = q, k, v, options
         with torch._C.DisableTorchFunction():
-            self.o = self.labels(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+            self.o = self.new_labels(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
         return self.o, self.weights
 
 
-CLASS, RUNS = ("__class__",), ("forward", "__call__")  # what runs when a module is called
+class LabelAccounting(Accounting):
+    """Accounts for code that runs on labels.
 
-
-class OfLabels(Accounting):
-    """Of labels, which claim to have a dtype."""
+    Args:
+        dtype: The dtype that labels claim to have; None to hide it.
+        sizes: As in `Accounting`.
+    """
 
     def __init__(self, dtype: torch.dtype | None, sizes: set[int]):
         super().__init__(sizes=sizes, hidden=dtype is None)
         self.dtype = dtype
 
-    def kind(self, name: str, x: Tensor) -> Any:
-        return self.dtype if name == "dtype" else super().kind(name, x)
+    def dtype_or_device(self, name: str, x: Tensor) -> Any:
+        return self.dtype if name == "dtype" else super().dtype_or_device(name, x)
 
-    def moves_only(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        given = [
-            x
-            for x in (*args[1:], *kwargs.values())
-            if x is not self.dtype and not isinstance(x, torch.device)
-        ]
-        return super().moves_only(args[:1] + tuple(given), {})
+    def is_no_cast(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        targets = [x for x in (*args[1:], *kwargs.values()) if x is not self.dtype]
+        targets = [x for x in targets if not isinstance(x, torch.device)]
+        return super().is_no_cast((*args[:1], *targets), {})

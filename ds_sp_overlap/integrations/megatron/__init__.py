@@ -1,1 +1,1 @@
-"""Megatron-DeepSpeed: its attention layers and decoder layers, and the bridge to current DeepSpeed."""
+"""Megatron-DeepSpeed: its attention layers and decoder layers, and its use with newer DeepSpeed."""

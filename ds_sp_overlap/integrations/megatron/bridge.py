@@ -1,6 +1,6 @@
-"""Megatron-DeepSpeed's HEAD beside a current DeepSpeed: what it imports in vain, its known errors,
-and a fork's flags.
+"""Lets Megatron-DeepSpeed's HEAD run with a current DeepSpeed.
 
+Provides a module that DeepSpeed removed, explains known errors, and reads a flag of a fork.
 Megatron is never imported from here.
 """
 
@@ -17,11 +17,10 @@ import deepspeed
 
 
 class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """``deepspeed.compression.compress``, which HEAD imports and DeepSpeed removed: present, and no
-    more than that.
+    """Provides ``deepspeed.compression.compress``, which HEAD imports and DeepSpeed removed.
 
-    Last of all finders, so that a DeepSpeed that has the module is left alone, and only in a
-    process that uses Megatron.
+    The functions of the module raise. This is the last of all finders, so a module of DeepSpeed's
+    own comes first. It finds the module only in a process that uses Megatron.
     """
 
     names = ("deepspeed.compression", "deepspeed.compression.compress")
@@ -45,44 +44,67 @@ class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     @staticmethod
     def _refuse(function: str, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"deepspeed.compression.compress.{function}: DeepSpeed {deepspeed.__version__} has no compression any more; take "
-            '"compression_training" and --compression-training out, or train without sequence parallelism on an older DeepSpeed'
+            f"deepspeed.compression.compress.{function}: DeepSpeed {deepspeed.__version__} has no "
+            'compression any more; take "compression_training" and --compression-training out, or '
+            "train without sequence parallelism on an older DeepSpeed"
         )
 
 
 def bridge() -> None:
-    """Let Megatron-DeepSpeed be imported beside a DeepSpeed that has dropped what it imports."""
+    """Let Megatron-DeepSpeed import a module that DeepSpeed has removed."""
     if not any(isinstance(finder, _Compression) for finder in sys.meta_path):
         sys.meta_path.append(_Compression())
 
 
-HINTS = {  # what fails at HEAD before, or without, a layer of ours: a piece of the message or of the failing line
-    "num_attention_heads % parallel_state.get_sequence_parallel_world_size()": "the query heads must divide by "
-    "--ds-sequence-parallel-size; take another size",
-    "self.projection_size == self.kv_projection_size": "Megatron-DeepSpeed has no grouped queries here; they work where the "
-    'overlap is on: an "sp_overlap" section in the DeepSpeed config, and --ds-sequence-parallel-size above 1',
-    "batch_dim_idx": "Megatron-DeepSpeed passes attention_mask where DeepSpeed takes batch_dim_idx; core attention works where "
-    'the overlap is on: an "sp_overlap" section in the DeepSpeed config; or take --use-flash-attn-v2',
-    "num_local_head, head_dim = input.shape": "DeepSpeed's class wants the heads of attention's output in a dimension of their own; "
-    'Triton\'s attention works where the overlap is on: an "sp_overlap" section in the DeepSpeed config',
+# Advice for errors that HEAD raises before or without an overlapped layer, by a part of the message
+# or of the failing line.
+HINTS = {
+    "num_attention_heads % parallel_state.get_sequence_parallel_world_size()": (
+        "the query heads must divide by --ds-sequence-parallel-size; take another size"
+    ),
+    "self.projection_size == self.kv_projection_size": (
+        "Megatron-DeepSpeed has no grouped queries here; they work where the overlap is on: an "
+        '"sp_overlap" section in the DeepSpeed config, and --ds-sequence-parallel-size above 1'
+    ),
+    "batch_dim_idx": (
+        "Megatron-DeepSpeed passes attention_mask where DeepSpeed takes batch_dim_idx; core "
+        'attention works where the overlap is on: an "sp_overlap" section in the DeepSpeed config; '
+        "or take --use-flash-attn-v2"
+    ),
+    "num_local_head, head_dim = input.shape": (
+        "DeepSpeed's class wants the heads of attention's output in a dimension of their own; "
+        'Triton\'s attention works where the overlap is on: an "sp_overlap" section in the '
+        "DeepSpeed config"
+    ),
     "Invalid Grid": "pipeline modules know no sequence parallelism; add --no-pipeline-parallel",
-    "save_for_backward can only save variables": "RoPE is recomputed only with --checkpoint-activations "
-    "--deepspeed-activation-checkpointing, in place of --recompute-granularity full",
-    "Invalid activation recompute method": "--checkpoint-activations needs --deepspeed-activation-checkpointing beside it",
+    "save_for_backward can only save variables": (
+        "RoPE is recomputed only with --checkpoint-activations "
+        "--deepspeed-activation-checkpointing, in place of --recompute-granularity full"
+    ),
+    "Invalid activation recompute method": (
+        "--checkpoint-activations needs --deepspeed-activation-checkpointing beside it"
+    ),
 }
 
 
 def explain(error: BaseException) -> str | None:
-    """What to do about an error that Megatron-DeepSpeed is known to raise under sequence
-    parallelism; None for others.
+    """Return advice for an error of Megatron-DeepSpeed under sequence parallelism.
+
+    Returns:
+        The advice; None for an unknown error.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    seen = str(error) + (frames[-1].line or "" if frames else "")
-    return next((hint for piece, hint in HINTS.items() if piece in seen), None)
+    text = str(error) + (frames[-1].line or "" if frames else "")
+    return next((hint for part, hint in HINTS.items() if part in text), None)
 
 
 def section(args: Any) -> dict | None:
-    """The section that pull request 415's flags stand for, where a script has them and they are
-    set.
+    """Return the section that the flags of pull request 415 stand for.
+
+    Args:
+        args: The script's arguments, which may lack the flags.
+
+    Returns:
+        The ``sp_overlap`` section; None if the flag for the overlap is not set.
     """
     return {"enabled": True} if getattr(args, "ds_sequence_parallel_overlap_comm", False) else None

@@ -1,10 +1,11 @@
-"""Megatron-DeepSpeed: its ``ParallelTransformerLayer`` in a chain (`chains`).
+"""Megatron-DeepSpeed: lets ``ParallelTransformerLayer`` run in a chain (`chains`).
 
-A layer is read as a decoder layer of transformers is, by running its own forward on recorders, with
-an account of all that it does. What is different is its form: hidden states are [s/P, b, m],
-attention, MLP and linear layers return ``(output, bias)``, the layer ``(hidden states, 0)``.
+A layer is read as a decoder layer of transformers is (`inspect.decoder_layer`), but has another
+form: hidden states are [s/P, b, m]; attention, MLP and linear layers return ``(output, bias)``; the
+layer returns ``(hidden states, 0)``.
 
-Activation checkpointing of the layers, one by one, is done by the chain, cut at attention.
+If Megatron checkpoints the layers one by one, the chain does that instead, and splits each layer at
+attention. See Note [Checkpoints of Megatron].
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from deepspeed.runtime.activation_checkpointing import checkpointing as of_deepspeed
-from torch import nn
+from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
+from torch import Tensor, nn
 
 from ...attention.self_attention import SelfAttention
 from ...config import SpOverlapConfig
@@ -27,25 +28,44 @@ from ..inspect.probe import difference_of_block, refuse_difference
 from ..inspect.tokenwise import Form
 from ..layers import HostModule
 from ..rebinding import rebind
-from .traced_globals import instead
+from .traced_globals import replacement
 
-Asked = Callable[[dict[str, Any], dict], dict[str, Any]]
-CHECKPOINTED = "_checkpointed_forward"  # what runs the layers under activation checkpointing
+# Note [Checkpoints of Megatron]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Under activation checkpointing the list of layers does not call its layers. It calls a method,
+# `CHECKPOINTED`, that runs them under a checkpoint, and a layer under a checkpoint can't run in a
+# chain. So that method is replaced for the time of a forward: it calls the layers one after the
+# other, and the chain recomputes them in backward. The method stays if the layers are checkpointed
+# in a way that a chain can't imitate. Dropout is such a case: its numbers are drawn from generators
+# that Megatron stores, and restores for its own checkpoints only.
+CHECKPOINTED = "_checkpointed_forward"
+
+# Translates the arguments of an attention by name into keywords of its driver. The second argument
+# holds values that the layers of one forward of the model share.
+Ask = Callable[[dict[str, Any], dict], dict[str, Any]]
 
 
 def _width(attention: Any) -> int:
+    """Return m of an attention."""
     weight = attention.dense.weight
     return getattr(weight, "ds_shape", weight.shape)[0]
 
 
 class ParallelTransformerLayer(ChainedLayer):
-    """A layer around an attention, its child ``child``, which is driven whole. Raises Unknown.
+    """A decoder layer whose attention is driven whole.
 
-    attention   what drives it
-    ask         arguments of the attention by name, and what the forward has made already ->
-                keywords of the attention's call
-    around      the module that has it in its list of layers
-    is_linear   whether a module is one of Megatron's linear layers, and plain
+    Args:
+        name: The layer's name in the model.
+        module: The layer.
+        child: The name of the attention in the layer.
+        attention: What drives the attention.
+        ask: Translates the arguments of the attention.
+        stack: The module that has the layer in its list of layers; None if there is none.
+        is_linear: Returns whether a module is a linear layer of Megatron without extras.
+        forward_passes: The forwards of the model.
+
+    Raises:
+        Unknown: if the layer can't run in a chain.
     """
 
     def __init__(
@@ -54,146 +74,167 @@ class ParallelTransformerLayer(ChainedLayer):
         module: Any,
         child: str,
         attention: SelfAttention,
-        ask: Asked,
-        around: nn.Module | None,
+        ask: Ask,
+        stack: nn.Module | None,
         is_linear: Callable[[nn.Module], bool],
-        passes: ForwardPasses,
+        forward_passes: ForwardPasses,
     ):
-        if around is None:
+        if stack is None:
             raise Unknown("it is in no list of layers")
         if getattr(module, "num_experts", 1) > 1:
             raise Unknown("a mixture of experts")
         if getattr(module, "fp32_residual_connection", False):
             raise Unknown("residuals in fp32")
-        absent = ("aggregated_moe_loss",)
         form = Form(
             _width,
             is_linear,
             token_dim=0,
             biases=True,
-            absent=absent,
+            absent=("aggregated_moe_loss",),
             accounted=False,
-            instead=instead,
+            replacement=replacement,
         )
-        with contextlib.redirect_stdout(
-            io.StringIO()
-        ):  # its fused norm says, at every call, that it is on a CPU
-            reader = BlockReader(module, child, form, passes.known)
-        self.ask, self.around = ask, around
-        super().__init__(name, module, reader, attention, passes)
+        # On a CPU, its fused norm prints a message in every call.
+        with contextlib.redirect_stdout(io.StringIO()):
+            reader = BlockReader(module, child, form, known=forward_passes.known)
+        self.ask, self.stack = ask, stack
+        super().__init__(name, module, reader, attention, forward_passes)
 
     @property
     def lacks(self) -> str:
-        reason = _no_rerun(self.around, self.passes.config)
+        reason = _why_chain_cant_recompute(self.stack, self.forward_passes.config)
         return reason and f"in training one by one: {reason}"
 
     def use(self) -> None:
-        """Its modules are never replaced."""
+        """Do nothing, since the modules of a Megatron layer are never replaced."""
 
-    def computed_again(self) -> str:
-        """Nothing beside what a checkpoint around it shows."""
+    def why_recomputed(self) -> str:
+        """Return no reason: `ChainedLayer` itself notices every checkpoint of Megatron."""
         return ""
 
     def probe(
-        self, forward_pass: ForwardPass, given: dict[str, Any], asked: dict[str, Any]
+        self,
+        forward_pass: ForwardPass,
+        arguments: dict[str, Any],
+        attention_arguments: dict[str, Any],
     ) -> None:
-        reader, sp_group = self.reader, self.layer.attention.layer.sp_group
-        if reader.probed.is_due(self.name, self.passes.config.check, forward_pass.lengths):
-            own, attention = type(self.module).forward, reader.reading.attention
-            compare = partial(
-                difference_of_block, self.module, own, self.layer, attention, given, asked,
-                forward_pass.lengths, token_dim=0,
-            )  # fmt: skip
-            refuse_difference(reader.probed, self.name, self.module, sp_group, compare)
+        probes, check = self.reader.probes, self.forward_passes.config.check
+        if not probes.is_due(self.name, check, forward_pass.lengths):
+            return
+        compare = partial(
+            difference_of_block,
+            self.module,
+            type(self.module).forward,
+            self.layer,
+            attention=self.reader.reading.attention,
+            arguments=arguments,
+            attention_arguments=attention_arguments,
+            lengths=forward_pass.lengths,
+            token_dim=0,
+        )
+        sp_group = self.layer.attention.layer.sp_group
+        refuse_difference(probes, self.name, self.module, sp_group=sp_group, compare=compare)
 
-    def asked(self, forward_pass: ForwardPass, given: dict[str, Any]) -> dict[str, Any]:
-        return self.ask(given, forward_pass.made)
+    def chain_arguments(
+        self, forward_pass: ForwardPass, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        return self.ask(arguments, forward_pass.shared)
 
 
-def list_of(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
-    """The module whose list of layers the layer ``name`` is in; None if it is in none."""
-    at, _, number = name.rpartition(".")
-    if not isinstance(modules.get(at), nn.ModuleList) or not number.isdecimal():
-        return None
-    return modules[at.rpartition(".")[0]]
+def stack_of(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
+    """Return the module that has the layer ``name`` in its list of layers; None if none has.
 
-
-def _no_rerun(around: Any, config: SpOverlapConfig) -> str:
-    """Why a chain can't do the activation checkpointing of the layers of ``around``; empty if it
-    can, or there is none.
+    Args:
+        name: The name of the layer in the model.
+        modules: The modules of the model by name.
     """
-    if not _is_checkpointed(around):
+    parent, _, number = name.rpartition(".")
+    if not isinstance(modules.get(parent), nn.ModuleList) or not number.isdecimal():
+        return None
+    return modules[parent.rpartition(".")[0]]
+
+
+def _why_chain_cant_recompute(stack: Any, config: SpOverlapConfig) -> str:
+    """Explain why a chain can't do the activation checkpointing of the layers of ``stack``.
+
+    Returns:
+        The reason; empty if a chain can do it, or the layers are not checkpointed.
+    """
+    if not _is_checkpointed(stack):
         return ""
     what = "activation checkpointing"
-    if not around.checkpoint_activations and (
-        around.recompute_method != "uniform" or around.distribute_saved_activations
-    ):
-        return f"{what} of some layers, or of activations that are spread over ranks"
-    if (
-        layers := max(
-            getattr(around, f"{which}_num_layers", 1) or 1 for which in ("checkpoint", "recompute")
-        )
-    ) != 1:
-        return f"{what} of {layers} layers at a time"
+    if not stack.checkpoint_activations:
+        if stack.recompute_method != "uniform" or stack.distribute_saved_activations:
+            return f"{what} of some layers, or of activations that are spread over ranks"
+    names = ("checkpoint_num_layers", "recompute_num_layers")
+    layers_at_a_time = max(getattr(stack, name, 1) or 1 for name in names)
+    if layers_at_a_time != 1:
+        return f"{what} of {layers_at_a_time} layers at a time"
     if config.checkpointing == "offload" or config.scope == "auto":
         return f'{what}, with sp_overlap.checkpointing "offload" or scope "auto"'
-    if any(
-        (
-            of_deepspeed.PARTITION_ACTIVATIONS,
-            of_deepspeed.CPU_CHECKPOINT,
-            of_deepspeed.CONTIGUOUS_CHECKPOINTING,
-        )
+    if (
+        deepspeed_checkpointing.PARTITION_ACTIVATIONS
+        or deepspeed_checkpointing.CPU_CHECKPOINT
+        or deepspeed_checkpointing.CONTIGUOUS_CHECKPOINTING
     ):
         return f"{what} with partitioned, contiguous or offloaded activations"
-    # Its numbers are drawn from generators that Megatron keeps, and puts back for its own
-    # checkpoints only.
-    inside = (inner for layer in around.layers for inner in layer.modules())
-    if any(
-        isinstance(inner, nn.Dropout) and inner.p > 0 or getattr(inner, "dropout_p", 0)
-        for inner in inside
-    ):
-        return f"{what} with dropout"
+    for layer in stack.layers:
+        for part in layer.modules():
+            # See Note [Checkpoints of Megatron].
+            drops = isinstance(part, nn.Dropout) and part.p > 0
+            if drops or getattr(part, "dropout_p", None):
+                return f"{what} with dropout"
     return ""
 
 
-def _is_checkpointed(around: Any) -> bool:
+def _is_checkpointed(stack: Any) -> bool:
+    """Return whether activation checkpointing is on for the layers of ``stack``."""
     return (
-        getattr(around, "checkpoint_activations", False)
-        or getattr(around, "recompute_granularity", None) == "full"
+        getattr(stack, "checkpoint_activations", False)
+        or getattr(stack, "recompute_granularity", None) == "full"
     )
 
 
 @contextlib.contextmanager
-def _cut_at_attention(
-    around: Any,
-    layers_of_chain: Sequence[ChainedLayer],
+def _chain_checkpoints(
+    stack: Any,
+    chained_layers: Sequence[ChainedLayer],
     forward_pass: ForwardPass,
     config: SpOverlapConfig,
 ) -> Iterator[None]:
-    """The body is a forward of ``around``, whose ``layers_of_chain`` do the checkpointing of its layers if
-    they can.
+    """Let the chain do the checkpointing of the layers of ``stack`` in the body, if it can.
+
+    See Note [Checkpoints of Megatron].
+
+    Args:
+        stack: The module whose forward the body runs.
+        chained_layers: Its layers that may run in a chain.
+        forward_pass: The forward that is running.
+        config: The ``sp_overlap`` section.
     """
-    original = getattr(around, CHECKPOINTED, None)
-    if original is None or CHECKPOINTED in vars(around):
+    original = getattr(stack, CHECKPOINTED, None)
+    if original is None or CHECKPOINTED in vars(stack):
         yield
         return
 
     def forward(
-        hidden_states,
-        attention_mask,
-        encoder_output,
-        enc_dec_attn_mask,
-        rotary_pos_emb,
-        *args,
-        **kwargs,
-    ):
-        layers = [around._get_layer(at) for at in range(around.num_layers)]
-        able = _is_checkpointed(around) and not _no_rerun(around, config) and encoder_output is None
-        if (
-            not able
-            or layers != [chained.module for chained in layers_of_chain]
-            or any(chained.why_not(forward_pass) for chained in layers_of_chain)
-        ):
+        hidden_states: Tensor,
+        attention_mask: Any,
+        encoder_output: Any,
+        enc_dec_attn_mask: Any,
+        rotary_pos_emb: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        layers = [stack._get_layer(number) for number in range(stack.num_layers)]
+        able = (
+            _is_checkpointed(stack)
+            and not _why_chain_cant_recompute(stack, config)
+            and encoder_output is None
+            and layers == [layer.module for layer in chained_layers]
+            and not any(layer.why_not(forward_pass) for layer in chained_layers)
+        )
+        if not able:
             return original(
                 hidden_states,
                 attention_mask,
@@ -203,55 +244,65 @@ def _cut_at_attention(
                 *args,
                 **kwargs,
             )
-        forward_pass.recompute, losses = (
-            "all" if config.checkpointing == "recompute" else "but attention",
-            [],
-        )
+        recomputes_all = config.checkpointing == "recompute"
+        forward_pass.recompute = "all" if recomputes_all else "but attention"
+        losses = []
         for layer in layers:
             output = layer(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb)
-            hidden_states, loss = (
-                output if isinstance(output, tuple) else (output, output.new_zeros(()))
-            )
+            if not isinstance(output, tuple):
+                output = output, output.new_zeros(())
+            hidden_states, loss = output
             losses.append(loss)
         return hidden_states, losses
 
-    setattr(around, CHECKPOINTED, forward)
+    setattr(stack, CHECKPOINTED, forward)
     try:
         yield
     finally:
-        delattr(around, CHECKPOINTED)
+        delattr(stack, CHECKPOINTED)
 
 
-def around(
-    chains: list[list[ChainedLayer]], passes: ForwardPasses, sp_size: int
+def hosts_of(
+    chains: list[list[ChainedLayer]], forward_passes: ForwardPasses, sp_size: int
 ) -> list[HostModule]:
-    """What rebinds the layers, and the modules that run them."""
+    """Return the modules whose forward must be rebound: chained layers and their stacks.
 
-    def pass_of(module: Any, layers_of_chain: list[ChainedLayer]) -> Callable:
-        original = module.forward
+    Args:
+        chains: The chains of the model.
+        forward_passes: The forwards of the model.
+        sp_size: P.
+    """
+    layers_by_stack: dict[Any, list[ChainedLayer]] = {}
+    for chain in chains:
+        for layer in chain:
+            if isinstance(layer, ParallelTransformerLayer):
+                layers_by_stack.setdefault(layer.stack, []).append(layer)
+    hosts = []
+    for stack, layers in layers_by_stack.items():
+        forward = _forward_of_stack(stack, layers, forward_passes, sp_size)
+        hosts.append(HostModule(stack, partial(rebind, stack, forward, False)))
+    for layers in layers_by_stack.values():
+        for layer in layers:
+            hosts.append(HostModule(layer.module, partial(rebind, layer.module, layer.forward)))
+    return hosts
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if passes.forward_pass is not None or hidden is None:  # of a stage of a pipeline
-                return original(*args, **kwargs)
-            with (
-                passes.running([len(hidden)] * sp_size) as forward_pass,
-                _cut_at_attention(module, layers_of_chain, forward_pass, passes.config),
-            ):
-                return original(*args, **kwargs)
 
-        return forward
+def _forward_of_stack(
+    stack: Any, chained_layers: list[ChainedLayer], forward_passes: ForwardPasses, sp_size: int
+) -> Callable:
+    """Return a forward for ``stack`` that runs its layers as one forward of the model."""
+    original = stack.forward
 
-    of_module: dict[Any, list[ChainedLayer]] = {}
-    for chained in (chained for chain in chains for chained in chain):
-        if isinstance(chained, ParallelTransformerLayer):
-            of_module.setdefault(chained.around, []).append(chained)
-    hosts = [
-        HostModule(module, partial(rebind, module, pass_of(module, layers_of_chain), False))
-        for module, layers_of_chain in of_module.items()
-    ]
-    return hosts + [
-        HostModule(chained.module, partial(rebind, chained.module, chained.forward))
-        for layers_of_chain in of_module.values()
-        for chained in layers_of_chain
-    ]
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        # Stages of a pipeline may be given None.
+        if forward_passes.forward_pass is not None or hidden is None:
+            return original(*args, **kwargs)
+        config = forward_passes.config
+        with (
+            forward_passes.running([len(hidden)] * sp_size) as forward_pass,
+            _chain_checkpoints(stack, chained_layers, forward_pass, config),
+        ):
+            return original(*args, **kwargs)
+
+    return forward

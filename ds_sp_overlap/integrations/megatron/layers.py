@@ -1,15 +1,19 @@
-"""Megatron-DeepSpeed: its ``ParallelAttention`` layers.
+"""Megatron-DeepSpeed: finds its ``ParallelAttention`` layers.
 
-Known by the names of their children at commit 4efb479d, and driven whole if all that their forward
-does is accounted for (`megatron.reading`); Megatron is never imported from here. A layer holds
-``query_key_value`` (rows [all q | all k | all v]), ``dist_attn`` (DeepSpeed's class around the local
-attention) and ``dense``, whose bias its caller adds; hidden states are [s/P, b, m]. With pull
-request 415 it holds ``query_linear``, ``key_linear`` and ``value_linear`` instead of the fused
-projection.
+A layer is recognised by the names of its children, as of commit 4efb479d: ``query_key_value`` (rows
+[all q | all k | all v]), ``dist_attn`` (DeepSpeed's class around the local attention) and
+``dense``, whose bias the caller adds. Hidden states are [s/P, b, m]. With pull request 415 a layer
+has ``query_linear``, ``key_linear`` and ``value_linear`` in place of the fused projection. The
+layer is driven whole if its forward is known (`megatron.reading`). Megatron is never imported from
+here.
 
-Driven whole, a layer is right where HEAD is not: the attention mask reaches core attention (HEAD
-passes it as ``batch_dim_idx``), attention may return [s, b, h d], RoPE works sequence first, and KV
-heads travel before they are repeated (HEAD asserts that there are as many as query heads).
+A layer that is driven whole computes the right results where HEAD fails:
+
+- The attention mask reaches core attention; HEAD passes it as ``batch_dim_idx``.
+- Attention may return [s, b, h d].
+- RoPE works where the sequence is the first dim.
+- There may be fewer KV heads than query heads, which HEAD asserts against. KV heads are exchanged
+  before they are repeated.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from ..inspect.attention import Reader
 from ..inspect.probe import refuse_difference
 from ..layers import FoundLayer, HostModule, OverlapSettings
 from ..rebinding import rebind
-from .decoder_layer import Asked, ParallelTransformerLayer, around, list_of
+from .decoder_layer import Ask, ParallelTransformerLayer, hosts_of, stack_of
 from .probe import difference
 from .reading import AttentionReader
 
@@ -44,24 +48,32 @@ SPLIT = {"q_proj": "query_linear", "k_proj": "key_linear", "v_proj": "value_line
 
 
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Tensor:
-    """q, k, v [s, b, h/P, d] -> o of that shape or [s, b, h/P d], by whichever attention the layer
-    was built with.
+    """Attend with the local attention that the layer was built with.
+
+    Args:
+        module: The layer.
+        q: [s, b, h/P, d].
+        k: [s, b, h_kv', d]. The KV heads that the query heads need.
+        v: [s, b, h_kv', d].
+        mask: (mask,), the further arguments of core attention.
+
+    Returns:
+        o, [s, b, h/P, d] or [s, b, h/P d].
     """
     local = module.dist_attn.local_attn
     flash = module.use_flash_attn and not module.use_flash_attn_triton
-    native = (
-        getattr(getattr(local, "flash_attn_func", None), "__name__", "") == "flash_attn_varlen_func"
-    )
-    if (
-        k.shape[2] < q.shape[2] and not native
-    ):  # every other attention of theirs wants as many KV heads as query heads
+    flash_function = getattr(getattr(local, "flash_attn_func", None), "__name__", "")
+    grouped = k.shape[2] < q.shape[2]
+    # Every other attention of Megatron wants as many KV heads as query heads.
+    if grouped and flash_function != "flash_attn_varlen_func":
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     if flash:
         return local(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
     q, k, v = (x.contiguous() for x in (q, k, v))
     if module.use_flash_attn:
         return local(q, k, v)
-    width = local.hidden_size_per_partition  # of all heads of a rank; q has those of one head group
+    # The width of all heads of a rank, but q has the heads of one head group only.
+    width = local.hidden_size_per_partition
     local.hidden_size_per_partition = q.shape[2] * q.shape[3]
     try:
         return local(q, k, v, *mask)
@@ -69,38 +81,50 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Ten
         local.hidden_size_per_partition = width
 
 
-def _tables(
+def _local_tables(
     rotary: Any, rank: int, local_seq: int, sp_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """This rank's positions of cos and sin [s, 1, 1, d_rot]; nothing for a model without RoPE.
+    """Return cos and sin at the positions of this rank.
 
-    RoPE is elementwise: before the exchange the bits are the same as behind it, and the time is
-    hidden.
+    RoPE is elementwise. So the results before the exchange are bit-identical to those behind it,
+    and before the exchange its time is hidden.
+
+    Args:
+        rotary: (cos, sin) of the whole sequence, each [s, 1, 1, d_rot]; None without RoPE.
+        rank: The sp rank.
+        local_seq: s/P.
+        sp_size: P.
+        dtype: The dtype of the result.
+
+    Returns:
+        (cos, sin), each [s/P, 1, 1, d_rot]; empty without RoPE.
+
+    Raises:
+        ValueError: if ``rotary`` is anything else, or too short.
     """
     if rotary is None:
         return ()
-    if (
-        isinstance(rotary, Tensor)
-        or len(rotary) != 2
-        or not all(isinstance(table, Tensor) for table in rotary)
-    ):
+    is_pair = not isinstance(rotary, Tensor) and len(rotary) == 2
+    if not is_pair or not all(isinstance(table, Tensor) for table in rotary):
         raise ValueError(
             f"rotary_pos_emb must be (cos, sin) of the whole sequence, got {type(rotary).__name__}"
         )
-    lengths = [len(table) for table in rotary]
-    if min(lengths) < sp_size * local_seq:
+    length, seq = min(len(table) for table in rotary), sp_size * local_seq
+    if length < seq:
         raise ValueError(
-            f"rotary_pos_emb has {min(lengths)} positions, the whole sequence {sp_size * local_seq} ({local_seq} on each of "
-            f"{sp_size} ranks); give the tables of the whole sequence"
+            f"rotary_pos_emb has {length} positions, the whole sequence {seq} ({local_seq} on each "
+            f"of {sp_size} ranks); give the tables of the whole sequence"
         )
     cos, sin = (table[rank * local_seq : (rank + 1) * local_seq].to(dtype) for table in rotary)
     return cos, sin
 
 
 def _check_mask(mask: Any, seq: int) -> None:
+    """Raise ValueError for a mask that does not cover the whole sequence."""
     if isinstance(mask, Tensor) and list(mask.shape[-2:]) != [seq, seq]:
         raise ValueError(
-            f"attention_mask must cover the whole sequence, [b or 1, 1, {seq}, {seq}], got {list(mask.shape)}"
+            f"attention_mask must cover the whole sequence, [b or 1, 1, {seq}, {seq}], got "
+            f"{list(mask.shape)}"
         )
 
 
@@ -110,22 +134,30 @@ def _check_mask(mask: Any, seq: int) -> None:
 class _Driven(NamedTuple):
     """A layer that is driven whole.
 
-    forward   takes the place of the layer's
-    ask       arguments of the layer by name, and what was made already for others of the same
-              forward of the model -> keywords of the block's call
+    Attributes:
+        block: What drives it.
+        forward: Takes the place of the layer's forward.
+        ask: Translates the arguments of the layer into keywords of the block's call.
     """
 
     block: SelfAttention
     forward: Callable
-    ask: Asked
+    ask: Ask
 
 
-def _drive(name: str, module: Any, reader: AttentionReader, overlap: OverlapSettings) -> _Driven:
-    """The block over a layer, and a forward for the layer that calls it."""
-    original, sp_group = module.forward, overlap.sp_group
+def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSettings) -> _Driven:
+    """Make the block that drives a layer, and a forward for the layer that calls the block.
+
+    Args:
+        name: The layer's name.
+        module: The layer.
+        reader: The reading of its forward.
+        settings: The settings of the model's layers.
+    """
+    original, sp_group = module.forward, settings.sp_group
     flash = module.use_flash_attn and not module.use_flash_attn_triton
     same_heads = module.num_attention_heads == module.num_key_value_heads
-    stock_is_right = flash and same_heads and module.num_attention_heads % sp_group.size == 0
+    baseline_is_right = flash and same_heads and module.num_attention_heads % sp_group.size == 0
     split = {
         kind: getattr(module, child) for kind, child in SPLIT.items() if hasattr(module, child)
     }
@@ -140,47 +172,45 @@ def _drive(name: str, module: Any, reader: AttentionReader, overlap: OverlapSett
         rope=Rotary(lambda tables: tables or None, partial=True),  # --rotary-percent
         sequence_process_group=sp_group.group,
         batch_first=False,
-        config=overlap.config,
+        config=settings.config,
         name=name,
-        policy=overlap.policy,
+        policy=settings.policy,
         plain=_plain([*projections.values(), module.dense]),
         heads_alike=True,
     )
 
-    def ask(given: dict[str, Any], made: dict) -> dict[str, Any]:
-        hidden, mask, rotary = (
-            given["hidden_states"],
-            given.get("attention_mask"),
-            given.get("rotary_pos_emb"),
-        )
+    def ask(arguments: dict[str, Any], shared: dict) -> dict[str, Any]:
+        hidden, mask = arguments["hidden_states"], arguments.get("attention_mask")
+        rotary = arguments.get("rotary_pos_emb")
         error: Exception | None = None
         try:
-            reader.now(module)
-            if given.get("inference_params") is not None:
+            reader.current(module)
+            if arguments.get("inference_params") is not None:
                 raise ValueError(
-                    "generation with a KV cache does not work on a sequence that is split over ranks; call "
-                    "ds_sp_overlap.disable(model) and generate without sequence parallelism"
+                    "generation with a KV cache does not work on a sequence that is split over "
+                    "ranks; call ds_sp_overlap.disable(model) and generate without sequence "
+                    "parallelism"
                 )
-            _check_mask(None if module.use_flash_attn else mask, sp_group.size * len(hidden))
-            of = (
-                (*map(id, rotary), len(hidden), hidden.dtype)
-                if isinstance(rotary, (tuple, list))
-                else id(rotary)
-            )
-            if of not in made:  # alike for all layers, which are known to be given the same by that
-                made[of] = (
-                    rotary,
-                    _tables(rotary, sp_group.rank, len(hidden), sp_group.size, hidden.dtype),
+            local_seq = len(hidden)
+            _check_mask(None if module.use_flash_attn else mask, sp_group.size * local_seq)
+            # The layers of a model share the tables that are made from the same objects.
+            key: Any = id(rotary)
+            if isinstance(rotary, (tuple, list)):
+                key = (*map(id, rotary), local_seq, hidden.dtype)
+            if key not in shared:
+                tables = _local_tables(
+                    rotary, sp_group.rank, local_seq, sp_size=sp_group.size, dtype=hidden.dtype
                 )
+                # With rotary itself, which must not be freed while its id is a key.
+                shared[key] = rotary, tables
         except (RuntimeError, ValueError) as raised:
             error = raised
-        alike = (
-            error is None and not reader.reading.refuses
-        )  # else there is nothing to compare with
-        _probe(name, module, reader, block, given, overlap, alike)
+        # If the layer's own forward refuses these arguments, there is nothing to compare.
+        comparable = error is None and not reader.reading.refuses
+        _probe(name, module, reader, block, arguments, settings=settings, comparable=comparable)
         if error is not None:
             block.layer.refuse(error)
-        return dict(position_embeddings=made[of][1], mask=(mask,))
+        return dict(position_embeddings=shared[key][1], mask=(mask,))
 
     def forward(
         hidden_states,
@@ -188,23 +218,24 @@ def _drive(name: str, module: Any, reader: AttentionReader, overlap: OverlapSett
         encoder_output=None,
         inference_params=None,
         rotary_pos_emb=None,
-        cpu_offloading=False,  # HEAD gives it first, and calls again without it after a TypeError
+        # HEAD passes this at first, and calls again without it after a TypeError.
+        cpu_offloading=False,
     ):
-        given = dict(
-            hidden_states=hidden_states, attention_mask=attention_mask, encoder_output=encoder_output,
-            inference_params=inference_params, rotary_pos_emb=rotary_pos_emb,
+        arguments = dict(
+            hidden_states=hidden_states, attention_mask=attention_mask,
+            encoder_output=encoder_output, inference_params=inference_params,
+            rotary_pos_emb=rotary_pos_emb,
         )  # fmt: skip
-        asked = ask(given, {})
+        keywords = ask(arguments, {})
 
-        def stock(x):
+        def baseline_attention(x):
             return original(x, attention_mask, encoder_output, inference_params, rotary_pos_emb)
 
-        baseline = stock if overlap.policy and stock_is_right else None
+        baseline = baseline_attention if settings.policy and baseline_is_right else None
         try:
-            return block(hidden_states, baseline=baseline, **asked)
-        except (
-            TypeError
-        ) as error:  # HEAD would take this one for its own and call again, on this rank alone
+            return block(hidden_states, baseline=baseline, **keywords)
+        except TypeError as error:
+            # HEAD would call again after a TypeError, on this rank alone.
             raise RuntimeError(f"{name}: {error}") from error
 
     return _Driven(block, forward, ask)
@@ -215,45 +246,62 @@ def _probe(
     module: Any,
     reader: AttentionReader,
     block: SelfAttention,
-    given: dict[str, Any],
-    overlap: OverlapSettings,
-    alike: bool,
+    arguments: dict[str, Any],
+    settings: OverlapSettings,
+    comparable: bool,
 ) -> None:
-    """Raise RuntimeError, on all ranks, if the layer, ``given`` this, does something else than what
-    was read. Collective.
+    """Compare the layer's own forward with the block, where that is due. Collective.
 
-    alike   whether its own forward takes what it is given, as far as is known
+    Args:
+        name: The layer's name.
+        module: The layer.
+        reader: The reading of its forward.
+        block: What drives it.
+        arguments: The layer's arguments by name.
+        settings: The settings of the model's layers.
+        comparable: Whether the layer's own forward accepts the arguments on this rank, as far as is
+            known.
+
+    Raises:
+        RuntimeError: on all ranks, if the two differ on any rank.
     """
-    sp_group, lengths = overlap.sp_group, [len(given["hidden_states"])] * overlap.sp_group.size
-    if in_backward() or not reader.probed.is_due(name, overlap.config.check, lengths):
+    sp_group = settings.sp_group
+    lengths = [len(arguments["hidden_states"])] * sp_group.size
+    if in_backward() or not reader.probes.is_due(name, settings.config.check, lengths):
         return
-    compare = functools.partial(difference, module, block, given) if alike else str
-    refuse_difference(reader.probed, name, module, sp_group, compare)
+    compare = functools.partial(difference, module, block, arguments) if comparable else str
+    refuse_difference(reader.probes, name, module, sp_group=sp_group, compare=compare)
 
 
 def _plain(linears: list[nn.Module]) -> Plain:
-    """Forwards of Megatron's linear layers that compute ``x w^T + b`` and nothing else: of one
-    tensor-parallel rank.
+    """Return the forwards of Megatron's linear layers that compute x w^T + b and nothing else.
+
+    A layer with tensor parallelism computes more.
     """
     plain: Plain = {}
+    extras = (
+        "sequence_parallel",
+        "async_tensor_model_parallel_allreduce",
+        "is_expert_without_slicing",
+    )
     for linear in linears:
         kind, forward = type(linear), type(linear).forward
-        own = (
-            forward.__module__ == kind.__module__
-            and forward.__qualname__ == f"{kind.__qualname__}.forward"
-        )
-        more = (
-            "sequence_parallel",
-            "async_tensor_model_parallel_allreduce",
-            "is_expert_without_slicing",
-        )
-        if own and kind.__name__ in ("ColumnParallelLinear", "RowParallelLinear"):
-            if linear.weight is not None and not any(getattr(linear, what, False) for what in more):
-                plain[forward] = operator.attrgetter("skip_bias_add")
+        own_name = f"{kind.__qualname__}.forward"
+        own = forward.__module__ == kind.__module__ and forward.__qualname__ == own_name
+        if not own or kind.__name__ not in ("ColumnParallelLinear", "RowParallelLinear"):
+            continue
+        if linear.weight is not None and not any(getattr(linear, name, False) for name in extras):
+            plain[forward] = operator.attrgetter("skip_bias_add")
     return plain
 
 
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer of Megatron that computes x w^T + b only."""
+    return bool(_plain([module]))
+
+
 def _is_attention(module: nn.Module) -> bool:
+    """Return whether a module is a ``ParallelAttention``, going by its children."""
     children = dict(module.named_children())
     return (
         isinstance(children.get("dist_attn"), DistributedAttention)
@@ -263,8 +311,11 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _why_not(module: nn.Module) -> tuple[str, bool]:
-    """Why a layer can't be driven whole, and whether its exchanges can be overlapped all the same;
-    ("", True) if it can.
+    """Explain why a layer can't be driven whole.
+
+    Returns:
+        The reason, empty if the layer can be driven whole; and whether its exchanges can be
+        overlapped at least.
     """
     children = dict(module.named_children())
     if "query_key_value" not in children and not all(child in children for child in SPLIT.values()):
@@ -273,64 +324,70 @@ def _why_not(module: nn.Module) -> tuple[str, bool]:
         return f"dist_attn ({type(module.dist_attn).__name__}): {OWN}", False
     if "forward" in vars(module):
         return "its forward was replaced", True
-    if (
-        module.num_attention_heads_per_partition != module.num_attention_heads
-        or module.sequence_parallel
-    ):
+    splits_heads = module.num_attention_heads_per_partition != module.num_attention_heads
+    if splits_heads or module.sequence_parallel:
         return "tensor parallelism; the projections belong to it", True
-    projections = [
-        children[name] for name in (*SPLIT.values(), "query_key_value", "dense") if name in children
-    ]
-    if not all(hasattr(projection, "skip_bias_add") for projection in projections):
-        return "its projections are not Megatron's", True
+    for name in (*SPLIT.values(), "query_key_value", "dense"):
+        if name in children and not hasattr(children[name], "skip_bias_add"):
+            return "its projections are not Megatron's", True
     return "", True
 
 
-def _is_plain(module: nn.Module) -> bool:
-    return bool(_plain([module]))
-
-
 def find_layers(
-    model: nn.Module, overlap: OverlapSettings
+    model: nn.Module, settings: OverlapSettings
 ) -> tuple[list[FoundLayer], list[HostModule]]:
-    """The ``ParallelAttention`` layers of a model, and the modules around them. Raises ValueError
-    where ``head_groups`` is out of range.
+    """Find the ``ParallelAttention`` layers of a model, and the modules around them.
+
+    Args:
+        model: The model.
+        settings: The settings of its layers.
+
+    Raises:
+        ValueError: if ``head_groups`` is out of range.
     """
-    found, modules, passes = [], dict(model.named_modules()), ForwardPasses(overlap.config)
+    layers, modules = [], dict(model.named_modules())
+    forward_passes = ForwardPasses(settings.config)
     wanted: dict[str, Callable[[], ChainedLayer]] = {}
     known: list[Reader] = []
     for name, module in modules.items():
         if not _is_attention(module):
             continue
         inside = (module.dist_attn,)
-        reason, exchanges = _why_not(module)
+        reason, can_drop_in = _why_not(module)
         if not reason:
             try:
                 reader = AttentionReader(name, module, known)
             except Unknown as error:
                 reason = str(error)
-        if reason and exchanges:
-            bind = functools.partial(bind_drop_in, f"{name}.dist_attn", module.dist_attn, overlap)
+        if reason and can_drop_in:
+            dist_attn = f"{name}.dist_attn"
+            bind = functools.partial(bind_drop_in, dist_attn, module.dist_attn, settings)
             got = "q, k, v and o, dq, dk, dv and do with one another and with attention"
-            lacks = overlap.why_not_more(reason)
-            found.append(
-                FoundLayer(f"{name}.dist_attn", module.dist_attn, got, lacks, bind, inside)
+            lacks = settings.why_not_more(reason)
+            layers.append(
+                FoundLayer(dist_attn, module.dist_attn, got, lacks=lacks, bind=bind, inside=inside)
             )
             continue
         if reason:
-            found.append(FoundLayer(name, module, "", reason, None, inside))
+            layers.append(FoundLayer(name, module, got="", lacks=reason, inside=inside))
             continue
-        groups = overlap.groups_for(module.num_attention_heads, module.num_key_value_heads)
-        driven = _drive(name, module, reader, overlap)
+        groups = settings.groups_for(module.num_attention_heads, module.num_key_value_heads)
+        driven = _drive(name, module, reader, settings)
         linear = {part: child for part, child in module.named_children() if part != "dist_attn"}
-        got, lacks = overlap.of_driven(driven.block, linear, groups)
+        got, lacks = settings.of_driven(driven.block, linear, groups)
         bind = functools.partial(rebind, module, driven.forward)
-        found.append(FoundLayer(name, module, got, lacks, bind, inside))
-        at, _, child = name.rpartition(".")
-        chained = functools.partial(
-            ParallelTransformerLayer, at, modules[at], child, driven.block, driven.ask
+        layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind, inside=inside))
+        parent, _, child = name.rpartition(".")
+        wanted[name] = functools.partial(
+            ParallelTransformerLayer,
+            parent,
+            modules[parent],
+            child,
+            attention=driven.block,
+            ask=driven.ask,
+            stack=stack_of(parent, modules),
+            is_linear=_is_plain,
+            forward_passes=forward_passes,
         )
-        wanted[name] = functools.partial(chained, list_of(at, modules), _is_plain, passes)
-    return found, around(
-        find_chains(modules, wanted, found, overlap), passes, overlap.sp_group.size
-    )
+    chains = find_chains(modules, wanted, layers, settings)
+    return layers, hosts_of(chains, forward_passes, settings.sp_group.size)

@@ -1,6 +1,4 @@
-"""Megatron-DeepSpeed: an attention layer's own forward against what the driver makes of it
-(`probe`).
-"""
+"""Megatron-DeepSpeed: compares an attention layer's own forward with its driver (`probe`)."""
 
 from __future__ import annotations
 
@@ -17,70 +15,83 @@ from ...attention.self_attention import SelfAttention
 from ..inspect import probe
 
 
-def difference(module: Any, block: SelfAttention, given: dict[str, Any]) -> str:
-    """Where the forward of a layer's class and what ``block`` makes of it differ; empty if they
-    don't.
+def difference(module: Any, block: SelfAttention, arguments: dict[str, Any]) -> str:
+    """Compare the forward of a layer's class with ``block``.
 
-    q, k and v are compared as they are before rotation, which is done behind the exchange; KV heads
-    as often as they are repeated.
+    q, k and v are compared before rotation, which follows the exchange in the layer's own forward.
+    KV heads are repeated for the query heads where the layer repeats them.
 
-    given   the layer's arguments
+    Args:
+        module: The layer.
+        block: What drives it.
+        arguments: The layer's arguments by name.
+
+    Returns:
+        The first difference, in words; empty if there is none.
     """
     batch_first = module.use_flash_attn and not module.use_flash_attn_triton
-    rotary, arguments = (
-        given.get("rotary_pos_emb"),
-        inspect.signature(type(module).forward).parameters,
-    )
-    if isinstance(rotary, list):  # which HEAD gives, and can't take
-        given = {**given, "rotary_pos_emb": tuple(rotary)}
-    given = {argument: x for argument, x in given.items() if argument in arguments}
+    parameters = inspect.signature(type(module).forward).parameters
+    arguments = {name: x for name, x in arguments.items() if name in parameters}
+    # HEAD passes a list, which its own forward rejects.
+    if isinstance(arguments.get("rotary_pos_emb"), list):
+        arguments["rotary_pos_emb"] = tuple(arguments["rotary_pos_emb"])
 
-    def own(x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        made: list[Tensor] = []
-        with _recording(module, made, given):
-            output = type(module).forward(module, **{**given, "hidden_states": x})
-        o, *heads = made
+    def run_own(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        recorded: list[Tensor] = []
+        with _recording(module, recorded, arguments):
+            output = type(module).forward(module, **{**arguments, "hidden_states": x})
         if batch_first:
-            heads = [x.transpose(0, 1) for x in heads]
-            o = o.transpose(0, 1)
+            recorded = [heads.transpose(0, 1) for heads in recorded]
+        o, *heads = recorded
         o = o.flatten(2) if o.dim() == 4 else o
-        return o.contiguous(), [*heads, *_told(output)]
+        return o.contiguous(), [*heads, *_without_none(output)]
 
-    def mine(x: Tensor, o: Tensor) -> list[Tensor]:
-        heads = block.plainly(x, ())
-        repeats = [block.heads // kind.shape[2] for kind in heads]
-        heads = [x.repeat_interleave(n, 2) if n > 1 else x for x, n in zip(heads, repeats)]
-        return [*heads, *_told(module.dense(o))]
+    def run_driven(x: Tensor, o: Tensor) -> list[Tensor]:
+        results = []
+        for heads in block.plainly(x, ()):
+            repeats = block.heads // heads.shape[2]
+            results.append(heads.repeat_interleave(repeats, 2) if repeats > 1 else heads)
+        return [*results, *_without_none(module.dense(o))]
 
     names = "q", "k", "v", "output", "bias"
-    return probe.difference(module, given["hidden_states"], names, own, mine)
+    hidden = arguments["hidden_states"]
+    return probe.difference(module, hidden, names, run_own=run_own, run_driven=run_driven)
 
 
-def _told(output: tuple[Tensor, Tensor | None]) -> list[Tensor]:
-    """What a layer returns: its output, and a bias if it leaves one."""
+def _without_none(output: tuple[Tensor, Tensor | None]) -> list[Tensor]:
+    """Return the output of a layer, and its bias if the layer leaves one to its caller."""
     return [x for x in output if x is not None]
 
 
 @contextlib.contextmanager
-def _recording(module: Any, made: list[Tensor], given: dict[str, Any]) -> Iterator[None]:
-    """In the body ``dist_attn`` returns a made-up o; ``made`` is that o, and q, k and v."""
-    of_exchange = vars(module.dist_attn)
+def _recording(module: Any, recorded: list[Tensor], arguments: dict[str, Any]) -> Iterator[None]:
+    """Let ``dist_attn`` return a made-up o in the body, and append o, q, k and v to ``recorded``.
+
+    Args:
+        module: The layer.
+        recorded: An empty list.
+        arguments: The layer's arguments by name; ``dist_attn`` may be given the tables and the mask
+            among them.
+    """
+    attributes = vars(module.dist_attn)
 
     def recorder(q: Tensor, k: Tensor, v: Tensor, dim: Any, *args: Any, **kwargs: Any) -> Tensor:
-        told = [x for x in (*args, *kwargs.values()) if x is not None]
-        expected = [given.get("rotary_pos_emb"), given.get("attention_mask")]
-        if not all(any(x is each for each in expected) for x in told):
-            raise ValueError("its forward gives dist_attn what is not known here")
-        get_accelerator().synchronize()  # pull request 415 projects on another stream
-        made.extend((torch.randn_like(q, memory_format=torch.contiguous_format), q, k, v))
+        expected = [arguments.get("rotary_pos_emb"), arguments.get("attention_mask")]
+        for x in (*args, *kwargs.values()):
+            if x is not None and not any(x is argument for argument in expected):
+                raise ValueError("its forward gives dist_attn what is not known here")
+        # Pull request 415 projects on another stream.
+        get_accelerator().synchronize()
+        o = torch.randn_like(q, memory_format=torch.contiguous_format)
+        recorded.extend((o, q, k, v))
         flat = not module.use_flash_attn or module.use_flash_attn_triton
-        return made[0].flatten(2) if flat else made[0]
+        return o.flatten(2) if flat else o
 
-    before = of_exchange.get("forward")
-    of_exchange["forward"] = recorder
+    forward_before = attributes.get("forward")
+    attributes["forward"] = recorder
     try:
         yield
     finally:
-        del of_exchange["forward"]
-        if before is not None:
-            of_exchange["forward"] = before
+        del attributes["forward"]
+        if forward_before is not None:
+            attributes["forward"] = forward_before

@@ -1,16 +1,15 @@
-"""Megatron-DeepSpeed: what the forward of a ``ParallelAttention`` computes, told from runs on
-labels.
+"""Megatron-DeepSpeed: reads the forward of a ``ParallelAttention`` from runs on labels.
 
-As for transformers (`symbolic_trace`), every number that goes in, and every number that a
-projection or ``dist_attn`` would return, is a label, and all that the forward does is accounted
-for.
-A layer is known if q, k and v are the rows [all q | all k | all v] of its projections, ``dist_attn``
-is given these and nothing that is not known, and ``dense`` is given what it returns.
+As for transformers (`symbolic_trace`), the inputs are labels, projections and ``dist_attn`` return
+labels, and all that the forward does is accounted for. A layer is known if
 
-HEAD asserts that there are as many KV heads as query heads. Such a forward is read as that of a
-layer with as many, since it computes nothing for any other.
+- q, k and v are the rows [all q | all k | all v] of its projections,
+- ``dist_attn`` is given these, the tables and the mask, and nothing else,
+- ``dense`` is given what ``dist_attn`` returns.
 
-The forward of pull request 415 puts its projections on a stream of its own, and is known by source.
+Two forwards are special. HEAD asserts that there are as many KV heads as query heads. Where there
+are fewer, the forward computes nothing, so that it is read with as many KV heads as query heads.
+The forward of pull request 415 runs its projections on another stream, and is known by its source.
 """
 
 from __future__ import annotations
@@ -23,36 +22,40 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.runtime.linear import hooks_are_harmless
-from ..inspect.accounting import MISSING, Unknown, forward_of
+from ..inspect.accounting import MISSING, LoadedGlobal, Unknown, forward_of
 from ..inspect.attention import Read, Reader
 from ..inspect.symbolic_trace import (  # fmt: skip
     CLASS,
     RUNS,
     Case,
-    Looked,
-    OfLabels,
+    LabelAccounting,
+    Lookup,
     Opaque,
+    Proxy,
     Tables,
     cases,
     is_identity,
     replaced,
 )
-from .traced_globals import instead, source_of
+from .traced_globals import replacement, source_of
 
 FUSED, SPLIT = ("query_key_value",), ("query_linear", "key_linear", "value_linear")
 ARGUMENTS = (
     "hidden_states", "attention_mask", "encoder_output", "inference_params", "rotary_pos_emb",
 )  # fmt: skip
-KNOWN = {"57d3f24bba0e530c"}  # source of pull request 415's forward, and of what it calls
+# The digest of these parts of pull request 415's layer.
 PARTS = "forward", "get_sp_stream", "repeat_kv"
+KNOWN = {"57d3f24bba0e530c"}
 
 
 @dataclass(frozen=True)
 class AttentionReading:
     """What a layer's forward computes.
 
-    projections   names of its projections
-    refuses       whether it refuses fewer KV heads than query heads, which it has
+    Attributes:
+        projections: The names of its projections.
+        refuses: Whether the layer has fewer KV heads than query heads, and its own forward refuses
+            that.
     """
 
     projections: tuple[str, ...]
@@ -60,83 +63,96 @@ class AttentionReading:
 
 
 class AttentionReader(Reader):
-    """Reads a ``ParallelAttention``, and again whenever what its forward looked at has changed.
-    Raises Unknown.
-    """
+    """Reads a ``ParallelAttention``; see `Reader`."""
 
     def read(self, module: Any, training: bool) -> Read:
         projections = SPLIT if hasattr(module, SPLIT[0]) else FUSED
+        grouped = module.num_attention_heads != module.num_key_value_heads
         if not hooks_are_harmless(module.dist_attn):
-            raise Unknown(
-                "dist_attn has a hook of its own"
-            )  # guard: a call of dist_attn that is hooked is made
+            message = "dist_attn has a hook of its own"
+            raise Unknown(message)  # guard: a call of dist_attn that is hooked is made
         if source_of(type(module), *PARTS) in KNOWN:  # guard: known by its source, or read
-            grouped = module.num_attention_heads != module.num_key_value_heads
-            looked = [_now(module, name) for name in (*PARTS, "__call__")]
-            return Read(AttentionReading(projections, refuses=grouped), looked, [], {})
-        found: dict[Any, Any] = {}
-        names: dict[Any, Any] = {}
+            functions = [_class_lookup(module, name) for name in (*PARTS, "__call__")]
+            return Read(AttentionReading(projections, refuses=grouped), functions, [], norms={})
+        lookups: dict[Any, Lookup] = {}
+        loaded_globals: dict[Any, LoadedGlobal] = {}
         refuses = False
         for case in cases(training):
             try:
                 run = _Run(module, case, projections, refuses)
             except AssertionError:
-                refuses = module.num_attention_heads != module.num_key_value_heads
+                refuses = grouped
                 run = _Run(module, case, projections, refuses)
-            found.update(((path, type(value)), (path, value)) for path, value in run.looked)
-            names.update(((id(known), name), (known, name, x)) for known, name, x in run.names)
+            for path, value in run.lookups:
+                lookups[path, type(value)] = path, value
+            for loaded in run.loaded_globals:
+                loaded_globals[id(loaded.namespace), loaded.name] = loaded
         reading = AttentionReading(projections, refuses)
-        return Read(reading, list(found.values()), list(names.values()), {})
+        return Read(reading, list(lookups.values()), list(loaded_globals.values()), norms={})
 
 
-def _now(module: Any, name: str) -> tuple[tuple[Any, ...], Any]:
+def _class_lookup(module: Any, name: str) -> Lookup:
+    """Look up an attribute of a layer's class; its value is `MISSING` if there is none."""
     return (*CLASS, name), getattr(type(module), name, MISSING)
 
 
 class _Run:
     """One run of a layer's forward on labels.
 
-    looked, names   what it looked at on the way: names from the layer on, and globals; what it
-                    found
+    Args:
+        module: The layer.
+        case: The way to call it.
+        projections: The names of its projections.
+        refuses: Whether to run it with as many KV heads as query heads.
 
-    Raises Unknown if it computes something else than what is known.
+    Attributes:
+        lookups: The attributes that the forward looked up.
+        loaded_globals: The globals that it loaded.
+
+    Raises:
+        Unknown: if the forward computes anything else than what is known.
     """
 
     takes_parameters = False
 
     def __init__(self, module: Any, case: Case, projections: tuple[str, ...], refuses: bool):
         self.module, self.training, self.dtype = module, case.training, case.dtype
-        self.projections, self._count = projections, 0
-        self.looked: list[tuple[tuple[Any, ...], Any]] = [_now(module, name) for name in RUNS]
+        self.projections, self._label_count = projections, 0
+        self.lookups: list[Lookup] = [_class_lookup(module, name) for name in RUNS]
         self.heads, self.head_dim = (
             module.num_attention_heads,
             module.hidden_size_per_attention_head,
         )
         self.kv_heads = self.heads if refuses else module.num_key_value_heads
         self.flash = module.use_flash_attn and not module.use_flash_attn_triton
-        self.instead = self._of_as_many_heads() if refuses else {}
+        # Attributes of the layer that are replaced while it runs.
+        self.replaced_attributes = self._ungrouped_attributes() if refuses else {}
         batch, seq = self._sizes(case)
         self.tokens = seq, batch
-        self.x = self.labels(seq, batch, _width(module))
-        self.tables = (
-            Tables((self.labels(seq, 1, 1, 2), self.labels(seq, 1, 1, 2))) if case.told else None
-        )
+        self.x = self.new_labels(seq, batch, _width(module))
+        self.tables: Tables | None = None
+        if case.gives_optional:
+            cos, sin = (self.new_labels(seq, 1, 1, 2) for _ in range(2))
+            self.tables = Tables((cos, sin))
         self.mask = Opaque(self) if case.masked else None
-        self.outs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
         self.o: Any = None
         self.bias: Any = None
-        self.accounting = OfLabels(case.dtype, {batch, seq, batch * seq})
+        self.accounting = LabelAccounting(case.dtype, {batch, seq, batch * seq})
         forward = forward_of(type(module))
-        given = self._arguments(forward, case)
-        with replaced(module, instead(self)), self.accounting:
-            returned = forward(Looked(module, (), self), **given)
-        known = self.accounting.names
-        self.names = [(known, name, known.get(name, MISSING)) for known, name, _ in known]
-        self.looked = [each for each in self.looked if each[0][0] not in self.instead]
+        arguments = self._arguments(forward, case)
+        with replaced(module, self._replacement), self.accounting:
+            returned = forward(Proxy(module, (), self), **arguments)
+        self.loaded_globals = []
+        for namespace, name, _ in self.accounting.loaded_globals:
+            self.loaded_globals.append(LoadedGlobal(namespace, name, namespace.get(name, MISSING)))
+        self.lookups = [
+            (path, value) for path, value in self.lookups if path[0] not in self.replaced_attributes
+        ]
         self._check(returned)
 
-    def _of_as_many_heads(self) -> dict[str, Any]:
-        """What the layer would hold with as many KV heads as query heads."""
+    def _ungrouped_attributes(self) -> dict[str, Any]:
+        """Return the attributes of the layer with as many KV heads as query heads."""
         width = self.heads * self.head_dim
         return {
             "num_key_value_heads": self.heads,
@@ -147,72 +163,87 @@ class _Run:
         }
 
     def _sizes(self, case: Case) -> tuple[int, int]:
-        """Batch and sequence, by which no size of the layer divides."""
-        numbers = [x for x in vars(self.module).values() if isinstance(x, int) and x]
-        numbers += [
-            size for p in self.module.parameters() for size in getattr(p, "ds_shape", p.shape)
-        ]
-        numbers += [(self.heads + 2 * self.kv_heads) * self.head_dim]
-        free = [p for p in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31) if all(x % p for x in numbers)]
-        return free[0] if case.batch > 1 else 1, free[1 + case.place]
+        """Return batch size and sequence length, which divide no size of the layer."""
+        used = [x for x in vars(self.module).values() if isinstance(x, int) and x]
+        for parameter in self.module.parameters():
+            used += getattr(parameter, "ds_shape", parameter.shape)
+        used.append((self.heads + 2 * self.kv_heads) * self.head_dim)
+        primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31)
+        free = [prime for prime in primes if all(x % prime for x in used)]
+        return free[0] if case.batch > 1 else 1, free[1 + case.seq_index]
 
     def _arguments(self, forward: Any, case: Case) -> dict[str, Any]:
+        """Return the arguments of the forward in this case."""
         names = list(inspect.signature(forward).parameters)[1:]
-        if unknown := next((name for name in names if name not in ARGUMENTS), None):
-            raise Unknown(f"its forward takes {unknown}")
-        given: dict[str, Any] = dict.fromkeys(names)
-        told = dict(
+        for name in names:
+            if name not in ARGUMENTS:
+                raise Unknown(f"its forward takes {name}")
+        values: dict[str, Any] = dict(
             hidden_states=self.x, attention_mask=self.mask, rotary_pos_emb=self.tables,
             encoder_output=Opaque(self) if case.masked else None,
         )  # fmt: skip
-        return {**given, **{name: x for name, x in told.items() if name in names}}
+        return {name: values.get(name) for name in names}
+
+    def _replacement(self, name: str, value: Any) -> Any:
+        """Return what replaces a global of the layer's code; None if it stays."""
+        return replacement(self, name, value)
 
     def fail(self, reason: str) -> NoReturn:
+        """Raise Unknown; see `Accounting.fail`."""
         self.accounting.fail(reason)
 
-    def look(self, holder: Any, name: str) -> Any:
-        if holder is self.module and name in self.instead:
-            return self.instead[name]
-        return self.accounting.look(holder, name)
+    def look_up(self, holder: Any, name: str) -> Any:
+        """Return an attribute; see `Accounting.look_up`."""
+        if holder is self.module and name in self.replaced_attributes:
+            return self.replaced_attributes[name]
+        return self.accounting.look_up(holder, name)
 
-    def labels(self, *shape: int) -> Tensor:
+    def new_labels(self, *shape: int) -> Tensor:
+        """Return labels of a shape that were not used before."""
         count = torch.Size(shape).numel()
-        self._count += count
-        return torch.arange(self._count - count, self._count).view(shape)
+        self._label_count += count
+        return torch.arange(self._label_count - count, self._label_count).view(shape)
 
     def child(self, name: str, module: nn.Module) -> Any:
-        return _Child(name, module, self)
+        """Return what stands for a child of the layer."""
+        return _ChildProxy(name, module, self)
 
     def project(self, name: str, module: Any, x: Tensor) -> tuple[Tensor, Any]:
+        """Return labels and a bias in place of a projection."""
         if not torch.equal(x, self.x):
             self.fail(f"gives {name} something else than the hidden states as they are")
-        kv = self.kv_heads
-        heads = self.heads + 2 * kv if name in FUSED else self.heads if name == SPLIT[0] else kv
-        self.outs[name] = self.labels(*self.tokens, heads * self.head_dim)
-        return self.outs[name], Opaque(self) if module.skip_bias_add else None
+        heads = self.kv_heads
+        if name in FUSED:
+            heads = self.heads + 2 * self.kv_heads
+        elif name == SPLIT[0]:
+            heads = self.heads
+        self.outputs[name] = self.new_labels(*self.tokens, heads * self.head_dim)
+        return self.outputs[name], Opaque(self) if module.skip_bias_add else None
 
     def exchange(
         self, q: Tensor, k: Tensor, v: Tensor, dim: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """In place of ``dist_attn``."""
+        """Return labels for o in place of ``dist_attn``; fail unless q, k and v are as expected."""
         self._check_arguments(dim, args, kwargs)
-        rows = torch.cat([self.outs.get(name, self.x[..., :0]) for name in self.projections], -1)
+        rows = torch.cat([self.outputs.get(name, self.x[..., :0]) for name in self.projections], -1)
         kv = self.kv_heads * self.head_dim
-        expected = rows.split((rows.shape[-1] - 2 * kv, kv, kv), -1)
-        for name, heads, of_rows in zip("qkv", (q, k, v), expected):
-            of_heads = of_rows.unflatten(-1, (-1, self.head_dim))
-            repeated = of_heads.repeat_interleave(self.heads // of_heads.shape[2], 2)
+        expected_rows = rows.split((rows.shape[-1] - 2 * kv, kv, kv), -1)
+        for name, heads, row in zip("qkv", (q, k, v), expected_rows):
+            expected = row.unflatten(-1, (-1, self.head_dim))
+            repeated = expected.repeat_interleave(self.heads // expected.shape[2], 2)
             heads = heads.transpose(0, 1) if self.flash else heads
-            if not any(torch.equal(heads, each) for each in (of_heads, repeated)):
+            if not torch.equal(heads, expected) and not torch.equal(heads, repeated):
                 where = ", ".join(self.projections)
                 self.fail(f"gives dist_attn another {name} than the rows of {where}, in order")
-        self.o = self.labels(*self.tokens, self.heads * self.head_dim)
+        self.o = self.new_labels(*self.tokens, self.heads * self.head_dim)
+        # Flash attention returns [b, s, h, d], other attention [s, b, h d].
         o = self.o.unflatten(-1, (self.heads, self.head_dim)).transpose(0, 1)
-        return o.clone() if self.flash else self.o  # others' attention returns [s, b, h d]
+        return o.clone() if self.flash else self.o
 
     def _check_arguments(self, dim: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Fail unless ``dist_attn`` is told what the driver does, or HEAD's mask in place of
-        ``dim``, with which it can't run.
+        """Fail unless ``dist_attn`` is given the same arguments as the driver would give.
+
+        HEAD may also pass the mask in place of ``dim``, with which ``dist_attn`` can't run.
         """
         if self.o is not None:
             self.fail("calls dist_attn more than once")
@@ -220,39 +251,43 @@ class _Run:
             return
         if type(dim) is not int or dim != (0 if self.flash else 1):
             self.fail("gives dist_attn another layout than its local attention takes")
-        told = {**dict(zip(("rotary_pos_emb", "attention_mask"), args)), **kwargs}
+        names = ("rotary_pos_emb", "attention_mask")
+        actual = {**dict(zip(names, args)), **kwargs}
+        actual.setdefault("rotary_pos_emb", None)
         expected: dict[str, Any] = {"rotary_pos_emb": self.tables}
         if not self.module.use_flash_attn:
             expected["attention_mask"] = self.mask
-        told.setdefault("rotary_pos_emb", None)
-        if len(args) > 2 or told.keys() != expected.keys():
-            self.fail(f"gives dist_attn {', '.join(told)}, not {', '.join(expected)}")
-        if other := [name for name, x in expected.items() if told[name] is not x]:
-            self.fail(f"gives dist_attn another {other[0]}")
+        if len(args) > 2 or actual.keys() != expected.keys():
+            self.fail(f"gives dist_attn {', '.join(actual)}, not {', '.join(expected)}")
+        for name, x in expected.items():
+            if actual[name] is not x:
+                self.fail(f"gives dist_attn another {name}")
 
     def output(self, module: Any, x: Tensor) -> tuple[Tensor, Any]:
-        """In place of ``dense``."""
+        """Return labels and a bias in place of ``dense``."""
         if self.o is None or not torch.equal(x, self.o):
             self.fail("gives dense something else than what dist_attn returns")
-        self.outs["dense"] = self.labels(*self.tokens, _width(module))
+        self.outputs["dense"] = self.new_labels(*self.tokens, _width(module))
         self.bias = Opaque(self) if module.skip_bias_add and module.bias is not None else None
-        return self.outs["dense"], self.bias
+        return self.outputs["dense"], self.bias
 
     def _check(self, returned: Any) -> None:
-        if "dense" not in self.outs:
+        """Raise Unknown unless the forward returned the output of ``dense`` and used all it has."""
+        if "dense" not in self.outputs:
             raise Unknown("its forward calls no dense")
         if not isinstance(returned, tuple) or len(returned) != 2 or returned[1] is not self.bias:
             raise Unknown("its forward doesn't return (output, bias) of dense")
-        if not isinstance(returned[0], Tensor) or not torch.equal(returned[0], self.outs["dense"]):
+        output = returned[0]
+        if not isinstance(output, Tensor) or not torch.equal(output, self.outputs["dense"]):
             raise Unknown("its forward doesn't return what dense returns")
         for name, _ in (*self.module.named_parameters(), *self.module.named_buffers()):
-            if name.split(".")[0] not in {*self.outs, "dist_attn"}:
-                what = f"its forward does nothing that is known here with {name}"
-                raise Unknown(what)  # guard: all that a layer learns is known
+            if name.split(".")[0] not in {*self.outputs, "dist_attn"}:
+                message = f"its forward does nothing that is known here with {name}"
+                raise Unknown(message)  # guard: all that a layer learns is known
 
 
-class _Child:
-    """In place of a child of the layer."""
+class _ChildProxy:
+    """Stands for a child of the layer; returns labels when it is called."""
 
     def __init__(self, name: str, module: nn.Module, run: _Run):
         self._name, self._module, self._run = name, module, run
@@ -268,18 +303,18 @@ class _Child:
             return args[0]
         if name not in (*run.projections, "dense"):
             run.fail(f"calls {name} ({type(module).__name__})")
-        if name in run.outs:
+        if name in run.outputs:
             run.fail(f"calls {name} more than once")
         with torch._C.DisableTorchFunction():
-            return (
-                run.output(module, *args) if name == "dense" else run.project(name, module, *args)
-            )
+            if name == "dense":
+                return run.output(module, args[0])
+            return run.project(name, module, args[0])
 
     def __getattr__(self, name: str) -> Any:
         self._run.fail(f"reads {self._name}.{name}")
 
 
 def _width(module: Any) -> int:
-    """m of a layer, or of its output projection."""
+    """Return m of a layer, or of its output projection."""
     weight = getattr(module, "dense", module).weight
     return getattr(weight, "ds_shape", weight.shape)[0]

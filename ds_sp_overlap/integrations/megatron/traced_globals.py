@@ -1,9 +1,9 @@
-"""Megatron-DeepSpeed: what stands for the globals of its code while a layer's forward is read
-(`accounting`).
+"""Megatron-DeepSpeed: replaces globals of its code while a layer's forward is read (`accounting`).
 
-Scripted functions are read as the Python that they were compiled from. Modules of Megatron may be
-named and are not looked into, but for ``core.utils.make_viewless_tensor``, which gives a view
-storage of its own: a function is known to be that one by its source.
+A scripted function is read as the Python function that it was compiled from. A forward may name
+modules of Megatron, but the only function in them that is known is
+``core.utils.make_viewless_tensor``. It returns its tensor with storage of its own where the tensor
+is a view. It is recognised by its source code.
 """
 
 from __future__ import annotations
@@ -16,45 +16,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inspect.accounting import MISSING, PACKAGES, Dtype
+from ..inspect.accounting import MISSING, PACKAGES, HiddenDtype, LoadedGlobal
 from ..inspect.library import digest
 
 VIEWLESS = "make_viewless_tensor"
 PARTS = (VIEWLESS, "MakeViewlessTensor", "_kernel_make_viewless_tensor")
-KNOWN = {"8f37e62e2c72da2a"}  # source of these: returns its ``inp``
+# The digest of these parts, in versions whose `VIEWLESS` returns its ``inp``.
+KNOWN = {"8f37e62e2c72da2a"}
 
 
-def instead(run: Any) -> Callable[[str, Any], Any]:
-    """What stands for a global while ``run`` looks on, by its name and value; None if it stays."""
-
-    def of(name: str, value: Any) -> Any:
-        if value is torch:
-            return _Torch(run)
-        if isinstance(value, torch.jit.ScriptFunction):
-            return getattr(value, "_torchdynamo_inline", None)
-        einops = sys.modules.get("einops")
-        if einops is not None and value is einops.rearrange:
-            return _rearranged(run, value)
-        package = isinstance(value, types.ModuleType) and value.__name__.split(".")[0]
-        return _Package(name, value, run) if package and package not in PACKAGES else None
-
-    return of
+def replacement(run: Any, name: str, value: Any) -> Any:
+    """Return what replaces a global while ``run`` accounts for a forward; None if it stays."""
+    if value is torch:
+        return _Torch(run)
+    if isinstance(value, torch.jit.ScriptFunction):
+        return getattr(value, "_torchdynamo_inline", None)
+    einops = sys.modules.get("einops")
+    if einops is not None and value is einops.rearrange:
+        return _Rearrange(run, value)
+    package = isinstance(value, types.ModuleType) and value.__name__.split(".")[0]
+    return _Package(name, value, run) if package and package not in PACKAGES else None
 
 
-def _rearranged(run: Any, rearrange: Callable) -> Callable:
-    """einops' ``rearrange``, which moves numbers, and may look at sizes for that."""
+class _Rearrange:
+    """Stands for einops' ``rearrange``, which only moves numbers and is not accounted for."""
 
-    def moved(*args: Any, **kwargs: Any) -> Any:
-        with run.accounting.looking_away():
-            return rearrange(*args, **kwargs)
+    def __init__(self, run: Any, rearrange: Callable):
+        self._run, self._rearrange = run, rearrange
 
-    return moved
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._run.accounting.suspended():
+            return self._rearrange(*args, **kwargs)
 
 
 class _Torch:
-    """In place of ``torch``: makes a zero of the dtype of the tensors around, even where that is
-    hidden.
-    """
+    """Stands for ``torch``; makes zeros in the dtype of the run, even if that dtype is hidden."""
 
     def __init__(self, run: Any):
         self._run = run
@@ -63,43 +59,41 @@ class _Torch:
         return getattr(torch, name)
 
     def tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
-        alike = isinstance(dtype, Dtype) or dtype is self._run.dtype
-        if type(data) is not float or data != 0 or not alike:
+        same_dtype = isinstance(dtype, HiddenDtype) or dtype is self._run.dtype
+        if type(data) is not float or data != 0 or not same_dtype:
             self._run.fail("makes a tensor")  # guard: a zero adds nothing
         with torch._C.DisableTorchFunction():
             return torch.zeros((), dtype=self._run.dtype)
 
 
 class _Package:
-    """In place of a module that a forward names."""
+    """Stands for a module of Megatron that a forward names."""
 
     def __init__(self, name: str, module: Any, run: Any):
         self._name, self._module, self._run = name, module, run
 
     def __getattr__(self, name: str) -> Any:
         run, path = self._run, f"{self._name}.{name}"
-        value = run.look(self._module, name)
-        run.accounting.names.append((vars(self._module), name, value))
+        value = run.look_up(self._module, name)
+        run.accounting.loaded_globals.append(LoadedGlobal(vars(self._module), name, value))
         if isinstance(value, types.ModuleType):
             return _Package(path, value, run)
-        with run.accounting.looking_away():
-            known = (
-                name == VIEWLESS
-                and value is not MISSING
-                and source_of(self._module, *PARTS) in KNOWN
-            )
-        if not known:
+        is_viewless = name == VIEWLESS and value is not MISSING
+        with run.accounting.suspended():
+            source = source_of(self._module, *PARTS) if is_viewless else ""
+        if source not in KNOWN:
             run.fail(f"uses the global {path}")  # guard: only a function of a module that is known
         return _viewless
 
 
 def source_of(holder: Any, *names: str) -> str:
-    """The digest of some functions of a class or a module; empty where `digest` knows none."""
+    """Return the `digest` of functions of a class or a module; empty if there is no source."""
     try:
         return digest(holder, *names)
-    except (OSError, TypeError):  # no source
+    except (OSError, TypeError):
         return ""
 
 
 def _viewless(inp: Tensor, requires_grad: Any, keep_graph: bool) -> Tensor:
+    """Return the tensor; stands for `VIEWLESS`."""
     return inp

@@ -20,7 +20,7 @@ from .forward import Forwards
 
 
 class DecoderLayer(ChainedLayer):
-    """A decoder layer whose attention is driven whole.
+    """A decoder layer whose attention is driven whole (`driven`).
 
     Args:
         name: The layer's name in the model.
@@ -35,32 +35,32 @@ class DecoderLayer(ChainedLayer):
 
     def __init__(self, name: str, module: Any, child: str, attention: Driven, forwards: Forwards):
         reader = BlockReader(module, child, known=forwards.known)
-        super().__init__(name, module, reader, attention=attention.block, passes=forwards)
+        super().__init__(name, module, reader, attention.block, forward_passes=forwards)
         self.attention = attention
 
     @property
     def lacks(self) -> str:
         if not _is_checkpointed(self.module):
             return ""
-        reason = _why_layer_recomputes(self.module, self.passes.config)
+        reason = _why_chain_cant_recompute(self.module, self.forward_passes.config)
         return reason and f"in training one by one: {reason}"
 
     @property
     def recompute(self) -> Recompute:
         if not self._recomputes():
             return "none"
-        return "all" if self.passes.config.checkpointing == "recompute" else "but attention"
+        return "all" if self.forward_passes.config.checkpointing == "recompute" else "but attention"
 
     def use(self) -> None:
         self.attention.use()
 
-    def computed_again(self) -> str:
+    def why_recomputed(self) -> str:
         if not self._recomputes():
             return ""
-        return _why_layer_recomputes(self.module, self.passes.config)
+        return _why_chain_cant_recompute(self.module, self.forward_passes.config)
 
     def _recomputes(self) -> bool:
-        """Return whether backward of a call now would recompute the layer."""
+        """Return whether gradient checkpointing would recompute a call of the layer now."""
         return self.module.training and _is_checkpointed(self.module)
 
     def probe(
@@ -69,24 +69,26 @@ class DecoderLayer(ChainedLayer):
         arguments: dict[str, Any],
         attention_arguments: dict[str, Any],
     ) -> None:
-        sp_group, attention = self.layer.attention.layer.sp_group, self.reader.reading.attention
-        if self.reader.probed.is_due(self.name, self.passes.config.check, forward_pass.lengths):
-            compare = functools.partial(
-                difference_of_block,
-                self.module,
-                forward_of(type(self.module), beside=CHECKPOINTING),
-                self.layer,
-                attention,
-                arguments,
-                attention_arguments,
-                forward_pass.lengths,
-                unused=UNUSED,
-            )
-            refuse_difference(
-                self.reader.probed, self.name, self.module, sp_group=sp_group, compare=compare
-            )
+        probes, check = self.reader.probes, self.forward_passes.config.check
+        if not probes.is_due(self.name, check, forward_pass.lengths):
+            return
+        compare = functools.partial(
+            difference_of_block,
+            self.module,
+            forward_of(type(self.module), beside=CHECKPOINTING),
+            self.layer,
+            attention=self.reader.reading.attention,
+            arguments=arguments,
+            attention_arguments=attention_arguments,
+            lengths=forward_pass.lengths,
+            unused=UNUSED,
+        )
+        sp_group = self.layer.attention.layer.sp_group
+        refuse_difference(probes, self.name, self.module, sp_group=sp_group, compare=compare)
 
-    def asked(self, forward_pass: ForwardPass, arguments: dict[str, Any]) -> dict[str, Any]:
+    def chain_arguments(
+        self, forward_pass: ForwardPass, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
         return self.attention.block_arguments(arguments).keywords()
 
 
@@ -95,8 +97,8 @@ def _is_checkpointed(module: Any) -> bool:
     return getattr(module, "gradient_checkpointing", False)
 
 
-def _why_layer_recomputes(module: Any, config: SpOverlapConfig) -> str:
-    """Explain why the chain leaves gradient checkpointing to the layer; empty if it does not."""
+def _why_chain_cant_recompute(module: Any, config: SpOverlapConfig) -> str:
+    """Explain why a chain can't do the gradient checkpointing of a layer; empty if it can."""
     function = getattr(module, "_gradient_checkpointing_func", None)
     keywords = function.keywords if isinstance(function, functools.partial) else {}
     if config.checkpointing == "offload":

@@ -1,7 +1,7 @@
 """Attention layers of transformers whose whole forward is replaced.
 
 A layer whose forward is known (`inspect.attention`) needs none of its own code: `SelfAttention`
-drives its projections, norms and rotation, so that the projections hide the exchanges.
+calls its projections and norms and rotates q and k, so that the projections hide the exchanges.
 """
 
 from __future__ import annotations
@@ -98,21 +98,21 @@ class _Children:
 
 
 def _join(*modules: nn.Module) -> nn.Module:
-    """Return one module that runs a chain of modules."""
+    """Return one module that calls modules one after the other."""
     return modules[0] if len(modules) == 1 else nn.Sequential(*modules)
 
 
 class Driven:
-    """A layer whose forward is replaced.
+    """An attention layer whose forward `SelfAttention` replaces.
 
     Args:
         where: The layer's name.
         module: The layer.
         reader: The reading of its forward.
         children: Its submodules.
-        block: The attention that drives the submodules.
+        block: The `SelfAttention` that calls the submodules.
         forwards: The forwards of its model.
-        overlap: The settings of the model's layers.
+        settings: The settings of the model's layers.
     """
 
     def __init__(
@@ -124,17 +124,17 @@ class Driven:
         children: _Children,
         block: SelfAttention,
         forwards: Forwards,
-        overlap: OverlapSettings,
+        settings: OverlapSettings,
     ):
         self.where, self.module, self.reader, self.children = where, module, reader, children
-        self.block, self.forwards, self.overlap = block, forwards, overlap
+        self.block, self.forwards, self.settings = block, forwards, settings
         self._original = module.forward
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self._names = [parameter.name for parameter in parameters]
         self._takes_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def use(self) -> None:
-        """Have the block drive the layer's submodules as they are now."""
+        """Let the block use the layer's submodules as they are now."""
         self.block.use(**self.children.current())
 
     def block_arguments(self, arguments: dict[str, Any]) -> BlockArguments:
@@ -148,17 +148,17 @@ class Driven:
         for cache in CACHES:
             if cache in arguments:
                 arguments[cache] = None
-        more = {key: value for key, value in arguments.items() if key not in UNUSED}
-        x, tables = more.pop("hidden_states"), more.pop("position_embeddings", None)
-        mask = more.pop("attention_mask", None)
+        rest = {key: value for key, value in arguments.items() if key not in UNUSED}
+        x, tables = rest.pop("hidden_states"), rest.pop("position_embeddings", None)
+        mask = rest.pop("attention_mask", None)
         self.use()
-        sequence, pattern = self.forwards.of(self.where, self.module, x, mask=mask, kwargs=more)
+        sequence, pattern = self.forwards.of(self.where, self.module, x, mask=mask, kwargs=rest)
         reading, read_options = self.reader.reading, self.reader.options(self.module)
         options: dict[str, Any] = {"sequence": sequence, "pattern": pattern}
-        if reading.passes:
-            options |= more
+        if reading.passes_keywords:
+            options |= rest
         options |= read_options
-        is_due = self.reader.probed.is_due(self.where, self.overlap.config.check, sequence.lengths)
+        is_due = self.reader.probes.is_due(self.where, self.settings.config.check, sequence.lengths)
         if is_due and not in_backward():
             tensors = {"hidden_states": x, "position_embeddings": tables, "attention_mask": mask}
             self._refuse_difference({**arguments, **tensors})
@@ -181,10 +181,10 @@ class Driven:
             self.reader.options(self.module),
         )
         refuse_difference(
-            self.reader.probed,
+            self.reader.probes,
             self.where,
             self.module,
-            sp_group=self.overlap.sp_group,
+            sp_group=self.settings.sp_group,
             compare=compare,
         )
 
@@ -195,33 +195,33 @@ class Driven:
         arguments = {**dict(zip(self._names, args)), **kwargs}
         call = self.block_arguments(arguments)
 
-        def stock_attention(x: Tensor) -> Tensor:
+        def baseline_attention(x: Tensor) -> Tensor:
             return self._original(**{**arguments, "hidden_states": x})[0]
 
         baseline = None
-        if self.overlap.policy and baseline_applies(
+        if self.settings.policy and baseline_applies(
             self.module,
             call.x,
             call.sequence,
             pattern=call.pattern,
-            sp_group=self.overlap.sp_group,
+            sp_group=self.settings.sp_group,
             keywords=arguments,
         ):
-            baseline = stock_attention
+            baseline = baseline_attention
         return self.block(call.x, baseline=baseline, **call.keywords()), None
 
 
 def drive(
-    name: str, module: Any, reader: Reader, forwards: Forwards, overlap: OverlapSettings
+    name: str, module: Any, reader: Reader, forwards: Forwards, settings: OverlapSettings
 ) -> Driven:
-    """Make the attention that drives a layer whose forward is known.
+    """Make the `SelfAttention` that replaces the forward of a layer.
 
     Args:
         name: The layer's name.
         module: The layer.
         reader: The reading of its forward.
         forwards: The forwards of its model.
-        overlap: The settings of the model's layers.
+        settings: The settings of the model's layers.
     """
     reading = reader.reading
     heads, sources, children = reading.heads, reading.sources, _Children(module, reading)
@@ -239,15 +239,15 @@ def drive(
         first_rows=reading.first_rows(children.fused),
         norm_last=any(source.last for source in sources.values()),
         rope=None if reading.rotary is None else Rotary(**reading.rotary),
-        sequence_process_group=overlap.sp_group.group,
-        config=overlap.config,
+        sequence_process_group=settings.sp_group.group,
+        config=settings.config,
         name=name,
-        policy=overlap.policy,
+        policy=settings.policy,
         heads_alike=True,
         pure=PURE | {type(norm).forward for norm in norms if _is_transformers_norm(norm)},
     )
     return Driven(
-        name, module, reader, children=children, block=block, forwards=forwards, overlap=overlap
+        name, module, reader, children=children, block=block, forwards=forwards, settings=settings
     )
 
 

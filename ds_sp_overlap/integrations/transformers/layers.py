@@ -169,7 +169,7 @@ class _Search:
         """Add a layer that is driven whole."""
         heads = reader.reading.heads
         groups = self.overlap.groups_for(heads["q"], heads["k"])
-        driven = drive(name, module, reader, forwards=self.forwards, overlap=self.overlap)
+        driven = drive(name, module, reader, forwards=self.forwards, settings=self.overlap)
         linear = {part: getattr(module, part) for part in reader.reading.linear}
         got, lacks = self.overlap.of_driven(driven.block, linear, groups)
         bind = functools.partial(rebind, module, driven.forward, of_copy=refuse_copy)
@@ -211,7 +211,7 @@ class _Search:
             wanted[name] = functools.partial(
                 DecoderLayer, parent, self.modules[parent], child, driven, self.forwards
             )
-        chains = find_chains(self.modules, wanted, self.layers, overlap=self.overlap)
+        chains = find_chains(self.modules, wanted, self.layers, settings=self.overlap)
         return [
             HostModule(chained.module, functools.partial(rebind, chained.module, chained.forward))
             for chain in chains

@@ -60,7 +60,8 @@ from .layers import FoundLayer, OverlapSettings
 
 # Modules whose hooks on saved tensors recompute a layer.
 CHECKPOINT_MODULES = ("torch.utils.checkpoint", "deepspeed.")
-# After so many misses in a row a layer starts nothing for its successor any more.
+# A miss: a layer started q, k and v of its successor, and they were not used. After so many misses
+# in a row it starts nothing for its successor any more.
 MAX_MISSES = 2
 
 
@@ -123,7 +124,7 @@ class ForwardPasses:
 
     @contextlib.contextmanager
     def running(self, lengths: Sequence[int]) -> Iterator[ForwardPass]:
-        """Hold a `ForwardPass` while the body runs one forward of the model.
+        """Provide a `ForwardPass` to the body, which runs one forward of the model.
 
         Args:
             lengths: [P]. Local sequence length of every rank, in tokens.
@@ -143,7 +144,7 @@ class ChainedLayer(ABC):
     Args:
         name: The layer's name in the model.
         module: The layer.
-        reader: What is known of the computation in the layer's forward.
+        reader: The reading of the layer's forward.
         attention: The overlapped attention of the layer.
         forward_passes: The forwards of the model.
 
@@ -269,7 +270,7 @@ class ChainedLayer(ABC):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer in the chain, or by itself; takes the place of the layer's own forward."""
         forward_pass = self.forward_passes.forward_pass
-        # A layer that is called by itself, or recomputed in backward.
+        # The layer is called by itself, or recomputed in backward.
         if forward_pass is None:
             return self._original(*args, **kwargs)
         if self.choice is None:
@@ -294,13 +295,12 @@ class ChainedLayer(ABC):
             self._check_for_edits(previous, hidden)
         attention_arguments = reading.attention_arguments(arguments, self.reader.names)
         self.probe(forward_pass, arguments, attention_arguments)
-        options = self.chain_arguments(
-            forward_pass, {"hidden_states": hidden, **attention_arguments}
-        )
+        inputs = {"hidden_states": hidden, **attention_arguments}
+        keywords = self.chain_arguments(forward_pass, inputs)
         successor = self._ready_successor(forward_pass)
         following = None if successor is None else successor.layer
         output = forward_pass.chain.run(
-            self.layer, following, hidden, recompute=self.recompute, **options
+            self.layer, following, hidden, recompute=self.recompute, **keywords
         )
         forward_pass.settle(forward_pass.chain.in_step)
         forward_pass.report_use = None if forward_pass.chain.ahead is None else self._count_misses

@@ -1,9 +1,9 @@
 """transformers: the symbolic trace of an attention layer's forward.
 
-The forward runs on labels: whole numbers, each of which occurs once. Labels are the inputs, and in
-place of projections, norms, rotations and the attention function, stand-ins return new labels. Only
-operations that move numbers are allowed (`accounting`), so the places where labels turn up tell how
-they were moved. The trace reads no weight and calls no module.
+The forward runs on labels: whole numbers, each of which occurs once. Its inputs are labels.
+Stand-ins for projections, norms, rotary functions and the attention function return new labels.
+Only operations that move numbers are allowed (`accounting`), so the places where the labels end up
+tell how they were moved. The trace reads no weight and calls no module.
 """
 
 from __future__ import annotations

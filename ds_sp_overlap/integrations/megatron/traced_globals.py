@@ -75,7 +75,9 @@ class _Package:
     def __getattr__(self, name: str) -> Any:
         run, path = self._run, f"{self._name}.{name}"
         value = run.look_up(self._module, name)
-        run.accounting.loaded_globals.append(LoadedGlobal(vars(self._module), name, value))
+        with run.accounting.suspended():
+            loaded = LoadedGlobal(vars(self._module), name, value)
+        run.accounting.loaded_globals.append(loaded)
         if isinstance(value, types.ModuleType):
             return _Package(path, value, run)
         is_viewless = name == VIEWLESS and value is not MISSING

@@ -1,6 +1,4 @@
-"""Attention of q, k, v that were projected already: the drop-in for DeepSpeed's
-``DistributedAttention``.
-"""
+"""Attends to q, k and v that the caller has projected: in place of ``DistributedAttention``."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from ..exchange.geometry import Geometry
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..rotary import check_tables, rotate
-from .heads import Local, calling
+from .heads import Local, bind_arguments
 from .layer import LayerRuntime, with_head_dim
 from .runtime.execution import Attend, Call
 from .runtime.recorded import Recorded, join_heads
@@ -24,27 +22,38 @@ from .runtime.slices import cut
 
 
 class ProjectedAttention:
-    """Ulysses attention of q, k, v that were projected already; holds no module and no parameter.
+    """Ulysses attention of q, k and v that the caller has projected.
 
-    What is overlapped: the exchanges with one another and with attention (head groups), and the
-    exchanges of dq, dk and dv with the backward of the caller's projections.
+    The exchanges overlap with one another and with attention (head groups). The exchanges of dq, dk
+    and dv overlap with the backward of the caller's projections. Holds no module and no parameter.
+
+    Args:
+        layer: The runtime of the layer.
     """
 
     def __init__(self, layer: LayerRuntime):
         self.layer = layer
 
-    def translated(
+    def translate(
         self, query: Tensor, batch_dim_idx: Any, rotary_pos_emb: tuple[Tensor, Tensor] | None
     ) -> tuple[bool, Callable[[str, Tensor], Tensor] | None]:
-        """``batch_first`` and ``arrive`` for arguments as DeepSpeed's class takes them, whose
-        indices end here.
+        """Translate the arguments of DeepSpeed's class; its indices are used nowhere else.
+
+        Args:
+            query: [s/P, b, h, d] or [b, s/P, h, d].
+            batch_dim_idx: 0 or 1.
+            rotary_pos_emb: (cos, sin), each [s, 1, 1, d_rot]; None without RoPE.
+
+        Returns:
+            ``batch_first`` and ``arrive`` of a call.
+
+        Raises:
+            ValueError: for arguments that can't work.
         """
         if isinstance(batch_dim_idx, (bool, Tensor)) or batch_dim_idx not in (0, 1):
-            got = (
-                f"a tensor of shape {list(batch_dim_idx.shape)}"
-                if isinstance(batch_dim_idx, Tensor)
-                else repr(batch_dim_idx)
-            )
+            got = repr(batch_dim_idx)
+            if isinstance(batch_dim_idx, Tensor):
+                got = f"a tensor of shape {list(batch_dim_idx.shape)}"
             self.layer.refuse(
                 ValueError(
                     f"batch_dim_idx must be 0 (batch first) or 1 (sequence first), got {got}"
@@ -85,36 +94,51 @@ class ProjectedAttention:
     ) -> Tensor:
         """Attend over the global sequence.
 
-        query        [s/P, b, h, d], or [b, s/P, h, d] if ``batch_first``
-        key, value   the same with h_kv heads
-        args, kwargs more arguments for ``local_attention``, which is called once per head group
-        arrive       what to do with q, k, v after their exchange (RoPE)
-        baseline     gives the same without overlap, for the policy; None where nothing does
-        returns      as ``query`` with the head dim of the attention's output; 3-D if
-                     ``local_attention`` returns 3-D
+        Collective.
+
+        Args:
+            local_attention: q, k, v, *args, **kwargs -> o, over the global sequence with this
+                rank's heads; called once per head group.
+            query: [b, s/P, h, d] if ``batch_first``, else [s/P, b, h, d].
+            key: As ``query``, with h_kv heads.
+            value: As ``key``; its head dim may be another one.
+            args: More arguments for ``local_attention``.
+            kwargs: More keyword arguments for ``local_attention``.
+            batch_first: Whether the batch comes before the sequence.
+            num_kv_heads: h_kv, to be compared with that of ``key``; None for no comparison.
+            arrive: ``arrive(kind, x)`` transforms q, k or v after its exchange (RoPE).
+            sequence_lengths: Local sequence length of every rank; None if all are the same.
+            baseline: Computes the same of q, k and v without overlap, as a candidate of the policy;
+                None for no such candidate.
+
+        Returns:
+            o in the layout of ``query``, with the head dim of the local attention's output; 3-D if
+            ``local_attention`` returns 3-D.
+
+        Raises:
+            ValueError: for tensors that don't fit; on all ranks alike in the layer's first call.
         """
         kwargs = kwargs or {}
         extra = (*args, *kwargs.values())
+
+        def local_of_call() -> Local:
+            q_dim, v_dim = query.shape[3], value.shape[3]
+            return Local(local_attention, args, kwargs, q_dim, v_dim, query.dtype)
 
         run, call = self.layer.begin(
             lambda: self._describe(
                 query, key, value, batch_first, num_kv_heads, sequence_lengths, extra
             ),
             (query, key, value),
-            lambda: Local(
-                local_attention, args, kwargs, query.shape[3], value.shape[3], query.dtype
-            ),
-            baseline is not None,
+            local_of_call,
+            has_baseline=baseline is not None,
         )
         q, k, v = run.inputs
         if call is None:
             assert baseline is not None
             return run.end(baseline(q, k, v))
-        return run.end(
-            self.overlapped(
-                call, q, k, v, calling(local_attention, call.geometry, args, kwargs), arrive
-            )
-        )
+        local = bind_arguments(local_attention, call.geometry, args, kwargs)
+        return run.end(self.overlapped(call, q, k, v, local, arrive))
 
     def overlapped(
         self,
@@ -125,27 +149,36 @@ class ProjectedAttention:
         local: Attend,
         arrive: Callable[[str, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Walk the schedule of ``call``; q, k, v and what is returned as in a call, k and v of head
-        dims of their own.
+        """Walk the schedule of ``call``.
+
+        Args:
+            call: The call.
+            query: As in a call of the object.
+            key: As ``query``, with a number of heads and a head dim of its own.
+            value: As ``key``, with a head dim of its own.
+            local: A head group and its q, k, v -> o.
+            arrive: As in a call of the object.
+
+        Returns:
+            As a call of the object.
         """
         layer, geometry = self.layer, call.geometry
-        layer.holds_all()
-        given = {"q": query, "k": key, "v": value}
-        flat: list[bool] = []
+        layer.warn_if_window_is_ignored()
+        is_flat: list[bool] = []
         pieces: dict[tuple[str, int], Tensor] = {}
-        for kind, x in given.items():
+        for kind, x in (("q", query), ("k", key), ("v", value)):
             parts = [part for part in call.schedule.parts if part[0] == kind]
             pieces.update(zip(parts, cut(x, 2, [geometry.heads_of(*part) for part in parts])))
 
         def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o = local(group, q, k, v)
-            flat.append(isinstance(o, Tensor) and o.dim() == 3)
+            is_flat.append(isinstance(o, Tensor) and o.dim() == 3)
             return with_head_dim(o, q, layer.where)
 
         runner = Recorded(call, attend, lambda *part: pieces.pop(part), arrive)
         runner.walk(call.schedule.forward)
         o = join_heads(call, runner.outputs)
-        return o.flatten(2) if flat[0] else o
+        return o.flatten(2) if is_flat[0] else o
 
     def _describe(
         self,
@@ -162,11 +195,13 @@ class ProjectedAttention:
 
         if not query.dim() == key.dim() == value.dim() == 4:
             raise ValueError(
-                f"query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], got {shapes()}"
+                "query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], "
+                f"got {shapes()}"
             )
         if not query.dtype == key.dtype == value.dtype:
             raise ValueError(
-                f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; give all three one dtype"
+                f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; give all three one "
+                "dtype"
             )
         if (
             query.shape[:2] != key.shape[:2]
@@ -174,14 +209,14 @@ class ProjectedAttention:
             or query.shape[3] != key.shape[3]
         ):
             raise ValueError(
-                f"query, key and value don't belong together: {shapes()}; give them one batch and sequence, query and key one head "
-                "dim, key and value one number of heads"
+                f"query, key and value don't belong together: {shapes()}; give them one batch and "
+                "sequence, query and key one head dim, key and value one number of heads"
             )
         heads, kv_heads = query.shape[2], key.shape[2]
         if num_kv_heads not in (None, kv_heads):
             raise ValueError(
-                f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange ({shapes()}); pass num_kv_heads="
-                f"{kv_heads}, or leave it out"
+                f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange "
+                f"({shapes()}); pass num_kv_heads={kv_heads}, or leave it out"
             )
         geometry = self.layer.geometry(query, heads, kv_heads, batch_first, lengths, extra)
 
@@ -193,21 +228,26 @@ class ProjectedAttention:
 
 
 class DistributedAttention(nn.Module):
-    """Drop-in for ``deepspeed.sequence.layer.DistributedAttention``, overlapped and right in every
-    case it is not.
+    """Drop-in for ``deepspeed.sequence.layer.DistributedAttention``, with overlap.
 
-    local_attention          attention over the whole sequence with this rank's heads
-    sequence_process_group   the sp group; None for all ranks, as in DeepSpeed's
-    scatter_idx, gather_idx  DeepSpeed's; head scatter (2) and sequence gather (0 or 1) only
-    sp_stream                a stream to carry the transfers; ours, which all layers share, if None
-    num_kv_heads             KV heads before the exchange; read from the key if None
-    config                   an ``sp_overlap`` section
-    heads_alike              the local attention treats all heads alike on all ranks; else that is
-                             tried out on the first call. With head groups a rank attends with other
-                             heads than without (`PerHead` follows them)
+    Takes any numbers of heads that leave every rank at least one query head.
 
-    Any head counts with at least one query head a rank. Raises ValueError for arguments that can't
-    work.
+    Args:
+        local_attention: Attention over the global sequence with this rank's heads.
+        sequence_process_group: The sp group; None for all ranks, as to DeepSpeed's class.
+        scatter_idx: DeepSpeed's; 2, the dimension of the heads.
+        gather_idx: DeepSpeed's; 0 or 1, the dimension of the sequence.
+        sp_stream: Carries the transfers; None for our own stream, which all layers share.
+        num_kv_heads: KV heads before the exchange; None to read them from the key.
+        config: An ``sp_overlap`` section.
+        transport: The mover of bytes; None for that of ``config``.
+        name: Name of the layer, for errors and logs.
+        heads_alike: Whether the local attention is known to treat all heads alike on all ranks;
+            otherwise the first call probes it. With head groups a rank attends with other heads
+            than without; the slices of a `PerHead` follow the heads.
+
+    Raises:
+        ValueError: for arguments that can't work.
     """
 
     def __init__(
@@ -227,21 +267,17 @@ class DistributedAttention(nn.Module):
         super().__init__()
         if scatter_idx != 2 or gather_idx not in (0, 1):
             raise ValueError(
-                f"{name}: scatter_idx must be 2 (heads) and gather_idx 0 or 1 (sequence), got {scatter_idx} and {gather_idx}; "
-                "the exchange back to local sequences is part of this module"
+                f"{name}: scatter_idx must be 2 (heads) and gather_idx 0 or 1 (sequence), got "
+                f"{scatter_idx} and {gather_idx}; the exchange back to local sequences is part of "
+                "this module"
             )
         self.local_attn, self.num_kv_heads = local_attention, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
         parsed = SpOverlapConfig.parse(config or {})
-        sp_group = SPGroup(
-            sequence_process_group or dist.group.WORLD,
-            transport or parsed.transport,
-            sp_stream,
-            parsed.kernels,
-        )
-        self._attend = ProjectedAttention(
-            LayerRuntime(sp_group, parsed, name, heads_alike=heads_alike)
-        )
+        group = sequence_process_group or dist.group.WORLD
+        sp_group = SPGroup(group, transport or parsed.transport, sp_stream, kernels=parsed.kernels)
+        layer = LayerRuntime(sp_group, parsed, name, heads_alike=heads_alike)
+        self._attend = ProjectedAttention(layer)
 
     @property
     def spg(self) -> Any:
@@ -261,18 +297,36 @@ class DistributedAttention(nn.Module):
     ) -> Tensor:
         """Attend over the global sequence.
 
-        query             [s/P, b, h, d] for ``batch_dim_idx`` 1, [b, s/P, h, d] for 0
-        key, value        the same with h_kv heads
-        rotary_pos_emb    (cos, sin), each [s, 1, 1, d_rot], d_rot <= d; applied to q and k after
-                          the exchange
-        sequence_lengths  local length of every rank, where they are not all the same
-        returns           as ``query``; 3-D if the local attention returns 3-D
+        Collective.
 
-        The remaining arguments go to ``local_attention`` (once per head group); tensors among them
-        have the same shape on every rank, but for a dimension of heads.
+        Args:
+            query: [b, s/P, h, d] for ``batch_dim_idx`` 0, [s/P, b, h, d] for 1.
+            key: As ``query``, with h_kv heads.
+            value: As ``key``.
+            batch_dim_idx: The dimension of the batch.
+            rotary_pos_emb: (cos, sin), each [s, 1, 1, d_rot], d_rot <= d; applied to q and k after
+                their exchange. None without RoPE.
+            *args: More arguments for the local attention, which is called once per head group. A
+                tensor has the same shape on every rank, except for a dimension of heads.
+            sequence_lengths: Local sequence length of every rank; None if all are the same.
+            **kwargs: More keyword arguments for the local attention.
+
+        Returns:
+            As ``query``; 3-D if the local attention returns 3-D.
+
+        Raises:
+            ValueError: for arguments that can't work; on all ranks alike in the first call.
         """
-        batch_first, arrive = self._attend.translated(query, batch_dim_idx, rotary_pos_emb)
+        batch_first, arrive = self._attend.translate(query, batch_dim_idx, rotary_pos_emb)
         return self._attend(
-            self.local_attn, query, key, value, args, kwargs,
-            batch_first=batch_first, num_kv_heads=self.num_kv_heads, arrive=arrive, sequence_lengths=sequence_lengths,
-        )  # fmt: skip
+            self.local_attn,
+            query,
+            key,
+            value,
+            args=args,
+            kwargs=kwargs,
+            batch_first=batch_first,
+            num_kv_heads=self.num_kv_heads,
+            arrive=arrive,
+            sequence_lengths=sequence_lengths,
+        )

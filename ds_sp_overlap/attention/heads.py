@@ -1,10 +1,14 @@
-"""Whether local attention treats all heads alike: tried out, since nobody can see it from outside.
+"""Probes whether local attention treats all heads alike, which nobody can see from outside.
 
-Head groups call the local attention with some of a rank's heads at a time. If it keeps something
-for each head (ALiBi slopes, a scale of each KV head, a sink), every group would get what belongs to
-the first, without a word. So it is called on random q, k and v before anything is exchanged, over
-all heads and group by group, and the two are compared. So are the ranks, on whose heads it is
-called too: with head groups a rank gets others than without (`Geometry.groups_first`).
+Note [Heads alike]
+~~~~~~~~~~~~~~~~~~
+Head groups call the local attention with some of a rank's heads at a time. If the attention has a
+value for each head (ALiBi slopes, a scale of each KV head, a sink), every group silently gets the
+values of the first heads. So before anything is exchanged the attention is called on random q, k
+and v, over all heads and group by group, and the two results are compared. The results of the ranks
+are compared as well, on the same q, k and v: with head groups a rank attends with other heads than
+without (`Geometry.groups_first`), so that an attention made for the heads of its rank would get
+those of another rank.
 """
 
 from __future__ import annotations
@@ -28,46 +32,66 @@ from .runtime.execution import Call, with_kv
 class PerHead:
     """An argument of local attention that has a slice for each query head: slopes, biases, sinks.
 
-    tensor   [h, ..], of all heads; every call of the local attention gets the slices of the heads
-             that it is called with
+    Attributes:
+        tensor: [h, ..]. The slices of all heads. Every call of the local attention gets the slices
+            of the heads that it is called with.
     """
 
     tensor: Tensor
 
     def check(self, heads: int) -> None:
-        """Raises ValueError unless there is a slice for each of ``heads``."""
+        """Check that there is a slice for each of ``heads`` heads.
+
+        Raises:
+            ValueError: if there isn't.
+        """
         if self.tensor.dim() == 0 or len(self.tensor) != heads:
             raise ValueError(
-                f"PerHead: a tensor of {list(self.tensor.shape)} for {heads} query heads; give [{heads}, ..]"
+                f"PerHead: a tensor of {list(self.tensor.shape)} for {heads} query heads; "
+                f"give [{heads}, ..]"
             )
 
 
-def calling(
+def bind_arguments(
     local_attention: Callable[..., Any], geometry: Geometry, args: tuple, kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
-    """``local_attention`` as a function of a head group and its q, k, v."""
+    """Bind the arguments of a local attention beside q, k and v.
+
+    Returns:
+        A function of a head group and its q, k and v.
+    """
     if not any(isinstance(x, PerHead) for x in (*args, *kwargs.values())):
         return lambda group, q, k, v: local_attention(q, k, v, *args, **kwargs)
 
     def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        mine, named = _of_heads(geometry.query_range(geometry.sp_rank, group), args, kwargs)
-        return local_attention(q, k, v, *mine, **named)
+        heads = geometry.query_range(geometry.sp_rank, group)
+        own_args, own_kwargs = _slice_per_head(heads, args, kwargs)
+        return local_attention(q, k, v, *own_args, **own_kwargs)
 
     return attend
 
 
-def _of_heads(heads: Range, args: tuple, kwargs: dict[str, Any]) -> tuple[list, dict[str, Any]]:
-    def given(x: Any) -> Any:
+def _slice_per_head(
+    heads: Range, args: tuple, kwargs: dict[str, Any]
+) -> tuple[list, dict[str, Any]]:
+    """Replace every `PerHead` by its slices of ``heads``."""
+
+    def sliced(x: Any) -> Any:
         return x.tensor[slice(*heads)] if isinstance(x, PerHead) else x
 
-    return [given(x) for x in args], {key: given(x) for key, x in kwargs.items()}
+    return [sliced(x) for x in args], {key: sliced(x) for key, x in kwargs.items()}
 
 
 class Local(NamedTuple):
-    """A local attention and what it is called with.
+    """A local attention with its arguments beside q, k and v.
 
-    attend         q, k, v, *args, **kwargs -> o
-    q_dim, v_dim   head dims of q and k, and of v
+    Attributes:
+        attend: q, k, v, *args, **kwargs -> o.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        q_dim: Head dim of q and k.
+        v_dim: Head dim of v.
+        dtype: Of q, k and v.
     """
 
     attend: Callable[..., Tensor]
@@ -79,65 +103,83 @@ class Local(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The name of the function or class, for messages."""
         return getattr(self.attend, "__qualname__", type(self.attend).__name__)
 
 
-def fault(
+def probe_heads(
     call: Call, local: Local, device: torch.device, form: Callable[[Any, Tensor], Tensor]
 ) -> tuple[str, list[float] | None]:
-    """Why the local attention of ``call`` needs all heads at once, on this rank, empty if it
-    doesn't; and the norm of what it makes of each head of q, k and v that are the same on every
-    rank, None where the ranks have unlike many.
+    """Probe on this rank whether local attention may be called group by group.
 
-    form   ``form(o, q)`` gives o as [.., .., h_g/P, d]
+    See Note [Heads alike]. The state of the random generators stays as it was.
 
-    What it raises is a reason as well: it raises again where it is called for good. Random numbers
-    are as before.
+    Args:
+        call: The call, in several head groups.
+        local: The local attention.
+        device: The device of q, k and v.
+        form: ``form(o, q)`` gives o as [.., .., h_g/P, d].
+
+    Returns:
+        The reason why the local attention needs all heads at once, empty if it doesn't. An
+        exception that it raises is a reason as well; it raises again in the layer's own call.
+
+        The norm of the output for each head, of q, k and v that are the same on every rank; None
+        where the ranks have different numbers of KV heads, and where there is a reason.
     """
     devices = [] if device.type == "cpu" else [device]
-    with (
+    kind = device.type if devices else "cuda"
+    with (  # guard: takes no random numbers
         torch.no_grad(),
-        torch.random.fork_rng(
-            devices, device_type=device.type if devices else "cuda"
-        ),  # guard: takes no random numbers
-        _evaluating(local.attend),
+        torch.random.fork_rng(devices, device_type=kind),
+        _in_evaluation(local.attend),
     ):
         try:
-            before = _random_state(devices)
-            off, norms = _difference(call, local, device, form)
-            drew = any(not torch.equal(*states) for states in zip(before, _random_state(devices)))
-        except Exception as error:  # of any kind: the other ranks wait for what was found
+            before = _random_states(devices)
+            difference, norms = _difference(call, local, device, form=form)
+            after = _random_states(devices)
+        except Exception as error:
+            # Of any kind: the other ranks wait for the result.
             return f"raises {type(error).__name__}: {error}", None
-    if not off <= _tolerance(local.dtype):
-        return (
-            "draws random numbers, so that nothing can be compared"
-            if drew
-            else f"differs by {off:.2g}",
-            None,
-        )
+    if not difference <= _tolerance(local.dtype):
+        if any(not torch.equal(*states) for states in zip(before, after)):
+            return "draws random numbers, so that nothing can be compared", None
+        return f"differs by {difference:.2g}", None
     return "", norms if call.geometry.kv_heads % call.geometry.sp_size == 0 else None
 
 
-def difference_of_ranks(norms: Sequence[list[float] | None], dtype: torch.dtype) -> str:
-    """Which rank makes something else of the same heads, by the norms that each has found; empty if
-    none does.
+def differing_rank(norms: Sequence[list[float] | None], dtype: torch.dtype) -> str:
+    """Find a rank whose local attention computes something else of the same heads.
+
+    Args:
+        norms: The norms that `probe_heads` returned on each rank.
+        dtype: Of q, k and v.
+
+    Returns:
+        The first rank that differs from sp rank 0, in words; empty if none does.
     """
-    every = torch.zeros(len(norms), 0) if None in norms else torch.tensor(norms)
-    off = [not torch.allclose(row, every[0], rtol=_tolerance(dtype), atol=0) for row in every]
-    return f"sp rank {off.index(True)}: differs from sp rank 0" if any(off) else ""
+    if None in norms:
+        return ""
+    first, *others = torch.tensor(norms)
+    for rank, other in enumerate(others, 1):
+        if not torch.allclose(other, first, rtol=_tolerance(dtype), atol=0):
+            return f"sp rank {rank}: differs from sp rank 0"
+    return ""
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    return 4 * max(
-        torch.finfo(dtype).eps, 2.5e-5
-    )  # far above rounding in another order, TF32's too
+    # Far above rounding in another order, also that of TF32.
+    return 4 * max(torch.finfo(dtype).eps, 2.5e-5)
 
 
 def _difference(
     call: Call, local: Local, device: torch.device, form: Callable[[Any, Tensor], Tensor]
 ) -> tuple[float, list[float]]:
-    """Norm of the difference of attention by groups and attention over all heads, of the worst
-    head, over that head's norm; and that of each head.
+    """Compare attention group by group with attention over all heads, on random q, k and v.
+
+    Returns:
+        The norm of the difference as a share of the norm of the output, of the worst head; and the
+        norm of the output for each head.
     """
     groups, whole = call.geometry, replace(call.geometry, groups=1)
     rank, generator = groups.sp_rank, torch.Generator(device).manual_seed(0)
@@ -147,81 +189,81 @@ def _difference(
         return torch.randn(shape, generator=generator, dtype=local.dtype, device=device)
 
     def part(kind: str, x: Tensor, group: int) -> Tensor:
-        """The heads that arrive with ``group``, of those of all groups in the order of their
-        arrival.
+        """Return the heads that arrive with ``group``.
+
+        ``x`` holds the heads of all groups in the order of their arrival.
         """
-        ranges = (groups.sent_range(kind, rank, each) for each in call.groups)
+        ranges = (groups.sent_range(kind, rank, index) for index in call.groups)
         return x.split([max(stop - start, 0) for start, stop in ranges], 2)[group]
 
     def attend(geometry: Geometry, group: int, q: Tensor, received: dict[Part, Tensor]) -> Tensor:
         heads = q, with_kv(geometry, "k", group, received), with_kv(geometry, "v", group, received)
-        q, k, v = (
-            x.clone(memory_format=torch.contiguous_format) for x in heads
-        )  # some attentions change them in place
-        first = sum(
-            stop - start
-            for start, stop in (geometry.query_range(rank, each) for each in range(group))
-        )
-        args, kwargs = _of_heads(
-            (first, first + q.shape[2]), local.args, local.kwargs
-        )  # `PerHead`: the same on every rank
+        # Copies, since some attentions change q, k and v in place.
+        q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in heads)
+        earlier = (geometry.query_range(rank, index) for index in range(group))
+        first = sum(stop - start for start, stop in earlier)
+        # Counted from 0 on every rank, so that all ranks get the same slices of a `PerHead`.
+        own = first, first + q.shape[2]
+        args, kwargs = _slice_per_head(own, local.args, local.kwargs)
         return form(local.attend(q, k, v, *args, **kwargs), q)
 
     q, k, v = random("q", local.q_dim), random("k", local.q_dim), random("v", local.v_dim)
-    expected = attend(whole, 0, q, {("k", 0): k, ("v", 0): v})
-    received = {
-        (kind, group): part(kind, x, group)
-        for group in call.groups
-        for kind, x in (("k", k), ("v", v))
-    }
-    worst, every = 0.0, []
+    expected = attend(whole, 0, q, received={("k", 0): k, ("v", 0): v})
+    received: dict[Part, Tensor] = {}
     for group in call.groups:
-        got, want = attend(groups, group, part("q", q, group), received), part("q", expected, group)
-        same = (got == want) | (got.isnan() & want.isnan())  # of rows that a mask hides altogether
-        off = torch.where(same, 0, got - want)
-        norms = (
-            torch.linalg.vector_norm(x, dim=(0, 1, 3), dtype=torch.float64)
-            for x in (off, want.nan_to_num(0, 0, 0))
-        )
-        off, norm = (x.tolist() for x in norms)
-        worst = max(
-            [worst, *(a / b if a and b else float("inf") if a else 0.0 for a, b in zip(off, norm))]
-        )
-        every += norm
-    return worst, every
+        received["k", group], received["v", group] = part("k", k, group), part("v", v, group)
+    worst, norms = 0.0, []
+    for group in call.groups:
+        got = attend(groups, group, part("q", q, group), received=received)
+        want = part("q", expected, group)
+        # Rows that a mask hides altogether are NaN in both.
+        same = (got == want) | (got.isnan() & want.isnan())
+        off_norms = _norms_of_heads(torch.where(same, 0, got - want))
+        want_norms = _norms_of_heads(want.nan_to_num(0, 0, 0))
+        for off, norm in zip(off_norms, want_norms):
+            if off:
+                worst = max(worst, off / norm if norm else float("inf"))
+        norms += want_norms
+    return worst, norms
 
 
-def _random_state(devices: list[torch.device]) -> list[Tensor]:
-    return [
-        torch.get_rng_state(),
-        *(torch.get_device_module(device).get_rng_state(device) for device in devices),
-    ]
+def _norms_of_heads(x: Tensor) -> list[float]:
+    """Return the norm of each head of ``x`` [.., .., heads, d]."""
+    return torch.linalg.vector_norm(x, dim=(0, 1, 3), dtype=torch.float64).tolist()
+
+
+def _random_states(devices: list[torch.device]) -> list[Tensor]:
+    """Return the states of the random generators of the host and of ``devices``."""
+    of_devices = [torch.get_device_module(device).get_rng_state(device) for device in devices]
+    return [torch.get_rng_state(), *of_devices]
 
 
 def modules_of(attend: Any) -> list[nn.Module]:
-    """The modules that an attention is or is made of, as far as it can be known."""
+    """Return the modules that an attention is or is made of, as far as they can be found.
+
+    Looks into modules, partials, the object of a bound method, and closures.
+    """
     if isinstance(attend, nn.Module):
         return list(attend.modules())
     if isinstance(attend, functools.partial):
         inside = [attend.func, *attend.args, *attend.keywords.values()]
         return [module for x in inside for module in modules_of(x)]
-    inside = [
-        getattr(attend, "__self__", None),
-        *(cell.cell_contents for cell in getattr(attend, "__closure__", None) or ()),
-    ]
+    cells = getattr(attend, "__closure__", None) or ()
+    inside = [getattr(attend, "__self__", None), *(cell.cell_contents for cell in cells)]
     return [module for x in inside if isinstance(x, nn.Module) for module in x.modules()]
 
 
 @contextlib.contextmanager
-def _evaluating(attend: Any) -> Iterator[None]:
-    """Run the body with the attention's modules in evaluation: dropout would be another one in
-    every call.
+def _in_evaluation(attend: Any) -> Iterator[None]:
+    """Run the body with the attention's modules in evaluation mode.
+
+    In training mode, dropout would differ in every call.
     """
-    were = [(module, module.training) for module in modules_of(attend)]
-    for module, _ in were:
+    modes = [(module, module.training) for module in modules_of(attend)]
+    for module, _ in modes:
         module.training = False  # guard: tried out in evaluation
     try:
         yield
     finally:
-        for module, training in reversed(were):
+        for module, training in reversed(modes):
             module.training = training  # guard: left as it was

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..exchange.geometry import Geometry
 from .drop_in import ProjectedAttention
-from .heads import calling
+from .heads import bind_arguments
 from .layer import LayerRuntime
 from .runtime.linear import call_through, can_split
 from .runtime.slices import cut
@@ -107,7 +107,7 @@ class LatentAttention:
             rows = cut(
                 weight, 0, [((start * per_head, stop * per_head),) for start, stop in own]
             )  # guard: rows of its heads
-            local = calling(local_attention, call.geometry, args, kwargs or {})
+            local = bind_arguments(local_attention, call.geometry, args, kwargs or {})
 
             def of_group(group: int, q: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
                 return local(group, q, *self._expanded(latent, rotated, rows[group], per_head))

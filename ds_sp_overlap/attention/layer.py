@@ -1,5 +1,12 @@
-"""What every attention layer shares: the sp group, the configuration, the agreement of the ranks,
-the form of o.
+"""Makes the calls of an attention layer, of whatever kind, once the ranks have agreed on them.
+
+Note [Agreement of the ranks]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Ranks that exchange different things hang, or train on wrong numbers. So the ranks compare what they
+are about to do before anything is exchanged, and a fault of one rank becomes the same ValueError on
+all ranks. The comparison costs a collective that waits, so that it is made for the first call of a
+layer only, or for the first call of a kind (`kind_of`); later calls use its outcome. Whatever
+decides about such a comparison is therefore the same on every rank.
 """
 
 from __future__ import annotations
@@ -26,35 +33,47 @@ from ..profiling.timeline import Timeline
 from ..relayout import ops
 from ..schedule import Block, Schedule, Windowed, by_head_groups, check
 from ..warn import warn_once
-from .heads import Local, PerHead, difference_of_ranks, fault
+from .heads import Local, PerHead, differing_rank, probe_heads
 from .runtime.execution import Call
+
+# Makes a schedule of what travels with each head group, and of whether the output projection's
+# wgrads come last.
+MakeSchedule = Callable[[tuple[str, ...], bool], Schedule]
+# Gives the geometry of a call, and a function that gives whatever else must be the same on all
+# ranks: dtypes, head dims, which gradients are needed.
+Describe = Callable[[], tuple[Geometry, Callable[[], tuple]]]
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
 _regrouped = lru_cache(maxsize=4096)(lambda geometry, groups: replace(geometry, groups=groups))
 
 
 @lru_cache(maxsize=256)
-def _checked(
-    schedule: Callable[[tuple[str, ...], bool], Schedule], kinds: tuple[str, ...], wgrad_last: bool
-) -> Schedule:
-    """What ``schedule`` makes. Raises ValueError where a layer can't run by it."""
-    made = schedule(kinds, wgrad_last)
-    if isinstance(made, Block):
+def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bool) -> Schedule:
+    """Make a schedule; raise ValueError if a layer can't run by it."""
+    schedule = make_schedule(kinds, wgrad_last)
+    if isinstance(schedule, Block):
         raise ValueError(
-            "schedule= makes a Block, of which the MLP is a part that a layer by itself doesn't have; return a Schedule or a "
-            'Windowed, or leave out schedule= and set sp_overlap.scope to "block"'
+            "schedule= makes a Block, of which the MLP is a part that a layer by itself doesn't "
+            "have; return a Schedule or a Windowed, or leave out schedule= and set "
+            'sp_overlap.scope to "block"'
         )
-    return check(made, kinds)
+    return check(schedule, kinds)
 
 
 class LayerRuntime:
-    """What both kinds of attention layer share: the sp group, the configuration, and the agreement
-    of the ranks.
+    """What all kinds of attention layer share; it makes the `Call`s of one layer.
 
-    policy        shared with the other layers of the model; one of its own if None
-    heads_alike   the local attention is known to treat all heads alike, and not tried out
-    schedule      what travels with each head group, whether wgrads of the output projection come
-                  last -> what happens when
+    Args:
+        sp_group: The sp group.
+        config: The ``sp_overlap`` section.
+        where: Name of the layer, for errors and logs.
+        policy: Shared with the other layers of the model; None for a policy of its own.
+        heads_alike: Whether the local attention is known to treat all heads alike; otherwise the
+            first call probes it.
+        schedule: Makes the schedule.
+
+    Attributes:
+        agreed: Whether the ranks have agreed on a call, see Note [Agreement of the ranks].
     """
 
     def __init__(
@@ -64,226 +83,240 @@ class LayerRuntime:
         where: str,
         policy: Policy | None = None,
         heads_alike: bool = False,
-        schedule: Callable[[tuple[str, ...], bool], Schedule] = by_head_groups,
+        schedule: MakeSchedule = by_head_groups,
     ):
-        self.sp_group, self.config, self.where, self.heads_alike, self.schedule = (
-            sp_group,
-            config,
-            where,
-            heads_alike,
-            schedule,
-        )
+        self.sp_group, self.config, self.where = sp_group, config, where
+        self.heads_alike, self.schedule = heads_alike, schedule
         self.policy = policy or Policy.of(config, sp_group)
         self.index = self.policy.join() if self.policy else 0
         sp_group.timeline = sp_group.timeline or Timeline.of(config, sp_group)
-        self.agreed, self.called = False, where
-        self._divides: dict[
-            tuple, bool
-        ] = {}  # whether attention may be cut into head groups, by kind of call
-        self._reads_o: dict[
-            tuple, bool
-        ] = {}  # whether the backward of attention that is not run again reads o, by kind of call
+        self.agreed = False
+        # The name by which the ranks compare calls; it counts the layers that were called.
+        self._name_of_calls = where
+        # For each kind of call, whether attention may be called with some of a rank's heads.
+        self._may_group: dict[tuple, bool] = {}
+        # For each kind of call, whether the backward of attention reads o on any rank.
+        self._reads_o: dict[tuple, bool] = {}
 
     def __deepcopy__(self, memo: dict) -> LayerRuntime:
-        """Of the copy of a module: it exchanges over the same group."""
+        # A copied layer exchanges over the same group.
         return LayerRuntime(
-            self.sp_group, self.config, self.where, self.policy, self.heads_alike, self.schedule
+            self.sp_group,
+            self.config,
+            self.where,
+            policy=self.policy,
+            heads_alike=self.heads_alike,
+            schedule=self.schedule,
         )
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            f"{self.where}: an attention layer over a process group can't be pickled; save its state_dict()"
+            f"{self.where}: an attention layer over a process group can't be pickled; "
+            "save its state_dict()"
         )
 
     def begin(
         self,
-        describe: Callable[[], tuple[Geometry, Callable[[], tuple]]],
+        describe: Describe,
         inputs: tuple[Tensor, ...],
         local: Callable[[], Local] | None,
         has_baseline: bool,
         head_dim: int = 0,
     ) -> tuple[TimedCall, Call | None]:
-        """Begin a `call` of this layer, with the head groups that the policy chooses; None where
-        the baseline is to run.
+        """Begin a call, with the number of head groups that the policy chooses.
 
-        local          the local attention of the call; None where it is known to treat all heads
-                       alike
-        has_baseline   whether there is something that gives the same without overlap
-        head_dim       d of a layer that can run by a window; 0 of others
+        Collective on the first call, see Note [Agreement of the ranks].
+
+        Args:
+            describe: Describes the call.
+            inputs: The tensors that the layer works on.
+            local: Gives the local attention of the call; None where the local attention is known to
+                treat all heads alike.
+            has_baseline: Whether a baseline computes the same without overlap.
+            head_dim: ``d`` of a layer that can run by a window; 0 for other layers.
+
+        Returns:
+            The clock of the call, whose ``inputs`` the layer must use; and the call, or None where
+            the baseline is to run.
         """
-        call, timeline, device = (
-            self.counted(describe, inputs, local),
-            self.sp_group.timeline,
-            inputs[0].device,
-        )
+        call = self.counted_call(describe, inputs, local)
+        timeline, device = self.sp_group.timeline, inputs[0].device
         run = TimedCall(inputs)
         if timeline is not None and timeline.recording():
             run.timed(timeline.layer(self.where, device))
         policy, geometry = self.policy, call.geometry
-        off = has_baseline and not (policy and policy.replicas)
-        tried = (
-            self._tried(geometry, inputs[0], head_dim, off)
-            if self.config.memory == "auto"
-            else None
-        )
-        trial = None if policy is None else policy.trial(geometry, inputs[0], has_baseline, tried)
-        candidate = tried.default if tried is not None else geometry.groups
+        candidates = None
+        if self.config.memory == "auto":
+            off = has_baseline and not (policy and policy.replicas)
+            candidates = self._candidates(geometry, inputs[0], head_dim, off=off)
+        candidate = geometry.groups if candidates is None else candidates.default
+        trial = None
+        if policy is not None:
+            trial = policy.trial(geometry, inputs[0], has_baseline, tried=candidates)
         if policy is not None and trial is not None:
             candidate = trial.candidate(self.index)
-            policy.follow(run, trial, candidate, geometry.batch * sum(geometry.seq_lens))
+            tokens = geometry.batch * sum(geometry.seq_lens)
+            policy.follow(run, trial, candidate, tokens=tokens)
         if isinstance(candidate, str):
             return run, None
         groups, window = candidate if isinstance(candidate, tuple) else (candidate, None)
-        call = (
-            call
-            if groups == geometry.groups
-            else self._made(_regrouped(geometry, groups), call.checked)
-        )
+        if groups != geometry.groups:
+            call = self._call_of(_regrouped(geometry, groups), call.checked)
         call.window = window or self.config.window_of(groups)
         return run, call
 
-    def _tried(self, geometry: Geometry, x: Tensor, head_dim: int, off: bool) -> Candidates:
-        """What is tried where memory counts, and what is taken until then or else; alike on all
-        ranks that choose together.
+    def _candidates(self, geometry: Geometry, x: Tensor, head_dim: int, off: bool) -> Candidates:
+        """Choose the candidates where memory counts.
+
+        All ranks that choose together get the same candidates and the same default.
         """
         config, policy, size = self.config, self.policy, geometry.sp_size
         fixed = geometry.groups if config.head_groups != "auto" or geometry.groups == 1 else None
-        if not head_dim:  # what holds less is not known, but more groups hold less
+        if not head_dim:
+            # The memory that such a layer needs is not known, but more groups need less.
             ways = candidates_for(geometry.max_groups if fixed is None else 1, off)
             return Candidates(ways[::-1] if fixed is None else (fixed,), geometry.groups)
-        # Lengths that vary are one shape to the policy; those of replicas differ, and are all long.
-        local = (
-            2**20
-            if policy and policy.replicas
-            else 1 << (sum(geometry.seq_lens) // size).bit_length()
-        )
-        batch = 1 if policy and policy.replicas else geometry.batch
+        # Lengths that vary are one shape to the policy. The lengths of replicas differ, and count
+        # as long ones.
+        local_seq, batch = 1 << (sum(geometry.seq_lens) // size).bit_length(), geometry.batch
+        if policy and policy.replicas:
+            local_seq, batch = 2**20, 1
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        sizes = (
-            x.shape[-1],
-            geometry.heads,
-            geometry.kv_heads,
-            head_dim,
-            local * size,
-            size,
-            batch,
-            dtype.itemsize,
+        shape = LayerShape(
+            width=x.shape[-1],
+            heads=geometry.heads,
+            kv_heads=geometry.kv_heads,
+            head_dim=head_dim,
+            seq=local_seq * size,
+            sp_size=size,
+            batch=batch,
+            element_bytes=dtype.itemsize,
         )
         return candidates_of(
-            LayerShape(*sizes),
+            shape,
             fixed,
             config.window,
-            config.checkpointing != "recompute",
-            off,
-            config.policy.warmup_steps // 2,
+            again=config.checkpointing != "recompute",
+            off=off,
+            most=config.policy.warmup_steps // 2,
         )
 
-    def counted(
-        self,
-        describe: Callable[[], tuple[Geometry, Callable[[], tuple]]],
-        inputs: tuple[Tensor, ...],
-        local: Callable[[], Local] | None,
+    def counted_call(
+        self, describe: Describe, inputs: tuple[Tensor, ...], local: Callable[[], Local] | None
     ) -> Call:
-        """A `call` of this layer, counted, in one head group where its local attention needs all
-        heads at once.
+        """Make a call and count it; the arguments are those of `begin`.
+
+        Returns:
+            The call; in one head group where the local attention needs all heads at once.
         """
         call = self.call(describe)
-        if (
-            call.geometry.groups > 1
-            and local
-            and not self.heads_alike
-            and not self._may_divide(call, inputs, local)
-        ):  # guard: heads alike
-            call = self._made(_regrouped(call.geometry, 1), call.checked)
-        self.sp_group.calls.count(self.sp_group, self.called, inputs[0].device)
+        if local is not None and call.geometry.groups > 1 and not self.heads_alike:
+            if not self._may_call_by_group(call, inputs, local):  # guard: heads alike
+                call = self._call_of(_regrouped(call.geometry, 1), call.checked)
+        self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)
         if self.sp_group.timeline is not None:
             self.sp_group.timeline.look()
         return call
 
-    def _may_divide(
+    def _may_call_by_group(
         self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]
     ) -> bool:
-        """Whether the local attention may be called group by group; tried out for the first call of
-        a kind, on all ranks.
+        """Return whether the local attention may be called group by group.
+
+        Probed on all ranks for the first call of a kind, see Note [Agreement of the ranks].
         """
         device, kind = inputs[0].device, kind_of(call, inputs)
-        if kind not in self._divides:
+        if kind not in self._may_group:
             attention = local()
-            mine = fault(call, attention, device, partial(with_head_dim, where=self.where))
-            found, norms = zip(*self.sp_group.gather(mine, self.where))
-            seen = "; ".join(
-                f"sp rank {rank}: {what}" for rank, what in enumerate(found) if what
-            )  # guard: what any rank found
-            seen = seen or difference_of_ranks(norms, attention.dtype)  # guard: alike on all ranks
-            self._divides[kind] = not seen
-            if seen:
+            form = partial(with_head_dim, where=self.where)
+            probed = probe_heads(call, attention, device, form=form)
+            faults, norms = zip(*self.sp_group.gather(probed, self.where))
+            fault = "; ".join(  # guard: what any rank found
+                f"sp rank {rank}: {text}" for rank, text in enumerate(faults) if text
+            )
+            fault = fault or differing_rank(norms, attention.dtype)  # guard: alike on all ranks
+            self._may_group[kind] = not fault
+            if fault:
                 warn_once(
-                    f"sp_overlap: {attention.name}, called with some of a rank's heads at a time, is not what it is over all of "
-                    f"them, and runs in one head group ({seen}). If it treats all heads alike, say so with heads_alike=True"
+                    f"sp_overlap: {attention.name}, called with some of a rank's heads at a time, "
+                    f"is not what it is over all of them, and runs in one head group ({fault}). "
+                    "If it treats all heads alike, say so with heads_alike=True"
                 )
-        return self._divides[kind]
+        return self._may_group[kind]
 
-    def holds_all(self) -> None:
-        """Say of a layer that can't make q, k and v again in backward what that means, if it was
-        asked to.
-        """
+    def warn_if_window_is_ignored(self) -> None:
+        """Warn once if the section asks for a window, in a layer that can't recompute q, k, v."""
         if self.config.window_of(1) is not None:
             warn_once(
-                "sp_overlap: window and checkpointing need projections that are computed part by part; a layer whose projections can't be "
-                "(adapters, hooks, RoPE that learns, DistributedAttention between the caller's own) holds all head groups until backward"
+                "sp_overlap: window and checkpointing need projections that are computed part by "
+                "part; a layer whose projections can't be (adapters, hooks, RoPE that learns, "
+                "DistributedAttention between the caller's own) holds all head groups until "
+                "backward"
             )
 
-    def reads_o(self, kind: tuple, mine: bool, learns: str) -> bool:
-        """Whether o must travel again in backward: on one rank of the first call of a kind, then on
-        all of them.
+    def agree_on_o(self, kind: tuple, reads_o: bool, foreign: str) -> bool:
+        """Agree whether o travels again in backward.
 
-        kind     as `kind_of` tells
-        learns   what attention learns and nobody was told of; refused on all ranks
+        Collective for the first call of a kind.
+
+        Args:
+            kind: The kind of the call (`kind_of`).
+            reads_o: Whether the backward of attention reads o on this rank.
+            foreign: A tensor that attention learns without being called with it, in words; empty
+                for none.
+
+        Returns:
+            Whether the backward of attention reads o on any rank, in the first call of this kind.
+
+        Raises:
+            ValueError: if ``foreign`` isn't empty; on all ranks alike in the first call of a kind.
         """
-        found = (
-            self.sp_group.gather((mine, learns), self.where)
-            if kind not in self._reads_o
-            else [(False, learns)]
-        )
-        if seen := next((what for _, what in found if what), ""):  # guard: no gradient is lost
+        answers = [(False, foreign)]
+        if kind not in self._reads_o:
+            answers = self.sp_group.gather((reads_o, foreign), self.where)
+        learned = next((text for _, text in answers if text), "")
+        if learned:  # guard: no gradient is lost
             raise ValueError(
-                f"{self.where}: local attention learns {seen}, which it is not called with; with sp_overlap.window or checkpointing give "
-                "it as an argument (PerHead for one slice a head), or as a module with parameters"
+                f"{self.where}: local attention learns {learned}, which it is not called with; "
+                "with sp_overlap.window or checkpointing give it as an argument (PerHead for one "
+                "slice a head), or as a module with parameters"
             )
-        return self._reads_o.setdefault(kind, any(reads for reads, _ in found))
+        return self._reads_o.setdefault(kind, any(reads for reads, _ in answers))
 
-    def call(self, describe: Callable[[], tuple[Geometry, Callable[[], tuple]]]) -> Call:
-        """A call of this layer, of the geometry that ``describe`` gives.
+    def call(self, describe: Describe) -> Call:
+        """Make a call with the geometry that ``describe`` gives.
 
-        On the layer's first call (on every call with ``sp_overlap.check``) the ranks compare it
-        first: a fault that one of them has, or a difference, is a ValueError on all of them before
-        anything is exchanged.
+        Collective on the layer's first call, and with ``sp_overlap.check`` on every call. See
+        Note [Agreement of the ranks].
+
+        Raises:
+            ValueError: on all ranks alike, if ``describe`` raises on one of them, or if the ranks
+                differ.
         """
-        first = not self.agreed
-        if first or self.config.check:
+        is_first = not self.agreed
+        if is_first or self.config.check:
             self.sp_group.agree(self.where, lambda: self._comparable(*describe()))
             self.sp_group.prepare()
-            if first:
-                self.sp_group.calls.layers += 1
-                self.agreed, self.called = (
-                    True,
-                    f"{self.where} (layer {self.sp_group.calls.layers})",
-                )
+            if is_first:
+                calls, self.agreed = self.sp_group.calls, True
+                calls.layers += 1
+                self._name_of_calls = f"{self.where} (layer {calls.layers})"
         geometry, _ = describe()
-        return self._made(geometry, first and self.config.check)
+        return self._call_of(geometry, is_first and self.config.check)
 
-    def _made(self, geometry: Geometry, checked: bool) -> Call:
+    def _call_of(self, geometry: Geometry, checked: bool) -> Call:
         schedule = _checked(self.schedule, geometry.kinds, self.config.wgrad)
         if isinstance(schedule, Windowed) and schedule.last_use != geometry.last_use:
             raise ValueError(
-                f"schedule= makes a Windowed whose KV heads are used last by the groups {schedule.last_use}, but here they are by "
-                f"{geometry.last_use}; give by_window those of the layer's heads"
+                "schedule= makes a Windowed whose KV heads are used last by the groups "
+                f"{schedule.last_use}, but here they are by {geometry.last_use}; give by_window "
+                "those of the layer's heads"
             )
-        return Call(self.sp_group, geometry, schedule, self.where, checked)
+        return Call(self.sp_group, geometry, schedule, self.where, checked=checked)
 
     def refuse(self, error: Exception) -> None:
-        """Raise ``error``, on the layer's first call on every rank."""
+        """Raise ``error``; on every rank, if this is the layer's first call."""
 
         def describe() -> NoReturn:
             raise error
@@ -291,23 +324,27 @@ class LayerRuntime:
         self.call(describe)
 
     def _comparable(self, geometry: Geometry, types: Callable[[], tuple]) -> str:
-        world = (
-            dist.get_world_size() if self.sp_group.group is None and dist.is_initialized() else 1
-        )
+        """Return what must be the same on all ranks, in words."""
+        sp_group = self.sp_group
+        world = dist.get_world_size() if sp_group.group is None and dist.is_initialized() else 1
         if world > 1:  # guard: ranks need a group
             raise ValueError(
-                f"no sp group in a world of {world} ranks; pass sequence_process_group= once torch.distributed is initialised "
-                "(torch.distributed.group.WORLD for all of them, a group of this rank alone for no sequence parallelism)"
+                f"no sp group in a world of {world} ranks; pass sequence_process_group= once "
+                "torch.distributed is initialised (torch.distributed.group.WORLD for all of them, "
+                "a group of this rank alone for no sequence parallelism)"
             )
-        ops.check_usable(self.sp_group.kernels)  # refused here, on every rank, where this one can't
-        if self.sp_group.timeline is not None:
-            self.sp_group.timeline.check()
+        # Here, so that all ranks refuse kernels that one rank can't use.
+        ops.check_usable(sp_group.kernels)
+        if sp_group.timeline is not None:
+            sp_group.timeline.check()
         lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
-        return (
-            f"sp_overlap {self.config.model_dump(exclude_defaults=True)}, local sequence {lengths}, batch {geometry.batch}, "
+        return (  # guard: same layer, same call
+            f"sp_overlap {self.config.model_dump(exclude_defaults=True)}, "
+            f"local sequence {lengths}, batch {geometry.batch}, "
             f"{geometry.heads} query and {geometry.kv_heads} KV heads, "
-            f"{geometry.groups} head groups, {'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
-            f"{self.where}, call {self.sp_group.calls.number + 1} over the sp group"  # guard: same layer, same call
+            f"{geometry.groups} head groups, "
+            f"{'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
+            f"{self.where}, call {sp_group.calls.number + 1} over the sp group"
         )
 
     def geometry(
@@ -319,52 +356,70 @@ class LayerRuntime:
         lengths: list[int] | None,
         extra: tuple,
     ) -> Geometry:
-        """Geometry of a call with ``x`` [s/P, b, ...], one head group where attention gets
-        ``extra`` arguments per head.
+        """Return the geometry of a call.
+
+        Args:
+            x: [b, s/P, ..] if ``batch_first``, else [s/P, b, ..].
+            heads: ``h``.
+            kv_heads: ``h_kv``.
+            batch_first: Whether the batch comes before the sequence.
+            lengths: Local sequence length of every rank, in tokens; None where all are that of
+                ``x``.
+            extra: Arguments of the local attention beside q, k and v. If one of them may have a
+                slice for each head of a rank, there is one head group.
+
+        Raises:
+            ValueError: for a `PerHead` without a slice for each head, for ``lengths`` that don't
+                fit, and as `Geometry` does.
         """
         sp_group = self.sp_group
         batch, local_seq = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
-        seq_lens = (
-            (local_seq,) * sp_group.size
-            if lengths is None
-            else tuple(int(length) for length in lengths)
-        )
+        seq_lens: tuple[int, ...] = (local_seq,) * sp_group.size
+        if lengths is not None:
+            seq_lens = tuple(int(length) for length in lengths)
         groups = self.config.groups_for(heads, sp_group.size)
-        for x in extra:
-            if isinstance(x, PerHead):
-                x.check(heads)
+        for argument in extra:
+            if isinstance(argument, PerHead):
+                argument.check(heads)
         geometry = _geometry(
             sp_group.size, sp_group.rank, seq_lens, batch, heads, kv_heads, groups, batch_first
         )
-        if (
-            groups > 1
-            and extra
-            and _per_head(geometry, extra if self.heads_alike else tree_leaves(extra))
-        ):
-            geometry = _geometry(
-                sp_group.size, sp_group.rank, seq_lens, batch, heads, kv_heads, 1, batch_first
-            )
+        if groups > 1 and extra:
+            if _may_be_per_head(geometry, extra if self.heads_alike else tree_leaves(extra)):
+                geometry = _regrouped(geometry, 1)
         if seq_lens[sp_group.rank] != local_seq:
             raise ValueError(
-                f"sequence_lengths: {seq_lens[sp_group.rank]} for sp rank {sp_group.rank}, whose local sequence has {local_seq} tokens; "
-                "give every rank's own"
+                f"sequence_lengths: {seq_lens[sp_group.rank]} for sp rank {sp_group.rank}, whose "
+                f"local sequence has {local_seq} tokens; give every rank's own"
             )
         return geometry
 
 
-def _per_head(geometry: Geometry, extra: Iterable) -> bool:
-    """Whether some tensor may have one slice per head of a rank (a bias, slopes), which head groups
-    would misuse.
+def _may_be_per_head(geometry: Geometry, extra: Iterable) -> bool:
+    """Return whether some tensor may have a slice for each head of a rank (a bias, slopes).
 
-    Asked for every rank's count of heads, so that all ranks answer alike; where it is wrong it
-    costs some overlap.
+    Head groups would misuse such a tensor. A dimension counts that is as long as some rank has
+    heads, so that all ranks answer alike. A tensor that is suspected by mistake costs overlap only.
     """
     counts = {geometry.heads // geometry.sp_size, -(-geometry.heads // geometry.sp_size)}
     return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)
 
 
 def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
-    """Local attention's output with its heads in a dimension of their own, ``[.., .., h_g/P, d]``."""
+    """Give the output of local attention a dimension for its heads.
+
+    Args:
+        o: The output for ``q``, with its heads in a dimension of their own or flattened into the
+            last one.
+        q: [.., .., h_g/P, d].
+        where: Name of the layer, for errors.
+
+    Returns:
+        o as [.., .., h_g/P, d_v].
+
+    Raises:
+        ValueError: for anything else than such an output.
+    """
     if not isinstance(o, Tensor):
         raise ValueError(f"{where}: local attention must return one tensor, got {type(o).__name__}")
     if o.shape == q.shape:
@@ -374,14 +429,18 @@ def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
         o = o.unflatten(-1, (heads, -1))
     if o.dim() != 4 or o.shape[:3] != q.shape[:3]:
         raise ValueError(
-            f"{where}: local attention of query {list(q.shape)} must return that shape (another head dim is fine), or the "
-            f"same with heads and head dim flattened, got {list(o.shape)}"
+            f"{where}: local attention of query {list(q.shape)} must return that shape (another "
+            "head dim is fine), or the same with heads and head dim flattened, got "
+            f"{list(o.shape)}"
         )
     return o
 
 
 def kind_of(call: Call, inputs: tuple[Tensor, ...]) -> tuple:
-    """What tells kinds of calls apart, the same on every rank."""
+    """Return the kind of a call: calls of one kind need one comparison of the ranks.
+
+    The kind is the same on every rank.
+    """
     geometry, first = call.geometry, inputs[0]
     sizes = geometry.heads, geometry.kv_heads, first.shape[-1], inputs[-1].shape[-1]
     return *sizes, first.dtype, torch.is_autocast_enabled(first.device.type)

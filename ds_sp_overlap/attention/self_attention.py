@@ -18,7 +18,7 @@ from ..exchange.transport import Transport
 from ..relayout import ops
 from ..rotary import Rotary
 from ..schedule import O, Part, Schedule, Windowed, by_head_groups, schedule_of
-from .heads import Local, PerHead, calling, modules_of
+from .heads import Local, PerHead, bind_arguments, modules_of
 from .layer import LayerRuntime, kind_of, with_head_dim
 from .memory.checkpoint_cache import current
 from .runtime.execution import Attend, Call
@@ -261,7 +261,7 @@ class SelfAttention:
             split = [module for module in split if module is self.o_proj]
         call.by_rank = self._by_rank(call, hidden_states, split)
 
-        local = calling(self.local_attention, call.geometry, args, kwargs)
+        local = bind_arguments(self.local_attention, call.geometry, args, kwargs)
 
         def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return with_head_dim(local(group, q, k, v), q, self.layer.where)
@@ -281,7 +281,7 @@ class SelfAttention:
             # travels nor rotated on the way.
             call.by_rank, call.rope_tables = frozenset(), None
         else:
-            self.layer.holds_all()
+            self.layer.warn_if_window_is_ignored()
         if self._inputs[0] in split:
             assert tables is not None
             norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
@@ -359,7 +359,10 @@ class SelfAttention:
         ]
         learned = {id(x): x for x in (*given, *inside) if x.requires_grad}
         return LocalAttention(
-            attend, given, list(learned.values()), partial(self.layer.reads_o, kind_of(call, (x,)))
+            attend,
+            given,
+            list(learned.values()),
+            partial(self.layer.agree_on_o, kind_of(call, (x,))),
         )
 
     def _folded(self) -> Rotary | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..attention.heads import calling
+from ..attention.heads import bind_arguments
 from ..attention.layer import with_head_dim
 from ..attention.runtime.deferred import Shadows, Wgrads
 from ..attention.runtime.execution import Call, attend_group, with_kv
@@ -315,7 +315,7 @@ class _Attention(Gathering):
     def __init__(self, here: LayerCall, hidden: Tensor):
         super().__init__(here.call, here.block)
         attention, call, (_, _, args, kwargs) = here.layer.attention, here.call, here.options
-        local = calling(attention.local_attention, call.geometry, args, kwargs)
+        local = bind_arguments(attention.local_attention, call.geometry, args, kwargs)
 
         def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return with_head_dim(local(group, q, k, v), q, call.where)

@@ -250,7 +250,7 @@ class Chain:
 
         dtype = autocast(hidden)[0].dtype
         dim = attention.head_dim
-        call = attention.layer.counted(
+        call = attention.layer.counted_call(
             describe,
             (hidden,),
             lambda: Local(attention.local_attention, args, kwargs, dim, dim, dtype),

@@ -129,7 +129,7 @@ def bind_drop_in(name: str, module: DistributedAttention, overlap: OverlapSettin
             and not (query.shape[2] % sp_group.size or key.shape[2] % sp_group.size)
             and (rotary_pos_emb is None or not batch_dim_idx)
         )
-        batch_first, arrive = attend.translated(query, batch_dim_idx, rotary_pos_emb)
+        batch_first, arrive = attend.translate(query, batch_dim_idx, rotary_pos_emb)
         output = attend(
             module.local_attn,
             query,

@@ -376,7 +376,7 @@ WATCHED = [
     Watched(
         Guard(
             "what any rank found",
-            without='seen = "; ".join(f"sp rank {rank}: {what}" for rank, what in enumerate(found[:1]) if what)',
+            without='fault = "; ".join(f"sp rank {rank}: {text}" for rank, text in enumerate(faults[:1]) if text)',
         ),
         misses_what_the_other_rank_found,
     ),
@@ -384,7 +384,7 @@ WATCHED = [
     Watched(Guard("tried out in evaluation", without="pass"), modes_differ),
     Watched(Guard("left as it was", without="module.training = True"), modes_differ),
     Watched(
-        Guard("takes no random numbers", without="with torch.no_grad(), contextlib.nullcontext(), _evaluating(local.attend):"),
+        Guard("takes no random numbers", without="with torch.no_grad(), contextlib.nullcontext(), _in_evaluation(local.attend):"),
         random_numbers_differ,
     ),
 ]

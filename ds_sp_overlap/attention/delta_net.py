@@ -1,17 +1,18 @@
-"""A gated delta net: between its projections and its gated norm every token meets all before it,
-head by head.
+"""Runs a gated delta net, which mixes tokens head by head, under sequence parallelism.
 
-It is grouped-query attention in a mirror. v has the many heads, each with a rate b and a decay a; q
-and k have the few, each for several heads of v. So in geometry and schedule v, with b and a behind
-it, takes the place of q, and q that of v:
+Between the projections and the gated norm of a gated delta net every token meets all tokens before
+it. The layer is grouped-query attention with the roles of q and v exchanged: v has the many heads,
+each with a rate b and a decay a; q and k have the few heads, each for several heads of v. So in
+geometry and schedule v takes the place of q, with b and a appended to it, and q takes the place of
+v:
 
     travels as    q          k    v    o
-    what          v, b, a    k    q    o      started and finished in the order of `schedule`
+    tensor        v, b, a    k    q    o      started and finished in the order of `schedule`
 
-z, the gate of the output, stays where it is, and is projected while the others travel. Over the
-whole sequence, with this rank's heads, come a causal convolution of q, k and v, and the delta rule.
-What these learn is cut by heads: the gradient on a rank is zero for the heads of others, and the
-sum over the sp group, which is made of every gradient, is the whole one.
+z, the gate of the output, does not travel; it is projected while the others travel. On the global
+sequence, with this rank's heads, run a causal convolution of q, k and v, and the delta rule. Their
+parameters are cut by heads: the gradient on a rank is zero for the heads of other ranks, see
+Note [Gradients of parts] in `latent`.
 """
 
 from __future__ import annotations
@@ -27,23 +28,29 @@ from .runtime.execution import Call
 from .runtime.recorded import Recorded, join_heads
 from .runtime.slices import Ranges, cut
 
+# See `DeltaNet.__call__`.
 Mix = Callable[..., Tensor]
 
 
 class DeltaNet:
     """A gated delta net under sequence parallelism; holds no module and no parameter.
 
-    heads, head_dim     of v and o: h, d_v
-    key_heads, key_dim  of q and k: h_k, which divides h, and d_k
-    project             hidden states [b, s/P, m] -> what gives, asked for once each, "q" and "k"
-                        [b, s/P, h_k, d_k], "v" and "z" [b, s/P, h, d_v], "b" and "a" [b, s/P, h]
-    merge               o and z -> what is returned
-    learned             parameters: taps [h_k d_k + h_k d_k + h d_v, ..] of the channels of q, k and
-                        v, and any of [h]
-    trained             of each parameter of the layer whether it learns, which ranks must agree on
+    Each rank has at least one head of v. A head of q and k travels to every rank that has one of
+    its heads of v.
 
-    Each rank has at least one head of v. A head of q and k travels to every rank that has a head of
-    v that it is for.
+    Args:
+        layer: The runtime of the layer.
+        heads: Heads of v and o, ``h``.
+        head_dim: Head dim of v and o, ``d_v``.
+        key_heads: Heads of q and k, ``h_k``, which divides ``h``.
+        key_dim: Head dim of q and k, ``d_k``.
+        project: Takes hidden states [b, s/P, m], and returns a function that gives each of these
+            tensors once by its name: "q" and "k" [b, s/P, h_k, d_k], "v" and "z" [b, s/P, h, d_v],
+            "b" and "a" [b, s/P, h].
+        merge: o and z -> the layer's output.
+        learned: Gives the parameters of convolution and delta rule: the taps
+            [2 h_k d_k + h d_v, ..] of the channels of q, k and v, then any number of tensors [h].
+        trained: Tells for each parameter of the layer whether it learns; the ranks must agree.
     """
 
     def __init__(
@@ -60,89 +67,83 @@ class DeltaNet:
         trained: Callable[[], list[bool]],
     ):
         self.layer = layer
-        self.heads, self.head_dim, self.key_heads, self.key_dim = (
-            heads,
-            head_dim,
-            key_heads,
-            key_dim,
-        )
+        self.heads, self.head_dim = heads, head_dim
+        self.key_heads, self.key_dim = key_heads, key_dim
         self.project, self.merge, self.learned, self.trained = project, merge, learned, trained
 
     @torch.compiler.disable
     def __call__(
         self, hidden_states: Tensor, mix: Mix, sequence_lengths: list[int] | None = None
     ) -> Tensor:
-        """
-        hidden_states     [b, s/P, m]
-        mix               k and q [b, s, h_k', d_k], v with b and a behind it [b, s, h', d_v + 2] of
-                          some heads and the whole sequence, and their part of what is `learned` ->
-                          o [b, s, h', d_v]; once per head group
-        sequence_lengths  local length of every rank, where they are not all the same
+        """Mix the tokens of the global sequence.
+
+        Collective.
+
+        Args:
+            hidden_states: [b, s/P, m].
+            mix: Called once per head group, on the global sequence, with h' of this rank's heads
+                of v: q and k [b, s, h_k', d_k], v with b and a behind it [b, s, h', d_v + 2], and
+                their slices of the tensors of ``learned`` -> o [b, s, h', d_v].
+            sequence_lengths: Local sequence length of every rank; None if all are the same.
+
+        Returns:
+            The result of ``merge``.
+
+        Raises:
+            ValueError: for tensors that don't fit; on all ranks alike in the layer's first call.
         """
         run, call = self.layer.begin(
-            lambda: self._describe(hidden_states, sequence_lengths), (hidden_states,), None, False
+            lambda: self._describe(hidden_states, sequence_lengths),
+            (hidden_states,),
+            None,
+            has_baseline=False,
         )
-        assert call is not None  # no baseline computes this
+        # Nothing else computes a delta net.
+        assert call is not None
         (x,) = run.inputs
         return run.end(self._overlapped(call, x, mix))
 
     def _overlapped(self, call: Call, x: Tensor, mix: Mix) -> Tensor:
-        geometry, made = call.geometry, self.project(x)
-        parts: dict[tuple[str, int], Tensor] = {}
+        geometry, projected = call.geometry, self.project(x)
+        pieces: dict[tuple[str, int], Tensor] = {}
 
         def project(kind: str, group: int) -> Tensor:
-            if (kind, group) not in parts:
-                those = [part for part in call.schedule.parts if part[0] == kind]
-                parts.update(
-                    zip(
-                        those,
-                        cut(
-                            _as_it_travels(kind, made),
-                            2,
-                            [geometry.heads_of(*part) for part in those],
-                        ),
-                    )
-                )
-            return parts.pop((kind, group))
+            if (kind, group) not in pieces:
+                of_kind = [part for part in call.schedule.parts if part[0] == kind]
+                heads = [geometry.heads_of(*part) for part in of_kind]
+                pieces.update(zip(of_kind, cut(_travelling(kind, projected), 2, heads)))
+            return pieces.pop((kind, group))
 
         taps, *per_head = self.learned()
-        of_groups = [cut(taps, 0, [self._channels(geometry, group) for group in call.groups])]
+        # For each parameter, its slices for each group on this rank.
+        slices = [cut(taps, 0, [self._channels(geometry, group) for group in call.groups])]
         own = [geometry.query_range(geometry.sp_rank, group) for group in call.groups]
-        of_groups += [
-            cut(parameter, 0, [(heads,) for heads in own]) for parameter in per_head
-        ]  # guard: decays of their own
+        parts: list[Ranges] = [(heads,) for heads in own]
+        slices += [cut(parameter, 0, parts) for parameter in per_head]  # guard: decays of their own
 
         def attend(group: int, vba: Tensor, k: Tensor, q: Tensor) -> Tensor:
-            return with_head_dim(
-                mix(q, k, vba, *(parts[group] for parts in of_groups)), vba, self.layer.where
-            )
+            o = mix(q, k, vba, *(of_groups[group] for of_groups in slices))
+            return with_head_dim(o, vba, self.layer.where)
 
         runner = Recorded(call, attend, project)
         runner.walk(call.schedule.inputs)
-        z = made("z")
+        z = projected("z")
         runner.walk((*call.schedule.attention, *call.schedule.output))
         o = join_heads(call, runner.outputs)
         return self.merge(o, z)
 
     def _channels(self, geometry: Geometry, group: int) -> Ranges:
-        """Rows of the taps of the heads that ``mix`` is called with for ``group`` on this rank: of
-        q, of k, of v.
-        """
+        """Return the rows of the taps for the heads of q, k and v of a group on this rank."""
         first, last = geometry.kv_range(geometry.sp_rank, group)
         index, keys = geometry.kv_expansion(group), self.key_heads * self.key_dim
-        heads = (
-            ((first, last),)
-            if index is None
-            else tuple((first + at, first + at + 1) for at in index)
-        )
-        of_q = tuple((start * self.key_dim, stop * self.key_dim) for start, stop in heads)
+        heads = [(first, last)]
+        if index is not None:
+            heads = [(first + offset, first + offset + 1) for offset in index]
+        of_q = [(start * self.key_dim, stop * self.key_dim) for start, stop in heads]
+        of_k = [(keys + start, keys + stop) for start, stop in of_q]  # guard: taps of their own
         start, stop = geometry.query_range(geometry.sp_rank, group)
         of_v = 2 * keys + start * self.head_dim, 2 * keys + stop * self.head_dim
-        return (
-            *of_q,
-            *((keys + start, keys + stop) for start, stop in of_q),
-            of_v,
-        )  # guard: taps of their own
+        return (*of_q, *of_k, of_v)
 
     def _describe(
         self, hidden: Tensor, lengths: list[int] | None
@@ -152,22 +153,17 @@ class DeltaNet:
         geometry = self.layer.geometry(hidden, self.heads, self.key_heads, True, lengths, ())
 
         def types() -> tuple:
-            learns = [
-                torch.is_grad_enabled() and trained
-                for trained in (hidden.requires_grad, *self.trained())
-            ]
-            return (
-                str(hidden.dtype),
-                self.key_dim,
-                self.head_dim,
-                "gradients of hidden states and parameters",
-                learns,
-            )
+            trained = (hidden.requires_grad, *self.trained())
+            learns = [torch.is_grad_enabled() and one_learns for one_learns in trained]
+            words = "gradients of hidden states and parameters"
+            return str(hidden.dtype), self.key_dim, self.head_dim, words, learns
 
         return geometry, types
 
 
-def _as_it_travels(kind: str, made: Callable[[str], Tensor]) -> Tensor:
+def _travelling(kind: str, projected: Callable[[str], Tensor]) -> Tensor:
+    """Return the tensor that travels as ``kind``."""
     if kind != "q":
-        return made({"k": "k", "v": "q"}[kind])
-    return torch.cat([made("v"), made("b").unsqueeze(-1), made("a").unsqueeze(-1)], -1)
+        return projected({"k": "k", "v": "q"}[kind])
+    v, rate, decay = projected("v"), projected("b"), projected("a")
+    return torch.cat([v, rate.unsqueeze(-1), decay.unsqueeze(-1)], -1)

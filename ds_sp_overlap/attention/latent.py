@@ -1,16 +1,21 @@
-"""Latent attention: k and v of all heads are made of one latent a token, and of one rotated key
-that all heads share.
+"""Exchanges the latent of latent attention in place of the heads that are made of it.
 
-Where latent and key are fewer numbers than the heads that a rank would receive (`latents_pay`),
-they travel in the heads' place, as one KV head that every rank needs:
+In latent attention k and v of all heads are made of one latent per token, and of one rotated key
+that all heads share. Where these two have fewer numbers per token than the heads that a rank would
+receive (`latents_pay`), they travel in place of the heads, as one KV head that every rank needs:
 
     travels as    q    k         v              o
-    what          q    latent    rotated key    o
+    tensor        q    latent    rotated key    o
 
-They travel once, with the first head group. On arrival each group expands the latent over the whole
-sequence with the rows of the projection that are its heads' on this rank. So the gradient of the
-projection is zero on a rank for the heads of others, and the sum over the sp group, which is made
-of every gradient, is the whole one. That of the latent is summed over the ranks by its exchange.
+They travel once, with the first head group. On arrival each group expands the latent of the global
+sequence, with those rows of the projection that make its heads on this rank.
+
+Note [Gradients of parts]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank expands the latent for its own heads only, so the gradient of the projection is zero on that
+rank in the rows of all other heads. The gradients of all parameters are summed over the sp group,
+and this sum is the whole gradient of the projection. The gradient of the latent is summed over the
+ranks by its exchange.
 """
 
 from __future__ import annotations
@@ -27,34 +32,43 @@ from .drop_in import ProjectedAttention
 from .heads import bind_arguments
 from .layer import LayerRuntime
 from .runtime.linear import call_through, can_split
-from .runtime.slices import cut
+from .runtime.slices import Ranges, cut
 
 
 def latents_pay(sp_size: int, heads: int, latent: int, rotated: int, per_head: int) -> bool:
-    """Whether a rank receives fewer numbers a token as a latent and a rotated key than as k and v
-    of its heads.
+    """Return whether a rank receives fewer numbers per token if the latent travels.
 
-    per_head   numbers of k and v of a head
+    Args:
+        sp_size: ``P``.
+        heads: Query heads, ``h``.
+        latent: Dim of the latent.
+        rotated: Dim of the rotated key.
+        per_head: Numbers of k and v of one head.
     """
     return 1 < sp_size <= heads and sp_size * (latent + rotated) < heads * per_head
 
 
 def can_expand_rows(projection: nn.Module) -> bool:
-    """Whether some rows of the projection of a latent may be computed, and nobody sees."""
+    """Return whether some rows of the projection of a latent can be computed without the others.
+
+    Nobody may notice, see `linear.can_split`.
+    """
     return can_split(projection) and projection.bias is None
 
 
 class LatentAttention:
     """Ulysses attention of q, a latent and a rotated key; holds no module and no parameter.
 
-    projection   gives the linear layer from the latent to k and v of all heads, which
-                 `can_expand_rows` affirms
-    nope_dim     of k of a head, what is made of the latent; d - d_rot
+    Args:
+        layer: The runtime of the layer.
+        projection: Gives the linear layer from the latent to k and v of all heads, which
+            `can_expand_rows` affirms.
+        nope_dim: The dims of k of a head that are made of the latent, d - d_rot.
     """
 
     def __init__(self, layer: LayerRuntime, projection: Callable[[], nn.Module], nope_dim: int):
         self.layer, self.projection, self.nope_dim = layer, projection, nope_dim
-        self._of_heads = ProjectedAttention(layer)
+        self._projected = ProjectedAttention(layer)
 
     @torch.compiler.disable
     def __call__(
@@ -72,57 +86,76 @@ class LatentAttention:
     ) -> Tensor:
         """Attend over the global sequence.
 
-        query     [s/P, b, h, d], or [b, s/P, h, d] if ``batch_first``
-        latent    the same with one head, and the dim of the projection's input
-        rotated   the same with one head, d_rot
-        returns   as ``query`` with the head dim of v
+        Collective. k and v of all heads may come in place of latent and rotated key; then
+        `ProjectedAttention` attends to them. See there for arguments that aren't listed here.
 
-        k and v of all heads in place of latent and rotated key are attended to as
-        `ProjectedAttention` does, whose arguments the others are.
+        Args:
+            local_attention: q, k, v, *args, **kwargs -> o; called once per head group.
+            query: [b, s/P, h, d] if ``batch_first``, else [s/P, b, h, d].
+            latent: As ``query``, with one head and the dim of the projection's input.
+            rotated: As ``query``, with one head of d_rot.
+            args: More arguments for ``local_attention``.
+            kwargs: More keyword arguments for ``local_attention``.
+            batch_first: Whether the batch comes before the sequence.
+            sequence_lengths: Local sequence length of every rank; None if all are the same.
+            baseline: For k and v of all heads, computes the same without overlap.
+
+        Returns:
+            o in the layout of ``query``, with the head dim of v.
+
+        Raises:
+            ValueError: for tensors that don't fit; on all ranks alike in the layer's first call.
         """
         if latent.shape[2] == query.shape[2]:
-            return self._of_heads(
-                local_attention, query, latent, rotated, args, kwargs,
-                batch_first=batch_first, sequence_lengths=sequence_lengths, baseline=baseline,
-            )  # fmt: skip
+            return self._projected(
+                local_attention,
+                query,
+                latent,
+                rotated,
+                args=args,
+                kwargs=kwargs,
+                batch_first=batch_first,
+                sequence_lengths=sequence_lengths,
+                baseline=baseline,
+            )
         projection: Any = self.projection()
+        extra = (*args, *(kwargs or {}).values())
 
-        def attend(query: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
+        def body(query: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
             inputs, weight = (query, latent, rotated), projection.weight
             run, call = self.layer.begin(
-                lambda: self._describe(
-                    *inputs,
-                    weight,
-                    batch_first,
-                    sequence_lengths,
-                    (*args, *(kwargs or {}).values()),
-                ),
+                lambda: self._describe(*inputs, weight, batch_first, sequence_lengths, extra),
                 inputs,
                 None,
-                False,
+                has_baseline=False,
             )
-            assert call is not None  # nothing else attends to latents
+            # There is no baseline for latents.
+            assert call is not None
             per_head = weight.shape[0] // query.shape[2]
             own = [call.geometry.query_range(call.geometry.sp_rank, group) for group in call.groups]
-            rows = cut(
-                weight, 0, [((start * per_head, stop * per_head),) for start, stop in own]
-            )  # guard: rows of its heads
+            parts: list[Ranges] = [((start * per_head, stop * per_head),) for start, stop in own]
+            rows = cut(weight, 0, parts)  # guard: rows of its heads
             local = bind_arguments(local_attention, call.geometry, args, kwargs or {})
 
-            def of_group(group: int, q: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
-                return local(group, q, *self._expanded(latent, rotated, rows[group], per_head))
+            def attend_group(group: int, q: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
+                k, v = self._expanded(latent, rotated, rows[group], per_head=per_head)
+                return local(group, q, k, v)
 
             q, k, v = run.inputs
-            return run.end(self._of_heads.overlapped(call, q, k, v, of_group))
+            return run.end(self._projected.overlapped(call, q, k, v, attend_group))
 
+        # In the projection's own call, so that ZeRO-3 has gathered its weight.
         return call_through(
-            [projection], attend, query, latent, rotated
+            [projection], body, query, latent, rotated
         )  # guard: its weight is whole
 
     def _expanded(
         self, latent: Tensor, rotated: Tensor, rows: Tensor, per_head: int
     ) -> tuple[Tensor, Tensor]:
-        """k and v [.., .., h_g/P, ..] of the whole sequence."""
+        """Return k and v [.., .., h_g/P, ..] of the global sequence.
+
+        See Note [Gradients of parts].
+        """
         kv = F.linear(latent.squeeze(2), rows).unflatten(-1, (-1, per_head))
         k, v = kv.split([self.nope_dim, per_head - self.nope_dim], -1)
         return torch.cat([k, rotated.expand(*k.shape[:-1], -1)], -1), v
@@ -137,31 +170,25 @@ class LatentAttention:
         lengths: list[int] | None,
         extra: tuple,
     ) -> tuple[Geometry, Callable[[], tuple]]:
-        shapes = f"query {list(query.shape)}, latent {list(latent.shape)}, rotated key {list(rotated.shape)}"
-        if (
-            not query.shape[:2] == latent.shape[:2] == rotated.shape[:2]
-            or not latent.shape[2] == rotated.shape[2] == 1
-        ):
+        one_head = latent.shape[2] == rotated.shape[2] == 1
+        if not (query.shape[:2] == latent.shape[:2] == rotated.shape[:2] and one_head):
             raise ValueError(
-                f"query, latent and rotated key don't belong together: {shapes}; give the latter one head each"
+                f"query, latent and rotated key don't belong together: query {list(query.shape)}, "
+                f"latent {list(latent.shape)}, rotated key {list(rotated.shape)}; give the latter "
+                "one head each"
             )
         if not query.dtype == latent.dtype == rotated.dtype:
             raise ValueError(
-                f"query is {query.dtype}, latent {latent.dtype}, rotated key {rotated.dtype}; give all one dtype"
+                f"query is {query.dtype}, latent {latent.dtype}, rotated key {rotated.dtype}; "
+                "give all one dtype"
             )
         geometry = self.layer.geometry(query, query.shape[2], 1, batch_first, lengths, extra)
 
         def types() -> tuple:
-            grads = [
-                torch.is_grad_enabled() and x.requires_grad
-                for x in (query, latent, rotated, weight)
-            ]
+            tensors = (query, latent, rotated, weight)
+            grads = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
             dims = [x.shape[3] for x in (query, latent, rotated)]
-            return (
-                str(query.dtype),
-                *dims,
-                "gradients of q, latent, rotated key and projection",
-                grads,
-            )
+            learned = "gradients of q, latent, rotated key and projection"
+            return str(query.dtype), *dims, learned, grads
 
         return geometry, types

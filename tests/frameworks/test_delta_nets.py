@@ -423,13 +423,13 @@ def faults_of_checkpoints(rank):
 
 WATCHED = [
     Watched(
-        Guard("taps of their own", without="return *of_q, *((start, stop) for start, stop in of_q), of_v"),
+        Guard("taps of their own", without="of_k = of_q"),
         faults_of_cuts,
     ),
     Watched(
         Guard(
             "decays of their own",
-            without="of_groups += [cut(p, 0, [((0, last - first),) for first, last in own]) for p in per_head]",
+            without="slices += [cut(parameter, 0, [((0, last - first),) for first, last in own]) for parameter in per_head]",
         ),
         faults_of_cuts,
     ),

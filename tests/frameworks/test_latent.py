@@ -419,7 +419,7 @@ WATCHED = [
         Guard("rows of its heads", without="rows = cut(weight, 0, [((0, (last - at) * per_head),) for at, last in own])"),
         faults_of_rows,
     ),
-    Watched(Guard("its weight is whole", without="return attend(query, latent, rotated)"), faults_outside_the_call),
+    Watched(Guard("its weight is whole", without="return body(query, latent, rotated)"), faults_outside_the_call),
     Watched(Guard("adapters are heard", without="if off_in_eval(module):"), faults_of_adapters),
     Watched(Guard("only code that is known", without="if False:"), lambda: ["Scaled"] * known(Scaled), ranks=0),
     Watched(Guard("no other use", without="return True"), lambda: [x.__name__ for x in (Padded, Swapped) if known(x)], ranks=0),

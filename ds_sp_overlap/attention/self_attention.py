@@ -20,7 +20,7 @@ from ..rotary import Rotary
 from ..schedule import O, Part, Schedule, Windowed, by_head_groups, schedule_of
 from .heads import Local, PerHead, bind_arguments, modules_of
 from .layer import LayerRuntime, kind_of, with_head_dim
-from .memory.checkpoint_cache import current
+from .memory.checkpoint_cache import current_pass
 from .runtime.execution import Attend, Call
 from .runtime.linear import (
     PLAIN,
@@ -302,7 +302,9 @@ class SelfAttention:
                 leaves = self.plain[type(self.o_proj).forward](self.o_proj)
                 watched = self.watched(call, hidden_states, attend, args, kwargs)
                 checkpointing = self.layer.config.checkpointing
-                checkpoint = None if checkpointing == "recompute" else current(self.layer.where)
+                checkpoint = (
+                    None if checkpointing == "recompute" else current_pass(self.layer.where)
+                )
                 layer = partial(
                     windowed,
                     call,

@@ -323,7 +323,7 @@ def held(rank, section, end):
 
     def context():
         during = ds_sp_overlap.keep_attention()
-        seen.append(weakref.ref(during[0].kept))
+        seen.append(weakref.ref(during[0].cache))
         return during
 
     layer = Traced(section, scaled if "learned" in end else flash)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sp_overlap.attention.memory import offload
 from ds_sp_overlap.attention.memory.checkpoint_cache import CheckpointCache, CheckpointPass
-from ds_sp_overlap.attention.memory.offload import Away
+from ds_sp_overlap.attention.memory.offload import OffloadedTensor
 from ds_sp_overlap.exchange.sp_group import SideStream
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.streams import Backend
@@ -35,7 +35,7 @@ def on_streams():
     backend = Backend()
     side = SideStream(backend, torch.device("cpu"))
     nobody = staticmethod(lambda: None)
-    with mock.patch.object(offload, "copies", lambda device: side), mock.patch.object(CheckpointCache, "_last", nobody):
+    with mock.patch.object(offload, "copy_stream", lambda device: side), mock.patch.object(CheckpointCache, "_most_recent", nobody):
         with Copies(backend) as copies:
             yield copies
 
@@ -54,42 +54,42 @@ def is_over(copies, index=-1):
 def test_what_leaves_is_copied_behind_what_made_it_and_given_back_behind_the_copy(copies):
     x = torch.randn(3, 4)
     made = copies.backend.compute.tick()
-    away = Away(x)
+    away = OffloadedTensor(x)
     stream, _ = copies.times[-1]
     assert stream.name == "transfer" and stream.is_after(copies.backend.compute, made)
     assert not is_over(copies)  # compute goes on meanwhile
-    away.leave()
-    assert away.here is None and is_over(copies)
+    away.free()
+    assert away.on_device is None and is_over(copies)
     assert torch.equal(away.host, x) and away.host.data_ptr() != x.data_ptr()
 
 
 def test_what_comes_back_is_copied_into_memory_that_is_free_and_read_behind_the_copy(copies):
     x = torch.randn(3, 4)
-    away = Away(x)
-    away.leave()
+    away = OffloadedTensor(x)
+    away.free()
     freed = copies.backend.compute.tick()  # by what had the memory before
-    away.bring()
+    away.prefetch()
     stream, _ = copies.times[-1]
     assert stream.is_after(copies.backend.compute, freed) and not is_over(copies)
     count = len(copies.times)
     got = away.get()
     assert is_over(copies) and len(copies.times) == count
-    assert torch.equal(got, x) and away.here is None
+    assert torch.equal(got, x) and away.on_device is None
     assert torch.equal(away.get(), x)  # a second backward
 
 
 def test_what_is_still_here_is_not_brought_back(copies):
     x = torch.randn(3)
-    away = Away(x)
+    away = OffloadedTensor(x)
     assert away.get() is x and len(copies.times) == 1 and is_over(copies)
 
 
 @pytest.mark.parametrize("brought", [False, True])
 def test_memory_of_what_is_dropped_returns_behind_its_copy(copies, brought):
-    away = Away(torch.randn(3))
+    away = OffloadedTensor(torch.randn(3))
     if brought:
-        away.leave()
-        away.bring()
+        away.free()
+        away.prefetch()
     assert not is_over(copies)
     del away
     gc.collect()
@@ -99,17 +99,19 @@ def test_memory_of_what_is_dropped_returns_behind_its_copy(copies, brought):
 def test_a_checkpoint_that_is_computed_again_has_the_one_before_it_brought(copies):
     tensors = {name: [torch.randn(4), torch.randn(2, 2).t()] for name in "abc"}
     shared = torch.randn(5)
-    kept = {name: CheckpointCache() for name in "abc"}
+    caches = {name: CheckpointCache() for name in "abc"}
 
     def here(name):
-        return [x.here is not None for x in kept[name].away()]
+        return [x.on_device is not None for x in caches[name].offloaded()]
 
-    for name, checkpoint in kept.items():
+    for name, checkpoint in caches.items():
         for x in tensors[name]:
-            CheckpointPass(checkpoint, again=False).put(name, {"o": x, "mask": shared[1:]}, "rest", offload=True, shared=[shared])
+            CheckpointPass(checkpoint, is_recompute=False).put(
+                name, {"o": x, "mask": shared[1:]}, "rest", offload=True, shared=[shared]
+            )
     assert [here(name) for name in "abc"] == [[False, False], [False, False], [False, True]]
     for name, before in zip("cba", "ba "):
-        checkpoint = CheckpointPass(kept[name], again=True)
+        checkpoint = CheckpointPass(caches[name], is_recompute=True)
         for number, x in enumerate(tensors[name]):
             got, rest = checkpoint.take(name)
             assert torch.equal(got["o"], x) and got["o"].stride() == x.stride() and rest == "rest"

@@ -1,1 +1,1 @@
-"""What a layer keeps for its backward over activation checkpoints, in host memory, or recomputes."""
+"""What a layer saves for backward: over checkpoints, in host memory, or to recompute the rest."""

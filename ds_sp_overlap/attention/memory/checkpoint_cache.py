@@ -1,5 +1,19 @@
-"""What is kept of attention over an activation checkpoint, so that it is not run again before its
-backward.
+"""Saves the results of attention over an activation checkpoint, so that recompute skips attention.
+
+    forward      save o and the log-sum-exp of each layer in the checkpoint's `CheckpointCache`
+    recompute    load them in the same order
+    backward     as without a checkpoint
+
+Note [Order of offloaded checkpoints]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Backward reaches checkpoints in the reverse order of forward. So a checkpoint that is offloaded
+links to the checkpoint that was offloaded before it. Recompute of a checkpoint prefetches its own
+tensors, which mostly are on the device already, and those of the linked checkpoint, which backward
+reaches next.
+
+The device memory of a layer's tensors is freed when the next layer offloads, in this checkpoint or
+in the next one. By then the copy to the host has had the time of a layer; and the tensors of the
+last layer, with which backward begins, need not come back.
 """
 
 from __future__ import annotations
@@ -12,66 +26,85 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...profiling.steps import in_backward
-from .offload import Away
+from .offload import OffloadedTensor
 
-_current: ContextVar[CheckpointPass | None] = ContextVar("kept", default=None)
+_current: ContextVar[CheckpointPass | None] = ContextVar("checkpoint_pass", default=None)
 
 
 class _Entry(NamedTuple):
-    """
-    where    the layer that was called; empty for a checkpoint inside this one
-    tensors  each where it is
-    rest     what is no tensor
+    """What one call of a layer, or one checkpoint inside this one, has saved.
+
+    Attributes:
+        where: Name of the layer; empty for a checkpoint inside this one.
+        tensors: The leaves of the tree that was saved.
+        tree: The structure of the tree.
+        rest: Whatever else was saved.
     """
 
     where: str
-    tensors: list[Tensor | Away]
+    tensors: list[Tensor | OffloadedTensor]
+    tree: TreeSpec
     rest: Any
 
 
 class CheckpointCache:
-    """What is kept for one checkpoint, in the order of calls: of layers, and of checkpoints inside
-    it.
+    """What is saved for one checkpoint, in the order of the calls in it.
 
-    before   the checkpoint whose tensors went away before, and whose backward comes after
+    Attributes:
+        entries: One for each call of a layer and for each checkpoint inside this one.
+        previous: Gives the checkpoint that was offloaded before this one, see
+            Note [Order of offloaded checkpoints]; or None.
     """
 
-    _last: Callable[[], CheckpointCache | None] = staticmethod(
-        lambda: None
-    )  # whose tensors went away
+    # Gives the checkpoint that was offloaded most recently.
+    _most_recent: Callable[[], CheckpointCache | None] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
-        self.before: Callable[[], CheckpointCache | None] = lambda: None
+        self.previous: Callable[[], CheckpointCache | None] = lambda: None
 
-    def away(self) -> list[Away]:
-        return [x for entry in self.entries for x in entry.tensors if isinstance(x, Away)]
+    def offloaded(self) -> list[OffloadedTensor]:
+        """Return the saved tensors that are offloaded."""
+        tensors = [x for entry in self.entries for x in entry.tensors]
+        return [x for x in tensors if isinstance(x, OffloadedTensor)]
 
-    def follow(self) -> None:
-        """Be the last whose tensors go away; what went before gives its memory back."""
-        if (last := CheckpointCache._last()) is not None:
-            for x in last.away():
-                x.leave()
-        if last is not self:
-            self.before, CheckpointCache._last = CheckpointCache._last, weakref.ref(self)
+    def register_as_most_recent(self) -> None:
+        """Register this checkpoint as the most recently offloaded one.
 
-    def come_back(self) -> None:
-        """Bring its tensors, and those that will be asked for next."""
-        for kept in (self, self.before()):
-            for x in kept.away() if kept else ():
-                x.bring()
+        Frees the device memory of all tensors that were offloaded before.
+        """
+        most_recent = CheckpointCache._most_recent()
+        if most_recent is not None:
+            for x in most_recent.offloaded():
+                x.free()
+        if most_recent is not self:
+            self.previous = CheckpointCache._most_recent
+            CheckpointCache._most_recent = weakref.ref(self)
+
+    def prefetch(self) -> None:
+        """Begin to copy back the tensors of this checkpoint and of the previous one."""
+        for cache in (self, self.previous()):
+            for x in cache.offloaded() if cache else ():
+                x.prefetch()
 
 
 class CheckpointPass:
-    """One walk through a checkpoint, the first or ``again``: as often as backward comes by, which
-    may be in the middle of the first.
+    """One pass through the function of a checkpoint: its forward, or one recompute.
+
+    Every backward through the checkpoint recomputes. A recompute may begin, and end, in the middle
+    of forward: a backward inside of the function does that.
+
+    Args:
+        cache: What is saved for the checkpoint.
+        is_recompute: Whether the pass recomputes, and loads; otherwise it saves.
     """
 
-    def __init__(self, kept: CheckpointCache, again: bool):
-        self.kept, self.again, self.at = kept, again, 0
+    def __init__(self, cache: CheckpointCache, is_recompute: bool):
+        self.cache, self.is_recompute = cache, is_recompute
+        self._next_entry = 0
 
     def put(
         self,
@@ -81,78 +114,114 @@ class CheckpointPass:
         offload: bool = False,
         shared: list[Tensor] | None = None,
     ) -> None:
-        """Keep ``tensors`` (a tree) and what else there is to know; in host memory unless they are
-        part of ``shared``.
+        """Save what a call needs in recompute.
+
+        Args:
+            where: Name of the layer; empty for a checkpoint inside this one.
+            tensors: A tree of tensors.
+            rest: Whatever else is needed.
+            offload: Whether to offload the tensors.
+            shared: Tensors that stay alive anyhow; their views are not offloaded.
         """
-        flat, tree = tree_flatten(tensors)
+        leaves, tree = tree_flatten(tensors)
         if offload:
-            self.kept.follow()
+            self.cache.register_as_most_recent()
             stay = {x.untyped_storage().data_ptr() for x in shared or ()}
-            flat = [x if x.untyped_storage().data_ptr() in stay else Away(x) for x in flat]
-        self.kept.entries.append(_Entry(where, flat, (tree, rest)))
+            for index, x in enumerate(leaves):
+                if x.untyped_storage().data_ptr() not in stay:
+                    leaves[index] = OffloadedTensor(x)
+        self.cache.entries.append(_Entry(where, leaves, tree, rest))
 
     def take(self, where: str) -> tuple[Any, Any]:
-        """The next that was kept, as it was put; here again if it was away.
+        """Load what the next call has saved.
 
-        Raises RuntimeError where the checkpoint is not computed as it was.
+        Args:
+            where: As for `put`.
+
+        Returns:
+            ``tensors`` and ``rest`` as they were given to `put`, all tensors on their device.
+
+        Raises:
+            RuntimeError: if recompute makes another call than forward.
         """
-        entries = self.kept.entries
-        before = entries[self.at].where if self.at < len(entries) else "nothing more"
-        if before != where:
+        entries, index = self.cache.entries, self._next_entry
+        saved_by = entries[index].where if index < len(entries) else "nothing more"
+        if saved_by != where:
             raise RuntimeError(
-                f"{where or 'a checkpoint inside another'}: called when its checkpoint is computed again, where there was {before} in "
-                'forward; let it do the same both times, or set sp_overlap.checkpointing to "recompute"'
+                f"{where or 'a checkpoint inside another'}: called when its checkpoint is computed "
+                f"again, where there was {saved_by} in forward; let it do the same both times, or "
+                'set sp_overlap.checkpointing to "recompute"'
             )
-        if self.at == 0:
-            self.kept.come_back()
-        _, flat, (tree, rest) = entries[self.at]
-        self.at += 1
-        return tree_unflatten([x.get() if isinstance(x, Away) else x for x in flat], tree), rest
+        if index == 0:
+            self.cache.prefetch()
+        self._next_entry += 1
+        _, leaves, tree, rest = entries[index]
+        on_device = [x.get() if isinstance(x, OffloadedTensor) else x for x in leaves]
+        return tree_unflatten(on_device, tree), rest
 
 
-class _During:
-    """The body is the forward of a checkpoint, the first time or again; entered as often as
-    backward goes through it.
+class _Body:
+    """A context manager around the function of a checkpoint, in forward or in recompute.
+
+    Every entry begins a new `CheckpointPass`, since torch enters one context manager in each
+    recompute.
+
+    Args:
+        cache: What is saved for the checkpoint.
+        is_recompute: As for `CheckpointPass`.
     """
 
-    def __init__(self, kept: CheckpointCache, again: bool):
-        self.kept, self.again = kept, again
-        self.before: list[CheckpointPass | None] = []
+    def __init__(self, cache: CheckpointCache, is_recompute: bool):
+        self.cache, self.is_recompute = cache, is_recompute
+        # The passes around those that are entered.
+        self._outer: list[CheckpointPass | None] = []
 
     def __enter__(self) -> None:
-        self.before.append(_current.get())
-        _current.set(CheckpointPass(self.kept, self.again))
+        self._outer.append(_current.get())
+        _current.set(CheckpointPass(self.cache, self.is_recompute))
 
     def __exit__(self, *_: Any) -> None:
-        _current.set(self.before.pop())
+        _current.set(self._outer.pop())
 
 
 def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``: layers
-    with ``"checkpointing": "keep"`` or ``"offload"`` keep their o and log-sum-exp over this
-    checkpoint.
+    """Make layers in an activation checkpoint save the results of attention.
+
+    The ``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``.
+    Layers with ``"checkpointing": "keep"`` or ``"offload"`` then save o and the log-sum-exp, and
+    recompute runs neither their attention nor its exchanges.
+
+    Returns:
+        A context manager for the forward, and one for recompute.
     """
-    around = _current.get()
-    if around is not None and around.again:  # a checkpoint in another one that is computed again
-        _, kept = around.take("")
-        return _During(kept, True), _During(kept, True)
-    kept = CheckpointCache()
-    if around is not None:
-        around.put("", [], kept)
-    return _During(kept, False), _During(kept, True)
+    outer = _current.get()
+    if outer is not None and outer.is_recompute:
+        # The checkpoint is inside of another one, which recomputes: this forward recomputes too.
+        _, cache = outer.take("")
+        return _Body(cache, True), _Body(cache, True)
+    cache = CheckpointCache()
+    if outer is not None:
+        outer.put("", [], cache)
+    return _Body(cache, False), _Body(cache, True)
 
 
-def current(where: str) -> CheckpointPass | None:
-    """The checkpoint around this call, where something may be kept; None where there is none.
+def current_pass(where: str) -> CheckpointPass | None:
+    """Return the pass of the checkpoint around the call of a layer; None without a checkpoint.
 
-    Raises RuntimeError in a checkpoint, computed again, that was not given `keep_attention`.
+    Args:
+        where: Name of the layer, for errors.
+
+    Raises:
+        RuntimeError: in the recompute of a checkpoint that was not given `keep_attention`.
     """
     checkpoint = _current.get()
     if checkpoint is None and torch.is_grad_enabled() and in_backward():
         raise RuntimeError(
-            f"{where}: sp_overlap.checkpointing is to keep attention, but the checkpoint around this layer has nowhere to keep it; use "
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=ds_sp_overlap.keep_attention) (transformers: "
-            "gradient_checkpointing_enable({\"use_reentrant\": False}); DeepSpeed's and Megatron's checkpointing has none, "
-            'but Megatron\'s layers keep it with sp_overlap.scope "block"), or set sp_overlap.checkpointing to "recompute"'
+            f"{where}: sp_overlap.checkpointing is to keep attention, but the checkpoint around "
+            "this layer has nowhere to keep it; use torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False, context_fn=ds_sp_overlap.keep_attention) (transformers: "
+            "gradient_checkpointing_enable({\"use_reentrant\": False}); DeepSpeed's and Megatron's "
+            "checkpointing has none, but Megatron's layers keep it with sp_overlap.scope "
+            '"block"), or set sp_overlap.checkpointing to "recompute"'
         )
     return checkpoint

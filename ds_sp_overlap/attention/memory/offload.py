@@ -1,4 +1,4 @@
-"""A tensor that waits in host memory for its backward, copied there and back while compute goes on."""
+"""Offloads a tensor to host memory until backward; compute goes on during both copies."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ from ...exchange.sp_group import HostStream, SideStream
 
 
 @functools.cache
-def copies(device: torch.device) -> HostStream | SideStream:
-    """What carries the copies of a device: a stream of their own, beside that of the exchanges."""
+def copy_stream(device: torch.device) -> HostStream | SideStream:
+    """Return the stream for copies between ``device`` and the host; exchanges have another one."""
     if device.type == "cpu":
         return HostStream()
     backend = torch.get_device_module(device)
     return SideStream(backend, device, backend.Stream(device, priority=-1))
 
 
-class Away:
-    """A tensor in host memory.
+class OffloadedTensor:
+    """A tensor that is copied to host memory, and back for backward.
 
-    host    the copy there, pinned
-    here    on its device: until `leave`, and from `bring` to `get`
-    moved   mark of the last copy; whoever gives up or reads ``here`` waits for it, on the compute
-            stream and not on the host
+    Args:
+        x: The tensor, on a device. The copy to the host begins at once.
+
+    Attributes:
+        host: The copy in host memory, pinned.
+        on_device: The tensor on its device, until `free` and from `prefetch` to `get`; else None.
+        copied: The mark of the last copy. The compute stream waits for the mark before
+            ``on_device`` is read or freed; the host does not wait.
     """
 
     def __init__(self, x: Tensor):
-        self.side, self.device = copies(x.device), x.device
-        self.here: Tensor | None = x
+        self.side, self.device = copy_stream(x.device), x.device
+        self.on_device: Tensor | None = x
         self.host = torch.empty_like(x, device="cpu", pin_memory=x.device.type != "cpu")
-        self.moved: Any = None
+        self.copied: Any = None
         self._copy(x, self.host)
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
@@ -41,28 +45,29 @@ class Away:
             with self.side.after_compute():  # guard: copies what is ready
                 target.copy_(source, non_blocking=True)
         finally:
-            self.moved = self.side.mark()
+            self.copied = self.side.mark()
 
-    def leave(self) -> None:
-        """Give its memory on the device back."""
-        if self.here is not None:
-            self.side.before_compute(self.moved)  # guard: copied, then given back
-            self.here = None
+    def free(self) -> None:
+        """Free the memory on the device."""
+        if self.on_device is not None:
+            self.side.before_compute(self.copied)  # guard: copied, then given back
+            self.on_device = None
 
-    def bring(self) -> None:
-        """Begin its way back."""
-        if self.here is None:
-            self.here = torch.empty_like(self.host, device=self.device)
-            self._copy(self.host, self.here)
+    def prefetch(self) -> None:
+        """Begin the copy back to the device."""
+        if self.on_device is None:
+            self.on_device = torch.empty_like(self.host, device=self.device)
+            self._copy(self.host, self.on_device)
 
     def get(self) -> Tensor:
-        """Its way back is over; the tensor is the caller's."""
-        self.bring()
-        x = self.here
+        """Return the tensor on its device, for the compute stream to read; keep only ``host``."""
+        self.prefetch()
+        x = self.on_device
         assert x is not None
-        self.leave()  # guard: arrived, then read
+        self.free()  # guard: arrived, then read
         return x
 
     def __del__(self) -> None:
-        if "moved" in vars(self):
-            self.leave()  # guard: dropped behind its copy
+        # ``copied`` is missing if the constructor raised.
+        if "copied" in vars(self):
+            self.free()  # guard: dropped behind its copy

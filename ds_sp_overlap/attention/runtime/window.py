@@ -59,7 +59,7 @@ class _Windowed(Node):
         forward.take_inputs(inputs, x, parameters, tables)
         forward.take_attention(local, made.recorded and any(ctx.needs_input_grad))
         forward.take_output(output, weight, bias)
-        if checkpoint is not None and checkpoint.again:
+        if checkpoint is not None and checkpoint.is_recompute:
             (outputs, forward.saved), (forward.attended, after) = checkpoint.take(call.where)
             for group, o in outputs.items():
                 heads = o.view(*x.shape[:2], o.shape[-1] // made.head_dim, made.head_dim)

@@ -48,6 +48,7 @@ from .attention.drop_in import DistributedAttention
 from .attention.heads import PerHead
 from .attention.memory.checkpoint_cache import keep_attention
 from .attention.self_attention import SelfAttention
+from .chain.block import run_alone
 from .config import SpOverlapConfig
 from .integrations.deepspeed.initialize import install
 from .integrations.megatron.bridge import bridge
@@ -69,5 +70,6 @@ def _write_timeline(folder: str, every: list) -> None:
 
 
 Timeline.write = staticmethod(_write_timeline)
+SelfAttention.run_in_chunks = run_alone
 install()
 bridge()

@@ -31,7 +31,7 @@ from ..exchange.sp_group import SPGroup
 from ..profiling.timed import TimedCall
 from ..profiling.timeline import Timeline
 from ..relayout import ops
-from ..schedule import Block, Schedule, Windowed, by_head_groups, check
+from ..schedule import Schedule, Windowed, by_head_groups, check
 from ..warn import warn_once
 from .heads import Local, PerHead, differing_rank, probe_heads
 from .runtime.execution import Call
@@ -50,14 +50,7 @@ _regrouped = lru_cache(maxsize=4096)(lambda geometry, groups: replace(geometry, 
 @lru_cache(maxsize=256)
 def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bool) -> Schedule:
     """Make a schedule; raise ValueError if a layer can't run by it."""
-    schedule = make_schedule(kinds, wgrad_last)
-    if isinstance(schedule, Block):
-        raise ValueError(
-            "schedule= makes a Block, of which the MLP is a part that a layer by itself doesn't "
-            "have; return a Schedule or a Windowed, or leave out schedule= and set "
-            'sp_overlap.scope to "block"'
-        )
-    return check(schedule, kinds)
+    return check(make_schedule(kinds, wgrad_last), kinds)
 
 
 class LayerRuntime:

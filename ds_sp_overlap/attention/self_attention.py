@@ -17,7 +17,7 @@ from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..relayout import ops
 from ..rotary import Rotary
-from ..schedule import O, Part, Schedule, Windowed, by_head_groups, schedule_of
+from ..schedule import Block, O, Part, Schedule, Windowed, by_head_groups, schedule_of
 from .heads import Local, PerHead, bind_arguments, modules_of
 from .layer import LayerRuntime, kind_of, with_head_dim
 from .memory.checkpoint_cache import current_pass
@@ -83,6 +83,9 @@ class SelfAttention:
     somebody). Those of q, k and v can't if one of them is not, if a norm is not known to be a
     function of its input and parameters alone, or if RoPE is no `Rotary` or learns its tables.
     """
+
+    # Runs the layer by itself in the order of a `Block`; of `chain`, which the package sets.
+    run_in_chunks: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -251,6 +254,8 @@ class SelfAttention:
     def _overlapped(
         self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict
     ) -> Tensor:
+        if isinstance(call.schedule, Block):
+            return self.run_in_chunks(call, hidden_states, position_embeddings, args, kwargs)
         split = self.split_projections()
         rope = self._folded()
         call.rope_tables = (

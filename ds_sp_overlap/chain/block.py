@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..attention.heads import bind_arguments
@@ -242,24 +243,34 @@ def run_segment(
 
 
 def run_alone(
-    attention: SelfAttention, call: Call, block: Block, options: Options, hidden: Tensor
+    attention: SelfAttention,
+    call: Call,
+    hidden: Tensor,
+    position_embeddings: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
 ) -> Tensor:
     """Run an attention layer by itself in the order of a `Block`, whose MLP it does not have.
 
     Raises:
         ValueError: if the layer can't run in chunks of tokens.
     """
-    nothing = nn.Identity()
+    nothing, block, o_proj = nn.Identity(), call.schedule, attention.o_proj
+    assert isinstance(block, Block)
     layer = BlockLayer(attention, nothing, nothing, nothing, is_attention_alone=True)
-    if fault := layer.in_the_way():
+    fault, leaves_bias = layer.in_the_way(), attention.plain.get(type(o_proj).forward)
+    if not fault and leaves_bias is not None and leaves_bias(o_proj) is not None:
+        fault = "its output projection returns its bias beside its output"
+    if fault:
         raise ValueError(
             f"{call.where}: schedule= makes a Block, in chunks of tokens, which this layer can't "
             f"run in: {fault}; return a Schedule or a Windowed"
         )
-    here = LayerCall(layer, call, block, options)
-    run_segment(None, here, hidden, "none")
-    attend(here, hidden, "none")
-    return run_segment(here, None, hidden, "none")
+    here = LayerCall(layer, call, block, Options(position_embeddings, None, args, kwargs))
+    recompute = block.recomputes if torch.is_grad_enabled() else "none"
+    run_segment(None, here, hidden, recompute)
+    attend(here, hidden, recompute)
+    return run_segment(here, None, hidden, recompute)
 
 
 def attend(here: LayerCall, hidden: Tensor, recompute: Recompute) -> None:

@@ -79,6 +79,14 @@ class Block(Schedule):
         return self.forward[self._cut :]
 
     @cached_property
+    def recomputes(self) -> Recompute:
+        """What is computed again in backward."""
+        if not self.recompute:
+            return "none"
+        is_whole = any(step.op is Op.ATTEND for step in self.recompute)
+        return "all" if is_whole else "but attention"
+
+    @cached_property
     def recomputed_segment(self) -> Program:
         return tuple(step for step in self.recompute if step in self.segment)
 

@@ -1,6 +1,8 @@
 """A schedule of one's own: a layer runs by it, records it and refuses it where it can't be run."""
 
+import functools
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from ds_sp_overlap.schedule import Schedule, by_chunks, by_head_groups, by_window, draw, order, simulate, without_o
 from tests.harness import layers
 from tests.harness.layers import Shape
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import on_ranks, refusal
 from tests.harness.schedules import merged_last, step_of
 from tests.harness.transports import Recording
 
@@ -56,6 +58,30 @@ def test_a_schedule_whose_backward_makes_q_k_and_v_again_is_run_and_recorded(kv_
         assert found == [] and log == order(made, made.forward) + order(made, made.backward)
 
 
+def in_chunks(kinds, wgrad_last=True, recompute="none"):
+    return by_chunks(kinds, 3, recompute)
+
+
+@pytest.mark.parametrize("recompute", ["none", "all", "but attention"])
+@pytest.mark.parametrize("kv_heads, kinds", [(4, ("qkv", "qkv")), (2, ("qkv", "q"))])
+def test_a_schedule_in_chunks_of_tokens_is_run_and_recorded(kv_heads, kinds, recompute):
+    made = without_o(in_chunks(kinds, recompute=recompute)).chain(1)
+    function = functools.partial(in_chunks, recompute=recompute)
+    for found, log in on_ranks(2, run_by, function, 2, kv_heads):
+        assert found == [] and log == order(made, made.forward) + order(made, made.backward)
+
+
+def replaced_forward(rank):
+    layer = layers.block(Shape(), layers.projections(Shape()), torch.distributed.group.WORLD)
+    layer.layer.schedule, layer.o_proj.forward = in_chunks, lambda x: x
+    return refusal(layers.call_block, Shape(), layer, rank, torch.zeros(2, 6, 32, dtype=torch.float64))
+
+
+def test_it_is_refused_where_a_module_does_not_go_chunk_by_chunk():
+    for kind, said in on_ranks(2, replaced_forward):
+        assert kind == "ValueError" and "schedule= makes a Block" in said and "has a forward or a hook of its own" in said
+
+
 def whole_projections(rank):
     shape = Shape(config={"head_groups": 2, "projections": False})
     layer = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
@@ -80,7 +106,10 @@ WRONG = {
         lambda kinds: by_window(kinds, (1, 1), 1),
         "schedule= makes a Windowed whose KV heads are used last by the groups (1, 1), but here they are by (0, 1)",
     ),
-    "of a block": (lambda kinds: by_chunks(kinds, 2), "schedule= makes a Block, of which the MLP is a part"),
+    "of a block that recomputes something else": (
+        lambda kinds: replace(by_chunks(kinds, 2), recompute=by_chunks(kinds, 2).segment),
+        "schedule, recompute: ",
+    ),
 }
 
 

@@ -73,6 +73,13 @@ def test_a_chain_is_played_as_by_hand():
     assert (result.step_ms, result.compute_ms, result.wire_ms) == (26 + 44, 52, 32)
 
 
+@pytest.mark.parametrize("recompute, computes, travels", [("none", 0, 0), ("all", 8 + 8, 12), ("but attention", 8, 12 + 4)])
+def test_what_is_recomputed_costs_what_it_costs_in_forward(recompute, computes, travels):
+    """Linear layers 8 ms, attention 8; q, k and v 12 on the wire, and o beside do 4 where attention is saved."""
+    result = BlockCosts(UNIT, UNIT_RATES, 1, 2, recompute).in_a_chain()
+    assert (result.compute_ms, result.wire_ms) == (52 + computes, 32 + travels)
+
+
 def test_a_kv_head_that_groups_share_travels_once():
     layer = LayerShape(width=8, heads=8, kv_heads=2, head_dim=1, seq=4, sp_size=2)
     assert layer.geometry(4).kinds == ("qkv", "q", "q", "q")

@@ -1,7 +1,7 @@
 """Predicts what overlap would save, before anything is run: ``python -m ds_sp_overlap plan``.
 
 The schedules that layers run by, and those of DeepSpeed's class, are simulated with the costs of a
-layer (`schedule.play`).
+layer (`schedule.simulate`).
 
 The simulation leaves out relayout copies, kernel launches, the smaller matrix products of more head
 groups, and the compute units that an exchange takes while it is under way. Each of these makes the
@@ -22,6 +22,7 @@ from ...schedule import (
     O,
     Op,
     Program,
+    Recompute,
     Schedule,
     Simulation,
     Step,
@@ -54,20 +55,34 @@ def limit_of(costs: Costs) -> float:
 
 
 class BlockCosts(Costs):
-    """Durations of the steps of a layer in a chain, in C chunks of tokens and G head groups."""
+    """Durations of the steps of a layer in a chain, in C chunks of tokens and G head groups.
 
-    def __init__(self, layer: LayerShape, rates: Rates, groups: int, chunks: int):
+    Args:
+        layer: Shape of the layer.
+        rates: Rates of one GPU.
+        groups: G.
+        chunks: C.
+        recompute: What is computed again in backward.
+    """
+
+    def __init__(
+        self,
+        layer: LayerShape,
+        rates: Rates,
+        groups: int,
+        chunks: int,
+        recompute: Recompute = "none",
+    ):
         super().__init__(layer, rates, groups)
         self.chunks = chunks
-        self.block = by_chunks(self.geometry.kinds, chunks)
+        self.block = by_chunks(self.geometry.kinds, chunks, recompute)
 
     def ms(self, step: Step) -> float:
         if step.op in (Op.START, Op.ATTEND):
             return super().ms(step)
         layer, length = self.layer, self.layer.seq // self.layer.sp_size
-        start, stop = (
-            (0, length) if step.op is Op.WGRAD else chunk_of(length, step.chunk, self.chunks)
-        )
+        of_all_chunks = step.op is Op.WGRAD and not self.block.recompute
+        start, stop = (0, length) if of_all_chunks else chunk_of(length, step.chunk, self.chunks)
         width = {
             O: layer.heads * layer.head_dim,
             QKV: (layer.heads + 2 * layer.kv_heads) * layer.head_dim,
@@ -75,11 +90,11 @@ class BlockCosts(Costs):
         return 1e3 * 2 * (stop - start) * layer.batch * layer.width * width / self.rates.matmul
 
     def _exchange(self, step: Step) -> Layout:
-        dims = (self.layer.head_dim,) * len(step.tensors)
-        layout = self.geometry.chunk_exchange(
-            step.tensors, step.group, dims, step.chunk, self.chunks
-        )
-        return layout.inverse if step.grad else layout
+        # o beside do goes to attention, as q does.
+        kinds = ("q", "q") if step.beside else step.tensors
+        dims = (self.layer.head_dim,) * len(kinds)
+        layout = self.geometry.chunk_exchange(kinds, step.group, dims, step.chunk, self.chunks)
+        return layout.inverse if step.grad and not step.beside else layout
 
     def in_a_chain(self) -> Simulation:
         """Return the times that one more layer adds to a chain, one bar for each row."""

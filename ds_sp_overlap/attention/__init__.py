@@ -1,1 +1,1 @@
-"""Attention layers, which run a schedule: the block that drives its projections, and the drop-in."""
+"""Attention layers, which run a schedule: with their projections, or as the drop-in without."""

@@ -1,4 +1,14 @@
-"""A whole self-attention layer, whose projections work under the exchanges."""
+"""Runs a whole self-attention layer, whose projections hide the exchanges.
+
+Note [Called whole]
+~~~~~~~~~~~~~~~~~~~
+A projection is computed part by part only if nobody can tell the difference. The output projection
+is called whole if it is not a plain linear layer (LoRA, quantised, hooked by somebody). The
+projections of q, k and v are called whole, all of them, if one of them is not a plain linear layer,
+if a norm is not known to be a function of its input and its parameters alone, or if RoPE is no
+`Rotary` or learns its tables. Exchanges overlap in either case. Modules are asked in every call,
+since hooks and adapters come and go.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +27,9 @@ from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..relayout import ops
 from ..rotary import Rotary
-from ..schedule import Block, O, Part, Schedule, Windowed, by_head_groups, schedule_of
+from ..schedule import Block, O, Part, Windowed, by_head_groups, schedule_of
 from .heads import Local, PerHead, bind_arguments, modules_of
-from .layer import LayerRuntime, kind_of, with_head_dim
+from .layer import LayerRuntime, MakeSchedule, kind_of, with_head_dim
 from .memory.checkpoint_cache import current_pass
 from .runtime.execution import Attend, Call
 from .runtime.linear import (
@@ -30,7 +40,7 @@ from .runtime.linear import (
     autocast,
     batched_pays,
     call_through,
-    can_compute_again,
+    can_recompute,
     can_split,
 )
 from .runtime.nodes import finish_projected, start_projected
@@ -42,46 +52,48 @@ from .runtime.window import windowed
 
 
 class SelfAttention:
-    """A whole self-attention layer under sequence parallelism, its projections working under the
-    exchanges.
+    """A whole self-attention layer under sequence parallelism.
 
-    It owns nothing: it is no module and has no parameters, it drives those it is given. Keep it
-    beside your modules, or in the forward of one of them.
+    Its projections hide the exchanges; for those that can't, see Note [Called whole]. It is no
+    module and has no parameters: it calls the modules that it is given. Keep it beside your
+    modules, or in the forward of one of them.
 
-    local_attention          q, k, v -> o over the whole sequence, [b, s, h/P, d] each ([s, b, h/P,
-                             d] if not ``batch_first``)
-    o_proj                   output projection, [h d_v] -> [m]
-    num_heads, head_dim      h, d
-    num_kv_heads             h_kv; h if None
-    q_proj, k_proj, v_proj   separate projections, or
-    qkv_proj                 a fused one, its rows in the order [all q | all k | all v], or as ``first_rows`` says
-    first_rows               first row of each head of q, k and v in its projection, where they are
-                             not one after another
-    q_norm, k_norm           per-head norm of q and k, applied over d
-    norm_last                apply the norm behind ``rope`` instead of before it
-    rope                     ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d], applied before
-                             the exchange; best a `Rotary`: beside any other the projections are
-                             called whole
-    sequence_process_group   the sp group; None where the world is one rank
-    batch_first              hidden states are [b, s/P, m] (True) or [s/P, b, m]
-    config                   an ``sp_overlap`` section
-    name                     for errors and logs
-    policy                   shared with other layers, for "head_groups": "auto"; one of its own if
-                             None
-    plain                    forwards of linear layers that may be split, see `linear.can_split`
-    pure                     forwards of norms that may be computed again in backward, see
-                             `linear.can_compute_again`
-    heads_alike              the local attention treats all heads alike on all ranks; else that is
-                             tried out on the first call. With head groups a rank attends with other
-                             heads than without (`PerHead` follows them)
-    schedule                 what happens when, made for what travels with each head group
-                             (`schedule.by_head_groups`): a `Schedule`, or a `Windowed` whose
-                             backward makes q, k and v again
+    Args:
+        local_attention: q, k, v -> o over the global sequence, [b, s, h/P, d] each if
+            ``batch_first``, else [s, b, h/P, d].
+        o_proj: The output projection, [h d_v] -> [m].
+        num_heads: ``h``.
+        head_dim: ``d``.
+        num_kv_heads: ``h_kv``; None for ``h``.
+        q_proj: The projection of q, where each has its own.
+        k_proj: The projection of k.
+        v_proj: The projection of v.
+        qkv_proj: A fused projection instead of the three, with rows in the order
+            [all q | all k | all v], or as ``first_rows`` says.
+        first_rows: For each of "q", "k" and "v", the first row of each head in its projection,
+            where heads don't lie one after another.
+        q_norm: Per-head norm of q, applied over d; None for none.
+        k_norm: Per-head norm of k.
+        norm_last: Whether the norms come after ``rope``.
+        rope: ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d], applied before the exchange;
+            best a `Rotary`. None without RoPE.
+        sequence_process_group: The sp group; None where the world is one rank.
+        batch_first: Whether hidden states are [b, s/P, m]; otherwise they are [s/P, b, m].
+        config: An ``sp_overlap`` section.
+        transport: The mover of bytes; None for that of ``config``.
+        name: Name of the layer, for errors and logs.
+        policy: Shared with other layers, for "head_groups": "auto"; None for a policy of its own.
+        plain: Forwards of linear layers that may be split, see `linear.can_split`.
+        pure: Forwards of norms that backward may recompute, see `linear.can_recompute`.
+        heads_alike: Whether the local attention is known to treat all heads alike on all ranks;
+            otherwise the first call probes it. With head groups a rank attends with other heads
+            than without; the slices of a `PerHead` follow the heads.
+        schedule: Makes a `Schedule` as `schedule.by_head_groups` does, a `Windowed`, whose backward
+            recomputes q, k and v, or a `Block`, in chunks of tokens.
 
-    Projections that can't be split are called whole; their exchanges are overlapped all the same.
-    The output projection can't if it is not a plain linear layer (LoRA, quantised, hooked by
-    somebody). Those of q, k and v can't if one of them is not, if a norm is not known to be a
-    function of its input and parameters alone, or if RoPE is no `Rotary` or learns its tables.
+    Raises:
+        ValueError: for modules or numbers of heads that don't fit together, and for a ``config``
+            that can't work.
     """
 
     # Runs the layer by itself in the order of a `Block`; of `chain`, which the package sets.
@@ -113,7 +125,7 @@ class SelfAttention:
         plain: Plain = PLAIN,
         pure: Pure = PURE,
         heads_alike: bool = False,
-        schedule: Callable[[tuple[str, ...], bool], Schedule] = by_head_groups,
+        schedule: MakeSchedule = by_head_groups,
     ):
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
         self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
@@ -121,8 +133,9 @@ class SelfAttention:
         parsed = SpOverlapConfig.parse(config or {})
         if schedule is not by_head_groups and parsed.window_of(1) is not None:
             raise ValueError(
-                f"{name}: schedule= beside sp_overlap.window or checkpointing: such a layer makes q, k and v again in backward, in an "
-                "order of its own (schedule.by_window); leave out one of the two"
+                f"{name}: schedule= beside sp_overlap.window or checkpointing: such a layer makes "
+                "q, k and v again in backward, in an order of its own (schedule.by_window); leave "
+                "out one of the two"
             )
         sp_group = SPGroup(
             sequence_process_group, transport or parsed.transport, kernels=parsed.kernels
@@ -136,20 +149,27 @@ class SelfAttention:
             "qkv_proj.out_features": (qkv_proj, self.heads + 2 * self.kv_heads),
             "o_proj.in_features": (o_proj, self.heads),
         }
-        for what, (module, heads) in sizes.items():
-            expected = heads * head_dim
-            known = type(module) is nn.Linear and (first_rows is None or module is o_proj)
-            found = getattr(module, what.split(".")[1]) if known else expected
-            if found != expected:
+        for size, (module, heads) in sizes.items():
+            expected = actual = heads * head_dim
+            if type(module) is nn.Linear and (first_rows is None or module is o_proj):
+                actual = getattr(module, size.split(".")[1])
+            if actual != expected:
                 raise ValueError(
-                    f"{name}: {what} is {found}, but {self.heads} query and {self.kv_heads} KV heads of {head_dim} make it {expected}; "
-                    "mend the layer, or num_heads=, num_kv_heads= and head_dim="
+                    f"{name}: {size} is {actual}, but {self.heads} query and {self.kv_heads} KV "
+                    f"heads of {head_dim} make it {expected}; mend the layer, or num_heads=, "
+                    "num_kv_heads= and head_dim="
                 )
 
     def use(
         self, o_proj, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None
     ) -> None:
-        """Drive these modules from now on: adapters come and go after the block was made."""
+        """Call these modules from now on, since adapters come and go.
+
+        The arguments are those of the constructor.
+
+        Raises:
+            ValueError: unless there are either three separate projections or a fused one.
+        """
         separate, name = (q_proj, k_proj, v_proj), self.layer.where
         if (qkv_proj is None) == (None in separate) or (
             qkv_proj is not None and separate != (None, None, None)
@@ -159,9 +179,11 @@ class SelfAttention:
             raise ValueError(
                 f"{name}: give q_proj, k_proj and v_proj, or qkv_proj alone, got {got}"
             )
+        # For each of q, k and v: the index of its projection in ``_inputs``, and the first row of
+        # head 0, or of each head.
+        self._projections: dict[str, tuple[int, int | tuple[int, ...]]]
         if qkv_proj is None:
             self._inputs = list(dict.fromkeys(separate))
-            self._projections: dict[str, tuple[int, int | tuple[int, ...]]]
             self._projections = {
                 kind: (self._inputs.index(module), 0) for kind, module in zip("qkv", separate)
             }
@@ -177,36 +199,43 @@ class SelfAttention:
                 for kind, (module, _) in self._projections.items()
             }
         self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
-        self._known: tuple[tuple, Any] | None = None  # what `_rows` returned, and for what
+        # The last answer of `_rows`, behind what it was asked for.
+        self._last_rows: tuple[tuple, Any] | None = None
 
     def split_projections(self) -> list[nn.Module]:
-        """The projections that are computed part by part, as of now."""
+        """Return the projections that are computed part by part, see Note [Called whole]."""
         if not self.layer.config.projections:
             return []
-        norms = [norm for norm in self._norms.values() if norm is not None]
         able = [module for module in (*self._inputs, self.o_proj) if can_split(module, self.plain)]
-        plain = all(module in able for module in self._inputs) and (
-            self.rope is None or isinstance(self.rope, Rotary)
-        )
-        plain = plain and all(can_compute_again(norm, self.pure) for norm in norms)
-        return able if plain else [module for module in able if module not in self._inputs]
+        norms = [norm for norm in self._norms.values() if norm is not None]
+        if (
+            all(module in able for module in self._inputs)
+            and (self.rope is None or isinstance(self.rope, Rotary))
+            and all(can_recompute(norm, self.pure) for norm in norms)
+        ):
+            return able
+        return [module for module in able if module not in self._inputs]
+
+    def _can_window(self, split: list[nn.Module]) -> bool:
+        """Return whether a call can run by a window that computes ``split`` part by part."""
+        return self._inputs[0] in split and self.o_proj in split
 
     def window_of(self, groups: int, split: list[nn.Module]) -> int | None:
-        """How many of the head groups are held at a time by a call that computes ``split`` part by
-        part; None where all of them are.
-        """
-        return (
-            self.layer.config.window_of(groups)
-            if self._inputs[0] in split and self.o_proj in split
-            else None
-        )
+        """Return W for a call in ``groups`` head groups.
 
-    def keeps_over_checkpoints(self) -> bool:
-        """Whether attention is kept over a checkpoint, as of now."""
-        return (
-            self.layer.config.checkpointing != "recompute"
-            and self.window_of(1, self.split_projections()) is not None
-        )
+        Args:
+            groups: G.
+            split: The projections that the call computes part by part.
+
+        Returns:
+            W; None if all groups are live at a time.
+        """
+        return self.layer.config.window_of(groups) if self._can_window(split) else None
+
+    def saves_over_checkpoints(self) -> bool:
+        """Return whether the results of attention are saved over a checkpoint."""
+        is_asked = self.layer.config.checkpointing != "recompute"
+        return is_asked and self.window_of(1, self.split_projections()) is not None
 
     @torch.compiler.disable
     def __call__(
@@ -220,36 +249,49 @@ class SelfAttention:
     ) -> Tensor:
         """Attend over the global sequence.
 
-        hidden_states        [b, s/P, m], or [s/P, b, m] if not ``batch_first``
-        position_embeddings  for ``rope``, of this rank's positions; a `Rotary` needs them
-        sequence_lengths     local length of every rank, where they are not all the same
-        baseline             gives the same for ``hidden_states`` without overlap, for the policy;
-                             None where nothing does
-        returns              as ``hidden_states``, in what ``o_proj`` returns: some linear layers
-                             return a bias beside it
+        Collective.
 
-        The remaining arguments go to ``local_attention``, once per head group.
+        Args:
+            hidden_states: [b, s/P, m] if ``batch_first``, else [s/P, b, m].
+            *args: More arguments for ``local_attention``, which is called once per head group.
+            position_embeddings: For ``rope``, of this rank's positions; a `Rotary` needs them.
+            sequence_lengths: Local sequence length of every rank; None if all are the same.
+            baseline: Computes the same of ``hidden_states`` without overlap, as a candidate of the
+                policy; None for no such candidate.
+            **kwargs: More keyword arguments for ``local_attention``.
+
+        Returns:
+            What ``o_proj`` returns, in the layout of ``hidden_states``. Some linear layers return a
+            bias beside their output.
+
+        Raises:
+            ValueError: for arguments that don't fit; on all ranks alike in the layer's first call.
         """
         extra = (*args, *kwargs.values())
+
+        def local() -> Local:
+            dtype = autocast(hidden_states)[0].dtype
+            return Local(
+                self.local_attention, args, kwargs, self.head_dim, v_dim=self.head_dim, dtype=dtype
+            )
+
+        head_dim = 0
+        if self.layer.config.memory == "auto" and self._can_window(self.split_projections()):
+            head_dim = self.head_dim
         run, call = self.layer.begin(
-            lambda: self.describe(hidden_states, position_embeddings, sequence_lengths, extra),
-            (hidden_states,),
-            lambda: Local(
-                self.local_attention,
-                args,
-                kwargs,
-                self.head_dim,
-                self.head_dim,
-                autocast(hidden_states)[0].dtype,
+            lambda: self.describe(
+                hidden_states, position_embeddings, lengths=sequence_lengths, extra=extra
             ),
-            baseline is not None,
-            self.head_dim if self.layer.config.memory == "auto" and self._can_window() else 0,
+            (hidden_states,),
+            local,
+            has_baseline=baseline is not None,
+            head_dim=head_dim,
         )
         (x,) = run.inputs
         if call is None:
             assert baseline is not None
             return run.end(baseline(x))
-        return run.end(self._overlapped(call, x, position_embeddings, args, kwargs))
+        return run.end(self._overlapped(call, x, position_embeddings, args=args, kwargs=kwargs))
 
     def _overlapped(
         self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict
@@ -257,73 +299,45 @@ class SelfAttention:
         if isinstance(call.schedule, Block):
             return self.run_in_chunks(call, hidden_states, position_embeddings, args, kwargs)
         split = self.split_projections()
-        rope = self._folded()
-        call.rope_tables = (
-            None if rope is None else rope.of_tokens(position_embeddings, self.head_dim)
-        )
+        if (rope := self._rope_in_kernels()) is not None:
+            call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim)
         tables = self._tables(position_embeddings)
-        if tables is None:  # they learn
+        if tables is None:
             split = [module for module in split if module is self.o_proj]
         call.by_rank = self._by_rank(call, hidden_states, split)
-
         local = bind_arguments(self.local_attention, call.geometry, args, kwargs)
 
         def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return with_head_dim(local(group, q, k, v), q, self.layer.where)
 
-        can_recompute = self._inputs[0] in split and self.o_proj in split
-        by_hand = isinstance(call.schedule, Windowed)
-        if by_hand and not can_recompute:
+        can_window = self._can_window(split)
+        is_windowed = isinstance(call.schedule, Windowed)
+        if is_windowed and not can_window:
             raise ValueError(
-                f"{self.layer.where}: schedule= makes a Windowed, whose backward makes q, k and v again, for which projections must be "
-                "computed part by part; these can't be (adapters, hooks, RoPE that learns): return a Schedule"
+                f"{self.layer.where}: schedule= makes a Windowed, whose backward makes q, k and v "
+                "again, for which projections must be computed part by part; these can't be "
+                "(adapters, hooks, RoPE that learns): return a Schedule"
             )
-        if not by_hand and can_recompute and call.window is not None:
+        if not is_windowed and can_window and call.window is not None:
             call.run_by(schedule_of(call.geometry, call.window, self.layer.config.wgrad))
-            by_hand = True
-        if by_hand:
-            # A part may travel alone in one program and joined in the other: neither written as it
-            # travels nor rotated on the way.
+            is_windowed = True
+        if is_windowed:
+            # A part may travel alone in one program and joined in the other: it is neither written
+            # as it travels nor rotated on the way.
             call.by_rank, call.rope_tables = frozenset(), None
         else:
             self.layer.warn_if_window_is_ignored()
         if self._inputs[0] in split:
             assert tables is not None
-            norms = {kind: norm for kind, norm in self._norms.items() if norm is not None}
-            recorded = torch.is_grad_enabled()
-            made = Projections(
-                self._inputs,
-                *self._rows(call),
-                norms,
-                self.rope,
-                tables,
-                self.norm_last,
-                call.folded,
-                self.head_dim,
-                self.plain,
-                recorded,
+            projections = self._split(call, tables)
+            if is_windowed:
+                attention = self.local_of(call, hidden_states, attend, args=args, kwargs=kwargs)
+                return self._windowed(call, projections, attention, hidden_states)
+            tokens = call_through(
+                projections.called, partial(start_projected, call, projections), hidden_states
             )
-            if by_hand:
-                leaves = self.plain[type(self.o_proj).forward](self.o_proj)
-                watched = self.watched(call, hidden_states, attend, args, kwargs)
-                checkpointing = self.layer.config.checkpointing
-                checkpoint = (
-                    None if checkpointing == "recompute" else current_pass(self.layer.where)
-                )
-                layer = partial(
-                    windowed,
-                    call,
-                    made,
-                    watched,
-                    checkpoint,
-                    checkpointing == "offload",
-                    self.o_proj,
-                    leaves,
-                )
-                return call_through([*made.called, self.o_proj], layer, hidden_states)
-            started = call_through(made.called, partial(start_projected, call, made), hidden_states)
             runner = Recorded(call, attend)
-            runner.tokens.update(zip([step.exchange for step in call.schedule.starts], started))
+            runner.tokens.update(zip([step.exchange for step in call.schedule.starts], tokens))
         else:
             rotary = self.rope
             rotate = None if rotary is None else lambda heads: rotary(heads, position_embeddings)
@@ -332,95 +346,120 @@ class SelfAttention:
         runner.walk(call.schedule.attention)
         if self.o_proj in split:
             of_groups = [runner.tokens[O, group, 0] for group in call.groups]
-            leaves = self.plain[type(self.o_proj).forward](self.o_proj)
-            return call_through(
-                [self.o_proj], partial(finish_projected, call, self.o_proj, leaves), *of_groups
-            )
+            finish = partial(finish_projected, call, self.o_proj, self._leaves_bias())
+            return call_through([self.o_proj], finish, *of_groups)
         runner.walk(call.schedule.output)
         return self.o_proj(join_heads(call, runner.outputs).flatten(2))
 
-    def _can_window(self) -> bool:
-        split = self.split_projections()
-        return self._inputs[0] in split and self.o_proj in split
+    def _split(self, call: Call, tables: tuple[Tensor, ...]) -> Projections:
+        """Return the projections of q, k and v, to be computed part by part."""
+        rows, parts = self._rows(call)
+        return Projections(
+            modules=self._inputs,
+            rows=rows,
+            parts=parts,
+            norms={kind: norm for kind, norm in self._norms.items() if norm is not None},
+            rope=self.rope,
+            tables=tables,
+            norm_last=self.norm_last,
+            folded=call.folded,
+            head_dim=self.head_dim,
+            plain=self.plain,
+            recorded=torch.is_grad_enabled(),
+        )
 
-    def watched(
+    def _windowed(
+        self, call: Call, projections: Projections, local: LocalAttention, x: Tensor
+    ) -> Tensor:
+        """Run a call by its `Windowed` schedule."""
+        mode = self.layer.config.checkpointing
+        checkpoint = None if mode == "recompute" else current_pass(self.layer.where)
+
+        def body(x: Tensor) -> Any:
+            return windowed(
+                call,
+                projections,
+                local,
+                checkpoint=checkpoint,
+                offload=mode == "offload",
+                o_proj=self.o_proj,
+                leaves=self._leaves_bias(),
+                x=x,
+            )
+
+        return call_through([*projections.called, self.o_proj], body, x)
+
+    def _leaves_bias(self) -> bool | None:
+        """Return what `linear.Plain` tells of the output projection."""
+        return self.plain[type(self.o_proj).forward](self.o_proj)
+
+    def local_of(
         self, call: Call, x: Tensor, attend: Attend, args: tuple, kwargs: dict
     ) -> LocalAttention:
-        """The local attention of a call, and the tensors that it reads beside q, k and v."""
-        leaves = (
-            leaf.tensor if isinstance(leaf, PerHead) else leaf
-            for leaf in tree_leaves((args, kwargs))
-        )
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        own = {
-            id(p)
-            for module in (*self._inputs, self.o_proj, *self._norms.values())
-            if module
-            for p in module.parameters()
-        }
-        inside = [
-            p
-            for module in modules_of(self.local_attention)
-            for p in module.parameters()
-            if id(p) not in own
-        ]
-        learned = {id(x): x for x in (*given, *inside) if x.requires_grad}
-        return LocalAttention(
-            attend,
-            given,
-            list(learned.values()),
-            partial(self.layer.agree_on_o, kind_of(call, (x,))),
-        )
+        """Return the local attention of a call, with the tensors that it reads beside q, k and v.
 
-    def _folded(self) -> Rotary | None:
-        """The rotation of q and k, if it is done in the kernels that pack them."""
+        Args:
+            call: The call.
+            x: The layer's hidden states.
+            attend: The local attention of a head group.
+            args: Arguments of ``local_attention``.
+            kwargs: Keyword arguments of ``local_attention``.
+        """
+        given = []
+        for leaf in tree_leaves((args, kwargs)):
+            tensor = leaf.tensor if isinstance(leaf, PerHead) else leaf
+            if isinstance(tensor, Tensor):
+                given.append(tensor)
+        # Parameters of the projections and norms are no parameters of attention, whatever modules
+        # the attention can reach.
+        own: set[int] = set()
+        for module in (*self._inputs, self.o_proj, *self._norms.values()):
+            if module:
+                own.update(id(parameter) for parameter in module.parameters())
+        learned = {id(tensor): tensor for tensor in given if tensor.requires_grad}
+        for module in modules_of(self.local_attention):
+            for parameter in module.parameters():
+                if id(parameter) not in own and parameter.requires_grad:
+                    learned[id(parameter)] = parameter
+        agree = partial(self.layer.agree_on_o, kind_of(call, (x,)))
+        return LocalAttention(attend, given, list(learned.values()), agree=agree)
+
+    def _rope_in_kernels(self) -> Rotary | None:
+        """Return the rotation of q and k if the kernels that pack them rotate; else None."""
         rope = self.rope
-        return (
-            rope
-            if isinstance(rope, Rotary)
-            and not (self.norm_last and any(self._norms.values()))
-            and ops.implementation(self.layer.sp_group.kernels).folds
-            else None
-        )
+        if not isinstance(rope, Rotary) or self.norm_last and any(self._norms.values()):
+            return None
+        return rope if ops.implementation(self.layer.sp_group.kernels).folds else None
 
     def _tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
-        """What q and k are rotated by behind the projections, empty for nothing; None where it
-        learns.
+        """Return the tables by which q and k are rotated.
+
+        Empty for no rotation, or for one that is not a `Rotary`; None if the tables learn.
         """
-        tables = (
-            self.rope.of(position_embeddings, self.head_dim)
-            if isinstance(self.rope, Rotary)
-            else ()
-        )
-        return (
-            ()
-            if tables is None
-            else None
-            if any(table.requires_grad for table in tables)
-            else tables
-        )
+        if not isinstance(self.rope, Rotary):
+            return ()
+        tables = self.rope.of(position_embeddings, self.head_dim)
+        if tables is None:
+            return ()
+        return None if any(table.requires_grad for table in tables) else tables
 
     def _rows(self, call: Call) -> tuple[dict[Part, Rows], list[Parts]]:
-        """Where each part of q, k and v comes from; and what each projection is cut into."""
-        of, known = (call.geometry, call.schedule, call.by_rank), self._known
-        if known is not None and known[0] == of:  # as in the call before, mostly
-            return known[1]
-        rows = {}
-        for kind, group in call.schedule.parts:
+        """Return the rows that make each part of q, k and v, and the parts of each projection."""
+        asked, last = (call.geometry, call.schedule, call.by_rank), self._last_rows
+        # Mostly it is as in the call before.
+        if last is not None and last[0] == asked:
+            return last[1]
+        geometry, rows = call.geometry, {}
+        for part in call.schedule.parts:
+            kind, group = part
             module, first = self._projections[kind]
-            ranks = (
-                call.geometry.sp_size
-                if kind in call.by_rank and (kind, group) in call.schedule.alone
-                else 0
-            )
-            rows[kind, group] = Rows(
-                module, call.geometry.elements_of(kind, group, first, self.head_dim), ranks
-            )
-        parts = [
-            parts_of(*(part.rows for part in rows.values() if part.module == at))
-            for at in range(len(self._inputs))
-        ]
-        self._known = of, (rows, parts)
+            elements = geometry.elements_of(kind, group, first, self.head_dim)
+            by_rank = kind in call.by_rank and part in call.schedule.alone
+            rows[part] = Rows(module, elements, ranks=geometry.sp_size if by_rank else 0)
+        parts = []
+        for index in range(len(self._inputs)):
+            parts.append(parts_of(*(part.rows for part in rows.values() if part.module == index)))
+        self._last_rows = asked, (rows, parts)
         return rows, parts
 
     def whole(
@@ -430,96 +469,119 @@ class SelfAttention:
         rotate: Callable[[Tensor], Tensor] | None,
         called: Callable[[Any], Any] = lambda module: module,
     ) -> Callable[[str, int], Tensor]:
-        """``project`` of `Recorded`: each projection is called when its first part is asked
-        for, and cut.
+        """Return a function that gives q, k or v of a group, of projections that are called whole.
 
-        called   what is called in place of a projection or a norm
+        A projection is called when its first part is asked for, and its output is cut.
+
+        Args:
+            call: The call.
+            x: Hidden states.
+            rotate: Rotates q or k; None for no rotation.
+            called: Gives the function to call in place of a projection or a norm.
         """
         rows, parts = self._rows(call)
-        made: dict[Part, Tensor] = {}
+        pieces: dict[Part, Tensor] = {}
 
         def project(kind: str, group: int) -> Tensor:
             module = rows[kind, group].module
-            if (kind, group) not in made:
+            if (kind, group) not in pieces:
                 y = called(self._inputs[module])(x)
-                of_module = [part for part, of in rows.items() if of.module == module]
-                made.update(
-                    zip(of_module, cut(y[0] if isinstance(y, tuple) else y, 2, list(parts[module])))
-                )
-            heads = made.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
+                y = y[0] if isinstance(y, tuple) else y
+                of_module = [part for part, its_rows in rows.items() if its_rows.module == module]
+                pieces.update(zip(of_module, cut(y, 2, list(parts[module]))))
+                del y
+            heads = pieces.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
             if kind == "v":
                 return heads
             norm = None if self._norms[kind] is None else called(self._norms[kind])
-            heads = heads if norm is None or self.norm_last else norm(heads)
-            heads = heads if rotate is None or (kind, group) in call.folded else rotate(heads)
+            if norm is not None and not self.norm_last:
+                heads = norm(heads)
+            if rotate is not None and (kind, group) not in call.folded:
+                heads = rotate(heads)
             return norm(heads) if norm is not None and self.norm_last else heads
 
         return project
 
-    def plainly(self, x: Tensor, position_embeddings: Any) -> list[Tensor]:
-        """Make q, k and v of this rank's own tokens, all heads of each, and exchange nothing: for a
-        comparison with somebody else's.
+    def project_locally(self, x: Tensor, position_embeddings: Any) -> list[Tensor]:
+        """Project hidden states to q, k and v without any exchange, to compare them with others.
+
+        Args:
+            x: Hidden states of this rank.
+            position_embeddings: For ``rope``.
+
+        Returns:
+            q, k and v of this rank's own tokens, with all heads.
         """
         batch, seq = x.shape[:2] if self.batch_first else (x.shape[1], x.shape[0])
         geometry = Geometry(1, 0, (seq,), batch, self.heads, self.kv_heads, 1, self.batch_first)
         call = Call(SPGroup(None), geometry, by_head_groups(geometry.kinds, True), self.layer.where)
-        rotary = self.rope
-        rotate = None if rotary is None else lambda heads: rotary(heads, position_embeddings)
+        rope = self.rope
+        rotate = None if rope is None else lambda heads: rope(heads, position_embeddings)
         project = self.whole(call, x, rotate)
-        self._known = None
+        self._last_rows = None
         return [project(kind, 0) for kind in "qkv"]
 
     def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
-        """Those of q, k, v and o whose send buffers are written by the GEMM that makes them, so
-        that nothing is packed.
-        """
+        """Return those of q, k, v and o whose GEMM writes the send buffer: nothing packs them."""
         geometry = call.geometry
-        if not batched_pays(
-            x, geometry.heads // geometry.sp_size * self.head_dim
-        ):  # no part has more rows a rank
+        # No part has more rows per rank than q.
+        if not batched_pays(x, geometry.heads // geometry.sp_size * self.head_dim):
             return frozenset()
-        modules = {
-            **{kind: self._inputs[module] for kind, (module, _) in self._projections.items()},
-            "o": self.o_proj,
-        }
-        in_order = self.first_rows is None
-
-        def pays(kind: str) -> bool:
+        modules = {kind: self._inputs[index] for kind, (index, _) in self._projections.items()}
+        modules["o"] = self.o_proj
+        by_rank = set()
+        for kind, module in modules.items():
+            if call.rope_tables is not None and kind in "qk":
+                continue
             sent = "q" if kind == "o" else kind
             start, stop = geometry.sent_range(sent, geometry.sp_rank, 0)
             rows = (stop - start) * self.head_dim
-            return (
-                modules[kind] in split
-                and in_order
+            if (
+                module in split
+                and self.first_rows is None
                 and geometry.divides(sent)
                 and batched_pays(x, rows, dgrad=kind == "o")
-            )
-
-        return frozenset(
-            kind
-            for kind in "qkvo"
-            if not (call.rope_tables is not None and kind in "qk") and pays(kind)
-        )
+            ):
+                by_rank.add(kind)
+        return frozenset(by_rank)
 
     @property
     def inputs(self) -> list[Any]:
-        """Projections of q, k and v, and their norms."""
+        """The projections of q, k and v, and their norms."""
         return [*self._inputs, *(norm for norm in self._norms.values() if norm is not None)]
 
     def describe(
         self, hidden: Tensor, position_embeddings: Any, lengths: list[int] | None, extra: tuple
     ) -> tuple[Geometry, Callable[[], tuple]]:
+        """Describe a call, see `layer.Describe`.
+
+        Args:
+            hidden: Hidden states.
+            position_embeddings: For ``rope``.
+            lengths: Local sequence length of every rank; None if all are the same.
+            extra: Arguments of the local attention beside q, k and v.
+
+        Raises:
+            ValueError: for arguments that don't fit; for ``position_embeddings``, when the function
+                that is returned is called.
+        """
         if hidden.dim() != 3:
             raise ValueError(
                 f"hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got {list(hidden.shape)}"
             )
         geometry = self.layer.geometry(
-            hidden, self.heads, self.kv_heads, self.batch_first, lengths, extra
+            hidden,
+            self.heads,
+            self.kv_heads,
+            batch_first=self.batch_first,
+            lengths=lengths,
+            extra=extra,
         )
 
         def types() -> tuple:
             if isinstance(self.rope, Rotary):
-                self.rope.of(position_embeddings, self.head_dim)  # refused on every rank
+                # Here, so that all ranks refuse tables that one rank can't use.
+                self.rope.of(position_embeddings, self.head_dim)
             grads = [
                 torch.is_grad_enabled() and (hidden.requires_grad or trained)
                 for trained in self._trained()
@@ -529,13 +591,10 @@ class SelfAttention:
         return geometry, types
 
     def _trained(self) -> list[bool]:
-        of_kind = (
-            (self._inputs[module], self._norms.get(kind))
-            for kind, (module, _) in self._projections.items()
-        )
-        return [
-            any(
-                p.requires_grad for m in modules if isinstance(m, nn.Module) for p in m.parameters()
-            )
-            for modules in of_kind
-        ]
+        """Return for each of q, k and v whether its projection or its norm learns."""
+        trained = []
+        for kind, (index, _) in self._projections.items():
+            modules = (self._inputs[index], self._norms.get(kind))
+            parameters = [p for m in modules if isinstance(m, nn.Module) for p in m.parameters()]
+            trained.append(any(parameter.requires_grad for parameter in parameters))
+        return trained

@@ -332,7 +332,7 @@ class _Attention(Gathering):
             return with_head_dim(local(group, q, k, v), q, call.where)
 
         self.here, self.attend_group = here, attend
-        self.watched = attention.watched(call, hidden, attend, args, kwargs)
+        self.watched = attention.local_of(call, hidden, attend, args, kwargs)
         self.values: dict[Part, Tensor] = {}
         self.attended: tuple[Tensor, ...] = ()
 

@@ -44,7 +44,7 @@ class Counts:
 def counting():
     """The exchanges that are launched inside, and how often backward runs attention again."""
     counts = Counts()
-    launch, run_again = InFlight.launch, Attended._run_again
+    launch, run_again = InFlight.launch, Attended._recompute
 
     def launching(*args, **kwargs):
         counts.exchanges += 1
@@ -54,7 +54,7 @@ def counting():
         counts.attended += 1
         return run_again(*args, **kwargs)
 
-    with mock.patch.object(InFlight, "launch", launching), mock.patch.object(Attended, "_run_again", attending):
+    with mock.patch.object(InFlight, "launch", launching), mock.patch.object(Attended, "_recompute", attending):
         yield counts
 
 

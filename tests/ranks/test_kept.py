@@ -424,7 +424,7 @@ GUARDS = [
     Watched(Guard("the same random numbers", without="pass"), faults_of_draws),
     Watched(Guard("what is drawn behind attention is as before", without="pass"), faults_of_draws),
     Watched(
-        Guard("a checkpoint or offload around is not asked", without="plainly = torch.enable_grad()"),
+        Guard("a checkpoint or offload around is not asked", without="hooks = torch.enable_grad()"),
         faults_of_a_backward_within,
         raises=True,  # torch counts what is saved
     ),

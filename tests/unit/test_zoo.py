@@ -46,15 +46,15 @@ def test_the_zoo_sees_a_reader_that_lets_an_operation_through(monkeypatch):
 
 
 def test_the_comparison_on_real_numbers_sees_a_wrong_gradient(monkeypatch):
-    plainly = SelfAttention.plainly
+    project_locally = SelfAttention.project_locally
 
     def doubled(self, *given):
-        made = plainly(self, *given)
+        made = project_locally(self, *given)
         for heads in made:
             heads.register_hook(lambda gradient: 2 * gradient)
         return made
 
-    monkeypatch.setattr(SelfAttention, "plainly", doubled)
+    monkeypatch.setattr(SelfAttention, "project_locally", doubled)
     verdict, why = judge(PROGRAMS["as it is"])
     assert verdict == "probe" and why.startswith("gradient of the hidden states differs by")
 

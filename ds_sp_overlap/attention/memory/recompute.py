@@ -1,39 +1,49 @@
-"""Local attention whose backward is run later, from q, k and v that are made again then.
+"""Runs local attention whose backward comes later, with q, k and v that are recomputed by then.
 
-What its backward reads is mostly q, k, v and o themselves: flash kernels keep a log-sum-exp beside
-them and nothing else. So attention is run with autograd watching, and of what autograd would save,
-q, k, v and o are left out and only noted: which, and as which view. Backward puts new ones in their
-place. That serves any attention that is made like this: PyTorch's fused kernels, flash-attn 2 and
-3. Where more than a log-sum-exp is saved beside (scores, k repeated for GQA, a mask that attention
-made), or q, k or v was changed in place, nothing is kept, and backward runs attention again, with
-the same random numbers.
+Note [Saved tensors by name]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The backward of attention mostly reads q, k, v and o; flash kernels save a log-sum-exp beside them
+and nothing else. So attention runs with autograd recording, under hooks for saved tensors. In place
+of a saved tensor that is a view of q, k, v or o, the graph holds the name of that tensor and the
+form of the view; other tensors are saved as they are. Before backward the recomputed q, k, v and o
+are put in under their names. This serves every attention of that kind: PyTorch's fused kernels,
+flash-attn 2 and 3.
+
+Nothing is saved if attention saves more than a log-sum-exp beside q, k, v and o (scores, k repeated
+for GQA, a mask that attention made), or if it changes q, k or v in place. Backward then recomputes
+attention, with the same random numbers.
+
+The graph holds both hooks. They must not lead back to the graph, since such a circle would keep
+tensors alive until the garbage collector runs. So `unpack` belongs to a `_Views` and not to the
+`Attended`, and the list that `pack` fills is emptied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 AttendGroup = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> o
-MOST_KEPT = (
-    0.5  # bytes beside q, k, v and o, as a share of o's; a log-sum-exp is 4 bytes a head and token
-)
+# The most bytes that are saved beside q, k, v and o, as a share of the bytes of o. A log-sum-exp
+# has 4 bytes per head and token.
+MAX_SAVED = 0.5
 
 
 class _Source(torch.autograd.Function):
-    """``x`` with a gradient; the graph leads to it and does not hold it."""
+    """Gives ``x`` a gradient edge; the graph does not hold ``x``."""
 
     @staticmethod
     def forward(ctx, anchor: Tensor, x: Tensor):
+        # An attention may change q, k or v in place, which autograd forbids for a view.
         storage = x.untyped_storage()
-        return x.new_empty(0).set_(
+        return x.new_empty(0).set_(  # guard: no view, which nobody may change
             storage, x.storage_offset(), x.size(), x.stride()
-        )  # guard: no view, which nobody may change
+        )
 
     @staticmethod
     def backward(ctx, dx):
@@ -42,19 +52,26 @@ class _Source(torch.autograd.Function):
 
 @dataclass
 class Random:
-    """States of the generators that attention may draw from."""
+    """States of the generators that attention may draw from.
+
+    Attributes:
+        device: The device of attention.
+        states: Of the host's generator, and of that of ``device``.
+    """
 
     device: torch.device
     states: list[Tensor]
 
     @classmethod
     def now(cls, device: torch.device) -> Random:
+        """Return the current states."""
         states = [torch.get_rng_state()]
         if device.type != "cpu":
             states.append(torch.get_device_module(device).get_rng_state(device))
         return cls(device, states)
 
     def set(self) -> None:
+        """Set the generators back to these states."""
         torch.set_rng_state(self.states[0])
         if len(self.states) > 1:
             torch.get_device_module(self.device).set_rng_state(self.states[1], self.device)
@@ -63,180 +80,229 @@ class Random:
         return isinstance(other, Random) and self._bytes() == other._bytes()
 
     def _bytes(self) -> list[bytes]:
-        return [state.numpy().tobytes() for state in self.states]  # which are the host's
+        # States lie in host memory, also those of a device.
+        return [state.numpy().tobytes() for state in self.states]
 
 
 def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-@dataclass
-class _Views:
-    """What the graph of attention saves instead of tensors, and holds: no more than this, and
-    nothing that leads back to the graph.
+class _View(NamedTuple):
+    """A tensor that autograd saves.
 
-    views   of what each saved tensor is which view: size, strides, offset
-    given   q, k, v, o and what was kept, while a backward runs
+    Attributes:
+        source: "q", "k", "v" or "o", of which the tensor is a view; or its place among the tensors
+            that are saved.
+        size: Of the view.
+        strides: Of the view.
+        offset: Of the view, from the first element of its source.
     """
 
-    views: list[tuple[str | int, tuple]] = field(default_factory=list)
-    given: dict[str | int, Tensor] = field(default_factory=dict)
+    source: str | int
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
 
-    def unpack(self, at: int) -> Tensor:
-        of, (size, stride, offset) = self.views[at]
-        x = self.given[of]
-        return x if isinstance(of, int) else x.as_strided(size, stride, x.storage_offset() + offset)
+
+@dataclass
+class _Views:
+    """What the graph holds in place of saved tensors, see Note [Saved tensors by name].
+
+    Attributes:
+        views: The saved tensors.
+        tensors: Each source with its tensor, while a backward runs.
+    """
+
+    views: list[_View] = field(default_factory=list)
+    tensors: dict[str | int, Tensor] = field(default_factory=dict)
+
+    def unpack(self, index: int) -> Tensor:
+        """Return a saved tensor to autograd."""
+        source, size, strides, offset = self.views[index]
+        x = self.tensors[source]
+        if isinstance(source, int):
+            return x
+        return x.as_strided(size, strides, x.storage_offset() + offset)
 
 
 @dataclass
 class Attended:
-    """What is kept of a head group's attention.
+    """What the backward of one head group's attention needs, beside tensors.
 
-    kept      how many tensors its backward reads beside q, k, v and o
-    reads_o   whether it reads o
-    edges     of o, and of q, k and v; None where attention is run again
-    foreign   what attention learns that is not known, in words
-    before    the random numbers at its begin, where it drew any
+    Attributes:
+        saved_count: The number of tensors that backward reads beside q, k, v and o.
+        reads_o: Whether backward reads o.
+        edges: The gradient edge of o, and those of q, k and v, None for one that needs no gradient.
+            None where backward recomputes attention.
+        foreign: A tensor that attention learns without being called with it, in words; empty for
+            none.
+        before: The states of the generators before attention, if it drew random numbers.
+        saved: What the graph holds.
+        strides: Of q, k, v and o.
     """
 
-    kept: int = 0
+    saved_count: int = 0
     reads_o: bool = False
     edges: tuple[GradientEdge, list[GradientEdge | None]] | None = None
     foreign: str = ""
     before: Random | None = None
     saved: _Views = field(default_factory=_Views)
-    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of q, k, v and o
+    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def backward(
-        self, attend: AttendGroup, heads: Sequence[Tensor], wanted: Sequence[bool], o: Tensor | None, do: Tensor,
-        kept: Sequence[Tensor], learned: Sequence[Tensor],
-    ) -> list[Tensor | None]:  # fmt: skip
-        """Gradients of q, k and v, and of what attention learns.
-
-        heads     q, k and v again
-        wanted    of which of them there is to be a gradient
-        o         again; None if it is not read
-        kept      what `attend_once` gave to keep
-        learned   tensors with a gradient that attention reads beside
-        """
-        at_rest = self.edges is not None and all(
-            self.strides[kind] == x.stride() for kind, x in zip("qkv", heads)
-        )
-        if not at_rest or self.reads_o and (o is None or o.dtype != do.dtype):
-            return self._run_again(attend, heads, wanted, do, learned)
-        assert self.edges is not None
-        if self.reads_o:
-            assert o is not None
-            if o.stride() != self.strides["o"]:
-                o = torch.empty_strided(
-                    o.shape, self.strides["o"], dtype=o.dtype, device=o.device
-                ).copy_(o)
-            self.saved.given["o"] = o
-        self.saved.given.update(zip("qkv", heads))
-        self.saved.given.update(enumerate(kept))
-        of_o, edges = self.edges
-        inputs: list[Any] = [edge for edge in edges if edge is not None] + list(learned)
-        try:
-            found = iter(_gradients(of_o, inputs, do, learned, retain_graph=True))
-        finally:
-            self.saved.given.clear()
-        return [next(found) if edge is not None else None for edge in edges] + list(found)
-
-    def _run_again(
         self,
         attend: AttendGroup,
         heads: Sequence[Tensor],
-        wanted: Sequence[bool],
+        needs_grad: Sequence[bool],
+        o: Tensor | None,
+        do: Tensor,
+        saved: Sequence[Tensor],
+        learned: Sequence[Tensor],
+    ) -> list[Tensor | None]:
+        """Run the backward of attention.
+
+        Args:
+            attend: As for `attend_once`.
+            heads: q, k and v, recomputed.
+            needs_grad: As for `attend_once`.
+            o: The output, received again; None if it is not read.
+            do: The gradient of o.
+            saved: The tensors that `attend_once` returned.
+            learned: As for `attend_once`.
+
+        Returns:
+            The gradients of q, k and v and of ``learned``, None for those that have none.
+        """
+        has_strides = all(self.strides[kind] == x.stride() for kind, x in zip("qkv", heads))
+        if self.edges is None or not has_strides:
+            return self._recompute(attend, heads, needs_grad, do=do, learned=learned)
+        if self.reads_o:
+            if o is None or o.dtype != do.dtype:
+                return self._recompute(attend, heads, needs_grad, do=do, learned=learned)
+            strides = self.strides["o"]
+            if o.stride() != strides:
+                new = torch.empty_strided(o.shape, strides, dtype=o.dtype, device=o.device)
+                o = new.copy_(o)
+            self.saved.tensors["o"] = o
+        self.saved.tensors.update(zip("qkv", heads))
+        self.saved.tensors.update(enumerate(saved))
+        o_edge, edges = self.edges
+        try:
+            return _gradients(o_edge, edges, do, learned=learned, retain_graph=True)
+        finally:
+            self.saved.tensors.clear()
+
+    def _recompute(
+        self,
+        attend: AttendGroup,
+        heads: Sequence[Tensor],
+        needs_grad: Sequence[bool],
         do: Tensor,
         learned: Sequence[Tensor],
     ) -> list[Tensor | None]:
-        sources, inputs = _sources(heads, wanted)
+        sources, edges = _sources(heads, needs_grad)
         after = None
         if self.before is not None:
             after = Random.now(self.before.device)
             self.before.set()  # guard: the same random numbers
         try:
-            plainly = saved_tensors_hooks(
+            # In place of the hooks of a checkpoint or an offload around this layer.
+            hooks = saved_tensors_hooks(  # guard: a checkpoint or offload around is not asked
                 Tensor.detach, lambda x: x
-            )  # guard: a checkpoint or offload around is not asked
-            with torch.enable_grad(), plainly:
+            )
+            with torch.enable_grad(), hooks:
                 o = attend(*sources)
         finally:
             if after is not None:
                 after.set()  # guard: what is drawn next is as before
         del sources, heads
-        if not o.requires_grad:  # computed of nothing
-            return [None] * (len(wanted) + len(learned))
-        ends: list[Any] = [edge for edge in inputs if edge is not None] + list(learned)
-        found = iter(_gradients(o, ends, do, learned))
-        return [next(found) if edge is not None else None for edge in inputs] + list(found)
+        if not o.requires_grad:
+            # Attention computed o from nothing that needs a gradient.
+            return [None] * (len(needs_grad) + len(learned))
+        return _gradients(o, edges, do, learned=learned)
 
 
 def _gradients(
-    o: Any, ends: list[Any], do: Tensor, learned: Sequence[Tensor], retain_graph: bool = False
-) -> Sequence[Tensor | None]:
-    """Of ``ends``; hooks on what is learned stay silent, as autograd runs them with the sum over
-    the groups.
+    o: Any,
+    edges: Sequence[GradientEdge | None],
+    do: Tensor,
+    learned: Sequence[Tensor],
+    retain_graph: bool = False,
+) -> list[Tensor | None]:
+    """Return the gradients for ``edges`` and of ``learned``.
+
+    Hooks on ``learned`` are not called: autograd calls them later, with the sum over the groups.
     """
+    inputs: list[Any] = [edge for edge in edges if edge is not None] + list(learned)
     hooks = [(x._backward_hooks, dict(x._backward_hooks)) for x in learned if x._backward_hooks]
-    for held, _ in hooks:
-        held.clear()  # guard: hooks run once
+    for active, _ in hooks:
+        active.clear()  # guard: hooks run once
     try:
-        return torch.autograd.grad([o], ends, [do], retain_graph=retain_graph, allow_unused=True)
+        gradients = torch.autograd.grad(
+            [o], inputs, [do], retain_graph=retain_graph, allow_unused=True
+        )
     finally:
-        for held, were in hooks:
-            held.update(were)
+        for active, registered in hooks:
+            active.update(registered)
+    remaining = iter(gradients)
+    return [next(remaining) if edge is not None else None for edge in edges] + list(remaining)
 
 
 def _sources(
-    heads: Sequence[Tensor], wanted: Sequence[bool]
+    heads: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[list[Tensor], list[GradientEdge | None]]:
+    """Return q, k and v as inputs of a graph, and their gradient edges."""
     anchor = heads[0].new_empty(0).requires_grad_()
+    sources: list[Tensor] = []
+    edges: list[GradientEdge | None] = []
     with torch.enable_grad():
-        sources = [
-            _Source.apply(anchor, x) if is_wanted else x for x, is_wanted in zip(heads, wanted)
-        ]
-    return sources, [
-        get_gradient_edge(x) if is_wanted else None for x, is_wanted in zip(sources, wanted)
-    ]
+        for x, needed in zip(heads, needs_grad):
+            source = _Source.apply(anchor, x) if needed else x
+            sources.append(source)
+            edges.append(get_gradient_edge(source) if needed else None)
+    return sources, edges
 
 
 def attend_once(
     attend: AttendGroup,
     heads: Sequence[Tensor],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     given: Sequence[Tensor],
     learned: Sequence[Tensor],
 ) -> tuple[Tensor, Attended, list[Tensor]]:
-    """Run the attention of a head group; returns o, and what its backward needs beside q, k, v and
-    o, the tensors of it apart.
+    """Run the attention of a head group, see Note [Saved tensors by name].
 
-    heads    q, k and v
-    wanted   of which of them there will be a gradient
-    given    tensors that attention is called with beside them, which live on anyhow
-    learned  tensors with a gradient that attention reads beside
+    Args:
+        attend: The attention.
+        heads: q, k and v.
+        needs_grad: For each of q, k and v, whether it needs a gradient.
+        given: Tensors that attention is called with beside q, k and v. They live on anyhow, so that
+            saving them costs no memory.
+        learned: Tensors with a gradient that attention reads beside q, k and v.
+
+    Returns:
+        o without a graph; what backward needs; and the tensors that backward needs beside q, k, v
+        and o.
     """
     device = heads[0].device
     attended = Attended(strides={kind: x.stride() for kind, x in zip("qkv", heads)})
-    sources, edges = _sources(heads, wanted)
-    known = {_storage(x): kind for kind, x in zip("qkv", heads)}
+    sources, edges = _sources(heads, needs_grad)
+    kinds = {_storage(x): kind for kind, x in zip("qkv", heads)}
     free = {_storage(x) for x in given}
     saved: list[Tensor] = []
-    room = (
-        (1 + MOST_KEPT)
-        * heads[0].numel()
-        // heads[0].shape[-1]
-        * heads[2].shape[-1]
-        * heads[0].element_size()
-    )
-    spent, versions = 0.0, [x._version for x in sources]
+    q, _, v = heads
+    # For o, and for the tensors beside it.
+    max_bytes = (1 + MAX_SAVED) * q.numel() // q.shape[-1] * v.shape[-1] * q.element_size()
+    saved_bytes, versions = 0.0, [x._version for x in sources]
 
     def pack(x: Tensor) -> int:
-        nonlocal spent
-        if _storage(x) not in known and _storage(x) not in free:
-            spent += x.numel() * x.element_size()
-        if spent > room:
-            saved.clear()  # too much: let go at once
+        nonlocal saved_bytes
+        if _storage(x) not in kinds and _storage(x) not in free:
+            saved_bytes += x.numel() * x.element_size()
+        if saved_bytes > max_bytes:
+            # Backward recomputes attention: free the tensors at once.
+            saved.clear()
         else:
             saved.append(x)
         return len(saved) - 1
@@ -248,58 +314,71 @@ def attend_once(
         attended.before = before
     attended.strides["o"], attended.foreign = o.stride(), _foreign(o, edges, learned)
     changed = [x._version for x in sources] != versions  # guard: changed, so run again
-    starts = {kind: int(x.storage_offset()) for kind, x in zip("qkvo", (*heads, o))}
-    lost = changed or spent > room or not o.requires_grad
-    kept = None if lost else _note(attended, saved, known, free, o, starts)
+    beside = None
+    if o.requires_grad and not changed and saved_bytes <= max_bytes:
+        starts = {kind: int(x.storage_offset()) for kind, x in zip("qkvo", (*heads, o))}
+        beside = _note_views(attended, saved, kinds, free=free, o=o, starts=starts)
     saved.clear()  # guard: the graph holds `pack`
-    if kept is None:
+    if beside is None:
         return o.detach(), attended, []
-    attended.kept, attended.reads_o = len(kept), any(of == "o" for of, _ in attended.saved.views)
+    attended.saved_count = len(beside)
+    attended.reads_o = any(view.source == "o" for view in attended.saved.views)
     attended.edges = get_gradient_edge(o), edges
-    return o.detach(), attended, kept
+    return o.detach(), attended, beside
 
 
-def _note(
+def _note_views(
     attended: Attended,
     saved: list[Tensor],
-    known: dict[int, str],
+    kinds: dict[int, str],
     free: set[int],
     o: Tensor,
     starts: dict[str, int],
 ) -> list[Tensor] | None:
-    """Fill in what each saved tensor is a view of; returns what is to be kept, None if that is too
-    much.
+    """Note for each saved tensor the view of q, k, v or o that it is.
+
+    Args:
+        attended: Takes the views.
+        saved: The saved tensors.
+        kinds: For each storage of q, k and v, its name.
+        free: Storages that cost nothing.
+        o: The output.
+        starts: The storage offset of each of q, k, v and o.
+
+    Returns:
+        The tensors that are to be saved; None if they are too large.
     """
-    kept: list[Tensor] = []
+    beside: list[Tensor] = []
     size = 0
     for x in saved:
-        of: str | int | None = known.get(_storage(x)) if x.dtype == o.dtype else None
-        if of is None and x.dtype == o.dtype and _storage(x) == _storage(o):
-            of = "o" if (x.numel(), x.storage_offset()) == (o.numel(), o.storage_offset()) else None
-        if of is None:
-            of = len(kept)
-            kept.append(x.detach())
+        source: str | int | None = kinds.get(_storage(x)) if x.dtype == o.dtype else None
+        if source is None and x.dtype == o.dtype and _storage(x) == _storage(o):
+            if (x.numel(), x.storage_offset()) == (o.numel(), o.storage_offset()):
+                source = "o"
+        if source is None:
+            source = len(beside)
+            beside.append(x.detach())
             size += 0 if _storage(x) in free else x.numel() * x.element_size()
-        start = starts[of] if isinstance(of, str) else 0
-        attended.saved.views.append((of, (x.shape, x.stride(), x.storage_offset() - start)))
-    return kept if size <= MOST_KEPT * o.numel() * o.element_size() else None
+        start = starts[source] if isinstance(source, str) else 0
+        offset = int(x.storage_offset()) - start
+        attended.saved.views.append(_View(source, x.shape, x.stride(), offset))
+    return beside if size <= MAX_SAVED * o.numel() * o.element_size() else None
 
 
 def _foreign(o: Tensor, edges: Sequence[GradientEdge | None], learned: Sequence[Tensor]) -> str:
-    """What attention learns beside ``learned``, which nobody would give its gradient to; empty if
-    nothing.
+    """Describe a tensor that attention learns beside ``learned``; empty if there is none.
+
+    Its gradient would be lost.
     """
     if o.grad_fn is None:
         return ""
-    ends = {get_gradient_edge(x).node for x in learned} | {
-        edge.node for edge in edges if edge is not None
-    }
-    todo, seen = [o.grad_fn], set(ends)
+    todo, visited = [o.grad_fn], {get_gradient_edge(x).node for x in learned}
+    visited |= {edge.node for edge in edges if edge is not None}
     while todo:
         node = todo.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:
             return f"a tensor of {list(leaf.shape)}"
         todo += [before for before, _ in node.next_functions if before is not None]

@@ -65,7 +65,7 @@ Pure = frozenset[Callable[..., object]]
 PURE: Pure = frozenset((nn.LayerNorm.forward, nn.RMSNorm.forward))
 
 
-def can_compute_again(norm: object, pure: Pure = PURE) -> bool:
+def can_recompute(norm: object, pure: Pure = PURE) -> bool:
     """Whether ``norm`` may be computed a second time in backward, and nobody sees: it is a function
     of its input and its parameters.
 

@@ -125,7 +125,7 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = next(saved), next(saved)
     parameters, learned = list(islice(saved, linear)), list(islice(saved, of_norms))
     rotations, merged = tuple(islice(saved, tables)), dict(zip(call.groups, islice(saved, outputs)))
-    beside = {group: list(islice(saved, each.kept)) for group, each in attended.items()}
+    beside = {group: list(islice(saved, each.saved_count)) for group, each in attended.items()}
 
     runner = BackwardRunner(call, {})
     normed: dict[Part, Tensor] = {}

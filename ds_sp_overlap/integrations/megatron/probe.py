@@ -48,7 +48,7 @@ def difference(module: Any, block: SelfAttention, arguments: dict[str, Any]) -> 
 
     def run_driven(x: Tensor, o: Tensor) -> list[Tensor]:
         results = []
-        for heads in block.plainly(x, ()):
+        for heads in block.project_locally(x, ()):
             repeats = block.heads // heads.shape[2]
             results.append(heads.repeat_interleave(repeats, 2) if repeats > 1 else heads)
         return [*results, *_without_none(module.dense(o))]

@@ -175,7 +175,7 @@ class _Search:
         bind = functools.partial(rebind, module, driven.forward, of_copy=refuse_copy)
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
         self.whole[name] = driven
-        if driven.block.keeps_over_checkpoints():
+        if driven.block.saves_over_checkpoints():
             self.saving.add(module)
 
     def _add_function(self, name: str, module: Any, unknown: str) -> None:

@@ -38,7 +38,7 @@ def difference(
         return made[0], [*made[1:], out]
 
     def mine(x: Tensor, o: Tensor) -> list[Tensor]:
-        heads = [heads.transpose(1, 2) for heads in block.plainly(x, tables)]
+        heads = [heads.transpose(1, 2) for heads in block.project_locally(x, tables)]
         y = output(o.flatten(2))
         return [*heads, y[0] if isinstance(y, tuple) else y]
 

@@ -140,8 +140,10 @@ class SelfAttention:
         sp_group = SPGroup(
             sequence_process_group, transport or parsed.transport, kernels=parsed.kernels
         )
-        self.layer = LayerRuntime(sp_group, parsed, name, policy, heads_alike, schedule)
-        self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj, q_norm, k_norm)
+        self.layer = LayerRuntime(
+            sp_group, parsed, name, policy=policy, heads_alike=heads_alike, schedule=schedule
+        )
+        self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj=qkv_proj, q_norm=q_norm, k_norm=k_norm)
         sizes = {
             "q_proj.out_features": (q_proj, self.heads),
             "k_proj.out_features": (k_proj, self.kv_heads),
@@ -170,34 +172,24 @@ class SelfAttention:
         Raises:
             ValueError: unless there are either three separate projections or a fused one.
         """
-        separate, name = (q_proj, k_proj, v_proj), self.layer.where
-        if (qkv_proj is None) == (None in separate) or (
-            qkv_proj is not None and separate != (None, None, None)
-        ):
-            given = {"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj, "qkv_proj": qkv_proj}
-            got = ", ".join(key for key, module in given.items() if module is not None) or "none"
+        modules = {"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj, "qkv_proj": qkv_proj}
+        given = [name for name, module in modules.items() if module is not None]
+        if given not in (["q_proj", "k_proj", "v_proj"], ["qkv_proj"]):
             raise ValueError(
-                f"{name}: give q_proj, k_proj and v_proj, or qkv_proj alone, got {got}"
+                f"{self.layer.where}: give q_proj, k_proj and v_proj, or qkv_proj alone, got "
+                f"{', '.join(given) or 'none'}"
             )
+        of_kinds = [modules[name] for name in given] if qkv_proj is None else [qkv_proj] * 3
+        self._inputs = list(dict.fromkeys(of_kinds))
+        first_heads = (0, 0, 0)
+        if qkv_proj is not None:
+            first_heads = (0, self.heads, self.heads + self.kv_heads)
         # For each of q, k and v: the index of its projection in ``_inputs``, and the first row of
         # head 0, or of each head.
-        self._projections: dict[str, tuple[int, int | tuple[int, ...]]]
-        if qkv_proj is None:
-            self._inputs = list(dict.fromkeys(separate))
-            self._projections = {
-                kind: (self._inputs.index(module), 0) for kind, module in zip("qkv", separate)
-            }
-        else:
-            self._inputs = [qkv_proj]
-            heads = 0, self.heads, self.heads + self.kv_heads
-            self._projections = {
-                kind: (0, first * self.head_dim) for kind, first in zip("qkv", heads)
-            }
-        if self.first_rows is not None:
-            self._projections = {
-                kind: (module, self.first_rows[kind])
-                for kind, (module, _) in self._projections.items()
-            }
+        self._projections: dict[str, tuple[int, int | tuple[int, ...]]] = {}
+        for kind, module, head in zip("qkv", of_kinds, first_heads):
+            rows = head * self.head_dim if self.first_rows is None else self.first_rows[kind]
+            self._projections[kind] = self._inputs.index(module), rows
         self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
         # The last answer of `_rows`, behind what it was asked for.
         self._last_rows: tuple[tuple, Any] | None = None

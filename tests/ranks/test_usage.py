@@ -411,8 +411,8 @@ WATCHED = [
     Watched(
         Guard(
             "unchanged",
-            without="watched = *of_norms, *(table.data for table in tables), *normed.values()\n"
-            "ctx.save_for_backward(x if any(of_weights) else None, *weights, *watched)",
+            without="watched = *norm_parameters, *(table.data for table in tables), *norm_inputs.values()\n"
+            "ctx.save_for_backward(x if any(weights_need_grad) else None, *weights, *watched)",
         ),
         tables_are_watched,
     ),

@@ -1,4 +1,7 @@
-"""The steps of backward by hand, inside a node of autograd. See Note [Two ways to differentiate]."""
+"""What each step of backward does, by hand, inside a node of autograd.
+
+See Note [Two ways to differentiate] in `runner`.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,27 @@ from .runner import FORWARD, ForwardRunner, LocalAttention
 
 
 class BackwardRunner(ForwardRunner):
-    """Performs the steps of backward, and those of forward that are done again there.
+    """Performs the steps of backward, and the steps of forward that backward recomputes.
 
     Attributes:
-        grads: Gradients of q, k, v and o of head groups: made, or summed, then received.
-        exchanges: Those of forward, whose gradients go the other way, or new ones.
-        reached: Exchanges whose gradients are under way.
+        grads: Gradients of q, k, v and o of head groups: those made or summed here, then the
+            received ones.
+        exchanges: The exchanges of the steps: those that forward used, or new ones. Each carries
+            values, and gradients in the opposite direction.
+        reached: The exchanges whose gradients were started.
+        sends_o: Whether o travels beside do, so that o must outlive the wgrad that reads it.
+        learned_gradients: For each tensor of ``local.learned``, the sum of its gradients.
     """
 
-    sends_o = False  # o travels beside do, after it was multiplied
+    sends_o = False
 
     def __init__(self, call: Call, exchanges: dict[Exchanged, Exchange]):
         super().__init__(call)
         self.exchanges = exchanges
         self.reached: set[Exchanged] = set()
         self.grads: dict[Part, Tensor] = {}
-        self._owned: set[Part] = set()  # sums that nobody else reads
+        # The gradients that are sums made here, which nobody else reads.
+        self._owned: set[Part] = set()
 
     handlers = FORWARD | {Op.ATTEND: "attend_backward", Op.DGRAD: "dgrad", Op.WGRAD: "wgrad"}
 
@@ -42,23 +50,25 @@ class BackwardRunner(ForwardRunner):
         dy: Tensor,
         weight: Tensor | None,
         outputs: dict[int, Tensor],
-        needs: Sequence[bool],
-        of_weight: bool,
+        o_needs_grad: Sequence[bool],
+        weight_needs_grad: bool,
         late: bool = False,
     ) -> None:
-        """For DGRAD and WGRAD of the output projection.
+        """Take what the steps DGRAD and WGRAD of the output projection need.
 
         Args:
             output: The output projection.
-            dy: The gradient of y.
-            weight: Of the projection; None where no gradient of o is needed.
-            outputs: Local o of each group, as far as something reads it. Taken out when read last.
-            needs: For each group, whether a gradient of o is needed.
-            of_weight: Whether there is to be a gradient of the weight.
+            dy: [.., m]. The gradient of y.
+            weight: The weight of the projection; None where no gradient of o is needed.
+            outputs: Local o of each group that some step reads. The last step that reads an o
+                takes it out.
+            o_needs_grad: For each group, whether a gradient of o is needed.
+            weight_needs_grad: Whether a gradient of the weight is needed.
             late: As in `Pieces`.
         """
-        self.output, self.rows, self.outputs, self.of_o = output, matrix(dy), outputs, needs
-        self.of_weight, self.pieces = of_weight, output.pieces(late=late)
+        self.output, self.rows, self.outputs = output, matrix(dy), outputs
+        self.o_needs_grad, self.weight_needs_grad = o_needs_grad, weight_needs_grad
+        self.pieces = output.pieces(late=late)
         self.output_dgrad = None if weight is None else output.dgrads(dy, weight)
 
     def take_attention_gradient(
@@ -67,13 +77,14 @@ class BackwardRunner(ForwardRunner):
         attended: dict[int, Attended],
         saved: dict[int, list[Tensor]],
     ) -> None:
-        """For ATTEND; see `ForwardRunner`."""
+        """Take what the steps ATTEND need; the arguments are attributes of `ForwardRunner`."""
         self.local, self.attended, self.saved = local, attended, saved
-        self.learned: list[Tensor | None] = [None] * len(local.learned)
+        self.learned_gradients: list[Tensor | None] = [None] * len(local.learned)
 
     def is_needed(self, part: Part) -> bool:
-        """Whether there is to be a gradient of a part."""
-        return self.of_o[part[1]] if part[0] == "o" else self.inputs.is_needed(part)
+        """Return whether a gradient of a part is needed."""
+        kind, group = part
+        return self.o_needs_grad[group] if kind == "o" else self.inputs.is_needed(part)
 
     def start(self, step: Step) -> None:
         exchange, parts = self._exchange(step), step.parts
@@ -107,7 +118,7 @@ class BackwardRunner(ForwardRunner):
         (part,) = step.parts
         if step.tensors != O:
             self.inputs.dgrad(part)
-        elif self.of_o[step.group]:
+        elif self.o_needs_grad[step.group]:
             assert self.output_dgrad is not None
             self.grads[part] = self.output_dgrad(step.group)
 
@@ -115,48 +126,49 @@ class BackwardRunner(ForwardRunner):
         group = step.group
         if step.tensors != O:
             self.inputs.wgrad(step.parts[0])
-        elif self.of_weight:
+        elif self.weight_needs_grad:
             o = self.outputs[group] if self.sends_o else self.outputs.pop(group)
             self.pieces.put(self.output.columns[group], torch.mm, self.rows.t(), o)
 
     def attend_backward(self, step: Step) -> None:
         call, group, attend = self.call, step.group, self.local.attend
-        wanted, geometry = self.wanted(group), call.geometry
+        needs_grad = self.qkv_need_grad(group)
         q = self.values.pop(("q", group))
-        heads = [q, *(with_kv(geometry, kind, group, self.values) for kind in ("k", "v"))]
-        dq, dk, dv, *of_learned = self.attended[group].backward(
+        heads = [q, *(with_kv(call.geometry, kind, group, self.values) for kind in ("k", "v"))]
+        dq, dk, dv, *learned_gradients = self.attended[group].backward(
             lambda *heads: attend_group(call, attend, group, *heads),
             heads,
-            wanted,
+            needs_grad,
             self.values.pop(("o", group), None),
             self.grads.pop(("o", group)),
             self.saved.pop(group),
             self.local.learned,
         )
-        for at, gradient in enumerate(of_learned):
+        for index, gradient in enumerate(learned_gradients):
             if gradient is not None:
-                so_far = self.learned[at]
-                self.learned[at] = gradient if so_far is None else so_far + gradient
-        if wanted[0]:
+                so_far = self.learned_gradients[index]
+                self.learned_gradients[index] = gradient if so_far is None else so_far + gradient
+        if needs_grad[0]:
             self.grads["q", group] = (
-                torch.zeros_like(heads[0]) if dq is None else dq
+                torch.zeros_like(q) if dq is None else dq
             )  # guard: others may exchange one
-        for kind, dx, x, is_wanted in zip(("k", "v"), (dk, dv), heads[1:], wanted[1:]):
-            if is_wanted:
-                self._add(kind, group, torch.zeros_like(x) if dx is None else dx)
+        for kind, dx, x, is_needed in zip(("k", "v"), (dk, dv), heads[1:], needs_grad[1:]):
+            if is_needed:
+                self._add_to_pieces(kind, group, torch.zeros_like(x) if dx is None else dx)
             self.values.pop((kind, group), None)  # guard: the last that attends to them, here
 
-    def _add(self, kind: str, group: int, dx: Tensor) -> None:
-        """Add the gradient of k or v that a group attended to, to the pieces that it was put
-        together from.
-        """
+    def _add_to_pieces(self, kind: str, group: int, dx: Tensor) -> None:
+        """Add the gradient of `with_kv` to the gradients of the pieces that it joins."""
         sent = [sent for sent, *_ in self.call.geometry.kv_pieces(group)]
-        pieces = {(kind, at): self.values[kind, at].detach().requires_grad_() for at in sent}
+        pieces = {
+            (kind, earlier): self.values[kind, earlier].detach().requires_grad_()
+            for earlier in sent
+        }
         with torch.enable_grad():
             joined = with_kv(self.call.geometry, kind, group, pieces)
         is_one = len(sent) == 1 and joined is pieces[kind, sent[0]]
-        found = [dx] if is_one else torch.autograd.grad(joined, list(pieces.values()), dx)
-        for part, gradient in zip(pieces, found):
+        gradients = [dx] if is_one else torch.autograd.grad(joined, list(pieces.values()), dx)
+        for part, gradient in zip(pieces, gradients):
             if part in self._owned:  # guard: others may read it
                 self.grads[part] += gradient
             elif part in self.grads:
@@ -166,8 +178,8 @@ class BackwardRunner(ForwardRunner):
                 self.grads[part] = gradient
 
     def _exchange(self, step: Step) -> Exchange:
-        if (known := self.exchanges.get(step.exchange)) is not None:
-            return known
-        dims = (self.inputs.made.head_dim,) * (len(step.beside) + len(step.tensors))
-        made = self.exchanges[step.exchange] = self.call.exchange(step, dims)
-        return made
+        """Return the exchange of a step, which is made if there is none."""
+        if (exchange := self.exchanges.get(step.exchange)) is None:
+            dims = (self.inputs.projections.head_dim,) * (len(step.beside) + len(step.tensors))
+            exchange = self.exchanges[step.exchange] = self.call.exchange(step, dims)
+        return exchange

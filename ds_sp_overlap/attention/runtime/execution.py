@@ -1,4 +1,4 @@
-"""One call of one attention layer: its exchanges, and what each head group attends to."""
+"""One call of one attention layer: its exchanges, and the attention of each head group."""
 
 from __future__ import annotations
 
@@ -13,22 +13,27 @@ from ...exchange.geometry import Geometry
 from ...exchange.sp_group import SPGroup
 from ...schedule import Exchanged, Part, Schedule, Step
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # a group and its q, k, v -> o
+# The number of a head group, and its q, k, v -> its o.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Call:
-    """What the steps of one call have in common: its geometry, its schedule and its exchanges.
+    """One call of a layer: what all its steps share.
 
-    sp_group      the sp group
-    geometry     who holds what
-    schedule     what happens when
-    where        name of the layer, for errors and logs
-    checked      compare each exchange with a plain one
-    by_rank      those of q, k, v and o whose local tensors have a dimension for the ranks, if they
-                 travel alone (`Geometry.exchange`)
-    window       groups that are held at a time, of a layer that can run by a window; None for all
-    rope_tables  (cos, sin) for q and k to be rotated by on their way out, if they travel alone
-                 (`Exchange`)
+    Attributes:
+        sp_group: The sp group.
+        geometry: Which heads and tokens each rank holds.
+        schedule: The order of the steps.
+        where: Name of the layer, for errors and logs.
+        checked: Whether to compare each exchange with a plain one.
+        groups: The numbers of the head groups.
+        exchanges: The exchanges that were started so far.
+        by_rank: Those of q, k, v and o whose local tensors have a dimension for the ranks where
+            they travel alone (`Geometry.exchange`).
+        window: How many head groups are in memory at a time, for a layer that can run by a window;
+            None for all.
+        rope_tables: (cos, sin) by which the kernels that pack q and k rotate them where they travel
+            alone (`Exchange`); None if those kernels rotate nothing.
     """
 
     by_rank: frozenset[str] = frozenset()
@@ -46,40 +51,44 @@ class Call:
         self.sp_group, self.geometry, self.where, self.checked = sp_group, geometry, where, checked
         self.run_by(schedule)
         self.groups = range(geometry.groups)
-        self.exchanges: dict[Exchanged, Exchange] = {}  # that were started
+        self.exchanges: dict[Exchanged, Exchange] = {}
 
     def run_by(self, schedule: Schedule) -> None:
-        """From now on."""
+        """Follow ``schedule`` from now on."""
         self.schedule = schedule
         if self.sp_group.timeline is not None:
             self.sp_group.timeline.follow(self.where, schedule)
 
     @property
     def folded(self) -> frozenset[Part]:
-        """What is rotated by the kernels that pack it."""
+        """The parts of q and k that are rotated by the kernels that pack them."""
         if self.rope_tables is None:
             return frozenset()
         return frozenset(part for part in self.schedule.alone if part[0] in ("q", "k"))
 
     def start(self, step: Step, *tensors: Tensor) -> Tensor:
-        """Start the exchange of one or several of q, k, v of a group; returns its token."""
-        return self.exchanging(step, tensors).start(*tensors)
+        """Start the exchange of one or several of q, k, v of a group; return its token."""
+        return self.new_exchange(step, tensors).start(*tensors)
 
-    def exchanging(self, step: Step, tensors: Sequence[Tensor]) -> Exchange:
-        """The exchange that a step starts, of one or several of q, k, v of a group, or of o."""
+    def start_half(self, step: Step, tensors: tuple[Tensor, ...]) -> Half:
+        """Return the start of an exchange, for `run_halves` to run with the steps that follow."""
+        return Half(self.new_exchange(step, tensors), tensors, starts=True)
+
+    def new_exchange(self, step: Step, tensors: Sequence[Tensor]) -> Exchange:
+        """Make and note the exchange that a step starts: of some of q, k, v of a group, or of o."""
         dims = tuple([x.shape[-1] for x in tensors[: len(step.tensors)]])
         exchange = self.exchanges[step.exchange] = self.exchange(step, dims)
         return exchange
 
-    def starting(self, step: Step, tensors: tuple[Tensor, ...]) -> Half:
-        """The start of an exchange, to be run `run_halves` with what follows."""
-        return Half(self.exchanging(step, tensors), tensors, starts=True)
-
     def exchange(self, step: Step, head_dims: tuple[int, ...]) -> Exchange:
-        """One exchange of a group, not started: of q, k, v or o, or of several in one.
+        """Make the exchange that a step starts or finishes, and do not start it.
 
-        Of a gradient it is the exchange of the values, which carries the gradient the other way. o
-        beside do goes to attention, as q does.
+        For a step of gradients this is the exchange of the values, which carries the gradients in
+        the opposite direction. Where o travels beside do, both go to attention, as q does.
+
+        Args:
+            step: The start or the finish.
+            head_dims: ``d`` of each tensor that travels.
         """
         tables, name = None, self.schedule.names_of_values[step.exchange]
         if step.beside:
@@ -95,43 +104,56 @@ class Call:
 
 
 def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:
-    """k or v that a group attends to, put together from the pieces that arrived with it or before
-    it.
+    """Return k or v that a group attends to.
+
+    Args:
+        geometry: Which heads each rank holds.
+        kind: "k" or "v".
+        group: The head group.
+        received: The k and v that arrived with this group and with earlier groups.
+
+    Returns:
+        [s, b, heads, d]. The KV heads of the group, one after another; with one head for each query
+        head where no regular ratio assigns KV heads to query heads (`Geometry.kv_expansion`).
     """
     pieces = []
     for sent, start, stop in geometry.kv_pieces(group):
         piece = received[kind, sent]
-        pieces.append(
-            piece if stop - start == piece.shape[2] else piece.narrow(2, start, stop - start)
-        )
+        is_whole = stop - start == piece.shape[2]
+        pieces.append(piece if is_whole else piece.narrow(2, start, stop - start))
     heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
     index = geometry.kv_expansion(group)
-    return (
-        heads if index is None else heads.index_select(2, _on_device(index, heads.device))
-    )  # guard: indexed without a wait
+    if index is None:
+        return heads
+    return heads.index_select(2, _on_device(index, heads.device))  # guard: indexed without a wait
 
 
 @functools.lru_cache(maxsize=4096)
 def _on_device(index: tuple[int, ...], device: torch.device) -> Tensor:
-    """Copied once: the host waits for such a copy."""
+    """Copy an index to a device, once, since the host waits for such a copy."""
     with torch.inference_mode(False):  # guard: a backward may save it
         return torch.tensor(index, device=device)
 
 
 def attend_group(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``attend`` of a group, which may change in place what no other group reads, on whatever rank.
+    """Run the local attention of a group, which may change its tensors in place.
 
-    Raises RuntimeError if it changes k or v where there are KV heads that two groups share.
+    It may not change k and v where two groups, on any rank, attend to the same KV head. The group
+    that attends last in the schedule is exempt.
+
+    Raises:
+        RuntimeError: if attention changed k or v although it may not.
     """
     if group == call.schedule.last_attended or not call.geometry.kv_is_shared:
         return attend(group, q, k, v)
-    if k.is_inference():  # nobody counts its versions
+    if k.is_inference():  # no version counter tells of a change
         return attend(group, q, k.clone(), v.clone())
     before = k._version, v._version
     o = attend(group, q, k, v)
     if (k._version, v._version) != before:  # guard: keys stay as they are
         raise RuntimeError(
-            f"{call.where}: local attention changes k or v in place, and another head group attends to them as well; have it "
-            "change a copy (k = k * scale), or set sp_overlap.head_groups to 1"
+            f"{call.where}: local attention changes k or v in place, and another head group "
+            "attends to them as well; have it change a copy (k = k * scale), or set "
+            "sp_overlap.head_groups to 1"
         )
     return o

@@ -1,11 +1,13 @@
-"""Both ends of a layer whose middle autograd differentiates, one node of autograd each.
+"""The two ends of a layer as one node of autograd each; autograd differentiates what lies between.
 
-One node instead of many: each costs the host time in every step, dx is summed in place, and a
-parameter's gradient is delivered once, in the same order for every number of head groups. See
-Note [Two ways to differentiate].
+One node instead of many saves host time in every step. It sums dx in place. It delivers the
+gradient of each parameter once, in the same order for every number of head groups. See
+Note [Two ways to differentiate] in `runner`.
 """
 
 from __future__ import annotations
+
+from itertools import islice
 
 from torch import Tensor, nn
 
@@ -20,29 +22,36 @@ from .runner import ForwardRunner
 
 
 class _StartInputs(Node):
-    """Tokens of the exchanges of q, k and v of all groups.
+    """Projects x, and starts the exchanges of q, k and v of all groups; returns their tokens.
 
-    x [.., m]     parameters   w [n, m] and b [n] of each linear layer, then what is learned in the
-                  norms
+    forward    y_r = x w_r^T + b_r of each part r, normed, rotated and sent
+    backward   dy_r arrives, and goes back through the rotation and the norm;
+               dx += dy_r w_r,  dw_r = dy_r^T x,  db_r = sum dy_r
 
-    forward    y_r = x w_r^T + b_r, normed and rotated, and started
-    backward   dy_r finished, rotated back and through the norm;  dx += dy_r w_r,  dw_r = dy_r^T x,
-               db_r = sum dy_r
+    x is [.., m]. The parameters are w [n, m] and b [n] of each linear layer, then those of the
+    norms.
     """
 
     @staticmethod
-    def forward(ctx, call: Call, made: Projections, x: Tensor, *parameters: Tensor | None):
+    def forward(ctx, call: Call, projections: Projections, x: Tensor, *parameters: Tensor | None):
         ctx.set_materialize_grads(False)
-        inputs = ctx.inputs = InputGradients(call, made, x, parameters, ctx.needs_input_grad[2:])
-        # Saved where autograd watches, and let go with the rest.
-        tables, made.tables = made.tables, ()
-        linear, normed = inputs.linear, dict[Part, Tensor]()
+        inputs = ctx.inputs = InputGradients(
+            call, projections, x, parameters=parameters, needs_grad=ctx.needs_input_grad[2:]
+        )
+        # The node saves the tables, where autograd notices changes and frees them with the rest.
+        tables, projections.tables = projections.tables, ()
+        linear, norm_inputs = inputs.linear_count, dict[Part, Tensor]()
         runner = ForwardRunner(call)
-        keeps = normed if made.recorded else None
-        runner.take_inputs(inputs, x, parameters[:linear], tables, normed=keeps)
+        runner.take_inputs(
+            inputs,
+            x,
+            parameters[:linear],
+            tables=tables,
+            norm_inputs=norm_inputs if projections.recorded else None,
+        )
         runner.walk(call.schedule.inputs)  # guard: starts in the order drawn
         tokens, unneeded = runner.tokens, []
-        if not inputs.of_x:
+        if not inputs.x_needs_grad:
             for step in call.schedule.starts:
                 call.exchanges[step.exchange].needed = needed = [
                     inputs.is_needed(part) for part in step.parts
@@ -50,62 +59,78 @@ class _StartInputs(Node):
                 if not any(needed):
                     unneeded.append(tokens[step.exchange])
             ctx.mark_non_differentiable(*unneeded)
-        ctx.normed, ctx.tables = list(normed), len(tables)
-        # Only what some gradient reads: dx the weights, dw x, and a norm's its input.
-        weights = (
-            p if inputs.of_x and at % 2 == 0 else None for at, p in enumerate(parameters[:linear])
-        )
-        of_weights = inputs.of_parameters[:linear:2]
-        of_norms = parameters[linear:] if normed else ()
-        ctx.of_norms = len(of_norms)
+        # Only tensors that some gradient reads are saved: weights for dx, x for dw, the inputs of
+        # the norms for their gradients.
+        weights: list[Tensor | None] = [None] * linear
+        if inputs.x_needs_grad:
+            weights[::2] = parameters[:linear:2]
+        weights_need_grad = inputs.parameters_need_grad[:linear:2]
+        norm_parameters = parameters[linear:] if norm_inputs else ()
+        ctx.sizes = linear, len(norm_parameters), len(tables)
+        ctx.norm_inputs = list(norm_inputs)
         ctx.save_for_backward(
-            x if any(of_weights) else None, *weights, *of_norms, *tables, *normed.values()
+            x if any(weights_need_grad) else None,
+            *weights,
+            *norm_parameters,
+            *tables,
+            *norm_inputs.values(),
         )  # guard: unchanged
         return tuple(tokens.values())
 
     @staticmethod
     def backward(ctx, *tokens):
-        inputs, (x, *saved) = ctx.inputs, ctx.saved_tensors
-        call, linear = inputs.call, inputs.linear
-        weights, of_norms, saved = (
-            saved[:linear],
-            saved[linear : linear + ctx.of_norms],
-            saved[linear + ctx.of_norms :],
-        )
-        tables, normed = tuple(saved[: ctx.tables]), dict(zip(ctx.normed, saved[ctx.tables :]))
+        inputs, saved = ctx.inputs, iter(ctx.saved_tensors)
+        x = next(saved)
+        weights, norm_parameters, tables = (list(islice(saved, size)) for size in ctx.sizes)
+        norm_inputs = dict(zip(ctx.norm_inputs, saved))
         del saved
         ctx.maybe_clear_saved_tensors()
+        call = inputs.call
         runner = BackwardRunner(call, call.exchanges)
         runner.inputs = inputs
         for step, token in zip(call.schedule.starts, tokens):
             if token is not None:
                 runner.reached.add(step.exchange)
-        some = len(runner.reached) < len(tokens)
-        inputs.begin(x, weights, tables, of_norms, normed, some)
-        del x, normed
+        inputs.begin(
+            x,
+            weights,
+            tuple(tables),
+            norm_parameters=norm_parameters,
+            norm_inputs=norm_inputs,
+            some_missing=len(runner.reached) < len(tokens),
+        )
+        del x, norm_inputs
         runner.walk(call.schedule.backward_of_inputs)
         return None, None, *inputs.end()
 
 
-def start_projected(call: Call, made: Projections, x: Tensor) -> tuple[Tensor, ...]:
-    """Walk the section of the inputs with projections of ``x`` [.., m]; returns the tokens in the
-    order of their starts.
+def start_projected(call: Call, projections: Projections, x: Tensor) -> tuple[Tensor, ...]:
+    """Project x and start the exchanges of q, k and v, in the order of the schedule.
 
     To be called inside `linear.call_through`.
+
+    Args:
+        call: The call.
+        projections: The projections, with the norm and the rotation that follow them.
+        x: [.., m]. The layer's input.
+
+    Returns:
+        The tokens of the exchanges, in the order of their starts.
     """
-    parameters = made.parameters()
-    linear = 2 * len(made.modules)
-    return _StartInputs.apply(call, made, *autocast(x, *parameters[:linear]), *parameters[linear:])
+    parameters = projections.parameters()
+    linear = 2 * len(projections.modules)
+    operands = autocast(x, *parameters[:linear])
+    return _StartInputs.apply(call, projections, *operands, *parameters[linear:])
 
 
 class _FinishOutput(Node):
-    """The output projection of o of all groups.
+    """Finishes the exchanges of o of all groups, and projects o.
 
-    w [m, k]     b [m]
+    forward    y = b + sum of o_g w_g^T; each o_g is finished before its product
+    backward   do_g = dy w_g is started, last group first;
+               then, under these exchanges, dw[:, c_g] = dy^T o_g,  db = sum dy
 
-    forward    y = b + sum of o_g w_g^T, each finished in its turn
-    backward   do_g = dy w_g started, last group first;  then, under their exchanges, dw[:, c_g] =
-               dy^T o_g,  db = sum dy
+    w is [m, k], b is [m], and c_g are the columns w_g of group g.
     """
 
     @staticmethod
@@ -114,40 +139,54 @@ class _FinishOutput(Node):
         runner = ForwardRunner(call)
         runner.take_output(ctx.output, weight, bias)
         runner.walk(call.schedule.output)
-        of_weight, _, *of_tokens = ctx.needs_input_grad[1:]
-        outputs = [runner.outputs[group] for group in call.groups] if of_weight else []
-        ctx.save_for_backward(weight if any(of_tokens) else None, *outputs)
+        weight_needs_grad, _, *tokens_need_grad = ctx.needs_input_grad[1:]
+        outputs = [runner.outputs[group] for group in call.groups] if weight_needs_grad else []
+        ctx.save_for_backward(weight if any(tokens_need_grad) else None, *outputs)
         return runner.y
 
     @staticmethod
     def backward(ctx, dy):
         refuse_second_derivatives(ctx.call.where)
         call, (weight, *saved) = ctx.call, ctx.saved_tensors
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes after its use
-        of_weight, of_bias, *of_tokens = ctx.needs_input_grad[1:]
+        # Each tensor is freed after its use, unless the graph is retained.
+        ctx.maybe_clear_saved_tensors()
+        weight_needs_grad, bias_needs_grad, *tokens_need_grad = ctx.needs_input_grad[1:]
         outputs = dict(zip(call.groups, saved))
         del saved
         runner = BackwardRunner(call, call.exchanges)
-        runner.take_output_gradient(ctx.output, dy, weight, outputs, of_tokens, of_weight)
+        runner.take_output_gradient(
+            ctx.output,
+            dy,
+            weight,
+            outputs=outputs,
+            o_needs_grad=tokens_need_grad,
+            weight_needs_grad=weight_needs_grad,
+        )
         runner.walk(call.schedule.backward_of_output)  # guard: the wgrad comes last
-        db = matrix(dy).sum(0) if of_bias else None
+        db = matrix(dy).sum(0) if bias_needs_grad else None
         token = dy.new_empty(0)
         dw = runner.pieces.whole()
-        return None, dw, db, *(token if needed else None for needed in of_tokens)
+        return None, dw, db, *(token if needed else None for needed in tokens_need_grad)
 
 
 def finish_projected(
-    call: Call, module: nn.Linear, leaves: bool | None, *tokens: Tensor
+    call: Call, module: nn.Linear, leaves_bias: bool | None, *tokens: Tensor
 ) -> Tensor | tuple[Tensor, Tensor | None]:
-    """Walk the section of the output, with the tokens of the groups and ``module``; returns what it
-    returns.
-
-    leaves   whether that is ``(y, bias to add)``, None for y alone
+    """Finish the exchanges of o and project o, in the order of the schedule.
 
     To be called inside `linear.call_through`.
+
+    Args:
+        call: The call.
+        module: The output projection.
+        leaves_bias: Whether ``module`` leaves its bias to its caller to add; None if it returns y
+            alone.
+        tokens: The token of the exchange of o of each group.
+
+    Returns:
+        What ``module`` returns: y; or (y, the bias to add or None) unless ``leaves_bias`` is None.
     """
     bias = parameter_of(module, "bias")
-    y = _FinishOutput.apply(
-        call, *autocast(parameter_of(module, "weight"), None if leaves else bias), *tokens
-    )
-    return y if leaves is None else (y, bias if leaves else None)
+    weight, added = autocast(parameter_of(module, "weight"), None if leaves_bias else bias)
+    y = _FinishOutput.apply(call, weight, added, *tokens)
+    return y if leaves_bias is None else (y, bias if leaves_bias else None)

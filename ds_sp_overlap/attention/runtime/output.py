@@ -1,4 +1,4 @@
-"""The output projection of o, group by group, and its gradients."""
+"""The output projection of o, one head group after another, and its gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from .slices import Parts, Pieces, batched, cutter, parts_of
 
 
 class OutputProjection:
-    """The output projection of o, one group after another; shared by forward and backward of a
-    node.
+    """The output projection of o, one head group after another.
 
-    w [m, k], w_g = w[:, c_g] its columns for a group
+    Forward and backward of a node share this object. The weight w is [m, k]; w_g = w[:, c_g] are
+    its columns for group g.
+
+    Attributes:
+        call: The call.
+        shape: The shape of the weight.
+        head_dim: ``d`` of o.
+        columns: c_g of each group.
     """
 
     def __init__(self, call: Call, shape: torch.Size):
@@ -29,13 +35,14 @@ class OutputProjection:
     def merging(
         self, weight: Tensor, bias: Tensor | None
     ) -> Callable[[Tensor | None, int, Tensor], tuple[Tensor, Tensor]]:
-        """What makes y + o_g w_g^T of y and o of a group, or b + o_g w_g^T for the first; with o
-        [tokens, k_g] as it was multiplied.
+        """Return the function that adds the product of a group to y.
+
+        It takes y (None for the first group), the group, and local o of the group. It returns
+        y + o_g w_g^T, or b + o_g w_g^T for the first group; and the o that was multiplied,
+        [tokens, k_g].
         """
-        cut, is_cast = (
-            cutter(weight.t(), 0, self.columns),
-            torch.is_autocast_enabled(weight.device.type),
-        )
+        cut = cutter(weight.t(), 0, self.columns)
+        is_cast = torch.is_autocast_enabled(weight.device.type)
 
         def merge(y: Tensor | None, group: int, o: Tensor) -> tuple[Tensor, Tensor]:
             tokens, o = o.shape[:2], matrix(o)
@@ -45,38 +52,41 @@ class OutputProjection:
             if y is not None:
                 matrix(y).addmm_(*operands)
                 return y, o
-            y = o.new_empty(
-                *tokens, weight.shape[0]
-            )  # no view, so that the caller may update it in place
-            torch.mm(*operands, out=matrix(y)) if bias is None else torch.addmm(
-                bias, *operands, out=matrix(y)
-            )
+            # No view of a product, so that the caller may update y in place.
+            y = o.new_empty(*tokens, weight.shape[0])
+            if bias is None:
+                torch.mm(*operands, out=matrix(y))
+            else:
+                torch.addmm(bias, *operands, out=matrix(y))
             return y, o
 
         return merge
 
     def dgrads(self, dy: Tensor, weight: Tensor) -> Callable[[int], Tensor]:
-        """What makes do_g = dy w_g, [s/P, b, h_g, d], of a group."""
+        """Return the function that computes do_g = dy w_g of a group.
+
+        do_g is [s/P, b, h_g, d]; or [s/P, b, P, h_g/P, d], where o has a dimension for the ranks
+        (`Call.by_rank`).
+        """
         rows, cut, head_dim = matrix(dy), cutter(weight, 1, self.columns), self.head_dim
 
         def dgrad(group: int) -> Tensor:
+            columns = self.columns[group]
             if "o" in self.call.by_rank:
-                do = by_rank(
-                    rows, batched(weight, 1, self.columns[group], self.call.geometry.sp_size)
-                )
+                do = by_rank(rows, batched(weight, 1, columns, self.call.geometry.sp_size))
             else:
-                do = torch.mm(rows, cut(self.columns[group]))
+                do = torch.mm(rows, cut(columns))
             return do.view(*dy.shape[:2], *do.shape[1:-1], do.shape[-1] // head_dim, head_dim)
 
         return dgrad
 
     def pieces(self, late: bool = False) -> Pieces:
-        """Of dw."""
+        """Return the empty gradient of the weight, to which each group adds its columns."""
         return Pieces(self.shape, 1, self.columns, late=late)
 
 
 @lru_cache(maxsize=4096)
 def _columns(geometry: Geometry, head_dim: int) -> Parts:
-    return parts_of(
-        *(geometry.elements_of("o", group, 0, head_dim) for group in range(geometry.groups))
-    )
+    """Return for each head group the columns of the weight that its heads are multiplied with."""
+    groups = range(geometry.groups)
+    return parts_of(*(geometry.elements_of("o", group, 0, head_dim) for group in groups))

@@ -1,4 +1,7 @@
-"""Projections of q, k and v, part by part, and their gradients."""
+"""The projections of q, k and v, and their gradients, one part after another.
+
+A part is q, k or v of one head group.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,12 @@ from .slices import Parts, Pieces, Ranges, batched, cutter
 
 
 class Rows(NamedTuple):
-    """Where q, k or v of a group comes from: rows of one of the linear layers; those of each of
-    ``ranks`` together in memory, if not 0.
+    """The rows of a linear layer that project q, k or v of a head group.
+
+    Attributes:
+        module: Index of the linear layer.
+        rows: The rows of its weight.
+        ranks: The sp size, if the heads of each rank are to lie together in memory; else 0.
     """
 
     module: int
@@ -29,21 +36,24 @@ class Rows(NamedTuple):
 
 @dataclass
 class Projections:
-    """q, k and v of all groups from x: rows of linear layers, then for q and k a norm and a
-    rotation.
+    """Makes q, k and v of all head groups from x.
 
-    modules   the linear layers
-    rows      of each part
-    parts     of each linear layer, the rows that its parts are made of
-    norms     of q and k, over d of heads [.., h, d]; computed again in backward, so that nothing
-              but their input is kept
-    rope      a `Rotary` that rotates q and k
-    tables    (cos, sin) [.., 1, d_rot] by which, without a gradient; empty if nothing is rotated
-    norm_last rotate before the norm instead of behind it
-    folded    what the kernels rotate that pack it, so that `shape` does not
-    head_dim  d
-    plain     see `linear`
-    recorded  whether there will be a backward
+    Each part is made by rows of a linear layer. A norm and a rotation follow for q and k.
+
+    Attributes:
+        modules: The linear layers.
+        rows: For each part, the rows that make it.
+        parts: For each linear layer, the rows of each of its parts.
+        norms: The norms of q and k, over ``d`` of heads [.., h, d]. Backward recomputes them, so
+            that nothing but their input is saved.
+        rope: A `Rotary` that rotates q and k.
+        tables: (cos, sin), [.., 1, d_rot] each, that q and k are rotated by. They need no gradient.
+            Empty if nothing is rotated.
+        norm_last: Whether the rotation comes before the norm.
+        folded: The parts that the kernels rotate that pack them; `shape` does not rotate these.
+        head_dim: ``d``.
+        plain: Known forwards of plain linear layers, see `linear`.
+        recorded: Whether there will be a backward.
     """
 
     modules: list[nn.Linear]
@@ -60,38 +70,40 @@ class Projections:
 
     @property
     def called(self) -> list[nn.Module]:
-        """Modules whose weights must be there while it is made and run."""
+        """The modules to call with `linear.call_through`, so that their weights are whole."""
         return list(dict.fromkeys((*self.modules, *self.norms.values())))
 
     @cached_property
-    def learned(self) -> dict[str, slice]:
-        """Places of what is learned in each norm among the `parameters`, behind those of the linear
-        layers.
-        """
-        places, at = {}, 2 * len(self.modules)
+    def norm_places(self) -> dict[str, slice]:
+        """The places of the parameters of each norm in `parameters`."""
+        places, start = {}, 2 * len(self.modules)
         for kind, norm in self.norms.items():
-            places[kind] = slice(at, at := at + len(list(norm.parameters())))
+            places[kind] = slice(start, start := start + len(list(norm.parameters())))
         return places
 
     def parameters(self) -> list[Tensor | None]:
-        """Weight and bias of each linear layer, then what is learned in the norms."""
-        linear = [
-            p
-            for m in self.modules
-            for p in (
-                parameter_of(m, "weight"),
-                None if self.plain[type(m).forward](m) else parameter_of(m, "bias"),
-            )
-        ]
-        return linear + [p for norm in self.norms.values() for p in norm.parameters()]
+        """Return weight and bias of each linear layer, then the parameters of the norms."""
+        parameters: list[Tensor | None] = []
+        for module in self.modules:
+            leaves_bias = self.plain[type(module).forward](module)
+            bias = None if leaves_bias else parameter_of(module, "bias")
+            parameters += [parameter_of(module, "weight"), bias]
+        return parameters + [p for norm in self.norms.values() for p in norm.parameters()]
 
     def projecting(
         self, x: Tensor, tokens: Sequence[int], parameters: Sequence[Any]
     ) -> Callable[[Part], Tensor]:
-        """What projects x [s/P b, m] to a part: [*tokens, h, d], or [*tokens, P, h, d] in the
-        memory order of the wire.
+        """Return the function that projects x to a part.
 
-        parameters   as `parameters` gives them, or what autocast made of them
+        Args:
+            x: [tokens, m].
+            tokens: (s/P, b). The dimensions of the tokens in the result.
+            parameters: Weight and bias of each linear layer, as in `parameters`, or as autocast
+                casts them.
+
+        Returns:
+            A function from a part to [s/P, b, h_g, d]; or to [s/P, b, P, h_g/P, d] in the memory
+            order in which the tensor is sent, where `Rows.ranks` is given.
         """
         pairs = list(zip(parameters[::2], parameters[1::2], self.parts))
         weights = [cutter(weight.t(), 1, parts) for weight, _, parts in pairs]
@@ -101,23 +113,20 @@ class Projections:
             module, rows, ranks = self.rows[part]
             bias = biases[module]
             if ranks:
-                weight, bias, _ = pairs[module]
-                y = by_rank(
-                    x,
-                    batched(weight, 0, rows, ranks),
-                    None if bias is None else batched(bias, 0, rows, ranks),
-                )
+                weight, added, _ = pairs[module]
+                added = None if added is None else batched(added, 0, rows, ranks)
+                y = by_rank(x, batched(weight, 0, rows, ranks), added)
                 return y.view(*tokens, ranks, y.shape[-1] // self.head_dim, self.head_dim)
-            y = (
-                torch.mm(x, weights[module](rows))
-                if bias is None
-                else torch.addmm(bias(rows), x, weights[module](rows))
-            )
+            if bias is None:
+                y = torch.mm(x, weights[module](rows))
+            else:
+                y = torch.addmm(bias(rows), x, weights[module](rows))
             return y.view(*tokens, y.shape[-1] // self.head_dim, self.head_dim)
 
         return project
 
     def is_rotated(self, part: Part, tables: tuple[Tensor, ...]) -> bool:
+        """Return whether `shape` rotates a part."""
         return bool(tables) and part[0] != "v" and part not in self.folded
 
     def shape(
@@ -125,188 +134,195 @@ class Projections:
         part: Part,
         heads: Tensor,
         tables: tuple[Tensor, ...],
-        saved: Sequence[Tensor] | None = None,
+        norm_parameters: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Norm and rotation of what was projected, in the order of memory, which stays as it is.
+        """Apply the norm and the rotation to a projected part; its memory order stays as it is.
 
-        saved   in backward, what the norms learn as it was in forward, where they were called
-                already (`called`)
+        Args:
+            part: The kind and the group.
+            heads: What `projecting` made.
+            tables: As the attribute.
+            norm_parameters: In backward, the saved parameters of the norms. None in forward, where
+                the norms are being called (`called`) and have their parameters in place.
         """
-        module, rotated = self.norms.get(part[0]), self.is_rotated(part, tables)
-        if not (rotated or module):
+        module, is_rotated = self.norms.get(part[0]), self.is_rotated(part, tables)
+        if not (is_rotated or module):
             return heads
-        norm: Callable[..., Tensor] | None = module
-        if module is not None:
-            norm = (
-                module.forward
-                if saved is None
-                else self._with(module, self.of_norm(part[0], saved))
-            )
+        norm: Callable[..., Tensor] | None = None if module is None else module.forward
+        if module is not None and norm_parameters is not None:
+            norm = self._with(module, self.of_norm(part[0], norm_parameters))
         ranks = self.rows[part].ranks
         heads = heads.movedim(2, 0) if ranks else heads
         heads = heads if norm is None or self.norm_last else norm(heads)
-        heads = self.rope.rotate(heads, *tables) if rotated else heads
+        heads = self.rope.rotate(heads, *tables) if is_rotated else heads
         heads = norm(heads) if norm is not None and self.norm_last else heads
         return heads.movedim(0, 2) if ranks else heads
 
-    def of_norm(self, kind: str, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What is learned in the norm of q or k, of what is ``saved`` of all norms."""
-        at, linear = self.learned[kind], 2 * len(self.modules)
-        return saved[at.start - linear : at.stop - linear]
+    def of_norm(self, kind: str, norm_parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return those of the parameters of all norms that belong to the norm of q or k."""
+        place, linear = self.norm_places[kind], 2 * len(self.modules)
+        return norm_parameters[place.start - linear : place.stop - linear]
 
-    def _with(self, norm: nn.Module, learned: Sequence[Tensor]) -> Callable[..., Tensor]:
-        """``norm`` with ``learned`` for its parameters: `functional_call` replaces them, and so does
+    def _with(self, norm: nn.Module, saved: Sequence[Tensor]) -> Callable[..., Tensor]:
+        """Return ``norm`` with the saved tensors in the place of its parameters.
+
+        The two differ where a caller's `functional_call` replaced the parameters in forward, and in
         an activation checkpoint, which saves tensors of its own.
         """
         own = dict(norm.named_parameters())
-        if all(mine is theirs for mine, theirs in zip(own.values(), learned)):
+        if all(parameter is tensor for parameter, tensor in zip(own.values(), saved)):
             return norm
-        norm = without_hooks(norm)  # ZeRO-3's look for parameters of its own
-        return lambda heads: functional_call(norm, dict(zip(own, learned)), (heads,))
+        norm = without_hooks(norm)  # hooks of ZeRO-3 expect parameters of its own
+        return lambda heads: functional_call(norm, dict(zip(own, saved)), (heads,))
 
 
 class InputGradients:
-    """Gradients of x and of what q, k and v are projected with, one part after another; shared by
-    forward and backward of a node.
+    """Computes the gradients of x and of the parameters of `Projections`, one part after another.
 
-    needs   whether x has a gradient, then each of the ``parameters``
+    Forward and backward of a node share this object.
+
+    Args:
+        call: The call.
+        projections: The projections.
+        x: [.., m]. The layer's input.
+        parameters: As in `Projections.parameters`.
+        needs_grad: Whether x needs a gradient, then whether each of the parameters does.
+
+    Attributes:
+        linear_count: How many of the parameters are those of linear layers.
     """
 
     def __init__(
         self,
         call: Call,
-        made: Projections,
+        projections: Projections,
         x: Tensor,
         parameters: Sequence[Tensor | None],
-        needs: Sequence[bool],
+        needs_grad: Sequence[bool],
     ):
-        self.call, self.made, self.shape, self.dtype = call, made, x.shape, x.dtype
-        self.of_x, *self.of_parameters = needs
-        self.linear = 2 * len(made.modules)
+        self.call, self.projections, self.shape, self.dtype = call, projections, x.shape, x.dtype
+        self.x_needs_grad, *self.parameters_need_grad = needs_grad
+        self.linear_count = 2 * len(projections.modules)
         self.shapes = [None if p is None else p.shape for p in parameters]
         self.autocast: dict[str, Any] = {}
-        if made.norms:
+        if projections.norms:
             self.autocast = autocast_of(x.device)  # guard: as in forward
 
     def is_needed(self, part: Part) -> bool:
-        """Whether there will be a gradient of q, k or v of a group."""
-        at, of = 2 * self.made.rows[part].module, self.of_parameters
-        return (
-            self.of_x or any(of[at : at + 2]) or any(of[self.made.learned.get(part[0], slice(0))])
-        )
+        """Return whether a gradient of q, k or v of a group is needed."""
+        projections, needs_grad = self.projections, self.parameters_need_grad
+        weight = 2 * projections.rows[part].module
+        of_norm = projections.norm_places.get(part[0], slice(0))
+        return self.x_needs_grad or any(needs_grad[weight : weight + 2]) or any(needs_grad[of_norm])
 
     def begin(
         self,
         x: Tensor | None,
         weights: Sequence[Any],
         tables: tuple[Tensor, ...],
-        of_norms: Sequence[Tensor],
-        normed: dict[Part, Tensor],
-        some: bool,
+        norm_parameters: Sequence[Tensor],
+        norm_inputs: dict[Part, Tensor],
+        some_missing: bool,
         late: bool = False,
     ) -> None:
-        """Of a backward, in which ``some`` parts may have no gradient; ``late`` as in `Pieces`.
+        """Begin a backward; `end` ends it.
 
-        weights    of each linear layer at its place among the parameters
-        of_norms   what is learned in the norms
-        normed     inputs of the norms
+        Args:
+            x: [.., m]. The layer's input; None if no weight needs a gradient.
+            weights: The weight of each linear layer, at its place among the parameters.
+            tables: As in `Projections`.
+            norm_parameters: The parameters of the norms.
+            norm_inputs: For each part with a norm, the input of the norm.
+            some_missing: Whether some parts may have no gradient.
+            late: As in `Pieces`.
         """
-        self.x, self.tables, self.of_norms, self.normed = (
-            None if x is None else matrix(x),
-            tables,
-            of_norms,
-            normed,
-        )
-        self.found = {
-            at: Pieces(shape, 0, self.made.parts[at // 2], some, late)
-            for at, shape in enumerate(self.shapes[: self.linear])
-            if shape is not None and self.of_parameters[at]
+        self.x = None if x is None else matrix(x)
+        self.tables, self.norm_parameters, self.norm_inputs = tables, norm_parameters, norm_inputs
+        parts = self.projections.parts
+        self.linear_gradients = {
+            index: Pieces(shape, 0, parts[index // 2], some_missing, late)
+            for index, shape in enumerate(self.shapes[: self.linear_count])
+            if shape is not None and self.parameters_need_grad[index]
         }
-        self.cut = (
-            [cutter(weight, 0, parts) for weight, parts in zip(weights[::2], self.made.parts)]
-            if self.of_x
-            else []
-        )
-        self.learned: list[Tensor | None] = [None] * (len(self.shapes) - self.linear)
+        self.cut_weights: list[Callable[[Ranges], Tensor]] = []
+        if self.x_needs_grad:
+            self.cut_weights = [
+                cutter(weight, 0, rows) for weight, rows in zip(weights[::2], parts)
+            ]
+        self.norm_gradients: list[Tensor | None] = [None] * (len(self.shapes) - self.linear_count)
         self.dx: Tensor | None = None
         self.gradients: dict[Part, Tensor] = {}
-        self._halved: set[Part] = set()  # either dgrad or wgrad is done
+        # The parts that have one of dgrad and wgrad done, and not the other.
+        self._half_done: set[Part] = set()
 
     def arrived(self, part: Part, dy: Tensor) -> None:
-        """Take the gradient of what was sent, and turn it into that of what was projected, [tokens,
-        n].
-        """
-        made = self.made
-        if part not in self.normed:
-            if made.is_rotated(part, self.tables):
-                dy = made.rope.rotate_back(dy.flatten(2, -2), *self.tables).to(self.dtype)
+        """Take the gradient of the part that was sent back through its rotation and norm."""
+        projections = self.projections
+        if part not in self.norm_inputs:
+            if projections.is_rotated(part, self.tables):
+                dy = projections.rope.rotate_back(dy.flatten(2, -2), *self.tables).to(self.dtype)
             self.gradients[part] = matrix(dy)
             return
-        leaf, of_norm = (
-            self.normed.pop(part).detach().requires_grad_(),
-            made.of_norm(part[0], self.of_norms),
-        )
+        leaf = self.norm_inputs.pop(part).detach().requires_grad_()
+        parameters = projections.of_norm(part[0], self.norm_parameters)
         with torch.enable_grad(), torch.autocast(**self.autocast):
-            y = made.shape(part, leaf, self.tables, self.of_norms)
-        places = made.learned[part[0]]
-        wanted = [at for at in range(places.start, places.stop) if self.of_parameters[at]]
-        dy, *found = torch.autograd.grad(
-            y, [leaf, *(of_norm[at - places.start] for at in wanted)], dy, allow_unused=True
-        )
-        for at, gradient in zip(wanted, found):
+            y = projections.shape(part, leaf, self.tables, self.norm_parameters)
+        place = projections.norm_places[part[0]]
+        indices = range(place.start, place.stop)
+        needed = [index for index in indices if self.parameters_need_grad[index]]
+        ends = [leaf, *(parameters[index - place.start] for index in needed)]
+        dy, *gradients = torch.autograd.grad(y, ends, dy, allow_unused=True)
+        for index, gradient in zip(needed, gradients):
             if gradient is not None:
-                so_far = self.learned[at - self.linear]
-                self.learned[at - self.linear] = gradient if so_far is None else so_far + gradient
+                so_far = self.norm_gradients[index - self.linear_count]
+                gradient = gradient if so_far is None else so_far + gradient
+                self.norm_gradients[index - self.linear_count] = gradient
         self.gradients[part] = matrix(dy)
 
     def dgrad(self, part: Part) -> None:
-        """Add a part's share to dx; nothing, where no gradient of it arrived."""
+        """Add the share of a part to dx; do nothing where no gradient of the part arrived."""
         if (dy := self.gradients.get(part)) is None:
             return
-        module, rows, _ = self.made.rows[part]
-        if self.of_x:
-            weight, dx = self.cut[module](rows), self.dx
+        module, rows, _ = self.projections.rows[part]
+        if self.x_needs_grad:
+            weight, dx = self.cut_weights[module](rows), self.dx
             if dx is None:
                 self.dx = dy @ weight
             elif len(self.call.groups) == 1 or dx.dtype != dy.dtype:
-                dx += dy @ weight  # rounds as the layer that it replaces does
+                dx += dy @ weight  # rounds as the layer that is replaced does
             else:
                 dx.addmm_(dy, weight)
-        del dy  # before the next one is unpacked
-        self._is_half_done(part)
+        del dy  # before the next gradient is unpacked
+        self._finish_half(part)
 
     def wgrad(self, part: Part) -> None:
-        """Add a part's share to the gradients of weight and bias; nothing, where none arrived."""
+        """Add the share of a part to the gradients of weight and bias, where one arrived."""
         if (dy := self.gradients.get(part)) is None:
             return
-        module, rows, _ = self.made.rows[part]
-        at = 2 * module
-        if self.of_parameters[at]:
-            self.found[at].put(rows, torch.mm, dy.t(), self.x)
-        if self.of_parameters[at + 1]:
-            self.found[at + 1].put(rows, torch.sum, dy, 0)
-        del dy  # before the next one is unpacked
-        self._is_half_done(part)
+        module, rows, _ = self.projections.rows[part]
+        weight, bias = 2 * module, 2 * module + 1
+        if self.parameters_need_grad[weight]:
+            self.linear_gradients[weight].put(rows, torch.mm, dy.t(), self.x)
+        if self.parameters_need_grad[bias]:
+            self.linear_gradients[bias].put(rows, torch.sum, dy, 0)
+        del dy  # before the next gradient is unpacked
+        self._finish_half(part)
 
-    def _is_half_done(self, part: Part) -> None:
-        if part in self._halved:
+    def _finish_half(self, part: Part) -> None:
+        """Free the gradient of a part once both its dgrad and its wgrad are done."""
+        if part in self._half_done:
             del self.gradients[part]
         else:
-            self._halved.add(part)
+            self._half_done.add(part)
 
     def end(self) -> tuple[Tensor | None, ...]:
-        """Gradients of x and of the parameters."""
-        of_linear = [
-            self.found[at].whole() if at in self.found else None for at in range(self.linear)
-        ]
-        found = None if self.dx is None else self.dx.view(self.shape), *of_linear, *self.learned
-        del (
-            self.x,
-            self.cut,
-            self.tables,
-            self.of_norms,
-            self.found,
-            self.learned,
-            self.dx,
-        )  # of this backward
-        return found
+        """End a backward; return the gradients of x and of the parameters."""
+        linear_gradients: list[Tensor | None] = [None] * self.linear_count
+        for index, pieces in self.linear_gradients.items():
+            linear_gradients[index] = pieces.whole()
+        dx = None if self.dx is None else self.dx.view(self.shape)
+        gradients = dx, *linear_gradients, *self.norm_gradients
+        # This object outlives the backward, what belongs to the backward must not.
+        del self.x, self.cut_weights, self.tables, self.norm_parameters
+        del self.linear_gradients, self.norm_gradients, self.dx
+        return gradients

@@ -1,4 +1,4 @@
-"""The steps of forward under autograd's eyes, which makes the backward of them.
+"""What each step of forward does where autograd records it and derives its backward.
 
 See Note [Two ways to differentiate] in `runner`.
 """
@@ -18,8 +18,9 @@ from .slices import join
 
 
 class Gathering(Runner):
-    """Gathers steps that follow one another and performs them together, as one node of autograd:
-    fewer nodes cost the host less. `gather` is their handler.
+    """Gathers consecutive steps and performs them together, as one node of autograd.
+
+    Fewer nodes cost the host less time. A subclass gathers a step by passing it to `gather`.
     """
 
     def __init__(self, call: Call, schedule: Schedule | None = None):
@@ -28,11 +29,11 @@ class Gathering(Runner):
 
     @abstractmethod
     def joins(self, gathered: list[Step], step: Step) -> bool:
-        """Whether a step is performed together with those that were gathered."""
+        """Return whether a step is performed together with the steps gathered so far."""
 
     @abstractmethod
     def perform(self, steps: list[Step]) -> None:
-        """Perform steps as one node."""
+        """Perform the steps as one node."""
 
     def gather(self, step: Step) -> None:
         self._gathered.append(step)
@@ -52,14 +53,23 @@ class Gathering(Runner):
 
 
 class Recorded(Gathering):
-    """Performs the steps of forward under autograd's eyes. See Note [Two ways to differentiate].
+    """Performs the steps of forward with operations that autograd records.
 
-    What travels between two attentions, o of one group and q, k, v of a later one, is one node.
+    The exchanges between two attentions, o of one group and q, k, v of a later one, become one
+    node. See Note [Two ways to differentiate].
+
+    Args:
+        call: The call.
+        attend: Computes o of a group from its number and its q, k, v, all [s, b, h_g/P, d].
+        project: Computes q, k or v of a group, [s/P, b, h_g, d], from the kind and the group. None
+            if the inputs are a node of their own, whose tokens the caller puts in ``tokens``.
+        arrive: Changes q, k or v on arrival, given the kind and the tensor, [s, b, h_g/P, d]: RoPE,
+            if the caller wants RoPE after the exchange. None for no change.
 
     Attributes:
-        tokens: Of exchanges that are under way.
-        values: q, k, v and o of head groups: made, then received.
-        outputs: o of each group, local, where nothing else takes it.
+        tokens: For each exchange that is in flight, its token.
+        values: q, k, v and o of head groups: the local tensors, then the received ones.
+        outputs: Local o of each group, unless the output is a node of its own.
     """
 
     handlers = FORWARD
@@ -71,24 +81,16 @@ class Recorded(Gathering):
         project: Callable[[str, int], Tensor] | None = None,
         arrive: Callable[[str, Tensor], Tensor] | None = None,
     ):
-        """
-        Args:
-            call: The call.
-            attend: A group and its q, k, v -> o, [s, b, h_g/P, d] each.
-            project: Kind and group -> q, k or v of the group, [s/P, b, h_g, d]. None where a node
-                does it, and gives the tokens.
-            arrive: What is done with q, k or v on arrival, [s, b, h_g/P, d]: RoPE where the caller
-                wants it after the exchange. None for nothing.
-        """
         super().__init__(call)
         self._project, self._attend, self._arrive = project, attend, arrive
         self.tokens: dict[Exchanged, Tensor] = {}
         self.values: dict[Part, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
-        self._attended: dict[int, tuple[Tensor, ...]] = {}  # o, and q, k, v that it is made of
+        # For each group whose o is not sent yet: o, and the q, k, v that o was computed from.
+        self._attended: dict[int, tuple[Tensor, ...]] = {}
 
     def joins(self, gathered: list[Step], step: Step) -> bool:
-        # What is done on arrival is done under the exchanges that are still on their way.
+        # Work on arrival stays apart, so that it hides the exchanges that are still in flight.
         return self._arrive is None and step.on_wire and not step.is_local_end
 
     def project(self, step: Step) -> None:
@@ -98,8 +100,8 @@ class Recorded(Gathering):
 
     def start(self, step: Step) -> None:
         if step.is_local_end:
-            sent = [self.values.pop(part) for part in step.parts]
-            self.tokens[step.exchange] = self.call.start(step, *sent)
+            tensors = [self.values.pop(part) for part in step.parts]
+            self.tokens[step.exchange] = self.call.start(step, *tensors)
         else:
             self.gather(step)
 
@@ -124,19 +126,19 @@ class Recorded(Gathering):
         halves = []
         for step in steps:
             if step.op is Op.START:
-                halves.append(self.call.starting(step, self._attended.pop(step.group)))
+                halves.append(self.call.start_half(step, self._attended.pop(step.group)))
             else:
                 token = self.tokens.pop(step.exchange)
                 halves.append(Half(self.call.exchanges[step.exchange], (token,)))
-        for step, made in zip(steps, run_halves(halves)):
+        for step, results in zip(steps, run_halves(halves)):
             if step.op is Op.START:
-                (self.tokens[step.exchange],) = made
+                (self.tokens[step.exchange],) = results
             else:
-                for part, x in zip(step.parts, made):
+                for part, x in zip(step.parts, results):
                     self.values[part] = x if self._arrive is None else self._arrive(part[0], x)
 
 
 def join_heads(call: Call, outputs: dict[int, Tensor]) -> Tensor:
-    """o of all heads, [.., .., h, d], from that of each group."""
+    """Join o of each group to o of all heads, [.., .., h, d]."""
     heads = [call.geometry.heads_of("q", group) for group in call.groups]
     return join([outputs[group] for group in call.groups], 2, heads)

@@ -1,18 +1,22 @@
-"""The loop over steps; and the steps of forward by hand, inside a node of autograd that has a
-backward of its own (`backward`).
+"""Walks programs step by step: the loop over steps, and what each step of forward does.
+
+`ForwardRunner` performs the steps of forward without autograd, inside a node whose backward is
+written by hand. `backward` has the steps of that backward. `recorded` has the steps of a forward
+that autograd differentiates.
 
 Note [Two ways to differentiate]
-    A layer runs by a schedule in one of two ways, for which its modules and its schedule decide
-    when a call begins.
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A layer is differentiated in one of two ways. Its modules and its schedule decide which one when a
+call begins.
 
-    Autograd, in the mirror's order (`Recorded`). Exchanges and local attention are nodes of
-    autograd, which runs them backward in the reverse order of their creation: this is the backward
-    program, to which `schedule.check` holds a schedule. Where projections are computed part by
-    part, each end of the layer is one node (`nodes`), and walks its own section of both programs.
+By autograd (`Recorded`). Exchanges and local attention are nodes of autograd. Autograd runs the
+nodes backward in the reverse order of their creation. `schedule.check` requires this order of the
+backward program's attention section. Where projections are computed part by part, each of the two
+ends of the layer is one node (`nodes`), which walks its own section of both programs.
 
-    By hand (`window`). The whole layer is one node. Forward keeps no q, k, v; backward walks the
-    backward program from its first step to its last, makes and sends q, k, v again, and asks
-    autograd for nothing but the backward of local attention, one head group at a time.
+By hand (`window`). The whole layer is one node of autograd. Forward saves no q, k, v. Backward
+walks the whole backward program: it recomputes q, k and v and exchanges them once more. It asks
+autograd only for the backward of local attention, one head group at a time.
 """
 
 from __future__ import annotations
@@ -41,18 +45,18 @@ FORWARD = {
 
 
 class Runner:
-    """Performs the steps of programs, each by the handler of its op.
+    """Performs the steps of programs, each with the method that `handlers` names for its op.
 
     Attributes:
         call: The call of a layer that the steps belong to.
-        schedule: The schedule that names them, for profilers.
+        schedule: The schedule that labels the steps for profilers; by default that of the call.
     """
 
     def __init__(self, call: Call, schedule: Schedule | None = None):
         self.call, self.schedule = call, schedule or call.schedule
 
-    # The method that performs the steps of an op. Bound methods in an attribute of the object would
-    # be a reference circle, which keeps tensors alive.
+    # For each op, the name of the method that performs its steps. Bound methods in an attribute of
+    # the object would be a reference cycle, which keeps tensors alive.
     handlers: ClassVar[dict[Op, str]] = {}
     _functions: ClassVar[dict[Op, Callable[[Any, Step], None]]]
 
@@ -60,7 +64,7 @@ class Runner:
         cls._functions = {op: getattr(cls, name) for op, name in cls.handlers.items()}
 
     def walk(self, program: Program) -> None:
-        """Perform a program; nowhere else is there a loop over steps that does anything."""
+        """Perform the steps of a program in their order; no other loop performs steps."""
         functions, reach, profiled = self._functions, self.reach, is_profiled()
         for step in program:
             if reach is not None:
@@ -71,38 +75,43 @@ class Runner:
             else:  # a context manager costs the host as much as the rest of this loop
                 functions[step.op](self, step)
 
-    # Called before each step.
+    # Called before each step; None where there is nothing to do.
     reach: Callable[[Step], None] | None = None
 
     def range(self, step: Step) -> Any:
-        """A range of a profiler, named as in the drawing; an exchange makes its own ranges."""
+        """Open a profiler range, named as in the drawing; an exchange opens ranges of its own."""
         return NOTHING if step.on_wire else named(self.call.where, self.schedule.label(step))
 
 
 class LocalAttention(NamedTuple):
-    """
-    attend    a group and its q, k, v -> o
-    given     tensors that it is called with beside them
-    learned   those of them, and of its parameters, that have a gradient
-    agree     whether o must travel in backward, on any rank, of what is needed on this one
+    """The local attention of one call.
+
+    Attributes:
+        attend: Computes o of a head group from the group's number and its q, k and v.
+        arguments: The tensors among the other arguments that attention is called with.
+        learned: The tensors among ``arguments``, and the parameters, that require a gradient.
+        agree: Takes whether the backward of attention reads o on this rank, and a description of a
+            tensor that attention learns but ``learned`` lacks ("" for none). Refuses such a tensor
+            on all ranks. Returns whether o must travel in backward, since some rank reads it.
     """
 
     attend: Attend
-    given: list[Tensor]
+    arguments: list[Tensor]
     learned: list[Tensor]
     agree: Callable[[bool, str], bool]
 
 
 class ForwardRunner(Runner):
-    """Performs the steps of forward.
+    """Performs the steps of forward without autograd.
 
     Attributes:
-        values: q, k, v and o of head groups: made, then received.
-        tokens: Of the exchanges that were started, in their order.
-        outputs: Local o of each group as it was projected, [tokens, k_g].
-        attended: Of each group, what the backward of its attention needs; ``saved`` are the tensors
-            of it.
-        y: The sum of the output projection so far.
+        values: q, k, v and o of head groups: the local tensors, then the received ones.
+        tokens: For each exchange that was started, an empty tensor that stands for it.
+        outputs: For each head group, the local o that the output projection read, [tokens, k_g].
+        attended: For each head group, what the backward of its attention needs; filled only where
+            there will be a backward.
+        saved: For each head group, the tensors that belong to ``attended``.
+        y: The sum of the output projection over the groups that are merged so far.
     """
 
     y: Tensor | None = None
@@ -122,58 +131,64 @@ class ForwardRunner(Runner):
         x: Tensor,
         parameters: Sequence[Tensor | None],
         tables: tuple[Tensor, ...],
-        of_norms: Sequence[Tensor] | None = None,
-        normed: dict[Part, Tensor] | None = None,
+        norm_parameters: Sequence[Tensor] | None = None,
+        norm_inputs: dict[Part, Tensor] | None = None,
     ) -> None:
-        """For PROJECT.
+        """Take what the steps PROJECT need.
 
         Args:
-            inputs: The projections.
-            x: [.., m].
+            inputs: The projections and their gradients.
+            x: [.., m]. The layer's input.
             parameters: Weight and bias of each linear layer.
-            tables: By which q and k are rotated.
-            of_norms: What the norms learn, in backward.
-            normed: Takes the inputs of the norms; None where nobody needs them.
+            tables: (cos, sin) that q and k are rotated by; empty for no rotation.
+            norm_parameters: In backward, the saved parameters of the norms; None in forward.
+            norm_inputs: Receives the inputs of the norms; None where nobody needs them.
         """
-        self.inputs, self.tables, self.of_norms, self.normed = inputs, tables, of_norms, normed
-        self.linear = inputs.made.projecting(matrix(x), x.shape[:2], parameters)
+        self.inputs, self.tables = inputs, tables
+        self.norm_parameters, self.norm_inputs = norm_parameters, norm_inputs
+        self.project_part = inputs.projections.projecting(matrix(x), x.shape[:2], parameters)
 
     def take_attention(self, local: LocalAttention, is_recorded: bool) -> None:
-        """For ATTEND; ``is_recorded`` where its backward will be asked for."""
+        """Take what the steps ATTEND need; ``is_recorded`` if attention will have a backward."""
         self.local, self.is_recorded = local, is_recorded
 
     def take_output(self, output: OutputProjection, weight: Tensor, bias: Tensor | None) -> None:
-        """For MERGE."""
-        self.merging = output.merging(weight, bias)
+        """Take what the steps MERGE need."""
+        self.merge_group = output.merging(weight, bias)
 
     def project(self, step: Step) -> None:
         (part,) = step.parts
-        made, heads = self.inputs.made, self.linear(part)
-        if self.normed is not None and part[0] in made.norms and self.inputs.is_needed(part):
-            self.normed[part] = heads
-        self.values[part] = made.shape(part, heads, self.tables, self.of_norms)
+        projections, heads = self.inputs.projections, self.project_part(part)
+        if (
+            self.norm_inputs is not None
+            and part[0] in projections.norms
+            and self.inputs.is_needed(part)
+        ):
+            self.norm_inputs[part] = heads
+        self.values[part] = projections.shape(part, heads, self.tables, self.norm_parameters)
 
     def start(self, step: Step) -> None:
-        sent = [self.values.pop(part) for part in step.parts]
-        self.call.exchanging(step, sent).start_forward(sent)
-        self.tokens[step.exchange] = new_token(sent[0])
+        tensors = [self.values.pop(part) for part in step.parts]
+        self.call.new_exchange(step, tensors).start_forward(tensors)
+        self.tokens[step.exchange] = new_token(tensors[0])
 
     def finish(self, step: Step) -> None:
         exchange = self.call.exchanges[step.exchange]
         self.values.update(zip(step.parts, exchange.finish_forward()))
 
     def attend(self, step: Step) -> None:
-        group, geometry = step.group, self.call.geometry
-        self.values["o", group] = self._attended(group)
-        for sent in range(group + 1):
-            if geometry.last_use[sent] == group:  # guard: let go when no group needs them
-                self.values.pop(("k", sent), None), self.values.pop(("v", sent), None)
+        group, last_use = step.group, self.call.geometry.last_use
+        self.values["o", group] = self._attend(group)
+        for earlier in range(group + 1):
+            if last_use[earlier] == group:  # guard: let go when no group needs them
+                self.values.pop(("k", earlier), None), self.values.pop(("v", earlier), None)
 
     def merge(self, step: Step) -> None:
         o = self.values.pop(("o", step.group))
-        self.y, self.outputs[step.group] = self.merging(self.y, step.group, o)
+        self.y, self.outputs[step.group] = self.merge_group(self.y, step.group, o)
 
-    def _attended(self, group: int) -> Tensor:
+    def _attend(self, group: int) -> Tensor:
+        """Compute o of a head group; with a backward, also note what that backward needs."""
         call, attend = self.call, self.local.attend
         q = self.values.pop(("q", group))
         k, v = (with_kv(call.geometry, kind, group, self.values) for kind in ("k", "v"))
@@ -182,14 +197,15 @@ class ForwardRunner(Runner):
         o, self.attended[group], self.saved[group] = attend_once(
             lambda *heads: attend_group(call, attend, group, *heads),
             (q, k, v),
-            self.wanted(group),
-            self.local.given,
+            self.qkv_need_grad(group),
+            self.local.arguments,
             self.local.learned,
         )
         return o
 
-    def wanted(self, group: int) -> list[bool]:
-        """Of which of q, k and v of a group there will be a gradient."""
-        sent = [sent for sent, *_ in self.call.geometry.kv_pieces(group)]
-        of_kv = [any(self.inputs.is_needed((kind, at)) for at in sent) for kind in ("k", "v")]
-        return [self.inputs.is_needed(("q", group)), *of_kv]
+    def qkv_need_grad(self, group: int) -> list[bool]:
+        """Return for each of q, k and v that a group attends to whether it needs a gradient."""
+        is_needed = self.inputs.is_needed
+        pieces = self.call.geometry.kv_pieces(group)
+        kv_need_grad = [any(is_needed((kind, sent)) for sent, *_ in pieces) for kind in ("k", "v")]
+        return [is_needed(("q", group)), *kv_need_grad]

@@ -1,9 +1,9 @@
-"""A layer that holds few head groups at a time: one node of autograd, whose backward makes q, k and
-v again.
+"""A layer that holds few head groups at a time: one node of autograd, whose backward recomputes q,
+k and v.
 
-Forward and backward walk the programs of a `Windowed` schedule as they are. Between them live the
-layer's input, the local o, and what local attention's backward reads beside q, k, v and o
-(`memory.recompute`). See Note [Two ways to differentiate].
+Forward and backward walk the programs of a `Windowed` schedule. Between the two, the node saves the
+layer's input, the local o, and what the backward of local attention reads beside q, k, v and o
+(`memory.recompute`). See Note [Two ways to differentiate] in `runner`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,17 @@ from .runner import ForwardRunner, LocalAttention
 
 
 class _Windowed(Node):
-    """y of x, with all that lies between.
+    """Computes y of x: projections, exchanges, local attention and the output projection.
 
-    x [.., m]        hidden states
-    w [m, k], b [m]  of the output projection
-    learned          by local attention
-    parameters       as of `Projections`
+    x is [.., m], weight [m, k] and bias [m] are those of the output projection. The rest are the
+    tensors that local attention learns, then the parameters of `Projections`.
     """
 
     @staticmethod
     def forward(
         ctx,
         call: Call,
-        made: Projections,
+        projections: Projections,
         local: LocalAttention,
         checkpoint: CheckpointPass | None,
         offload: bool,
@@ -48,21 +46,31 @@ class _Windowed(Node):
         bias,
         *rest,
     ):
-        learned, parameters = rest[: len(local.learned)], rest[len(local.learned) :]
-        of_x, ctx.of_weight, ctx.of_bias, *needs = ctx.needs_input_grad[5:]
-        ctx.of_learned, of_parameters = needs[: len(learned)], needs[len(learned) :]
-        inputs = ctx.inputs = InputGradients(call, made, x, parameters, (of_x, *of_parameters))
+        learned = len(local.learned)
+        parameters = rest[learned:]
+        x_needs_grad, ctx.weight_needs_grad, ctx.bias_needs_grad, *rest_need_grad = (
+            ctx.needs_input_grad[5:]
+        )
+        inputs = ctx.inputs = InputGradients(
+            call,
+            projections,
+            x,
+            parameters=parameters,
+            needs_grad=(x_needs_grad, *rest_need_grad[learned:]),
+        )
         output = ctx.output = OutputProjection(call, weight.shape)
-        ctx.local, ctx.autocast, tables = local, autocast_of(x.device), made.tables
-        made.tables = ()  # saved below
+        ctx.local, ctx.autocast = local, autocast_of(x.device)
+        # The node saves the tables, where autograd notices changes and frees them with the rest.
+        tables, projections.tables = projections.tables, ()
         forward = ForwardRunner(call)
-        forward.take_inputs(inputs, x, parameters, tables)
-        forward.take_attention(local, made.recorded and any(ctx.needs_input_grad))
+        forward.take_inputs(inputs, x, parameters, tables=tables)
+        forward.take_attention(local, projections.recorded and any(ctx.needs_input_grad))
         forward.take_output(output, weight, bias)
         if checkpoint is not None and checkpoint.is_recompute:
             (outputs, forward.saved), (forward.attended, after) = checkpoint.take(call.where)
+            head_dim = projections.head_dim
             for group, o in outputs.items():
-                heads = o.view(*x.shape[:2], o.shape[-1] // made.head_dim, made.head_dim)
+                heads = o.view(*x.shape[:2], o.shape[-1] // head_dim, head_dim)
                 forward.values["o", group] = heads
             forward.walk(call.schedule.recompute)
             if after is not None:
@@ -72,37 +80,36 @@ class _Windowed(Node):
             forward.walk(call.schedule.forward)
             if checkpoint is not None:
                 after = Random.now(x.device)
-                # Without their graphs, which may lead to the checkpoint that keeps this; backward
-                # goes through those of this node.
+                # The checkpoint saves no graphs, which may lead to the checkpoint itself. Backward
+                # uses the graphs of this node.
                 attended = {
-                    group: replace(each, edges=None) for group, each in forward.attended.items()
+                    group: replace(record, edges=None) for group, record in forward.attended.items()
                 }  # guard: nothing circular
-                rest = attended, None if after == before else after
                 checkpoint.put(
-                    call.where, (forward.outputs, forward.saved), rest, offload, local.given
+                    call.where,
+                    (forward.outputs, forward.saved),
+                    (attended, None if after == before else after),
+                    offload,
+                    local.arguments,
                 )
         attended = ctx.attended = forward.attended
         if attended:
-            reads_o = any(each.reads_o for each in attended.values())
-            foreign = next((each.foreign for each in attended.values() if each.foreign), "")
+            reads_o = any(record.reads_o for record in attended.values())
+            foreign = next((record.foreign for record in attended.values() if record.foreign), "")
             if not local.agree(reads_o, foreign):
                 call.run_by(without_o(call.schedule))
-        outputs = (
-            forward.outputs
-            if ctx.of_weight or any(step.beside for step in call.schedule.backward)
-            else {}
-        )
-        of_norms = parameters[inputs.linear :]
-        ctx.sizes = inputs.linear, len(of_norms), len(tables), len(outputs)
-        in_order = [x for group in attended for x in forward.saved[group]]
+        outputs = {}
+        if ctx.weight_needs_grad or any(step.beside for step in call.schedule.backward):
+            outputs = forward.outputs
+        linear = inputs.linear_count
+        ctx.sizes = linear, len(parameters) - linear, len(tables), len(outputs)
         ctx.save_for_backward(
             x,
             weight,
-            *parameters[: inputs.linear],
-            *of_norms,
+            *parameters,
             *tables,
             *outputs.values(),
-            *in_order,
+            *(tensor for group in attended for tensor in forward.saved[group]),
         )
         return forward.y
 
@@ -114,54 +121,96 @@ class _Windowed(Node):
 
 
 def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Walk backward; returns gradients of x, weight, bias, of what attention learns, and of the
-    parameters.
-    """
+    """Walk the backward program; return the gradients of x and the inputs that follow x."""
     inputs, local, attended = ctx.inputs, ctx.local, ctx.attended
-    call, made, program = inputs.call, inputs.made, inputs.call.schedule.backward
+    call, program = inputs.call, inputs.call.schedule.backward
     saved = iter(ctx.saved_tensors)
-    ctx.maybe_clear_saved_tensors()  # unless the graph is retained: each goes after its use
-    linear, of_norms, tables, outputs = ctx.sizes
+    # Each tensor is freed after its use, unless the graph is retained.
+    ctx.maybe_clear_saved_tensors()
     x, weight = next(saved), next(saved)
-    parameters, learned = list(islice(saved, linear)), list(islice(saved, of_norms))
-    rotations, merged = tuple(islice(saved, tables)), dict(zip(call.groups, islice(saved, outputs)))
-    beside = {group: list(islice(saved, each.saved_count)) for group, each in attended.items()}
+    linear, norms, rotations, merged = ctx.sizes
+    parameters, norm_parameters = list(islice(saved, linear)), list(islice(saved, norms))
+    tables, outputs = tuple(islice(saved, rotations)), dict(zip(call.groups, islice(saved, merged)))
+    of_attention = {
+        group: list(islice(saved, record.saved_count)) for group, record in attended.items()
+    }
 
     runner = BackwardRunner(call, {})
-    normed: dict[Part, Tensor] = {}
-    inputs.begin(x, parameters, rotations, learned, normed, some=False, late=True)
-    runner.take_inputs(inputs, x, parameters, rotations, of_norms=learned, normed=normed)
-    runner.take_attention_gradient(local, attended, beside)
-    goes_on = bool(local.learned) or any(map(inputs.is_needed, made.rows))
-    needs = [goes_on for _ in call.groups]
+    norm_inputs: dict[Part, Tensor] = {}
+    inputs.begin(
+        x,
+        parameters,
+        tables,
+        norm_parameters=norm_parameters,
+        norm_inputs=norm_inputs,
+        some_missing=False,
+        late=True,
+    )
+    runner.take_inputs(
+        inputs,
+        x,
+        parameters,
+        tables=tables,
+        norm_parameters=norm_parameters,
+        norm_inputs=norm_inputs,
+    )
+    runner.take_attention_gradient(local, attended, of_attention)
+    reaches_attention = bool(local.learned) or any(map(inputs.is_needed, inputs.projections.rows))
     runner.sends_o = any(step.beside for step in program)
-    runner.take_output_gradient(ctx.output, dy, weight, merged, needs, ctx.of_weight, late=True)
-    del x, merged, normed, beside, saved
-    if not goes_on:
+    runner.take_output_gradient(
+        ctx.output,
+        dy,
+        weight,
+        outputs=outputs,
+        o_needs_grad=[reaches_attention] * len(call.groups),
+        weight_needs_grad=ctx.weight_needs_grad,
+        late=True,
+    )
+    del x, outputs, norm_inputs, of_attention, saved
+    if not reaches_attention:
         program = tuple(step for step in program if step.op is Op.WGRAD and step.tensors == O)
     runner.walk(program)
-    dx, *of_parameters = inputs.end()
-    db = matrix(dy).sum(0) if ctx.of_bias else None
-    return dx, runner.pieces.whole(), db, *runner.learned, *of_parameters
+    dx, *parameter_gradients = inputs.end()
+    db = matrix(dy).sum(0) if ctx.bias_needs_grad else None
+    return dx, runner.pieces.whole(), db, *runner.learned_gradients, *parameter_gradients
 
 
 def windowed(
-    call: Call, made: Projections, local: LocalAttention, checkpoint: CheckpointPass | None, offload: bool, o_proj: nn.Linear,
-    leaves: bool | None, x: Tensor,
-) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
-    """A layer by its `Windowed` schedule, of ``x`` [.., m]; returns what ``o_proj`` returns.
-
-    checkpoint    the checkpoint around it, where its attention is to be kept; ``offload`` in host memory
-    leaves   whether that is ``(y, bias to add)``, None for y alone
+    call: Call,
+    projections: Projections,
+    local: LocalAttention,
+    checkpoint: CheckpointPass | None,
+    offload: bool,
+    o_proj: nn.Linear,
+    leaves_bias: bool | None,
+    x: Tensor,
+) -> Tensor | tuple[Tensor, Tensor | None]:
+    """Run a layer by its `Windowed` schedule.
 
     To be called inside `linear.call_through`.
+
+    Args:
+        call: The call.
+        projections: The projections of q, k and v.
+        local: The local attention.
+        checkpoint: The pass through the checkpoint around the layer, if the checkpoint saves
+            attention; else None.
+        offload: Whether the checkpoint saves attention in host memory.
+        o_proj: The output projection.
+        leaves_bias: Whether ``o_proj`` leaves its bias to its caller to add; None if it returns y
+            alone.
+        x: [.., m]. The layer's input.
+
+    Returns:
+        What ``o_proj`` returns: y; or (y, the bias to add or None) unless ``leaves_bias`` is None.
     """
-    parameters = made.parameters()
-    linear = 2 * len(made.modules)
-    operands = autocast(x, o_proj.weight, None if leaves else o_proj.bias, *parameters[:linear])
+    parameters = projections.parameters()
+    linear = 2 * len(projections.modules)
+    bias = None if leaves_bias else o_proj.bias
+    operands = autocast(x, o_proj.weight, bias, *parameters[:linear])
     y: Tensor = _Windowed.apply(
         call,
-        made,
+        projections,
         local,
         checkpoint,
         offload,
@@ -170,4 +219,4 @@ def windowed(
         *operands[3:],
         *parameters[linear:],
     )
-    return y if leaves is None else (y, o_proj.bias if leaves else None)
+    return y if leaves_bias is None else (y, o_proj.bias if leaves_bias else None)

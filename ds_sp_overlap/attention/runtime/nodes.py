@@ -42,13 +42,8 @@ class _StartInputs(Node):
         tables, projections.tables = projections.tables, ()
         linear, norm_inputs = inputs.linear_count, dict[Part, Tensor]()
         runner = ForwardRunner(call)
-        runner.take_inputs(
-            inputs,
-            x,
-            parameters[:linear],
-            tables=tables,
-            norm_inputs=norm_inputs if projections.recorded else None,
-        )
+        saved = norm_inputs if projections.recorded else None
+        runner.take_inputs(inputs, x, parameters[:linear], tables=tables, norm_inputs=saved)
         runner.walk(call.schedule.inputs)  # guard: starts in the order drawn
         tokens, unneeded = runner.tokens, []
         if not inputs.x_needs_grad:
@@ -66,14 +61,10 @@ class _StartInputs(Node):
             weights[::2] = parameters[:linear:2]
         weights_need_grad = inputs.parameters_need_grad[:linear:2]
         norm_parameters = parameters[linear:] if norm_inputs else ()
-        ctx.sizes = linear, len(norm_parameters), len(tables)
-        ctx.norm_inputs = list(norm_inputs)
+        ctx.sizes, ctx.norm_inputs = (linear, len(norm_parameters), len(tables)), list(norm_inputs)
+        saved_x = x if any(weights_need_grad) else None
         ctx.save_for_backward(
-            x if any(weights_need_grad) else None,
-            *weights,
-            *norm_parameters,
-            *tables,
-            *norm_inputs.values(),
+            saved_x, *weights, *norm_parameters, *tables, *norm_inputs.values()
         )  # guard: unchanged
         return tuple(tokens.values())
 

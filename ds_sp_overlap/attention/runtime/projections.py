@@ -222,7 +222,7 @@ class InputGradients:
         tables: tuple[Tensor, ...],
         norm_parameters: Sequence[Tensor],
         norm_inputs: dict[Part, Tensor],
-        some_missing: bool,
+        some_missing: bool = False,
         late: bool = False,
     ) -> None:
         """Begin a backward; `end` ends it.

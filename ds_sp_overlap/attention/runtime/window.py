@@ -48,15 +48,10 @@ class _Windowed(Node):
     ):
         learned = len(local.learned)
         parameters = rest[learned:]
-        x_needs_grad, ctx.weight_needs_grad, ctx.bias_needs_grad, *rest_need_grad = (
-            ctx.needs_input_grad[5:]
-        )
+        x_needs_grad, ctx.weight_needs_grad, ctx.bias_needs_grad = ctx.needs_input_grad[5:8]
+        needs_grad = x_needs_grad, *ctx.needs_input_grad[8 + learned :]
         inputs = ctx.inputs = InputGradients(
-            call,
-            projections,
-            x,
-            parameters=parameters,
-            needs_grad=(x_needs_grad, *rest_need_grad[learned:]),
+            call, projections, x, parameters=parameters, needs_grad=needs_grad
         )
         output = ctx.output = OutputProjection(call, weight.shape)
         ctx.local, ctx.autocast = local, autocast_of(x.device)
@@ -138,13 +133,7 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     runner = BackwardRunner(call, {})
     norm_inputs: dict[Part, Tensor] = {}
     inputs.begin(
-        x,
-        parameters,
-        tables,
-        norm_parameters=norm_parameters,
-        norm_inputs=norm_inputs,
-        some_missing=False,
-        late=True,
+        x, parameters, tables, norm_parameters=norm_parameters, norm_inputs=norm_inputs, late=True
     )
     runner.take_inputs(
         inputs,

@@ -375,7 +375,7 @@ class SelfAttention:
                 checkpoint=checkpoint,
                 offload=mode == "offload",
                 o_proj=self.o_proj,
-                leaves=self._leaves_bias(),
+                leaves_bias=self._leaves_bias(),
                 x=x,
             )
 

@@ -1,22 +1,26 @@
-"""Modules that are called once and work chunk by chunk, their weight gradients made when all chunks
-have gone by.
+"""Runs modules chunk by chunk, and computes their weight gradients once all chunks are done.
 
     Before:  y   = module(x)        dx = ...,  dw = dy^T x
     Now:     y_c = shadow(x_c)      dx_c = ... for each chunk, then dw = sum of dy_c^T x_c
 
 A shadow is a copy of a module without its hooks, over the same parameters. The module itself is
-called once, around all chunks (`linear.call_through`), and there its hooks run. Of the linear
-layers in it the weight gradients wait in a node of their own, which was made before any chunk: so
-autograd comes to it behind them all, and in front of the attention that gave the chunks. Whatever
-else has parameters (a norm) is left to autograd, which adds up a parameter's gradients before it
-delivers them, once.
+called once, around all chunks (`linear.call_through`), and its hooks run there.
+
+Note [Deferred wgrads]
+~~~~~~~~~~~~~~~~~~~~~~
+The weight gradients of all linear layers wait in one node of autograd (`_Weights`), which is made
+before any chunk. Autograd runs nodes that are ready in the reverse order of their creation. So the
+node runs behind the backward of everything that is made after the node: if it is made between an
+attention and the chunks of its output, behind the backward of the chunks and in front of that of
+the attention. All other parameters, for instance of a norm, are left to autograd, which sums the
+gradients of a parameter before it delivers the sum, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,94 +30,117 @@ from ...exchange.exchange import Node, new_token, refuse_second_derivatives
 from .linear import Plain, autocast, can_split, without_hooks
 
 
-class _Slot:
-    """A linear layer in one call, and what its gradients will be made of.
+class _Chunk(NamedTuple):
+    """A chunk's dy [tokens, n], and x [tokens, m] if the weight trains."""
 
-    leaves   whether it leaves its bias to its caller, and autograd; None where it returns one
-             tensor
+    dy: Tensor
+    x: Tensor | None
+
+
+class _Slot:
+    """A linear layer in one call, with the operands of its weight gradients.
+
+    Args:
+        module: The linear layer.
+        where: Name of the attention layer, for errors.
+        at_once: As for `Wgrads`.
+        leaves_bias: What `Plain` tells of the linear layer.
     """
 
-    def __init__(self, module: Any, where: str, at_once: bool, leaves: bool | None):
-        self.module, self.where, self.at_once, self.leaves = module, where, at_once, leaves
+    def __init__(self, module: Any, where: str, at_once: bool, leaves_bias: bool | None):
+        self.module, self.where = module, where
+        self.at_once, self.leaves_bias = at_once, leaves_bias
+        # Of the gradients of weight and bias; None for one that doesn't train.
         self.dtypes = [
             None if x is None or not x.requires_grad else x.dtype for x in self.parameters
         ]
         self.trains = [dtype is not None for dtype in self.dtypes]
-        self.operands: Sequence[Tensor | None] = ()  # weight and bias, while chunks go by
+        # Weight and bias, between `open` and `Shadows.end`.
+        self.operands: Sequence[Tensor | None] = ()
         self._start(-1)
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Of its product."""
-        return self.module.weight, None if self.leaves else self.module.bias
+        """Weight and bias of the product; no bias if the layer leaves it to its caller."""
+        return self.module.weight, None if self.leaves_bias else self.module.bias
 
     def open(self) -> None:
-        """The weights are there."""
+        """Take the weights, which ZeRO-3 has gathered by now."""
         with torch.no_grad():
             self.operands = autocast(*self.parameters)
 
     def forward(self, x: Tensor, token: Tensor | None) -> Any:
-        """As the layer's, for a chunk."""
+        """Run the forward of the linear layer for a chunk.
+
+        Args:
+            x: [.., m].
+            token: Of the node `_Weights`.
+        """
         y = _Linear.apply(self, *autocast(x), token)
-        return y if self.leaves is None else (y, self.module.bias if self.leaves else None)
+        if self.leaves_bias is None:
+            return y
+        return y, self.module.bias if self.leaves_bias else None
 
     def _start(self, backward: int) -> None:
         self.backward = backward
-        self.left: list[tuple[Tensor, Tensor | None]] = []
+        self.chunks: list[_Chunk] = []
         self.sums: list[Tensor | None] = [None, None]
 
-    def leave(self, dy: Tensor, x: Tensor | None) -> None:
-        """Take a chunk's dy [tokens, n], and x [tokens, m] if the weight trains."""
-        if (
-            now := torch._C._current_graph_task_id()
-        ) != self.backward:  # guard: of this backward alone
+    def add(self, dy: Tensor, x: Tensor | None) -> None:
+        """Add a `_Chunk`, which belongs to the backward that runs."""
+        now = torch._C._current_graph_task_id()
+        # What an earlier backward has left, which did not reach the weights, is dropped.
+        if now != self.backward:  # guard: of this backward alone
             self._start(now)
-        self.left.append((dy, x))
+        self.chunks.append(_Chunk(dy, x))
         if self.at_once:
-            self._add_up()
+            self._sum()
 
-    def _add_up(self) -> None:
-        left, self.left = self.left, []
-        rounds = bool(left) and left[0][0].dtype in (torch.float16, torch.bfloat16)
-        if len(left) > 1 and rounds:  # one product, so that no sum is rounded
-            dys, xs = zip(*left)
-            left = [(torch.cat(dys), torch.cat(xs) if self.trains[0] else None)]
+    def _sum(self) -> None:
+        """Add the gradients of the chunks to the sums."""
+        chunks, self.chunks = self.chunks, []
+        is_half = bool(chunks) and chunks[0].dy.dtype in (torch.float16, torch.bfloat16)
+        if len(chunks) > 1 and is_half:
+            # One product, so that no sum over chunks is rounded.
+            dys, xs = zip(*chunks)
+            chunks = [_Chunk(torch.cat(dys), torch.cat(xs) if self.trains[0] else None)]
         dw, db = self.sums
-        for dy, x in left:
-            if x is not None and rounds and self.at_once:
+        for dy, x in chunks:
+            if x is not None and is_half and self.at_once:
+                # Chunks come one after another: their sum is in fp32, which doesn't round it.
                 product = dy.t() @ x
-                dw = (
-                    product.float() if dw is None else dw.add_(product)
-                )  # nor is a sum of what comes one after another
+                dw = product.float() if dw is None else dw.add_(product)
             elif x is not None:
                 dw = dy.t() @ x if dw is None else dw.addmm_(dy.t(), x)
             if self.trains[1]:
-                of_bias = dy.sum(0, dtype=torch.float32 if rounds else None)
-                db = of_bias if db is None else db.add_(of_bias)
+                chunk_db = dy.sum(0, dtype=torch.float32 if is_half else None)
+                db = chunk_db if db is None else db.add_(chunk_db)
         self.sums = [dw, db]
 
     def gradients(self) -> list[Tensor | None]:
-        """Of weight and bias; None where this backward came by no chunk."""
+        """Return the gradients of weight and bias; None if this backward reached no chunk."""
         if self.backward != torch._C._current_graph_task_id():
             return [None, None]
-        self._add_up()
-        found = [x if x is None else x.to(dtype) for x, dtype in zip(self.sums, self.dtypes)]
+        self._sum()
+        gradients = [x if x is None else x.to(dtype) for x, dtype in zip(self.sums, self.dtypes)]
         self._start(-1)
-        return found
+        return gradients
 
 
 class Wgrads:
-    """A node of autograd in which the weight gradients of linear layers wait: it comes, in
-    backward, behind all that was made later.
+    """A node of autograd in which the weight gradients of linear layers wait.
 
-    roots     the linear layers, or modules that they are in
-    besides   where others of them wait already
-    here      leave out those whose weights are not there, or are made of others, which come with
-              their hooks
-    where     name of the layer, for errors
-    plain     forwards of linear layers, see `linear`
-    at_once   add up the gradients as chunks go by: where what is waited for between them is longer
-              than behind them
+    See Note [Deferred wgrads].
+
+    Args:
+        roots: The linear layers, or modules that contain them.
+        where: Name of the attention layer, for errors.
+        plain: Forwards of linear layers, see `linear.Plain`.
+        at_once: Whether to compute a chunk's gradients right behind the chunk, where the waits
+            between chunks are longer than the wait behind all of them.
+        besides: Linear layers to leave out, since their gradients wait elsewhere.
+        here: Whether to leave out linear layers whose weights are not in memory, or are computed
+            from other tensors; these come with their hooks.
     """
 
     def __init__(
@@ -125,38 +152,40 @@ class Wgrads:
         besides: Container[nn.Module] = (),
         here: bool = False,
     ):
-        self.slots = {
-            module: _Slot(module, where, at_once, plain[type(module).forward](module))
-            for root in roots
-            for module in root.modules()
-            if module not in besides
-            and can_split(module, plain)
-            and not (here and _is_away(module))
-        }
+        self.slots: dict[nn.Module, _Slot] = {}
+        for module in (module for root in roots for module in root.modules()):
+            if module in besides or not can_split(module, plain) or here and _is_away(module):
+                continue
+            leaves_bias = plain[type(module).forward](module)
+            self.slots[module] = _Slot(module, where, at_once, leaves_bias=leaves_bias)
         parameters = [x for slot in self.slots.values() for x in slot.parameters]
         self.token = _Weights.apply(list(self.slots.values()), *parameters) if parameters else None
 
 
 def _is_away(module: Any) -> bool:
+    """Return whether the weight is partitioned, or no parameter."""
     return module._parameters.get("weight") is None or not module.weight.numel()
 
 
 class Shadows:
-    """What runs in place of modules for a chunk; to be made and used inside their own calls
-    (`linear.call_through`).
+    """What runs in place of modules for a chunk.
 
-    wgrads   where weight gradients wait
+    Made and used inside the modules' own calls (`linear.call_through`).
+
+    Args:
+        wgrads: Where weight gradients wait.
     """
 
     def __init__(self, *wgrads: Wgrads):
         self.slots = {
-            module: (slot, of.token) for of in wgrads for module, slot in of.slots.items()
+            module: (slot, node.token) for node in wgrads for module, slot in node.slots.items()
         }
-        self.made: dict[nn.Module, nn.Module] = {}
+        self._shadows: dict[nn.Module, nn.Module] = {}
 
     def of(self, module: nn.Module) -> nn.Module:
-        if module not in self.made:
-            copy = self.made[module] = without_hooks(module)
+        """Return the shadow of a module."""
+        if module not in self._shadows:
+            copy = self._shadows[module] = without_hooks(module)
             if module in self.slots:
                 slot, token = self.slots[module]
                 slot.open()
@@ -167,17 +196,18 @@ class Shadows:
                     for name, child in module._modules.items()
                 }
                 vars(copy)["_modules"] = children
-        return self.made[module]
+        return self._shadows[module]
 
     def end(self) -> None:
-        """Let go of the weights: ZeRO-3 gathers them again."""
+        """Release the weights; for backward, ZeRO-3 gathers them again."""
         for slot, _ in self.slots.values():
             slot.operands = ()
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """``x`` [.., k] as a matrix; tokens may be in one dimension already, as in a mixture of
-    experts.
+    """Return ``x`` [.., k] as a matrix.
+
+    Tokens may be in one dimension already, as in a mixture of experts.
     """
     return x.reshape(-1, x.shape[-1])
 
@@ -194,7 +224,7 @@ class _Weights(Node):
 
 
 class _Linear(Node):
-    """y = x w^T + b of a chunk; its backward gives dx, and leaves dy and x with the slot."""
+    """y = x w^T + b of a chunk; backward computes dx, and adds dy and x to the slot."""
 
     @staticmethod
     def forward(ctx, slot, x, token):
@@ -205,12 +235,11 @@ class _Linear(Node):
 
     @staticmethod
     def backward(ctx, dy):
+        """Before: dx = dy w, dw = dy^T x. Now: dw waits, see Note [Deferred wgrads]."""
         refuse_second_derivatives(ctx.slot.where)
         weight, x = ctx.saved_tensors
         if any(ctx.slot.trains):
-            ctx.slot.leave(_by_token(dy), None if x is None else _by_token(x))
-        return (
-            None,
-            None if weight is None else dy @ weight,
-            None,
-        )  # the token's node is waited for, not told anything
+            ctx.slot.add(_by_token(dy), None if x is None else _by_token(x))
+        dx = None if weight is None else dy @ weight
+        # The token has no gradient: it only makes `_Weights` wait for this node.
+        return None, dx, None

@@ -1,10 +1,12 @@
-"""Linear layers by parts: a projection that computes some of its rows.
+"""Decides which modules can be computed in parts, and calls them so that their hooks still run.
 
-A layer is driven from outside through its module's own call, so that whatever hangs on that call
-(ZeRO-3 gathers a partitioned weight in it) happens as ever; see `call_through`. Weights are saved
-for backward as the parameters themselves and cut when they are needed: a saved view would keep a
-gathered ZeRO-3 weight alive until backward. Weight gradients reach the parameter through autograd,
-once, in the parameter's own shape.
+Note [Calls of modules]
+~~~~~~~~~~~~~~~~~~~~~~~
+A projection of which some rows are computed at a time still has its own call, around all its parts
+(`call_through`). So whatever depends on that call happens as ever; for instance, ZeRO-3 gathers a
+partitioned weight in it. For backward the parameters themselves are saved, and cut when they are
+needed: a saved view would keep a weight that ZeRO-3 has gathered alive until backward. A weight
+gradient reaches its parameter through autograd, once, in the shape of the parameter.
 """
 
 from __future__ import annotations
@@ -16,79 +18,73 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-# Forwards of linear layers that compute ``x w^T + b`` and nothing else, and what tells of a layer
-# whether it leaves b to its caller and returns ``(x w^T, b)``; None for those that return one
-# tensor.
+# Forwards of linear layers that compute ``x w^T + b`` and nothing else. Each has a function that
+# tells whether a layer leaves b to its caller and returns ``(x w^T, b)``; None for layers that
+# return one tensor.
 Plain = dict[Callable[..., object], Callable[[Any], "bool | None"]]
 
 
 def _returns_one(module: nn.Module) -> None:
-    """Of a layer that returns one tensor."""
+    """Tell that a layer returns one tensor."""
 
 
 PLAIN: Plain = {nn.Linear.forward: _returns_one}
-harmless: set[str] = (
-    set()
-)  # where hooks come from that may see parts of an output, by the beginning of their modules' names
-_EVERYWHERE = tuple(  # hooks of all modules
+# Hooks may see parts of an output if the name of their module begins with one of these names.
+harmless: set[str] = set()
+# Hooks of all modules.
+_EVERYWHERE = tuple(
     getattr(nn.modules.module, f"_global_{kind}_hooks")
     for kind in ("forward", "forward_pre", "backward", "backward_pre")
 )
-
-
-_CALLS = (
-    nn.Module.__call__,
-    nn.ParameterDict.__call__,
-    nn.ParameterList.__call__,
-)  # the last two only refuse
+# The last two only refuse.
+_CALLS = (nn.Module.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__)
 
 
 def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
-    """Whether ``module`` is a plain linear layer that may be computed in parts.
+    """Return whether ``module`` is a plain linear layer that may be computed in parts.
 
-    Not if its forward was replaced (LoRA, quantised, tensor-parallel layers) or compiled, nor if
-    somebody hooked its call, or every module's, and would see parts instead of the output.
+    It is not if its forward was replaced (LoRA, quantised, tensor-parallel layers) or compiled, nor
+    if a hook on its call, or on every module's call, would see parts instead of the output.
+
+    Args:
+        module: The module.
+        plain: Forwards that may be computed in parts.
     """
-    if type(module).forward not in plain or not can_call_through(
-        module
-    ):  # guard: no forward of its own
+    if type(module).forward not in plain:  # guard: no forward of its own
         return False
-    if type(parameter_of(module, "weight")) not in (
-        nn.Parameter,
-        Tensor,
-    ):  # a quantised or distributed tensor
+    if not can_call_through(module):
         return False
-    return True
+    # A quantised or distributed tensor has another type.
+    return type(parameter_of(module, "weight")) in (nn.Parameter, Tensor)
 
 
+# Forwards of norms that are functions of their input and their parameters alone.
 Pure = frozenset[Callable[..., object]]
 PURE: Pure = frozenset((nn.LayerNorm.forward, nn.RMSNorm.forward))
 
 
 def can_recompute(norm: object, pure: Pure = PURE) -> bool:
-    """Whether ``norm`` may be computed a second time in backward, and nobody sees: it is a function
-    of its input and its parameters.
+    """Return whether backward may recompute ``norm`` without anybody noticing.
 
-    pure   forwards that are known to be such
+    It may not if there is a hook on the norm's call, or on a parameter of it: that hook would be
+    called for each head group's part of the gradient.
 
-    Not if somebody hooked it, or a parameter of it: that hook would be called for each head group's
-    part of the gradient.
+    Args:
+        norm: A module, or another callable.
+        pure: Forwards that are known to be functions of their input and their parameters.
     """
-    if (
-        not isinstance(norm, nn.Module)
-        or type(norm).forward not in pure
-        or not can_call_through(norm)
-    ):  # guard: only known norms
+    if not isinstance(norm, nn.Module) or not can_call_through(norm):
         return False
-    if any(
-        isinstance(x, Tensor) for x in vars(norm).values()
-    ):  # in a parameter's place, as FSDP leaves them
+    if type(norm).forward not in pure:  # guard: only known norms
         return False
-    return not any(
-        parameter._backward_hooks for parameter in norm.parameters()
-    )  # guard: its hooks run once
+    # A tensor in the place of a parameter, where FSDP leaves views of its own.
+    if any(isinstance(x, Tensor) for x in vars(norm).values()):
+        return False
+    hooked = any(parameter._backward_hooks for parameter in norm.parameters())
+    return not hooked  # guard: its hooks run once
 
 
+# Tells of a hook that it does nothing for now.
 Idle = Callable[[Any], bool]
 
 
@@ -97,14 +93,16 @@ def _never(hook: Any) -> bool:
 
 
 def can_call_through(module: nn.Module, idle: Idle = _never) -> bool:
-    """Whether nobody would see, and mind, that a module is called by `call_through`: with other
-    inputs, for another output.
+    """Return whether `call_through` may call a module without anybody noticing.
 
-    idle   tells of a hook that it does nothing for now
+    The module is then called with other inputs, for another output.
+
+    Args:
+        module: The module.
+        idle: Tells which hooks do nothing for now.
     """
-    if (
-        "forward" in vars(module) or module._compiled_call_impl is not None
-    ):  # guard: a replaced forward runs
+    is_replaced = "forward" in vars(module) or module._compiled_call_impl is not None
+    if is_replaced:  # guard: a replaced forward runs
         return False
     if type(module).__call__ not in _CALLS:  # guard: a call of its own runs
         return False
@@ -112,18 +110,21 @@ def can_call_through(module: nn.Module, idle: Idle = _never) -> bool:
 
 
 def hooks_are_harmless(module: nn.Module, *more: str, idle: Idle = _never) -> bool:
-    """Whether nobody hooked a module's call, or every module's, but those that are `harmless`, and
-    ``more``.
+    """Return whether all hooks on a module's call, and on every module's call, are harmless.
+
+    Args:
+        module: The module.
+        *more: Beginnings of modules' names, beside those of `harmless`.
+        idle: Tells which hooks do nothing for now, and are not looked at.
     """
     hooks = (hook for hooks in _hooks(module) for hook in hooks.values() if not idle(hook))
     names = (getattr(hook, "__module__", "") or "" for hook in hooks)
-    return all(
-        where.startswith((*harmless, *more)) for where in names
-    )  # guard: only harmless hooks
+    prefixes = (*harmless, *more)
+    return all(name.startswith(prefixes) for name in names)  # guard: only harmless hooks
 
 
 def _hooks(module: nn.Module) -> list[dict]:
-    """Hooks on the call of ``module``, kind by kind."""
+    """Return the hooks on the call of ``module``, kind by kind, without empty kinds."""
     own = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -134,11 +135,19 @@ def _hooks(module: nn.Module) -> list[dict]:
 
 
 def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor) -> Any:
-    """Run ``body(*inputs)`` as the forward of all ``modules`` at once, each called exactly once.
+    """Run ``body(*inputs)`` as the forward of all ``modules``, see Note [Calls of modules].
 
-    The first module is called, its forward calls the second, and the innermost forward is ``body``:
-    inside it every hook has run and every weight is whole. The inputs are what the hooks made of
-    them. A call on which nothing hangs is left out.
+    Each module is called once: the first one is called, its forward calls the second one, and the
+    innermost forward is ``body``. Inside of it all hooks for the begin of a forward have run, and
+    all weights are whole. A module without hooks is not called.
+
+    Args:
+        modules: The modules, each of which `can_call_through` affirms.
+        body: Takes ``inputs`` as the hooks have changed them.
+        *inputs: The inputs of the first module.
+
+    Returns:
+        The result of ``body``, as the hooks have changed it.
     """
     if not modules:
         return body(*inputs)
@@ -150,7 +159,8 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
         del vars(first)["forward"]  # guard: given back at once
         return call_through(rest, body, *args)
 
-    vars(first)["forward"] = forward  # an instance attribute, gone again before anything else runs
+    # An attribute of the instance, which is deleted again before anything else runs.
+    vars(first)["forward"] = forward
     try:
         return first(*inputs)
     finally:
@@ -169,25 +179,31 @@ def without_hooks(module: nn.Module) -> Any:
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
-    """A parameter of ``module``; for less of the host's time than ``module.weight``, which looks
-    everywhere else first.
+    """Return a parameter of ``module``, or an attribute in its place.
+
+    Costs the host less than ``module.weight``, which looks everywhere else first.
     """
     parameters = module._parameters
     return parameters[name] if name in parameters else getattr(module, name)
 
 
 def matrix(x: Tensor) -> Tensor:
-    """``x`` [s/P, b, ..] with one dimension for tokens and one for all that belongs to a token."""
+    """Return ``x`` [s/P, b, ..] as a matrix with a row for each token."""
     return x.reshape(-1, math.prod(x.shape[2:]))
 
 
 def batched_pays(x: Tensor, rows: int, dgrad: bool = False) -> bool:
-    """Whether one batched GEMM that writes the send buffer takes no longer than one GEMM and a
-    pack, for ``rows`` a rank.
+    """Return whether a batched GEMM that writes the send buffer pays.
 
-    What benchmarks/kernels.py found (benchmarks/results/kernels-cpu-gemm.csv): on CPU in fp32 a
-    projection does from 256 rows on, with fewer it takes up to 10 % longer, and so does the output
-    projection's dgrad with any. Not measured on any GPU, so not done on one.
+    It pays if it takes no longer than one GEMM and a pack. By benchmarks/kernels.py
+    (benchmarks/results/kernels-cpu-gemm.csv), on CPU in fp32: a projection with 256 rows or more
+    takes no longer; with fewer rows it takes up to 10 % longer, and so does the output projection's
+    dgrad with any number of rows. No GPU was measured, so on a GPU it does not pay.
+
+    Args:
+        x: The input of the GEMM, for its dtype and device.
+        rows: Rows of the weight for each rank.
+        dgrad: Whether the GEMM is the output projection's dgrad.
     """
     if rows < 256 or dgrad or x.device.type != "cpu":
         return False
@@ -195,8 +211,15 @@ def batched_pays(x: Tensor, rows: int, dgrad: bool = False) -> bool:
 
 
 def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x`` [tokens, k] times ``weights`` [P, k, n] -> [tokens, P, n], which lies in memory as it
-    travels, ``[P, tokens, n]``.
+    """Multiply ``x`` by the weights of each rank, and write the send buffer.
+
+    Args:
+        x: [tokens, k].
+        weights: [P, k, n].
+        bias: [P, n]; None without bias.
+
+    Returns:
+        [tokens, P, n], in the memory order of the send buffer, [P, tokens, n].
     """
     operands = x.expand(len(weights), -1, -1), weights
     out = torch.bmm(*operands) if bias is None else torch.baddbmm(bias.unsqueeze(1), *operands)
@@ -204,7 +227,7 @@ def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def autocast_of(device: torch.device) -> dict[str, Any]:
-    """What is in force, for ``torch.autocast`` to bring it back."""
+    """Return the autocast state, as keywords for ``torch.autocast`` to restore the state."""
     kind = device.type
     return dict(
         device_type=kind,
@@ -222,7 +245,11 @@ def autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]: ...
 
 
 def autocast(*tensors: Any) -> Sequence[Any]:
-    """What autocast would have done to the operands of a linear layer; the first is not None."""
+    """Cast the operands of a linear layer as autocast would.
+
+    Args:
+        *tensors: The operands, of which the first is not None.
+    """
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

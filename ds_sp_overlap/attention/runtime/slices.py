@@ -1,7 +1,7 @@
-"""Parts of a tensor along one dimension, taken and put together again, differentiably.
+"""Cuts tensors into parts along one dimension, and joins parts to tensors, differentiably.
 
-A part is a list of ranges. Parts may overlap (KV heads that two ranks need): their gradients are
-summed.
+A part is a tuple of ranges. Parts may overlap (KV heads that two ranks need); their gradients are
+summed then.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch import Tensor
 from ...exchange.exchange import Node
 from ...exchange.layout import Range
 
-Ranges = tuple[Range, ...]  # of a part
+# A part.
+Ranges = tuple[Range, ...]
 
 
 class Parts(tuple[Ranges, ...]):
-    """Several parts. Hashed as the object that it is, since every call asks for it; `parts_of`
-    makes each once.
+    """Several parts, to be made by `parts_of`, which makes equal ones once.
+
+    The hash is that of the object's identity, since every call of a layer asks for the hash.
     """
 
     __hash__ = object.__hash__
@@ -29,6 +31,7 @@ class Parts(tuple[Ranges, ...]):
 
 @lru_cache(maxsize=4096)
 def parts_of(*parts: Ranges) -> Parts:
+    """Return the one object that stands for these parts."""
     return Parts(parts)
 
 
@@ -36,18 +39,20 @@ def parts_of(*parts: Ranges) -> Parts:
 def _strided(
     shape: Sequence[int], strides: Sequence[int], dim: int, ranges: Ranges
 ) -> tuple | None:
-    """Shape, strides and offset of `_slices`."""
+    """Return shape, strides and offset of the view that `_slices` returns; None for no view."""
     (first, stop), (second, _), *_ = ranges
     size, step, stride = stop - first, second - first, strides[dim]
-    if any(r != (first + i * step, first + i * step + size) for i, r in enumerate(ranges)):
-        return None
+    for index, (start, end) in enumerate(ranges):
+        if (start, end) != (first + index * step, first + index * step + size):
+            return None
     wide = (*shape[:dim], len(ranges), size, *shape[dim + 1 :])
     return wide, (*strides[:dim], step * stride, stride, *strides[dim + 1 :]), first * stride
 
 
 def _slices(x: Tensor, dim: int, ranges: Ranges) -> Tensor | None:
-    """Equal, evenly spaced slices of ``x`` as one view, ``[.., count, slice, ..]`` in place of
-    ``dim``; None if they are not.
+    """Return slices of ``x`` as one view, [.., count, slice, ..] in place of ``dim``.
+
+    Returns None unless the slices have one size and are evenly spaced.
     """
     if (view := _strided(x.shape, x.stride(), dim, ranges)) is None:
         return None
@@ -56,65 +61,84 @@ def _slices(x: Tensor, dim: int, ranges: Ranges) -> Tensor | None:
 
 
 def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """The slices of ``parameter`` along ``dim``, one after another; a view if there is one."""
+    """Return the slices of ``parameter`` along ``dim``, one after another.
+
+    The result is a view of the parameter where one can have this form, else a copy.
+    """
     if len(ranges) == 1:
         ((start, stop),) = ranges
         if stop - start == parameter.shape[dim]:
             return parameter
-        return parameter[
-            (slice(None),) * dim + (slice(start, stop),)
-        ]  # costs the host less than `narrow`
-    slices = _slices(parameter, dim, ranges)  # one copy instead of one a slice
+        # Costs the host less than `narrow`.
+        return parameter[(slice(None),) * dim + (slice(start, stop),)]
+    # One copy instead of one for each slice.
+    slices = _slices(parameter, dim, ranges)
     if slices is not None:
         return slices.flatten(dim, dim + 1)
     return torch.cat([parameter.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
 def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool) -> None:
-    """Write (or add) ``piece`` back to the slices of ``whole`` that `cut_ranges` took it from."""
+    """Write ``piece`` to the slices of ``whole`` from which `cut_ranges` takes it.
+
+    Args:
+        whole: The tensor to write to.
+        dim: The dimension of the slices.
+        ranges: The slices.
+        piece: Their new values.
+        add: Whether to add the values instead.
+    """
     slices = _slices(whole, dim, ranges) if len(ranges) > 1 and not add else None
     if slices is not None:
         slices.copy_(piece.unflatten(dim, (len(ranges), -1)))
         return
-    at = 0
+    place = 0
     for start, stop in ranges:
-        target, source = whole.narrow(dim, start, stop - start), piece.narrow(dim, at, stop - start)
+        size = stop - start
+        target, source = whole.narrow(dim, start, size), piece.narrow(dim, place, size)
         target.add_(source) if add else target.copy_(source)
-        at += stop - start
+        place += size
 
 
 def cutter(parameter: Tensor, dim: int, parts: tuple[Ranges, ...]) -> Callable[[Ranges], Tensor]:
-    """`cut_ranges` of each of ``parts``; where each is one range and they tile ``dim``, views that
-    are all made at once.
+    """Return a function that does for each of ``parts`` what `cut_ranges` does.
+
+    Where each part is one range and the parts tile ``dim``, all views are made now, at once.
     """
     if (tiles := _tiles(parts, parameter.shape[dim])) is None:
         return partial(cut_ranges, parameter, dim)
     order, sizes = tiles
-    return dict(
-        zip(order, parameter.split_with_sizes(sizes, dim) if len(sizes) > 1 else (parameter,))
-    ).__getitem__
+    views = parameter.split_with_sizes(sizes, dim) if len(sizes) > 1 else (parameter,)
+    return dict(zip(order, views)).__getitem__
 
 
 @lru_cache(maxsize=4096)
 def _tiles(parts: tuple[Ranges, ...], size: int) -> tuple[list[Ranges], list[int]] | None:
-    """The parts in order, with their sizes."""
+    """Return the parts in order, and their sizes; None unless single ranges tile the dimension."""
     order = sorted(parts)
-    ok = all(len(part) == 1 for part in order) and _disjoint_cover(parts, size)
-    return (order, [stop - start for ((start, stop),) in order]) if ok else None
+    if any(len(part) != 1 for part in order) or not _disjoint_cover(parts, size):
+        return None
+    return order, [stop - start for ((start, stop),) in order]
 
 
 @lru_cache(maxsize=4096)
 def _disjoint_cover(parts: tuple[Ranges, ...], size: int) -> bool:
-    ranges = sorted(r for part in parts for r in part)
-    return [r[0] for r in ranges] + [size] == [0] + [r[1] for r in ranges]
+    """Return whether the parts cover a dimension of ``size``, and don't overlap."""
+    ranges = sorted(one_range for part in parts for one_range in part)
+    return [start for start, _ in ranges] + [size] == [0] + [stop for _, stop in ranges]
 
 
 class Pieces:
-    """A tensor that is put together of pieces along ``dim``: summed where their parts overlap, zero
-    where there is none.
+    """Joins pieces along ``dim`` to one tensor.
 
-    parts   of all pieces that will come, and ``some`` that they may stay away
-    late    put them together at the end: where other memory is let go meanwhile
+    The tensor is the sum of the pieces where parts overlap, and zero where there is no piece.
+
+    Args:
+        shape: Of the tensor.
+        dim: The dimension of the parts.
+        parts: Of all pieces that will come.
+        some: Whether some of these pieces may not come.
+        late: Whether to join the pieces at the end only, where other memory is freed meanwhile.
     """
 
     def __init__(
@@ -129,11 +153,17 @@ class Pieces:
         self._whole: Tensor | None = None
         self._cut: Callable[[Ranges], Tensor] | None = None
         self._waiting: list[tuple[Ranges, Tensor]] = []
+        # Whether each place belongs to one part, and all parts come.
         self.once, self.parts = not some and _disjoint_cover(parts, shape[dim]), parts
 
     def put(self, part: Ranges, compute: Callable[..., Tensor], *operands: Any) -> None:
-        """Put ``compute(*operands)``, like the first of them, in its place; computed there, if
-        nothing else is put in that slice.
+        """Put the piece of a part in its place.
+
+        Args:
+            part: The part.
+            compute: Computes the piece from ``operands``. Writes it to ``out=`` if that is given,
+                which avoids a copy where no other piece is put in the same place.
+            operands: The first one has the dtype and the device of the tensor.
         """
         if self.late:
             self._waiting.append((part, compute(*operands)))
@@ -142,22 +172,21 @@ class Pieces:
             if self.once and part == ((0, self.shape[self.dim]),):
                 self._whole = compute(*operands)
                 return
-            make = (
+            make = (  # guard: zero without a gradient
                 operands[0].new_empty if self.once else operands[0].new_zeros
-            )  # guard: zero without a gradient
+            )
             self._whole = make(*self.shape)
         if self.once and len(part) == 1:
-            self._cut = self._cut or cutter(
-                self._whole, self.dim, self.parts
-            )  # behind a whole come parts of nothing
+            # Also for an empty part behind a part that was the whole tensor.
+            self._cut = self._cut or cutter(self._whole, self.dim, self.parts)
             compute(*operands, out=self._cut(part))
         else:
-            put_ranges(
+            put_ranges(  # guard: shared rows are summed
                 self._whole, self.dim, part, compute(*operands), add=not self.once
-            )  # guard: shared rows are summed
+            )
 
     def whole(self) -> Tensor | None:
-        """The tensor; None if there was no piece."""
+        """Return the tensor; None if there was no piece."""
         self.late = False
         while self._waiting:
             part, piece = self._waiting.pop()
@@ -166,16 +195,17 @@ class Pieces:
 
 
 def _copied(piece: Tensor, out: Tensor | None = None) -> Tensor:
+    """Copy a piece to ``out``; the ``compute`` of `Pieces.put` for pieces that are there."""
     return piece if out is None else out.copy_(piece)
 
 
 def _joined(
     shape: Sequence[int], dim: int, parts: Sequence[Ranges], pieces: Sequence[Tensor | None]
 ) -> Tensor | None:
-    """`Pieces` of those that are given; None for no piece."""
-    given = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
-    joined = Pieces(shape, dim, tuple(part for part, _ in given))
-    for part, piece in given:
+    """Join those pieces that are not None; return None if there is none."""
+    present = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
+    joined = Pieces(shape, dim, tuple(part for part, _ in present))
+    for part, piece in present:
         joined.put(part, _copied, piece)
     return joined.whole()
 
@@ -206,14 +236,24 @@ class _Slices(Node):
 
 
 def cut(x: Tensor, dim: int, parts: list[Ranges]) -> tuple[Tensor, ...]:
-    """The parts of ``x`` along ``dim``, each a list of ranges; differentiable, parts may overlap."""
+    """Cut ``x`` into parts along ``dim``, differentiably; parts may overlap.
+
+    Returns:
+        A copy of each part; ``x`` itself for one part that is all of it.
+    """
     if parts == [((0, x.shape[dim]),)]:
         return (x,)
     return _Slices.apply(True, x.shape, dim, parts, x)
 
 
 def join(pieces: list[Tensor], dim: int, parts: list[Ranges]) -> Tensor:
-    """The tensor that `cut` takes into ``pieces``, for parts that tile it; differentiable."""
+    """Join pieces along ``dim``, differentiably: the inverse of `cut`.
+
+    Args:
+        pieces: The pieces.
+        dim: The dimension of the parts.
+        parts: The part of each piece; they tile the dimension.
+    """
     if len(pieces) == 1:
         return pieces[0]
     shape = list(pieces[0].shape)
@@ -222,8 +262,13 @@ def join(pieces: list[Tensor], dim: int, parts: list[Ranges]) -> Tensor:
 
 
 def batched(parameter: Tensor, dim: int, part: Ranges, count: int) -> Tensor:
-    """``count`` equal, evenly spaced slices of ``parameter`` along ``dim`` as one view, ``[count,
-    .., slice]``, ``dim`` last.
+    """Return the slices of a part as one view, [count, .., slice], with ``dim`` last.
+
+    Args:
+        parameter: The tensor.
+        dim: The dimension of the slices.
+        part: Slices of one size, evenly spaced; several may be joined to one range.
+        count: The number of slices.
     """
     first, last = part[0][0], part[-1][1]
     size = sum(stop - start for start, stop in part) // count

@@ -91,8 +91,8 @@ class Sizes:
 
         Args:
             schedule: The order of the steps.
-            is_baseline: Whether the layer is DeepSpeed's own, whose forward has variables for q, k and
-                v, so that they live until forward returns.
+            is_baseline: Whether the layer is DeepSpeed's own, whose forward has variables for q, k
+                and v, so that they live until forward returns.
 
         Returns:
             Bytes for each step of forward, for the rest of the layer, and for each step of

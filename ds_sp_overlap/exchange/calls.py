@@ -16,8 +16,8 @@ class Calls:
 
     Ranks that call different layers exchange tensors of the same shape and train on, wrongly. So
     ranks compare the names of the layers that they call. A layer's first call is compared at once
-    (`LayerRuntime.call`). Later calls cost no waiting: a hash of the names of `EVERY` calls is reduced
-    over the ranks while the next `EVERY` calls are made.
+    (`LayerRuntime.call`). Later calls cost no waiting: a hash of the names of `EVERY` calls is
+    reduced over the ranks while the next `EVERY` calls are made.
 
     The last calls of a process are not compared. Ranks that make different numbers of calls fail in
     collectives that don't fit together.

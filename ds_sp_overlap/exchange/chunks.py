@@ -6,8 +6,8 @@ the end where attention is, all chunks are one `Half`:
     q, k, v = run_halves([Half(ChunkedExchange(exchanges), tokens)])
     tokens  = run_halves([Half(ChunkedExchange(exchanges), (o, q, k, v), starts=True)])
 
-In backward the roles swap, chunk by chunk, see Note [Token order] in `exchange`. The last chunk goes
-first, since its gradient is the first that the program of a block needs.
+In backward the roles swap, chunk by chunk, see Note [Token order] in `exchange`. The last chunk
+goes first, since its gradient is the first that the program of a block needs.
 """
 
 from __future__ import annotations

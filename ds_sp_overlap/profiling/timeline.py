@@ -354,7 +354,7 @@ class _Names:
         self.in_backward = False
 
     def add(self, schedule: Schedule, exchanged: set[str]) -> None:
-        """Take the names of a schedule by which the layer ran, with the exchanges that took place."""
+        """Take the names of a schedule by which the layer ran, and exchanges that took place."""
         self.forward |= _between(schedule, schedule.forward, exchanged)
         self.backward |= _between(schedule, schedule.backward, exchanged)
         if schedule.recompute and not any(step.on_wire for step in schedule.recompute):

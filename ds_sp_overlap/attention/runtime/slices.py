@@ -211,8 +211,9 @@ def _joined(
 
 
 class _Slices(Node):
-    """Cut a tensor into parts, or join parts to a tensor: each is the gradient of the other, made in
-    one pass instead of one padded sum a part.
+    """Cut a tensor into parts, or join parts to a tensor; each is the gradient of the other.
+
+    Gradients are made in one pass, instead of one padded sum a part.
     """
 
     @staticmethod

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -221,8 +222,9 @@ def _difference(
         off_norms = _norms_of_heads(torch.where(same, 0, got - want))
         want_norms = _norms_of_heads(want.nan_to_num(0, 0, 0))
         for off, norm in zip(off_norms, want_norms):
-            if off:
-                worst = max(worst, off / norm if norm else float("inf"))
+            if off:  # NaN on one side alone, too
+                share = off / norm if norm else math.inf
+                worst = max(worst, math.inf if math.isnan(share) else share)
         norms += want_norms
     return worst, norms
 

@@ -248,11 +248,9 @@ class Chain:
                 raise ValueError(f"a block of layers: {fault}; run the layer by itself")
             return geometry, lambda: (*types(), f"a block in {chunks} chunks")
 
-        dtype = autocast(hidden)[0].dtype
-        dim = attention.head_dim
-        call = attention.layer.counted_call(
-            describe,
-            (hidden,),
-            lambda: Local(attention.local_attention, args, kwargs, dim, dim, dtype),
-        )
+        def local() -> Local:
+            dim, dtype = attention.head_dim, autocast(hidden)[0].dtype
+            return Local(attention.local_attention, args, kwargs, dim, v_dim=dim, dtype=dtype)
+
+        call = attention.layer.counted_call(describe, (hidden,), local)
         return LayerCall(layer, call, by_chunks(call.geometry.kinds, chunks, recompute), options)

@@ -69,6 +69,11 @@ def times(factor, q, k, v):
     return factor * reference.attention(q, k, v)
 
 
+def blind(q, k, v):
+    """NaN where it is given some of a rank's heads alone."""
+    return reference.attention(q, k, v) * (1 if q.shape[2] == HEADS // 2 else torch.nan)
+
+
 def kinds(rank):
     """Local attention and its keywords, and the factors of all heads that the oracle takes, for each kind of state."""
     ones, slopes = torch.ones(HEADS).double(), factors(HEADS, rank)
@@ -84,6 +89,7 @@ def kinds(rank):
             {},
             (torch.tensor([0.5] * 4 + [2.0] * 4).double(), ones[:4]),
         ),
+        "NaN of some heads": (blind, {}, (ones, ones[:KV_HEADS])),
         "slopes that the other rank has not": (Alibi(rank) if rank else reference.attention, {}, None),
     }
 

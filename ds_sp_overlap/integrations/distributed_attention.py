@@ -75,13 +75,15 @@ OWN = "its forward is not DeepSpeed's"
 
 
 def has_own_forward(module: DistributedAttention) -> bool:
-    """Whether something else than DeepSpeed's forward runs where a ``DistributedAttention`` is
-    called.
+    """Return whether a call of a ``DistributedAttention`` runs code that is not DeepSpeed's.
+
+    That is a forward that somebody but this package replaced, a ``__call__`` of the class, or the
+    forward of a fork.
     """
     if "forward" in vars(module) and not is_ours(module) or has_own_call(module):
         return True
-    where = getattr(type(module).forward, "__globals__", {}).get("__name__")
-    return where != DistributedAttention.__module__  # guard: a fork's exchange stays its own
+    defined_in = getattr(type(module).forward, "__globals__", {}).get("__name__")
+    return defined_in != DistributedAttention.__module__  # guard: a fork's exchange stays its own
 
 
 def bind_drop_in(name: str, module: DistributedAttention, overlap: OverlapSettings) -> Undo:

@@ -158,7 +158,11 @@ def link(by: list[str], root: Path, objects: list[str], library: str) -> list[st
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Run commands side by side; raise BuildError with the output of the first that fails."""
+    """Run commands side by side, to the end of all.
+
+    Raises:
+        BuildError: with the output of the first in the list that failed.
+    """
     pipe, together = subprocess.PIPE, subprocess.STDOUT
     running = [subprocess.Popen(c, stdout=pipe, stderr=together, text=True) for c in commands]
     outputs = [process.communicate()[0] for process in running]

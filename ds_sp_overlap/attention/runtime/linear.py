@@ -245,7 +245,7 @@ def autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]: ...
 
 
 def autocast(*tensors: Any) -> Sequence[Any]:
-    """Cast the operands of a linear layer as autocast would.
+    """Cast tensors as autocast casts the operands of a product: all but float64, weights too.
 
     Args:
         *tensors: The operands, of which the first is not None.

@@ -82,7 +82,11 @@ class Projections:
         return places
 
     def parameters(self) -> list[Tensor | None]:
-        """Return weight and bias of each linear layer, then the parameters of the norms."""
+        """Return weight and bias of each linear layer, then the parameters of the norms.
+
+        `InputGradients` and the nodes of autograd count on two places for each linear layer. The
+        bias is None where there is none, or where the layer leaves it to its caller.
+        """
         parameters: list[Tensor | None] = []
         for module in self.modules:
             leaves_bias = self.plain[type(module).forward](module)

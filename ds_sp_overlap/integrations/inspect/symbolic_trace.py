@@ -94,14 +94,14 @@ class TracedOutput:
         return torch.where((index >= 0) & (index < self.count), index, -1)
 
     def input_of(self, x: Tensor) -> Tensor | None:
-        """Return the input rows from which the rows of ``x`` were computed.
+        """Return the input at the places of the output where ``x`` lies.
 
         Args:
             x: [.., d]. Rows of numbers.
 
         Returns:
-            [.., d]. None unless all rows of ``x`` are whole rows of the labels, and labels and
-            input have as many numbers.
+            [.., d]. None unless each row of ``x`` is one row of the labels with its numbers in
+            order, and labels and input have as many numbers. The rows may come in any order.
         """
         index, width = self.find(x), self.input.shape[-1]
         if x.shape[-1] != width or self.count != self.input.numel() or (index < 0).any():
@@ -177,7 +177,11 @@ class Proxy:
         return self._record((key,), self._value[key])
 
     def _record(self, step: Any, value: Any) -> Any:
-        """Record a value found by one more ``step``; return the value, or a proxy of it."""
+        """Return a value found by one more ``step``.
+
+        Constants, tensors and functions are recorded, since later calls can compare them. Any
+        other object comes back as a `Proxy`, which records what is looked up in it.
+        """
         trace, path = self._trace, (*self._path, step)
         if isinstance(value, Tensor) and not trace.takes_parameters:
             trace.fail(f"reads {'.'.join(map(str, path))}")
@@ -311,7 +315,7 @@ class Trace:
         Unknown: if the forward does what is not accounted for.
     """
 
-    # Of the layer itself, for its attention.
+    # Whether the forward may read tensors of the layer, for instance for its attention function.
     takes_parameters = True
 
     def __init__(self, module: Any, case: Case, keywords: set[str]):

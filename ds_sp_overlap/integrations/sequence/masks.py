@@ -60,7 +60,13 @@ def read(function: Callable) -> Pattern:
 
 
 def _read_into(clauses: dict[str, Any], function: Callable) -> None:
-    """Add to ``clauses`` the restrictions that a mask function and its parts make."""
+    """Add to ``clauses`` the restrictions that a mask function and its parts make.
+
+    Their names are "causal" and those of `Pattern`, which `transformers.attention_function` obeys.
+
+    Raises:
+        ValueError: for a function that is not known.
+    """
     maker, variables = repr(function), {}
     if getattr(function, "__module__", "") == "transformers.masking_utils":
         maker = getattr(function, "__qualname__", maker).split(".")[0]
@@ -79,8 +85,9 @@ def _read_into(clauses: dict[str, Any], function: Callable) -> None:
         clauses["chunk"] = variables["chunk_size"]
     elif maker == "remap_positions_for_packed_sequence":
         _read_into(clauses, variables["mask_function"])
-    # The documents are known from the position_ids of all ranks.
-    elif maker != "packed_sequence_mask_function":
+    elif maker == "packed_sequence_mask_function":
+        pass  # the documents are known from the position_ids of all ranks
+    else:
         raise ValueError(f"a mask with {maker}")
 
 

@@ -35,7 +35,7 @@ from ...schedule import (
 )
 from .limit import limit
 
-# Head groups that are tried.
+# Head groups that are simulated; training times those of `autotune.trial`.
 GROUPS = (1, 2, 4)
 # Chunks of tokens that are shown.
 CHUNKS = (2, 4, 8)
@@ -237,7 +237,7 @@ class Plan:
 
 
 def plan(layer: LayerShape, rates: Rates) -> Plan:
-    """Simulate every schedule and choose the head groups.
+    """Simulate schedules, windows and blocks; choose the head groups among the former.
 
     Args:
         layer: Shape of the layer.

@@ -105,7 +105,7 @@ class Sizes:
         return memory_bytes(schedule, cache(self.size), attended_groups, is_baseline)
 
     def size(self, tensor: Tensor) -> int:
-        """Return the bytes of a tensor that `schedule.memory` names; 0 for a kind not listed here."""
+        """Return the bytes of a tensor that `schedule.memory` names; 0 for kinds not listed."""
         what, name, group, _, exchange = tensor
         layer = self.layer
         if exchange is not None:
@@ -202,5 +202,6 @@ class Costs(Sizes):
         return simulate(schedule, program, self.ms, self.memory_bytes(schedule, is_baseline))
 
 
-# The windows (G, W) that training may time (`choices`), and that `plan` shows. Windows of more groups save little memory.
+# The windows (G, W) that training may time (`choices`), and that `plan` shows. Windows of more
+# groups save little memory.
 WINDOWS = ((2, 1), (4, 1), (4, 2), (8, 1), (8, 2))

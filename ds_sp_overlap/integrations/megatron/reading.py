@@ -43,8 +43,8 @@ FUSED, SPLIT = ("query_key_value",), ("query_linear", "key_linear", "value_linea
 ARGUMENTS = (
     "hidden_states", "attention_mask", "encoder_output", "inference_params", "rotary_pos_emb",
 )  # fmt: skip
-# Digests of these parts of forks that are known by their source: pull request 415's. A known fork is
-# taken to refuse fewer KV heads than query heads, so that its forward is never the baseline there.
+# Digests of these parts of forks that are known by their source: pull request 415's. A known fork
+# is taken to refuse fewer KV heads than query heads, so that its forward is no baseline there.
 PARTS = "forward", "get_sp_stream", "repeat_kv"
 KNOWN = {"57d3f24bba0e530c"}
 

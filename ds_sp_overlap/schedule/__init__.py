@@ -1,9 +1,10 @@
-"""The order of work in an attention layer, as plain data. No torch here.
+"""The order of work in an attention layer, as plain data. This room does not import torch.
 
-An exchange is one all-to-all: from all heads of a piece of the sequence to some heads of all of it,
-or back. A head group is a part of the heads that each rank attends with.
+An exchange is one all-to-all. Before attention it turns all heads of the local sequence into some
+heads of the global sequence; after attention it goes the other way. Each rank attends with some of
+the heads, and a head group is a part of these.
 
-A schedule is two programs, forward and backward; a program is a tuple of steps:
+A schedule has two programs, forward and backward. A program is a tuple of steps:
 
     forward
     project q 0    W x, norm and RoPE of head group 0: q0
@@ -16,15 +17,17 @@ A schedule is two programs, forward and backward; a program is a tuple of steps:
     dgrad q 0      dx += dq0 W               wgrad q 0    dW = dq0^T x
 
     both
-    start q 0      launch an exchange, which goes on by itself
-    finish q 0     the compute row waits for it
+    start q 0      launch an exchange, which proceeds beside the compute row
+    finish q 0     the compute row waits for the exchange
 
-``start`` packs and ``finish`` unpacks, on the compute row. ``finish dq`` also takes dq back through
-RoPE and norm. Kernels that fold RoPE rotate in ``start``, and back in ``finish``.
+``start`` packs and ``finish`` unpacks, on the compute row. ``finish dq`` also computes the backward
+of RoPE and of the norm. Where the kernel that packs also rotates, ``start`` rotates q and k, and
+``finish`` rotates dq and dk back.
 
-With two head groups, as `draw` prints it. Bars are as long as their names, not as their times.
-Dots: the compute row waits. The wire carries one exchange at a time. ``Wo wgrad`` is one product a
-group. In backward ``Wq0`` is dgrad and wgrad.
+The drawings below are printed by `draw`, first for two head groups. The length of a bar is the
+length of its name, not a duration. Dots mean that the compute row waits. The wire carries one
+exchange at a time. Successive steps with the same name share one bar: ``Wo wgrad`` stands for one
+product per group, and ``Wq0`` in backward for dgrad and wgrad.
 
     forward
     compute | Wq0 Wk0 Wv0 Wq1 Wk1 Wv1 attention 0 attention 1 Wo0 Wo1
@@ -34,8 +37,8 @@ group. In backward ``Wq0`` is dgrad and wgrad.
     compute | Wo1 dgrad Wo0 dgrad Wo wgrad attention 1 attention 0 Wv1 Wk1 Wq1 Wv0 Wk0 Wq0
     wire    |           do1       do0                  dqkv1       dv0 dk0 dq0
 
-With one head group nothing hides v, o and dv. There is no other choice where a rank attends with
-one query head:
+With one head group nothing hides the exchanges of v, o and dv. A rank that attends with one query
+head has no other choice:
 
     forward
     compute | Wq Wk Wv ..attention ..Wo
@@ -45,30 +48,37 @@ one query head:
     compute | Wo dgrad Wo wgrad attention ...Wv Wk Wq
     wire    |          do                 dv dk dq
 
-A KV head travels once, with the first group that needs it. A group that needs no new one sends q
-alone. Autograd sums dk and dv over the groups before they start. q, k and v of the first group
-travel one by one, each under the next projection; those of a later group are hidden by attention
-anyway, and travel in one exchange.
+A KV head travels once, with the first group that needs it. A group that needs no new KV head sends
+q alone. Autograd sums dk and dv over the groups before their exchange starts. q, k and v of the
+first group travel one by one, each hidden by the next projection. q, k and v of a later group
+travel in one exchange, since attention hides it anyway.
 
-Who reads it: `Runner.walk` of ``attention.runtime.runner`` is the one loop over steps; what performs
-them is chosen when a call begins. Where the layer's ends are nodes of their own, they walk the two
-ends of backward, and autograd does its middle. `attention.runtime.window` walks both programs of a
-window, and sums dk and dv itself. `chain.block` walks a block's forward; autograd runs its backward
-in the order that is drawn, to which tests hold it. `plan` plays programs with costs, and `held`
-says what is in memory meanwhile. `timeline` names measured bars by them. Tests hold a recorded
-layer against them.
+Which code reads a schedule:
 
-`by_window` holds few groups at a time: its backward makes q, k and v again. `by_chunks` goes from
-one attention to the next in chunks of tokens.
+- `Runner.walk` of ``attention.runtime.runner`` is the one loop over steps. When a call begins, the
+  layer chooses the runner that performs them. If an end of the layer (the projections of q, k and
+  v, or the output projection) is a node of autograd of its own, this node walks its section of
+  backward. Autograd performs the section between the ends.
+- `attention.runtime.window` walks both programs of a `Windowed` schedule, and sums dk and dv itself.
+- `chain.block` walks the forward of a `Block`. Autograd runs the backward in the order that is
+  drawn, which tests check.
+- `tools.planner.plan` simulates programs with the cost of each step, and `memory_bytes` computes
+  the bytes in memory meanwhile.
+- `profiling.timeline` names measured bars by the steps.
+- Tests compare the order that a layer recorded with its schedule.
 
-An end that is not cut, since its projection is called whole, or by the caller (the drop-in): the
-first ``project`` calls the module, or slices what the caller made, Wo comes behind the last
-``merge``, and autograd orders the backward of that end. The drop-in rotates on arrival. A step
-whose result nobody needs is left out.
+`by_window` has few groups in memory at a time: its backward recomputes q, k and v. `by_chunks` goes
+from the attention of one layer to the attention of the next in chunks of tokens.
 
-Another schedule is another function ``(kinds, wgrad_last) -> Schedule``, see `by_head_groups`:
-``SelfAttention(schedule=...)``. Give the same on every rank. It is asked for each number of head
-groups that is tried. The layer checks what it returns.
+A projection may have to be called whole, or the caller may have called it (the drop-in). Then the
+first ``project`` calls the module, or slices the caller's tensor; the output projection comes after
+the last ``merge``; and autograd orders the backward of that end. The drop-in applies RoPE after the
+exchange. A step whose result nobody needs is left out.
+
+For another order, pass another function ``(kinds, wgrad_last) -> Schedule`` as
+``SelfAttention(schedule=...)``, the same on every rank; `by_head_groups` is an example. The layer
+calls the function for each number of head groups that it tries, and checks every schedule that it
+returns.
 """
 
 from .block import Block, Recompute, by_chunks, head, periods, tail
@@ -94,8 +104,8 @@ from .steps import (
 from .window import Windowed, by_window, without_o
 
 __all__ = [
-    "MLP", "OF_MLP", "QKV", "Bar", "Block", "Exchanged", "O", "Op", "Part", "Simulation", "Program", "Recompute", "Schedule", "Step", "Tensor", "Tensors",
-    "Windowed", "by_chunks", "by_head_groups", "by_starts", "by_window", "check", "draw", "head", "memory_bytes", "needs_of", "order", "periods", "simulate",
-    "tail",
-    "schedule_of", "stop_of", "without_o",
+    "MLP", "O", "OF_MLP", "QKV", "Bar", "Block", "Exchanged", "Op", "Part", "Program", "Recompute",
+    "Schedule", "Simulation", "Step", "Tensor", "Tensors", "Windowed", "by_chunks",
+    "by_head_groups", "by_starts", "by_window", "check", "draw", "head", "memory_bytes", "needs_of",
+    "order", "periods", "schedule_of", "simulate", "stop_of", "tail", "without_o",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Steps, programs of them, and the schedule of a layer: programs of forward and backward."""
+"""Steps, programs, and schedules. A schedule is the programs of forward and backward of a layer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 
 class Op(Enum):
-    """What a step does. START and FINISH are the two ends of an exchange, on the wire; all others
-    compute. The value is the word for it in messages.
+    """Kind of work of a step.
+
+    START and FINISH are the two ends of an exchange; all other steps compute. The value is the
+    word that messages use.
     """
 
     PROJECT = "project"
@@ -22,14 +24,17 @@ class Op(Enum):
     START = "start"
     FINISH = "finish"
 
-    __hash__ = object.__hash__  # each member is one object; enum's own hash costs the host more
+    # Each member is one object; the hash of enum costs the host more time.
+    __hash__ = object.__hash__
 
 
 Q, K, V, O = (("q",), ("k",), ("v",), ("o",))  # noqa: E741
 QKV, OF_MLP = ("q", "k", "v"), ("MLP",)
 Tensors = tuple[str, ...]
-Part = tuple[str, int]  # q, k, v or o of a head group
-Exchanged = tuple[Tensors, int, int]  # what an exchange and that of its gradient have in common
+# q, k, v or o of a head group.
+Part = tuple[str, int]
+# Tensors, head group and chunk: the key of an exchange, and of the exchange of its gradient.
+Exchanged = tuple[Tensors, int, int]
 
 
 class _Fields(NamedTuple):
@@ -44,82 +49,88 @@ class _Fields(NamedTuple):
 class Step(_Fields):
     """One step of a program.
 
-    A tuple with attributes besides: programs are made once, so that all that is derived from a step
-    is derived once, and costs no layer the host's time.
+    The base class is a tuple. This class has no ``__slots__``, so that a cached property computes
+    once per step: programs are made once, and a layer walks them in every call.
 
     Attributes:
-        op: What is done.
-        tensors: Names of the tensors that it is done to. An exchange moves one of q, k, v, o, or
-            several of q, k, v together. A product is of one projection, or of all three (a chain of
-            layers), or of the MLP. Attention makes o.
-        grad: The step moves or makes gradients of these tensors. DGRAD and WGRAD always do.
-        group: Head group; 0 for steps that are of all groups at once.
+        op: Kind of work.
+        tensors: Names of the tensors. An exchange moves one of q, k, v, o, or several of q, k, v
+            together. A product belongs to one projection, to the three of q, k and v (in a chain
+            of layers), or to the MLP. The tensor of attention is o.
+        grad: Whether the step moves or makes gradients of these tensors. Always True for DGRAD and
+            WGRAD.
+        group: Head group; 0 for steps of all groups at once.
         chunk: Chunk of every rank's tokens, in a chain of layers.
         beside: Tensors whose values travel in the same exchange, in front of the gradients.
     """
 
     @cached_property
     def on_wire(self) -> bool:
+        """Whether the step is an end of an exchange."""
         return self.op in (Op.START, Op.FINISH)
 
     @cached_property
     def exchange(self) -> Exchanged:
-        """Which exchange it starts or finishes; the same for the exchange of its gradient."""
+        """Key of the exchange that the step starts or finishes."""
         return self.tensors, self.group, self.chunk
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Each tensor with the head group."""
+        """The tensors, each with the head group."""
         return tuple((kind, self.group) for kind in self.tensors)
 
     @cached_property
     def to_tokens(self) -> bool:
-        """The exchange ends at this rank's tokens (sequence scatter), not at its heads."""
+        """Whether the exchange is a sequence scatter, from the heads of this rank to its tokens."""
         return ("o" in self.tensors) != self.grad
 
     @cached_property
     def is_local_end(self) -> bool:
-        """It is the end of an exchange at which there are this rank's tokens."""
+        """Whether the step is the end of an exchange at which tensors have local sequences."""
         return (self.op is Op.FINISH) == self.to_tokens
 
     @cached_property
     def mirror(self) -> Step:
-        """What autograd does in backward for this step of forward."""
+        """The step with which autograd mirrors this step of forward in backward."""
         return self._replace(op=_MIRRORED.get(self.op, Op.DGRAD), grad=True)
 
     @cached_property
-    def what(self) -> str:
-        """What an exchange moves, in one word: ``q``, ``dqkv``, or ``odo`` for o beside do."""
+    def payload(self) -> str:
+        """Tensors of an exchange in one word: ``q``, ``dqkv``, or ``odo`` for o beside do."""
         return "".join(self.beside) + "d" * self.grad + "".join(self.tensors)
 
     def __str__(self) -> str:
         is_product = self.op in (Op.DGRAD, Op.WGRAD)
-        what = "".join(self.tensors) if is_product else self.what
-        return f"{self.op.value} {what} {self.group}" + f".{self.chunk}" * (self.chunk > 0)
+        names = "".join(self.tensors) if is_product else self.payload
+        return f"{self.op.value} {names} {self.group}" + f".{self.chunk}" * (self.chunk > 0)
 
 
 _MIRRORED = {Op.START: Op.FINISH, Op.FINISH: Op.START, Op.ATTEND: Op.ATTEND}
 Program = tuple[Step, ...]
-# The rest of a transformer layer, which a plan plays between forward and backward.
+# The rest of a transformer layer, which a plan simulates between forward and backward.
 MLP = Step(Op.MLP, (), False, 0)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The programs of a layer, each in three sections. Forward has them in this order, backward in
-    the other:
+    """The programs of a layer.
+
+    Each program has three sections. Forward has them in this order, backward in the reverse order:
 
     section     forward                           backward
     inputs      project and start q, k, v         finish dq, dk, dv, dgrad and wgrad of each
     attention   finish q, k, v, attend, start o   finish do, attend, start dv, dk, dq
     output      finish o and merge                dgrad o, start do, wgrad o
 
-    inputs and output are one node of autograd each where projections are computed part by part, so
-    that their order in backward is free. attention is many nodes. Autograd runs them in reverse, so
-    that backward must be the mirror image of forward.
+    Where projections are computed part by part, inputs and output are one node of autograd each,
+    so that the order of their backward is free. The attention section has many nodes, which
+    autograd runs in reverse. So its backward must be the mirror image of its forward.
 
-    recompute is what is done again of forward where an activation checkpoint around the layer is
-    computed again, but for what was saved; empty where that is all of forward.
+    Attributes:
+        forward: The program of forward.
+        backward: The program of backward.
+        recompute: The steps of forward that are repeated when an activation checkpoint around the
+            layer recomputes it, since their results were not saved. Empty: all of forward.
     """
 
     forward: Program
@@ -128,16 +139,17 @@ class Schedule:
 
     @cached_property
     def groups(self) -> int:
+        """Number of head groups."""
         return 1 + max(step.group for step in self.forward)
 
     @cached_property
     def starts(self) -> Program:
-        """The starts of q, k and v, in their order."""
+        """The starts of q, k and v, in the order of forward."""
         return tuple(step for step in self.inputs if step.op is Op.START)
 
     @cached_property
     def exchange_of(self) -> dict[Part, Step]:
-        """The start with which q, k or v of a group travels, by itself or with others."""
+        """For q, k or v of each group, the start of its exchange."""
         return {part: step for step in self.starts for part in step.parts}
 
     @property
@@ -147,41 +159,49 @@ class Schedule:
 
     @cached_property
     def alone(self) -> frozenset[Part]:
-        """q, k or v of those groups where it travels by itself."""
+        """The q, k and v of groups that travel in an exchange of their own."""
         return frozenset(step.parts[0] for step in self.starts if len(step.tensors) == 1)
 
     @cached_property
     def inputs(self) -> Program:
+        """The inputs section of forward."""
         return _section(self.forward, "inputs")
 
     @cached_property
     def attention(self) -> Program:
+        """The attention section of forward."""
         return _section(self.forward, "attention")
 
     @cached_property
     def last_attended(self) -> int:
-        """The group that may change k and v in place, since no other reads them after it."""
+        """The group that may change k and v in place, since no later group reads them."""
         return [step.group for step in self.forward if step.op is Op.ATTEND][-1]
 
     @cached_property
     def output(self) -> Program:
+        """The output section of forward."""
         return _section(self.forward, "output")
 
     @cached_property
     def backward_of_output(self) -> Program:
+        """The output section of backward."""
         return _section(self.backward, "output")
 
     @cached_property
     def backward_of_inputs(self) -> Program:
+        """The inputs section of backward."""
         return _section(self.backward, "inputs")
 
     def name(self, step: Step) -> str:
-        """Name of an exchange; without a number where there is one group."""
-        return step.what if self.groups == 1 else f"{step.what}{step.group}"
+        """Return the name of an exchange; without a number if there is one head group."""
+        return step.payload if self.groups == 1 else f"{step.payload}{step.group}"
 
     @cached_property
     def names_of_values(self) -> dict[Exchanged, str]:
-        """Names of exchanges of values; made once, since a layer asks for them in every call."""
+        """Names of the exchanges of values.
+
+        Computed once, since a layer asks for them in every call.
+        """
         steps = (*self.forward, *self.backward, *self.recompute)
         return {
             step.exchange: self.name(step._replace(grad=False, beside=()))
@@ -190,7 +210,7 @@ class Schedule:
         }
 
     def label(self, step: Step) -> str:
-        """What is written on the bar of a step of the compute row."""
+        """Return the text on the bar of a step of the compute row."""
         if step == MLP:
             return "MLP"
         number = "" if self.groups == 1 else step.group
@@ -202,16 +222,17 @@ class Schedule:
 
 
 def stop_of(schedule: Schedule, step: Step) -> str:
-    """A start or a finish in short: ``>q0``, ``<q0``."""
+    """Return the short text of a start or a finish: ``>q0``, ``<q0``."""
     return (">" if step.op is Op.START else "<") + schedule.name(step)
 
 
 def section_of(step: Step) -> str:
-    """The section of `Schedule` that a step belongs to."""
+    """Return the section of `Schedule` that a step belongs to."""
     if step.op is Op.ATTEND or step.on_wire and not step.is_local_end:
         return "attention"
     return "output" if step.tensors == O else "inputs"
 
 
 def _section(program: Program, name: str) -> Program:
+    """Return the steps of one section."""
     return tuple(step for step in program if section_of(step) == name)

@@ -265,9 +265,9 @@ def test_what_is_not_made_again_is_missed():
 def test_q_k_and_v_travel_one_by_one_where_a_windowed_backward_begins():
     """Nothing else would hide them; those of other groups travel together."""
     begun = [
-        (step.what, step.group)
+        (step.payload, step.group)
         for step in by_window(("qkv",) * 3, (0, 1, 2), 2).backward
-        if step.op is Op.START and step.what in ("q", "k", "v", "qkv")
+        if step.op is Op.START and step.payload in ("q", "k", "v", "qkv")
     ]
     assert sorted(begun[:3]) == [("k", 2), ("q", 2), ("v", 2)] and begun[3:] == [("qkv", 1), ("qkv", 0)]
 

@@ -59,7 +59,8 @@ Which code reads a schedule:
   layer chooses the runner that performs them. If an end of the layer (the projections of q, k and
   v, or the output projection) is a node of autograd of its own, this node walks its section of
   backward. Autograd performs the section between the ends.
-- `attention.runtime.window` walks both programs of a `Windowed` schedule, and sums dk and dv itself.
+- `attention.runtime.window` walks both programs of a `Windowed` schedule, and sums dk and dv
+  itself.
 - `chain.block` walks the forward of a `Block`. Autograd runs the backward in the order that is
   drawn, which tests check.
 - `tools.planner.plan` simulates programs with the cost of each step, and `memory_bytes` computes

@@ -1,4 +1,4 @@
-"""The order of head groups that are all in flight at once."""
+"""The order of a layer whose head groups are all in flight at once."""
 
 from __future__ import annotations
 
@@ -10,30 +10,38 @@ from .steps import O, Op, Schedule, Step, Tensors
 
 @cache
 def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
-    """Project and start all groups, then attend group after group. Later q, k, v and earlier o
-    travel meanwhile.
+    """Return the schedule that projects and starts all groups, then attends group after group.
 
-    q, k and v of the first group travel one by one, each under the next projection. Those of a
-    later group are hidden by attention anyway, and travel in one exchange: fewer are launched.
+    q, k and v of later groups and o of earlier groups travel while a group is attended. q, k and v
+    of the first group travel one by one, each hidden by the next projection. q, k and v of a later
+    group travel in one exchange, since attention hides it anyway, and so fewer exchanges are
+    launched.
 
-    kinds        what travels with each head group: "qkv", or "q" if no rank needs a new KV head
-                 (`Geometry.kinds_of`)
-    wgrad_last   compute dWo when every do has started; else each group's part before its do
+    Args:
+        kinds: The tensors that travel with each head group: "qkv", or "q" if no rank needs a new
+            KV head (`Geometry.kinds_of`).
+        wgrad_last: Whether to compute dWo when the exchange of every do has started; else the part
+            of each group before its dgrad.
     """
     return by_starts((tuple(kinds[0]), *((together,) for together in kinds[1:])), wgrad_last)
 
 
 def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Schedule:
-    """The same order for any exchanges of each group: ``("q", "kv")`` is q alone, k and v together."""
+    """Return the schedule in the order of `by_head_groups`, with other exchanges of q, k and v.
+
+    Args:
+        starts: The exchanges of each group: ``("q", "kv")`` sends q alone, and k and v together.
+        wgrad_last: As for `by_head_groups`.
+    """
     groups = range(len(starts))
-    exchanged = [[tuple(of) for of in of_group] for of_group in starts]
+    exchanges = [[tuple(tensors) for tensors in of_group] for of_group in starts]
     forward, backward = [], []
     for group in groups:
-        for of in exchanged[group]:
-            forward += [Step(Op.PROJECT, (kind,), False, group) for kind in of]
-            forward += [Step(Op.START, of, False, group)]
+        for tensors in exchanges[group]:
+            forward += [Step(Op.PROJECT, (kind,), False, group) for kind in tensors]
+            forward += [Step(Op.START, tensors, False, group)]
     for group in groups:
-        forward += [Step(Op.FINISH, of, False, group) for of in exchanged[group]]
+        forward += [Step(Op.FINISH, tensors, False, group) for tensors in exchanges[group]]
         forward += [Step(Op.ATTEND, O, False, group), Step(Op.START, O, False, group)]
     for group in groups:
         forward += [Step(Op.FINISH, O, False, group), Step(Op.MERGE, O, False, group)]
@@ -46,13 +54,17 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
         backward += [Step(Op.WGRAD, O, True, group) for group in groups]
     for group in reversed(groups):
         backward += [Step(Op.FINISH, O, True, group), Step(Op.ATTEND, O, True, group)]
-        backward += [Step(Op.START, of, True, group) for of in reversed(exchanged[group])]
+        for tensors in reversed(exchanges[group]):
+            backward += [Step(Op.START, tensors, True, group)]
     for group in reversed(groups):
-        for of in reversed(exchanged[group]):
-            backward += [Step(Op.FINISH, of, True, group), *products(of, group)]
+        for tensors in reversed(exchanges[group]):
+            backward += [Step(Op.FINISH, tensors, True, group), *products(tensors, group)]
     return Schedule(tuple(forward), tuple(backward))
 
 
-def products(of: Tensors, group: int) -> list[Step]:
-    """dgrad and wgrad of the projections of what travelled together."""
-    return [Step(op, (kind,), True, group) for kind in reversed(of) for op in (Op.DGRAD, Op.WGRAD)]
+def products(tensors: Tensors, group: int) -> list[Step]:
+    """Return dgrad and wgrad of the projections of tensors that travelled together."""
+    steps = []
+    for kind in reversed(tensors):
+        steps += [Step(Op.DGRAD, (kind,), True, group), Step(Op.WGRAD, (kind,), True, group)]
+    return steps

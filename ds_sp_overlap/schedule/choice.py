@@ -1,4 +1,4 @@
-"""Which schedule a layer runs by where it says nothing else."""
+"""The choice of the schedule of a layer that is not passed one."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from .window import by_window
 
 
 class Groups(Protocol):
-    """What is known of the head groups of a layer; `exchange.geometry.Geometry` tells it."""
+    """The head groups of a layer, as `exchange.geometry.Geometry` describes them."""
 
     @property
     def heads(self) -> int:
-        """All query heads."""
+        """Number of query heads, of all ranks."""
 
     @property
     def kv_heads(self) -> int:
-        """All KV heads."""
+        """Number of KV heads, of all ranks."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What travels with each head group."""
+        """The tensors that travel with each head group: "qkv" or "q"."""
 
     @property
     def last_use(self) -> tuple[int, ...]:
-        """For each group, the last one that attends to KV heads that travel with it."""
+        """For each group, the last group that attends to the KV heads that travel with it."""
 
 
 def schedule_of(groups: Groups, window: int | None = None, wgrad_last: bool = True) -> Schedule:
@@ -34,10 +34,13 @@ def schedule_of(groups: Groups, window: int | None = None, wgrad_last: bool = Tr
 
     Args:
         groups: The head groups.
-        window: The most groups that are live at a time; None for all of them.
+        window: The most groups that are in memory at a time; None for all of them.
         wgrad_last: As for `by_head_groups` and `by_window`.
     """
     if window is None:
         return by_head_groups(groups.kinds, wgrad_last)
+    # dq, dk and dv of few KV heads take less memory than dx and the weight gradients.
     few_kv = groups.heads >= 4 * groups.kv_heads
-    return by_window(groups.kinds, groups.last_use, window, wgrad_last, few_kv)
+    return by_window(
+        groups.kinds, groups.last_use, window, wgrad_last=wgrad_last, products_last=few_kv
+    )

@@ -1,5 +1,6 @@
-"""What holds for every schedule that a layer is given, and for those of a window; `plan` plays
-others too.
+"""Checks that a layer can run by a schedule.
+
+A plan also simulates schedules that do not pass.
 """
 
 from __future__ import annotations
@@ -14,61 +15,67 @@ Needs = dict[Step, list[Step]]
 
 
 def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
-    """Return ``schedule``. Raises ValueError if it can't be run where ``kinds`` travel with the
-    head groups: if a step is missing, unknown, there twice or too early, if the sections are not
-    three pieces in their order, or if backward's attention section is not the mirror image of
-    forward's. A `Windowed` one has no sections; there, if more groups are held than its window
-    lets. Of a `Block` all of backward but the weight gradients is the mirror image.
+    """Return ``schedule`` if a layer can run by it.
+
+    Every step of the layer must be there once, after the steps that it needs. The sections of
+    `Schedule` must be three pieces in their order, and the attention section of backward must be
+    the mirror image of that of forward. A `Windowed` schedule has no sections; instead, no more
+    groups than its window may be in memory. In a `Block` all of backward but the weight gradients
+    must be the mirror image of forward.
+
+    Args:
+        schedule: The schedule.
+        kinds: The tensors that travel with each head group, as for `by_head_groups`.
+
+    Raises:
+        ValueError: if one of these conditions does not hold.
     """
     if isinstance(schedule, Block):
-        _block(schedule, kinds)
+        _check_block(schedule, kinds)
         return schedule
-    for group, here in enumerate(kinds):
+    for group, expected_kinds in enumerate(kinds):
         starts = [step for step in dict.fromkeys(schedule.starts) if step.group == group]
         sent = [kind for step in starts for kind in step.tensors]
         for kind in QKV:
-            if sent.count(kind) != here.count(kind):
-                wrong = (
-                    "is no step of this layer"
-                    if kind not in here
-                    else "is missing"
-                    if kind not in sent
-                    else "is there twice"
-                )
-                raise ValueError(f"schedule, forward: start {kind} {group} {wrong}")
+            if sent.count(kind) == expected_kinds.count(kind):
+                continue
+            fault = "is missing" if kind not in sent else "is there twice"
+            if kind not in expected_kinds:
+                fault = "is no step of this layer"
+            raise ValueError(f"schedule, forward: start {kind} {group} {fault}")
     forward, backward = needs_of(kinds, schedule.starts)
     if isinstance(schedule, Windowed):
-        _window(schedule, forward, backward)
+        _check_window(schedule, forward, backward)
         return schedule
     for name, program, needs in (
         ("forward", schedule.forward, forward),
         ("backward", schedule.backward, backward),
     ):
-        _each_in_its_turn(name, program, needs)
+        _check_program(name, program, needs)
         sections = [section for section, _ in groupby(program, key=section_of)]
         if sections != ["inputs", "attention", "output"][:: 1 if name == "forward" else -1]:
             raise ValueError(
-                f"schedule, {name}: its sections are {', '.join(sections)}; each is one piece, see `Schedule`"
+                f"schedule, {name}: its sections are {', '.join(sections)}; "
+                "each is one piece, see `Schedule`"
             )
     mirrored = [step.mirror for step in reversed(schedule.attention)]
-    for step, expected in zip(
-        (step for step in schedule.backward if section_of(step) == "attention"), mirrored
-    ):
+    attention = [step for step in schedule.backward if section_of(step) == "attention"]
+    for step, expected in zip(attention, mirrored):
         if step != expected:
             raise ValueError(
-                f"schedule, backward: {step}, where autograd has {expected}: the mirror image of forward"
+                f"schedule, backward: {step}, where autograd has {expected}: "
+                "the mirror image of forward"
             )
     return schedule
 
 
-def _each_in_its_turn(name: str, program: Program, needs: Needs) -> None:
-    """Every step of ``needs`` once, behind those that it needs, and no other."""
+def _check_program(name: str, program: Program, needs: Needs) -> None:
+    """Check that every step of ``needs`` is there once, after those that it needs, and no other."""
     done: set[Step] = set()
     for step in program:
         if step not in needs or step in done:
-            raise ValueError(
-                f"schedule, {name}: {step} is {'there twice' if step in done else 'no step of this layer'}"
-            )
+            fault = "there twice" if step in done else "no step of this layer"
+            raise ValueError(f"schedule, {name}: {step} is {fault}")
         early = [need for need in needs[step] if need not in done]
         if early:
             raise ValueError(f"schedule, {name}: {step} comes before {early[0]}")
@@ -77,76 +84,78 @@ def _each_in_its_turn(name: str, program: Program, needs: Needs) -> None:
         raise ValueError(f"schedule, {name}: {missing[0]} is missing")
 
 
-def _window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
-    """What holds beside: q, k and v are made again in backward; k and v are let go of with the last
-    group that attends to them, which in backward is the one that they came with; at most ``window``
-    groups are held.
+def _check_window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
+    """Check both programs of a window.
+
+    Beside the needs of any schedule: backward recomputes q, k and v. k and v are freed with the
+    last group that attends to them, which in backward is the group that they came with, see
+    Note [Shared KV heads] in `window`. At most ``window`` groups are in memory.
     """
-    again = [step for step in schedule.backward if step.op is Op.START and not step.grad]
-    for start in again:
+    restarts = [step for step in schedule.backward if step.op is Op.START and not step.grad]
+    for start in restarts:
         projects = [start._replace(op=Op.PROJECT, tensors=(kind,)) for kind in start.tensors]
-        backward |= {
-            start: projects,
-            start._replace(op=Op.FINISH): [start],
-            **{project: [] for project in projects},
-        }
-    made_again = {part for start in again for part in start.parts}
+        backward |= {start: projects, start._replace(op=Op.FINISH): [start]}
+        backward |= {project: [] for project in projects}
+    recomputed_parts = {part for start in restarts for part in start.parts}
     for kind, group in schedule.parts:
-        if (kind, group) not in made_again:
+        if (kind, group) not in recomputed_parts:
             raise ValueError(f"schedule, backward: start {kind} {group} is missing")
     last = schedule.groups - 1
     for group in range(schedule.groups):
         if group:
             forward[Step(Op.ATTEND, O, False, group)].append(Step(Op.ATTEND, O, False, group - 1))
-        attend = backward[Step(Op.ATTEND, O, True, group)]
-        attend += [Step(Op.ATTEND, O, True, group + 1)] if group < last else []
-        for start in again:
-            is_read = (
-                start.group == group
-                or start.tensors != Q
-                and start.group < group <= schedule.last_use[start.group]
-            )
-            attend += [start._replace(op=Op.FINISH)] if is_read else []
+        attend_needs = backward[Step(Op.ATTEND, O, True, group)]
+        if group < last:
+            attend_needs.append(Step(Op.ATTEND, O, True, group + 1))
+        for start in restarts:
+            is_shared = start.group < group <= schedule.last_use[start.group]
+            if start.group == group or start.tensors != Q and is_shared:
+                attend_needs.append(start._replace(op=Op.FINISH))
     # o travels beside do in all groups or in none.
     beside = next((step.beside for step in schedule.backward if _sends_do(step)), ())
-    backward = {
-        _with(beside, step): [_with(beside, need) for need in needs]
-        for step, needs in backward.items()
-    }
+    backward_beside: Needs = {}
+    for step, earlier in backward.items():
+        backward_beside[_with(beside, step)] = [_with(beside, need) for need in earlier]
     for name, program, needs in (
         ("forward", schedule.forward, forward),
-        ("backward", schedule.backward, backward),
+        ("backward", schedule.backward, backward_beside),
     ):
-        _each_in_its_turn(name, program, needs)
-        held: set[int] = set()
+        _check_program(name, program, needs)
+        live: set[int] = set()
         for step in program:
             if step.op is Op.PROJECT and step.tensors == Q:
-                held.add(step.group)
-            if len(held) > schedule.window:
+                live.add(step.group)
+            if len(live) > schedule.window:
                 raise ValueError(
-                    f"schedule, {name}: {step} while {len(held) - 1} groups are held; the window is {schedule.window}"
+                    f"schedule, {name}: {step} while {len(live) - 1} groups are held; "
+                    f"the window is {schedule.window}"
                 )
             if step.op is Op.ATTEND:
-                held.discard(step.group)
+                live.discard(step.group)
 
 
-def _block(block: Block, kinds: tuple[str, ...]) -> None:
-    """Group after group is attended, all its o started; then chunk after chunk goes on, in which o
-    of its groups comes first.
+def _check_block(block: Block, kinds: tuple[str, ...]) -> None:
+    """Check all programs of a block.
+
+    Forward attends group after group, and starts all chunks of o of each. Then it performs chunk
+    after chunk: the o of all groups, and all that follows.
     """
-    groups, every = range(len(kinds)), range(block.chunks)
-    sent = [tuple(of) for of in kinds]
+    groups, chunks = range(len(kinds)), range(block.chunks)
+    sent = [tuple(names) for names in kinds]
     forward: Needs = {}
-    started: list[Step] = []  # of the group before, of the chunk before
+    # The starts of the previous group, then of the previous chunk.
+    started: list[Step] = []
     for group in groups:
-        arrived = [at for at in groups[: group + 1] if at == group or sent[at] != Q]
         attend = Step(Op.ATTEND, O, False, group)
-        forward[attend] = [Step(Op.FINISH, sent[at], False, at, c) for at in arrived for c in every]
-        for c in every:
+        forward[attend] = []
+        for source in groups[: group + 1]:
+            if source == group or sent[source] != Q:
+                forward[attend] += [Step(Op.FINISH, sent[source], False, source, c) for c in chunks]
+        for c in chunks:
             forward[Step(Op.FINISH, sent[group], False, group, c)] = started
             forward[Step(Op.START, O, False, group, c)] = [attend]
-        started = [Step(Op.START, O, False, group, c) for c in every]
-    for c in every:
+        started = [Step(Op.START, O, False, group, c) for c in chunks]
+    for c in chunks:
         merge, mlp = Step(Op.MERGE, O, False, 0, c), Step(Op.MLP, OF_MLP, False, 0, c)
         project = Step(Op.PROJECT, QKV, False, 0, c)
         for group in groups:
@@ -155,82 +164,88 @@ def _block(block: Block, kinds: tuple[str, ...]) -> None:
         forward |= {merge: started, mlp: [merge], project: [mlp]}
         started = [Step(Op.START, sent[group], False, group, c) for group in groups]
         forward |= {start: [project] for start in started}
-    _each_in_its_turn("forward", block.forward, forward)
-    _recomputed(block)
-    parts = block.segment, block.attention_steps
-    mirrored = [step.mirror for part in parts for step in reversed(part)]
+    _check_program("forward", block.forward, forward)
+    _check_recompute(block)
+    in_reverse = (*reversed(block.segment), *reversed(block.attention_steps))
     beside = next((step.beside for step in block.backward if _sends_do(step)), ())
-    mirrored = [_with(beside, step) for step in mirrored]
-    backward: Needs = {}
-    for before, step in zip([None, *mirrored], mirrored):
-        backward[step] = [before] if before else []
-    for of in (O, QKV, OF_MLP):
-        if block.recompute:  # chunk by chunk, as soon as the gradient is there
-            for c in every:
-                dgrad = Step(Op.DGRAD, of, True, 0, c)
+    mirrored = [_with(beside, step.mirror) for step in in_reverse]
+    backward: Needs = {mirrored[0]: []}
+    for before, step in zip(mirrored, mirrored[1:]):
+        backward[step] = [before]
+    for tensors in (O, QKV, OF_MLP):
+        dgrads = [Step(Op.DGRAD, tensors, True, 0, c) for c in chunks]
+        if block.recompute:
+            # Weight gradients chunk by chunk, as soon as the gradient of the chunk is there.
+            for dgrad in dgrads:
                 backward[dgrad._replace(op=Op.WGRAD)] = backward[dgrad]
         else:
-            backward[Step(Op.WGRAD, of, True, 0)] = [Step(Op.DGRAD, of, True, 0, c) for c in every]
-    _each_in_its_turn("backward", block.backward, backward)
+            backward[Step(Op.WGRAD, tensors, True, 0)] = dgrads
+    _check_program("backward", block.backward, backward)
 
 
-def _recomputed(block: Block) -> None:
-    """Some recomputation, or none; o travels beside do only where attention is not recomputed."""
+def _check_recompute(block: Block) -> None:
+    """Check that a block recomputes something that `by_chunks` knows.
+
+    o may travel beside do only if attention is not recomputed.
+    """
     known: tuple[Recompute, ...] = ("none", "all", "but attention")
     for kind in known:
         if block.recompute == recomputed(block, kind):
             break
     else:
         raise ValueError(
-            f"schedule, recompute: {', '.join(map(str, block.recompute))} is neither all of a layer but the exchange of o, "
-            "nor that without attention; see `by_chunks`"
+            f"schedule, recompute: {', '.join(map(str, block.recompute))} is neither all of a "
+            "layer but the exchange of o, nor that without attention; see `by_chunks`"
         )
     if kind != "but attention" and any(step.beside for step in block.backward):
         raise ValueError("schedule, backward: o travels beside do, but attention is not saved")
 
 
 def _sends_do(step: Step) -> bool:
+    """Return whether a step is an end of the exchange of do."""
     return step.on_wire and step.tensors == O and step.grad
 
 
 def _with(beside: tuple[str, ...], step: Step) -> Step:
+    """Return the step, with ``beside`` if it is an end of the exchange of do."""
     return step._replace(beside=beside) if _sends_do(step) else step
 
 
 def needs_of(kinds: tuple[str, ...], starts: Program) -> tuple[Needs, Needs]:
-    """The steps of both programs, each with those that it comes after.
+    """Return the steps of forward and of backward, each with the steps that it comes after.
 
-    starts   of q, k and v (`Schedule.starts`)
+    Args:
+        kinds: The tensors that travel with each head group, as for `by_head_groups`.
+        starts: The starts of q, k and v (`Schedule.starts`).
     """
     forward: Needs = {}
     backward: Needs = {}
     groups = range(len(kinds))
     for start in starts:
-        of, group = start.tensors, start.group
-        back = Step(Op.START, of, True, group)
-        arrival = Step(Op.FINISH, of, True, group)
-        attended = [group] if of == Q else groups[group:]  # by whom
-        forward[start] = [Step(Op.PROJECT, (kind,), False, group) for kind in of]
+        tensors, group = start.tensors, start.group
+        start_gradient = Step(Op.START, tensors, True, group)
+        finish_gradient = Step(Op.FINISH, tensors, True, group)
+        readers = [group] if tensors == Q else groups[group:]
+        forward[start] = [Step(Op.PROJECT, (kind,), False, group) for kind in tensors]
         forward[start._replace(op=Op.FINISH)] = [start]
-        backward[back] = [Step(Op.ATTEND, O, True, at) for at in attended]
-        backward[arrival] = [back]
-        for kind in of:
+        backward[start_gradient] = [Step(Op.ATTEND, O, True, reader) for reader in readers]
+        backward[finish_gradient] = [start_gradient]
+        for kind in tensors:
             forward[Step(Op.PROJECT, (kind,), False, group)] = []
-            backward[Step(Op.DGRAD, (kind,), True, group)] = [arrival]
-            backward[Step(Op.WGRAD, (kind,), True, group)] = [arrival]
+            backward[Step(Op.DGRAD, (kind,), True, group)] = [finish_gradient]
+            backward[Step(Op.WGRAD, (kind,), True, group)] = [finish_gradient]
     for group in groups:
-        # The KV heads that a group attends to may have come with it or with any before.
-        arrived = [
-            start._replace(op=Op.FINISH)
-            for start in starts
-            if start.group == group or start.group < group and start.tensors != Q
-        ]
-        attend, back = Step(Op.ATTEND, O, False, group), Step(Op.ATTEND, O, True, group)
+        # A group attends to KV heads that came with it or with any group before.
+        inputs = []
+        for start in starts:
+            if start.group == group or start.group < group and start.tensors != Q:
+                inputs.append(start._replace(op=Op.FINISH))
+        attend = Step(Op.ATTEND, O, False, group)
         start, finish = Step(Op.START, O, False, group), Step(Op.FINISH, O, False, group)
-        forward |= {attend: arrived, start: [attend], finish: [start]}
+        forward |= {attend: inputs, start: [attend], finish: [start]}
         forward[Step(Op.MERGE, O, False, group)] = [finish]
         dgrad = Step(Op.DGRAD, O, True, group)
         start, finish = start._replace(grad=True), finish._replace(grad=True)
-        backward |= {dgrad: [], start: [dgrad], finish: [start], back: [finish]}
+        backward |= {dgrad: [], start: [dgrad], finish: [start], attend.mirror: [finish]}
         backward[Step(Op.WGRAD, O, True, group)] = []
     return forward, backward

@@ -1,8 +1,8 @@
-"""What a layer holds while its programs run: a tensor lives from the step that makes it to the last
-one that reads it.
+"""The bytes that a layer has in memory while its programs run.
 
-So nothing is said here about what is saved for backward: it is what steps of backward read and none
-of them makes. The backward of a window makes q, k and v again; so its forward lets go of them.
+A tensor lives from the step that makes it to the last step that reads it. So there is no rule for
+what is saved for backward: the saved tensors are those that steps of backward read and no step of
+backward makes. The backward of a window recomputes q, k and v, so its forward frees them.
 
     tensor       [..]         made by       read by
     local q 0    [s/P, h_0]   project q 0   start q 0
@@ -16,13 +16,14 @@ of them makes. The backward of a window makes q, k and v again; so its forward l
     rows q 0     [h_0, m]     wgrad q 0     into dW q, at the end
     y, dx, dW q               the first step that adds to it; the layer's caller reads it
 
-There is no ``send`` where ``local`` lies in memory as it travels, and no ``recv`` where ``global``
-does. lse is the log-sum-exp, one number a head and token; work is what the backward of local
-attention takes for itself. There are rows in a window alone; elsewhere they are written into dW at
-once.
+There is no ``send`` where ``local`` already has the layout of the transfer, and no ``recv`` where
+``global`` has. lse is the log-sum-exp, one number per head and token. work is the memory that the
+backward of local attention allocates for itself. rows exist only in a window; elsewhere they are
+written into dW at once.
 
-do, dq, dk and dv likewise. x, dy and the weights were there before. Left out are inputs of norms,
-KV heads that are repeated for attention, and blocks.
+do, dq, dk and dv have the same tensors as o, q, k and v. x, dy and the weights are not counted,
+since they exist before. Three things are left out: inputs of norms, KV heads that are repeated for
+attention, and blocks.
 """
 
 from __future__ import annotations
@@ -31,32 +32,31 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from .steps import MLP, QKV, O, Op, Part, Schedule, Step
+from .steps import MLP, QKV, O, Op, Schedule, Step
 from .window import Windowed
 
 
 class Tensor(NamedTuple):
-    """One of those above.
+    """A tensor of the table above.
 
     Attributes:
-        what: Its kind. "more dx" is what a step makes to add it to dx, which is there already.
-        of: q, k, v or o that it is, or whose projection it belongs to.
+        role: First word of its row. "more dx" is the term that a step makes and adds to the dx that
+            exists already.
+        name: q, k, v or o: the tensor itself, or the projection that it belongs to.
         group: Head group.
-        grad: It is the gradient of that.
-        start: Of a send or receive buffer, the start of its exchange.
+        grad: Whether this is the gradient of ``name``.
+        start: For a send or receive buffer, the start of its exchange.
     """
 
-    what: str
-    of: str = ""
+    role: str
+    name: str = ""
     group: int = 0
     grad: bool = False
     start: Step | None = None
 
 
 class _Use(NamedTuple):
-    """Something that happens at once: memory for what it makes is taken before that of what it
-    reads last is given back.
-    """
+    """A part of a step: it allocates the tensors that it makes, then frees those it read last."""
 
     reads: Sequence[Tensor]
     makes: Sequence[Tensor]
@@ -64,115 +64,124 @@ class _Use(NamedTuple):
 
 def memory_bytes(
     schedule: Schedule,
-    size: Callable[[Tensor], int],
-    attends: Callable[[int], Sequence[int]],
-    caller_holds: bool,
+    size_bytes: Callable[[Tensor], int],
+    kv_groups_of: Callable[[int], Sequence[int]],
+    caller_has_qkv: bool,
 ) -> list[int]:
-    """Bytes while each step of forward runs, then `MLP` in whose place is what waits for backward,
-    then those of backward.
+    """Return the most bytes in memory during each step.
 
-    size           bytes of a tensor; 0 for what is sent from where it lies, or received to where it
-                   is to lie
-    attends        the groups with which those KV heads travelled that a group attends to
-    caller_holds   q, k and v are variables of a caller, who has them until the layer returns
+    Args:
+        schedule: The schedule.
+        size_bytes: Bytes of a tensor. 0 for a send buffer if the transfer reads the source where it
+            is, and for a receive buffer if the transfer writes to the target.
+        kv_groups_of: For a group, the groups with which the KV heads travelled that it attends to.
+        caller_has_qkv: Whether q, k and v are variables of a caller, so that they live until
+            forward returns.
+
+    Returns:
+        Bytes for each step of forward; for `MLP`, the bytes that wait for backward; and for each
+        step of backward.
     """
-    happens = [(at, use) for at, uses in enumerate(_uses(schedule, size, attends)) for use in uses]
-    if isinstance(schedule, Windowed):  # behind the last step
+    # Uses in their order, each with the index of its step.
+    uses: list[tuple[int, _Use]] = []
+    for index, uses_of_step in enumerate(_uses(schedule, size_bytes, kv_groups_of)):
+        uses += [(index, use) for use in uses_of_step]
+    if isinstance(schedule, Windowed):
+        # After the last step, rows become dW.
+        last_index = uses[-1][0]
         wgrads = [step for step in schedule.backward if step.op is Op.WGRAD]
-        rows = [Tensor("rows", *part) for step in wgrads for part in step.parts]
-        happens += [
-            (happens[-1][0], _Use([each for each in rows if each.of == of], [Tensor("dW", of)]))
-            for of in (*QKV, *O)
-        ]
-    end, returned = len(happens), [at for at, _ in happens].index(len(schedule.forward))
-    last: dict[tuple[Tensor, int], int] = {}  # when a tensor that was made then is read last
+        for name in (*QKV, *O):
+            rows = [Tensor("rows", name, step.group) for step in wgrads if name in step.tensors]
+            uses.append((last_index, _Use(rows, [Tensor("dW", name)])))
+    end, returned = len(uses), [index for index, _ in uses].index(len(schedule.forward))
+    # When each tensor was made; and for each time that it was made, when it is read last.
     made: dict[Tensor, int] = {}
-    for now, (_, use) in enumerate(happens):
+    last_read: dict[tuple[Tensor, int], int] = {}
+    for now, (_, use) in enumerate(uses):
         made.update((tensor, now) for tensor in use.makes)
-        last.update(((tensor, made[tensor]), now) for tensor in (*use.makes, *use.reads))
-    given_back = [0] * (end + 1)
-    for (tensor, _), now in last.items():
-        if tensor.what in ("y", "dx", "dW"):
+        for tensor in (*use.makes, *use.reads):
+            last_read[tensor, made[tensor]] = now
+    freed = [0] * (end + 1)
+    for (tensor, _), now in last_read.items():
+        if tensor.role in ("y", "dx", "dW"):
             now = end
-        elif caller_holds and tensor.what == "local" and tensor.of in QKV and not tensor.grad:
+        elif caller_has_qkv and tensor.role == "local" and tensor.name in QKV and not tensor.grad:
             now = returned - 1
-        given_back[now] += size(tensor)
-    alive, most = 0, [0] * (happens[-1][0] + 1)
-    for now, (at, use) in enumerate(happens):
-        alive += sum(map(size, use.makes))
-        most[at] = max(most[at], alive)
-        alive -= given_back[now]
+        freed[now] += size_bytes(tensor)
+    live, most = 0, [0] * (uses[-1][0] + 1)
+    for now, (index, use) in enumerate(uses):
+        live += sum(map(size_bytes, use.makes))
+        most[index] = max(most[index], live)
+        live -= freed[now]
     return most
 
 
 def _uses(
-    schedule: Schedule, size: Callable[[Tensor], int], attends: Callable[[int], Sequence[int]]
+    schedule: Schedule,
+    size_bytes: Callable[[Tensor], int],
+    kv_groups_of: Callable[[int], Sequence[int]],
 ) -> Iterator[Sequence[_Use]]:
-    """What happens in each step."""
-    there: set[Tensor] = set()
+    """Yield the uses of each step."""
+    sums: set[Tensor] = set()
 
     def add(tensor: Tensor, *terms: Tensor) -> _Use:
-        """``terms`` are read for a sum; the first of its terms is the sum."""
-        begun = tensor in there
-        there.add(tensor)
-        return _Use(
-            (*terms, tensor), [tensor._replace(what=f"more {tensor.what}")] if begun else [tensor]
-        )
+        """Add ``terms`` to a sum; the first of its terms becomes the sum."""
+        made = tensor._replace(role=f"more {tensor.role}") if tensor in sums else tensor
+        sums.add(tensor)
+        return _Use((*terms, tensor), [made])
 
     for step in (*schedule.forward, MLP, *schedule.backward):
         if step == MLP:
             yield [_Use((), ())]
         elif step.on_wire:
-            yield _exchanged(step, size)
+            yield _exchange_uses(step, size_bytes)
         elif step.op is Op.ATTEND:
-            group, kv = step.group, [*product(("k", "v"), attends(step.group))]
-            heads = [Tensor("global", *part) for part in (("q", group), *kv)]
+            group, kv = step.group, [*product(("k", "v"), kv_groups_of(step.group))]
+            qkv = [Tensor("global", *part) for part in (("q", group), *kv)]
             o = [Tensor("global", "o", group), Tensor("lse", "o", group)]
             if not step.grad:
-                yield [_Use(heads, o)]
+                yield [_Use(qkv, o)]
             else:
-                made = [Tensor("global", "q", group, True), Tensor("work", "o", group, True)]
-                reads = [*heads, *o, Tensor("global", "o", group, True)]
+                makes = [Tensor("global", "q", group, True), Tensor("work", "o", group, True)]
+                reads = [*qkv, *o, Tensor("global", "o", group, True)]
                 for part in kv:
                     term = add(Tensor("global", *part, True))
-                    reads, made = [*reads, *term.reads], [*made, *term.makes]
-                yield [_Use(reads, made)]
+                    reads, makes = [*reads, *term.reads], [*makes, *term.makes]
+                yield [_Use(reads, makes)]
         elif step.op is Op.MERGE:
-            yield [add(Tensor("y"), *_locals(step.parts))]
+            yield [add(Tensor("y"), *_tensors("local", step))]
         elif step.op is Op.PROJECT:
-            yield [_Use((), _locals(step.parts))]
+            yield [_Use((), _tensors("local", step))]
         elif step.op is Op.WGRAD:
-            (part,) = step.parts
-            local = Tensor("local", *part, step.tensors != O)
-            made_apart = isinstance(schedule, Windowed)
-            yield [
-                _Use([local], [Tensor("rows", *part)])
-                if made_apart
-                else add(Tensor("dW", part[0]), local)
-            ]
+            (name,) = step.tensors
+            local = Tensor("local", name, step.group, grad=step.tensors != O)
+            if isinstance(schedule, Windowed):
+                yield [_Use([local], [Tensor("rows", name, step.group)])]
+            else:
+                yield [add(Tensor("dW", name), local)]
         elif step.tensors == O:
-            yield [_Use((), _locals(step.parts, True))]
+            yield [_Use((), _tensors("local", step))]
         else:
-            yield [add(Tensor("dx"), *_locals(step.parts, True))]
+            yield [add(Tensor("dx"), *_tensors("local", step))]
 
 
-def _locals(parts: Sequence[Part], grad: bool = False) -> list[Tensor]:
-    return [Tensor("local", *part, grad) for part in parts]
+def _tensors(role: str, step: Step) -> list[Tensor]:
+    """Return the tensors of a step in one role; those beside them first."""
+    values = [Tensor(role, name, step.group) for name in step.beside]
+    return values + [Tensor(role, name, step.group, step.grad) for name in step.tensors]
 
 
-def _exchanged(step: Step, size: Callable[[Tensor], int]) -> Sequence[_Use]:
-    """What happens at one end of an exchange."""
+def _exchange_uses(step: Step, size_bytes: Callable[[Tensor], int]) -> Sequence[_Use]:
+    """Return the uses of a start or a finish."""
     start = step._replace(op=Op.START)
     ends = ("global", "local") if step.to_tokens else ("local", "global")
-    moved = [(kind, step.group, False) for kind in step.beside]
-    moved += [(*part, step.grad) for part in step.parts]
-    sources, targets = ([Tensor(end, *each) for each in moved] for end in ends)
-    send, recv = (Tensor(what, group=step.group, start=start) for what in ("send", "recv"))
-    unpacks = size(recv) > 0
+    sources, targets = (_tensors(end, step) for end in ends)
+    send, recv = (Tensor(role, group=step.group, start=start) for role in ("send", "recv"))
+    unpacks = size_bytes(recv) > 0
     if step.op is Op.START:
         return [_Use(sources, [send, recv] if unpacks else [send, *targets])]
-    # What was sent is given back before memory is taken for what was received.
+    # The sent tensors are freed before memory for the received tensors is allocated.
     return [
-        _Use([send] if size(send) else sources, ()),
+        _Use([send] if size_bytes(send) else sources, ()),
         _Use([recv], targets) if unpacks else _Use(targets, ()),
     ]

@@ -1,6 +1,4 @@
-"""A program played on two rows, with the time that its steps take and the bytes that are held; and
-drawn.
-"""
+"""Simulates a program on two rows, the compute row and the wire, and draws it."""
 
 from __future__ import annotations
 
@@ -13,8 +11,13 @@ from .steps import Op, Program, Schedule, Step, stop_of
 
 
 class Bar(NamedTuple):
-    """What a row is busy with, in ms; ``step`` is the start of an exchange on the wire, None where
-    the compute row waits.
+    """One stretch of time of a row.
+
+    Attributes:
+        label: Name of the step, or of the exchange.
+        step: The step; for a transfer on the wire, its start; None while the compute row waits.
+        begin: In ms.
+        end: In ms.
     """
 
     label: str
@@ -25,11 +28,14 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """
-    compute, wire   bars of the two rows; among those of the compute row the waits, labelled as what
-                    they wait for
-    step_ms         until the last row is done
-    memory            bytes, and from when on, in ms (`memory_bytes`)
+    """The result of `simulate`.
+
+    Attributes:
+        compute: Bars of the compute row. A wait has the name of the exchange that it waits for.
+        wire: Bars of the wire.
+        step_ms: Time until both rows are done.
+        memory: For each step, the time in ms at which it begins, and the bytes in memory from then
+            on (`memory_bytes`).
     """
 
     compute: list[Bar]
@@ -39,15 +45,17 @@ class Simulation:
 
     @property
     def peak(self) -> int:
-        """Most bytes at once; 0 where nobody asked."""
-        return max((memory for _, memory in self.memory), default=0)
+        """Most bytes at once; 0 if `simulate` was not given any."""
+        return max((n_bytes for _, n_bytes in self.memory), default=0)
 
     @cached_property
     def compute_ms(self) -> float:
+        """Time in which the compute row computes."""
         return sum(bar.end - bar.begin for bar in self.compute if bar.step is not None)
 
     @cached_property
     def wire_ms(self) -> float:
+        """Time in which the wire carries an exchange."""
         return sum(bar.end - bar.begin for bar in self.wire)
 
     @property
@@ -57,7 +65,7 @@ class Simulation:
 
     @cached_property
     def exposed_ms(self) -> dict[str, float]:
-        """Of each exchange, how long the compute row stands still for it."""
+        """For each exchange, how long the compute row waits for it."""
         waits = {bar.label: 0.0 for bar in self.wire}
         for bar in self.compute:
             if bar.step is None:
@@ -68,11 +76,16 @@ class Simulation:
 def simulate(
     schedule: Schedule, program: Program, ms: Callable[[Step], float], memory: Sequence[int] = ()
 ) -> Simulation:
-    """Play a program: the compute row does one step after another, the wire carries exchanges in
+    """Simulate a program.
+
+    The compute row performs one step after another. The wire carries one exchange after another, in
     the order of their starts.
 
-    ms     of a step on the compute row; of the transfer, for a start
-    memory   bytes while each step runs; empty where nobody asks
+    Args:
+        schedule: The schedule, for the names of steps.
+        program: The program.
+        ms: Duration of a step on the compute row; of the transfer, for a start.
+        memory: Bytes in memory during each step; may be empty.
     """
     now = free = 0.0
     compute: list[Bar] = []
@@ -81,13 +94,13 @@ def simulate(
     begins: list[float] = []
     for step in program:
         begins.append(now)
-        what = step[1:]  # as of its other end
+        key = step[1:]  # the same for both ends of an exchange
         if step.op is Op.START:
             begin = max(now, free)
-            free = arrives[what] = begin + ms(step)
+            free = arrives[key] = begin + ms(step)
             wire.append(Bar(schedule.name(step), step, begin, free))
         elif step.op is Op.FINISH:
-            if (arrived := arrives.pop(what)) > now:
+            if (arrived := arrives.pop(key)) > now:
                 compute.append(Bar(schedule.name(step), None, now, arrived))
                 now = arrived
         else:
@@ -97,22 +110,24 @@ def simulate(
 
 
 def draw(schedule: Schedule, program: Program) -> str:
-    """The two rows of a program as text, each step as long as its name; where the compute row waits
-    there are dots.
+    """Return the two rows of a program as text.
+
+    A bar is as long as its name, and successive steps with the same name share one bar. Dots mean
+    that the compute row waits.
     """
-    begun = None
+    label = None
 
     def columns(step: Step) -> int:
-        nonlocal begun
+        nonlocal label
         if step.op is Op.START:
             return len(schedule.name(step)) + 1
-        again, begun = schedule.label(step) == begun, schedule.label(step)
-        return 0 if again else len(_short(begun)) + 1
+        repeats, label = schedule.label(step) == label, schedule.label(step)
+        return 0 if repeats else len(_short(label)) + 1
 
-    played = simulate(schedule, program, columns)
+    simulated = simulate(schedule, program, columns)
     rows = []
-    for name, bars in (("compute", played.compute), ("wire", played.wire)):
-        row = [" "] * int(played.step_ms)
+    for name, bars in (("compute", simulated.compute), ("wire", simulated.wire)):
+        row = [" "] * int(simulated.step_ms)
         for bar in bars:
             begin, end = int(bar.begin), int(bar.end)
             text = "." * (end - begin) if bar.step is None else _short(bar.label)
@@ -122,9 +137,10 @@ def draw(schedule: Schedule, program: Program) -> str:
 
 
 def _short(label: str) -> str:
+    """Return a label as drawings show it."""
     return label.removesuffix(" backward")
 
 
 def order(schedule: Schedule, program: Program) -> list[str]:
-    """Starts and finishes of a program: ``>q0`` and ``<q0``."""
+    """Return the starts and finishes of a program: ``>q0`` and ``<q0``."""
     return [stop_of(schedule, step) for step in program if step.on_wire]

@@ -1,8 +1,11 @@
-"""The order between two attentions, where tokens don't meet, in chunks of every rank's tokens.
+"""The order of a chain of layers, in which each rank's tokens are cut into C chunks.
 
-    finish q, k, v, attend, start o           as in a layer by itself, all chunks one after another
-    finish o, merge, MLP, project, start      chunk by chunk: norms and residuals too, and q, k, v
-                                              of the next layer
+Nothing between two attentions mixes tokens, so that chunks can be computed one by one:
+
+    finish q, k, v, attend, start o           as in a layer by itself; all chunks are exchanged
+                                              before the attention, and all after it
+    finish o, merge, MLP, project, start      chunk by chunk, with norms and residuals; the last two
+                                              make and send q, k, v of the next layer
 
 Two layers of one head group, C = 2:
 
@@ -17,18 +20,19 @@ Two layers of one head group, C = 2:
     compute | attention MLP wgrad Wqkv.1 Wqkv.0 Wqkv wgrad
     wire    |           dqkv.1 dqkv.0
 
-In backward the same the other way about. Weight gradients wait for all chunks. Those of the
-projections are made under the last exchange of do, those of the MLP under the first of dq, dk and
-dv, which nothing else hides. Those in front of the first attention are made chunk by chunk, though
-drawn at the end.
+Backward has the reverse order. Weight gradients wait for all chunks. Those of the projections are
+computed under the last exchange of do, and those of the MLP under the first exchange of dq, dk and
+dv, which nothing else hides. The weight gradients of the projections in front of the first
+attention are computed chunk by chunk, although the drawing has them at the end.
 
-A layer's first call is not started ahead: its ranks compare.
+The exchanges of a layer's first call do not start in the layer before, since the ranks first
+compare their calls.
 
-With ``recompute`` (gradient checkpointing) the segment in front of an attention, and the attention,
-are computed once more in backward, under the last exchange of do: q, k and v travel again, o was
-saved and does not. Weight gradients are made chunk by chunk. With "but attention" the attention is
-not computed again, since the log-sum-exp was saved too, and o travels beside do (``odo.c``). A
-layer by itself, C = 2, "but attention":
+With ``recompute`` (gradient checkpointing), backward recomputes the segment in front of an
+attention, and the attention, under the last exchange of do. q, k and v travel once more; o does
+not, since it was saved. Weight gradients are computed chunk by chunk. With "but attention" the
+attention is not recomputed, since the log-sum-exp was saved too, and o travels beside do
+(``odo.c``). A layer by itself, C = 2, "but attention":
 
     backward
     compute | Wo.0 MLP.0 Wo.1 MLP.1 MLP wgrad MLP.1 Wo wgrad Wo.1 MLP wgrad MLP.0 Wo wgrad Wo.0 Wqkv.0 Wqkv.1 ......attention
@@ -46,36 +50,37 @@ from typing import Literal
 
 from .steps import OF_MLP, QKV, O, Op, Program, Q, Schedule, Step, stop_of
 
-# What of a layer is computed again in backward.
+# The part of a layer that backward recomputes.
 Recompute = Literal["none", "all", "but attention"]
 
 
 @dataclass(frozen=True)
 class Block(Schedule):
-    """The programs of a layer in the middle of a chain: of its attention, and of what lies between
-    it and the next one. ``recompute`` is what lies in front of the next attention, and that
-    attention.
+    """The programs of a layer in the middle of a chain.
+
+    Forward has two parts: the attention, and the segment between this attention and the next. The
+    program ``recompute`` has steps of the segment, then of the attention behind it.
 
     Attributes:
-        chunks: C.
+        chunks: C, the number of chunks.
     """
 
     chunks: int = 1
 
     @cached_property
     def _cut(self) -> int:
-        """Where the segment begins in forward."""
-        return 1 + max(
-            at for at, step in enumerate(self.forward) if step.op is Op.START and step.tensors == O
-        )
+        """Index in forward of the first step of the segment."""
+        starts_o = [step.op is Op.START and step.tensors == O for step in self.forward]
+        return len(starts_o) - starts_o[::-1].index(True)
 
     @cached_property
     def attention_steps(self) -> Program:
+        """The steps of forward around the attention, from finish q to start o."""
         return self.forward[: self._cut]
 
     @cached_property
     def segment(self) -> Program:
-        """What lies between two attentions."""
+        """The steps of forward between two attentions."""
         return self.forward[self._cut :]
 
     @cached_property
@@ -88,36 +93,39 @@ class Block(Schedule):
 
     @cached_property
     def recomputed_segment(self) -> Program:
+        """The steps of the segment that backward recomputes."""
         return tuple(step for step in self.recompute if step in self.segment)
 
     @cached_property
     def recomputed_attention(self) -> Program:
+        """The steps around the attention that backward recomputes."""
         return tuple(step for step in self.recompute if step in self.attention_steps)
 
     @cached_property
     def crossings(self) -> set[tuple[str, str]]:
-        """The stops around what lies between the last o of a chunk and the first q of the next layer."""
+        """Pairs of exchanges, as `stop_of` writes them, between which the next layer begins.
+
+        The first of a pair finishes the last o of a chunk, the second starts the q, k, v that the
+        next layer makes of this chunk.
+        """
         stops = [step for step in self.segment if step.on_wire]
         return {
-            (stop_of(self, end), stop_of(self, begin))
-            for end, begin in zip(stops, stops[1:])
-            if _ends(end) and not _ends(begin)
+            (stop_of(self, before), stop_of(self, after))
+            for before, after in zip(stops, stops[1:])
+            if _is_tail(before) and not _is_tail(after)
         }
 
     def chain(self, layers: int, follows: bool = False, is_followed: bool = False) -> Schedule:
-        """Return forward and backward of some layers in one chain.
+        """Return the schedule of some successive layers of a chain.
 
         Args:
             layers: Number of layers.
-            follows: Another layer comes before, and does what lies in front of the first attention.
-            is_followed: Another layer comes behind the last one.
+            follows: Whether another layer comes before the first one, and computes its q, k and v.
+            is_followed: Whether another layer comes after the last one.
         """
-        at = next(
-            at
-            for at, step in enumerate(self.backward)
-            if step.op is Op.FINISH and step.tensors == O
-        )
-        segment, attention = self.backward[:at], self.backward[at:]
+        finishes_do = [step.op is Op.FINISH and step.tensors == O for step in self.backward]
+        cut = finishes_do.index(True)
+        segment, attention = self.backward[:cut], self.backward[cut:]
         forward = self.segment if follows else head(self.segment)
         forward += (self.attention_steps + self.segment) * (layers - 1) + self.attention_steps
         forward += self.segment if is_followed else tail(self.segment)
@@ -134,124 +142,131 @@ class Block(Schedule):
     def label(self, step: Step) -> str:
         if step.op is Op.ATTEND:
             return super().label(step)
-        what = "MLP" if step.tensors == OF_MLP else f"W{''.join(step.tensors)}"
+        weights = "MLP" if step.tensors == OF_MLP else f"W{''.join(step.tensors)}"
         if step.op is Op.WGRAD:
-            return f"{what} wgrad"
-        return f"{what}.{step.chunk}" + " backward" * step.grad
+            return f"{weights} wgrad"
+        return f"{weights}.{step.chunk}" + " backward" * step.grad
 
 
-def _ends(step: Step) -> bool:
-    """It belongs to the layer whose attention was run, not to the next one."""
+def _is_tail(step: Step) -> bool:
+    """Return whether a step of a segment belongs to the layer before it, not to the next layer."""
     return step.tensors in (O, OF_MLP)
 
 
 @cache
 def tail(segment: Program) -> Program:
-    """What the last layer does behind its attention."""
-    return tuple(step for step in segment if _ends(step))
+    """Return the steps of a segment that the last layer of a chain has, after its attention."""
+    return tuple(step for step in segment if _is_tail(step))
 
 
 @cache
 def head(segment: Program) -> Program:
-    """What the first layer does in front of its attention."""
-    return tuple(step for step in segment if not _ends(step))
+    """Return the steps of a segment that the first layer of a chain has, before its attention."""
+    return tuple(step for step in segment if not _is_tail(step))
 
 
 @cache
 def by_chunks(kinds: tuple[str, ...], chunks: int, recompute: Recompute = "none") -> Block:
-    """Return the order of a layer in a chain, in chunks of tokens.
+    """Return the schedule of a layer in a chain, in chunks of tokens.
 
     Args:
-        kinds: What travels with each head group, as for `by_head_groups`: in one exchange a chunk.
-        chunks: C.
-        recompute: What of a layer is computed again in backward.
+        kinds: The tensors that travel with each head group, as for `by_head_groups`; here in one
+            exchange per chunk.
+        chunks: C, the number of chunks.
+        recompute: The part of a layer that backward recomputes.
     """
-    groups, every, sent = range(len(kinds)), range(chunks), [tuple(of) for of in kinds]
-    saves_o, at_once = recompute == "but attention", recompute != "none"
+    groups, each_chunk, sent = range(len(kinds)), range(chunks), [tuple(names) for names in kinds]
+    # Backward goes through groups and chunks from the last to the first.
+    groups_back, each_chunk_back = groups[::-1], each_chunk[::-1]
+    beside, wgrad_by_chunk = O if recompute == "but attention" else (), recompute != "none"
     attention: list[Step] = []
     segment: list[Step] = []
     backward: list[Step] = []
     for group in groups:
-        attention += [Step(Op.FINISH, sent[group], False, group, c) for c in every]
+        attention += [Step(Op.FINISH, sent[group], False, group, c) for c in each_chunk]
         attention += [Step(Op.ATTEND, O, False, group)]
-        attention += [Step(Op.START, O, False, group, c) for c in every]
-    for c in every:
+        attention += [Step(Op.START, O, False, group, c) for c in each_chunk]
+    for c in each_chunk:
         segment += [Step(Op.FINISH, O, False, group, c) for group in groups]
         segment += [Step(Op.MERGE, O, False, 0, c), Step(Op.MLP, OF_MLP, False, 0, c)]
         segment += [Step(Op.PROJECT, QKV, False, 0, c)]
         segment += [Step(Op.START, sent[group], False, group, c) for group in groups]
 
-    beside = O if saves_o else ()
-    for c in reversed(every):
-        backward += [Step(Op.FINISH, sent[group], True, group, c) for group in reversed(groups)]
-        for of in (QKV, OF_MLP, O):
-            backward += [Step(Op.WGRAD, of, True, 0, c)] * at_once + [
-                Step(Op.DGRAD, of, True, 0, c)
-            ]
-        backward += [Step(Op.START, O, True, group, c, beside=beside) for group in reversed(groups)]
-    if not at_once:
-        backward += [Step(Op.WGRAD, of, True, 0) for of in (O, QKV)]
-    for group in reversed(groups):
-        backward += [Step(Op.FINISH, O, True, group, c, beside=beside) for c in reversed(every)]
+    for c in each_chunk_back:
+        backward += [Step(Op.FINISH, sent[group], True, group, c) for group in groups_back]
+        for tensors in (QKV, OF_MLP, O):
+            if wgrad_by_chunk:
+                backward += [Step(Op.WGRAD, tensors, True, 0, c)]
+            backward += [Step(Op.DGRAD, tensors, True, 0, c)]
+        backward += [Step(Op.START, O, True, group, c, beside=beside) for group in groups_back]
+    if not wgrad_by_chunk:
+        backward += [Step(Op.WGRAD, O, True, 0), Step(Op.WGRAD, QKV, True, 0)]
+    for group in groups_back:
+        backward += [Step(Op.FINISH, O, True, group, c, beside=beside) for c in each_chunk_back]
         backward += [Step(Op.ATTEND, O, True, group)]
-        backward += [Step(Op.START, sent[group], True, group, c) for c in reversed(every)]
-    if not at_once:
+        backward += [Step(Op.START, sent[group], True, group, c) for c in each_chunk_back]
+    if not wgrad_by_chunk:
         backward += [Step(Op.WGRAD, OF_MLP, True, 0)]
-    made = Block(tuple(attention + segment), tuple(backward), chunks)
-    return replace(made, recompute=recomputed(made, recompute))
+    block = Block(tuple(attention + segment), tuple(backward), chunks)
+    return replace(block, recompute=recomputed(block, recompute))
 
 
 def recomputed(block: Block, recompute: Recompute) -> Program:
-    """Return what is computed again: all but the exchange of o, which was saved."""
+    """Return the program that backward recomputes, which never exchanges o, since o was saved."""
     if recompute == "none":
         return ()
-    return tuple(
-        step
-        for step in (*block.segment, *block.attention_steps)
-        if not (step.on_wire and step.tensors == O)
-        and not (step.op is Op.ATTEND and recompute == "but attention")
-    )
+    steps = []
+    for step in (*block.segment, *block.attention_steps):
+        exchanges_o = step.on_wire and step.tensors == O
+        if not exchanges_o and not (step.op is Op.ATTEND and recompute == "but attention"):
+            steps.append(step)
+    return tuple(steps)
 
 
 Needs = dict[Step, list[Step]]
 
 
 def periods(kinds: tuple[str, ...], chunks: int) -> tuple[Needs, Needs]:
-    """What lies between the attention of one layer and of the next whatever the order: each step
-    with those that it comes after.
+    """Return one period of a chain in forward and in backward: steps, with those they come after.
 
-    Forward, from the end of one layer's last group to the end of the next layer's; backward
-    likewise, but from group 0 to group 0. Left out is what may lie before or behind: exchanges of
-    the other groups of o, or of dq, dk, dv; weight gradients.
+    A period of forward goes from the end of the last group's attention in one layer to the same
+    point in the next layer. A period of backward goes from group 0 to group 0. Only those steps are
+    in it that every order must place there. Left out are exchanges of the other groups of o, or of
+    dq, dk and dv, and weight gradients.
+
+    Args:
+        kinds: The tensors that travel with each head group, as for `by_head_groups`.
+        chunks: C, the number of chunks.
     """
-    groups, every, sent = range(len(kinds)), range(chunks), [tuple(of) for of in kinds]
+    groups, each_chunk, sent = range(len(kinds)), range(chunks), [tuple(names) for names in kinds]
     forward: Needs = {}
     backward: Needs = {}
-    for c in every:
-        chunk = [
+    for c in each_chunk:
+        steps = [
             Step(Op.START, O, False, groups[-1], c),
             Step(Op.MERGE, O, False, 0, c),
             Step(Op.MLP, OF_MLP, False, 0, c),
             Step(Op.PROJECT, QKV, False, 0, c),
         ]
-        forward.update((step, chunk[at - 1 : at] if at else []) for at, step in enumerate(chunk))
+        forward |= _one_after_another(steps)
         for group in groups:
-            forward[Step(Op.START, sent[group], False, group, c)] = chunk[-1:]
-        chunk = [
-            Step(Op.START, sent[0], True, 0, c),
-            *(Step(Op.DGRAD, of, True, 0, c) for of in (QKV, OF_MLP, O)),
-        ]
-        backward.update((step, chunk[at - 1 : at] if at else []) for at, step in enumerate(chunk))
+            forward[Step(Op.START, sent[group], False, group, c)] = steps[-1:]
+        steps = [Step(Op.START, sent[0], True, 0, c)]
+        steps += [Step(Op.DGRAD, tensors, True, 0, c) for tensors in (QKV, OF_MLP, O)]
+        backward |= _one_after_another(steps)
         for group in groups:
-            backward[Step(Op.START, O, True, group, c)] = chunk[-1:]
+            backward[Step(Op.START, O, True, group, c)] = steps[-1:]
     for group in groups:
-        forward[Step(Op.ATTEND, O, False, group)] = [
-            Step(Op.START, sent[of], False, of, c)
-            for of in groups[: group + 1]
-            if of == group or sent[of] != Q
-            for c in every
-        ]
-        backward[Step(Op.ATTEND, O, True, group)] = [
-            Step(Op.START, O, True, group, c) for c in every
-        ]
+        starts = []
+        for source in groups[: group + 1]:
+            if source == group or sent[source] != Q:
+                starts += [Step(Op.START, sent[source], False, source, c) for c in each_chunk]
+        forward[Step(Op.ATTEND, O, False, group)] = starts
+        starts = [Step(Op.START, O, True, group, c) for c in each_chunk]
+        backward[Step(Op.ATTEND, O, True, group)] = starts
     return forward, backward
+
+
+def _one_after_another(steps: list[Step]) -> Needs:
+    """Return the steps, each with the step before it."""
+    return {step: steps[max(index - 1, 0) : index] for index, step in enumerate(steps)}

@@ -166,7 +166,7 @@ def _uses(
 
 
 def _tensors(role: str, step: Step) -> list[Tensor]:
-    """Return the tensors of a step in one role; those beside them first."""
+    """Return the tensors of a step in one role; those of `Step.beside` come first."""
     values = [Tensor(role, name, step.group) for name in step.beside]
     return values + [Tensor(role, name, step.group, step.grad) for name in step.tensors]
 

@@ -61,6 +61,8 @@ class Block(Schedule):
     Forward has two parts: the attention, and the segment between this attention and the next. The
     program ``recompute`` has steps of the segment, then of the attention behind it.
 
+    An empty ``recompute`` means that nothing is recomputed.
+
     Attributes:
         chunks: C, the number of chunks.
     """

@@ -28,7 +28,7 @@ class Op(Enum):
     __hash__ = object.__hash__
 
 
-Q, K, V, O = (("q",), ("k",), ("v",), ("o",))  # noqa: E741
+Q, O = (("q",), ("o",))  # noqa: E741
 QKV, OF_MLP = ("q", "k", "v"), ("MLP",)
 Tensors = tuple[str, ...]
 # q, k, v or o of a head group.

@@ -37,6 +37,9 @@ product per group, and ``Wq0`` in backward for dgrad and wgrad.
     compute | Wo1 dgrad Wo0 dgrad Wo wgrad attention 1 attention 0 Wv1 Wk1 Wq1 Wv0 Wk0 Wq0
     wire    |           do1       do0                  dqkv1       dv0 dk0 dq0
 
+The last o travels under Wo of the groups before, the first do under their dgrad: with two groups
+every exchange has work to hide it.
+
 With one head group nothing hides the exchanges of v, o and dv. A rank that attends with one query
 head has no other choice:
 
@@ -59,9 +62,13 @@ Which code reads a schedule:
   layer chooses the runner that performs them. If an end of the layer (the projections of q, k and
   v, or the output projection) is a node of autograd of its own, this node walks its section of
   backward. Autograd performs the section between the ends.
-- `attention.runtime.window` walks both programs of a `Windowed` schedule, and sums dk and dv
-  itself.
-- `chain.block` walks the forward of a `Block`. Autograd runs the backward in the order that is
+  The ends are `_StartInputs` and `_FinishOutput` of ``attention.runtime.nodes``. Between them,
+  `Recorded` walks forward, and joins a start of o and the finishes of the next q, k, v to one node.
+- With `Runner.walk`, `attention.runtime.window` goes through both programs of a `Windowed`
+  schedule; it sums dk and dv itself.
+- With `Runner.walk`, `chain.block` goes through the forward of a `Block`, and in backward through
+  its ``recompute``, for which the node that waits for do asks before it waits
+  (``chain.recompute_region``). Autograd runs all other steps of backward in the order that is
   drawn, which tests check.
 - `tools.planner.plan` simulates programs with the cost of each step, and `memory_bytes` computes
   the bytes in memory meanwhile.

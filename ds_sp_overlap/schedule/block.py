@@ -20,19 +20,25 @@ Two layers of one head group, C = 2:
     compute | attention MLP wgrad Wqkv.1 Wqkv.0 Wqkv wgrad
     wire    |           dqkv.1 dqkv.0
 
-Backward has the reverse order. Weight gradients wait for all chunks. Those of the projections are
-computed under the last exchange of do, and those of the MLP under the first exchange of dq, dk and
-dv, which nothing else hides. The weight gradients of the projections in front of the first
-attention are computed chunk by chunk, although the drawing has them at the end.
+In forward, the first chunk of o and the last of q, k, v are exposed. Backward has the reverse order.
+Weight gradients wait for all chunks (Note [Deferred wgrads] in ``attention.runtime.deferred``).
+Those of the projections are computed under the last exchange of do, and those of the MLP under the
+first exchange of dq, dk and dv, which nothing else hides; but MLP weights that ZeRO-3 partitions
+are not in memory there, and have their gradients with those of the projections. The weight
+gradients of the projections in front of the first attention are computed chunk by chunk, although
+the drawing has them at the end.
 
-The exchanges of a layer's first call do not start in the layer before, since the ranks first
-compare their calls.
+A layer starts its own q, k and v, as the first one does, in its first call, since the ranks then
+compare their calls, and wherever else `Chain._may_start` says so.
 
 With ``recompute`` (gradient checkpointing), backward recomputes the segment in front of an
-attention, and the attention, under the last exchange of do. q, k and v travel once more; o does
-not, since it was saved. Weight gradients are computed chunk by chunk. With "but attention" the
-attention is not recomputed, since the log-sum-exp was saved too, and o travels beside do
-(``odo.c``). A layer by itself, C = 2, "but attention":
+attention, and the attention, under the last exchange of do. What lies behind the last attention is
+recomputed first, while nothing travels. q, k and v travel once more; o does not, since it was
+saved. Weight gradients are computed chunk by chunk, so that none is left to hide the first dq, dk
+and dv. With "but attention" the attention is not recomputed, since the log-sum-exp was saved too,
+and o travels beside do (``odo.c``). A chain of one layer, C = 2, "but attention"; the first four
+bars, and Wqkv.0 Wqkv.1 in front of the attention, are recomputed, and a bar behind its wgrad is the
+dgrad:
 
     backward
     compute | Wo.0 MLP.0 Wo.1 MLP.1 MLP wgrad MLP.1 Wo wgrad Wo.1 MLP wgrad MLP.0 Wo wgrad Wo.0 Wqkv.0 Wqkv.1 ......attention

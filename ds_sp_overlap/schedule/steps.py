@@ -129,8 +129,10 @@ class Schedule:
     Attributes:
         forward: The program of forward.
         backward: The program of backward.
-        recompute: The steps of forward that are repeated when an activation checkpoint around the
-            layer recomputes it, since their results were not saved. Empty: all of forward.
+        recompute: The steps of forward that are repeated before backward. Of a `Windowed`, the
+            merges, where a checkpoint around the layer saved attention. Of a `Block`, what backward
+            recomputes by itself, empty for nothing. Empty for other schedules: an activation
+            checkpoint repeats all of forward.
     """
 
     forward: Program

@@ -19,14 +19,19 @@ reads both. ``Wq Wk Wv`` in this order are recomputed projections; ``Wv Wk Wq`` 
     compute | Wk1 Wv1 attention 2 Wo0 dgrad Wo wgrad Wv2 Wk2 Wq2 Wq0 Wk0 Wv0 attention 1 attention 0 Wv1 Wk1 Wq1 Wv0 Wk0 Wq0
     wire    |         qkv1        dqkv2              odo0                    qkv0        dqkv1       dv0 dk0 dq0
 
-A layer in an activation checkpoint that saves attention runs in this order too, with half the
-groups in memory unless the config sets a window. When the checkpoint recomputes the layer, the
-layer merges the saved o and does nothing else: no q, k, v, no attention, no exchange. Backward then
-runs as drawn.
+q, k and v travel under the attention of the group before. o, and o with do, travel under
+projections and the attention of another group; dq, dk and dv under the products of another group or
+under its attention. From W = 2 on, every exchange has work to hide it.
 
-With W = 1 the gradients of a group are finished before the next group is begun. Each exchange of
-backward but those of dq, dk and dv is finished before the next one is started. So there is one send
-buffer, and the compute row waits for every exchange.
+A layer in an activation checkpoint that saves attention runs in this order too, with
+W = max(1, G // 2) unless the config sets a window. When the checkpoint recomputes the layer, the
+layer merges the saved o and does nothing else: no q, k, v, no attention, no exchange. Backward then
+runs as drawn. A checkpoint that does not save attention repeats all of forward.
+
+With W = 1 the gradients of a group are finished before the next group is begun, and there is one
+send buffer: each exchange of backward but those of dq, dk and dv is finished before the next one is
+started. o with do travels under Wq, q under Wk, k under Wv. Nothing hides v and dv of each group in
+backward; nor, in forward, v of the first group and o of the last.
 
 Note [Shared KV heads]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -85,6 +90,7 @@ def by_window(
             (`Geometry.last_use`).
         window: The most groups between their projections and the end of their attention.
         wgrad_last: Whether to compute the part of dWo of a group after its dgrad; else before.
+            Either way before do starts, since the start frees the local o that the wgrad reads.
         products_last: Whether to compute dx and the weight gradients of q, k and v when all groups
             have been attended. Then dq, dk and dv stay in memory, which for few KV heads is less
             than dx and those gradients. Layers do so from four query heads per KV head on.

@@ -345,6 +345,7 @@ def refusals(rank):
     said = []
     for options, section in (
         (dict(**heads(2, 2)), {}),
+        (dict(**heads(4, 4)), {}),
         (dict(**heads(8, 2)), {"head_groups": 3}),
     ):
         config = tiny_config("qwen3_next", num_attention_heads=16, num_key_value_heads=4, **options)
@@ -358,7 +359,8 @@ def refusals(rank):
 
 
 def test_heads_that_cant_be_split_and_code_that_isnt_known_are_refused_with_name_and_numbers():
-    for few, many, strange in on_ranks(4, refusals):
+    for few, enough, many, strange in on_ranks(4, refusals):
+        assert enough is None
         for said in (few, many, strange):
             assert said is not None and said[0] == "ValueError"
         assert "linear_attn (Qwen3NextGatedDeltaNet): 2 value heads leave a rank of sp size 4 with no head; use sp size 2" in few[1]

@@ -839,7 +839,10 @@ def generating(rank, family):
         for layer in range(2):
             filled.update(*torch.zeros(2, BATCH, 2, 3, 8, dtype=torch.float64), layer)
         said = refusal(model, **inputs, past_key_values=filled, use_cache=True)
-        error = relative_error(model(**inputs, use_cache=True).logits, whole)
+        empty = DynamicCache(config=model.config)
+        options = {"use_cache": True}, {"use_cache": True, "past_key_values": empty}
+        error = max(relative_error(model(**inputs, **each).logits, whole) for each in options)
+        assert refusal(model, **inputs, **options[1]) == said, "the cache is of a step before"
         ds_sp_overlap.disable(model)
         return said, error
 

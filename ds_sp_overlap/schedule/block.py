@@ -20,8 +20,8 @@ Two layers of one head group, C = 2:
     compute | attention MLP wgrad Wqkv.1 Wqkv.0 Wqkv wgrad
     wire    |           dqkv.1 dqkv.0
 
-In forward, the first chunk of o and the last of q, k, v are exposed. Backward has the reverse order.
-Weight gradients wait for all chunks (Note [Deferred wgrads] in ``attention.runtime.deferred``).
+In forward, the first chunk of o and the last of q, k, v are exposed. Backward has the reverse
+order. Weight gradients wait for all chunks (Note [Deferred wgrads] in ``attention.runtime.deferred``).
 Those of the projections are computed under the last exchange of do, and those of the MLP under the
 first exchange of dq, dk and dv, which nothing else hides; but MLP weights that ZeRO-3 partitions
 are not in memory there, and have their gradients with those of the projections. The weight

@@ -100,6 +100,7 @@ from .steps import (
     OF_MLP,
     QKV,
     Exchanged,
+    Needs,
     O,
     Op,
     Part,
@@ -112,8 +113,8 @@ from .steps import (
 from .window import Windowed, by_window, without_o
 
 __all__ = [
-    "MLP", "O", "OF_MLP", "QKV", "Bar", "Block", "Exchanged", "Op", "Part", "Program", "Recompute",
-    "Schedule", "Simulation", "Step", "Tensor", "Tensors", "Windowed", "by_chunks",
+    "MLP", "O", "OF_MLP", "QKV", "Bar", "Block", "Exchanged", "Needs", "Op", "Part", "Program",
+    "Recompute", "Schedule", "Simulation", "Step", "Tensor", "Tensors", "Windowed", "by_chunks",
     "by_head_groups", "by_starts", "by_window", "check", "draw", "head", "memory_bytes", "needs_of",
     "order", "periods", "schedule_of", "simulate", "stop_of", "tail", "without_o",
 ]  # fmt: skip

@@ -54,7 +54,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
-from .steps import OF_MLP, QKV, O, Op, Program, Q, Schedule, Step, stop_of
+from .steps import OF_MLP, QKV, Needs, O, Op, Program, Q, Schedule, Step, stop_of
 
 # The part of a layer that backward recomputes.
 Recompute = Literal["none", "all", "but attention"]
@@ -229,9 +229,6 @@ def recomputed(block: Block, recompute: Recompute) -> Program:
         if not exchanges_o and not (step.op is Op.ATTEND and recompute == "but attention"):
             steps.append(step)
     return tuple(steps)
-
-
-Needs = dict[Step, list[Step]]
 
 
 def periods(kinds: tuple[str, ...], chunks: int) -> tuple[Needs, Needs]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 from itertools import groupby
 
 from .block import Block, Recompute, recomputed
-from .steps import OF_MLP, QKV, O, Op, Program, Q, Schedule, Step, section_of
+from .steps import OF_MLP, QKV, Needs, O, Op, Program, Q, Schedule, Step, section_of
 from .window import Windowed
-
-Needs = dict[Step, list[Step]]
 
 
 def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:

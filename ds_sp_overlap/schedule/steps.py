@@ -107,6 +107,8 @@ class Step(_Fields):
 
 _MIRRORED = {Op.START: Op.FINISH, Op.FINISH: Op.START, Op.ATTEND: Op.ATTEND}
 Program = tuple[Step, ...]
+# Each step with the steps that it comes after.
+Needs = dict[Step, list[Step]]
 # The rest of a transformer layer, which a plan simulates between forward and backward.
 MLP = Step(Op.MLP, (), False, 0)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...schedule import Op, Step
-
-Needs = dict[Step, list[Step]]
+from ...schedule import Needs, Op, Step
 
 
 def limit(needs: Needs, ms: Callable[[Step], float]) -> float:

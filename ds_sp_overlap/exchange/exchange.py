@@ -248,29 +248,32 @@ class _Halves(Node):
         needs = ctx.needs_input_grad
         outputs: list[Tensor] = []
         undifferentiable: list[Tensor] = []
-        # Each half with the indices of its inputs and of its outputs.
+        # Each half with the index of its first input and of its first output. Tokens of one half
+        # come of the same tensors, and need gradients alike.
         ctx.halves = []
         # Input 0 is ``halves``.
-        end = 1
-        for half in halves:
-            exchange, given, starts = half
-            inputs, end = slice(end, end + len(given)), end + len(given)
-            # A single tensor has a gradient if its token has: o even where attention computed o
-            # from nothing that needs one.
-            if starts and len(exchange.needed) > 1:
-                exchange.needed = needs[inputs][: len(exchange.needed)]
-            made = _run(half)
-            ctx.halves.append(
-                (exchange, starts, inputs, slice(len(outputs), len(outputs) + len(made)))
-            )
-            outputs += made
-            if not starts:
-                has_gradient = any(needs[inputs])
-                for x, needed in zip(made, exchange.needed):
-                    if not (needed and has_gradient):
+        first = 1
+        for exchange, given, starts in halves:
+            ctx.halves.append((exchange, starts, first, len(outputs)))
+            if starts:
+                sent = len(exchange.needed)
+                # A single tensor has a gradient if its token has: o even where attention computed
+                # o from nothing that needs one.
+                if sent > 1:
+                    exchange.needed = needs[first : first + sent]
+                exchange.start_forward(given[:sent])
+                outputs.append(new_token(given[0]))
+                if exchange.tokens > 1:
+                    outputs += [new_token(given[0]) for _ in range(exchange.tokens - 1)]
+            else:
+                received = exchange.finish_forward()
+                outputs += received
+                for x, needed in zip(received, exchange.needed):
+                    if not (needed and needs[first]):
                         undifferentiable.append(x)
                 if exchange.saves_received:
-                    ctx.save_for_backward(*made)
+                    ctx.save_for_backward(*received)
+            first += len(given)
         ctx.dtypes, ctx.device = [x.dtype for x in outputs], outputs[0].device
         if undifferentiable:
             ctx.mark_non_differentiable(*undifferentiable)
@@ -285,22 +288,27 @@ class _Halves(Node):
         refuse_second_derivatives(ctx.halves[0][0].where)
         dxs: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for half in reversed(ctx.halves):  # guard: in the order drawn
-            exchange, starts, inputs, outputs = half
-            needed, dys = exchange.needed, gradients[outputs]
+            exchange, starts, first, first_output = half
+            needed = exchange.needed
             if starts:
-                if any(dy is not None for dy in dys):
-                    dxs[inputs.start : inputs.start + len(needed)] = exchange.finish_gradient()
-            elif any(ctx.needs_input_grad[inputs]):
-                sent = []
-                shapes, dtypes = exchange.layout.targets.shapes, ctx.dtypes[outputs]
-                for dy, shape, dtype, is_needed in zip(dys, shapes, dtypes, needed):
-                    if not is_needed:
+                # Of several tokens each has a gradient, since what they lead to is joined.
+                if gradients[first_output] is not None or exchange.tokens > 1:
+                    dxs[first : first + len(needed)] = exchange.finish_gradient()
+            elif ctx.needs_input_grad[first]:
+                dys = []
+                for index, shape in enumerate(exchange.layout.targets.shapes):
+                    if not needed[index]:
                         continue
+                    dy = gradients[first_output + index]
                     if dy is None:
                         # Nothing depends on what this rank received; on other ranks something may.
+                        dtype = ctx.dtypes[first_output + index]
                         dy = torch.zeros(shape, dtype=dtype, device=ctx.device)
-                    sent.append(dy)
-                received = ctx.saved_tensors if exchange.saves_received else ()
-                exchange.start_gradient(sent, *received)
-                dxs[inputs] = [new_token(sent[0]) for _ in range(exchange.tokens)]
+                    dys.append(dy)
+                if exchange.saves_received:
+                    exchange.start_gradient(dys, *ctx.saved_tensors)
+                else:
+                    exchange.start_gradient(dys)
+                for token in range(first, first + exchange.tokens):
+                    dxs[token] = new_token(dys[0])
         return tuple(dxs)

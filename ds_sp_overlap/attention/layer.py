@@ -54,7 +54,7 @@ def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bo
 
 
 class LayerRuntime:
-    """What all kinds of attention layer share; it makes the `Call`s of one layer.
+    """Makes the `Call`s of one layer; all kinds of attention layer share it.
 
     Args:
         sp_group: The sp group.

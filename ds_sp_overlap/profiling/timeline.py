@@ -311,7 +311,7 @@ def computing(
     for *_, row in stops:
         exchanged.setdefault(row.layer, set()).add(row.what)
     between = list(zip(stops, stops[1:]))
-    names: dict[str, _Names] = {}
+    names: dict[str, dict[tuple[str, str], str]] = {}
     for (at, layer, _), schedule in schedules.items():
         if at != step or layer not in exchanged:
             continue
@@ -325,57 +325,21 @@ def computing(
             follows = any(second == layer for _, second in crossed)
             is_followed = any(first == layer for first, _ in crossed)
             schedule = schedule.chain(1, follows, is_followed)
-        names.setdefault(layer, _Names()).add(schedule, exchanged[layer])
+        # What a block recomputes is in the backward of its chain. Between the same two stops all
+        # programs compute the same.
+        recompute = () if isinstance(schedule, Block) else schedule.recompute
+        for program in (schedule.forward, schedule.backward, recompute):
+            names.setdefault(layer, {}).update(_between(schedule, program, exchanged[layer]))
     chained = {layer for at, layer, is_chained in schedules if at == step and is_chained}
     computed = []
     for (_, begin, before, first), (end, _, after, second) in between:
-        if first.layer in names:
-            names[first.layer].reach(before)
         layers = dict.fromkeys((first.layer, second.layer))
         known = layers if len(layers) == 1 or layers.keys() <= chained else ()
-        of_layers = (names[layer].of(before, after) for layer in known if layer in names)
+        of_layers = (names.get(layer, {}).get((before, after), "") for layer in known)
         name = next(filter(None, of_layers), "")
         if name and end > begin:
             computed.append(Row(step, first.layer, name, "compute", begin, end))
     return computed
-
-
-class _Names:
-    """Names of what a layer computes between two successive stops.
-
-    In backward, what is recomputed may lie between the same stops as in forward.
-    """
-
-    def __init__(self) -> None:
-        self.forward: dict[tuple[str, str], str] = {}
-        self.backward: dict[tuple[str, str], str] = {}
-        self.gradients: set[str] = set()
-        self.last = ""
-        self.in_backward = False
-
-    def add(self, schedule: Schedule, exchanged: set[str]) -> None:
-        """Take the names of a schedule by which the layer ran, and exchanges that took place."""
-        self.forward |= _between(schedule, schedule.forward, exchanged)
-        self.backward |= _between(schedule, schedule.backward, exchanged)
-        if schedule.recompute and not any(step.on_wire for step in schedule.recompute):
-            self.forward |= _between(schedule, schedule.recompute, exchanged)
-        wire = [step for step in schedule.backward if step.on_wire]
-        stops = [stop_of(schedule, step) for step in wire if schedule.name(step) in exchanged]
-        self.gradients |= {stop_of(schedule, step) for step in wire if step.grad}
-        self.last = stops[-1] if stops else ""
-
-    def reach(self, stop: str) -> None:
-        """Follow the layer from forward to backward and back."""
-        if stop == self.last:
-            self.in_backward = False
-        elif stop in self.gradients:
-            self.in_backward = True
-
-    def of(self, before: str, after: str) -> str:
-        """Return what is computed between two stops; empty where that is not known."""
-        ways = self.forward, self.backward
-        names = (way.get((before, after), "") for way in (ways[::-1] if self.in_backward else ways))
-        return next(filter(None, names), "")
 
 
 def _between(
@@ -394,6 +358,7 @@ def _between(
             names[before, stop], before, labels = ", ".join(labels), stop, []
         elif not step.on_wire and _is_done(schedule, step, exchanged):
             labels += [label for label in [schedule.label(step)] if label not in labels]
+    # A kept window that is recomputed stops nowhere.
     if before != "[" or program == schedule.recompute:
         names[before, "]"] = ", ".join(labels)
     return names

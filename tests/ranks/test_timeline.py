@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import itertools
 import json
 import re
 import sys
@@ -173,6 +174,24 @@ def test_what_lies_between_two_stops_is_the_same_in_forward_and_backward_of_a_wi
                     forward, backward = (timeline._between(made, program, exchanged) for program in (made.forward, made.backward))
                     shared = {stops for stops in forward.keys() & backward.keys() if stops != ("[", "]")}
                     assert {stops: forward[stops] for stops in shared} == {stops: backward[stops] for stops in shared}
+
+
+def test_so_it_is_of_a_block_and_of_what_it_recomputes():
+    options = itertools.product(
+        (("qkv",), ("qkv", "q", "qkv")), (1, 2, 3), ("none", "all", "but attention"), (False, True), (False, True)
+    )
+    for kinds, chunks, recompute, follows, is_followed in options:
+        made = by_chunks(kinds, chunks, recompute).chain(1, follows, is_followed)
+        exchanged = {made.name(step) for step in (*made.forward, *made.backward) if step.on_wire}
+        forward, backward = (timeline._between(made, program, exchanged) for program in (made.forward, made.backward))
+        shared = {stops for stops in forward.keys() & backward.keys() if stops[1] != "]"}
+        assert {stops: forward[stops] for stops in shared} == {stops: backward[stops] for stops in shared}
+
+
+def test_what_a_kept_window_recomputes_is_named():
+    rows = [Row(0, "layer", "layer", "forward", 0, 2)]  # no exchange in it
+    computed = computing(rows, 0, {(0, "layer", False): by_window(("qkv", "qkv"), (0, 1), 1)})
+    assert [(row.what, row.begin, row.end) for row in computed] == [("Wo0, Wo1", 0, 2)]
 
 
 EXCHANGES = {1: ("q", "k", "v", "o"), 2: ("q0", "k0", "v0", "qkv1", "o0", "o1")}  # and in backward those of their gradients

@@ -1,1 +1,1 @@
-"""What a layer saves for backward: over checkpoints, in host memory, or to recompute the rest."""
+"""Saves for backward: over checkpoints, in host memory, or enough to recompute the rest."""

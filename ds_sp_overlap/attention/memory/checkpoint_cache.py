@@ -35,7 +35,7 @@ _current: ContextVar[CheckpointPass | None] = ContextVar("checkpoint_pass", defa
 
 
 class _Entry(NamedTuple):
-    """What one call of a layer, or one checkpoint inside this one, has saved.
+    """Holds the tensors that one call of a layer, or one checkpoint inside this one, saved.
 
     Attributes:
         where: Name of the layer; empty for a checkpoint inside this one.
@@ -51,7 +51,7 @@ class _Entry(NamedTuple):
 
 
 class CheckpointCache:
-    """What is saved for one checkpoint, in the order of the calls in it.
+    """Holds the tensors that one checkpoint saves, in the order of the calls in it.
 
     Attributes:
         entries: One for each call of a layer and for each checkpoint inside this one.

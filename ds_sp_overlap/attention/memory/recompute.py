@@ -107,7 +107,7 @@ class _View(NamedTuple):
 
 @dataclass
 class _Views:
-    """What the graph holds in place of saved tensors, see Note [Saved tensors by name].
+    """Stands in the graph for saved tensors, see Note [Saved tensors by name].
 
     Attributes:
         views: The saved tensors.

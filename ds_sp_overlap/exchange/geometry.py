@@ -270,7 +270,7 @@ class Geometry:
         And no head twice: k and v of a part go to each of its ranks. Not so either where q is cut
         along tokens as well.
         """
-        if self.shares > 1 and (kind != "q" or self._owner is None):
+        if self.shares > 1 and (kind != "q" or self.cuts_tokens):
             return False
         for group in range(self.groups):
             ranks = range(0, self.sp_size, self.shares)
@@ -351,17 +351,11 @@ class Geometry:
         return tuple((end - length, end) for end, length in zip(ends, self.seq_lens))
 
     @cached_property
-    def _owner(self) -> int | None:
-        """The share that all tokens of this rank belong to; None if they belong to several."""
-        own = self.local_tokens[self.sp_rank]
-        shares = range(self.shares)
-        owners = [share for share in shares if _common(self.query_tokens(share), own)]
-        return None if len(owners) > 1 else next(iter(owners), 0)
-
-    @property
     def cuts_tokens(self) -> bool:
         """Whether this rank's q is cut along tokens as well as along heads."""
-        return self._owner is None
+        own = self.local_tokens[self.sp_rank]
+        shares = range(self.shares)
+        return sum(bool(_common(self.query_tokens(share), own)) for share in shares) > 1
 
     @property
     def most_received(self) -> float:

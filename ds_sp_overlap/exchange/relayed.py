@@ -139,15 +139,8 @@ class PartlyRelayed(Exchange):
         return tuple(gradients)
 
 
-def make_exchange(legs: tuple[Layout, Layout] | None, *exchange: Any) -> Exchange:
-    """Make an exchange.
-
-    Args:
-        legs: The legs of k and v; None if all tensors travel in one leg.
-        exchange: Arguments of `Exchange`.
-    """
-    if legs is None:
-        return Exchange(*exchange)
+def relayed(legs: tuple[Layout, Layout], *exchange: Any) -> Exchange:
+    """Return the exchange whose k and v travel in two legs, with q or without."""
     _, layout, *_ = exchange
-    is_partly = len(layout.each) > len(legs[0].each)
-    return (PartlyRelayed if is_partly else RelayedExchange)(legs, *exchange)
+    has_query = len(layout.each) > len(legs[0].each)
+    return (PartlyRelayed if has_query else RelayedExchange)(legs, *exchange)

@@ -206,9 +206,20 @@ class Geometry:
         """
         return self.kv_heads % (self.parts * self.groups) == 0
 
+    def _turn(self, rank: int) -> int:
+        """Return when ``rank`` is dealt heads: node after node, where nodes count."""
+        return rank if self.nodes is None else self._turns[rank]
+
+    @cached_property
+    def _turns(self) -> list[int]:
+        assert self.nodes is not None
+        nodes = self.nodes
+        order = sorted(range(self.sp_size), key=lambda rank: (nodes[rank], rank))
+        return [order.index(rank) for rank in range(self.sp_size)]
+
     def query_range(self, rank: int, group: int) -> Range:
         """Return the query heads that ``rank`` attends with in ``group``."""
-        part = rank // self.shares
+        part = self._turn(rank) // self.shares
         if self.groups_first:
             count = self.heads // (self.parts * self.groups)
             start = (group * self.parts + part) * count
@@ -331,7 +342,10 @@ class Geometry:
     @lru_cache(maxsize=4096)
     def query_tokens(self, rank: int) -> tuple[Range, ...]:
         """Return the tokens whose queries ``rank`` attends with, in ascending ranges."""
-        share, seq, shares = rank % self.shares, sum(self.seq_lens), self.shares
+        return self._tokens_of_share(self._turn(rank) % self.shares)
+
+    def _tokens_of_share(self, share: int) -> tuple[Range, ...]:
+        seq, shares = sum(self.seq_lens), self.shares
         if self.query_chunks is not None:
             return self.query_chunks[share]
         start, middle = chunk_of(seq, share, 2 * shares)
@@ -355,7 +369,7 @@ class Geometry:
         """Whether this rank's q is cut along tokens as well as along heads."""
         own = self.local_tokens[self.sp_rank]
         shares = range(self.shares)
-        return sum(bool(_common(self.query_tokens(share), own)) for share in shares) > 1
+        return sum(bool(_common(self._tokens_of_share(share), own)) for share in shares) > 1
 
     @property
     def most_received(self) -> float:

@@ -144,15 +144,9 @@ class SideStream:
         stream holds by then.
         """
         compute = self.backend.current_stream(self.device)
-
-        def wait(stream: Any, before: Any) -> None:
-            event = self._recorded(before)
-            stream.wait_event(event)
-            self.events.append(event)
-
-        wait(self._relay, compute)  # guard: relays what is ready
+        self._order(self._relay, compute)  # guard: relays what is ready
         with self.backend.stream(self._relay):
-            yield lambda: wait(compute, self._relay)
+            yield lambda: self._order(compute, self._relay)
 
     def mark(self) -> Mark:
         """Mark the end of what the transfer stream holds now; later exchanges come after it."""
@@ -170,6 +164,21 @@ class SideStream:
         if current != mark.compute:
             current.wait_event(mark.event)
         self.events.append(mark.event)
+
+    def after_unpack(self, mark: Mark) -> None:
+        """Order the stream that allocated the buffers of ``mark`` behind what unpacked them.
+
+        That is the current stream, and another one only behind a relay.
+        """
+        current = self.backend.current_stream(self.device)
+        if current != mark.compute:
+            self._order(mark.compute, current)
+
+    def _order(self, stream: Any, before: Any) -> None:
+        """Let ``stream`` go on behind what ``before`` holds now."""
+        event = self._recorded(before)
+        stream.wait_event(event)
+        self.events.append(event)
 
     def _recorded(self, stream: Any) -> Any:
         try:

@@ -128,7 +128,7 @@ def describe(
             f"{name} ({type(layer).__name__}): {heads} value heads leave a rank of sp size {size} "
             f"with no head; use sp size {heads} or less"
         )
-    groups = overlap.groups_for(heads, key_heads)
+    groups = overlap.groups_for(heads, key_heads, "this layer is a gated delta net")
     sources = sources_of(layer)
     assert sources is not None
     got = f"delta rule, {overlap.describe_groups(groups)}"

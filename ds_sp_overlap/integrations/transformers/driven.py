@@ -226,8 +226,8 @@ def drive(
     reading = reader.reading
     heads, sources, children = reading.heads, reading.sources, _Children(module, reading)
 
-    def attend(q, k, v, options, **per_head):
-        return local_attention(module, q, k, v, **options, **per_head)
+    def attend(q, k, v, options, queries=None, **per_head):
+        return local_attention(module, q, k, v, queries=queries, **options, **per_head)
 
     norms = [getattr(module, norm) for norm in children.norms.values()]
     block = SelfAttention(

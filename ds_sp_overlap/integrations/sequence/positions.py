@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...exchange.geometry import QueryChunks
 from ...exchange.layout import Range
 from ...exchange.sp_group import SPGroup
+from .balance import balanced
 from .documents import Documents, to_device
 
 # Note [One message, one wait]
@@ -107,6 +109,7 @@ class GlobalSequence:
         self.bounds = _bounds(starts)
         self._starts, self._mask = starts, mask
         self._documents: dict[tuple[int | None, Range | None], Documents | None] = {}
+        self._query_chunks: dict[tuple[int, int | None, int | None], QueryChunks] = {}
         self._for_flash: dict[Range, tuple[list[int], dict[str, Any]]] = {}
         self._masks: dict[tuple[int, int, int], Tensor] = {}
 
@@ -135,16 +138,19 @@ class GlobalSequence:
         """
         key = chunk, queries
         if key not in self._documents:
-            seq, bounds = sum(self.lengths), self.bounds
-            if chunk is not None and chunk < seq:
-                row, start, stop = self._documents_or_rows()
-                count = (stop - start + chunk - 1) // chunk
-                nth = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
-                row, stop = row.repeat(count), stop.repeat(count)
-                start = start.repeat(count) + nth * chunk
-                bounds = np.stack([row, start, np.minimum(start + chunk, stop)], 1)
-            self._documents[key] = self._documents_of(bounds, queries)
+            self._documents[key] = self._documents_of(self._bounds_of(chunk), queries)
         return self._documents[key]
+
+    def _bounds_of(self, chunk: int | None) -> np.ndarray | None:
+        """Return the `bounds` of the documents, cut into chunks of a length in tokens."""
+        if chunk is None or chunk >= sum(self.lengths):
+            return self.bounds
+        row, start, stop = self._documents_or_rows()
+        count = (stop - start + chunk - 1) // chunk
+        nth = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
+        row, stop = row.repeat(count), stop.repeat(count)
+        start = start.repeat(count) + nth * chunk
+        return np.stack([row, start, np.minimum(start + chunk, stop)], 1)
 
     @functools.cached_property
     def recurrences(self) -> Documents | None:
@@ -206,6 +212,30 @@ class GlobalSequence:
             first_keys = start[np.searchsorted(row, np.arange(self.rows))]
             self._for_flash[queries] = first_keys.tolist(), keywords
         return self._for_flash[queries]
+
+    def query_chunks(
+        self, shares: int, window: int | None, chunk: int | None
+    ) -> QueryChunks | None:
+        """Return the tokens whose queries each share attends with; None for those of `Geometry`.
+
+        Args:
+            shares: The ranks that share query heads, r.
+            window: The number of tokens that a token sees, itself included; None for no limit.
+            chunk: The length of the chunks within which tokens see each other; None for no chunks.
+        """
+        seq = sum(self.lengths)
+        bounds = self._bounds_of(chunk)
+        if bounds is None or not 1 < shares <= seq:
+            return None
+        key = shares, window, chunk
+        if key not in self._query_chunks:
+            row, start, stop = bounds.T
+            token = np.arange(self.rows * seq)
+            seen = token + 1 - (row * seq + start).repeat(stop - start)
+            if window is not None:
+                seen = np.minimum(seen, window)
+            self._query_chunks[key] = balanced(seen.reshape(self.rows, seq).sum(0), shares)
+        return self._query_chunks[key]
 
     @functools.cached_property
     def position_ids(self) -> Tensor:

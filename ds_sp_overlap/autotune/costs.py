@@ -35,6 +35,7 @@ class LayerShape:
         element_bytes: Bytes of an element that is exchanged.
         intermediate: Width of a gated MLP, which counts towards the layer's time and hides nothing;
             0: the attention layer alone.
+        shares: Ranks that share their query heads, ``r``.
 
     Raises:
         ValueError: where no sp group of this size can hold the layer.
@@ -49,6 +50,7 @@ class LayerShape:
     batch: int = 1
     element_bytes: int = 2
     intermediate: int = 0
+    shares: int = 1
 
     def __post_init__(self) -> None:
         if self.seq % self.sp_size:
@@ -60,7 +62,16 @@ class LayerShape:
     def geometry(self, groups: int) -> Geometry:
         """Return the geometry of rank 0 with ``groups`` head groups."""
         lengths = (self.seq // self.sp_size,) * self.sp_size
-        return Geometry(self.sp_size, 0, lengths, self.batch, self.heads, self.kv_heads, groups)
+        return Geometry(
+            self.sp_size,
+            0,
+            lengths,
+            self.batch,
+            self.heads,
+            self.kv_heads,
+            groups,
+            shares=self.shares,
+        )
 
 
 @dataclass(frozen=True)

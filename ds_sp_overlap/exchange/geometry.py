@@ -347,6 +347,11 @@ class Geometry:
         return None if len(owners) > 1 else next(iter(owners), 0)
 
     @property
+    def cuts_tokens(self) -> bool:
+        """Whether this rank's q is cut along tokens as well as along heads."""
+        return self._owner is None
+
+    @property
     def most_received(self) -> float:
         """Most heads of the whole sequence that a rank receives as q and k."""
         counts = []

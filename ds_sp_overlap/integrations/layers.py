@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..attention.layer import shares_of
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
@@ -67,13 +68,23 @@ class OverlapSettings(NamedTuple):
     config: SpOverlapConfig
     policy: Policy | None
 
-    def groups_for(self, heads: int, kv_heads: int) -> int:
+    def shares_for(self, heads: int, kv_heads: int, attend: Callable[..., Any] | str) -> int:
+        """Return `shares_of` a layer."""
+        return shares_of(self.config, self.sp_group.size, heads, kv_heads, attend)
+
+    def groups_for(self, heads: int, kv_heads: int, attend: Callable[..., Any] | str) -> int:
         """Return the number of head groups of a layer.
 
+        Args:
+            heads: ``h``.
+            kv_heads: ``h_kv``.
+            attend: As for `shares_of`.
+
         Raises:
-            ValueError: if ``head_groups`` is out of range, or a rank would have no head.
+            ValueError: if ``head_groups`` is out of range, or as `shares_of` does.
         """
-        size, groups = self.sp_group.size, self.config.groups_for(heads, self.sp_group.size)
+        size, shares = self.sp_group.size, self.shares_for(heads, kv_heads, attend)
+        groups = self.config.groups_for(heads, size // shares)
         # Made for the checks of its constructor.
         Geometry(
             size,
@@ -83,6 +94,7 @@ class OverlapSettings(NamedTuple):
             heads=heads,
             kv_heads=kv_heads,
             groups=groups,
+            shares=shares,
         )
         return groups
 
@@ -140,7 +152,8 @@ class OverlapSettings(NamedTuple):
         many = f"block of {layers} layer{'s' if layers > 1 else ''}, C = {self.config.chunks_for()}"
         if self.config.scope == "auto":
             return f"{alone}; or {many}, by timing"
-        return f"all eight exchanges, G = {self.groups_for(block.heads, block.kv_heads)}, {many}"
+        groups = self.groups_for(block.heads, block.kv_heads, block.local_attention)
+        return f"all eight exchanges, G = {groups}, {many}"
 
     def of_driven(
         self, block: SelfAttention, linear: dict[str, nn.Module], groups: int

@@ -178,33 +178,36 @@ def random_documents(mean, seed, rows=1, seq=4096):
     return GlobalSequence(positions, [seq // 8] * 8, rows, None, torch.device("cpu"), "model")
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_queries_of_packed_documents_are_dealt_by_work(window):
-    """Without a window, the share with most has 1.28 times the mean by two chunks each, 1.006 by eight; at worst 2.13 and 1.056."""
+@pytest.mark.parametrize("window, median, most", [(None, 1.01, 1.06), (100, 1.05, 1.12)])
+def test_queries_of_packed_documents_are_dealt_by_work(window, median, most):
+    """Without a window, the share with most has 1.28 times the mean by two chunks each, 1.006 by eight; at worst 2.13 and 1.056.
+
+    A window doesn't change what is dealt: the same 1.09 and 1.046; at worst 1.53 and 1.115.
+    """
     dealt, zigzag = [], []
     for shares, mean, seed in itertools.product((2, 4, 8), (0.01, 0.03, 0.1), range(8)):
         sequence = random_documents(mean, seed, rows=1 + seed % 2)
-        chunks = sequence.query_chunks(shares, window, None)
+        chunks = sequence.query_chunks(shares)
         geometry = Geometry(shares, 0, (4096 // shares,) * shares, sequence.rows, heads=1, kv_heads=1, shares=shares)
         dataclasses.replace(geometry, query_chunks=chunks)  # it takes what was dealt
         assert len({sum(b - a for a, b in share) for share in chunks}) == 1
         for found, by in ((dealt, chunks), (zigzag, [geometry.query_tokens(share) for share in range(shares)])):
             work = work_of(sequence, by, window)
             found.append(max(work) / np.mean(work))
-    assert np.median(dealt) < 1.01 and max(dealt) < 1.06
+    assert np.median(dealt) < median and max(dealt) < most
     assert max(zigzag) > 1.5
 
 
 def test_queries_that_are_dealt_by_work_give_what_the_whole_sequence_gives():
     for rows, pattern in itertools.product(PACKED, PATTERNS):
-        dealt = sequence_of(PACKED[rows]).query_chunks(4, pattern.window, pattern.chunk)
+        dealt = sequence_of(PACKED[rows]).query_chunks(4)
         chunks = sorted(tokens for share in dealt or () for tokens in share)
         assert not chunks or not faults([(rows, pattern, "sdpa", 2)], chunks)
 
 
 def test_one_document_is_not_dealt_by_work():
-    assert sequence_of(PACKED["one document in each of two rows"]).query_chunks(2, None, None) is None
-    assert sequence_of(PACKED["two rows"]).query_chunks(1, None, None) is None
+    assert sequence_of(PACKED["one document in each of two rows"]).query_chunks(2) is None
+    assert sequence_of(PACKED["two rows"]).query_chunks(1) is None
 
 
 # Refusals.

@@ -109,7 +109,7 @@ class GlobalSequence:
         self.bounds = _bounds(starts)
         self._starts, self._mask = starts, mask
         self._documents: dict[tuple[int | None, Range | None], Documents | None] = {}
-        self._query_chunks: dict[tuple[int, int | None, int | None], QueryChunks] = {}
+        self._query_chunks: dict[int, QueryChunks] = {}
         self._for_flash: dict[Range, tuple[list[int], dict[str, Any]]] = {}
         self._masks: dict[tuple[int, int, int], Tensor] = {}
 
@@ -213,29 +213,23 @@ class GlobalSequence:
             self._for_flash[queries] = first_keys.tolist(), keywords
         return self._for_flash[queries]
 
-    def query_chunks(
-        self, shares: int, window: int | None, chunk: int | None
-    ) -> QueryChunks | None:
+    def query_chunks(self, shares: int) -> QueryChunks | None:
         """Return the tokens whose queries each share attends with; None for those of `Geometry`.
+
+        They are the same for all layers, whatever windows these have: each query of a small window
+        sees about as many keys as any other.
 
         Args:
             shares: The ranks that share query heads, r.
-            window: The number of tokens that a token sees, itself included; None for no limit.
-            chunk: The length of the chunks within which tokens see each other; None for no chunks.
         """
         seq = sum(self.lengths)
-        bounds = self._bounds_of(chunk)
-        if bounds is None or not 1 < shares <= seq:
+        if self.bounds is None or not 1 < shares <= seq:
             return None
-        key = shares, window, chunk
-        if key not in self._query_chunks:
-            row, start, stop = bounds.T
-            token = np.arange(self.rows * seq)
-            seen = token + 1 - (row * seq + start).repeat(stop - start)
-            if window is not None:
-                seen = np.minimum(seen, window)
-            self._query_chunks[key] = balanced(seen.reshape(self.rows, seq).sum(0), shares)
-        return self._query_chunks[key]
+        if shares not in self._query_chunks:
+            row, start, stop = self.bounds.T
+            seen = np.arange(1, self.rows * seq + 1) - (row * seq + start).repeat(stop - start)
+            self._query_chunks[shares] = balanced(seen.reshape(self.rows, seq).sum(0), shares)
+        return self._query_chunks[shares]
 
     @functools.cached_property
     def position_ids(self) -> Tensor:

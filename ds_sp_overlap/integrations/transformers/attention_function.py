@@ -22,7 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 from ...attention.drop_in import ProjectedAttention
 from ...attention.heads import PerHead
 from ...attention.latent import LatentAttention
-from ...attention.layer import LayerRuntime
+from ...attention.layer import LayerRuntime, shares_of
 from ...attention.runtime.linear import autocast
 from ...exchange.layout import Range
 from ...exchange.sp_group import SPGroup
@@ -83,6 +83,12 @@ def why_no_share(module: Any) -> str:
     if _aligns_top_left():
         return f'"{name}" aligns queries with the first keys here; flash-attn >= 2.1 does not'
     return ""
+
+
+def attention_of(name: str, module: Any) -> Callable | str:
+    """Return the local attention of a layer; or the reason why it needs all queries at once."""
+    why = why_no_share(module)
+    return f"{name}: {why}" if why else local_attention
 
 
 @functools.cache
@@ -286,6 +292,15 @@ class Dispatch:
             local_attention, module, sequence=sequence, pattern=pattern, **kwargs
         )
 
+        def local_of_all(q, k, v, **per_head):
+            return local(q, k, v, **per_head)
+
+        # Ranks may share query heads by a parameter ``queries``.
+        attention = local_of_all if why_no_share(module) else local
+        shares = shares_of(
+            attend.layer.config, sp_group.size, q.shape[2], k.shape[2], attend=attention
+        )
+
         def stock_attention(q, k, v):
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             o = self.before(module, q, k, v, attention_mask, **keywords)[0]
@@ -300,13 +315,14 @@ class Dispatch:
             if stock_heads == (q.shape[2], k.shape[2]):
                 baseline = stock_attention
         o = attend(
-            local,
+            attention,
             q,
             k,
             v,
             kwargs=per_head,
             batch_first=True,
             sequence_lengths=sequence.lengths,
+            query_chunks=sequence.query_chunks(shares),
             baseline=baseline,
         )
         return o, None

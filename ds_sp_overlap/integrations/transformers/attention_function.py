@@ -33,6 +33,7 @@ from ..sequence.masks import Pattern
 from ..sequence.positions import GlobalSequence
 from .forward import Forwards
 from .modules import off_in_eval, refuse_copy, stock_of, unfit
+from .registration import refusal_of
 
 # Note [Documents in flash attention]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -229,7 +230,7 @@ def baseline_applies(
         keywords: The keywords of the layer's call.
     """
     stock = stock_of(attention_functions().get(module.config._attn_implementation))
-    if stock is None:
+    if stock is None or refusal_of(stock) is not None:
         return False
     stock_ranks = dist.get_process_group_ranks(stock.process_group)
     if stock_ranks != dist.get_process_group_ranks(sp_group.group):

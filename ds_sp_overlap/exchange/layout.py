@@ -162,8 +162,8 @@ class Patches(Side):
     tokens: tuple[tuple[Range, ...], ...]
 
     # One cut does not make the parts, so that they are copied block by block.
-    tiles = covers = is_wire_layout = is_cut_into_slices = False  # type: ignore[assignment]
-    spaced = None  # type: ignore[assignment]
+    tiles = covers = is_wire_layout = is_cut_into_slices = False
+    spaced = None
 
     @cached_property
     def split_sizes(self) -> list[int]:

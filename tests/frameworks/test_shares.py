@@ -96,5 +96,4 @@ CASES = list(itertools.product(MODELS, ROWS, SECTIONS, CHECKPOINTING))
 def test_models_on_more_ranks_than_heads_equal_the_whole_sequence(size, cases):
     for figures in on_ranks(size, against_whole, size, cases, timeout_s=1500):
         for case, (error, got) in figures.items():
-
             assert error < FP64, (case, error)

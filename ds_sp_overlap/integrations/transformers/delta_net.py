@@ -122,7 +122,12 @@ def describe(
     Raises:
         ValueError: if a rank would have no head.
     """
-    heads, key_heads = layer.num_v_heads, layer.num_k_heads
+    heads, key_heads, size = layer.num_v_heads, layer.num_k_heads, overlap.sp_group.size
+    if heads < size:
+        raise ValueError(
+            f"{name} ({type(layer).__name__}): {heads} value heads leave a rank of sp size {size} "
+            f"with no head; use sp size {heads} or less"
+        )
     why = f"{name} ({type(layer).__name__}) is a gated delta net, which needs all queries at once"
     groups = overlap.groups_for(heads, key_heads, why)
     sources = sources_of(layer)

@@ -196,9 +196,9 @@ class _Search:
             bind = functools.partial(latent.bind, name, module, self.forwards, overlap)
         else:
             kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            attend = attention_of(name, module)
-            groups = overlap.groups_for(config.num_attention_heads, kv_heads, attend)
-            got = f"attention function, {overlap.describe_groups(groups)}"
+            asked = config.num_attention_heads, kv_heads, attention_of(name, module)
+            groups, shares = overlap.groups_for(*asked), overlap.shares_for(*asked)
+            got = f"attention function, {overlap.describe_groups(groups, shares)}"
             reason = no_latents or f"{type(module).__name__}: {unknown}"
             lacks = overlap.why_not_more(f"{reason}; projections stay its own", groups)
             bind = functools.partial(bind_function, name, module, self.forwards, overlap)

@@ -157,7 +157,7 @@ class DeltaNet:
             True,
             lengths=lengths,
             extra=(),
-            attend="this layer is a gated delta net",
+            attend="a gated delta net needs all queries at once",
         )
 
         def types() -> tuple:

@@ -189,7 +189,7 @@ class LatentAttention:
             batch_first,
             lengths=lengths,
             extra=extra,
-            attend="latents travel",
+            attend="latent attention needs all queries at once",
         )
 
         def types() -> tuple:

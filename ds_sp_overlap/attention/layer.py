@@ -422,7 +422,7 @@ def shares_of(
         sp_size: ``P``.
         heads: ``h``.
         kv_heads: ``h_kv``.
-        attend: The local attention; or, for a layer that needs all queries at once, what it is.
+        attend: The local attention; or the reason why it needs all queries at once.
 
     Raises:
         ValueError: if r is above 1, asked for or since there are more ranks than heads, and the
@@ -433,7 +433,7 @@ def shares_of(
     if shares == 1:
         return 1
     if isinstance(attend, str):
-        lacks = f"{attend}, which needs all queries at once"
+        lacks = attend
     elif config.transport == "copy_engine":
         lacks = 'sp_overlap.transport "copy_engine" moves equal parts only'
     elif not takes_queries(attend):

@@ -30,6 +30,7 @@ from ...exchange import transport
 from ...warn import warn_once
 from ..megatron import bridge as megatron_bridge
 from ..registry import enable, find_group
+from ..transformers import registration
 from . import accelerate
 
 # Note [Two ways to an engine]
@@ -98,6 +99,7 @@ def install() -> None:
     initialize.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
     deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
     accelerate.install()
+    registration.install()
 
 
 def _all_to_all(recv, send, recv_sizes, send_sizes, group, name):

@@ -11,6 +11,7 @@ from ds_sp_overlap.exchange.geometry import Geometry, possible_shares, shares_fo
 from ds_sp_overlap.exchange.joined import join, split
 from ds_sp_overlap.exchange.layout import Patches, chunk_of
 from tests.harness.cases import examples
+from tests.harness.pages import ROOT, read
 
 DIM = 3
 few = settings(deadline=None, max_examples=examples(200), derandomize=True)
@@ -168,6 +169,25 @@ def test_auto_receives_less_where_heads_do_not_divide(heads, kv_heads, size, sha
 )
 def test_auto_is_the_smallest_number_by_which_heads_divide(heads, kv_heads, size, shares):
     assert shares_for(size, heads, kv_heads) == shares
+
+
+def test_the_table_of_the_docs_is_counted():
+    """docs/scaling.md."""
+    table = next(rows for _, rows in read(ROOT / "docs/scaling.md").tables if rows[0][0].content == "query heads")
+    assert len(table) > 10
+    for cells in table[1:]:
+        heads, kv_heads, size, shares, *counted = (cell.content for cell in cells)
+        heads, kv_heads, size, shares = int(heads), int(kv_heads), int(size), int(shares)
+        assert shares_for(size, heads, kv_heads) == shares
+        expected = []
+        for r in (1, shares):
+            if size // r > heads:
+                expected.append(("-", "-"))
+                continue
+            geometry = Geometry(size, 0, (r,) * size, 1, heads, kv_heads, shares=r)
+            most = max(stop - start for start, stop in (geometry.query_range(rank, 0) for rank in range(size))) / r
+            expected.append((f"{2 * geometry.most_received:.4g}", f"{most * size / heads:.3g}"))
+        assert counted == [expected[0][0], expected[1][0], expected[0][1], expected[1][1]], cells
 
 
 def test_elements_of_forward_and_backward_at_64_ranks():

@@ -73,6 +73,8 @@ class SpOverlapConfig(_Section):
         shares: r, the ranks that share their query heads, each with 1/r of the queries; divides the
             sp size. "auto": 1 where query heads divide by the sp size, else the smallest r by which
             they divide, where local attention can attend with a range of queries.
+        kv_once_per_node: Whether k and v travel over the network once to each node, and inside it
+            from rank to rank. For nodes in which several ranks need the same KV heads.
         window: W, the most head groups that are live at a time; for less memory, backward
             recomputes q, k and v. null: all groups.
         memory: "auto": of the G and W that take no longer than the fastest, by 1 %, those that need
@@ -107,6 +109,7 @@ class SpOverlapConfig(_Section):
     scope: Literal["auto", "layer", "block"] = "layer"
     token_chunks: Literal["auto"] | int = "auto"
     shares: Literal["auto"] | int = "auto"
+    kv_once_per_node: bool = False
     window: int | None = None
     memory: Literal["auto"] | None = None
     checkpointing: Literal["recompute", "keep", "offload"] = "recompute"
@@ -207,7 +210,9 @@ class SpOverlapConfig(_Section):
 _LEAST_WARMUP = 8
 _SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig, "timeline": TimelineConfig}
 _VALID = {
-    **dict.fromkeys(("enabled", "projections", "wgrad", "check"), "true or false"),
+    **dict.fromkeys(
+        ("enabled", "kv_once_per_node", "projections", "wgrad", "check"), "true or false"
+    ),
     **dict.fromkeys(
         ("head_groups", "token_chunks", "shares"), 'a whole number of at least 1, or "auto"'
     ),

@@ -294,6 +294,8 @@ class LayerRuntime:
         if is_first or self.config.check:
             self.sp_group.agree(self.where, lambda: self._comparable(*describe()))
             self.sp_group.prepare()
+            if self.config.kv_once_per_node:
+                self.sp_group.find_nodes()
             if is_first:
                 calls, self.agreed = self.sp_group.calls, True
                 calls.layers += 1
@@ -393,6 +395,7 @@ class LayerRuntime:
             batch_first,
             shares,
             query_chunks if shares > 1 else None,
+            sp_group.nodes if self.config.kv_once_per_node else None,
         )
         if groups > 1 and extra:
             if _may_be_per_head(geometry, extra if self.heads_alike else tree_leaves(extra)):

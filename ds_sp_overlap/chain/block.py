@@ -27,6 +27,7 @@ from ..attention.self_attention import SelfAttention
 from ..exchange.chunks import ChunkedExchange
 from ..exchange.exchange import Exchange, Half, run_halves
 from ..exchange.layout import Range, chunk_of
+from ..exchange.relayed import relayed
 from ..rotary import Rotary
 from ..schedule import (
     Block,
@@ -119,15 +120,18 @@ class LayerCall:
     def exchange(self, step: Step) -> Exchange:
         """Make the exchange that a step starts."""
         call, dims = self.call, (self.layer.attention.head_dim,) * len(step.tensors)
-        layout = call.geometry.chunk_exchange(
-            step.tensors, step.group, dims, step.chunk, self.block.chunks
-        )
+        of_chunk = step.tensors, step.group, dims, step.chunk, self.block.chunks
+        layout, legs = call.geometry.chunk_exchange(*of_chunk), None
+        if call.geometry.nodes is not None:
+            legs = call.geometry.legs(*of_chunk)
         of_call = call.sp_group, layout, call.where, self.block.name(step), call.checked
-        exchange = (
-            Exchange(*of_call)
-            if self.saved_attention is None or step.tensors != O
-            else OutputExchange(self.saved_attention, step.exchange, *of_call)
-        )
+        exchange: Exchange
+        if legs is not None:
+            exchange = relayed(legs, *of_call)
+        elif self.saved_attention is None or step.tensors != O:
+            exchange = Exchange(*of_call)
+        else:
+            exchange = OutputExchange(self.saved_attention, step.exchange, *of_call)
         self.exchanges[step.exchange] = exchange
         return exchange
 

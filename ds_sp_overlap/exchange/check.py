@@ -117,4 +117,5 @@ def compare(
 def _parts(x: Tensor, side: Side) -> Tensor:
     """Return the elements of ``x`` that belong to some peer."""
     peers = range(len(side.parts))
-    return torch.cat([x.flatten() for peer in peers for x in blocks_of(x, side, peer)])
+    blocks = [block for peer in peers for block in blocks_of(x, side, peer)]
+    return torch.cat([block.flatten() for block in blocks])

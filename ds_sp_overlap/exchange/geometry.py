@@ -31,6 +31,15 @@ share j takes chunks j and 2r - 1 - j, which makes causal attention equally long
 If u is even and all ranks hold equally many tokens, each rank's tokens lie in one chunk. The rank
 then sends all of its tokens to the one rank of each part whose share they belong to: q is cut along
 heads alone, as without shares.
+
+Note [Once per node]
+~~~~~~~~~~~~~~~~~~~~
+Where several ranks of a node need the same KV heads, k and v would travel to each of them, over the
+network too. With ``nodes``, they travel in two legs. In the first, these *siblings*, m of them,
+receive a *piece* each: sibling i the tokens of the ranks i, i + m, i + 2m, .. In the second,
+siblings give each other their pieces, inside the node. Gradients go the same way back: siblings sum
+those of a piece, and send the sum to the ranks that hold its tokens. The pieces interleave the
+ranks so that each sibling receives as much over the network as the others.
 """
 
 from __future__ import annotations
@@ -82,6 +91,8 @@ class Geometry:
         shares: Ranks that share their query heads, ``r``; divides ``P``. See Note [Shares].
         query_chunks: For each share, the tokens whose queries it attends with; None for two chunks
             each, as Note [Shares] says.
+        nodes: The node of every rank, for k and v to travel once to each; None for one leg. See
+            Note [Once per node].
 
     Raises:
         ValueError: for counts that no exchange can satisfy.
@@ -97,6 +108,7 @@ class Geometry:
     batch_first: bool = False
     shares: int = 1
     query_chunks: QueryChunks | None = None
+    nodes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.sp_rank < self.sp_size:
@@ -194,9 +206,20 @@ class Geometry:
         """
         return self.kv_heads % (self.parts * self.groups) == 0
 
+    def _turn(self, rank: int) -> int:
+        """Return when ``rank`` is dealt heads: node after node, where nodes count."""
+        return rank if self.nodes is None else self._turns[rank]
+
+    @cached_property
+    def _turns(self) -> list[int]:
+        assert self.nodes is not None
+        nodes = self.nodes
+        order = sorted(range(self.sp_size), key=lambda rank: (nodes[rank], rank))
+        return [order.index(rank) for rank in range(self.sp_size)]
+
     def query_range(self, rank: int, group: int) -> Range:
         """Return the query heads that ``rank`` attends with in ``group``."""
-        part = rank // self.shares
+        part = self._turn(rank) // self.shares
         if self.groups_first:
             count = self.heads // (self.parts * self.groups)
             start = (group * self.parts + part) * count
@@ -258,7 +281,7 @@ class Geometry:
         And no head twice: k and v of a part go to each of its ranks. Not so either where q is cut
         along tokens as well.
         """
-        if self.shares > 1 and (kind != "q" or self._owner is None):
+        if self.shares > 1 and (kind != "q" or self.cuts_tokens):
             return False
         for group in range(self.groups):
             ranks = range(0, self.sp_size, self.shares)
@@ -319,7 +342,10 @@ class Geometry:
     @lru_cache(maxsize=4096)
     def query_tokens(self, rank: int) -> tuple[Range, ...]:
         """Return the tokens whose queries ``rank`` attends with, in ascending ranges."""
-        share, seq, shares = rank % self.shares, sum(self.seq_lens), self.shares
+        return self._tokens_of_share(self._turn(rank) % self.shares)
+
+    def _tokens_of_share(self, share: int) -> tuple[Range, ...]:
+        seq, shares = sum(self.seq_lens), self.shares
         if self.query_chunks is not None:
             return self.query_chunks[share]
         start, middle = chunk_of(seq, share, 2 * shares)
@@ -339,17 +365,11 @@ class Geometry:
         return tuple((end - length, end) for end, length in zip(ends, self.seq_lens))
 
     @cached_property
-    def _owner(self) -> int | None:
-        """The share that all tokens of this rank belong to; None if they belong to several."""
-        own = self.local_tokens[self.sp_rank]
-        shares = range(self.shares)
-        owners = [share for share in shares if _common(self.query_tokens(share), own)]
-        return None if len(owners) > 1 else next(iter(owners), 0)
-
-    @property
     def cuts_tokens(self) -> bool:
         """Whether this rank's q is cut along tokens as well as along heads."""
-        return self._owner is None
+        own = self.local_tokens[self.sp_rank]
+        shares = range(self.shares)
+        return sum(bool(_common(self._tokens_of_share(share), own)) for share in shares) > 1
 
     @property
     def most_received(self) -> float:
@@ -380,74 +400,150 @@ class Geometry:
         """
         if kind == "o":
             return self.exchange("q", group, head_dim, by_rank).inverse
-        if kind == "q" and self.shares > 1:
-            return self._exchange_of_queries(group, head_dim, self.local_tokens, by_rank)
+        return self._lay_out(kind, group, head_dim, self.local_tokens, by_rank=by_rank)
+
+    def _lay_out(
+        self,
+        kind: str,
+        group: int,
+        head_dim: int,
+        sent: tuple[Range, ...],
+        by_rank: bool = False,
+        in_pieces: bool = False,
+    ) -> Layout:
+        """Lay out an exchange of q, k or v: every rank receives some tokens of some heads.
+
+        Args:
+            kind: "q", "k" or "v".
+            group: The head group.
+            head_dim: ``d``.
+            sent: The tokens that every rank sends: its local sequence, or a chunk of it.
+            by_rank: As in `exchange`.
+            in_pieces: Whether this is the first of the two legs of Note [Once per node].
+        """
         # Where each head lies in the local tensor.
         place: dict[int, int] = {}
         for start, stop in self.heads_of(kind, group):
             for head in range(start, stop):
                 place[head] = len(place)
-        parts = []
+        first, last = sent[self.sp_rank]
+        parts: list[Range] = []
+        tokens: list[tuple[Range, ...]] = []
+        # An empty part stands where the part before it ends, so that parts can be tiles.
+        edge = 0
         for rank in range(self.sp_size):
-            start, stop = self.sent_range(kind, rank, group)
-            first = place[start] if start < stop else 0
-            parts.append((first, first + max(stop - start, 0)))
-        start, stop = self.sent_range(kind, self.sp_rank, group)
-        local_shape = self._shape(self.seq_lens[self.sp_rank], len(place), head_dim)
-        local = Side(local_shape, 2, tuple(parts))
-        whole = Side(
-            self._shape(sum(self.seq_lens), max(stop - start, 0), head_dim),
-            self.seq_dim,
-            self.local_tokens,
-        )
+            begin, end = self.sent_range(kind, rank, group)
+            common = _common(self._wanted(kind, group, rank, sent, in_pieces), (first, last))
+            tokens.append(tuple((low - first, high - first) for low, high in common))
+            if begin >= end or first < last and not common:
+                parts.append((edge, edge))
+                continue
+            edge = place[begin] + end - begin
+            parts.append((place[begin], edge))
+        shape = self._shape(last - first, len(place), head_dim)
         if by_rank:
-            shape = (*local.shape[:2], self.sp_size, len(place) // self.sp_size, head_dim)
-            local = Side(shape, 2, tuple((rank, rank + 1) for rank in range(self.sp_size)))
-        return Layout(source=local, target=whole)
+            start, stop = self.sent_range(kind, self.sp_rank, group)
+            each = stop - start
+            shape = (*shape[:2], len(place) // each, each, head_dim)
+            parts = [(begin // each, end // each) for begin, end in parts]
+        local = Side(shape, 2, tuple(parts))
+        if any(0 < _before(ranges, last - first) < last - first for ranges in tokens):
+            local = Patches(shape, 2, tuple(parts), self.seq_dim, tuple(tokens))
+        own = self._wanted(kind, group, self.sp_rank, sent, in_pieces)
+        start, stop = self.sent_range(kind, self.sp_rank, group)
+        received = Side(
+            self._shape(_before(own, sum(self.seq_lens)), max(stop - start, 0), head_dim),
+            self.seq_dim,
+            tuple((_before(own, low), _before(own, high)) for low, high in sent),
+        )
+        return Layout(local, received)
 
-    def _exchange_of_queries(
-        self, group: int, head_dim: int, sent: tuple[Range, ...], by_rank: bool = False
-    ) -> Layout:
-        """Lay out the exchange of q where ranks share heads, see Note [Shares].
+    def _wanted(
+        self, kind: str, group: int, rank: int, sent: tuple[Range, ...], in_pieces: bool
+    ) -> tuple[Range, ...]:
+        """Return the tokens of q, k or v that ``rank`` receives; arguments as in `_lay_out`."""
+        if kind == "q" and self.shares > 1:
+            return self.query_tokens(rank)
+        if kind != "q" and in_pieces:
+            siblings = self.siblings(kind, group, rank)
+            return sent[siblings.index(rank) :: len(siblings)]
+        return ((0, sum(self.seq_lens)),)
+
+    @lru_cache(maxsize=4096)
+    def siblings(self, kind: str, group: int, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the node of ``rank`` that are sent the same heads of k or v."""
+        heads = self.sent_range(kind, rank, group)
+        if self.nodes is None or heads[0] >= heads[1]:
+            return (rank,)
+        node = self.nodes[rank]
+        return tuple(
+            other
+            for other in range(self.sp_size)
+            if self.nodes[other] == node and self.sent_range(kind, other, group) == heads
+        )
+
+    @lru_cache(maxsize=4096)
+    def legs(
+        self,
+        kinds: tuple[str, ...],
+        group: int,
+        head_dims: tuple[int, ...],
+        chunk: int = 0,
+        chunks: int = 1,
+    ) -> tuple[Layout, Layout] | None:
+        """Lay out the two legs of k and v of an exchange, see Note [Once per node].
 
         Args:
+            kinds: What the exchange moves, as in `chunk_exchange`.
             group: The head group.
-            head_dim: ``d``.
-            sent: The tokens that every rank sends: its local sequence, or a chunk of it.
-            by_rank: As in `exchange`.
-        """
-        own = self.own_queries
-        start, stop = self.query_range(self.sp_rank, group)
-        shape = self._shape(_before(own, sum(self.seq_lens)), stop - start, head_dim)
-        # The tokens that a rank sends here follow one another here as they do there.
-        places = tuple((_before(own, first), _before(own, last)) for first, last in sent)
-        received = Side(shape, self.seq_dim, places)
+            head_dims: ``d`` of each.
+            chunk: As in `chunk_exchange`.
+            chunks: As in `chunk_exchange`.
 
-        first, last = sent[self.sp_rank]
-        heads, parts, tokens = 0, [], []
+        Returns:
+            The first leg and the second; None where no rank has siblings, and there is one leg.
+        """
+        relayed = [(kind, dim) for kind, dim in zip(kinds, head_dims) if kind in ("k", "v")]
+        if not any(
+            len(self.siblings(kind, group, rank)) > 1
+            for kind, _ in relayed
+            for rank in range(self.sp_size)
+        ):
+            return None
+        sent = self._chunk_tokens(chunk, chunks)
+        first = [self._lay_out(kind, group, dim, sent, in_pieces=True) for kind, dim in relayed]
+        second = [
+            self._spread(kind, group, layout.target.shape, sent)
+            for (kind, _), layout in zip(relayed, first)
+        ]
+        return _joint(first, apart=True), _joint(second, apart=True)
+
+    def _spread(
+        self, kind: str, group: int, piece: tuple[int, ...], sent: tuple[Range, ...]
+    ) -> Layout:
+        """Lay out the second leg: this rank's piece, of shape ``piece``, to its siblings."""
+        siblings = self.siblings(kind, group, self.sp_rank)
+        length, heads, head_dim = piece[self.seq_dim], piece[2], piece[3]
+        parts, heads_of, tokens = [], [], []
         for rank in range(self.sp_size):
-            begin, end = self.query_range(rank, group)
-            share, after = rank % self.shares, heads + (1 if by_rank else end - begin)
-            if self._owner is None:
-                parts.append((heads, after))
-            else:
-                # An empty part stands where the part before it ends, so that all parts are tiles.
-                parts.append(
-                    (heads if share <= self._owner else after,
-                     after if share >= self._owner else heads)
-                )  # fmt: skip
-            common = _common(self.query_tokens(rank), (first, last))
-            tokens.append(tuple((low - first, high - first) for low, high in common))
-            if share == self.shares - 1:
-                heads = after
-        shape = self._shape(last - first, heads, head_dim)
-        if self._owner is None:
-            local: Side = Patches(shape, 2, tuple(parts), self.seq_dim, tuple(tokens))
-        elif by_rank:
-            local = Side((*shape[:2], heads, stop - start, head_dim), 2, tuple(parts))
-        else:
-            local = Side(shape, 2, tuple(parts))
-        return Layout(local, received)
+            is_sibling = rank in siblings
+            parts.append((0, length if is_sibling else 0))
+            heads_of.append((0, heads if is_sibling else 0))
+            wanted = self._wanted(kind, group, rank, sent, in_pieces=True)
+            tokens.append(wanted if is_sibling else ())
+        whole = self._shape(sum(self.seq_lens), heads, head_dim)
+        return Layout(
+            Side(piece, self.seq_dim, tuple(parts)),
+            Patches(whole, 2, tuple(heads_of), self.seq_dim, tuple(tokens)),
+        )
+
+    def _chunk_tokens(self, chunk: int, chunks: int) -> tuple[Range, ...]:
+        """Return the tokens of the whole sequence that are in a chunk, for every rank."""
+        ranges = [chunk_of(length, chunk, chunks) for length in self.seq_lens]
+        return tuple(
+            (first + start, first + stop)
+            for (first, _), (start, stop) in zip(self.local_tokens, ranges)
+        )
 
     @lru_cache(maxsize=4096)
     def joint_exchange(
@@ -455,7 +551,7 @@ class Geometry:
     ) -> Layout:
         """Lay out one exchange that moves several of q, k and v of a group, for instance "qkv"."""
         layouts = [self.exchange(kind, group, dim) for kind, dim in zip(kinds, head_dims)]
-        return replace(layouts[0], also=tuple(layouts[1:]), apart=self.shares > 1)
+        return _joint(layouts, apart=self.shares > 1)
 
     @lru_cache(maxsize=4096)
     def chunk_exchange(
@@ -473,21 +569,9 @@ class Geometry:
         """
         if tuple(kinds) == ("o",):
             return self.chunk_exchange(("q",), group, head_dims, chunk, chunks).inverse
-        ranges = [chunk_of(length, chunk, chunks) for length in self.seq_lens]
-        places = tuple(
-            (first + start, first + stop)
-            for (first, _), (start, stop) in zip(self.local_tokens, ranges)
-        )
-        start, stop = ranges[self.sp_rank]
-        layouts = []
-        for kind, layout in zip(kinds, self.joint_exchange(kinds, group, head_dims).each):
-            *_, heads, head_dim = layout.source.shape
-            if kind == "q" and self.shares > 1:
-                layouts.append(self._exchange_of_queries(group, head_dim, places))
-                continue
-            local = replace(layout.source, shape=self._shape(stop - start, heads, head_dim))
-            layouts.append(Layout(local, replace(layout.target, parts=places)))
-        return replace(layouts[0], also=tuple(layouts[1:]), apart=self.shares > 1)
+        sent = self._chunk_tokens(chunk, chunks)
+        layouts = [self._lay_out(kind, group, dim, sent) for kind, dim in zip(kinds, head_dims)]
+        return _joint(layouts, apart=self.shares > 1)
 
     def _shape(self, seq: int, heads: int, head_dim: int) -> tuple[int, ...]:
         first = (self.batch, seq) if self.batch_first else (seq, self.batch)
@@ -530,6 +614,11 @@ class Geometry:
         count, rest = divmod(stop - start, last - first)
         regular = rest == 0 and index == tuple(head // count for head in range(stop - start))
         return None if regular else index
+
+
+def _joint(layouts: list[Layout], apart: bool) -> Layout:
+    """Return the layout of one exchange that moves several tensors."""
+    return replace(layouts[0], also=tuple(layouts[1:]), apart=apart)
 
 
 def _common(ranges: tuple[Range, ...], other: Range) -> list[Range]:

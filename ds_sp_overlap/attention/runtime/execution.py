@@ -11,6 +11,7 @@ from torch import Tensor
 from ...exchange.exchange import Exchange, Half
 from ...exchange.geometry import Geometry
 from ...exchange.layout import Range
+from ...exchange.relayed import relayed
 from ...exchange.sp_group import SPGroup
 from ...schedule import Exchanged, Part, Schedule, Step
 
@@ -93,6 +94,9 @@ class Call:
             head_dims: ``d`` of each tensor that travels.
         """
         tables, name = None, self.schedule.names_of_values[step.exchange]
+        legs = None
+        if self.geometry.nodes is not None:
+            legs = self.geometry.legs(step.tensors, step.group, head_dims)
         if step.beside:
             name = self.schedule.name(step)
             layout = self.geometry.joint_exchange(("q", "q"), step.group, head_dims)
@@ -102,7 +106,8 @@ class Call:
             (kind,) = step.tensors
             layout = self.geometry.exchange(kind, step.group, head_dims[0], kind in self.by_rank)
             tables = self.rope_tables if kind in ("q", "k") else None
-        return Exchange(self.sp_group, layout, self.where, name, self.checked, tables)
+        of_call = self.sp_group, layout, self.where, name, self.checked, tables
+        return Exchange(*of_call) if legs is None else relayed(legs, *of_call)
 
 
 def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:

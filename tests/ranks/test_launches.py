@@ -1,0 +1,59 @@
+"""What a step launches beside products, counted on one rank of many: copies of weights, and what packs and unpacks exchanges."""
+
+import pytest
+import torch
+
+from ds_sp_overlap.attention.runtime import slices
+from ds_sp_overlap.exchange.geometry import Geometry
+from tests.harness import launches
+
+HEAD_DIM = 16
+# Llama-8B on one node and on two; KV heads for two groups, not for four; MHA; uneven heads.
+HEADS = [(8, 32, 8), (16, 32, 8), (8, 32, 16), (8, 32, 32), (4, 16, 16), (4, 18, 6)]
+CASES = [(*heads, groups) for heads in HEADS for groups in (1, 2, 4) if groups <= heads[1] // heads[0]]
+
+
+def summed_over(size, heads, kv_heads, groups, form):
+    """Elements of the weights' slices that some product sums over, see Note [Slices of weights]; each is copied once a step."""
+    geometry = Geometry(size, 0, (4,) * size, 1, heads, kv_heads, groups)
+    shared, total = heads // kv_heads, 0
+    for kind in "qkvo":
+        for group in range(groups):
+            ranges = geometry.heads_of("q" if kind == "o" else kind, group)
+            of_kind = sum(stop - start for start, stop in ranges)
+            is_apart = len(ranges) > 1
+            if form == "interleaved" and kind != "o":  # one slice for each KV head that the ranges touch
+                per_slice = shared if kind == "q" else 1
+                is_apart = any(start // per_slice != (stop - 1) // per_slice for start, stop in ranges) or is_apart
+            total += is_apart * of_kind
+    return total * HEAD_DIM * heads * HEAD_DIM
+
+
+@pytest.mark.parametrize("form", ["separate", "fused", "interleaved"])
+@pytest.mark.parametrize("size,heads,kv_heads,groups", CASES)
+def test_a_weight_is_copied_for_products_that_sum_over_its_slices_alone(size, heads, kv_heads, groups, form):
+    """q, k, v, do and every weight's gradient copy nothing. Before, they copied twice as much again at least."""
+    counts = launches.of_layer(size, heads, kv_heads, head_dim=HEAD_DIM, head_groups=groups, form=form)
+    assert counts.written["weights"] == summed_over(size, heads, kv_heads, groups, form) * torch.float32.itemsize
+    assert counts.launched["products"] >= 12
+
+
+def test_a_copy_of_a_weight_or_of_its_gradient_is_seen(monkeypatch):
+    """The negative control: products over copies, as they were."""
+    plain = launches.of_layer(8, 32, 8, head_groups=2).written["weights"]
+
+    def by_copies(a, whole, part, bias=None):
+        y = a @ slices.cut_ranges(whole, 1, part)
+        return y if bias is None else y + slices.cut_ranges(bias, 0, part)
+
+    def to_copies(a, b, whole, part, add):
+        slices.put_ranges(whole, 1, part, a @ b, add)
+
+    monkeypatch.setattr(slices, "mm_to_slices", to_copies)
+    with_gradients = launches.of_layer(8, 32, 8, head_groups=2).written["weights"]
+    # dWq and dWo
+    assert with_gradients - plain == 2 * (32 * 16) ** 2 * 4
+    for module in launches.ENDS:
+        monkeypatch.setattr(module, "mm_of_slices", by_copies)
+    # an uneven number of heads a rank, so that no GEMM writes the send buffer: q, and do
+    assert launches.of_layer(4, 18, 6, head_groups=2).written["weights"] > summed_over(4, 18, 6, 2, "separate") * 4

@@ -224,7 +224,11 @@ class InFlight:
         relayout = ops.implementation(self.sp_group.kernels)
         target, targets = self.layout.target, self.layout.targets
         in_one_copy = self.rope_back is None and self.dtypes is None and targets.copied and not into
-        if in_one_copy and (self.layout.also or relayout.copies(self.recv)):
+        if (
+            in_one_copy
+            and not ops.prefers_16_bytes(self.recv)
+            and (self.layout.also or relayout.copies(self.recv))
+        ):
             return split_copies(self.recv, targets)
         outs = into or self._new_outs(self.recv)
         if self.layout.also or not target.covers:

@@ -96,50 +96,53 @@ class _Run(NamedTuple):
     """Slices of one size, evenly spaced.
 
     Attributes:
-        count: The number of slices.
+        slices: The number of slices.
         size: The length of each.
         start: The place of the first one in the whole dimension.
         step: From one slice to the next in the whole dimension.
         place: The place of the first one in the part, where the slices lie end to end.
     """
 
-    count: int
+    slices: int
     size: int
     start: int
     step: int
     place: int
 
     def of_whole(self, x: Tensor) -> Tensor:
-        """Return the slices of the columns of ``x`` [n, whole] as a view [count, n, size]."""
+        """Return the slices of the columns of ``x`` [n, whole] as a view [slices, n, size]."""
         return self._view(x, self.start, self.step)
 
     def of_part(self, x: Tensor) -> Tensor:
-        """Return the slices of the columns of ``x`` [n, part] as a view [count, n, size]."""
+        """Return the slices of the columns of ``x`` [n, part] as a view [slices, n, size]."""
         return self._view(x, self.place, self.size)
 
     def _view(self, x: Tensor, start: int, step: int) -> Tensor:
         rows, columns = x.stride()
-        shape, strides = (self.count, len(x), self.size), (step * columns, rows, columns)
+        shape, strides = (self.slices, len(x), self.size), (step * columns, rows, columns)
         return x.as_strided(shape, strides, x.storage_offset() + start * columns)
 
 
 @lru_cache(maxsize=4096)
 def _runs(part: Ranges) -> tuple[_Run, ...]:
     """Return the slices of a part as few runs; ranges that touch are one slice."""
-    slices: list[Range] = []
+    merged: list[Range] = []
     for start, stop in part:
-        if slices and slices[-1][1] == start:
-            start = slices.pop()[0]
-        slices.append((start, stop))
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        merged.append((start, stop))
     runs: list[_Run] = []
     place = 0
-    for start, stop in slices:
+    for start, stop in merged:
         size = stop - start
         last = runs[-1] if runs else None
-        if last is not None and size == last.size and last.count == 1:
-            runs[-1] = last._replace(count=2, step=start - last.start)
-        elif last is not None and (size, start) == (last.size, last.start + last.count * last.step):
-            runs[-1] = last._replace(count=last.count + 1)
+        if last is not None and size == last.size and last.slices == 1:
+            runs[-1] = last._replace(slices=2, step=start - last.start)
+        elif last is not None and (size, start) == (
+            last.size,
+            last.start + last.slices * last.step,
+        ):
+            runs[-1] = last._replace(slices=last.slices + 1)
         else:
             runs.append(_Run(1, size, start, size, place))
         place += size
@@ -160,7 +163,7 @@ def mm_of_slices(a: Tensor, whole: Tensor, part: Ranges, bias: Tensor | None = N
     """
     y = a.new_empty(len(a), sum(stop - start for start, stop in part))
     for run in _runs(part):
-        operands = a.expand(run.count, *a.shape), run.of_whole(whole)
+        operands = a.expand(run.slices, *a.shape), run.of_whole(whole)
         if bias is None:
             torch.bmm(*operands, out=run.of_part(y))
         else:
@@ -179,7 +182,7 @@ def mm_to_slices(a: Tensor, b: Tensor, whole: Tensor, part: Ranges, add: bool) -
         add: Whether to add the product instead.
     """
     for run in _runs(part):
-        operands = a.expand(run.count, *a.shape), run.of_part(b)
+        operands = a.expand(run.slices, *a.shape), run.of_part(b)
         if add:
             run.of_whole(whole).baddbmm_(*operands)
         else:

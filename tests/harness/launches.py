@@ -4,6 +4,7 @@ weights       copies of a weight or of parts of it, and copies of parts of a wei
 joins         what packs an exchange's send buffer, and what unpacks what arrived
 activations   every other copy
 products      matrix products
+rest          what modules and attention do themselves: norms, sums, activation functions
 """
 
 import contextlib
@@ -22,7 +23,9 @@ from ds_sp_overlap.attention.runtime import output, projections
 from ds_sp_overlap.exchange.in_flight import InFlight
 
 ENDS = (projections, output)
-COPIES = {"copy_", "clone", "_to_copy", "cat", "add_", "index_select", "sum", "stack", "constant_pad_nd", "index_add_"}
+COPIES = {"copy_", "clone", "cat"}
+# What would be a copy of a weight, or of a part of its gradient, too.
+OF_WEIGHTS = COPIES | {"_to_copy", "add_", "index_select", "sum", "stack", "index_add_"}
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addbmm", "addbmm_"}
 NO_LAUNCH = {
     "empty",
@@ -45,7 +48,7 @@ class Launches(TorchDispatchMode):
 
     def __init__(self, weights):
         super().__init__()
-        self.launched, self.written = Counter(), Counter()
+        self.launched, self.written = Counter(), Counter()  # launches, and bytes
         self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
         self._joining = 0
         self._copies = []  # memory that was written, of copies, with its bytes; kept, so that no address is used twice
@@ -59,9 +62,8 @@ class Launches(TorchDispatchMode):
         kind = self._kind(name, tensors)
         self.launched[kind] += 1
         if kind != "products" and isinstance(result, torch.Tensor):
-            # A product of a bias with nothing, a sum over tokens: no copy of a matrix.
             self.written[kind] += result.nbytes
-            if name in COPIES and tensors[0].dim() > 1:
+            if name in OF_WEIGHTS:
                 self._copies.append((result.untyped_storage(), result.nbytes, kind))
         return result
 
@@ -70,16 +72,16 @@ class Launches(TorchDispatchMode):
             return "joins"
         if name in PRODUCTS:
             return "products"
-        if name not in COPIES:
-            return "rest"
         reads = any(x.untyped_storage().data_ptr() in self._weights for x in tensors)
-        return "weights" if reads else "activations"
+        if reads and name in OF_WEIGHTS:
+            return "weights"
+        return "activations" if name in COPIES else "rest"
 
     def settle(self, gradients):
         """Count as copies of weights what was copied into the memory of the weights' gradients."""
         whole = {gradient.untyped_storage().data_ptr() for gradient in gradients if gradient.dim() > 1}
         for storage, size, kind in self._copies:
-            if storage.data_ptr() in whole and kind == "activations":
+            if storage.data_ptr() in whole and kind in ("activations", "rest"):
                 self.launched[kind] -= 1
                 self.written[kind] -= size
                 self.launched["weights"] += 1

@@ -29,7 +29,10 @@ def summed_over(size, heads, kv_heads, groups, form):
     return total * HEAD_DIM * heads * HEAD_DIM
 
 
-@pytest.mark.parametrize("form", ["separate", "fused", "interleaved"])
+FORMS = ["separate", *(pytest.param(form, marks=pytest.mark.pairs) for form in ("fused", "interleaved"))]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size,heads,kv_heads,groups", CASES)
 def test_a_weight_is_copied_for_products_that_sum_over_its_slices_alone(size, heads, kv_heads, groups, form):
     """q, k, v, do and every weight's gradient copy nothing. Before, they copied twice as much again at least."""
@@ -57,3 +60,53 @@ def test_a_copy_of_a_weight_or_of_its_gradient_is_seen(monkeypatch):
         monkeypatch.setattr(module, "mm_of_slices", by_copies)
     # an uneven number of heads a rank, so that no GEMM writes the send buffer: q, and do
     assert launches.of_layer(4, 18, 6, head_groups=2).written["weights"] > summed_over(4, 18, 6, 2, "separate") * 4
+
+
+# What a layer may launch beside its products and its attention, forward and backward, in bf16: (weights, joins, activations).
+#
+#     weights       slices of Wq in one dgrad and of Wo in one product, for each group
+#     joins         one for each tensor that is packed or unpacked; dk and dv of heads that several ranks need take a sum and a copy;
+#                   nothing packs what a GEMM writes as it travels (slices of weights), or what arrives as it is read
+#     activations   none in a layer; of a block of three layers, chunks of tokens: cut, joined for wgrads of all chunks
+#
+# None of them grows with the number of ranks.
+BUDGET = {
+    ("layer", 1, "fewer"): (0, 10, 0),
+    ("layer", 1, "as many"): (0, 8, 0),
+    ("layer", 1, "more"): (0, 8, 0),
+    ("layer", 2, "fewer"): (4, 10, 0),
+    ("layer", 2, "as many"): (4, 8, 0),
+    ("layer", 2, "more"): (0, 18, 0),
+    # Four chunks, three layers: for each 6 exchanges of q, k, v, o, do and their gradients, of 4 chunks. The sums of the first
+    # layer's dWq, dWk and dWv are in fp32, and are cast once.
+    ("block", 4, "fewer"): (3, 192, 80),
+    ("block", 4, "as many"): (3, 144, 80),
+    ("block", 4, "more"): (3, 144, 80),
+}
+
+
+@pytest.mark.parametrize("size", [8, pytest.param(16, marks=pytest.mark.full), 64])
+@pytest.mark.parametrize("form,parts,kv", BUDGET)
+def test_a_step_launches_what_its_budget_says(form, parts, kv, size):
+    """``kv`` tells whether there are fewer KV heads than ranks, as many or more; a rank has two query heads."""
+    heads = {"fewer": size // 2, "as many": size, "more": 2 * size}
+    shape = dict(size=size, heads=2 * size, kv_heads=heads[kv], head_dim=4, dtype=torch.bfloat16)
+    if form == "layer":
+        counts = launches.of_layer(head_groups=parts, **shape)
+    else:
+        counts = launches.of_block(chunks=parts, head_groups=1, **shape)
+    launched = tuple(counts.launched[kind] for kind in ("weights", "joins", "activations"))
+    assert launched == BUDGET[form, parts, kv]
+
+
+@pytest.mark.parametrize("form", ["layer", "block"])
+def test_a_pack_copies_no_more_bytes_than_travel(form):
+    """Each of eight exchanges is packed and unpacked once at most; dk and dv are summed in fp32 first."""
+    heads, kv_heads, head_dim = 32, 8, 16
+    if form == "layer":
+        layers, tokens, counts = 1, 4, launches.of_layer(16, heads, kv_heads, dtype=torch.bfloat16, head_groups=1)
+    else:
+        layers, tokens, counts = 3, 8, launches.of_block(16, heads, kv_heads, 4, dtype=torch.bfloat16, head_groups=1)
+    each_way = 2 * (heads + 16) * tokens * head_dim * torch.bfloat16.itemsize  # q, k, v and o; a KV head travels to each rank
+    in_fp32 = 2 * kv_heads * tokens * head_dim * torch.float32.itemsize  # dk and dv
+    assert counts.written["joins"] <= layers * (2 * 2 * each_way + in_fp32)

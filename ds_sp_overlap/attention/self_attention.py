@@ -138,7 +138,7 @@ class SelfAttention:
                 "out one of the two"
             )
         sp_group = SPGroup(
-            sequence_process_group, transport or parsed.transport, kernels=parsed.kernels
+            sequence_process_group, transport or parsed.transport, **parsed.of_sp_group
         )
         self.layer = LayerRuntime(
             sp_group, parsed, name, policy=policy, heads_alike=heads_alike, schedule=schedule

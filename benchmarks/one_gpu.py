@@ -28,7 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -98,9 +100,16 @@ def remote_bytes(recv, recv_sizes) -> int:
     return (recv.numel() - recv_sizes[0]) * recv.element_size()
 
 
+class OnDevice(NamedTuple):
+    """throttled.cu, compiled; each queues its kernel on the current stream."""
+
+    waiting: Callable
+    throttled: Callable
+    stamp: Callable
+
+
 @functools.cache
-def on_device():
-    """throttled.cu, compiled: ``(waiting, throttled)``."""
+def on_device() -> OnDevice:
     if shutil.which("nvcc") is None:
         sys.exit("benchmarks/one_gpu.py: E0 and E2 compile a kernel and need nvcc; leave them out with --transports E1")
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +120,7 @@ def on_device():
         loaded = ctypes.CDLL(str(library))
 
     def checked(function, *types):
-        function.argtypes = types
+        function.argtypes = [*types, ctypes.c_void_p]
 
         def call(*given):
             if failed := function(*given, torch.cuda.current_stream().cuda_stream):
@@ -119,9 +128,12 @@ def on_device():
 
         return call
 
-    pointer, number, blocks = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
-    waiting = checked(loaded.waiting, number, pointer)
-    return waiting, checked(loaded.throttled, pointer, pointer, number, number, blocks, pointer)
+    pointer, number, count = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
+    return OnDevice(
+        waiting=checked(loaded.waiting, number),
+        throttled=checked(loaded.throttled, pointer, pointer, number, number, count, count, pointer),
+        stamp=checked(loaded.stamp, pointer),
+    )
 
 
 class Waiting:
@@ -133,7 +145,7 @@ class Waiting:
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         seconds = remote_bytes(recv, recv_sizes) / self.rate
         if self.cuda:
-            on_device()[0](int(1e9 * seconds))
+            on_device().waiting(int(1e9 * seconds))
             appear(recv)
             return _Handle()
         appear(recv)
@@ -164,11 +176,14 @@ class Throttled:
 
     def __init__(self, bandwidth: float, device: torch.device, blocks: int):
         self.rate, self.blocks = bandwidth * 1e9, blocks
+        self.cluster = 4 if torch.cuda.get_device_capability() >= (9, 0) and blocks % 4 == 0 else 1
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         count = remote_bytes(recv, recv_sizes)
         source = send if send.numel() * send.element_size() >= count else recv  # a KV head may be received more often than sent
-        on_device()[1](recv.data_ptr(), source.data_ptr(), count, int(1e9 * count / self.rate), self.blocks)
+        on_device().throttled(
+            recv.data_ptr(), source.data_ptr(), count, int(1e9 * count / self.rate), self.blocks, self.cluster, None
+        )
         appear(recv[recv.numel() - recv_sizes[0] :])
         return _Handle()
 

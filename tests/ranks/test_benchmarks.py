@@ -107,11 +107,13 @@ def test_one_gpu_refuses_to_run_without_a_gpu():
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_the_throttled_copy_compiles_without_spilling(architecture, tmp_path):
+def test_the_throttled_copy_compiles_without_spilling_and_fills_an_sm(architecture, tmp_path):
     words = ["nvcc", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", BENCHMARKS / "throttled.cu", "-o", tmp_path / "cubin"]
     ran = subprocess.run(list(map(str, words)), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in ran.stderr
+    copy = ran.stderr[ran.stderr.index("Function properties for _Z14throttled_copy") :]
+    assert "Used 96 registers" in copy.splitlines()[2]  # with 640 threads the footprint of NCCL's blocks
 
 
 @pytest.mark.full

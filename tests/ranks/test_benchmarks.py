@@ -73,21 +73,37 @@ def gpu_sh(*words, **environment):
     return subprocess.run([BENCHMARKS / "gpu.sh", "--rehearse", *words], env=env, capture_output=True, text=True, timeout=400)
 
 
-@pytest.mark.skipif(kernels.library().path is None, reason=f"no compiled kernels: {kernels.library().reason}")
+compiled = pytest.mark.skipif(kernels.library().path is None, reason=f"no compiled kernels: {kernels.library().reason}")
+# Of each call what has no test of its own.
+CALLS = {
+    "1": (["contention"], {"contention.csv"}, "rehearsed, means nothing: decide the carve-out"),
+    "2": (["2"], set(), "decide the transport: auto works"),
+    "3": (["emulated"], {"emulated.csv"}, "rehearsed, means nothing: decide G, rehearsal"),
+    "4": (["bandwidth", "memcheck", "gemm"], {"bandwidth-moves.csv", "gemm-gemm.csv"}, "short of the aim"),
+}
+
+
+@pytest.mark.parametrize("call", [pytest.param(call, marks=compiled if call == "4" else ()) for call in CALLS])
 @pytest.mark.full
-def test_the_command_for_a_gpu_rehearses_on_a_cpu(tmp_path):
-    """But for what has a test of its own: build, exact, host, emulated."""
-    stages = ["memcheck", "bandwidth", "gemm", "layer", "nccl", "sync", "race"]
+def test_a_call_for_a_gpu_rehearses_on_a_cpu_and_says_what_to_decide(call, tmp_path):
+    stages, tables, says = CALLS[call]
     ran = gpu_sh(*stages, RESULTS=str(tmp_path))
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.splitlines()[-1] == f"REHEARSED on a CPU: no claim about a kernel or a time: {' '.join(stages)}"
-    assert {path.name for path in tmp_path.glob("*.csv")} == {"bandwidth-moves.csv", "gemm-gemm.csv"}
-    assert ran.stdout.count("the planted fault is seen") == 2
+    assert ran.stdout.splitlines()[-1].startswith("REHEARSED on a CPU: no claim about a kernel or a time: ")
+    assert {path.name for path in tmp_path.glob("*.csv")} == tables and says in ran.stdout
+    assert ran.stdout.count("the planted fault is seen") == 2 * (call == "2")
+    assert len(list(tmp_path.glob("emulated-*-G*.json.gz"))) == 2 * (call == "3")
+
+
+@pytest.mark.parametrize("call, stages", [("1", "install build exact contention"), ("3", "install build emulated")])
+def test_a_call_is_made_of_stages(call, stages):
+    assert gpu_sh(call, PYTHON="true").stdout.splitlines()[-1].endswith(f": {stages}")
 
 
 def test_the_command_for_a_gpu_goes_on_after_a_stage_that_fails_and_says_which():
     ran = gpu_sh("nonsense", "layer", PYTHON="true")
-    assert ran.returncode == 1 and "no such stage" in ran.stdout and ran.stdout.endswith("=== layer\nFAILED: nonsense\n")
+    assert ran.returncode == 1 and "no such stage: nonsense" in ran.stdout
+    assert ran.stdout.endswith("FAILED nonsense\nPASSED layer\nFAILED: nonsense\n")
 
 
 def test_rows_are_there_when_a_run_ends_early(tmp_path):

@@ -106,6 +106,21 @@ def test_the_command_for_a_gpu_goes_on_after_a_stage_that_fails_and_says_which()
     assert ran.stdout.endswith("FAILED nonsense\nPASSED layer\nFAILED: nonsense\n")
 
 
+@pytest.mark.full
+def test_the_command_for_several_gpus_rehearses_on_a_cpu_and_ends_with_one_table(tmp_path):
+    env = {**os.environ, "PYTHON": sys.executable, "RESULTS": str(tmp_path)}
+    ran = subprocess.run([BENCHMARKS / "nccl.sh", "--rehearse", "2"], env=env, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("parity: 8 heads") == 3 and "parity: under ZeRO-3" in ran.stdout
+    assert (
+        "alike on all ranks: starts q0 k0 v0 qkv1 o0 o1 do1 do0 dqkv1 dv0 dk0 dq0" in ran.stdout
+        and (tmp_path / "trace.json.gz").exists()
+    )
+    table = ran.stdout[ran.stdout.index("| measured on") :].splitlines()
+    assert len(table) == 2 + 4 * 5  # settings; stock, three numbers of groups, a block
+    assert all("REHEARSED: gloo, 2 processes on a CPU, no claim about time" in row for row in table[2:])
+
+
 def test_rows_are_there_when_a_run_ends_early(tmp_path):
     rows = record.Rows(tmp_path / "folder" / "rows.csv")
     rows.append({"a": 1})

@@ -10,6 +10,7 @@ for its backward.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -117,7 +118,10 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.launches: list[Launch] = []
         self.current = self.compute = _Stream(self, COMPUTE)
-        self._names = iter((TRANSFER, GATE))
+        # In the order in which `SideStream` asks for them; more of them carry transfers too.
+        self._names = itertools.chain(
+            (TRANSFER, GATE), (f"{TRANSFER} {number}" for number in itertools.count(2))
+        )
         self._events = 0
         # Marks of the transfer stream that compute has not waited for.
         self._under_way: set[int] = set()
@@ -146,7 +150,7 @@ class Recorder(TorchDispatchMode):
         self._events += 1
         event.number = self._events
         self.launches.append(Record(stream, event.number))
-        if stream == TRANSFER:
+        if stream.startswith(TRANSFER):
             self._under_way.add(event.number)
 
     def wait(self, stream: str, event: _Event) -> None:

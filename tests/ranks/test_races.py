@@ -171,6 +171,7 @@ def backward_called_elsewhere(wire, **config):
     backend = wire.races.backend
     backend.nodes_run_on = own = Stream(backend, "own")
     layer, attend = block(wire, head_groups=2, **config)
+    attend.layer.heads_alike = True  # what is asked for that once is made where nobody sees it
     x = layer.x.detach().requires_grad_()
     order(own, backend.compute)
     with backend.stream(own):
@@ -319,6 +320,13 @@ def test_backward_runs_in_the_thread_of_the_device_where_a_wait_that_is_missing_
     assert faults(SCENES["no gradient"], False) == []
     found = faults(SCENES["a layer, G = 2"], False)
     assert any(fault.startswith("race: ") for fault in found), found
+
+
+def test_a_stream_that_is_not_asked_for_each_time_is_seen_where_another_one_is_current(monkeypatch):
+    """As if it had been captured at construction."""
+    monkeypatch.setattr(Backend, "current_stream", lambda self, device: self.compute)
+    assert faults(SCENES["a layer, G = 2"], False) == []
+    assert faults(SCENES["backward is called elsewhere"], False)
 
 
 def test_a_thread_has_a_current_stream_of_its_own():

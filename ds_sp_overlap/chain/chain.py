@@ -167,7 +167,7 @@ class Chain:
         """The layer whose q, k and v were started ahead of it."""
         return None if self._started is None else self._started.begun.layer
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def run(
         self,
         layer: BlockLayer,

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...exchange.exchange import Node, new_token, refuse_second_derivatives
+from . import sharded
 from .linear import Plain, autocast, can_split, without_hooks
 
 
@@ -164,7 +165,9 @@ class Wgrads:
 
 def _is_away(module: Any) -> bool:
     """Return whether the weight is partitioned, or no parameter."""
-    return module._parameters.get("weight") is None or not module.weight.numel()
+    if module._parameters.get("weight") is None or not module.weight.numel():
+        return True
+    return sharded.is_gathered(module)  # guard: FSDP's part of a weight gets no gradient
 
 
 class Shadows:

@@ -332,6 +332,8 @@ class ChainedLayer(ABC):
             return None
         if successor.recompute != self.recompute or successor.why_not(forward_pass):
             return None
+        if not sharded.cast_alike(self.layer.unit, successor.layer.unit):
+            return None  # guard: hidden states in the dtype of the successor
         return successor
 
     def _check_for_edits(self, previous: LayerOutput, hidden: Tensor) -> None:

@@ -187,7 +187,10 @@ def parameter_of(module: nn.Module, name: str) -> Any:
     Costs the host less than ``module.weight``, which looks everywhere else first.
     """
     parameters = module._parameters
-    return parameters[name] if name in parameters else getattr(module, name)
+    # An attribute of the instance goes before a parameter.
+    if name in parameters and name not in vars(module):
+        return parameters[name]
+    return getattr(module, name)
 
 
 def matrix(x: Tensor) -> Tensor:

@@ -65,12 +65,21 @@ def is_gathered(module: nn.Module) -> bool:
     return module in _gathered or (module, "weight") in _gathered_by(module)
 
 
+def cast_alike(one: Any, other: Any) -> bool:
+    """Return whether ``other``, a unit or None, casts as ``one`` does, or not at all."""
+    if other is None:
+        return True
+    return (
+        one is not None and one._get_fsdp_state()._mp_policy == other._get_fsdp_state()._mp_policy
+    )
+
+
 def enter(unit: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Run FSDP's hooks for the begin of a unit's call, see Note [Units of FSDP2].
 
     Args:
         unit: A unit, whose call follows.
-        inputs: The tensors through which backward goes last; of the dtype that the unit casts to.
+        inputs: The tensors through which backward goes last; of a unit that casts alike.
 
     Returns:
         The inputs for the computation.

@@ -81,7 +81,7 @@ class ProjectedAttention:
 
         return batch_first, arrive
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(
         self,
         local_attention: Callable[..., Tensor],

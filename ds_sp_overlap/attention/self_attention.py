@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .. import attention as wired
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.geometry import Geometry, QueryChunks
@@ -97,9 +98,6 @@ class SelfAttention:
         ValueError: for modules or numbers of heads that don't fit together, and for a ``config``
             that can't work.
     """
-
-    # Runs the layer by itself in the order of a `Block`; of `chain`, which the package sets.
-    run_in_chunks: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -231,7 +229,8 @@ class SelfAttention:
         is_asked = self.layer.config.checkpointing != "recompute"
         return is_asked and self.window_of(1, self.split_projections()) is not None
 
-    @torch.compiler.disable
+    # As torch.compiler.disable, which would load torch._dynamo with this file: a second.
+    @torch._disable_dynamo
     def __call__(
         self,
         hidden_states: Tensor,
@@ -298,7 +297,7 @@ class SelfAttention:
         self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict
     ) -> Tensor:
         if isinstance(call.schedule, Block):
-            return self.run_in_chunks(call, hidden_states, position_embeddings, args, kwargs)
+            return wired.run_in_chunks(self, call, hidden_states, position_embeddings, args, kwargs)
         split = self.split_projections()
         rope = self._rope_in_kernels()
         if rope is not None and not call.geometry.cuts_tokens:

@@ -2,16 +2,16 @@
 
 DeepSpeed's class is called with q, k, v that were projected already. `bind_drop_in` therefore
 overlaps the four exchanges with one another and with attention, and leaves the projections alone.
+A model can hold the class only if DeepSpeed is loaded, which this file does not load.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.utils import groups
 from torch import nn
 
 from ..attention.drop_in import ProjectedAttention
@@ -20,6 +20,18 @@ from ..exchange.sp_group import SPGroup
 from .inspect.tokenwise import has_own_call
 from .layers import FoundLayer, OverlapSettings
 from .rebinding import Undo, is_ours, rebind
+
+if TYPE_CHECKING:
+    from deepspeed.sequence.layer import DistributedAttention
+
+# The module of the class.
+STOCK = "deepspeed.sequence.layer"
+
+
+def is_stock(module: Any) -> bool:
+    """Return whether a module is a ``DistributedAttention`` of DeepSpeed."""
+    layer = sys.modules.get(STOCK)
+    return layer is not None and isinstance(module, layer.DistributedAttention)
 
 
 def find_group(model: nn.Module) -> Any:
@@ -30,8 +42,11 @@ def find_group(model: nn.Module) -> Any:
         else None.
     """
     for module in model.modules():
-        if isinstance(module, DistributedAttention) and module.spg is not None:
+        if is_stock(module) and module.spg is not None:
             return module.spg
+    groups = sys.modules.get("deepspeed.utils.groups")
+    if groups is None:
+        return None
     try:
         return groups._get_sequence_parallel_group()
     except (KeyError, AssertionError):
@@ -53,7 +68,7 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
             inside = tuple(module.modules())[1:]
             lacks = "DeepSpeed's AutoSP exchanges around it"
             layers.append(FoundLayer(name, module, got="", lacks=lacks, inside=inside))
-        if not isinstance(module, DistributedAttention):
+        if not is_stock(module):
             continue
         own = sp_group.ranks if module.spg is None else dist.get_process_group_ranks(module.spg)
         if own != sp_group.ranks:  # guard: only the same group
@@ -83,7 +98,7 @@ def has_own_forward(module: DistributedAttention) -> bool:
     if "forward" in vars(module) and not is_ours(module) or has_own_call(module):
         return True
     defined_in = getattr(type(module).forward, "__globals__", {}).get("__name__")
-    return defined_in != DistributedAttention.__module__  # guard: a fork's exchange stays its own
+    return defined_in != STOCK  # guard: a fork's exchange stays its own
 
 
 def bind_drop_in(name: str, module: DistributedAttention, overlap: OverlapSettings) -> Undo:

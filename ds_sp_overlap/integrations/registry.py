@@ -15,6 +15,7 @@ from typing import Any
 from tabulate import tabulate
 from torch import nn
 
+from ..attention.runtime import sharded
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.sp_group import SPGroup, one_queue
@@ -132,6 +133,7 @@ def enable(
         ops.check_usable(config.kernels)
         if timeline is not None:
             timeline.check()
+        sharded.look_for_units(model)
         layers[:], hosts[:] = _find_layers(model, overlap)
         _refuse_unusable(model, layers, config)
         return f"{config!r}; {[(layer.name, layer.got) for layer in layers]}"

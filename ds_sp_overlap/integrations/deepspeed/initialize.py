@@ -1,8 +1,9 @@
 """The ``sp_overlap`` section of a DeepSpeed config.
 
-DeepSpeed ignores a section that it doesn't know. `install` wraps ``deepspeed.initialize``, so that
-a config with the section overlaps the model of the new engine, without a change to the training
-script. A misspelt section, which DeepSpeed would ignore as well, is an error.
+DeepSpeed ignores a section that it doesn't know. Loading this file wraps ``deepspeed.initialize``,
+so that a config with the section overlaps the model of the new engine, without a change to the
+training script; the package loads the file once DeepSpeed is imported. A misspelt section, which
+DeepSpeed would ignore as well, is an error.
 """
 
 from __future__ import annotations
@@ -98,7 +99,6 @@ def install() -> None:
 
     initialize.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
     deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
-    accelerate.install()
     registration.install()
 
 
@@ -254,3 +254,7 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     report = enable(engine.module, config, gradient_process_group=engine.seq_data_parallel_group)
     if engine.global_rank == 0:
         print(report, flush=True)
+
+
+# At the end: whoever imports this file first imports DeepSpeed by it, and is called back then.
+install()

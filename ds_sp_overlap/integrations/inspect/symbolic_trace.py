@@ -27,7 +27,7 @@ from .accounting import (
     forward_of,
     is_plain,
 )
-from .library import functions_of
+from .library import functions_of, own_class
 from .rotary_function import Table
 from .tokenwise import has_own_call
 
@@ -195,7 +195,7 @@ class Proxy:
         self._trace.fail(f"sets {name}")
 
     # For isinstance.
-    __class__ = property(lambda self: type(self._value))
+    __class__ = property(lambda self: own_class(type(self._value)))
 
     def _refuse(self, *_: Any) -> Any:
         return self._trace.fail(f"looks into {'.'.join(map(str, self._path))}")
@@ -235,8 +235,8 @@ def is_identity(name: str, module: Any, trace: Any) -> bool:
     if has_own_call(module):
         trace.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")
     if getattr(module, "out_features", None) is None:
-        trace.lookups.append(((name, "__class__"), type(module)))
-    if type(module) is nn.Identity:
+        trace.lookups.append(((name, "__class__"), own_class(type(module))))
+    if own_class(type(module)) is nn.Identity:
         return True
     if not isinstance(module, nn.modules.dropout._DropoutNd):
         return False
@@ -324,7 +324,7 @@ class Trace:
         self.rotations: list[tuple[Callable, tuple, tuple]] = []
         self.rotated: list[TracedOutput] = []
         self.lookups: list[Lookup] = [
-            ((*CLASS, name), getattr(type(module), name)) for name in RUNS
+            ((*CLASS, name), getattr(own_class(type(module)), name)) for name in RUNS
         ]
         self._label_count = 0
         self.loaded_globals: list[LoadedGlobal] = []

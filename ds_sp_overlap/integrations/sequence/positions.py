@@ -337,7 +337,7 @@ class Positions:
         finally:
             self.current = None
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def gather(
         self,
         where: str,

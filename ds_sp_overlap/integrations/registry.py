@@ -22,6 +22,7 @@ from ..profiling.timeline import Timeline
 from ..relayout import kernels, ops
 from ..warn import warn_once
 from . import distributed_attention
+from .inspect.tensor_parallel import refuse_shared_ranks
 from .layers import FoundLayer, HostModule, OverlapSettings
 from .megatron import layers as megatron
 from .rebinding import Undo, is_ours
@@ -132,6 +133,7 @@ def enable(
         ops.check_usable(config.kernels)
         if timeline is not None:
             timeline.check()
+        refuse_shared_ranks(model, sp_group.ranks)
         layers[:], hosts[:] = _find_layers(model, overlap)
         _refuse_unusable(model, layers, config)
         return f"{config!r}; {[(layer.name, layer.got) for layer in layers]}"

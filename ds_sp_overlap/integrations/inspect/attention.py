@@ -17,6 +17,7 @@ from .accounting import MISSING, LoadedGlobal, Unknown, is_plain
 from .probe import ProbeSchedule
 from .rotary_function import rotary_of
 from .symbolic_trace import Lookup, Trace, TracedOutput, cases
+from .tensor_parallel import out_features
 from .tokenwise import TRANSFORMERS, fixed_state, has_own_call, probe_tokenwise
 
 
@@ -232,7 +233,7 @@ def _form(module: Any) -> tuple:
     """Return what a reading depends on besides lookups: module types and parameter shapes."""
     parts = []
     for name, part in module.named_modules():
-        parts.append((name, type(part), getattr(part, "out_features", None)))
+        parts.append((name, type(part), out_features(part)))
     return parts, {name: _shape(parameter) for name, parameter in module.named_parameters()}
 
 

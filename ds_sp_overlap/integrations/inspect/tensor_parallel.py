@@ -60,7 +60,7 @@ def refuse_shared_ranks(model: nn.Module, sp_ranks: list[int]) -> None:
         if not isinstance(layer, TensorParallel_Layer) or not layer.is_tp_parallel:
             continue
         tp_ranks = dist.get_process_group_ranks(layer.mp_group)
-        if len(set(tp_ranks) & set(sp_ranks)) > 1:  # guard: tensor-parallel ranks share tokens
+        if len(set(tp_ranks) & set(sp_ranks)) > 1:
             raise ValueError(
                 f"{name} is cut by AutoTP over ranks {tp_ranks}, which hold the same tokens, but "
                 f"the sp group has ranks {sp_ranks}, which hold tokens of their own; take the "

@@ -489,12 +489,12 @@ def test_an_moe_that_takes_sp_ranks_for_tensor_parallel_ranks_is_refused():
 
 
 def beside_replicas(rank, section):
-    """Of six steps with scripted times: the largest error of the gradients, what ran in each step, the losses."""
+    """Of twelve steps with scripted times: the largest error, what ran in each step, and what the table says."""
     replica, sp_rank = divmod(rank, 2)
     options, tokens = {**EXACT, "heads": 8, "kv_heads": 4}, batches(6)
     group = sp_groups((0, 1), (2, 3))
-    # Each alone would choose otherwise: by the slowest rank, G = 2.
-    costs = {1: 1.0, 2: 1.3, 4: 1.45, "block": 0.1} if replica else {1: 1.45, 2: 1.3, 4: 1.0, "block": 0.1}
+    # Each replica alone would choose otherwise. By the slowest rank it is G = 2.
+    costs = {1: 1.0, 2: 1.3, 4: 1.45} if replica else {1: 1.45, 2: 1.3, 4: 1.0}
     model, whole, errors = tiny(**options), tiny(**options), []
     config = {"policy": {"warmup_steps": 8}, **section}
     report = ds_sp_overlap.enable(model, config, group, gradient_process_group=torch.distributed.group.WORLD)
@@ -506,17 +506,20 @@ def beside_replicas(rank, section):
             errors += [relative_error(found[name], x) for name, x in expected.items()]
             optimizer.step()
     ds_sp_overlap.disable(model)
-    return max(errors), list(ran), str(report)
+    return max(errors), list(ran), {layer.got for layer in report.layers}
 
 
 @pytest.mark.parametrize("section", [{"scope": "auto"}, full({}), full({"scope": "block"})])
 def test_replicas_with_auto_choose_together_and_every_step_is_right(section):
     every = on_ranks(4, beside_replicas, section)
-    for error, ran, _ in every:
+    for error, ran, got in every:
         assert error < TOLERANCE
         assert ran == every[0][1], "every rank runs the same"
+        # Replicas would have to begin a trial of a block in the same step.
+        assert [" block of " in what for what in got] == [section.get("scope") == "block"]
     if section.get("scope") != "block":
-        assert {candidate for _, candidate in every[0][1]} == {1, 2}
+        candidates = [candidate for _, candidate in every[0][1]]
+        assert set(candidates) == {1, 2, 4} and candidates[-1] == 2
 
 
 WATCHED = [

@@ -23,6 +23,7 @@ from ..profiling.timeline import Timeline
 from ..relayout import kernels, ops
 from ..warn import warn_once
 from . import distributed_attention
+from .inspect.tensor_parallel import refuse_shared_ranks
 from .layers import FoundLayer, HostModule, OverlapSettings
 from .megatron import layers as megatron
 from .rebinding import Undo, is_ours
@@ -133,6 +134,7 @@ def enable(
         ops.check_usable(config.kernels)
         if timeline is not None:
             timeline.check()
+        refuse_shared_ranks(model, sp_group.ranks)
         sharded.look_for_units(model)
         layers[:], hosts[:] = _find_layers(model, overlap)
         _refuse_unusable(model, layers, config)

@@ -21,8 +21,14 @@ import deepspeed
 import deepspeed.comm
 import torch.distributed as dist
 from deepspeed.comm.comm import comms_logger
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import (
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_world_size,
+)
 from packaging.version import Version
 
 from ...attention.runtime import linear
@@ -30,7 +36,7 @@ from ...config import SpOverlapConfig
 from ...exchange import transport
 from ...warn import warn_once
 from ..megatron import bridge as megatron_bridge
-from ..registry import enable, find_group
+from ..registry import Report, disable, enable, find_group
 from ..transformers import registration
 from . import accelerate
 
@@ -251,9 +257,70 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
                 "ds_sp_overlap.enable(engine.module)"
             )
         return
-    report = enable(engine.module, config, gradient_process_group=engine.seq_data_parallel_group)
+    if config.enabled:
+        _refuse_moe_of_mpu(engine)
+    report = (
+        _enable_stages(config, engine) if engine.pipeline_parallelism else _enable(config, engine)
+    )
     if engine.global_rank == 0:
         print(report, flush=True)
+
+
+def _refuse_moe_of_mpu(engine: DeepSpeedEngine) -> None:
+    """Raise ValueError if DeepSpeed's MoE takes the sp ranks of the mpu for tensor-parallel ranks.
+
+    An mpu of sp ranks alone calls them model-parallel as well. The MoE then keeps a share of the
+    tokens on each sp rank, as if all sp ranks had the same tokens.
+    """
+    mpu = groups.mpu
+    if not hasattr(mpu, "get_sequence_parallel_group") or engine.sequence_parallel_size == 1:
+        return
+    if bwc_tensor_model_parallel_world_size(mpu) == 1:
+        return
+    sp_ranks = dist.get_process_group_ranks(mpu.get_sequence_parallel_group())
+    tp_ranks = dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu))
+    for name, module in engine.module.named_modules():
+        if isinstance(module, MoE) and sp_ranks == tp_ranks:  # guard: no MoE drops sp ranks' tokens
+            raise ValueError(
+                f"sp_overlap: {name} (deepspeed.moe.layer.MoE) takes the sp group of the mpu, ranks "
+                f"{sp_ranks}, for tensor-parallel ranks, and drops tokens that only one of them "
+                "has, with and without sp_overlap; give deepspeed.initialize no mpu, and set "
+                "sequence_parallel_size and data_parallel_size in the DeepSpeed config"
+            )
+
+
+def _enable(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
+    """Overlap the model of ``engine``. Collective over its sp group."""
+    return enable(engine.module, config, gradient_process_group=engine.seq_data_parallel_group)
+
+
+def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
+    """Overlap the stages of a pipeline that have attention layers. Collective over all ranks.
+
+    Raises:
+        ValueError: on all ranks, if a stage can't be overlapped, or if no stage has such a layer.
+    """
+    report, error = Report(note="no attention layer in this stage of the pipeline"), ""
+    has_layers = find_group(engine.module) is not None
+    some_stage_has = any(_gather(has_layers))
+    if has_layers or not some_stage_has:
+        try:
+            report = _enable(config, engine)
+        except ValueError as refusal:
+            error = str(refusal)
+    errors = _gather(error)
+    if any(errors):
+        disable(engine.module)
+        rank, first = next((rank, text) for rank, text in enumerate(errors) if text)
+        raise ValueError(f"{first} (in the pipeline stage of rank {rank})")
+    return report
+
+
+def _gather(what: Any) -> list[Any]:
+    """Return ``what`` of every rank of the world."""
+    every = [what] * dist.get_world_size()
+    dist.all_gather_object(every, what)
+    return every
 
 
 # At the end: whoever imports this file first imports DeepSpeed by it, and is called back then.

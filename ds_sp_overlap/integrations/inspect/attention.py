@@ -18,6 +18,7 @@ from .library import own_class
 from .probe import ProbeSchedule
 from .rotary_function import rotary_of
 from .symbolic_trace import Lookup, Trace, TracedOutput, cases
+from .tensor_parallel import out_features
 from .tokenwise import TRANSFORMERS, fixed_state, has_own_call, probe_tokenwise
 
 
@@ -235,7 +236,7 @@ def _form(module: Any) -> tuple:
     """Return what a reading depends on besides lookups: module types and parameter shapes."""
     parts = []
     for name, part in module.named_modules():
-        parts.append((name, own_class(type(part)), getattr(part, "out_features", None)))
+        parts.append((name, own_class(type(part)), out_features(part)))
     return parts, {name: _shape(parameter) for name, parameter in module.named_parameters()}
 
 

@@ -29,6 +29,7 @@ from .accounting import (
 )
 from .library import functions_of, own_class
 from .rotary_function import Table
+from .tensor_parallel import out_features
 from .tokenwise import has_own_call
 
 CACHES = "past_key_values", "past_key_value", "layer_past"
@@ -216,7 +217,7 @@ class ChildProxy:
             trace.fail(f"gives {self._name} more than one tensor")
         if is_identity(self._name, module, trace):
             return x
-        width = getattr(module, "out_features", None)
+        width = trace.widths.get(self._name)
         with torch._C.DisableTorchFunction():
             shape = tuple(x.shape) if width is None else (*x.shape[:-1], width)
             output = TracedOutput(self._name, x, shape, trace)
@@ -298,6 +299,7 @@ class Trace:
         tables: The position embeddings.
         position_ids: Stands for the positions.
         further_keywords: The further keywords; empty if the forward accepts none.
+        widths: How many features each child returns; None for a child that doesn't tell.
         outputs: What the children returned, in the order of their calls.
         rotations: The calls of rotary functions: the function, its arguments as `rotary_of` takes
             them, and its keywords.
@@ -331,6 +333,9 @@ class Trace:
         self.constants: set[str] = set()
         self.further_keywords: dict[str, Opaque] = {}
         self.layer = Proxy(module, (), self)
+        # Looked up now, since ZeRO-3 runs code of its own where a weight is looked up.
+        children = module._modules.items()
+        self.widths = {name: out_features(child) for name, child in children if child is not None}
         config = module.config
         used: set[int] = set()
         for holder in (vars(config), *map(vars, module.modules())):

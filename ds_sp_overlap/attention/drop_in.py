@@ -230,7 +230,8 @@ class ProjectedAttention:
 class DistributedAttention(nn.Module):
     """Drop-in for ``deepspeed.sequence.layer.DistributedAttention``, with overlap.
 
-    Takes any numbers of heads that leave every rank at least one query head.
+    Takes any numbers of heads that leave every rank at least one query head. A layer that was made
+    without ``config`` follows the ``sp_overlap`` section, once `enable` has seen it.
 
     Args:
         local_attention: Attention over the global sequence with this rank's heads.
@@ -273,6 +274,9 @@ class DistributedAttention(nn.Module):
             )
         self.local_attn, self.num_kv_heads = local_attention, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
+        self.heads_alike = heads_alike
+        # Whether the layer runs as it was made, whatever the section of the model says.
+        self.has_own_config = config is not None or transport is not None
         parsed = SpOverlapConfig.parse(config or {})
         group = sequence_process_group or dist.group.WORLD
         sp_group = SPGroup(group, transport or parsed.transport, sp_stream, kernels=parsed.kernels)

@@ -87,7 +87,7 @@ def enable(
 
     Args:
         model: A transformers or Megatron-DeepSpeed model, or any model that contains
-            ``deepspeed.sequence.layer.DistributedAttention``.
+            ``deepspeed.sequence.layer.DistributedAttention`` or our class of that name.
         config: The ``sp_overlap`` section.
         sequence_process_group: The sp group. If None, the group that transformers or DeepSpeed
             hold for the model.
@@ -109,12 +109,7 @@ def enable(
     if group is None:
         group = find_group(model)
     if group is None:
-        raise ValueError(
-            "sp_overlap: no sequence-parallel group; give deepspeed.initialize the mpu that "
-            "UlyssesSPAttentionHF.register_with_transformers returned (Accelerate does with "
-            "sp_size, not with cp_size), or pass sequence_process_group= to enable() "
-            "(torch.distributed.group.WORLD for all ranks)"
-        )
+        raise ValueError(_no_group(model))
     sp_group = SPGroup(group, config.transport, kernels=config.kernels)
     if sp_group.size == 1:
         warn_once(
@@ -158,6 +153,25 @@ def find_group(model: nn.Module) -> Any:
     return transformers.find_group(model) or distributed_attention.find_group(model)
 
 
+def _no_group(model: nn.Module) -> str:
+    """Say where the sp group of a model without one comes from."""
+    by_hand = (
+        "pass sequence_process_group= to enable() (torch.distributed.group.WORLD for all ranks)"
+    )
+    if transformers.is_pretrained(model):
+        return (
+            "sp_overlap: no sequence-parallel group; give deepspeed.initialize the mpu that "
+            "UlyssesSPAttentionHF.register_with_transformers returned (Accelerate does with "
+            f"sp_size, not with cp_size), or {by_hand}"
+        )
+    return (
+        f"sp_overlap: no sequence-parallel group, and no DistributedAttention in "
+        f"{type(model).__name__} that was made with one; give its DistributedAttention the group, "
+        f"or {by_hand}. ds_sp_overlap.SelfAttention takes group and config itself: "
+        "it needs no section"
+    )
+
+
 def _find_layers(
     model: nn.Module, overlap: OverlapSettings
 ) -> tuple[list[FoundLayer], list[HostModule]]:
@@ -191,7 +205,7 @@ def _refuse_unusable(
         raise ValueError(
             f"no attention layer found in {type(model).__name__}; supported are transformers "
             "models, Megatron-DeepSpeed and deepspeed.sequence.layer.DistributedAttention. "
-            "For others use ds_sp_overlap.SelfAttention"
+            "For others use ds_sp_overlap.SelfAttention, which needs no section"
         )
     meta = [layer.name for layer in layers if any(p.is_meta for p in layer.module.parameters())]
     if meta:

@@ -648,24 +648,24 @@ def test_a_mesh_of_two_replicas_of_two_ranks_needs_no_mpu(stage):
 
 
 class Custom(torch.nn.Module):
-    """A layer that is nobody's but its author's, over DeepSpeed's class, batch first."""
+    """A layer that is nobody's but its author's, over DeepSpeed's class or ours, batch first."""
 
-    def __init__(self, group, heads=4, head_dim=8):
+    def __init__(self, group, heads=4, head_dim=8, kind=DistributedAttention, local=attention, **options):
         super().__init__()
         width = heads * head_dim
         self.shape = (heads, head_dim)
         self.q, self.k, self.v, self.o = (torch.nn.Linear(width, width, bias=False, dtype=torch.float64) for _ in range(4))
-        self.attend = DistributedAttention(attention, group, scatter_idx=2, gather_idx=1)
+        self.attend = kind(local, group, scatter_idx=2, gather_idx=1, **options)
 
     def forward(self, x):
         q, k, v = (projection(x).unflatten(-1, self.shape) for projection in (self.q, self.k, self.v))
         return self.o(self.attend(q, k, v, 0).flatten(2))
 
 
-def custom_layer(rank, head_groups):
+def custom_layer(rank, head_groups, kind):
     """The layer before `enable`, after it, and after `disable`: output and gradients."""
     torch.manual_seed(3)
-    model = torch.nn.Sequential(Custom(torch.distributed.group.WORLD), Custom(torch.distributed.group.WORLD))
+    model = torch.nn.Sequential(*(Custom(torch.distributed.group.WORLD, kind=kind) for _ in range(2)))
     whole = torch.randn(2, 12, 32, dtype=torch.float64)
 
     def outcome():
@@ -686,13 +686,67 @@ def custom_layer(rank, head_groups):
     return bound, str(report), max(map(relative_error, overlapped, stock)), same_keys, restored and clean
 
 
+@pytest.mark.parametrize("kind", [DistributedAttention, ds_sp_overlap.DistributedAttention])
 @pytest.mark.parametrize("head_groups", [1, 2])
-def test_a_distributed_attention_of_deepspeeds_is_overlapped_in_any_model_and_given_back(head_groups):
-    for bound, report, error, same_keys, restored in on_ranks(2, custom_layer, head_groups):
+def test_a_distributed_attention_of_deepspeeds_or_ours_is_overlapped_in_any_model_and_given_back(head_groups, kind):
+    for bound, report, error, same_keys, restored in on_ranks(2, custom_layer, head_groups, kind):
         assert bound == ["0.attend", "1.attend"]
         assert "the projections belong to its caller" in report and "(2 layers)" in report
         assert error < 1e-12  # fp64, sums in another order
         assert same_keys and restored
+
+
+def initialized(rank, section, steps, options):
+    """Losses of an own model without an mpu; heads of the last call of its attention; what was said; layers that are overlapped."""
+    heads = []
+
+    def attend(q, k, v):
+        heads.append(q.shape[2])
+        return attention(q, k, v)
+
+    torch.manual_seed(3)
+    layers = (Custom(torch.distributed.group.WORLD, local=attend, **options) for _ in range(2))
+    model = torch.nn.Sequential(*layers).float()  # DeepSpeed reduces no gradient in fp64
+    more = {} if section is None else {"sp_overlap": section}
+    config = {**ds_config(0, optimizer="SGD", **more), "gradient_clipping": 0.0}
+    with listening(logging.WARNING) as messages:
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+    x, losses = torch.randn(2, 12, 32).chunk(2, 1)[rank], []
+    for _ in range(steps):
+        loss = engine(x).square().sum()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    bound = overlapped_layers(engine.module)
+    ds_sp_overlap.disable(engine.module)
+    after = engine(x).square().sum().item()
+    engine.destroy()
+    return losses, after, heads, messages, bound
+
+
+def our_class_under_initialize(rank):
+    ours = {"kind": ds_sp_overlap.DistributedAttention}
+    return {
+        "stock": initialized(rank, None, 3, {}),
+        "section": initialized(rank, {"head_groups": 2}, 3, ours),
+        "own config": initialized(rank, {"head_groups": 2}, 3, {**ours, "config": {"head_groups": 1}}),
+        "no section": initialized(rank, None, 3, {**ours, "config": {"head_groups": 1}}),
+    }
+
+
+def test_our_class_in_place_of_deepspeeds_trains_alike_with_the_section_and_without_an_mpu():
+    """Its group is found as that of DeepSpeed's class is; the section holds, unless the layer was made with a config."""
+    for found in on_ranks(2, our_class_under_initialize):
+        stock = found.pop("stock")
+        for case, (losses, after, heads, messages, bound) in found.items():
+            assert len(set(losses)) == 3
+            for loss, expected in zip((*losses, after), (*stock[0], stock[1]), strict=True):
+                assert abs(loss / expected - 1) < FP32["losses"], case
+            assert not messages, case
+            assert bound == ([] if case == "no section" else ["0.attend", "1.attend"]), case
+        # Of two heads a rank; beside them one call that shows the shape, and after `disable` the default of the class.
+        calls = {case: found[case][2] for case in found}
+        assert calls["section"].count(1) > 2 * 2 * 3 and calls["own config"].count(1) == calls["no section"].count(1) == 0
 
 
 # Several models, and recomputation.

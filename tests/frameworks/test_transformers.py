@@ -976,6 +976,7 @@ def bad_input(rank):
     world = torch.distributed.group.WORLD
     faults = {
         "no group": (tiny(), {}, None),
+        "no group, no transformers": (Peculiar(), {}, None),
         "no attention": (Peculiar(), {}, world),
         "meta": (tiny().to("meta"), {}, world),
         "too many groups": (tiny(), {"head_groups": 3}, world),
@@ -999,6 +1000,7 @@ def bad_input(rank):
 
 BAD = {
     "no group": "no sequence-parallel group; give deepspeed.initialize the mpu",
+    "no group, no transformers": "no DistributedAttention in Peculiar that was made with one; give its Distributed",
     "no attention": "no attention layer found in Peculiar",
     "meta": "model.layers.0.self_attn is on the meta device (2 of 2 layers); load the weights first",
     "too many groups": "sp_overlap.head_groups must be between 1 and 2 for 4 heads at sp size 2, got 3",

@@ -30,6 +30,7 @@ from ...exchange import transport
 from ...warn import warn_once
 from ..megatron import bridge as megatron_bridge
 from ..registry import enable, find_group
+from ..distributed_attention import has_drop_in
 from . import accelerate
 
 # Note [Two ways to an engine]
@@ -241,7 +242,7 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     if size > 1:
         _agree(config, engine.seq_data_parallel_group)
     if config is None:
-        if size > 1:
+        if size > 1 and not has_drop_in(engine.module):
             warn_once(
                 f"sp_overlap: sequence parallelism is on (sp size {size}) and ds_sp_overlap "
                 'imported, but the DeepSpeed config has no "sp_overlap" section: nothing is '

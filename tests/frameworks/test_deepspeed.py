@@ -520,6 +520,40 @@ def test_without_sequence_parallelism_or_with_a_section_nothing_is_said_of_a_mis
     assert on_ranks(2, said_without_a_section, 2, {"sp_overlap": {"enabled": False}}) == [[], []]
 
 
+def said_of_reduce_scatter(rank, cases):
+    """What is said of ZeRO-3's reduce-scatter, by stage, setting, section and the name of the module that makes the engine."""
+    said = {}
+    for stage, zero, section, caller in cases:
+        config = ds_config(stage, **({} if section is None else {"sp_overlap": section}))
+        del config["zero_optimization"]["reduce_scatter"]
+        config["zero_optimization"].update(zero)
+        model, names = tiny(), {"__name__": caller, "initialize": deepspeed.initialize}
+        exec("def make(**arguments):\n    return initialize(**arguments)[0]", names)
+        try:
+            mpu = sequence_parallel(model, 2)
+            with listening(logging.WARNING) as messages:
+                engine = names["make"](model=model, config=config, mpu=mpu)
+            ds_sp_overlap.disable(engine.module)
+            engine.destroy()
+        finally:
+            forget_sequence_parallel()
+        said[stage, str(zero), str(section), caller] = [message for message in messages if "reduce_scatter" in message]
+    return said
+
+
+def test_zero3_with_reduce_scatter_in_a_loop_of_ones_own_is_said_once_to_scale_gradients():
+    loud = [(3, {}, {"head_groups": 1}, "train"), (3, {"reduce_scatter": True}, None, "train")]
+    silent = [
+        (3, {"reduce_scatter": False}, {"head_groups": 1}, "train"),
+        (2, {}, {"head_groups": 1}, "train"),
+        (3, {}, {"head_groups": 1}, "accelerate.accelerator"),  # which Trainer goes through, too
+    ]
+    first, other = on_ranks(2, said_of_reduce_scatter, loud + silent)
+    assert [len(messages) for messages in first.values()] == [1, 1, 0, 0, 0]
+    assert all("(2) once too often" in message and '"reduce_scatter": false' in message for (message,) in list(first.values())[:2])
+    assert not any(other.values())
+
+
 def bound_by_name_before(rank, more):
     """`from deepspeed import initialize` before the import of this package: DeepSpeed's own function."""
     initialize = deepspeed.initialize.__wrapped__

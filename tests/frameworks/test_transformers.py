@@ -843,6 +843,8 @@ def generating(rank, family):
         options = {"use_cache": True}, {"use_cache": True, "past_key_values": empty}
         error = max(relative_error(model(**inputs, **each).logits, whole) for each in options)
         assert refusal(model, **inputs, **options[1]) == said, "the cache is of a step before"
+        prompt = dict(input_ids=tokens[:1, :8], attention_mask=torch.ones(1, 8, dtype=torch.long), max_new_tokens=2)
+        assert refusal(model.generate, **prompt)[1].split(": ", 1)[1] == said[1].split(": ", 1)[1]
         ds_sp_overlap.disable(model)
         return said, error
 

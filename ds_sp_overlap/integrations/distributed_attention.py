@@ -31,12 +31,17 @@ def find_group(model: nn.Module) -> Any:
         else None.
     """
     for module in model.modules():
-        if isinstance(module, CLASSES) and module.spg is not None:
+        if is_drop_in_or_stock(module) and module.spg is not None:
             return module.spg
     try:
         return groups._get_sequence_parallel_group()
     except (KeyError, AssertionError):
         return None
+
+
+def is_drop_in_or_stock(module: nn.Module) -> bool:
+    """Return whether ``module`` is a ``DistributedAttention`` of DeepSpeed or of ours."""
+    return isinstance(module, (DistributedAttention, drop_in.DistributedAttention))
 
 
 def has_drop_in(model: nn.Module) -> bool:
@@ -59,7 +64,7 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
             inside = tuple(module.modules())[1:]
             lacks = "DeepSpeed's AutoSP exchanges around it"
             layers.append(FoundLayer(name, module, got="", lacks=lacks, inside=inside))
-        if not isinstance(module, CLASSES):
+        if not is_drop_in_or_stock(module):
             continue
         own = sp_group.ranks if module.spg is None else dist.get_process_group_ranks(module.spg)
         if own != sp_group.ranks:  # guard: only the same group
@@ -86,11 +91,10 @@ def _leave() -> Undo:
 
 
 OWN = "its forward is not DeepSpeed's"
-CLASSES = (DistributedAttention, drop_in.DistributedAttention)
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether a call of a ``DistributedAttention`` runs code that is neither of `CLASSES`.
+    """Return whether a call of a ``DistributedAttention`` runs code that is neither DeepSpeed's nor ours.
 
     That is a forward that somebody but this package replaced, a ``__call__`` of the class, or the
     forward of a fork.
@@ -98,7 +102,7 @@ def has_own_forward(module: nn.Module) -> bool:
     if "forward" in vars(module) and not is_ours(module) or has_own_call(module):
         return True
     defined_in = getattr(type(module).forward, "__globals__", {}).get("__name__")
-    known = [kind.__module__ for kind in CLASSES]
+    known = DistributedAttention.__module__, drop_in.__name__
     return defined_in not in known  # guard: a fork's exchange stays its own
 
 

@@ -433,7 +433,7 @@ ROPES = {
     "takes cos": (lambda x, cos: x * cos.unsqueeze(0), "layer: rope= failed ('tuple' object has no attribute 'unsqueeze'); it"),
     "returns two": (
         lambda x, tables: (x, x),
-        "layer: rope= returned tuple for heads [2, 6, 4, 8]; it takes (x, position_embeddings)",
+        "layer: rope= returned tuple for heads [2, 6, 2, 8]; it takes (x, position_embeddings)",
     ),
     "returns half": (lambda x, tables: x[..., :4], "layer: rope= returned a tensor [2, 6, 2, 4] for heads [2, 6, 2, 8]; it takes"),
     "one table": (

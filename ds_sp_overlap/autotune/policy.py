@@ -65,7 +65,7 @@ from ..exchange.sp_group import SPGroup
 from ..profiling.clocks import clock_of
 from ..profiling.steps import Listener, in_backward
 from ..profiling.timed import Timed, TimedCall, output_of
-from ..warn import say
+from ..warn import inform, say
 from .choices import Candidates
 from .trial import BLOCK, LAYER, Candidate, Report, Trial, candidates_for, merged
 
@@ -145,7 +145,7 @@ class Policy:
         frugal: bool = False,
     ):
         self.sp_group, self.warmup_steps, self.replicas = sp_group, warmup_steps, replicas
-        self.say, self.frugal = say, frugal
+        self.say, self.inform, self.frugal = say, inform, frugal
         self.trials: dict[tuple, Trial] = {}
         # By key of a trial for layers in a row: the step of the first call.
         self._first: dict[tuple, int] = {}
@@ -311,7 +311,7 @@ class Policy:
             trial = self.trials.setdefault(key, self._trial(key, what))
             trial.next_step(slowest)
             if trial.chosen is not None:
-                self.say(str(trial))
+                self.inform(str(trial))
         all_chosen = all(self.trials[key].chosen is not None for key in outcome)
         if self.replicas and self.step > self.warmup_steps and all_chosen:
             self.close()

@@ -6,13 +6,13 @@ This file knows no framework. The adapters beside it each find the attention lay
 
 from __future__ import annotations
 
+import textwrap
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from tabulate import tabulate
 from torch import nn
 
 from ..autotune.policy import Policy
@@ -42,7 +42,7 @@ class Report:
     Attributes:
         layers: The attention layers.
         sp_size: The size of the sp group.
-        note: A remark below the table, or the reason why there is no table.
+        note: A remark below the layers, or the reason why there are none.
     """
 
     layers: list[FoundLayer] = field(default_factory=list)
@@ -52,23 +52,27 @@ class Report:
     def __str__(self) -> str:
         if not self.layers:
             return f"sp_overlap: {self.note}"
-        rows = []
+        overlapped = sum(layer.bind is not None for layer in self.layers)
+        lines = [
+            f"sp_overlap over sp size {self.sp_size}: "
+            f"{overlapped} of {len(self.layers)} layers overlapped"
+        ]
         for (got, lacks), group in groupby(self.layers, key=lambda layer: (layer.got, layer.lacks)):
             names = [layer.name for layer in group]
             name = names[0]
             if len(names) > 1:
                 name = f"{names[0]} ... {names[-1]} ({len(names)} layers)"
-            rows.append((name, got or "nothing", lacks or "-"))
-        header = ("attention layer", "overlapped", "why not more")
-        overlapped = sum(layer.bind is not None for layer in self.layers)
-        lines = [
-            f"sp_overlap over sp size {self.sp_size}: "
-            f"{overlapped} of {len(self.layers)} layers overlapped",
-            tabulate(rows, headers=header, tablefmt="simple"),
-        ]
+            lines += [f"  {name}", *_wrapped(f"overlapped: {got or 'nothing'}")]
+            lines += _wrapped(f"why not more: {lacks}") if lacks else []
         if overlapped:
             lines += [note for note in (one_queue(), self.note) if note]
         return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    """Break ``text`` into lines of a report about one kind of layers."""
+    indents = {"initial_indent": "    ", "subsequent_indent": "      "}
+    return textwrap.wrap(text, width=100, break_long_words=False, break_on_hyphens=False, **indents)
 
 
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()

@@ -582,6 +582,17 @@ def test_the_report_counts_the_layers_that_are_overlapped():
     assert "sp_overlap over sp size 2: 0 of 2 layers overlapped" in str(report)
 
 
+def test_no_line_of_the_report_is_longer_than_100_columns():
+    layer = ds_sp_overlap.integrations.layers.FoundLayer
+    many = [layer(f"model.layers.{i}.self_attn", None, "all eight exchanges, " * 9, "unknown " * 40) for i in range(99)]
+    lines = str(ds_sp_overlap.Report(many, 2)).splitlines()
+    assert (
+        len(lines) > 8
+        and max(map(len, lines)) <= 100
+        and lines[1] == "  model.layers.0.self_attn ... model.layers.98.self_attn (99 layers)"
+    )
+
+
 def test_the_report_says_that_compiled_kernels_are_absent_on_a_gpu_and_what_brings_them(monkeypatch):
     layer = ds_sp_overlap.integrations.layers.FoundLayer("a", None, "all", "", bind=lambda: None)
     said = {}
@@ -725,7 +736,7 @@ def custom_layer(rank, head_groups, kind):
 def test_a_distributed_attention_of_deepspeeds_or_ours_is_overlapped_in_any_model_and_given_back(head_groups, kind):
     for bound, report, error, same_keys, restored in on_ranks(2, custom_layer, head_groups, kind):
         assert bound == ["0.attend", "1.attend"]
-        assert "the projections belong to its caller" in report and "(2 layers)" in report
+        assert "the projections belong to its caller" in " ".join(report.split()) and "(2 layers)" in report
         assert error < 1e-12  # fp64, sums in another order
         assert same_keys and restored
 

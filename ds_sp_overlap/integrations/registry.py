@@ -19,7 +19,7 @@ from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.sp_group import SPGroup, one_queue
 from ..profiling.timeline import Timeline
-from ..relayout import kernels, ops
+from ..relayout import ops
 from ..warn import warn_once
 from . import distributed_attention
 from .layers import FoundLayer, HostModule, OverlapSettings
@@ -149,7 +149,7 @@ def enable(
             warn_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
             _undo[layer.module] = _undo_and_close(layer.bind(), policy, timeline)
-    return Report(layers, sp_group.size, kernels.absent(config.kernels))
+    return Report(layers, sp_group.size)
 
 
 def find_group(model: nn.Module) -> Any:

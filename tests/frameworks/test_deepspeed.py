@@ -7,7 +7,6 @@ loss would hide at 0.02 shows here.
 import base64
 import copy
 import functools
-import itertools
 import json
 import logging
 import os
@@ -25,7 +24,6 @@ import ds_sp_overlap
 import ds_sp_overlap.attention.runtime.linear
 import ds_sp_overlap.integrations.deepspeed.initialize
 from ds_sp_overlap.attention.runtime import output, projections
-from ds_sp_overlap.relayout import kernels
 from tests.harness.cases import everything, full
 from tests.harness.listening import listening
 from tests.harness.models import (
@@ -591,21 +589,6 @@ def test_no_line_of_the_report_is_longer_than_100_columns():
         and max(map(len, lines)) <= 100
         and lines[1] == "  model.layers.0.self_attn ... model.layers.98.self_attn (99 layers)"
     )
-
-
-def test_the_report_says_that_compiled_kernels_are_absent_on_a_gpu_and_what_brings_them(monkeypatch):
-    layer = ds_sp_overlap.integrations.layers.FoundLayer("a", None, "all", "", bind=lambda: None)
-    said = {}
-    for gpu, library in itertools.product(
-        (True, False), (kernels.Library(reason="not built"), kernels.Library(built={"cuda": "13.0"}))
-    ):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-        monkeypatch.setattr(kernels, "library", lambda: library)
-        for which in ("auto", "torch"):
-            said[gpu, library.cuda, which] = str(ds_sp_overlap.Report([layer], 2, kernels.absent(which)))
-    text = said.pop((True, False, "auto"))
-    assert "no compiled kernels for the GPU (not built), PyTorch's copies" in text and "python -m ds_sp_overlap build cuda" in text
-    assert len(said) == 7 and all("kernels" not in text for text in said.values())
 
 
 def test_head_groups_out_of_range_for_the_model_is_refused_on_every_rank_with_the_model_unchanged():

@@ -31,7 +31,7 @@ from ...warn import warn_once
 from ..distributed_attention import has_drop_in
 from ..megatron import bridge as megatron_bridge
 from ..registry import enable, find_group
-from . import accelerate
+from . import accelerate, op_builds
 
 # Note [Two ways to an engine]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -99,6 +99,7 @@ def install() -> None:
     initialize.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
     deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
     accelerate.install()
+    op_builds.install()
 
 
 def _all_to_all(recv, send, recv_sizes, send_sizes, group, name):

@@ -43,9 +43,13 @@ package: .venv/ready
 
 # torch first and no build isolation: a build environment of pip's own would fetch a torch of its own.
 .venv/ready: setup.py pyproject.toml
-	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --upgrade pip setuptools wheel
-	.venv/bin/pip install --quiet $(TORCH)
-	DS_BUILD_OPS=0 .venv/bin/pip install --quiet --no-build-isolation $(DEEPSPEED)
-	.venv/bin/pip install --quiet --no-build-isolation --editable ".[test,lint]"
+	@echo "1 of 4: making .venv"
+	@$(PYTHON) -m venv .venv
+	@.venv/bin/pip install --quiet --upgrade pip setuptools wheel
+	@echo "2 of 4: installing $(TORCH)"
+	@.venv/bin/pip install --quiet $(TORCH)
+	@echo "3 of 4: installing $(DEEPSPEED)"
+	@DS_BUILD_OPS=0 .venv/bin/pip install --quiet --no-build-isolation $(DEEPSPEED)
+	@echo "4 of 4: installing this package, and what its tests need"
+	@.venv/bin/pip install --quiet --no-build-isolation --editable ".[test,lint]"
 	touch $@

@@ -9,6 +9,7 @@ from urllib.parse import urlparse
 import pytest
 from pydantic import BaseModel
 
+from benchmarks.convergence.training import variants
 from ds_sp_overlap import SpOverlapConfig
 from tests.harness.pages import PAGES, ROOT, code, read
 
@@ -88,6 +89,11 @@ def test_a_message_that_is_explained_is_one_of_the_packages():
     for message, _ in table[1:]:
         for piece in code(message)[0].split("..."):
             assert piece.strip() in source, piece
+
+
+def test_the_runs_of_make_convergence_have_the_names_that_the_docs_give_them():
+    rows = next(rows for _, rows in read(ROOT / "docs/correctness.md").tables if rows[0][1].content == "variant")
+    assert {row[1].content for row in rows[1:]} <= {variant.name for variant in variants([1, 2])}
 
 
 def tables_of_figures():

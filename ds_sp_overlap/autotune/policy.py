@@ -132,7 +132,7 @@ class Policy:
             chosen later.
         replicas: Whether all ranks of the world choose together: several sp groups with batches of
             their own.
-        say: Called with the line about each choice.
+        inform: Called with the line about each choice.
         frugal: As in `Trial`.
     """
 
@@ -141,11 +141,11 @@ class Policy:
         sp_group: SPGroup,
         warmup_steps: int,
         replicas: bool = False,
-        say: Callable[[str], Any] = say,
+        inform: Callable[[str], Any] = inform,
         frugal: bool = False,
     ):
         self.sp_group, self.warmup_steps, self.replicas = sp_group, warmup_steps, replicas
-        self.say, self.inform, self.frugal = say, inform, frugal
+        self.inform, self.warn, self.frugal = inform, say, frugal
         self.trials: dict[tuple, Trial] = {}
         # By key of a trial for layers in a row: the step of the first call.
         self._first: dict[tuple, int] = {}
@@ -319,7 +319,7 @@ class Policy:
     def _give_up(self, missing: list[int]) -> None:
         """Stop trying, since the optimizers of ranks ``missing`` have not stepped."""
         self.close()
-        self.say(
+        self.warn(
             f'sp_overlap.head_groups "auto": {WAIT_S} s after the others no optimizer of ranks '
             f"{missing} has stepped; nothing is tried any more, and what is not chosen yet is the "
             "default. Step optimizers on all ranks alike, or give a number"

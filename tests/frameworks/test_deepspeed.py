@@ -16,6 +16,7 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.sequence.layer import DistributedAttention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -775,6 +776,38 @@ def test_our_class_in_place_of_deepspeeds_trains_alike_with_the_section_and_with
         # Of two heads a rank; beside them one call that shows the shape, and after `disable` the default of the class.
         calls = {case: found[case][2] for case in found}
         assert calls["section"].count(1) > 2 * 2 * 3 and calls["own config"].count(1) == calls["no section"].count(1) == 0
+
+
+# What stock refuses or crashes on, as README says.
+
+
+def stock_refuses(rank):
+    """What DeepSpeed says to rows whose lengths differ between ranks, to `cu_seq_lens` of packed rows, and to three heads."""
+    group = torch.distributed.group.WORLD
+
+    def loaded(length, **more):
+        row = torch.arange(length)[None]
+        batch = {"input_ids": row, "labels": row, "position_ids": row, **more}
+        return next(UlyssesSPDataLoaderAdapter([batch], rank, group, 2, torch.device("cpu")))
+
+    try:
+        return [
+            refusal(loaded, 8 + 2 * rank),
+            refusal(loaded, 8, cu_seq_lens_q=torch.tensor([0, 8])),
+            refusal(sequence_parallel, tiny(heads=3, kv_heads=3), 2),
+            refusal(loaded, 8),
+        ]
+    finally:
+        forget_sequence_parallel()
+
+
+def test_stock_fails_on_what_the_readme_says_and_with_these_words():
+    """Should one pass, DeepSpeed has mended it: tell README's table, docs/loss_and_gradients.md and docs/features.md."""
+    for unequal, packed, heads, fine in on_ranks(2, stock_refuses):
+        assert unequal[0] == "RuntimeError" and "invalid tensor size at index" in unequal[1]
+        assert packed == ("IndexError", "tuple index out of range")
+        assert heads == ("ValueError", "Attention head count 3 is not divisible by SP size 2")
+        assert fine is None
 
 
 # Several models, and recomputation.

@@ -102,9 +102,9 @@ def work(args: argparse.Namespace) -> bool:
         progress.set_description("building the first model")
 
         def advance() -> None:
-            progress.update()
-            if first and progress.n == 1:  # what came before was no step, and would be taken for a slow one
+            if first and not progress.n:  # what came before would be taken for a slow step
                 progress.start_t, progress.initial = time.time(), 1
+            progress.update()
 
         for dtype in args.dtypes:
             runs[dtype], reference = {}, None

@@ -172,7 +172,7 @@ def plot(path: Path, runs: dict[str, dict[str, Run]], roles: dict[str, dict[str,
     for column, (dtype, of_dtype) in zip(axes.T, runs.items()):
         stock = of_dtype["stock"].curve
         level = floor([of_dtype[name].curve for name, role in roles[dtype].items() if role == "noise"], stock)
-        column[0].set(title=f"{dtype}: loss of stock, on which all others lie", ylabel="loss")
+        column[0].set(title=f"{dtype}: loss of stock; how far the others are from it is below", ylabel="loss")
         column[0].plot(stock[:, 0], color="black", linewidth=1)
         for index, quantity in enumerate(QUANTITIES):
             below = column[1 + index]

@@ -70,6 +70,11 @@ class SpOverlapConfig(_Section):
             are known to allow it. "auto": the faster one in the first steps, by `policy`, beside
             "head_groups": "auto".
         token_chunks: C of "block"; "auto": 4, or as many as a rank has tokens.
+        shares: r, the ranks that share their query heads, each with 1/r of the queries; divides the
+            sp size. "auto": 1 where query heads divide by the sp size, else the smallest r by which
+            they divide, where local attention can attend with a range of queries.
+        kv_once_per_node: Whether k and v travel over the network once to each node, and inside it
+            from rank to rank. For nodes in which several ranks need the same KV heads.
         window: W, the most head groups that are live at a time; for less memory, backward
             recomputes q, k and v. null: all groups.
         memory: "auto": of the G and W that take no longer than the fastest, by 1 %, those that need
@@ -103,6 +108,8 @@ class SpOverlapConfig(_Section):
     head_groups: Literal["auto"] | int = "auto"
     scope: Literal["auto", "layer", "block"] = "layer"
     token_chunks: Literal["auto"] | int = "auto"
+    shares: Literal["auto"] | int = "auto"
+    kv_once_per_node: bool = False
     window: int | None = None
     memory: Literal["auto"] | None = None
     checkpointing: Literal["recompute", "keep", "offload"] = "recompute"
@@ -131,13 +138,15 @@ class SpOverlapConfig(_Section):
             return min(self.window, groups)
         return None if self.checkpointing == "recompute" else max(1, groups // 2)
 
-    def groups_for(self, heads: int, sp_size: int) -> int:
-        """Return G for a layer of ``heads`` query heads; `Geometry` refuses a G that is too large.
+    def groups_for(self, heads: int, parts: int) -> int:
+        """Return G for ``heads`` query heads that are dealt to ``parts`` parts of the ranks.
+
+        `Geometry` refuses a G that is too large.
 
         "auto" begins with 2, or with 1 where a rank has one query head, and stays there where
         nothing is timed.
         """
-        return max(1, min(2, heads // sp_size)) if self.head_groups == "auto" else self.head_groups
+        return max(1, min(2, heads // parts)) if self.head_groups == "auto" else self.head_groups
 
     def chunks_for(self, lengths: Sequence[int] = ()) -> int:
         """Return C for ranks with ``lengths`` tokens; without lengths, for long sequences."""
@@ -160,7 +169,7 @@ class SpOverlapConfig(_Section):
             config = cls.model_validate(section)
         except ValidationError as error:
             raise ValueError("; ".join(dict.fromkeys(map(cls._explain, error.errors())))) from None
-        for key in ("head_groups", "token_chunks"):
+        for key in ("head_groups", "token_chunks", "shares"):
             count = getattr(config, key)
             if count != "auto" and count < 1:
                 raise ValueError(f'sp_overlap.{key} must be "auto" or at least 1, got {count}')
@@ -201,8 +210,12 @@ class SpOverlapConfig(_Section):
 _LEAST_WARMUP = 8
 _SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig, "timeline": TimelineConfig}
 _VALID = {
-    **dict.fromkeys(("enabled", "projections", "wgrad", "check"), "true or false"),
-    **dict.fromkeys(("head_groups", "token_chunks"), 'a whole number of at least 1, or "auto"'),
+    **dict.fromkeys(
+        ("enabled", "kv_once_per_node", "projections", "wgrad", "check"), "true or false"
+    ),
+    **dict.fromkeys(
+        ("head_groups", "token_chunks", "shares"), 'a whole number of at least 1, or "auto"'
+    ),
     "scope": '"auto", "layer" or "block"',
     "window": "null or a whole number of at least 1",
     "memory": 'null or "auto"',

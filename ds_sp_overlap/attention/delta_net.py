@@ -150,7 +150,15 @@ class DeltaNet:
     ) -> tuple[Geometry, Callable[[], tuple]]:
         if hidden.dim() != 3:
             raise ValueError(f"hidden_states must be 3-D, [b, s/P, m], got {list(hidden.shape)}")
-        geometry = self.layer.geometry(hidden, self.heads, self.key_heads, True, lengths, ())
+        geometry = self.layer.geometry(
+            hidden,
+            self.heads,
+            self.key_heads,
+            True,
+            lengths=lengths,
+            extra=(),
+            attend="a gated delta net needs all queries at once",
+        )
 
         def types() -> tuple:
             trained = (hidden.requires_grad, *self.trained())

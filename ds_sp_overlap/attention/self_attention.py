@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
-from ..exchange.geometry import Geometry
+from ..exchange.geometry import Geometry, QueryChunks
+from ..exchange.layout import Range
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..relayout import ops
@@ -79,7 +80,8 @@ class SelfAttention:
 
     Args:
         local_attention: q, k, v -> o over the global sequence, [b, s, h/P, d] each if
-            ``batch_first``, else [s, b, h/P, d].
+            ``batch_first``, else [s, b, h/P, d]. Where ranks share query heads, as for
+            `DistributedAttention`.
         o_proj: The output projection, [h d_v] -> [m].
         num_heads: ``h``.
         head_dim: ``d``.
@@ -257,6 +259,7 @@ class SelfAttention:
         *args: Any,
         position_embeddings: Any = None,
         sequence_lengths: list[int] | None = None,
+        query_chunks: QueryChunks | None = None,
         baseline: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -269,6 +272,8 @@ class SelfAttention:
             *args: More arguments for ``local_attention``, which is called once per head group.
             position_embeddings: For ``rope``, of this rank's positions; a `Rotary` needs them.
             sequence_lengths: Local sequence length of every rank; None if all are the same.
+            query_chunks: Where ranks share query heads, the tokens that each share attends with;
+                None for two chunks each (`Geometry`).
             baseline: Computes the same of ``hidden_states`` without overlap, as a candidate of the
                 policy; None for no such candidate.
             **kwargs: More keyword arguments for ``local_attention``.
@@ -293,7 +298,11 @@ class SelfAttention:
             head_dim = self.head_dim
         run, call = self.layer.begin(
             lambda: self.describe(
-                hidden_states, position_embeddings, lengths=sequence_lengths, extra=extra
+                hidden_states,
+                position_embeddings,
+                lengths=sequence_lengths,
+                extra=extra,
+                query_chunks=query_chunks,
             ),
             (hidden_states,),
             local,
@@ -312,7 +321,8 @@ class SelfAttention:
         if isinstance(call.schedule, Block):
             return self.run_in_chunks(call, hidden_states, position_embeddings, args, kwargs)
         split = self.split_projections()
-        if (rope := self._rope_in_kernels()) is not None:
+        rope = self._rope_in_kernels()
+        if rope is not None and not call.geometry.cuts_tokens:
             call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim)
         tables = self._tables(position_embeddings)
         if tables is None:
@@ -320,8 +330,8 @@ class SelfAttention:
         call.by_rank = self._by_rank(call, hidden_states, split)
         local = bind_arguments(self.local_attention, call.geometry, args, kwargs)
 
-        def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return with_head_dim(local(group, q, k, v), q, self.layer.where)
+        def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Tensor:
+            return with_head_dim(local(group, q, k, v, *queries), q, self.layer.where)
 
         can_window = self._can_window(split)
         is_windowed = isinstance(call.schedule, Windowed)
@@ -434,7 +444,9 @@ class SelfAttention:
                 if id(parameter) not in own and parameter.requires_grad:
                     learned[id(parameter)] = parameter
         agree = partial(self.layer.agree_on_o, kind_of(call, (x,)))
-        return LocalAttention(attend, given, list(learned.values()), agree=agree)
+        return LocalAttention(
+            attend, given, list(learned.values()), agree=agree, seq_dim=call.geometry.seq_dim
+        )
 
     def _rope_in_kernels(self) -> Rotary | None:
         """Return the rotation of q and k if the kernels that pack them rotate; else None."""
@@ -489,7 +501,7 @@ class SelfAttention:
             module, first = self._projections[kind]
             elements = geometry.elements_of(kind, group, first, self.head_dim)
             by_rank = kind in call.by_rank and part in call.schedule.alone
-            rows[part] = Rows(module, elements, ranks=geometry.sp_size if by_rank else 0)
+            rows[part] = Rows(module, elements, ranks=geometry.parts if by_rank else 0)
         parts = []
         for index in range(len(self._inputs)):
             parts.append(parts_of(*(part.rows for part in rows.values() if part.module == index)))
@@ -557,7 +569,7 @@ class SelfAttention:
         """Return those of q, k, v and o whose GEMM writes the send buffer: nothing packs them."""
         geometry = call.geometry
         # No part has more rows per rank than q.
-        if not batched_pays(x, geometry.heads // geometry.sp_size * self.head_dim):
+        if not batched_pays(x, geometry.heads // geometry.parts * self.head_dim):
             return frozenset()
         modules = {kind: self._inputs[index] for kind, (index, _) in self._projections.items()}
         modules["o"] = self.o_proj
@@ -583,7 +595,12 @@ class SelfAttention:
         return [*self._inputs, *(norm for norm in self._norms.values() if norm is not None)]
 
     def describe(
-        self, hidden: Tensor, position_embeddings: Any, lengths: list[int] | None, extra: tuple
+        self,
+        hidden: Tensor,
+        position_embeddings: Any,
+        lengths: list[int] | None,
+        extra: tuple,
+        query_chunks: QueryChunks | None = None,
     ) -> tuple[Geometry, Callable[[], tuple]]:
         """Describe a call, see `layer.Describe`.
 
@@ -592,6 +609,7 @@ class SelfAttention:
             position_embeddings: For ``rope``.
             lengths: Local sequence length of every rank; None if all are the same.
             extra: Arguments of the local attention beside q, k and v.
+            query_chunks: As in a call.
 
         Raises:
             ValueError: for arguments that don't fit; for ``position_embeddings``, when the function
@@ -608,6 +626,8 @@ class SelfAttention:
             batch_first=self.batch_first,
             lengths=lengths,
             extra=extra,
+            attend=self.local_attention,
+            query_chunks=query_chunks,
         )
 
         def types() -> tuple:

@@ -214,11 +214,14 @@ class Policy:
         batch: tuple[int, ...] = ()
         if not self.replicas:  # guard: their lengths differ
             batch = (geometry.batch, sum(geometry.seq_lens).bit_length())
-        key = (geometry.heads, geometry.kv_heads, x.shape[2:], x.dtype, *batch, candidates, default)
+        heads = geometry.heads, geometry.kv_heads, geometry.shares
+        key = (*heads, x.shape[2:], x.dtype, *batch, candidates, default)
         if key not in self.trials:
             if self.over:
                 return None
             what = f"{geometry.heads} query and {geometry.kv_heads} KV heads"
+            if geometry.shares > 1:
+                what += f", r = {geometry.shares}"
             if not self.replicas:
                 what += f", batch {geometry.batch}, about {sum(geometry.seq_lens)} tokens"
             what += f" over {geometry.sp_size} ranks, {str(x.dtype).removeprefix('torch.')}"

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..attention.runtime import linear
 from ..attention.self_attention import SelfAttention
+from ..exchange.geometry import QueryChunks
 from ..rotary import Rotary
 
 
@@ -65,6 +66,7 @@ class Options(NamedTuple):
 
     position_embeddings: Any
     sequence_lengths: list[int] | None
+    query_chunks: QueryChunks | None
     args: tuple
     kwargs: dict[str, Any]
 
@@ -72,6 +74,7 @@ class Options(NamedTuple):
         """Return whether both lead to the same projections."""
         return _leaves_are_same(self.position_embeddings, other.position_embeddings) and (
             self.sequence_lengths == other.sequence_lengths
+            and self.query_chunks == other.query_chunks
         )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..attention.heads import Local
 from ..attention.runtime import linear
 from ..attention.runtime.linear import autocast
+from ..exchange.geometry import QueryChunks
 from ..schedule import Recompute, by_chunks
 from .block import LayerCall, attend, run_segment
 from .block_layer import BlockLayer, Options
@@ -176,6 +177,7 @@ class Chain:
         *args: Any,
         position_embeddings: Any = None,
         sequence_lengths: list[int] | None = None,
+        query_chunks: QueryChunks | None = None,
         recompute: Recompute = "none",
         **kwargs: Any,
     ) -> Tensor:
@@ -190,6 +192,7 @@ class Chain:
             args: For the local attention, as are the other keywords.
             position_embeddings: As for `SelfAttention`.
             sequence_lengths: As for `SelfAttention`.
+            query_chunks: As for `SelfAttention`.
             recompute: "all": save hidden states and o, and recompute the layer in backward, as an
                 activation checkpoint does. "but attention": save what attention's backward reads
                 too, and do not recompute attention. The same for the successor.
@@ -201,7 +204,7 @@ class Chain:
             RuntimeError: in backward, if gradients of hidden states between two layers of a chain
                 are asked for: q, k and v don't come from them.
         """
-        options = Options(position_embeddings, sequence_lengths, args, kwargs)
+        options = Options(position_embeddings, sequence_lengths, query_chunks, args, kwargs)
         recompute = recompute if torch.is_grad_enabled() else "none"
         started, self._started = self._started, None
         if started is not None and started.serves(layer, hidden, options, recompute):
@@ -238,11 +241,11 @@ class Chain:
         self, layer: BlockLayer, hidden: Tensor, options: Options, recompute: Recompute
     ) -> LayerCall:
         attention, chunks = layer.attention, self.chunks
-        positions, lengths, args, kwargs = options
+        positions, lengths, queries, args, kwargs = options
 
         def describe() -> Any:
             geometry, types = attention.describe(
-                hidden, positions, lengths, (*args, *kwargs.values())
+                hidden, positions, lengths, (*args, *kwargs.values()), query_chunks=queries
             )
             if fault := layer.in_the_way():
                 raise ValueError(f"a block of layers: {fault}; run the layer by itself")

@@ -259,10 +259,11 @@ class InFlight:
         return self.outs  # guard: received, not read again
 
     def _receive(self, into: Sequence[Tensor]) -> None:
+        mark = self.received
         if self.side.blocks:  # guard: waits before it unpacks
             self._wait()
         else:
-            self.side.before_compute(self.received)  # guard: compute waits for it
+            self.side.before_compute(mark)  # guard: compute waits for it
         self.received = None  # guard: freed, waits for nothing
         self.track.mark("unpacking")
         # The buffer that was sent is free before memory is taken; the handle may reference it too.
@@ -273,6 +274,8 @@ class InFlight:
         elif into:
             into[0].copy_(self.outs[0])
             self.outs = tuple(into)
+        if not self.side.blocks:
+            self.side.after_unpack(mark)  # guard: memory returns once it was read
         self.track.mark("done")
 
     def __del__(self) -> None:

@@ -1,6 +1,7 @@
-"""Packs several tensors into one transfer.
+"""Packs several tensors into one transfer, or one tensor whose parts are several blocks.
 
-Each peer is sent its parts of all tensors side by side, token by token.
+Each peer is sent its parts of all tensors side by side, token by token; or one after another, where
+it is not sent the same tokens of each (`Layout.apart`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .layout import Side, Sides
+from .layout import Patches, Side, Sides
 
 
 def join(tensors: Sequence[Tensor], sides: Sides, new_empty: Callable[..., Tensor]) -> Tensor:
@@ -91,14 +92,17 @@ def _tile(x: Tensor, side: Side) -> Tensor:
     # Each piece holds all tokens of a peer; the part is one chunk of them.
     assert side.spaced is not None
     piece, (start, stop) = side.spaced
-    pieces = x.unflatten(side.dim, (len(side.parts), piece))
+    pieces = x.unflatten(side.dim, (len(side.filled), piece))
     return pieces.narrow(side.dim + 1, start, stop - start).flatten(3)
 
 
 def _places(
     tensors: Sequence[Tensor], sides: Sides, wire: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each part with its place in the wire, a view of the same shape."""
+    """Yield each part, or block of a part, with its place in the wire, a view of the same shape."""
+    if not sides.by_token:
+        yield from _places_apart(tensors, sides, wire)
+        return
     offset = 0
     # The ranges of one peer after another.
     for ranges in zip(*(side.parts for side in sides.each)):
@@ -112,3 +116,38 @@ def _places(
         for part, place in zip(parts, by_token.split(widths, 2)):
             yield part, place.unflatten(2, part.shape[2:])
         offset += size
+
+
+def _places_apart(
+    tensors: Sequence[Tensor], sides: Sides, wire: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Do as `_places` where the tensors of a peer lie one after another."""
+    offset = 0
+    for peer in range(len(sides.each[0].parts)):
+        for x, side in zip(tensors, sides.each):
+            size = side.split_sizes[peer]
+            if size:
+                yield from _placed(blocks_of(x, side, peer), side, wire.narrow(0, offset, size))
+                offset += size
+
+
+def _placed(blocks: list[Tensor], side: Side, wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each block of a part with its place in ``wire``, which holds the part alone."""
+    if not isinstance(side, Patches):
+        yield blocks[0], wire.view(blocks[0].shape)
+        return
+    lengths = [block.shape[side.seq_dim] for block in blocks]
+    shape = list(blocks[0].shape)
+    shape[side.seq_dim] = sum(lengths)
+    yield from zip(blocks, wire.view(shape).split(lengths, side.seq_dim))
+
+
+def blocks_of(x: Tensor, side: Side, peer: int) -> list[Tensor]:
+    """Return the blocks of ``x`` that are the part of a peer."""
+    blocks = []
+    for block in side.blocks(peer):
+        part = x
+        for dim, start, stop in block:
+            part = part.narrow(dim, start, stop - start)
+        blocks.append(part)
+    return blocks

@@ -9,8 +9,12 @@ Both ends have the same form, a `Side`: a tensor cut along one dimension, one pa
 local side is cut along heads, the global side along the sequence. A `Side` covers every case:
 
     unequal parts       uneven heads, or unequal local sequences
+    empty parts         tokens whose queries a rank does not attend with
     overlapping parts   KV heads that several ranks need
     sides swapped       the exchange of the gradient
+
+`Patches` is the local side of q and o where one cut is not enough: where ranks share query heads,
+and the tokens of this rank go to several of them.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ Range = tuple[int, int]  # [start, stop)
 
 # Shape, strides and offset of a view of a flat buffer.
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
+
+# A block of a tensor: a dimension with a range, for each dimension that is cut.
+Block = tuple[tuple[int, int, int], ...]
 
 
 def chunk_of(length: int, chunk: int, chunks: int) -> Range:
@@ -62,10 +69,19 @@ class Side:
         return sum(self.split_sizes)
 
     @cached_property
+    def filled(self) -> tuple[Range, ...]:
+        """The parts that are not empty; all parts, if all are empty."""
+        return tuple(part for part in self.parts if part[0] < part[1]) or self.parts
+
+    @cached_property
     def edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The starts of the parts, and their stops."""
-        starts, stops = zip(*self.parts)
+        """The starts of the parts that are not empty, and their stops."""
+        starts, stops = zip(*self.filled)
         return starts, stops
+
+    def blocks(self, peer: int) -> tuple[Block, ...]:
+        """Return the blocks of the tensor that are a peer's part, one after another in the wire."""
+        return (((self.dim, *self.parts[peer]),),)
 
     @cached_property
     def tiles(self) -> bool:
@@ -91,13 +107,13 @@ class Side:
         """The length of a piece and the range of the peer's part in it; None if that differs.
 
         The dimension must fall into one equal piece per peer, each with the part of its peer at the
-        same place.
+        same place. Peers with an empty part don't count.
         """
-        piece, rest = divmod(self.shape[self.dim], len(self.parts))
-        start, stop = self.parts[0]
+        piece, rest = divmod(self.shape[self.dim], len(self.filled))
+        start, stop = self.filled[0]
         if rest or not 0 <= start <= stop <= piece:
             return None
-        for peer, part in enumerate(self.parts):
+        for peer, part in enumerate(self.filled):
             if part != (start + peer * piece, stop + peer * piece):
                 return None
         return piece, (start, stop)
@@ -112,7 +128,7 @@ class Side:
             return ()
         _, (start, stop) = self.spaced
         front, behind = self.shape[: self.dim], self.shape[self.dim + 1 :]
-        shape = (*front, len(self.parts), stop - start, *behind)
+        shape = (*front, len(self.filled), stop - start, *behind)
         return (*shape[:3], math.prod(shape[3:]))
 
     @cached_property
@@ -122,8 +138,44 @@ class Side:
 
     @cached_property
     def is_cut_into_slices(self) -> bool:
-        """Whether each part is one index of ``dim``, as where a dimension counts the ranks."""
-        return self.tiles and all(stop - start == 1 for start, stop in self.parts)
+        """Whether each part is one index of ``dim``, as where a dimension counts the ranks.
+
+        Empty parts don't count.
+        """
+        return self.tiles and all(stop - start == 1 for start, stop in self.filled)
+
+
+@dataclass(frozen=True)
+class Patches(Side):
+    """The local end of an exchange of q or o that is cut along heads and along tokens.
+
+    A peer's part is some tokens of some heads. Together the parts hold every element once.
+
+    Attributes:
+        parts: For each peer, the heads.
+        seq_dim: The dimension of the tokens.
+        tokens: For each peer, its tokens in ascending ranges, as they follow one another in the
+            wire; none if the peer is sent nothing.
+    """
+
+    seq_dim: int
+    tokens: tuple[tuple[Range, ...], ...]
+
+    # One cut does not make the parts, so that they are copied block by block.
+    tiles = covers = is_wire_layout = is_cut_into_slices = False
+    spaced = None
+
+    @cached_property
+    def split_sizes(self) -> list[int]:
+        row = math.prod(self.shape) // max(self.shape[self.dim] * self.shape[self.seq_dim], 1)
+        return [
+            sum(last - first for first, last in tokens) * (stop - start) * row
+            for tokens, (start, stop) in zip(self.tokens, self.parts)
+        ]
+
+    def blocks(self, peer: int) -> tuple[Block, ...]:
+        heads = (self.dim, *self.parts[peer])
+        return tuple(((self.seq_dim, *tokens), heads) for tokens in self.tokens[peer])
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,9 +184,16 @@ class Sides:
 
     Attributes:
         each: The side of every tensor, in the order in which they travel.
+        apart: As in `Layout`.
     """
 
     each: tuple[Side, ...]
+    apart: bool = False
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the parts of several tensors alternate, token by token."""
+        return len(self.each) > 1 and not self.apart
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -154,10 +213,13 @@ class Sides:
         """Return views of the wire by which a few copies pack or unpack all parts.
 
         The first view holds the `Side.tiled` of all tensors side by side. One view per tensor
-        follows, of that tensor alone. Empty if the parts of some tensor are not evenly spaced.
+        follows, of that tensor alone. Empty if the parts of some tensor are not evenly spaced, or
+        if several tensors don't lie side by side.
         """
         tiles = [side.tiled for side in self.each]
         if not all(tiles):  # guard: a tile for each peer
+            return []
+        if len(tiles) > 1 and (self.apart or len({len(side.filled) for side in self.each}) > 1):
             return []
         dim, widths = self.each[0].dim, [tile[3] for tile in tiles]
         width = sum(widths)
@@ -204,11 +266,14 @@ class Layout:
         target: The tensor that is received.
         also: Layouts of further tensors in the same transfer. For each token, a peer is sent its
             part of the first tensor, then that of the second, and so on.
+        apart: A peer is sent its whole part of the first tensor, then that of the second, and so
+            on, since it is not sent the same tokens of each.
     """
 
     source: Side
     target: Side
     also: tuple[Layout, ...] = ()
+    apart: bool = False
 
     @cached_property
     def each(self) -> tuple[Layout, ...]:
@@ -217,20 +282,21 @@ class Layout:
 
     @cached_property
     def sources(self) -> Sides:
-        return Sides(tuple(layout.source for layout in self.each))
+        return Sides(tuple(layout.source for layout in self.each), self.apart)
 
     @cached_property
     def targets(self) -> Sides:
-        return Sides(tuple(layout.target for layout in self.each))
+        return Sides(tuple(layout.target for layout in self.each), self.apart)
 
     @cached_property
     def inverse(self) -> Layout:
         """The exchange of the gradient."""
-        return Layout(self.target, self.source, tuple(layout.inverse for layout in self.also))
+        also = tuple(layout.inverse for layout in self.also)
+        return Layout(self.target, self.source, also, self.apart)
 
     def only(self, wanted: Sequence[bool]) -> Layout:
         """Return the exchange of those tensors that are ``wanted``, at least one."""
         if all(wanted):
             return self
         first, *also = compress(self.each, wanted)
-        return Layout(first.source, first.target, tuple(also))
+        return Layout(first.source, first.target, tuple(also), self.apart)

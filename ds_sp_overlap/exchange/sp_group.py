@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -72,6 +73,10 @@ class HostStream:
     def before_compute(self, mark: Any) -> None:
         pass
 
+    @contextlib.contextmanager
+    def relay(self) -> Iterator[Callable[[], None]]:
+        yield lambda: None
+
 
 class Mark(NamedTuple):
     """A point in the transfer stream.
@@ -92,6 +97,7 @@ class SideStream:
                Note [Relayout on the compute stream]
     transfer   collectives, one behind the other, which overlap with everything on compute
     gate       holds nothing, see Note [Gate stream]
+    relay      stands in for compute between two legs, see Note [Relay stream] in `relayed`
 
     The compute stream allocates the buffers. They are referenced until ``before_compute``, so that
     their memory returns to the compute stream in order, without ``record_stream``.
@@ -106,7 +112,7 @@ class SideStream:
 
     def __init__(self, backend: Any, device: Any, stream: Any | None = None):
         self.backend, self.device = backend, device
-        transfer, self.gate = _streams(backend, device)
+        transfer, self.gate, self._relay = _streams(backend, device)
         self.transfer = transfer if stream is None else stream
         # Events that nobody needs any more, to be recorded again.
         self.events: list[Any] = []
@@ -130,6 +136,18 @@ class SideStream:
             # A wait is for the record before the wait, so a later record does not disturb it.
             self.events += ready, launched
 
+    @contextlib.contextmanager
+    def relay(self) -> Iterator[Callable[[], None]]:
+        """Run the body on the relay stream, behind what the compute stream holds now.
+
+        The body is given a function, which makes the compute stream go on behind what the relay
+        stream holds by then.
+        """
+        compute = self.backend.current_stream(self.device)
+        self._order(self._relay, compute)  # guard: relays what is ready
+        with self.backend.stream(self._relay):
+            yield lambda: self._order(compute, self._relay)
+
     def mark(self) -> Mark:
         """Mark the end of what the transfer stream holds now; later exchanges come after it."""
         compute = self.backend.current_stream(self.device)
@@ -147,6 +165,21 @@ class SideStream:
             current.wait_event(mark.event)
         self.events.append(mark.event)
 
+    def after_unpack(self, mark: Mark) -> None:
+        """Order the stream that allocated the buffers of ``mark`` behind what unpacked them.
+
+        That is the current stream, and another one only behind a relay.
+        """
+        current = self.backend.current_stream(self.device)
+        if current != mark.compute:
+            self._order(mark.compute, current)
+
+    def _order(self, stream: Any, before: Any) -> None:
+        """Let ``stream`` go on behind what ``before`` holds now."""
+        event = self._recorded(before)
+        stream.wait_event(event)
+        self.events.append(event)
+
     def _recorded(self, stream: Any) -> Any:
         try:
             event = self.events.pop()
@@ -157,13 +190,13 @@ class SideStream:
 
 
 @functools.cache
-def _streams(backend: Any, device: Any) -> tuple[Any, Any]:
-    """Make the transfer and the gate stream of a device.
+def _streams(backend: Any, device: Any) -> tuple[Any, ...]:
+    """Make the transfer, the gate and the relay stream of a device.
 
     Torch has 32 streams in all, so that layers with streams of their own would share some by
     chance.
     """
-    return backend.Stream(device, priority=-1), backend.Stream(device, priority=-1)
+    return tuple(backend.Stream(device, priority=-1) for _ in range(3))
 
 
 def by_name(name: str, size: int) -> Named:
@@ -173,6 +206,11 @@ def by_name(name: str, size: int) -> Named:
     if name == "copy_engine":
         return CopyEngine()
     return C10d(own=name == "auto")
+
+
+def hostname() -> str:
+    """Return the name of the host, the same for all ranks of a node."""
+    return socket.gethostname()
 
 
 class SPGroup:
@@ -207,6 +245,8 @@ class SPGroup:
         if transport is None or isinstance(transport, str):
             transport = self._unprepared = by_name(transport or "auto", self.size)
         self.transport: Transport = transport
+        # The node of every rank, once it is known (`find_nodes`).
+        self.nodes: tuple[int, ...] | None = None
         self.timeline: Timeline | None = None
         self.calls = Calls.of(group)
         self._stream = stream
@@ -247,6 +287,15 @@ class SPGroup:
         if self._unprepared is not None:
             self._unprepared.prepare(self)
             self._unprepared = None
+
+    def find_nodes(self) -> None:
+        """Learn the node of every rank by the names of their hosts, the first time.
+
+        Collective then.
+        """
+        if self.nodes is None:
+            hosts = self.gather(hostname())
+            self.nodes = tuple(hosts.index(host) for host in hosts)
 
     def failed(self, where: str, what: str, error: Exception) -> RuntimeError:
         """Return the exception to raise for a collective, ``what``, that failed."""

@@ -11,9 +11,10 @@ not used are dropped. After two drops in a row a layer starts nothing for its su
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from ..schedule import Recompute
 from ..warn import warn_once
 from .inspect.accounting import Unknown
 from .inspect.decoder_layer import BlockReader, records_nothing
-from .inspect.probe import EVERY, ProbeSchedule
+from .inspect.probe import EVERY, ProbeSchedule, difference_of_block, refuse_difference
 from .layers import FoundLayer, OverlapSettings
 
 # Note [Leaf modules of ZeRO-3]
@@ -152,10 +153,13 @@ class ChainedLayer(ABC):
         successor: The layer behind this one in the chain; None for the last.
         choice: Chooses between the chain and single layers by timing; None if the chain is always
             used.
+        unused: Names of arguments of the attention that change nothing.
 
     Raises:
         Unknown: if modules of the layer are hooked, or the layer is a leaf module of ZeRO-3.
     """
+
+    unused: Collection[str] = ()
 
     def __init__(
         self,
@@ -184,6 +188,11 @@ class ChainedLayer(ABC):
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
+    def own_forward(self) -> Callable[..., Any]:
+        """The forward of the layer's class, which a comparison runs."""
+        return type(self.module).forward
+
+    @property
     def recompute(self) -> Recompute:
         """The part of the layer that gradient checkpointing recomputes in backward."""
         forward_pass = self.forward_passes.forward_pass
@@ -206,7 +215,7 @@ class ChainedLayer(ABC):
             The reason; empty if none may.
         """
 
-    def probe(  # noqa: B027
+    def probe(
         self,
         forward_pass: ForwardPass,
         arguments: dict[str, Any],
@@ -224,6 +233,23 @@ class ChainedLayer(ABC):
         Raises:
             RuntimeError: on all ranks, if the two differ on any rank.
         """
+        probes, check = self.reader.probes, self.forward_passes.config.check
+        if not probes.is_due(self.name, check, forward_pass.lengths):
+            return
+        compare = functools.partial(
+            difference_of_block,
+            self.module,
+            self.own_forward,
+            self.layer,
+            attention=self.reader.reading.attention,
+            arguments=arguments,
+            attention_arguments=attention_arguments,
+            lengths=forward_pass.lengths,
+            token_dim=self.reader.form.token_dim,
+            unused=self.unused,
+        )
+        sp_group = self.layer.attention.layer.sp_group
+        refuse_difference(probes, self.name, self.module, sp_group=sp_group, compare=compare)
 
     @abstractmethod
     def chain_arguments(

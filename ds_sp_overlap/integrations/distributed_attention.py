@@ -94,10 +94,10 @@ OWN = "its forward is not DeepSpeed's"
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether a call of a ``DistributedAttention`` runs code that is neither DeepSpeed's nor ours.
+    """Return whether a call of a ``DistributedAttention`` runs code of somebody else.
 
-    That is a forward that somebody but this package replaced, a ``__call__`` of the class, or the
-    forward of a fork.
+    That is a forward that neither DeepSpeed nor this package wrote: a replaced one, a fork's, or a
+    ``__call__`` of the class.
     """
     if "forward" in vars(module) and not is_ours(module) or has_own_call(module):
         return True

@@ -98,6 +98,9 @@ class Untracked:
 
 
 UNTRACKED = Untracked()
+# Behind the name of an exchange, its leg inside a node, which no schedule has
+# (`exchange.relayed`).
+IN_NODE = "@node"
 # Timelines that are not yet written, by path: all layers of a process record into one.
 _open: dict[str, Timeline] = {}
 
@@ -300,6 +303,8 @@ def computing(
     """
     stops: list[tuple[float, float, str, Row]] = []
     for row in rows:
+        if row.what.endswith(IN_NODE):
+            continue
         if row.step == step and row.kind in ("issue", "wait"):
             stops.append(
                 (row.begin, row.end, (">" if row.kind == "issue" else "<") + row.what, row)

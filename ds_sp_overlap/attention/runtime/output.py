@@ -73,7 +73,7 @@ class OutputProjection:
         def dgrad(group: int) -> Tensor:
             columns = self.columns[group]
             if "o" in self.call.by_rank:
-                do = by_rank(rows, batched(weight, 1, columns, self.call.geometry.sp_size))
+                do = by_rank(rows, batched(weight, 1, columns, self.call.geometry.parts))
             else:
                 do = torch.mm(rows, cut(columns))
             return do.view(*dy.shape[:2], *do.shape[1:-1], do.shape[-1] // head_dim, head_dim)

@@ -26,7 +26,8 @@ class Rows(NamedTuple):
     Attributes:
         module: Index of the linear layer.
         rows: The rows of its weight.
-        ranks: The sp size, if the heads of each rank are to lie together in memory; else 0.
+        ranks: The parts that heads are dealt to (`Geometry.parts`), if the heads of each are to lie
+            together in memory; else 0.
     """
 
     module: int

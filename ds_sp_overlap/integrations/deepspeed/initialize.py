@@ -31,6 +31,7 @@ from ...warn import warn_once
 from ..distributed_attention import has_drop_in
 from ..megatron import bridge as megatron_bridge
 from ..registry import enable, find_group
+from ..transformers import registration
 from . import accelerate, op_builds
 
 # Note [Two ways to an engine]
@@ -100,6 +101,7 @@ def install() -> None:
     deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
     accelerate.install()
     op_builds.install()
+    registration.install()
 
 
 def _all_to_all(recv, send, recv_sizes, send_sizes, group, name):

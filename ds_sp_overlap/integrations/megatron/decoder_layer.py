@@ -24,7 +24,6 @@ from ...config import SpOverlapConfig
 from ..chains import ChainedLayer, ForwardPass, ForwardPasses
 from ..inspect.accounting import Unknown
 from ..inspect.decoder_layer import BlockReader
-from ..inspect.probe import difference_of_block, refuse_difference
 from ..inspect.tokenwise import Form
 from ..layers import HostModule
 from ..rebinding import rebind
@@ -111,29 +110,6 @@ class ParallelTransformerLayer(ChainedLayer):
     def why_recomputed(self) -> str:
         """Return no reason: `ChainedLayer` itself notices every checkpoint of Megatron."""
         return ""
-
-    def probe(
-        self,
-        forward_pass: ForwardPass,
-        arguments: dict[str, Any],
-        attention_arguments: dict[str, Any],
-    ) -> None:
-        probes, check = self.reader.probes, self.forward_passes.config.check
-        if not probes.is_due(self.name, check, forward_pass.lengths):
-            return
-        compare = partial(
-            difference_of_block,
-            self.module,
-            type(self.module).forward,
-            self.layer,
-            attention=self.reader.reading.attention,
-            arguments=arguments,
-            attention_arguments=attention_arguments,
-            lengths=forward_pass.lengths,
-            token_dim=0,
-        )
-        sp_group = self.layer.attention.layer.sp_group
-        refuse_difference(probes, self.name, self.module, sp_group=sp_group, compare=compare)
 
     def chain_arguments(
         self, forward_pass: ForwardPass, arguments: dict[str, Any]

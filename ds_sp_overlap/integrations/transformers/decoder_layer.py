@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint, noop_context_fn
@@ -13,7 +14,6 @@ from ...schedule import Recompute
 from ..chains import ChainedLayer, ForwardPass
 from ..inspect.accounting import forward_of
 from ..inspect.decoder_layer import CHECKPOINTING, BlockReader
-from ..inspect.probe import difference_of_block, refuse_difference
 from ..inspect.symbolic_trace import UNUSED
 from .driven import Driven
 from .forward import Forwards
@@ -37,6 +37,12 @@ class DecoderLayer(ChainedLayer):
         reader = BlockReader(module, child, known=forwards.known)
         super().__init__(name, module, reader, attention.block, forward_passes=forwards)
         self.attention = attention
+
+    unused = UNUSED
+
+    @property
+    def own_forward(self) -> Callable[..., Any]:
+        return forward_of(type(self.module), beside=CHECKPOINTING)
 
     @property
     def lacks(self) -> str:
@@ -62,29 +68,6 @@ class DecoderLayer(ChainedLayer):
     def _recomputes(self) -> bool:
         """Return whether gradient checkpointing would recompute a call of the layer now."""
         return self.module.training and _is_checkpointed(self.module)
-
-    def probe(
-        self,
-        forward_pass: ForwardPass,
-        arguments: dict[str, Any],
-        attention_arguments: dict[str, Any],
-    ) -> None:
-        probes, check = self.reader.probes, self.forward_passes.config.check
-        if not probes.is_due(self.name, check, forward_pass.lengths):
-            return
-        compare = functools.partial(
-            difference_of_block,
-            self.module,
-            forward_of(type(self.module), beside=CHECKPOINTING),
-            self.layer,
-            attention=self.reader.reading.attention,
-            arguments=arguments,
-            attention_arguments=attention_arguments,
-            lengths=forward_pass.lengths,
-            unused=UNUSED,
-        )
-        sp_group = self.layer.attention.layer.sp_group
-        refuse_difference(probes, self.name, self.module, sp_group=sp_group, compare=compare)
 
     def chain_arguments(
         self, forward_pass: ForwardPass, arguments: dict[str, Any]

@@ -23,7 +23,7 @@ from ..inspect.library import attention_functions
 from ..layers import FoundLayer, HostModule, OverlapSettings
 from ..rebinding import rebind
 from . import delta_net, latent
-from .attention_function import Dispatch, bind_function
+from .attention_function import Dispatch, attention_of, bind_function
 from .checkpoints import Checkpoints, can_keep
 from .decoder_layer import DecoderLayer
 from .driven import Driven, drive
@@ -176,7 +176,7 @@ class _Search:
     def _add_driven(self, name: str, module: Any, reader: Reader) -> None:
         """Add a layer that is driven whole."""
         heads = reader.reading.heads
-        groups = self.overlap.groups_for(heads["q"], heads["k"])
+        groups = self.overlap.groups_for(heads["q"], heads["k"], attention_of(name, module))
         driven = drive(name, module, reader, forwards=self.forwards, settings=self.overlap)
         linear = {part: getattr(module, part) for part in reader.reading.linear}
         got, lacks = self.overlap.of_driven(driven.block, linear, groups)
@@ -197,14 +197,16 @@ class _Search:
         overlap, config = self.overlap, module.config
         no_latents = latent.why_not(module, overlap.sp_group.size)
         if no_latents == "":
-            groups = overlap.groups_for(config.num_attention_heads, 1)
+            why = f"{name} ({type(module).__name__}): latent attention needs all queries at once"
+            groups = overlap.groups_for(config.num_attention_heads, 1, why)
             got = f"latent attention, {overlap.describe_groups(groups)}"
             lacks = overlap.why_not_more("its projections are called whole", groups)
             bind = functools.partial(latent.bind, name, module, self.forwards, overlap)
         else:
             kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            groups = overlap.groups_for(config.num_attention_heads, kv_heads)
-            got = f"attention function, {overlap.describe_groups(groups)}"
+            asked = config.num_attention_heads, kv_heads, attention_of(name, module)
+            groups, shares = overlap.groups_for(*asked), overlap.shares_for(*asked)
+            got = f"attention function, {overlap.describe_groups(groups, shares)}"
             reason = no_latents or f"{type(module).__name__}: {unknown}"
             lacks = overlap.why_not_more(f"{reason}; projections stay its own", groups)
             bind = functools.partial(bind_function, name, module, self.forwards, overlap)

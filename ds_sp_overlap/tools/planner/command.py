@@ -11,6 +11,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from ...autotune.costs import WINDOWS, LayerShape, Rates
+from ...exchange.geometry import shares_for
 from .fits import Model, Way, longest
 from .plan import CLOSE, Plan, plan
 
@@ -69,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="global sequence, tokens: 65536 or 64k, 1m (of 1024)",
     )
     run.add_argument("--sp", type=_whole, required=True, help="ranks of the sp group, P")
+    run.add_argument(
+        "--shares",
+        type=_whole,
+        help="ranks that share their query heads, r (default: as training chooses)",
+    )
     run.add_argument("--batch", type=_whole, default=1)
     run.add_argument(
         "--dtype-bytes",
@@ -145,16 +151,18 @@ def _layer(args: argparse.Namespace) -> LayerShape:
             f"--hidden {shape['hidden']} does not divide by --heads {shape['heads']}; "
             "give --head-dim"
         )
+    heads, kv_heads = shape["heads"], shape["kv_heads"] or shape["heads"]
     return LayerShape(
         width=shape["hidden"],
-        heads=shape["heads"],
-        kv_heads=shape["kv_heads"] or shape["heads"],
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=shape["head_dim"] or shape["hidden"] // shape["heads"],
         seq=args.seq,
         sp_size=args.sp,
         batch=args.batch,
         element_bytes=args.dtype_bytes,
         intermediate=shape["intermediate"] or 0,
+        shares=args.shares or shares_for(args.sp, heads, kv_heads),
     )
 
 
@@ -282,13 +290,18 @@ def describe(layer: LayerShape, rates: str, result: Plan) -> str:
         "peak MiB",
     )
     what = "layer with its MLP" if layer.intermediate else "attention layer"
+    shared = ""
+    if layer.shares > 1:
+        shared = f", r = {layer.shares} ranks share query heads"
+    if layer.heads < layer.sp_size:
+        shared += "; DeepSpeed's class can't run, and none is the same without overlap"
     return "\n".join(
         (
             result.advice,
             "",
             f"one {what}, forward and backward, on one of {layer.sp_size} ranks: "
             f"{layer.heads} query and {layer.kv_heads} KV heads of {layer.head_dim}, "
-            f"model dim {layer.width}, {layer.seq} tokens, batch {layer.batch}",
+            f"model dim {layer.width}, {layer.seq} tokens, batch {layer.batch}{shared}",
             rates,
             "times are computed from the rates, not measured: "
             f"{base.compute_ms:.3f} ms of computing, {base.wire_ms:.3f} ms of exchanges",

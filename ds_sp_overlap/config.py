@@ -141,12 +141,14 @@ class SpOverlapConfig(_Section):
     def groups_for(self, heads: int, parts: int) -> int:
         """Return G for ``heads`` query heads that are dealt to ``parts`` parts of the ranks.
 
-        `Geometry` refuses a G that is too large.
+        `Geometry` refuses a G that is too large, and shares that leave no part.
 
         "auto" begins with 2, or with 1 where a rank has one query head, and stays there where
         nothing is timed.
         """
-        return max(1, min(2, heads // parts)) if self.head_groups == "auto" else self.head_groups
+        if self.head_groups != "auto":
+            return self.head_groups
+        return max(1, min(2, heads // max(parts, 1)))
 
     def chunks_for(self, lengths: Sequence[int] = ()) -> int:
         """Return C for ranks with ``lengths`` tokens; without lengths, for long sequences."""

@@ -380,7 +380,7 @@ class LayerRuntime:
         if lengths is not None:
             seq_lens = tuple(int(length) for length in lengths)
         shares = shares_of(self.config, sp_group.size, heads, kv_heads, attend)
-        groups = self.config.groups_for(heads, sp_group.size // shares)
+        groups = self.config.groups_for(heads, max(1, sp_group.size // shares))
         for argument in extra:
             if isinstance(argument, PerHead):
                 argument.check(heads)

@@ -371,9 +371,9 @@ def find_layers(
         if reason:
             layers.append(FoundLayer(name, module, got="", lacks=reason, inside=inside))
             continue
-        groups = settings.groups_for(
-            module.num_attention_heads, module.num_key_value_heads, _attend
-        )
+        # In training it asserts so, and in evaluation it is not causal otherwise.
+        why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
+        groups = settings.groups_for(module.num_attention_heads, module.num_key_value_heads, why)
         driven = _drive(name, module, reader, settings)
         linear = {part: child for part, child in module.named_children() if part != "dist_attn"}
         got, lacks = settings.of_driven(driven.block, linear, groups)

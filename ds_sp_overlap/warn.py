@@ -1,4 +1,4 @@
-"""Logs messages through DeepSpeed's logger: on rank 0 so that they are seen, elsewhere for debug."""
+"""Logs messages through DeepSpeed's logger: on rank 0 to be seen, on others at debug level."""
 
 import functools
 import logging

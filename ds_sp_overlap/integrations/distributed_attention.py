@@ -1,4 +1,4 @@
-"""Adapter to DeepSpeed's ``DistributedAttention`` and to our drop-in, in any model with one of them.
+"""Adapter to DeepSpeed's ``DistributedAttention`` and to our drop-in, in any model.
 
 Both are called with q, k, v that were projected already. `bind_drop_in` therefore overlaps the four
 exchanges with one another and with attention, and leaves the projections alone.

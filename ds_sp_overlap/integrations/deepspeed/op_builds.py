@@ -64,4 +64,4 @@ def install() -> None:
             timer.cancel()
 
     wait_and_say.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
-    FileBaton.wait = wait_and_say  # type: ignore[method-assign]
+    FileBaton.wait = wait_and_say  # type: ignore[method-assign, assignment]

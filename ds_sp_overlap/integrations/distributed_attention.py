@@ -93,7 +93,7 @@ def _leave() -> Undo:
 OWN = "its forward is not DeepSpeed's"
 
 
-def has_own_forward(module: nn.Module) -> bool:
+def has_own_forward(module: Any) -> bool:
     """Return whether a call of a ``DistributedAttention`` runs code of somebody else.
 
     That is a forward that neither DeepSpeed nor this package wrote: a replaced one, a fork's, or a

@@ -71,8 +71,9 @@ class Report:
 
 def _wrapped(text: str) -> list[str]:
     """Break ``text`` into lines of a report about one kind of layers."""
-    indents = {"initial_indent": "    ", "subsequent_indent": "      "}
-    return textwrap.wrap(text, width=100, break_long_words=False, break_on_hyphens=False, **indents)
+    wrapper = textwrap.TextWrapper(100, initial_indent="    ", subsequent_indent="      ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.wrap(text)
 
 
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()

@@ -35,10 +35,11 @@ from ...attention.runtime import linear
 from ...config import SpOverlapConfig
 from ...exchange import transport
 from ...warn import warn_once
+from ..distributed_attention import has_drop_in
 from ..megatron import bridge as megatron_bridge
 from ..registry import Report, disable, enable, find_group
 from ..transformers import registration
-from . import accelerate
+from . import accelerate, op_builds
 
 # Note [Two ways to an engine]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -105,6 +106,7 @@ def install() -> None:
 
     initialize.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
     deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
+    op_builds.install()
     registration.install()
 
 
@@ -240,6 +242,27 @@ def _agree(config: SpOverlapConfig | None, group: Any) -> None:
         )
 
 
+def _warn_of_halved_gradients(engine: DeepSpeedEngine) -> None:
+    """Say that ZeRO-3's reduce-scatter divides by the sp size, too, where a loop must allow for it.
+
+    Trainer's loss does, and so does the loop that Accelerate documents.
+    """
+    size = getattr(engine, "sequence_parallel_size", 1)
+    if size == 1 or engine.zero_optimization_stage() != 3 or not engine.zero_reduce_scatter():
+        return
+    frame: Any = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("accelerate."):
+            return
+        frame = frame.f_back
+    warn_once(
+        "sp_overlap: ZeRO-3 with reduce_scatter (the default) divides gradients by the sp size "
+        f"({size}) once too often if each rank's loss is its share of the mean, without the "
+        'overlap as well; set "reduce_scatter": false in zero_optimization. Losses that are '
+        "gathered and averaged need it as it is (docs/loss_and_gradients.md)"
+    )
+
+
 def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     """Overlap the model of ``engine`` as its section asks. Collective."""
     size = getattr(engine, "sequence_parallel_size", 1)
@@ -248,8 +271,9 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
         size = dist.get_world_size(group)
     if size > 1:
         _agree(config, engine.seq_data_parallel_group)
+    _warn_of_halved_gradients(engine)
     if config is None:
-        if size > 1:
+        if size > 1 and not has_drop_in(engine.module):
             warn_once(
                 f"sp_overlap: sequence parallelism is on (sp size {size}) and ds_sp_overlap "
                 'imported, but the DeepSpeed config has no "sp_overlap" section: nothing is '

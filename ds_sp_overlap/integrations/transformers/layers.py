@@ -34,6 +34,7 @@ from .modules import (
     goes_by_length,
     is_attention,
     models_around,
+    pretrained,
     refuse_copy,
     refuse_unexchanged,
     stock_of,
@@ -50,6 +51,13 @@ def find_group(model: nn.Module) -> Any:
         return None
     stock = stock_of(functions.get(getattr(config, "_attn_implementation", None)))
     return None if stock is None else stock.process_group
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Return whether ``model`` is, or contains, a model of transformers."""
+    if attention_functions() is None:
+        return False
+    return any(isinstance(module, pretrained()) for module in model.modules())
 
 
 def unregister(model: nn.Module) -> None:

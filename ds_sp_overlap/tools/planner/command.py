@@ -326,7 +326,7 @@ def _rates(args: argparse.Namespace, layer: LayerShape, on_paper: Gpu | None) ->
 
 
 def describe(layer: LayerShape, rates: str, result: Plan) -> str:
-    """Return the plan as text; ``rates`` is the line about the rates."""
+    """Return the plan as text, its advice first; ``rates`` is the line about the rates."""
     base = result.results["none"]
     rows = [
         (name, f"{r.step_ms:.3f}", f"{result.limits[name]:.3f}",
@@ -352,14 +352,15 @@ def describe(layer: LayerShape, rates: str, result: Plan) -> str:
         shared += "; DeepSpeed's class can't run, and none is the same without overlap"
     return "\n".join(
         (
+            result.advice,
+            "",
             f"one {what}, forward and backward, on one of {layer.sp_size} ranks: "
             f"{layer.heads} query and {layer.kv_heads} KV heads of {layer.head_dim}, "
             f"model dim {layer.width}, {layer.seq} tokens, batch {layer.batch}{shared}",
             rates,
-            "a model's arithmetic, not a measurement: "
+            "times are computed from the rates, not measured: "
             f"{base.compute_ms:.3f} ms of computing, {base.wire_ms:.3f} ms of exchanges",
             tabulate(rows, headers=head, tablefmt="simple", stralign="right"),
-            result.advice,
             f"of those that take no longer than the shortest ({CLOSE:.0%}) the smallest peak: "
             f"{result.smallest}",
         )

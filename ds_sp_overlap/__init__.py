@@ -50,6 +50,7 @@ from .attention.memory.checkpoint_cache import keep_attention
 from .attention.self_attention import SelfAttention
 from .chain.block import run_alone
 from .config import SpOverlapConfig
+from .exchange.transport import ask_for_launch_order
 from .integrations.deepspeed.initialize import install
 from .integrations.megatron.bridge import bridge
 from .integrations.registry import Report, disable, enable
@@ -71,5 +72,6 @@ def _write_timeline(folder: str, every: list) -> None:
 
 Timeline.write = staticmethod(_write_timeline)
 SelfAttention.run_in_chunks = run_alone
+ask_for_launch_order()
 install()
 bridge()

@@ -306,7 +306,7 @@ class DistributedAttention(nn.Module):
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
         parsed = SpOverlapConfig.parse(config or {})
         group = sequence_process_group or dist.group.WORLD
-        sp_group = SPGroup(group, transport or parsed.transport, sp_stream, kernels=parsed.kernels)
+        sp_group = SPGroup(group, transport or parsed.transport, sp_stream, **parsed.of_sp_group)
         layer = LayerRuntime(sp_group, parsed, name, heads_alike=heads_alike)
         self._attend = ProjectedAttention(layer)
 

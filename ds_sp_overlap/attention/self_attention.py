@@ -140,7 +140,7 @@ class SelfAttention:
                 "out one of the two"
             )
         sp_group = SPGroup(
-            sequence_process_group, transport or parsed.transport, kernels=parsed.kernels
+            sequence_process_group, transport or parsed.transport, **parsed.of_sp_group
         )
         self.layer = LayerRuntime(
             sp_group, parsed, name, policy=policy, heads_alike=heads_alike, schedule=schedule
@@ -528,8 +528,15 @@ class SelfAttention:
     def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
         """Return those of q, k, v and o whose GEMM writes the send buffer: nothing packs them."""
         geometry = call.geometry
-        # No part has more rows per rank than q.
-        if not batched_pays(x, geometry.heads // geometry.parts * self.head_dim):
+
+        def is_sliced(kind: str) -> bool:
+            # One GEMM would need a copy of the slices.
+            return len(geometry.heads_of(kind, 0)) > 1
+
+        # No part has more rows per rank than q, or has slices where q has none.
+        if not is_sliced("q") and not batched_pays(
+            x, geometry.heads // geometry.parts * self.head_dim
+        ):
             return frozenset()
         modules = {kind: self._inputs[index] for kind, (index, _) in self._projections.items()}
         modules["o"] = self.o_proj
@@ -544,7 +551,7 @@ class SelfAttention:
                 module in split
                 and self.first_rows is None
                 and geometry.divides(sent)
-                and batched_pays(x, rows, dgrad=kind == "o")
+                and (is_sliced(sent) or batched_pays(x, rows, dgrad=kind == "o"))
             ):
                 by_rank.add(kind)
         return frozenset(by_rank)

@@ -99,7 +99,7 @@ def bind_drop_in(name: str, module: DistributedAttention, overlap: OverlapSettin
     """
     config, original = overlap.config, module.forward
     group = module.spg or overlap.sp_group.group
-    sp_group = SPGroup(group, config.transport, module.sp_stream, kernels=config.kernels)
+    sp_group = SPGroup(group, config.transport, module.sp_stream, **config.of_sp_group)
     attend = ProjectedAttention(LayerRuntime(sp_group, config, name, overlap.policy))
     # To DeepSpeed's class, no group means all ranks.
     same_group = module.spg is not None or sp_group.size == dist.get_world_size()

@@ -115,7 +115,7 @@ def enable(
             "sp_size, not with cp_size), or pass sequence_process_group= to enable() "
             "(torch.distributed.group.WORLD for all ranks)"
         )
-    sp_group = SPGroup(group, config.transport, kernels=config.kernels)
+    sp_group = SPGroup(group, config.transport, **config.of_sp_group)
     if sp_group.size == 1:
         warn_once(
             "sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, "

@@ -24,13 +24,11 @@ from torch import Tensor, nn
 
 from ..attention.self_attention import SelfAttention
 from ..exchange.sp_group import CONNECTIONS, one_queue
-from ..exchange.transport import C10d, Handle
+from ..exchange.transport import LAUNCH_ORDER, C10d, Handle
 from ..relayout import kernels
 
 # Of relative errors; fp64 rounding of sums over a few thousand terms stays below 1e-13.
 BOUND = 1e-12
-# NCCL reads it once, at a process's first launch: too early for this package to set it.
-LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 HEADS, KV_HEADS, HEAD_DIM, LOCAL_SEQ, BATCH = 8, 4, 16, 24, 2
 
 

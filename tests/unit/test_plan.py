@@ -176,7 +176,11 @@ def test_a_transformers_config_gives_the_shape(capsys, tmp_path):
         ("--bandwidth nan", r"--bandwidth: must be a number above 0, got 'nan'"),
         ("", r"--bandwidth missing; give them, or --measure"),
         ("--bandwidth 45 --sp 5", r"16384 tokens do not divide by sp size 5; take a multiple of it"),
-        ("--bandwidth 45 --sp 64", r"32 heads leave a rank of sp size 64 with no head .* use sp size 32 or less"),
+        ("--bandwidth 45 --sp 64 --shares 1", r"32 heads leave a rank of sp size 64 with no head .* use sp size 32 or less"),
+        (
+            "--bandwidth 45 --sp 64 --shares 3",
+            r"sp_overlap.shares must divide sp size 64 and leave each of 32 heads .* take 2, 4, 8, 16, 32, 64",
+        ),
         ("--bandwidth 45 --kv-heads 5", r"KV heads must divide the query heads, got 32 query and 5 KV heads"),
         ("--bandwidth 45 --heads 33", r"--hidden 4096 does not divide by --heads 33; give --head-dim"),
         ("--bandwidth 45 --model /nowhere/at/all", r"--model /nowhere/at/all: no transformers config there"),

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 import ds_sp_overlap
 from ds_sp_overlap.attention import self_attention
@@ -87,9 +88,14 @@ class Silent:
 class Attention(nn.Module):
     """Causal attention of q, k, v [s, b, h, d]; a module, because DeepSpeed's class asks for one."""
 
-    def forward(self, q, k, v):
+    def forward(self, q, k, v, queries=None):
         gqa = q.shape[2] != k.shape[2]
+        if queries is not None:  # k and v of what these queries see
+            k, v = k[: queries[1]], v[: queries[1]]
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        if queries is not None:
+            mask = causal_lower_right(q.shape[2], k.shape[2])
+            return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=gqa).permute(2, 0, 1, 3)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa).permute(2, 0, 1, 3)
 
 
@@ -135,6 +141,8 @@ class Layer:
 
         def run(x):
             q, k, v = (self.projections[f"{kind}_proj"](x).unflatten(-1, (-1, self.shape.head_dim)) for kind in "qkv")
+            if k.shape[2] < self.size:  # which DeepSpeed's class refuses; its adapter for transformers does this
+                k, v = (heads.repeat_interleave(self.size // k.shape[2], 2) for heads in (k, v))
             return self.projections["o_proj"](attend(q, k, v, 1).flatten(2))
 
         return run

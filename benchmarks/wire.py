@@ -4,7 +4,7 @@
         wire.limit(200)                      # Mbit/s, each rank, each way
         result = wire.run(["link.py", ...])  # the script once a rank, with --rank and --ranks, and the result of rank 0
 
-Needs root (network namespaces, tc). Each rank has a core of its own where there are enough.
+With ``per_node`` ranks in each namespace, these share its link, and reach one another without it, as in a node. Needs root (network namespaces, tc). Each rank has a core of its own where there are enough.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PAYLOAD = 1448 / 1514  # of an Ethernet frame of 1500 bytes that TCP with time s
 
 
 class Wire:
-    """``ranks`` namespaces, ``eth0`` in each, joined by a bridge in one more; removed again whatever happens."""
+    """A namespace for every ``per_node`` ranks, ``eth0`` in each, joined by a bridge in one more; removed again whatever happens."""
 
-    def __init__(self, ranks: int):
+    def __init__(self, ranks: int, per_node: int = 1):
         if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
             sys.exit(f"{sys.argv[0]}: network namespaces need root and the commands ip and tc (package iproute2)")
-        self.ranks = ranks
-        self.spaces = [f"dssp{os.getpid()}-{rank}" for rank in range(ranks)]
+        self.ranks, self.per_node = ranks, per_node
+        self.spaces = [f"dssp{os.getpid()}-{node}" for node in range(ranks // per_node)]
         self.bridge = f"dssp{os.getpid()}-bridge"
 
     @staticmethod
@@ -74,14 +74,15 @@ class Wire:
         """Of what sort the figures are, for their table."""
         cores = len(os.sched_getaffinity(0))
         shared = f" on {cores} cores: no claim about time" if self.ranks > cores else ""
-        return f"rate-limited link (veth and token bucket), {self.ranks} ranks{shared}"
+        nodes = f" in {len(self.spaces)} nodes" if self.per_node > 1 else ""
+        return f"rate-limited link (veth and token bucket), {self.ranks} ranks{nodes}{shared}"
 
     @staticmethod
     def host(rank: int) -> str:
         return f"10.77.0.{rank + 1}"
 
     def limit(self, mbit: float) -> None:
-        """What each rank may send from now on, Mbit/s of Ethernet frames."""
+        """What each namespace may send from now on, Mbit/s of Ethernet frames."""
         for space in self.spaces:
             self._ip(
                 f"netns exec {space} tc qdisc replace dev eth0 root tbf rate {round(mbit * 1000)}kbit burst 128kb latency 400ms"
@@ -103,7 +104,8 @@ class Wire:
             "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         }
         workers = []
-        for rank, space in enumerate(self.spaces):
+        for rank in range(self.ranks):
+            space = self.spaces[rank // self.per_node]
             pinned = f"ip netns exec {space} taskset -c {cores[rank % len(cores)]}".split()
             words_of_rank = [sys.executable, *words, "--rank", str(rank), "--ranks", str(self.ranks)]
             out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
@@ -127,15 +129,15 @@ class Streams:
     arithmetic, which no network card does. All ranks launch the same exchanges, so bytes need neither headers nor permission.
     """
 
-    def __init__(self, rank: int, ranks: int):
+    def __init__(self, rank: int, ranks: int, per_node: int):
         self.rank, self.ranks = rank, ranks
         self.peers = [peer % ranks for peer in range(rank + 1, rank + ranks)]
-        listener = socket.create_server((Wire.host(rank), PORT + 1), backlog=ranks)
+        listener = socket.create_server((Wire.host(rank // per_node), PORT + 1 + rank), backlog=ranks)
         dist.barrier()  # everybody listens
         self.sends = {peer: queue.SimpleQueue() for peer in self.peers}
         self.receives = {peer: queue.SimpleQueue() for peer in self.peers}
         for peer in self.peers:
-            out = socket.create_connection((Wire.host(peer), PORT + 1))
+            out = socket.create_connection((Wire.host(peer // per_node), PORT + 1 + peer))
             out.sendall(bytes([rank]))
             threading.Thread(target=self._send, args=(out, self.sends[peer]), daemon=True).start()
         for _ in self.peers:
@@ -191,11 +193,11 @@ class _Work:
             event.wait()
 
 
-def join(rank: int, ranks: int) -> None:
+def join(rank: int, ranks: int, per_node: int = 1) -> None:
     """Become ``rank`` of the process group of a `Wire`: gloo over the link, but for exchanges; DeepSpeed's communication on top."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{Wire.host(0)}:{PORT}", rank=rank, world_size=ranks)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # there is nothing to share, and it takes a build
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
     sys.setswitchinterval(1e-4)  # the threads hold Python's lock for moments only, and ask for no more
-    dist.all_to_all_single = Streams(rank, ranks).all_to_all_single
+    dist.all_to_all_single = Streams(rank, ranks, per_node).all_to_all_single

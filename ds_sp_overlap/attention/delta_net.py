@@ -71,7 +71,7 @@ class DeltaNet:
         self.key_heads, self.key_dim = key_heads, key_dim
         self.project, self.merge, self.learned, self.trained = project, merge, learned, trained
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(
         self, hidden_states: Tensor, mix: Mix, sequence_lengths: list[int] | None = None
     ) -> Tensor:
@@ -150,7 +150,15 @@ class DeltaNet:
     ) -> tuple[Geometry, Callable[[], tuple]]:
         if hidden.dim() != 3:
             raise ValueError(f"hidden_states must be 3-D, [b, s/P, m], got {list(hidden.shape)}")
-        geometry = self.layer.geometry(hidden, self.heads, self.key_heads, True, lengths, ())
+        geometry = self.layer.geometry(
+            hidden,
+            self.heads,
+            self.key_heads,
+            True,
+            lengths=lengths,
+            extra=(),
+            attend="a gated delta net needs all queries at once",
+        )
 
         def types() -> tuple:
             trained = (hidden.requires_grad, *self.trained())

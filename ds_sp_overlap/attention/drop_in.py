@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..config import SpOverlapConfig
-from ..exchange.geometry import Geometry
+from ..exchange.geometry import Geometry, QueryChunks
+from ..exchange.layout import Range
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..rotary import check_tables, rotate
 from .heads import Local, bind_arguments
 from .layer import LayerRuntime, with_head_dim
 from .runtime.execution import Attend, Call
-from .runtime.recorded import Recorded, join_heads
+from .runtime.recorded import Arrive, Recorded, join_heads
 from .runtime.slices import cut
 
 
@@ -36,7 +37,7 @@ class ProjectedAttention:
 
     def translate(
         self, query: Tensor, batch_dim_idx: Any, rotary_pos_emb: tuple[Tensor, Tensor] | None
-    ) -> tuple[bool, Callable[[str, Tensor], Tensor] | None]:
+    ) -> tuple[bool, Arrive | None]:
         """Translate the arguments of DeepSpeed's class; its indices are used nowhere else.
 
         Args:
@@ -68,15 +69,19 @@ class ProjectedAttention:
             self.layer.refuse(error)
         tables = rotary_pos_emb
 
-        def arrive(kind: str, x: Tensor) -> Tensor:
+        def arrive(kind: str, x: Tensor, queries: tuple[Range, ...]) -> Tensor:
             if kind == "v":
                 return x
-            cos, sin = (table.transpose(0, 1) if batch_first else table for table in tables)
+            cos, sin = tables
+            if kind == "q" and queries:  # guard: rotated by its own positions
+                cos, sin = (torch.cat([table[a:b] for a, b in queries]) for table in tables)
+            if batch_first:
+                cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
             return rotate(x, cos, sin)
 
         return batch_first, arrive
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(
         self,
         local_attention: Callable[..., Tensor],
@@ -88,8 +93,9 @@ class ProjectedAttention:
         *,
         batch_first: bool,
         num_kv_heads: int | None = None,
-        arrive: Callable[[str, Tensor], Tensor] | None = None,
+        arrive: Arrive | None = None,
         sequence_lengths: list[int] | None = None,
+        query_chunks: QueryChunks | None = None,
         baseline: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Attend over the global sequence.
@@ -106,8 +112,10 @@ class ProjectedAttention:
             kwargs: More keyword arguments for ``local_attention``.
             batch_first: Whether the batch comes before the sequence.
             num_kv_heads: h_kv, to be compared with that of ``key``; None for no comparison.
-            arrive: ``arrive(kind, x)`` transforms q, k or v after its exchange (RoPE).
+            arrive: Transforms q, k or v after its exchange (RoPE).
             sequence_lengths: Local sequence length of every rank; None if all are the same.
+            query_chunks: Where ranks share query heads, the tokens that each share attends with;
+                None for two chunks each (`Geometry`).
             baseline: Computes the same of q, k and v without overlap, as a candidate of the policy;
                 None for no such candidate.
 
@@ -127,7 +135,15 @@ class ProjectedAttention:
 
         run, call = self.layer.begin(
             lambda: self._describe(
-                query, key, value, batch_first, num_kv_heads, sequence_lengths, extra
+                query,
+                key,
+                value,
+                batch_first,
+                num_kv_heads,
+                lengths=sequence_lengths,
+                extra=extra,
+                attend=local_attention,
+                query_chunks=query_chunks,
             ),
             (query, key, value),
             local_of_call,
@@ -147,7 +163,7 @@ class ProjectedAttention:
         key: Tensor,
         value: Tensor,
         local: Attend,
-        arrive: Callable[[str, Tensor], Tensor] | None = None,
+        arrive: Arrive | None = None,
     ) -> Tensor:
         """Walk the schedule of ``call``.
 
@@ -170,8 +186,8 @@ class ProjectedAttention:
             parts = [part for part in call.schedule.parts if part[0] == kind]
             pieces.update(zip(parts, cut(x, 2, [geometry.heads_of(*part) for part in parts])))
 
-        def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o = local(group, q, k, v)
+        def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Tensor:
+            o = local(group, q, k, v, *queries)
             is_flat.append(isinstance(o, Tensor) and o.dim() == 3)
             return with_head_dim(o, q, layer.where)
 
@@ -189,6 +205,8 @@ class ProjectedAttention:
         num_kv_heads: int | None,
         lengths: list[int] | None,
         extra: tuple,
+        attend: Callable[..., Any] | str,
+        query_chunks: QueryChunks | None,
     ) -> tuple[Geometry, Callable[[], tuple]]:
         def shapes() -> str:
             return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
@@ -218,7 +236,16 @@ class ProjectedAttention:
                 f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange "
                 f"({shapes()}); pass num_kv_heads={kv_heads}, or leave it out"
             )
-        geometry = self.layer.geometry(query, heads, kv_heads, batch_first, lengths, extra)
+        geometry = self.layer.geometry(
+            query,
+            heads,
+            kv_heads,
+            batch_first,
+            lengths=lengths,
+            extra=extra,
+            attend=attend,
+            query_chunks=query_chunks,
+        )
 
         def types() -> tuple:
             grads = [torch.is_grad_enabled() and x.requires_grad for x in (query, key, value)]
@@ -230,10 +257,15 @@ class ProjectedAttention:
 class DistributedAttention(nn.Module):
     """Drop-in for ``deepspeed.sequence.layer.DistributedAttention``, with overlap.
 
-    Takes any numbers of heads that leave every rank at least one query head.
+    Takes any numbers of heads. Where there are fewer query heads than ranks, ranks share them
+    (Note [Shares] in `geometry`), which the local attention must allow. A layer that was made
+    without ``config`` follows the ``sp_overlap`` section, once `enable` has seen it.
 
     Args:
-        local_attention: Attention over the global sequence with this rank's heads.
+        local_attention: Attention over the global sequence with this rank's heads. Where ranks
+            share query heads, it is called once for each range of this rank's queries, with
+            ``queries=(a, b)``: q then holds the tokens a to b of the sequence, k and v all tokens,
+            and token t of q attends to no key behind t if attention is causal.
         sequence_process_group: The sp group; None for all ranks, as to DeepSpeed's class.
         scatter_idx: DeepSpeed's; 2, the dimension of the heads.
         gather_idx: DeepSpeed's; 0 or 1, the dimension of the sequence.
@@ -273,9 +305,12 @@ class DistributedAttention(nn.Module):
             )
         self.local_attn, self.num_kv_heads = local_attention, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
+        self.heads_alike = heads_alike
+        # Whether the layer runs as it was made, whatever the section of the model says.
+        self.has_own_config = config is not None or transport is not None
         parsed = SpOverlapConfig.parse(config or {})
         group = sequence_process_group or dist.group.WORLD
-        sp_group = SPGroup(group, transport or parsed.transport, sp_stream, kernels=parsed.kernels)
+        sp_group = SPGroup(group, transport or parsed.transport, sp_stream, **parsed.of_sp_group)
         layer = LayerRuntime(sp_group, parsed, name, heads_alike=heads_alike)
         self._attend = ProjectedAttention(layer)
 

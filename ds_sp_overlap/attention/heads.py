@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from ..exchange.geometry import Geometry
 from ..exchange.layout import Range
 from ..schedule import Part
-from .runtime.execution import Call, with_kv
+from .runtime.execution import Call, join_pieces, pieces_of_queries, with_kv
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,38 @@ def bind_arguments(
     """Bind the arguments of a local attention beside q, k and v.
 
     Returns:
-        A function of a head group and its q, k and v.
+        An `execution.Attend`.
     """
-    if not any(isinstance(x, PerHead) for x in (*args, *kwargs.values())):
+    if any(isinstance(x, PerHead) for x in (*args, *kwargs.values())):
+
+        def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Any:
+            heads = geometry.query_range(geometry.sp_rank, group)
+            own_args, own_kwargs = _slice_per_head(heads, args, kwargs)
+            return local_attention(q, k, v, *own_args, **own_kwargs, **_named(queries))
+
+        return attend
+    if geometry.shares == 1:
         return lambda group, q, k, v: local_attention(q, k, v, *args, **kwargs)
+    return lambda group, q, k, v, queries: local_attention(
+        q, k, v, *args, **kwargs, queries=queries
+    )
 
-    def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        heads = geometry.query_range(geometry.sp_rank, group)
-        own_args, own_kwargs = _slice_per_head(heads, args, kwargs)
-        return local_attention(q, k, v, *own_args, **own_kwargs)
 
-    return attend
+def _named(queries: tuple[Range, ...]) -> dict[str, Range]:
+    """Return the range of queries as local attention takes it; nothing where there is none."""
+    return {"queries": queries[0]} if queries else {}
+
+
+def takes_queries(local_attention: Any) -> bool:
+    """Return whether a local attention can attend with a range of the queries.
+
+    It then has a parameter ``queries``; one that takes any keyword would ignore it.
+    """
+    attend = local_attention.forward if isinstance(local_attention, nn.Module) else local_attention
+    try:
+        return "queries" in inspect.signature(attend).parameters  # guard: no keyword is swallowed
+    except (TypeError, ValueError):
+        return False
 
 
 def _slice_per_head(
@@ -146,7 +168,7 @@ def probe_heads(
         if any(not torch.equal(*states) for states in zip(before, after)):
             return "draws random numbers, so that nothing can be compared", None
         return f"differs by {difference:.2g}", None
-    return "", norms if call.geometry.kv_heads % call.geometry.sp_size == 0 else None
+    return "", norms if call.geometry.kv_heads % call.geometry.parts == 0 else None
 
 
 def differing_rank(norms: Sequence[list[float] | None], dtype: torch.dtype) -> str:
@@ -182,8 +204,10 @@ def _difference(
         The norm of the difference as a share of the norm of the output, of the worst head; and the
         norm of the output for each head.
     """
-    groups, whole = call.geometry, replace(call.geometry, groups=1)
-    rank, generator = groups.sp_rank, torch.Generator(device).manual_seed(0)
+    # The queries of one share, so that ranks that share heads attend with the same tokens as well.
+    rank = call.geometry.sp_rank // call.geometry.shares * call.geometry.shares
+    groups = replace(call.geometry, sp_rank=rank)
+    whole, generator = replace(groups, groups=1), torch.Generator(device).manual_seed(0)
 
     def random(kind: str, dim: int) -> Tensor:
         shape = whole.exchange(kind, 0, dim).target.shape
@@ -206,7 +230,12 @@ def _difference(
         # Counted from 0 on every rank, so that all ranks get the same slices of a `PerHead`.
         own = first, first + q.shape[2]
         args, kwargs = _slice_per_head(own, local.args, local.kwargs)
-        return form(local.attend(q, k, v, *args, **kwargs), q)
+        pieces = []
+        for part, *tokens in pieces_of_queries(geometry, q):
+            part = part.clone(memory_format=torch.contiguous_format) if tokens else part
+            o = local.attend(part, k, v, *args, **kwargs, **_named(tuple(tokens)))
+            pieces.append(form(o, part))
+        return join_pieces(pieces, geometry.seq_dim)
 
     q, k, v = random("q", local.q_dim), random("k", local.q_dim), random("v", local.v_dim)
     expected = attend(whole, 0, q, received={("k", 0): k, ("v", 0): v})

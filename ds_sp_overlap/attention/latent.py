@@ -70,7 +70,7 @@ class LatentAttention:
         self.layer, self.projection, self.nope_dim = layer, projection, nope_dim
         self._projected = ProjectedAttention(layer)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(
         self,
         local_attention: Callable[..., Tensor],
@@ -182,7 +182,15 @@ class LatentAttention:
                 f"query is {query.dtype}, latent {latent.dtype}, rotated key {rotated.dtype}; "
                 "give all one dtype"
             )
-        geometry = self.layer.geometry(query, query.shape[2], 1, batch_first, lengths, extra)
+        geometry = self.layer.geometry(
+            query,
+            query.shape[2],
+            1,
+            batch_first,
+            lengths=lengths,
+            extra=extra,
+            attend="latent attention needs all queries at once",
+        )
 
         def types() -> tuple:
             tensors = (query, latent, rotated, weight)

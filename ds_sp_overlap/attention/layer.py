@@ -26,14 +26,14 @@ from ..autotune.costs import LayerShape
 from ..autotune.policy import Policy
 from ..autotune.trial import candidates_for
 from ..config import SpOverlapConfig
-from ..exchange.geometry import Geometry
+from ..exchange.geometry import Geometry, QueryChunks, shares_for
 from ..exchange.sp_group import SPGroup
 from ..profiling.timed import TimedCall
 from ..profiling.timeline import Timeline
 from ..relayout import ops
 from ..schedule import Schedule, Windowed, by_head_groups, check
 from ..warn import warn_once
-from .heads import Local, PerHead, differing_rank, probe_heads
+from .heads import Local, PerHead, differing_rank, probe_heads, takes_queries
 from .runtime.execution import Call
 
 # Makes a schedule of what travels with each head group, and of whether the output projection's
@@ -51,6 +51,12 @@ _regrouped = lru_cache(maxsize=4096)(lambda geometry, groups: replace(geometry, 
 def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bool) -> Schedule:
     """Make a schedule; raise ValueError if a layer can't run by it."""
     return check(make_schedule(kinds, wgrad_last), kinds)
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream captures a CUDA graph."""
+    # torch without CUDA can't answer the second question.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class LayerRuntime:
@@ -133,6 +139,8 @@ class LayerRuntime:
             the baseline is to run.
         """
         call = self.counted_call(describe, inputs, local)
+        # Stock attention needs a query head for each rank.
+        has_baseline = has_baseline and call.geometry.heads >= call.geometry.sp_size
         timeline, device = self.sp_group.timeline, inputs[0].device
         run = TimedCall(inputs)
         if timeline is not None and timeline.recording():
@@ -185,6 +193,7 @@ class LayerRuntime:
             sp_size=size,
             batch=batch,
             element_bytes=dtype.itemsize,
+            shares=geometry.shares,
         )
         return candidates_of(
             shape,
@@ -203,6 +212,12 @@ class LayerRuntime:
         Returns:
             The call; in one head group where the local attention needs all heads at once.
         """
+        if is_capturing():  # guard: no graph of a call
+            raise RuntimeError(
+                f"{self.where}: called while a CUDA graph is captured, but a layer waits on the "
+                "host (to compare calls over the ranks), which no graph can hold; capture what "
+                "lies around the layer, or switch the overlap off (ds_sp_overlap.disable)"
+            )
         call = self.call(describe)
         if local is not None and call.geometry.groups > 1 and not self.heads_alike:
             if not self._may_call_by_group(call, inputs, local):  # guard: heads alike
@@ -291,6 +306,8 @@ class LayerRuntime:
         if is_first or self.config.check:
             self.sp_group.agree(self.where, lambda: self._comparable(*describe()))
             self.sp_group.prepare()
+            if self.config.kv_once_per_node:
+                self.sp_group.find_nodes()
             if is_first:
                 calls, self.agreed = self.sp_group.calls, True
                 calls.layers += 1
@@ -335,7 +352,7 @@ class LayerRuntime:
             f"sp_overlap {self.config.model_dump(exclude_defaults=True)}, "
             f"local sequence {lengths}, batch {geometry.batch}, "
             f"{geometry.heads} query and {geometry.kv_heads} KV heads, "
-            f"{geometry.groups} head groups, "
+            f"{geometry.groups} head groups, {geometry.shares} shares {geometry.query_chunks}, "
             f"{'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
             f"{self.where}, call {sp_group.calls.number + 1} over the sp group"
         )
@@ -348,6 +365,8 @@ class LayerRuntime:
         batch_first: bool,
         lengths: list[int] | None,
         extra: tuple,
+        attend: Callable[..., Any] | str,
+        query_chunks: QueryChunks | None = None,
     ) -> Geometry:
         """Return the geometry of a call.
 
@@ -360,22 +379,35 @@ class LayerRuntime:
                 ``x``.
             extra: Arguments of the local attention beside q, k and v. If one of them may have a
                 slice for each head of a rank, there is one head group.
+            attend: As for `shares_of`.
+            query_chunks: As for `Geometry`; ignored where no ranks share query heads.
 
         Raises:
             ValueError: for a `PerHead` without a slice for each head, for ``lengths`` that don't
-                fit, and as `Geometry` does.
+                fit, and as `Geometry` and `shares_of` do.
         """
         sp_group = self.sp_group
         batch, local_seq = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
         seq_lens: tuple[int, ...] = (local_seq,) * sp_group.size
         if lengths is not None:
             seq_lens = tuple(int(length) for length in lengths)
-        groups = self.config.groups_for(heads, sp_group.size)
+        shares = shares_of(self.config, sp_group.size, heads, kv_heads, attend)
+        groups = self.config.groups_for(heads, max(1, sp_group.size // shares))
         for argument in extra:
             if isinstance(argument, PerHead):
                 argument.check(heads)
         geometry = _geometry(
-            sp_group.size, sp_group.rank, seq_lens, batch, heads, kv_heads, groups, batch_first
+            sp_group.size,
+            sp_group.rank,
+            seq_lens,
+            batch,
+            heads,
+            kv_heads,
+            groups,
+            batch_first,
+            shares,
+            query_chunks if shares > 1 else None,
+            sp_group.nodes if self.config.kv_once_per_node else None,
         )
         if groups > 1 and extra:
             if _may_be_per_head(geometry, extra if self.heads_alike else tree_leaves(extra)):
@@ -388,13 +420,59 @@ class LayerRuntime:
         return geometry
 
 
+def shares_of(
+    config: SpOverlapConfig,
+    sp_size: int,
+    heads: int,
+    kv_heads: int,
+    attend: Callable[..., Any] | str,
+) -> int:
+    """Return how many ranks share query heads in a layer, r; see Note [Shares] in `geometry`.
+
+    Args:
+        config: The ``sp_overlap`` section.
+        sp_size: ``P``.
+        heads: ``h``.
+        kv_heads: ``h_kv``.
+        attend: The local attention; or the reason why it needs all queries at once.
+
+    Raises:
+        ValueError: if r is above 1, asked for or since there are more ranks than heads, and the
+            layer can't attend with a share of the queries.
+    """
+    asked = config.shares
+    shares = shares_for(sp_size, heads, kv_heads) if asked == "auto" else asked
+    if shares == 1:
+        return 1
+    if isinstance(attend, str):
+        lacks = attend
+    elif config.transport == "copy_engine":
+        lacks = 'sp_overlap.transport "copy_engine" moves equal parts only'
+    elif not takes_queries(attend):
+        name = getattr(attend, "__qualname__", type(attend).__name__)
+        lacks = (
+            f"{name} has no parameter queries=, a range (a, b) of the tokens that it is called with"
+        )
+    else:
+        return shares
+    if asked == "auto" and heads >= sp_size:
+        return 1
+    why = f"sp_overlap.shares is {asked}"
+    if asked == "auto":
+        why = f"{heads} query heads are fewer than {sp_size} ranks"
+    raise ValueError(  # guard: no attention with a share of the queries unless it can
+        f"{why}, so that {shares} ranks would share query heads; but {lacks}; use sp size {heads} "
+        "or less" + ("" if asked == "auto" else ', or sp_overlap.shares "auto"')
+    )
+
+
 def _may_be_per_head(geometry: Geometry, extra: Iterable) -> bool:
     """Return whether some tensor may have a slice for each head of a rank (a bias, slopes).
 
     Head groups would misuse such a tensor. A dimension counts that is as long as some rank has
     heads, so that all ranks answer alike. A tensor that is suspected by mistake costs overlap only.
     """
-    counts = {geometry.heads // geometry.sp_size, -(-geometry.heads // geometry.sp_size)}
+    counts = {geometry.heads // geometry.parts, -(-geometry.heads // geometry.parts)}
     return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)
 
 

@@ -12,6 +12,7 @@ since hooks and adapters come and go.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .. import attention as wired
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
-from ..exchange.geometry import Geometry
+from ..exchange.geometry import Geometry, QueryChunks
+from ..exchange.layout import Range
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..relayout import ops
@@ -50,6 +53,24 @@ from .runtime.runner import LocalAttention
 from .runtime.slices import Parts, cut, parts_of
 from .runtime.window import windowed
 
+# What `rope` must be, for errors.
+ROPE = (
+    "it takes (x, position_embeddings), with x the heads of q or of k [b, s/P, heads, d], and "
+    "returns x rotated, in its shape; ds_sp_overlap.Rotary is one such function"
+)
+
+
+def _takes_two(function: Callable) -> bool:
+    """Return whether ``function`` can be called with two arguments, as far as Python can tell."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:
+        # It has no signature.
+        return True
+    return True
+
 
 class SelfAttention:
     """A whole self-attention layer under sequence parallelism.
@@ -60,7 +81,8 @@ class SelfAttention:
 
     Args:
         local_attention: q, k, v -> o over the global sequence, [b, s, h/P, d] each if
-            ``batch_first``, else [s, b, h/P, d].
+            ``batch_first``, else [s, b, h/P, d]. Where ranks share query heads, as for
+            `DistributedAttention`.
         o_proj: The output projection, [h d_v] -> [m].
         num_heads: ``h``.
         head_dim: ``d``.
@@ -95,9 +117,6 @@ class SelfAttention:
         ValueError: for modules or numbers of heads that don't fit together, and for a ``config``
             that can't work.
     """
-
-    # Runs the layer by itself in the order of a `Block`; of `chain`, which the package sets.
-    run_in_chunks: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -137,8 +156,10 @@ class SelfAttention:
                 "q, k and v again in backward, in an order of its own (schedule.by_window); leave "
                 "out one of the two"
             )
+        if rope is not None and not _takes_two(rope):
+            raise ValueError(f"{name}: rope= can't be called with two arguments; {ROPE}")
         sp_group = SPGroup(
-            sequence_process_group, transport or parsed.transport, kernels=parsed.kernels
+            sequence_process_group, transport or parsed.transport, **parsed.of_sp_group
         )
         self.layer = LayerRuntime(
             sp_group, parsed, name, policy=policy, heads_alike=heads_alike, schedule=schedule
@@ -229,13 +250,15 @@ class SelfAttention:
         is_asked = self.layer.config.checkpointing != "recompute"
         return is_asked and self.window_of(1, self.split_projections()) is not None
 
-    @torch.compiler.disable
+    # As torch.compiler.disable, which would load torch._dynamo with this file: a second.
+    @torch._disable_dynamo
     def __call__(
         self,
         hidden_states: Tensor,
         *args: Any,
         position_embeddings: Any = None,
         sequence_lengths: list[int] | None = None,
+        query_chunks: QueryChunks | None = None,
         baseline: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -248,6 +271,8 @@ class SelfAttention:
             *args: More arguments for ``local_attention``, which is called once per head group.
             position_embeddings: For ``rope``, of this rank's positions; a `Rotary` needs them.
             sequence_lengths: Local sequence length of every rank; None if all are the same.
+            query_chunks: Where ranks share query heads, the tokens that each share attends with;
+                None for two chunks each (`Geometry`).
             baseline: Computes the same of ``hidden_states`` without overlap, as a candidate of the
                 policy; None for no such candidate.
             **kwargs: More keyword arguments for ``local_attention``.
@@ -272,7 +297,11 @@ class SelfAttention:
             head_dim = self.head_dim
         run, call = self.layer.begin(
             lambda: self.describe(
-                hidden_states, position_embeddings, lengths=sequence_lengths, extra=extra
+                hidden_states,
+                position_embeddings,
+                lengths=sequence_lengths,
+                extra=extra,
+                query_chunks=query_chunks,
             ),
             (hidden_states,),
             local,
@@ -289,9 +318,10 @@ class SelfAttention:
         self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict
     ) -> Tensor:
         if isinstance(call.schedule, Block):
-            return self.run_in_chunks(call, hidden_states, position_embeddings, args, kwargs)
+            return wired.run_in_chunks(self, call, hidden_states, position_embeddings, args, kwargs)
         split = self.split_projections()
-        if (rope := self._rope_in_kernels()) is not None:
+        rope = self._rope_in_kernels()
+        if rope is not None and not call.geometry.cuts_tokens:
             call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim)
         tables = self._tables(position_embeddings)
         if tables is None:
@@ -299,8 +329,8 @@ class SelfAttention:
         call.by_rank = self._by_rank(call, hidden_states, split)
         local = bind_arguments(self.local_attention, call.geometry, args, kwargs)
 
-        def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return with_head_dim(local(group, q, k, v), q, self.layer.where)
+        def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Tensor:
+            return with_head_dim(local(group, q, k, v, *queries), q, self.layer.where)
 
         can_window = self._can_window(split)
         is_windowed = isinstance(call.schedule, Windowed)
@@ -331,8 +361,7 @@ class SelfAttention:
             runner = Recorded(call, attend)
             runner.tokens.update(zip([step.exchange for step in call.schedule.starts], tokens))
         else:
-            rotary = self.rope
-            rotate = None if rotary is None else lambda heads: rotary(heads, position_embeddings)
+            rotate = self._rotation(position_embeddings)
             runner = Recorded(call, attend, self.whole(call, hidden_states, rotate))
             runner.walk(call.schedule.inputs)
         runner.walk(call.schedule.attention)
@@ -414,7 +443,9 @@ class SelfAttention:
                 if id(parameter) not in own and parameter.requires_grad:
                     learned[id(parameter)] = parameter
         agree = partial(self.layer.agree_on_o, kind_of(call, (x,)))
-        return LocalAttention(attend, given, list(learned.values()), agree=agree)
+        return LocalAttention(
+            attend, given, list(learned.values()), agree=agree, seq_dim=call.geometry.seq_dim
+        )
 
     def _rope_in_kernels(self) -> Rotary | None:
         """Return the rotation of q and k if the kernels that pack them rotate; else None."""
@@ -422,6 +453,28 @@ class SelfAttention:
         if not isinstance(rope, Rotary) or self.norm_last and any(self._norms.values()):
             return None
         return rope if ops.implementation(self.layer.sp_group.kernels).folds else None
+
+    def _rotation(self, position_embeddings: Any) -> Callable[[Tensor], Tensor] | None:
+        """Return a function that rotates q or k by ``rope``; None without ``rope``."""
+        rope = self.rope
+        if rope is None or isinstance(rope, Rotary):
+            return None if rope is None else lambda heads: rope(heads, position_embeddings)
+
+        def rotate(heads: Tensor) -> Tensor:
+            try:
+                rotated = rope(heads, position_embeddings)
+            except (AttributeError, IndexError, TypeError) as error:
+                raise ValueError(f"{self.layer.where}: rope= failed ({error}); {ROPE}") from error
+            if isinstance(rotated, Tensor) and rotated.shape == heads.shape:
+                return rotated
+            got = type(rotated).__name__
+            if isinstance(rotated, Tensor):
+                got = f"a tensor {list(rotated.shape)}"
+            raise ValueError(
+                f"{self.layer.where}: rope= returned {got} for heads {list(heads.shape)}; {ROPE}"
+            )
+
+        return rotate
 
     def _tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
         """Return the tables by which q and k are rotated.
@@ -447,7 +500,7 @@ class SelfAttention:
             module, first = self._projections[kind]
             elements = geometry.elements_of(kind, group, first, self.head_dim)
             by_rank = kind in call.by_rank and part in call.schedule.alone
-            rows[part] = Rows(module, elements, ranks=geometry.sp_size if by_rank else 0)
+            rows[part] = Rows(module, elements, ranks=geometry.parts if by_rank else 0)
         parts = []
         for index in range(len(self._inputs)):
             parts.append(parts_of(*(part.rows for part in rows.values() if part.module == index)))
@@ -507,17 +560,22 @@ class SelfAttention:
         batch, seq = x.shape[:2] if self.batch_first else (x.shape[1], x.shape[0])
         geometry = Geometry(1, 0, (seq,), batch, self.heads, self.kv_heads, 1, self.batch_first)
         call = Call(SPGroup(None), geometry, by_head_groups(geometry.kinds, True), self.layer.where)
-        rope = self.rope
-        rotate = None if rope is None else lambda heads: rope(heads, position_embeddings)
-        project = self.whole(call, x, rotate)
+        project = self.whole(call, x, self._rotation(position_embeddings))
         self._last_rows = None
         return [project(kind, 0) for kind in "qkv"]
 
     def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
         """Return those of q, k, v and o whose GEMM writes the send buffer: nothing packs them."""
         geometry = call.geometry
-        # No part has more rows per rank than q.
-        if not batched_pays(x, geometry.heads // geometry.sp_size * self.head_dim):
+
+        def is_sliced(kind: str) -> bool:
+            # One GEMM would need a copy of the slices.
+            return len(geometry.heads_of(kind, 0)) > 1
+
+        # No part has more rows per rank than q, or has slices where q has none.
+        if not is_sliced("q") and not batched_pays(
+            x, geometry.heads // geometry.parts * self.head_dim
+        ):
             return frozenset()
         modules = {kind: self._inputs[index] for kind, (index, _) in self._projections.items()}
         modules["o"] = self.o_proj
@@ -532,7 +590,7 @@ class SelfAttention:
                 module in split
                 and self.first_rows is None
                 and geometry.divides(sent)
-                and batched_pays(x, rows, dgrad=kind == "o")
+                and (is_sliced(sent) or batched_pays(x, rows, dgrad=kind == "o"))
             ):
                 by_rank.add(kind)
         return frozenset(by_rank)
@@ -543,7 +601,12 @@ class SelfAttention:
         return [*self._inputs, *(norm for norm in self._norms.values() if norm is not None)]
 
     def describe(
-        self, hidden: Tensor, position_embeddings: Any, lengths: list[int] | None, extra: tuple
+        self,
+        hidden: Tensor,
+        position_embeddings: Any,
+        lengths: list[int] | None,
+        extra: tuple,
+        query_chunks: QueryChunks | None = None,
     ) -> tuple[Geometry, Callable[[], tuple]]:
         """Describe a call, see `layer.Describe`.
 
@@ -552,6 +615,7 @@ class SelfAttention:
             position_embeddings: For ``rope``.
             lengths: Local sequence length of every rank; None if all are the same.
             extra: Arguments of the local attention beside q, k and v.
+            query_chunks: As in a call.
 
         Raises:
             ValueError: for arguments that don't fit; for ``position_embeddings``, when the function
@@ -568,6 +632,8 @@ class SelfAttention:
             batch_first=self.batch_first,
             lengths=lengths,
             extra=extra,
+            attend=self.local_attention,
+            query_chunks=query_chunks,
         )
 
         def types() -> tuple:

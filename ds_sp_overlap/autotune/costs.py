@@ -35,6 +35,7 @@ class LayerShape:
         element_bytes: Bytes of an element that is exchanged.
         intermediate: Width of a gated MLP, which counts towards the layer's time and hides nothing;
             0: the attention layer alone.
+        shares: Ranks that share their query heads, ``r``.
 
     Raises:
         ValueError: where no sp group of this size can hold the layer.
@@ -49,6 +50,7 @@ class LayerShape:
     batch: int = 1
     element_bytes: int = 2
     intermediate: int = 0
+    shares: int = 1
 
     def __post_init__(self) -> None:
         if self.seq % self.sp_size:
@@ -60,7 +62,16 @@ class LayerShape:
     def geometry(self, groups: int) -> Geometry:
         """Return the geometry of rank 0 with ``groups`` head groups."""
         lengths = (self.seq // self.sp_size,) * self.sp_size
-        return Geometry(self.sp_size, 0, lengths, self.batch, self.heads, self.kv_heads, groups)
+        return Geometry(
+            self.sp_size,
+            0,
+            lengths,
+            self.batch,
+            self.heads,
+            self.kv_heads,
+            groups,
+            shares=self.shares,
+        )
 
 
 @dataclass(frozen=True)
@@ -133,7 +144,7 @@ class Sizes:
         if what == "local":
             return self._tokens * self._local_heads(kind, group) * head
         start, stop = self.geometry.sent_range(kind, 0, group)
-        heads = layer.seq * layer.batch * max(stop - start, 0)
+        heads = self._global_tokens(kind) * layer.batch * max(stop - start, 0)
         if what == "lse":
             return heads * max(4, layer.element_bytes)
         if what == "work":
@@ -156,6 +167,12 @@ class Sizes:
     def _tokens(self) -> int:
         """Tokens of this rank, in all sequences of the batch."""
         return self.layer.seq // self.layer.sp_size * self.layer.batch
+
+    def _global_tokens(self, kind: str) -> int:
+        """Tokens of q, k or v on the global side of an exchange, in one sequence."""
+        if kind != "q":
+            return self.layer.seq
+        return sum(stop - start for start, stop in self.geometry.own_queries)
 
     def _local_heads(self, kind: str, group: int) -> int:
         return sum(stop - start for start, stop in self.geometry.heads_of(kind, group))
@@ -188,7 +205,8 @@ class Costs(Sizes):
             return 1e3 * 2 * tokens * layer.width * 3 * layer.intermediate * 3 / self.rates.matmul
         if step.op is Op.ATTEND:
             start, stop = self.geometry.query_range(0, step.group)
-            products = 1e3 * 2 * layer.seq**2 * layer.batch * (stop - start) * layer.head_dim
+            pairs = layer.seq * self._global_tokens("q") * layer.batch
+            products = 1e3 * 2 * pairs * (stop - start) * layer.head_dim
             forward = products / self.rates.attention
             # The backward makes five products, the forward two.
             return forward * (2.5 if step.grad else 1)

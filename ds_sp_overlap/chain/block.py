@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from ..attention.heads import bind_arguments
 from ..attention.layer import with_head_dim
+from ..attention.runtime import sharded
 from ..attention.runtime.deferred import Shadows, Wgrads
-from ..attention.runtime.execution import Call, attend_group, with_kv
+from ..attention.runtime.execution import Call, attend_group, attend_in_pieces, with_kv
 from ..attention.runtime.linear import call_through
 from ..attention.runtime.recorded import Gathering, join_heads
 from ..attention.runtime.runner import Runner
@@ -26,7 +27,8 @@ from ..attention.runtime.slices import Ranges, cut, join
 from ..attention.self_attention import SelfAttention
 from ..exchange.chunks import ChunkedExchange
 from ..exchange.exchange import Exchange, Half, run_halves
-from ..exchange.layout import chunk_of
+from ..exchange.layout import Range, chunk_of
+from ..exchange.relayed import relayed
 from ..rotary import Rotary
 from ..schedule import (
     Block,
@@ -119,15 +121,18 @@ class LayerCall:
     def exchange(self, step: Step) -> Exchange:
         """Make the exchange that a step starts."""
         call, dims = self.call, (self.layer.attention.head_dim,) * len(step.tensors)
-        layout = call.geometry.chunk_exchange(
-            step.tensors, step.group, dims, step.chunk, self.block.chunks
-        )
+        of_chunk = step.tensors, step.group, dims, step.chunk, self.block.chunks
+        layout, legs = call.geometry.chunk_exchange(*of_chunk), None
+        if call.geometry.nodes is not None:
+            legs = call.geometry.legs(*of_chunk)
         of_call = call.sp_group, layout, call.where, self.block.name(step), call.checked
-        exchange = (
-            Exchange(*of_call)
-            if self.saved_attention is None or step.tensors != O
-            else OutputExchange(self.saved_attention, step.exchange, *of_call)
-        )
+        exchange: Exchange
+        if legs is not None:
+            exchange = relayed(legs, *of_call)
+        elif self.saved_attention is None or step.tensors != O:
+            exchange = Exchange(*of_call)
+        else:
+            exchange = OutputExchange(self.saved_attention, step.exchange, *of_call)
         self.exchanges[step.exchange] = exchange
         return exchange
 
@@ -200,6 +205,8 @@ class _Region(RecomputeRegion):
             )
         done = None if self.done is None else self.done.recomputed()
         following = None if self.following is None else self.following.recomputed()
+        for unit in _units(done, following):
+            unit.unshard()  # guard: whole where they are used again
         hidden = self.hidden.detach().requires_grad_(self.has_gradient)
         if following is not None:
             following.is_idle = not self.attends
@@ -266,7 +273,7 @@ def run_alone(
             f"{call.where}: schedule= makes a Block, in chunks of tokens, which this layer can't "
             f"run in: {fault}; return a Schedule or a Windowed"
         )
-    here = LayerCall(layer, call, block, Options(position_embeddings, None, args, kwargs))
+    here = LayerCall(layer, call, block, Options(position_embeddings, None, None, args, kwargs))
     recompute = block.recomputes if torch.is_grad_enabled() else "none"
     run_segment(None, here, hidden, recompute)
     attend(here, hidden, recompute)
@@ -325,11 +332,12 @@ class _Attention(Gathering):
 
     def __init__(self, here: LayerCall, hidden: Tensor):
         super().__init__(here.call, here.block)
-        attention, call, (_, _, args, kwargs) = here.layer.attention, here.call, here.options
+        attention, call, options = here.layer.attention, here.call, here.options
+        args, kwargs = options.args, options.kwargs
         local = bind_arguments(attention.local_attention, call.geometry, args, kwargs)
 
-        def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return with_head_dim(local(group, q, k, v), q, call.where)
+        def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Tensor:
+            return with_head_dim(local(group, q, k, v, *queries), q, call.where)
 
         self.here, self.attend_group = here, attend
         self.watched = attention.local_of(call, hidden, attend, args, kwargs)
@@ -383,7 +391,7 @@ class _Attention(Gathering):
 
     def _attend_saved(self, group: int, exchanges: dict[Exchanged, Exchange]) -> tuple[Tensor, ...]:
         """Attend and start the exchanges of o, in one node; a recomputed layer starts none."""
-        here, one = self.here, partial(attend_group, self.call, self.attend_group, group)
+        here, one = self.here, partial(attend_in_pieces, self.call, self.attend_group, group)
         assert here.saved_attention is not None
         of_call = here.saved_attention, here.saved_tensors, group, one, self.watched, exchanges
         return attend_saved(*of_call, *self._heads(group))
@@ -423,7 +431,12 @@ def _segment(
             outs += following.tokens.values()
         return tuple(outs)
 
-    outs = iter(call_through(list(called), body, hidden, *given.values()))
+    inputs = hidden, *given.values()
+    units = [] if here.is_recomputed else _units(following)
+    if done is not None:
+        for unit in units:  # guard: the successor's weights are whole
+            inputs = sharded.enter(unit, inputs)
+    outs = iter(call_through(list(called), body, *inputs))
     out = hidden if done is None else next(outs)
     if following is not None:
         following.tokens.update(zip(following.tokens, outs))
@@ -519,6 +532,12 @@ class _Segment(Runner):
     def hidden(self) -> Tensor:
         """Return the hidden states of all chunks."""
         return join(self.xs, self.seq_dim, self.ranges)
+
+
+def _units(*calls: LayerCall | None) -> list[Any]:
+    """Return the units of FSDP that calls belong to, see Note [Units of FSDP2] in `sharded`."""
+    units = [call.layer.unit for call in calls if call is not None]
+    return [unit for unit in units if unit is not None]
 
 
 def _program(done: LayerCall | None, following: LayerCall | None) -> Program:

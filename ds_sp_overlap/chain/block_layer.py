@@ -9,6 +9,7 @@ from torch import nn
 
 from ..attention.runtime import linear
 from ..attention.self_attention import SelfAttention
+from ..exchange.geometry import QueryChunks
 from ..rotary import Rotary
 
 
@@ -26,6 +27,7 @@ class BlockLayer:
         norm_mid: In front of the MLP.
         mlp: Works token by token; its forward is that of its class.
         idle: Tells whether a hook does nothing for now.
+        unit: The module of the layer if FSDP gathers its parameters when it is called; else None.
         is_attention_alone: There are no norms, no MLP and no residuals: y = attention(h).
     """
 
@@ -34,6 +36,7 @@ class BlockLayer:
     norm_mid: nn.Module
     mlp: nn.Module
     idle: linear.Idle = linear._never
+    unit: nn.Module | None = None
     is_attention_alone: bool = False
 
     @property
@@ -65,6 +68,7 @@ class Options(NamedTuple):
 
     position_embeddings: Any
     sequence_lengths: list[int] | None
+    query_chunks: QueryChunks | None
     args: tuple
     kwargs: dict[str, Any]
 
@@ -72,6 +76,7 @@ class Options(NamedTuple):
         """Return whether both lead to the same projections."""
         return _leaves_are_same(self.position_embeddings, other.position_embeddings) and (
             self.sequence_lengths == other.sequence_lengths
+            and self.query_chunks == other.query_chunks
         )
 
 

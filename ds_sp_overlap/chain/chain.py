@@ -21,6 +21,8 @@ from torch import Tensor
 from ..attention.heads import Local
 from ..attention.runtime import linear
 from ..attention.runtime.linear import autocast
+from ..attention.runtime.sharded import FSDP
+from ..exchange.geometry import QueryChunks
 from ..schedule import Recompute, by_chunks
 from .block import LayerCall, attend, run_segment
 from .block_layer import BlockLayer, Options
@@ -104,7 +106,9 @@ class Started:
         node, at, last, nodes = hidden.grad_fn, hidden.output_nr, self.hidden.grad_fn, []
         while node is not last:
             made_by = getattr(getattr(type(node), "_forward_cls", None), "__module__", "")
-            if not made_by.startswith(tuple(linear.harmless)):  # guard: only harmless nodes between
+            if not made_by.startswith(
+                tuple(linear.harmless - {FSDP})
+            ):  # guard: only harmless nodes between
                 return None
             nodes.append((node, at))
             node, at = node.next_functions[0]  # type: ignore[union-attr]
@@ -144,7 +148,11 @@ def _pass_on(
 
 def _is_watched(hidden: Tensor) -> bool:
     """Whether somebody will see, or change, the gradient of ``hidden``."""
-    return bool(hidden._backward_hooks) or hidden.retains_grad and not hidden.is_leaf
+    if hidden.retains_grad and not hidden.is_leaf:
+        return True
+    hooks = (hidden._backward_hooks or {}).values()
+    # FSDP gathers the weights of the layer that returned it.
+    return not all((getattr(hook, "__module__", "") or "").startswith(FSDP) for hook in hooks)
 
 
 class Chain:
@@ -167,7 +175,7 @@ class Chain:
         """The layer whose q, k and v were started ahead of it."""
         return None if self._started is None else self._started.begun.layer
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def run(
         self,
         layer: BlockLayer,
@@ -176,6 +184,7 @@ class Chain:
         *args: Any,
         position_embeddings: Any = None,
         sequence_lengths: list[int] | None = None,
+        query_chunks: QueryChunks | None = None,
         recompute: Recompute = "none",
         **kwargs: Any,
     ) -> Tensor:
@@ -190,6 +199,7 @@ class Chain:
             args: For the local attention, as are the other keywords.
             position_embeddings: As for `SelfAttention`.
             sequence_lengths: As for `SelfAttention`.
+            query_chunks: As for `SelfAttention`.
             recompute: "all": save hidden states and o, and recompute the layer in backward, as an
                 activation checkpoint does. "but attention": save what attention's backward reads
                 too, and do not recompute attention. The same for the successor.
@@ -201,7 +211,7 @@ class Chain:
             RuntimeError: in backward, if gradients of hidden states between two layers of a chain
                 are asked for: q, k and v don't come from them.
         """
-        options = Options(position_embeddings, sequence_lengths, args, kwargs)
+        options = Options(position_embeddings, sequence_lengths, query_chunks, args, kwargs)
         recompute = recompute if torch.is_grad_enabled() else "none"
         started, self._started = self._started, None
         if started is not None and started.serves(layer, hidden, options, recompute):
@@ -238,11 +248,11 @@ class Chain:
         self, layer: BlockLayer, hidden: Tensor, options: Options, recompute: Recompute
     ) -> LayerCall:
         attention, chunks = layer.attention, self.chunks
-        positions, lengths, args, kwargs = options
+        positions, lengths, queries, args, kwargs = options
 
         def describe() -> Any:
             geometry, types = attention.describe(
-                hidden, positions, lengths, (*args, *kwargs.values())
+                hidden, positions, lengths, (*args, *kwargs.values()), query_chunks=queries
             )
             if fault := layer.in_the_way():
                 raise ValueError(f"a block of layers: {fault}; run the layer by itself")

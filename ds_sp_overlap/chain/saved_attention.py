@@ -124,7 +124,7 @@ class _Attend(Node):
         ctx.parts = saved, attend, local, exchanges
         wanted = ctx.wanted = ctx.needs_input_grad[6:9]
         o, ctx.attended, tensors_of_groups[group] = attend_once(
-            attend, heads, wanted, local.arguments, local.learned
+            attend, heads, wanted, local.arguments, local.learned, local.seq_dim
         )
         ctx.save_for_backward(*heads, *tensors_of_groups[group])
         saved.reads_o = saved.reads_o or ctx.attended.reads_o

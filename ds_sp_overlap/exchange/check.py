@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..rotary import rotate
-from .layout import Layout, Side
+from .joined import blocks_of
+from .layout import Layout, Patches, Side
 from .sp_group import SPGroup
 
 
@@ -57,11 +58,16 @@ def plain_exchange(
         )
     target = layout.target
     out = torch.zeros(target.shape, dtype=x.dtype)
-    for (start, stop), sender, tensor in zip(target.parts, layouts, tensors):
-        begin, end = sender.source.parts[sp_group.rank]
-        place = out.narrow(target.dim, start, stop - start)
+    for peer, (sender, tensor) in enumerate(zip(layouts, tensors)):
+        places = blocks_of(out, target, peer)
+        blocks = blocks_of(tensor, sender.source, sp_group.rank)
+        if isinstance(target, Patches) and places:
+            blocks = blocks[0].split([x.shape[target.seq_dim] for x in places], target.seq_dim)
+        elif isinstance(sender.source, Patches) and blocks:
+            blocks = [torch.cat(blocks, sender.source.seq_dim)]
         # Replicas that several ranks send are summed.
-        place.add_(tensor.narrow(sender.source.dim, begin, end - begin).reshape(place.shape))
+        for place, block in zip(places, blocks):
+            place.add_(block.reshape(place.shape))
     if rope_back is not None:
         # The transpose of a rotation is the rotation by the opposite angle.
         cos, sin = (table.unsqueeze(-2).cpu() for table in rope_back)
@@ -109,5 +115,6 @@ def compare(
 
 
 def _parts(x: Tensor, side: Side) -> Tensor:
-    """Join the parts of ``x`` that belong to some peer."""
-    return torch.cat([x.narrow(side.dim, a, b - a) for a, b in side.parts], side.dim)
+    """Return the elements of ``x`` that belong to some peer."""
+    blocks = [block for peer in range(len(side.parts)) for block in blocks_of(x, side, peer)]
+    return torch.cat([x.new_empty(0), *(block.flatten() for block in blocks)])

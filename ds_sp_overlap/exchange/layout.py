@@ -9,8 +9,12 @@ Both ends have the same form, a `Side`: a tensor cut along one dimension, one pa
 local side is cut along heads, the global side along the sequence. A `Side` covers every case:
 
     unequal parts       uneven heads, or unequal local sequences
+    empty parts         tokens whose queries a rank does not attend with
     overlapping parts   KV heads that several ranks need
     sides swapped       the exchange of the gradient
+
+`Patches` is the local side of q and o where one cut is not enough: where ranks share query heads,
+and the tokens of this rank go to several of them.
 """
 
 from __future__ import annotations
@@ -20,11 +24,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import compress
+from typing import NamedTuple
 
 Range = tuple[int, int]  # [start, stop)
 
 # Shape, strides and offset of a view of a flat buffer.
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
+
+# A block of a tensor: a dimension with a range, for each dimension that is cut.
+Block = tuple[tuple[int, int, int], ...]
 
 
 def chunk_of(length: int, chunk: int, chunks: int) -> Range:
@@ -33,6 +41,25 @@ def chunk_of(length: int, chunk: int, chunks: int) -> Range:
     Some parts are empty where there are fewer tokens than chunks.
     """
     return length * chunk // chunks, length * (chunk + 1) // chunks
+
+
+class Spaced(NamedTuple):
+    """Parts that are evenly spaced.
+
+    The dimension falls into equal pieces. Each has the part of ``repeats`` successive peers, at the
+    same place of the piece.
+
+    Attributes:
+        pieces: The number of pieces.
+        repeats: How many peers are sent the same part, as where they need the same KV heads.
+        piece: The length of a piece.
+        part: The range of the part in its piece.
+    """
+
+    pieces: int
+    repeats: int
+    piece: int
+    part: Range
 
 
 @dataclass(frozen=True)
@@ -62,10 +89,19 @@ class Side:
         return sum(self.split_sizes)
 
     @cached_property
+    def filled(self) -> tuple[Range, ...]:
+        """The parts that are not empty; all parts, if all are empty."""
+        return tuple(part for part in self.parts if part[0] < part[1]) or self.parts
+
+    @cached_property
     def edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The starts of the parts, and their stops."""
-        starts, stops = zip(*self.parts)
+        """The starts of the parts that are not empty, and their stops."""
+        starts, stops = zip(*self.filled)
         return starts, stops
+
+    def blocks(self, peer: int) -> tuple[Block, ...]:
+        """Return the blocks of the tensor that are a peer's part, one after another in the wire."""
+        return (((self.dim, *self.parts[peer]),),)
 
     @cached_property
     def tiles(self) -> bool:
@@ -87,20 +123,25 @@ class Side:
         return edge == self.shape[self.dim]
 
     @cached_property
-    def spaced(self) -> tuple[int, Range] | None:
-        """The length of a piece and the range of the peer's part in it; None if that differs.
+    def spaced(self) -> Spaced | None:
+        """How the parts lie that are not empty, if they are evenly spaced; None if they aren't."""
+        peers, first = len(self.filled), self.filled[0]
+        same = next((peer for peer, part in enumerate(self.filled) if part != first), peers)
+        for repeats in (1, same):
+            pieces = peers // repeats
+            piece, rest = divmod(self.shape[self.dim], pieces)
+            start, stop = first
+            if peers % repeats or rest or not 0 <= start <= stop <= piece:
+                continue
+            shifts = [peer // repeats * piece for peer in range(peers)]
+            if list(self.filled) == [(start + shift, stop + shift) for shift in shifts]:
+                return Spaced(pieces, repeats, piece, first)
+        return None
 
-        The dimension must fall into one equal piece per peer, each with the part of its peer at the
-        same place.
-        """
-        piece, rest = divmod(self.shape[self.dim], len(self.parts))
-        start, stop = self.parts[0]
-        if rest or not 0 <= start <= stop <= piece:
-            return None
-        for peer, part in enumerate(self.parts):
-            if part != (start + peer * piece, stop + peer * piece):
-                return None
-        return piece, (start, stop)
+    @cached_property
+    def is_repeated(self) -> bool:
+        """Whether successive peers share parts, which are evenly spaced."""
+        return self.spaced is not None and self.spaced.repeats > 1
 
     @cached_property
     def tiled(self) -> tuple[int, ...]:
@@ -110,9 +151,9 @@ class Side:
         """
         if self.spaced is None:
             return ()
-        _, (start, stop) = self.spaced
+        start, stop = self.spaced.part
         front, behind = self.shape[: self.dim], self.shape[self.dim + 1 :]
-        shape = (*front, len(self.parts), stop - start, *behind)
+        shape = (*front, len(self.filled), stop - start, *behind)
         return (*shape[:3], math.prod(shape[3:]))
 
     @cached_property
@@ -122,8 +163,44 @@ class Side:
 
     @cached_property
     def is_cut_into_slices(self) -> bool:
-        """Whether each part is one index of ``dim``, as where a dimension counts the ranks."""
-        return self.tiles and all(stop - start == 1 for start, stop in self.parts)
+        """Whether each part is one index of ``dim``, as where a dimension counts the ranks.
+
+        Empty parts don't count.
+        """
+        return self.tiles and all(stop - start == 1 for start, stop in self.filled)
+
+
+@dataclass(frozen=True)
+class Patches(Side):
+    """The local end of an exchange of q or o that is cut along heads and along tokens.
+
+    A peer's part is some tokens of some heads. Together the parts hold every element once.
+
+    Attributes:
+        parts: For each peer, the heads.
+        seq_dim: The dimension of the tokens.
+        tokens: For each peer, its tokens in ascending ranges, as they follow one another in the
+            wire; none if the peer is sent nothing.
+    """
+
+    seq_dim: int
+    tokens: tuple[tuple[Range, ...], ...]
+
+    # One cut does not make the parts, so that they are copied block by block.
+    tiles = covers = is_wire_layout = is_cut_into_slices = False
+    spaced = None
+
+    @cached_property
+    def split_sizes(self) -> list[int]:
+        row = math.prod(self.shape) // max(self.shape[self.dim] * self.shape[self.seq_dim], 1)
+        return [
+            sum(last - first for first, last in tokens) * (stop - start) * row
+            for tokens, (start, stop) in zip(self.tokens, self.parts)
+        ]
+
+    def blocks(self, peer: int) -> tuple[Block, ...]:
+        heads = (self.dim, *self.parts[peer])
+        return tuple(((self.seq_dim, *tokens), heads) for tokens in self.tokens[peer])
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,9 +209,16 @@ class Sides:
 
     Attributes:
         each: The side of every tensor, in the order in which they travel.
+        apart: As in `Layout`.
     """
 
     each: tuple[Side, ...]
+    apart: bool = False
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the parts of several tensors alternate, token by token."""
+        return len(self.each) > 1 and not self.apart
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -154,10 +238,13 @@ class Sides:
         """Return views of the wire by which a few copies pack or unpack all parts.
 
         The first view holds the `Side.tiled` of all tensors side by side. One view per tensor
-        follows, of that tensor alone. Empty if the parts of some tensor are not evenly spaced.
+        follows, of that tensor alone. Empty if the parts of some tensor are not evenly spaced, or
+        if several tensors don't lie side by side.
         """
         tiles = [side.tiled for side in self.each]
         if not all(tiles):  # guard: a tile for each peer
+            return []
+        if len(tiles) > 1 and (self.apart or len({len(side.filled) for side in self.each}) > 1):
             return []
         dim, widths = self.each[0].dim, [tile[3] for tile in tiles]
         width = sum(widths)
@@ -173,6 +260,11 @@ class Sides:
             views.append(((*shape, own_width), tuple(strides), offset))
             offset += own_width
         return views
+
+    @cached_property
+    def is_repeated(self) -> bool:
+        """Whether `Side.is_repeated` holds for some tensor."""
+        return any(side.is_repeated for side in self.each)
 
     @cached_property
     def copied(self) -> list[tuple[Place, bool]]:
@@ -204,11 +296,14 @@ class Layout:
         target: The tensor that is received.
         also: Layouts of further tensors in the same transfer. For each token, a peer is sent its
             part of the first tensor, then that of the second, and so on.
+        apart: A peer is sent its whole part of the first tensor, then that of the second, and so
+            on, since it is not sent the same tokens of each.
     """
 
     source: Side
     target: Side
     also: tuple[Layout, ...] = ()
+    apart: bool = False
 
     @cached_property
     def each(self) -> tuple[Layout, ...]:
@@ -217,20 +312,21 @@ class Layout:
 
     @cached_property
     def sources(self) -> Sides:
-        return Sides(tuple(layout.source for layout in self.each))
+        return Sides(tuple(layout.source for layout in self.each), self.apart)
 
     @cached_property
     def targets(self) -> Sides:
-        return Sides(tuple(layout.target for layout in self.each))
+        return Sides(tuple(layout.target for layout in self.each), self.apart)
 
     @cached_property
     def inverse(self) -> Layout:
         """The exchange of the gradient."""
-        return Layout(self.target, self.source, tuple(layout.inverse for layout in self.also))
+        also = tuple(layout.inverse for layout in self.also)
+        return Layout(self.target, self.source, also, self.apart)
 
     def only(self, wanted: Sequence[bool]) -> Layout:
         """Return the exchange of those tensors that are ``wanted``, at least one."""
         if all(wanted):
             return self
         first, *also = compress(self.each, wanted)
-        return Layout(first.source, first.target, tuple(also))
+        return Layout(first.source, first.target, tuple(also), self.apart)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ import torch.distributed as dist
 
 from ..profiling.timeline import Timeline
 from .calls import Calls
+from .carve_out import carve_out
 from .copy_engines import CopyEngine
 from .transport import C10d, Named, OneRank, Transport, backend_of
 
@@ -72,6 +74,10 @@ class HostStream:
     def before_compute(self, mark: Any) -> None:
         pass
 
+    @contextlib.contextmanager
+    def relay(self) -> Iterator[Callable[[], None]]:
+        yield lambda: None
+
 
 class Mark(NamedTuple):
     """A point in the transfer stream.
@@ -92,6 +98,7 @@ class SideStream:
                Note [Relayout on the compute stream]
     transfer   collectives, one behind the other, which overlap with everything on compute
     gate       holds nothing, see Note [Gate stream]
+    relay      stands in for compute between two legs, see Note [Relay stream] in `relayed`
 
     The compute stream allocates the buffers. They are referenced until ``before_compute``, so that
     their memory returns to the compute stream in order, without ``record_stream``.
@@ -106,7 +113,7 @@ class SideStream:
 
     def __init__(self, backend: Any, device: Any, stream: Any | None = None):
         self.backend, self.device = backend, device
-        transfer, self.gate = _streams(backend, device)
+        transfer, self.gate, self._relay = _streams(backend, device)
         self.transfer = transfer if stream is None else stream
         # Events that nobody needs any more, to be recorded again.
         self.events: list[Any] = []
@@ -130,6 +137,18 @@ class SideStream:
             # A wait is for the record before the wait, so a later record does not disturb it.
             self.events += ready, launched
 
+    @contextlib.contextmanager
+    def relay(self) -> Iterator[Callable[[], None]]:
+        """Run the body on the relay stream, behind what the compute stream holds now.
+
+        The body is given a function, which makes the compute stream go on behind what the relay
+        stream holds by then.
+        """
+        compute = self.backend.current_stream(self.device)
+        self._order(self._relay, compute)  # guard: relays what is ready
+        with self.backend.stream(self._relay):
+            yield lambda: self._order(compute, self._relay)
+
     def mark(self) -> Mark:
         """Mark the end of what the transfer stream holds now; later exchanges come after it."""
         compute = self.backend.current_stream(self.device)
@@ -147,6 +166,21 @@ class SideStream:
             current.wait_event(mark.event)
         self.events.append(mark.event)
 
+    def after_unpack(self, mark: Mark) -> None:
+        """Order the stream that allocated the buffers of ``mark`` behind what unpacked them.
+
+        That is the current stream, and another one only behind a relay.
+        """
+        current = self.backend.current_stream(self.device)
+        if current != mark.compute:
+            self._order(mark.compute, current)
+
+    def _order(self, stream: Any, before: Any) -> None:
+        """Let ``stream`` go on behind what ``before`` holds now."""
+        event = self._recorded(before)
+        stream.wait_event(event)
+        self.events.append(event)
+
     def _recorded(self, stream: Any) -> Any:
         try:
             event = self.events.pop()
@@ -157,22 +191,33 @@ class SideStream:
 
 
 @functools.cache
-def _streams(backend: Any, device: Any) -> tuple[Any, Any]:
-    """Make the transfer and the gate stream of a device.
+def _streams(backend: Any, device: Any) -> tuple[Any, ...]:
+    """Make the transfer, the gate and the relay stream of a device.
 
     Torch has 32 streams in all, so that layers with streams of their own would share some by
     chance.
     """
-    return backend.Stream(device, priority=-1), backend.Stream(device, priority=-1)
+    return tuple(backend.Stream(device, priority=-1) for _ in range(3))
 
 
-def by_name(name: str, size: int) -> Named:
-    """Return the transport that ``sp_overlap.transport`` names, for an sp group of ``size``."""
+def by_name(name: str, size: int, settings: dict[str, int] | None = None) -> Named:
+    """Return the transport that ``sp_overlap.transport`` names, for an sp group of ``size``.
+
+    Args:
+        name: The name.
+        size: P.
+        settings: As for `C10d`.
+    """
     if size == 1:
         return OneRank()
     if name == "copy_engine":
-        return CopyEngine()
-    return C10d(own=name == "auto")
+        return CopyEngine(settings)
+    return C10d(own=name == "auto", settings=settings)
+
+
+def hostname() -> str:
+    """Return the name of the host, the same for all ranks of a node."""
+    return socket.gethostname()
 
 
 class SPGroup:
@@ -183,6 +228,8 @@ class SPGroup:
         transport: A mover of bytes, or a value of ``sp_overlap.transport``; None for "auto".
         stream: Carries the transfers instead of our own stream (accelerators only).
         kernels: Which kernels pack and unpack, a value of ``sp_overlap.kernels``.
+        settings: As for `C10d`.
+        sm_carveout: How many SMs products leave free while an exchange is under way on a GPU.
 
     Raises:
         ValueError: if this process is not in ``group``.
@@ -194,8 +241,11 @@ class SPGroup:
         transport: Transport | str | None = None,
         stream: Any | None = None,
         kernels: str = "auto",
+        settings: dict[str, int] | None = None,
+        sm_carveout: int = 0,
     ):
         self.group, self.kernels = group, kernels
+        self.carve_out = carve_out(sm_carveout)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:
@@ -205,8 +255,10 @@ class SPGroup:
             )
         self._unprepared: Named | None = None
         if transport is None or isinstance(transport, str):
-            transport = self._unprepared = by_name(transport or "auto", self.size)
+            transport = self._unprepared = by_name(transport or "auto", self.size, settings)
         self.transport: Transport = transport
+        # The node of every rank, once it is known (`find_nodes`).
+        self.nodes: tuple[int, ...] | None = None
         self.timeline: Timeline | None = None
         self.calls = Calls.of(group)
         self._stream = stream
@@ -247,6 +299,15 @@ class SPGroup:
         if self._unprepared is not None:
             self._unprepared.prepare(self)
             self._unprepared = None
+
+    def find_nodes(self) -> None:
+        """Learn the node of every rank by the names of their hosts, the first time.
+
+        Collective then.
+        """
+        if self.nodes is None:
+            hosts = self.gather(hostname())
+            self.nodes = tuple(hosts.index(host) for host in hosts)
 
     def failed(self, where: str, what: str, error: Exception) -> RuntimeError:
         """Return the exception to raise for a collective, ``what``, that failed."""

@@ -11,14 +11,16 @@ not used are dropped. After two drops in a row a layer starts nothing for its su
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..attention.runtime import sharded
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
 from ..autotune.trial import BLOCK, LAYER, Candidate
@@ -31,7 +33,7 @@ from ..schedule import Recompute
 from ..warn import warn_once
 from .inspect.accounting import Unknown
 from .inspect.decoder_layer import BlockReader, records_nothing
-from .inspect.probe import EVERY, ProbeSchedule
+from .inspect.probe import EVERY, ProbeSchedule, difference_of_block, refuse_difference
 from .layers import FoundLayer, OverlapSettings
 
 # Note [Leaf modules of ZeRO-3]
@@ -152,10 +154,13 @@ class ChainedLayer(ABC):
         successor: The layer behind this one in the chain; None for the last.
         choice: Chooses between the chain and single layers by timing; None if the chain is always
             used.
+        unused: Names of arguments of the attention that change nothing.
 
     Raises:
         Unknown: if modules of the layer are hooked, or the layer is a leaf module of ZeRO-3.
     """
+
+    unused: Collection[str] = ()
 
     def __init__(
         self,
@@ -174,7 +179,7 @@ class ChainedLayer(ABC):
         self.successor: ChainedLayer | None = None
         self.choice: ChainTrial | None = None
         self.layer = BlockLayer(attention, *self._parts(), records_nothing)
-        if reason := self.layer.in_the_way():
+        if reason := self.layer.in_the_way() or self._why_not_gathered():
             raise Unknown(reason)
         self._misses, self._edit_checks = 0, ProbeSchedule()
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -182,6 +187,11 @@ class ChainedLayer(ABC):
     def _original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward that the layer's class has now."""
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def own_forward(self) -> Callable[..., Any]:
+        """The forward of the layer's class, which a comparison runs."""
+        return type(self.module).forward
 
     @property
     def recompute(self) -> Recompute:
@@ -206,7 +216,7 @@ class ChainedLayer(ABC):
             The reason; empty if none may.
         """
 
-    def probe(  # noqa: B027
+    def probe(
         self,
         forward_pass: ForwardPass,
         arguments: dict[str, Any],
@@ -224,6 +234,23 @@ class ChainedLayer(ABC):
         Raises:
             RuntimeError: on all ranks, if the two differ on any rank.
         """
+        probes, check = self.reader.probes, self.forward_passes.config.check
+        if not probes.is_due(self.name, check, forward_pass.lengths):
+            return
+        compare = functools.partial(
+            difference_of_block,
+            self.module,
+            self.own_forward,
+            self.layer,
+            attention=self.reader.reading.attention,
+            arguments=arguments,
+            attention_arguments=attention_arguments,
+            lengths=forward_pass.lengths,
+            token_dim=self.reader.form.token_dim,
+            unused=self.unused,
+        )
+        sp_group = self.layer.attention.layer.sp_group
+        refuse_difference(probes, self.name, self.module, sp_group=sp_group, compare=compare)
 
     @abstractmethod
     def chain_arguments(
@@ -263,9 +290,23 @@ class ChainedLayer(ABC):
             if not reason:
                 self.use()
                 self.layer.norm_in, self.layer.norm_mid, self.layer.mlp = self._parts()
-                reason = self.layer.in_the_way()
+                self.layer.unit = module if sharded.is_unit(module) else None
+                reason = self.layer.in_the_way() or self._why_not_gathered()
             forward_pass.reasons[self] = reason and f"{self.name}: {reason}"
         return forward_pass.reasons[self]
+
+    def _why_not_gathered(self) -> str:
+        """Explain why FSDP would not gather weights that the chain needs; empty if it does."""
+        parts = [self.module, *self.layer.begins, *self.layer.ends]
+        called = {module for part in parts[1:] for module in part.modules()}
+        for name, module in self.module.named_modules():
+            uncalled = module is not self.module and module not in called
+            if uncalled and sharded.is_unit(module):  # guard: no unit that is not called
+                return (
+                    f"{name} is a unit of fully_shard, but a block calls the modules inside of it; "
+                    "give fully_shard the whole layer, or those modules"
+                )
+        return ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer in the chain, or by itself; takes the place of the layer's own forward."""
@@ -317,6 +358,8 @@ class ChainedLayer(ABC):
             return None
         if successor.recompute != self.recompute or successor.why_not(forward_pass):
             return None
+        if not sharded.cast_alike(self.layer.unit, successor.layer.unit):
+            return None  # guard: hidden states in the dtype of the successor
         return successor
 
     def _check_for_edits(self, previous: LayerOutput, hidden: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from ..attention.layer import shares_of
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
@@ -67,13 +68,19 @@ class OverlapSettings(NamedTuple):
     config: SpOverlapConfig
     policy: Policy | None
 
-    def groups_for(self, heads: int, kv_heads: int) -> int:
-        """Return the number of head groups of a layer.
+    def shares_for(self, heads: int, kv_heads: int, attend: Callable | str) -> int:
+        """Return how many ranks share the query heads of a layer, see `shares_of`."""
+        return shares_of(self.config, self.sp_group.size, heads, kv_heads, attend)
+
+    def groups_for(self, heads: int, kv_heads: int, attend: Callable | str) -> int:
+        """Return the number of head groups of a layer; the arguments are those of `shares_of`.
 
         Raises:
-            ValueError: if ``head_groups`` is out of range, or a rank would have no head.
+            ValueError: if ``head_groups`` or ``shares`` is out of range, or a rank would have no
+                head.
         """
-        size, groups = self.sp_group.size, self.config.groups_for(heads, self.sp_group.size)
+        size, shares = self.sp_group.size, self.shares_for(heads, kv_heads, attend)
+        groups = self.config.groups_for(heads, max(1, size // shares))
         # Made for the checks of its constructor.
         Geometry(
             size,
@@ -83,19 +90,23 @@ class OverlapSettings(NamedTuple):
             heads=heads,
             kv_heads=kv_heads,
             groups=groups,
+            shares=shares,
         )
         return groups
 
-    def describe_groups(self, groups: int, windowed: bool = False) -> str:
+    def describe_groups(self, groups: int, shares: int = 1, windowed: bool = False) -> str:
         """Describe the head groups of a layer for the report.
 
         Args:
             groups: The number of head groups.
+            shares: The ranks that share query heads.
             windowed: Whether only a few groups are live at a time, and are recomputed in backward.
         """
         words = [f"G = {groups}"]
         if self.policy is not None:
             words = [f"G by timing in the first {self.policy.warmup_steps} steps"]
+        if shares > 1:
+            words.append(f"r = {shares} ranks share query heads")
         if windowed:
             live = self.config.window
             if live is not None and self.policy is None:
@@ -140,7 +151,10 @@ class OverlapSettings(NamedTuple):
         many = f"block of {layers} layer{'s' if layers > 1 else ''}, C = {self.config.chunks_for()}"
         if self.config.scope == "auto":
             return f"{alone}; or {many}, by timing"
-        return f"all eight exchanges, G = {self.groups_for(block.heads, block.kv_heads)}, {many}"
+        asked = block.heads, block.kv_heads, block.local_attention
+        groups, shares = self.groups_for(*asked), self.shares_for(*asked)
+        shared = f", r = {shares} ranks share query heads" if shares > 1 else ""
+        return f"all eight exchanges, G = {groups}{shared}, {many}"
 
     def of_driven(
         self, block: SelfAttention, linear: dict[str, nn.Module], groups: int
@@ -163,7 +177,8 @@ class OverlapSettings(NamedTuple):
             for name, child in linear.items()
             if child not in split
         ]
-        got = f"all eight exchanges, {self.describe_groups(groups, windowed)}"
+        shares = self.shares_for(block.heads, block.kv_heads, block.local_attention)
+        got = f"all eight exchanges, {self.describe_groups(groups, shares, windowed)}"
         if overlapped:
             got += f", {', '.join(overlapped)} under them"
         reason = f"called whole: {', '.join(whole)}" if whole else ""

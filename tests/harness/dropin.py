@@ -63,7 +63,7 @@ def whole_attention(case):
 
 def local_attention(case):
     attend = reference.attention if case.batch_first else reference.sequence_first_attention
-    return (lambda q, k, v: attend(q, k, v).flatten(2)) if case.flat else attend
+    return (lambda q, k, v, queries=None: attend(q, k, v, queries=queries).flatten(2)) if case.flat else attend
 
 
 def module(case, transport=None, cls=ds_sp_overlap.DistributedAttention, local=None, **arguments):

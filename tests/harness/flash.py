@@ -10,11 +10,16 @@ NAME = "flash_attention_2"
 
 
 def _attend(q, k, v, may_see, scale, dropout, causal, window, sinks, softcap):
-    """q, k, v [b, s, h, d], may_see [s, s], sinks [h] or None, softcap or 0 -> [b, s, h, d]."""
+    """q [b, n, h, d], k, v [b, s, h, d], may_see [n, s], sinks [h] or None, softcap or 0 -> [b, n, h, d]; the last query sees all."""
+    at = torch.arange(k.shape[1], device=q.device)
+    return _attend_at(q, k, v, at[k.shape[1] - q.shape[1] :], at, may_see, scale, dropout, causal, window, sinks, softcap)
+
+
+def _attend_at(q, k, v, at_q, at_k, may_see, scale, dropout, causal, window, sinks, softcap):
+    """The same of queries and keys that stand at ``at_q`` and ``at_k``."""
     assert causal and dropout == 0.0
-    at = torch.arange(q.shape[1], device=q.device)
-    behind = at[:, None] - at
-    may_see = may_see & (behind >= 0) & (behind <= (window[0] if window[0] >= 0 else q.shape[1]))
+    behind = at_q[:, None] - at_k
+    may_see = may_see & (behind >= 0) & (behind <= (window[0] if window[0] >= 0 else k.shape[1]))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if sinks is None and not softcap:
@@ -30,7 +35,7 @@ def _attend(q, k, v, may_see, scale, dropout, causal, window, sinks, softcap):
 
 @contextlib.contextmanager
 def flash_attention():
-    """Models may be switched to ``NAME`` inside; yields the list of calls: None, or the documents' edges and the longest one's length."""
+    """Models may be switched to ``NAME`` inside; yields the calls: None, or the documents' edges and the longest length of q and k."""
     calls = []
 
     def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), s_aux=None, softcap=0.0):
@@ -41,11 +46,14 @@ def flash_attention():
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
         window_size=(-1, -1), s_aux=None, softcap=0.0,
     ):  # fmt: skip
-        assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q is max_seqlen_k
-        calls.append((cu_seqlens_q, max_seqlen_q))
-        document = torch.searchsorted(cu_seqlens_q, torch.arange(len(q), dtype=torch.int32), right=True)
+        calls.append((cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k))
+        documents, places = [], []
+        for x, edges in ((q, cu_seqlens_q), (k, cu_seqlens_k)):
+            documents.append(torch.searchsorted(edges, torch.arange(len(x), dtype=torch.int32), right=True))
+            places.append(torch.arange(len(x)) - edges[documents[-1]])  # from the end of its document
         q, k, v = (x[None] for x in (q, k, v))
-        return _attend(q, k, v, document[:, None] == document, softmax_scale, dropout_p, causal, window_size, s_aux, softcap)[0]
+        may_see = documents[0][:, None] == documents[1]
+        return _attend_at(q, k, v, *places, may_see, softmax_scale, dropout_p, causal, window_size, s_aux, softcap)[0]
 
     functions = flash_attn_func, flash_attn_varlen_func, None, flash._pad_input, flash._unpad_input
     with contextlib.ExitStack() as stack:

@@ -5,20 +5,24 @@ import math
 import torch
 
 
-def attention(q, k, v, causal=True):
-    """q [b, s, h, d], k and v [b, s, h_kv, d] -> [b, s, h, d_v]; softmax written out."""
+def attention(q, k, v, causal=True, queries=None):
+    """q [b, s, h, d], k and v [b, s, h_kv, d] -> [b, s, h, d_v]; softmax written out.
+
+    With ``queries=(a, b)``, q holds the tokens from a to b of the sequence alone.
+    """
     repeat = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
     if causal:
-        s = scores.shape[-1]
-        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+        start, stop = (0, scores.shape[-1]) if queries is None else queries
+        keys = torch.arange(scores.shape[-1], device=q.device)
+        future = keys > torch.arange(start, stop, device=q.device)[:, None]
         scores = scores.masked_fill(future, -math.inf)
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
 
 
-def sequence_first_attention(q, k, v, causal=True):
-    return attention(*(x.transpose(0, 1) for x in (q, k, v)), causal).transpose(0, 1)
+def sequence_first_attention(q, k, v, causal=True, queries=None):
+    return attention(*(x.transpose(0, 1) for x in (q, k, v)), causal, queries).transpose(0, 1)
 
 
 def rope_tables(positions, dims, dtype):

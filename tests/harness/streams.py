@@ -68,7 +68,7 @@ class Backend:
 
     def Stream(self, device, priority):
         assert priority == -1
-        self.streams.append(Stream(self, ("transfer", "gate")[len(self.streams) % 2]))
+        self.streams.append(Stream(self, ("transfer", "gate", "relay")[len(self.streams) % 3]))
         return self.streams[-1]
 
     def Event(self):

@@ -3,6 +3,7 @@
 On a stand-in for streams (`races`): rank 0 of two, over a wire that moves nothing.
 """
 
+import dataclasses
 import functools
 import gc
 import threading
@@ -16,6 +17,7 @@ from benchmarks.one_gpu import Emulated
 from benchmarks.variants import Attention, Layer, Shape
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.relayed import RelayedExchange
 from ds_sp_overlap.exchange.sp_group import SideStream
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.moving import moving
@@ -26,9 +28,9 @@ SIZE, CPU = 2, torch.device("cpu")
 SHAPE = Shape(seq=12, heads=8, head_dim=4, kv_heads=4, batch=2)
 
 
-def over(wire):
+def over(wire, size=SIZE):
     """A sp_group of its own, as every layer has that is made by itself; the streams are shared."""
-    sp_group = Emulated(SIZE, wire)
+    sp_group = Emulated(size, wire)
     sp_group._sides[CPU] = SideStream(wire.races.backend, CPU)
     return sp_group
 
@@ -140,6 +142,16 @@ def run_again(wire, **config):
     read(*layer.step(attend))
 
 
+def once_per_node(wire, **config):
+    """Both ranks are in one node and need the one KV head: its k and v travel in two legs."""
+    layer = Layer(dataclasses.replace(SHAPE, kv_heads=1), 0, SIZE)
+    layer.sp_group = over(wire)
+    attend = layer.ours(head_groups=2, kv_once_per_node=True, **config)
+    for _ in range(2):
+        read(*layer.step(attend))
+    assert any(stream.name == "relay" and stream.clock[stream] for stream in wire.races.backend.streams)
+
+
 def exchange(wire, kind):
     """One that is packed and unpacked, q, or sent as it lies, o."""
     layout = Geometry(SIZE, 0, (3, 3), 2, 4, 4, 1, batch_first=True).exchange(kind, 0, 8)
@@ -152,6 +164,22 @@ def alone(wire):
         made, layout = exchange(wire, kind)
         token = made.start(torch.randn(layout.source.shape))
         torch.randn(100)
+        read(made.finish(token))
+
+
+def two_legs_alone(wire):
+    """k that travels as it lies and is given up at once, and k that is packed and then changed."""
+    geometry = Geometry(4, 0, (3,) * 4, 1, 4, 2, nodes=(0, 0, 1, 1))
+    layout, legs = geometry.exchange("k", 0, 8), geometry.legs(("k",), 0, (8,))
+    for as_it_lies in (True, False):
+        made = RelayedExchange(legs, over(wire, 4), layout, "layer", "k")
+        k = torch.randn(2, 3, 1, 8).movedim(0, 2) if as_it_lies else torch.randn(layout.source.shape)
+        token = made.start(k)
+        if as_it_lies:
+            del k
+            torch.randn(100)
+        else:
+            read(k)
         read(made.finish(token))
 
 
@@ -192,7 +220,10 @@ SCENES = {
     "no gradient": no_gradient,
     "drop-in": drop_in,
     "abandoned": abandoned,
+    "once per node": once_per_node,
+    "once per node, a window of 1": functools.partial(once_per_node, window=1),
     "alone": alone,
+    "two legs alone": two_legs_alone,
     "elsewhere": elsewhere,
     "backward is called elsewhere": backward_called_elsewhere,
     **{
@@ -375,7 +406,11 @@ WATCHED = [
         check(LAYER),
         0,
     ),
+    Watched(Guard("relays what is ready", without="pass"), check("once per node"), 0),
+    Watched(Guard("packed, then changed", without="pass"), check("two legs alone"), 0),
+    Watched(Guard("memory returns once it was read", without="pass"), check("once per node"), 0),
     # References.
+    Watched(Guard("kept until it travelled", without="pass"), check("two legs alone"), 0),
     Watched(
         Guard("what is sent is kept", without="self.received = self.side.mark()\nself.send, self.sources = None, ()"),
         check("alone"),

@@ -98,7 +98,7 @@ def test_what_is_computed_after_a_launch_is_queued_behind_it(backend):
 def test_all_layers_share_one_set_of_streams(backend):
     """Guard: `sp_group._streams`; torch hands out 32, and begins again."""
     sides = [q_exchange(backend).sp_group.streams(torch.device("cpu")) for _ in range(3)]
-    assert [stream.name for stream in backend.streams] == ["transfer", "gate"]
+    assert [stream.name for stream in backend.streams] == ["transfer", "gate", "relay"]
     assert {side.transfer for side in sides} == {backend.streams[0]} and {side.gate for side in sides} == {backend.streams[1]}
 
 

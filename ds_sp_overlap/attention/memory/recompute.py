@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-AttendGroup = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> o
+# q, k, v -> o of successive ranges of tokens.
+AttendGroup = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
 # The most bytes that are saved beside q, k, v and o, as a share of the bytes of o. A log-sum-exp
 # has 4 bytes per head and token.
 MAX_SAVED = 0.5
@@ -92,8 +93,8 @@ class _View(NamedTuple):
     """A tensor that autograd saves.
 
     Attributes:
-        source: "q", "k", "v" or "o", of which the tensor is a view; or its place among the tensors
-            that are saved.
+        source: "q", "k" or "v", of which the tensor is a view; "o0" for the first range of o, and
+            so on; or its place among the tensors that are saved.
         size: Of the view.
         strides: Of the view.
         offset: Of the view, from the first element of its source.
@@ -139,7 +140,9 @@ class Attended:
             none.
         before: The states of the generators before attention, if it drew random numbers.
         saved: What the graph holds.
-        strides: Of q, k, v and o.
+        strides: Of q, k and v.
+        seq_dim: The dimension of the tokens.
+        pieces: Length and strides of each range of o.
     """
 
     saved_count: int = 0
@@ -149,6 +152,8 @@ class Attended:
     before: Random | None = None
     saved: _Views = field(default_factory=_Views)
     strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    seq_dim: int = 0
+    pieces: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
     def backward(
         self,
@@ -180,11 +185,14 @@ class Attended:
         if self.reads_o:
             if o is None or o.dtype != do.dtype:
                 return self._recompute(attend, heads, needs_grad, do=do, learned=learned)
-            strides = self.strides["o"]
-            if o.stride() != strides:
-                new = torch.empty_strided(o.shape, strides, dtype=o.dtype, device=o.device)
-                o = new.copy_(o)
-            self.saved.tensors["o"] = o
+            first = 0
+            for index, (length, strides) in enumerate(self.pieces):
+                piece = o.narrow(self.seq_dim, first, length) if len(self.pieces) > 1 else o
+                if piece.stride() != strides:
+                    options: Any = dict(dtype=o.dtype, device=o.device)
+                    piece = torch.empty_strided(piece.shape, strides, **options).copy_(piece)
+                self.saved.tensors[f"o{index}"] = piece
+                first += length
         self.saved.tensors.update(zip("qkv", heads))
         self.saved.tensors.update(enumerate(saved))
         o_edge, edges = self.edges
@@ -212,7 +220,7 @@ class Attended:
                 Tensor.detach, lambda x: x
             )
             with torch.enable_grad(), hooks:
-                o = attend(*sources)
+                o = _joined(attend(*sources), self.seq_dim)
         finally:
             if after is not None:
                 after.set()  # guard: what is drawn next is as before
@@ -270,6 +278,7 @@ def attend_once(
     needs_grad: Sequence[bool],
     given: Sequence[Tensor],
     learned: Sequence[Tensor],
+    seq_dim: int,
 ) -> tuple[Tensor, Attended, list[Tensor]]:
     """Run the attention of a head group, see Note [Saved tensors by name].
 
@@ -280,13 +289,15 @@ def attend_once(
         given: Tensors that attention is called with beside q, k and v. They live on anyhow, so that
             saving them costs no memory.
         learned: Tensors with a gradient that attention reads beside q, k and v.
+        seq_dim: The dimension of the tokens.
 
     Returns:
         o without a graph; what backward needs; and the tensors that backward needs beside q, k, v
         and o.
     """
     device = heads[0].device
-    attended = Attended(strides={kind: x.stride() for kind, x in zip("qkv", heads)})
+    strides = {kind: x.stride() for kind, x in zip("qkv", heads)}
+    attended = Attended(strides=strides, seq_dim=seq_dim)
     sources, edges = _sources(heads, needs_grad)
     kinds = {_storage(x): kind for kind, x in zip("qkv", heads)}
     free = {_storage(x) for x in given}
@@ -309,20 +320,23 @@ def attend_once(
 
     before = Random.now(device)
     with torch.enable_grad(), saved_tensors_hooks(pack, attended.saved.unpack):
-        o = attend(*sources)
+        pieces = attend(*sources)
+        o = _joined(pieces, seq_dim)
     if Random.now(device) != before:
         attended.before = before
-    attended.strides["o"], attended.foreign = o.stride(), _foreign(o, edges, learned)
+    attended.pieces = [(piece.shape[seq_dim], piece.stride()) for piece in pieces]
+    attended.foreign = _foreign(o, edges, learned)
     changed = [x._version for x in sources] != versions  # guard: changed, so run again
     beside = None
     if o.requires_grad and not changed and saved_bytes <= max_bytes:
-        starts = {kind: int(x.storage_offset()) for kind, x in zip("qkvo", (*heads, o))}
-        beside = _note_views(attended, saved, kinds, free=free, o=o, starts=starts)
+        starts = {kind: int(x.storage_offset()) for kind, x in zip("qkv", heads)}
+        beside = _note_views(attended, saved, kinds, free=free, pieces=pieces, starts=starts)
+    del pieces
     saved.clear()  # guard: the graph holds `pack`
     if beside is None:
         return o.detach(), attended, []
     attended.saved_count = len(beside)
-    attended.reads_o = any(view.source == "o" for view in attended.saved.views)
+    attended.reads_o = any(str(view.source).startswith("o") for view in attended.saved.views)
     attended.edges = get_gradient_edge(o), edges
     return o.detach(), attended, beside
 
@@ -332,7 +346,7 @@ def _note_views(
     saved: list[Tensor],
     kinds: dict[int, str],
     free: set[int],
-    o: Tensor,
+    pieces: Sequence[Tensor],
     starts: dict[str, int],
 ) -> list[Tensor] | None:
     """Note for each saved tensor the view of q, k, v or o that it is.
@@ -342,19 +356,22 @@ def _note_views(
         saved: The saved tensors.
         kinds: For each storage of q, k and v, its name.
         free: Storages that cost nothing.
-        o: The output.
-        starts: The storage offset of each of q, k, v and o.
+        pieces: The output, in successive ranges of tokens.
+        starts: The storage offset of each of q, k and v.
 
     Returns:
         The tensors that are to be saved; None if they are too large.
     """
     beside: list[Tensor] = []
-    size = 0
+    size, dtype = 0, pieces[0].dtype
+    places = {f"o{index}": (_storage(x), x.numel()) for index, x in enumerate(pieces)}
+    starts |= {f"o{index}": int(x.storage_offset()) for index, x in enumerate(pieces)}
     for x in saved:
-        source: str | int | None = kinds.get(_storage(x)) if x.dtype == o.dtype else None
-        if source is None and x.dtype == o.dtype and _storage(x) == _storage(o):
-            if (x.numel(), x.storage_offset()) == (o.numel(), o.storage_offset()):
-                source = "o"
+        source: str | int | None = kinds.get(_storage(x)) if x.dtype == dtype else None
+        if source is None and x.dtype == dtype:
+            for name, place in places.items():
+                if (_storage(x), x.numel()) == place and x.storage_offset() == starts[name]:
+                    source = name
         if source is None:
             source = len(beside)
             beside.append(x.detach())
@@ -362,7 +379,12 @@ def _note_views(
         start = starts[source] if isinstance(source, str) else 0
         offset = int(x.storage_offset()) - start
         attended.saved.views.append(_View(source, x.shape, x.stride(), offset))
-    return beside if size <= MAX_SAVED * o.numel() * o.element_size() else None
+    return beside if size <= MAX_SAVED * sum(x.nbytes for x in pieces) else None
+
+
+def _joined(pieces: Sequence[Tensor], seq_dim: int) -> Tensor:
+    """Join o of successive ranges of tokens."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), seq_dim)
 
 
 def _foreign(o: Tensor, edges: Sequence[GradientEdge | None], learned: Sequence[Tensor]) -> str:

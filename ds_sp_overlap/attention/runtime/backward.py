@@ -6,6 +6,7 @@ See Note [Two ways to differentiate] in `runner`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from ...exchange.exchange import Exchange
 from ...schedule import Exchanged, O, Op, Part, Step
 from ..memory.recompute import Attended
-from .execution import Call, attend_group, with_kv
+from .execution import Call, attend_in_pieces, with_kv
 from .linear import matrix
 from .output import OutputProjection
 from .runner import FORWARD, ForwardRunner, LocalAttention
@@ -133,7 +134,7 @@ class BackwardRunner(ForwardRunner):
         q = self.values.pop(("q", group))
         heads = [q, *(with_kv(call.geometry, kind, group, self.values) for kind in ("k", "v"))]
         dq, dk, dv, *learned_gradients = self.attended[group].backward(
-            lambda *heads: attend_group(call, attend, group, *heads),
+            partial(attend_in_pieces, call, attend, group),
             heads,
             needs_grad,
             self.values.pop(("o", group), None),

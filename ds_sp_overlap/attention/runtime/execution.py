@@ -10,11 +10,14 @@ from torch import Tensor
 
 from ...exchange.exchange import Exchange, Half
 from ...exchange.geometry import Geometry
+from ...exchange.layout import Range
+from ...exchange.relayed import relayed
 from ...exchange.sp_group import SPGroup
 from ...schedule import Exchanged, Part, Schedule, Step
 
-# The number of a head group, and its q, k, v -> its o.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# The number of a head group, and its q, k, v -> its o. Where ranks share query heads, it is called
+# once for each range of the rank's queries, with the range behind q, k, v.
+Attend = Callable[..., Tensor]
 
 
 class Call:
@@ -91,6 +94,9 @@ class Call:
             head_dims: ``d`` of each tensor that travels.
         """
         tables, name = None, self.schedule.names_of_values[step.exchange]
+        legs = None
+        if self.geometry.nodes is not None:
+            legs = self.geometry.legs(step.tensors, step.group, head_dims)
         if step.beside:
             name = self.schedule.name(step)
             layout = self.geometry.joint_exchange(("q", "q"), step.group, head_dims)
@@ -100,7 +106,8 @@ class Call:
             (kind,) = step.tensors
             layout = self.geometry.exchange(kind, step.group, head_dims[0], kind in self.by_rank)
             tables = self.rope_tables if kind in ("q", "k") else None
-        return Exchange(self.sp_group, layout, self.where, name, self.checked, tables)
+        of_call = self.sp_group, layout, self.where, name, self.checked, tables
+        return Exchange(*of_call) if legs is None else relayed(legs, *of_call)
 
 
 def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:
@@ -136,24 +143,60 @@ def _on_device(index: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def attend_group(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Run the local attention of a group; otherwise as `attend_in_pieces`."""
+    return join_pieces(attend_in_pieces(call, attend, group, q, k, v), call.geometry.seq_dim)
+
+
+def join_pieces(pieces: Sequence[Tensor], seq_dim: int) -> Tensor:
+    """Join o of successive ranges of queries."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), seq_dim)
+
+
+def attend_in_pieces(
+    call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor
+) -> list[Tensor]:
     """Run the local attention of a group, which may change its tensors in place.
 
-    It may not change k and v where two groups, on any rank, attend to the same KV head. The group
-    that attends last in the schedule is exempt.
+    It may not change k and v where two groups, on any rank, attend to the same KV head, unless the
+    group attends last in the schedule; nor where some rank calls it for several ranges of queries.
+
+    Returns:
+        o of each range of this rank's queries; of all of them, where no ranks share heads.
 
     Raises:
         RuntimeError: if attention changed k or v although it may not.
     """
-    if group == call.schedule.last_attended or not call.geometry.kv_is_shared:
-        return attend(group, q, k, v)
+    geometry = call.geometry
+    queries = pieces_of_queries(geometry, q)
+    is_last = group == call.schedule.last_attended or not geometry.kv_is_shared
+    if is_last and geometry.shares == 1:
+        return [attend(group, q, k, v)]
     if k.is_inference():  # no version counter tells of a change
-        return attend(group, q, k.clone(), v.clone())
+        return [attend(group, part, k.clone(), v.clone(), *tokens) for part, *tokens in queries]
     before = k._version, v._version
-    o = attend(group, q, k, v)
+    pieces = [attend(group, part, k, v, *tokens) for part, *tokens in queries]
     if (k._version, v._version) != before:  # guard: keys stay as they are
+        remedy = "set sp_overlap.head_groups to 1"
+        if geometry.shares > 1:
+            remedy = "run with fewer ranks, so that none share query heads"
         raise RuntimeError(
-            f"{call.where}: local attention changes k or v in place, and another head group "
-            "attends to them as well; have it change a copy (k = k * scale), or set "
-            "sp_overlap.head_groups to 1"
+            f"{call.where}: local attention changes k or v in place, and attends to them once more "
+            f"afterwards; have it change a copy (k = k * scale), or {remedy}"
         )
-    return o
+    return pieces
+
+
+def pieces_of_queries(geometry: Geometry, q: Tensor) -> list[tuple[Tensor] | tuple[Tensor, Range]]:
+    """Cut q into the ranges of tokens that local attention is called for.
+
+    Returns:
+        Each piece with its range of global tokens; q alone where no ranks share heads.
+    """
+    if geometry.shares == 1:
+        return [(q,)]
+    pieces: list[tuple[Tensor] | tuple[Tensor, Range]] = []
+    first = 0
+    for start, stop in geometry.own_queries:
+        pieces.append((q.narrow(geometry.seq_dim, first, stop - start), (start, stop)))
+        first += stop - start
+    return pieces

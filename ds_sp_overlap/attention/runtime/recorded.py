@@ -11,10 +11,15 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ...exchange.exchange import Half, run_halves
+from ...exchange.layout import Range
 from ...schedule import Exchanged, Op, Part, Program, Schedule, Step
 from .execution import Attend, Call, attend_group, with_kv
 from .runner import FORWARD, Runner
 from .slices import join
+
+# Changes q, k or v on arrival, given the kind, the tensor, and the ranges of tokens that q holds:
+# none, where q holds the whole sequence.
+Arrive = Callable[[str, Tensor, tuple[Range, ...]], Tensor]
 
 
 class Gathering(Runner):
@@ -63,8 +68,7 @@ class Recorded(Gathering):
         attend: Computes o of a group from its number and its q, k, v, all [s, b, h_g/P, d].
         project: Computes q, k or v of a group, [s/P, b, h_g, d], from the kind and the group. None
             if the inputs are a node of their own, whose tokens the caller puts in ``tokens``.
-        arrive: Changes q, k or v on arrival, given the kind and the tensor, [s, b, h_g/P, d]: RoPE,
-            if the caller wants RoPE after the exchange. None for no change.
+        arrive: RoPE, if the caller wants RoPE after the exchange. None for no change.
 
     Attributes:
         tokens: For each exchange that is in flight, its token.
@@ -79,7 +83,7 @@ class Recorded(Gathering):
         call: Call,
         attend: Attend,
         project: Callable[[str, int], Tensor] | None = None,
-        arrive: Callable[[str, Tensor], Tensor] | None = None,
+        arrive: Arrive | None = None,
     ):
         super().__init__(call)
         self._project, self._attend, self._arrive = project, attend, arrive
@@ -130,12 +134,14 @@ class Recorded(Gathering):
             else:
                 token = self.tokens.pop(step.exchange)
                 halves.append(Half(self.call.exchanges[step.exchange], (token,)))
+        arrive, geometry = self._arrive, self.call.geometry
+        queries = geometry.own_queries if geometry.shares > 1 else ()
         for step, results in zip(steps, run_halves(halves)):
             if step.op is Op.START:
                 (self.tokens[step.exchange],) = results
             else:
                 for part, x in zip(step.parts, results):
-                    self.values[part] = x if self._arrive is None else self._arrive(part[0], x)
+                    self.values[part] = x if arrive is None else arrive(part[0], x, queries)
 
 
 def join_heads(call: Call, outputs: dict[int, Tensor]) -> Tensor:

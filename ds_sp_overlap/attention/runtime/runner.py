@@ -22,6 +22,7 @@ autograd only for the backward of local attention, one head group at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -30,7 +31,7 @@ from ...exchange.exchange import new_token
 from ...profiling.ranges import NOTHING, is_profiled, named
 from ...schedule import Exchanged, Op, Part, Program, Schedule, Step
 from ..memory.recompute import Attended, attend_once
-from .execution import Attend, Call, attend_group, with_kv
+from .execution import Attend, Call, attend_group, attend_in_pieces, with_kv
 from .linear import matrix
 from .output import OutputProjection
 from .projections import InputGradients
@@ -93,12 +94,14 @@ class LocalAttention(NamedTuple):
         agree: Takes whether the backward of attention reads o on this rank, and a description of a
             tensor that attention learns but ``learned`` lacks ("" for none). Refuses such a tensor
             on all ranks. Returns whether o must travel in backward, since some rank reads it.
+        seq_dim: The dimension of the sequence in q, k, v and o.
     """
 
     attend: Attend
     arguments: list[Tensor]
     learned: list[Tensor]
     agree: Callable[[bool, str], bool]
+    seq_dim: int
 
 
 class ForwardRunner(Runner):
@@ -195,11 +198,12 @@ class ForwardRunner(Runner):
         if not self.is_recorded:
             return attend_group(call, attend, group, q, k, v)
         o, self.attended[group], self.saved[group] = attend_once(
-            lambda *heads: attend_group(call, attend, group, *heads),
+            partial(attend_in_pieces, call, attend, group),
             (q, k, v),
             self.qkv_need_grad(group),
             self.local.arguments,
             self.local.learned,
+            self.local.seq_dim,
         )
         return o
 

@@ -149,8 +149,8 @@ def difference_of_block(
     arguments: dict[str, Any],
     attention_arguments: dict[str, Any],
     lengths: Sequence[int],
-    token_dim: int = 1,
-    unused: Collection[str] = (),
+    token_dim: int,
+    unused: Collection[str],
 ) -> str:
     """Compare a decoder layer's own forward with the `BlockLayer` that a chain would run.
 

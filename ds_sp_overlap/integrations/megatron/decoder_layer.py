@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 from torch import Tensor, nn
 
 from ...attention.self_attention import SelfAttention
@@ -24,7 +23,6 @@ from ...config import SpOverlapConfig
 from ..chains import ChainedLayer, ForwardPass, ForwardPasses
 from ..inspect.accounting import Unknown
 from ..inspect.decoder_layer import BlockReader
-from ..inspect.probe import difference_of_block, refuse_difference
 from ..inspect.tokenwise import Form
 from ..layers import HostModule
 from ..rebinding import rebind
@@ -112,29 +110,6 @@ class ParallelTransformerLayer(ChainedLayer):
         """Return no reason: `ChainedLayer` itself notices every checkpoint of Megatron."""
         return ""
 
-    def probe(
-        self,
-        forward_pass: ForwardPass,
-        arguments: dict[str, Any],
-        attention_arguments: dict[str, Any],
-    ) -> None:
-        probes, check = self.reader.probes, self.forward_passes.config.check
-        if not probes.is_due(self.name, check, forward_pass.lengths):
-            return
-        compare = partial(
-            difference_of_block,
-            self.module,
-            type(self.module).forward,
-            self.layer,
-            attention=self.reader.reading.attention,
-            arguments=arguments,
-            attention_arguments=attention_arguments,
-            lengths=forward_pass.lengths,
-            token_dim=0,
-        )
-        sp_group = self.layer.attention.layer.sp_group
-        refuse_difference(probes, self.name, self.module, sp_group=sp_group, compare=compare)
-
     def chain_arguments(
         self, forward_pass: ForwardPass, arguments: dict[str, Any]
     ) -> dict[str, Any]:
@@ -172,6 +147,8 @@ def _why_chain_cant_recompute(stack: Any, config: SpOverlapConfig) -> str:
         return f"{what} of {layers_at_a_time} layers at a time"
     if config.checkpointing == "offload" or config.scope == "auto":
         return f'{what}, with sp_overlap.checkpointing "offload" or scope "auto"'
+    from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
+
     if (
         deepspeed_checkpointing.PARTITION_ACTIVATIONS
         or deepspeed_checkpointing.CPU_CHECKPOINT

@@ -4,6 +4,10 @@ One call per document would be slow where a row packs many short documents. `Doc
 documents by length: a long one is a call of its own, short ones of similar length share a call, and
 documents of one token need none. So there are at most 8 calls per row, and one for each power of
 two below an eighth of the sequence.
+
+The queries may be a range of the sequence alone. A document that begins in the range is as above. A
+document that began before the range is a call of its own, whose queries are the last tokens of its
+keys.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor
+
+from ...exchange.layout import Range
 
 # A document is long if it is longer than an eighth of a row.
 _LONG = 8
@@ -40,45 +46,60 @@ class Documents:
         rows: The number of rows, b.
         seq: The length of a row, s.
         device: Holds the index tensors.
+        queries: The first token of the queries, and the token behind the last; None for all tokens.
 
     Attributes:
+        queries: As given.
         long: For each call of attention on a long document, the rows, the start and the stop.
-            Documents that have the same place in all rows share a call.
+            Documents that have the same place in all rows share a call. Documents that began before
+            the queries are among them, however short they are.
         short: For each call on short documents, the tokens to gather, [n, length], and the results
             to take, as indices into the flattened result. The length is a power of two; a shorter
             document repeats its last token.
         alone: [n]. The tokens that are documents of their own. Such a token sees itself alone, so
             that its o is its v.
         in_order: Whether joining the results of the long documents gives the sequence.
-        order: [b s]. The place of each token in the joined results of all calls.
+        order: [b n]. The place of each query in the joined results of all calls, n queries a row.
     """
 
-    def __init__(self, bounds: np.ndarray, rows: int, seq: int, device: torch.device):
-        self.rows, length = rows, bounds[:, 2] - bounds[:, 1]
-        is_long = length * _LONG > seq
-        # For each call, the tokens that its results belong to, as indices into all rows joined.
+    def __init__(
+        self,
+        bounds: np.ndarray,
+        rows: int,
+        seq: int,
+        device: torch.device,
+        queries: Range | None = None,
+    ):
+        self.rows, self.queries = rows, queries or (0, seq)
+        first, last = self.queries
+        seq = last - first
+        bounds = bounds[(bounds[:, 1] < last) & (bounds[:, 2] > first)]
+        bounds[:, 2] = np.minimum(bounds[:, 2], last)
+        length = bounds[:, 2] - bounds[:, 1]
+        is_long = (bounds[:, 1] < first) | (length * _LONG > seq)
+        # For each call, the queries that its results belong to, as indices into all rows joined.
         tokens_of_calls: list[np.ndarray] = []
 
         self.long = self._long_calls(bounds[is_long], rows)
         for of_rows, start, stop in self.long:
-            row_starts = np.arange(rows)[of_rows, None] * seq
-            tokens_of_calls.append((row_starts + np.arange(start, stop)).ravel())
+            row_starts = np.arange(rows)[of_rows, None] * seq - first
+            tokens_of_calls.append((row_starts + np.arange(max(start, first), stop)).ravel())
         all_rows = all(of_rows == slice(None) for of_rows, _, _ in self.long)
         self.in_order = all_rows and bool(is_long.all())
 
         index_arrays: list[np.ndarray] = []
-        first, power = bounds[:, 0] * seq + bounds[:, 1], 2
+        starts, power = bounds[:, 0] * seq + bounds[:, 1] - first, 2
         while power // 2 * _LONG <= seq:
             (similar,) = np.nonzero(~is_long & (length > power // 2) & (length <= power))
             for begin in range(0, len(similar), _BATCH):
                 batch = similar[begin : begin + _BATCH]
                 nth, lengths = np.arange(power), length[batch, None]
-                index, real = first[batch, None] + np.minimum(nth, lengths - 1), nth < lengths
+                index, real = starts[batch, None] + np.minimum(nth, lengths - 1), nth < lengths
                 index_arrays += [index, real.ravel().nonzero()[0]]
                 tokens_of_calls.append(index[real])
             power *= 2
 
-        alone = first[~is_long & (length == 1)]
+        alone = starts[~is_long & (length == 1)]
         tokens = np.concatenate([*tokens_of_calls, alone])
         order = np.empty_like(tokens)
         order[tokens] = np.arange(len(tokens))
@@ -111,23 +132,25 @@ class Documents:
 
         Args:
             attention: Attends to documents q, k, v [n, length, h, d]; returns o [n, length, h, d].
+                Has more keys than queries in a document that began before the queries.
             alone: Maps v [n, h_kv, d] of tokens that see themselves alone to o [n, h, d]; None to
                 call ``attention`` with documents of length 1.
-            q: [b, s, h, d].
+            q: [b, n, h, d]. The queries, all s of them or a range.
             k: [b, s, h_kv, d].
             v: [b, s, h_kv, d].
 
         Returns:
-            o [b, s, h, d].
+            o [b, n, h, d].
         """
-        outputs = [
-            attention(q[rows, start:stop], k[rows, start:stop], v[rows, start:stop])
-            for rows, start, stop in self.long
-        ]
+        first, last = self.queries
+        outputs = []
+        for rows, start, stop in self.long:
+            of_document = q[rows, max(start - first, 0) : stop - first]
+            outputs.append(attention(of_document, k[rows, start:stop], v[rows, start:stop]))
         if self.in_order:
             return torch.cat(outputs, 1)
         outputs = [o.flatten(0, 1) for o in outputs]
-        tokens = [x.flatten(0, 1) for x in (q, k, v)]
+        tokens = [x.flatten(0, 1) for x in (q, k[:, first:last], v[:, first:last])]
         for index, real in self.short:
             gathered = [
                 x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in tokens

@@ -18,7 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...exchange.geometry import QueryChunks
+from ...exchange.layout import Range
 from ...exchange.sp_group import SPGroup
+from .balance import balanced
 from .documents import Documents, to_device
 
 # Note [One message, one wait]
@@ -105,8 +108,10 @@ class GlobalSequence:
             starts = self._with_padding(starts, mask, where)
         self.bounds = _bounds(starts)
         self._starts, self._mask = starts, mask
-        self._documents: dict[int | None, Documents | None] = {}
-        self._masks: dict[tuple[int, int], Tensor] = {}
+        self._documents: dict[tuple[int | None, Range | None], Documents | None] = {}
+        self._query_chunks: dict[int, QueryChunks] = {}
+        self._for_flash: dict[Range, tuple[list[int], dict[str, Any]]] = {}
+        self._masks: dict[tuple[int, int, int], Tensor] = {}
 
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
         """Return the first tokens of documents [b, s] if padding in front is a document, too."""
@@ -124,23 +129,28 @@ class GlobalSequence:
         self.padded = bool(behind_padding.any())
         return starts | behind_padding
 
-    def documents(self, chunk: int | None = None) -> Documents | None:
+    def documents(self, chunk: int | None = None, queries: Range | None = None) -> Documents | None:
         """Return the documents, cut into chunks; None if every row is one document.
 
         Args:
             chunk: The length of a chunk, in tokens; None for whole documents.
+            queries: The range of tokens whose queries attend; None for all tokens.
         """
-        if chunk not in self._documents:
-            seq, bounds = sum(self.lengths), self.bounds
-            if chunk is not None and chunk < seq:
-                row, start, stop = self._documents_or_rows()
-                count = (stop - start + chunk - 1) // chunk
-                nth = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
-                row, stop = row.repeat(count), stop.repeat(count)
-                start = start.repeat(count) + nth * chunk
-                bounds = np.stack([row, start, np.minimum(start + chunk, stop)], 1)
-            self._documents[chunk] = self._documents_of(bounds)
-        return self._documents[chunk]
+        key = chunk, queries
+        if key not in self._documents:
+            self._documents[key] = self._documents_of(self._bounds_of(chunk), queries)
+        return self._documents[key]
+
+    def _bounds_of(self, chunk: int | None) -> np.ndarray | None:
+        """Return the `bounds` of the documents, cut into chunks of a length in tokens."""
+        if chunk is None or chunk >= sum(self.lengths):
+            return self.bounds
+        row, start, stop = self._documents_or_rows()
+        count = (stop - start + chunk - 1) // chunk
+        nth = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
+        row, stop = row.repeat(count), stop.repeat(count)
+        start = start.repeat(count) + nth * chunk
+        return np.stack([row, start, np.minimum(start + chunk, stop)], 1)
 
     @functools.cached_property
     def recurrences(self) -> Documents | None:
@@ -153,11 +163,14 @@ class GlobalSequence:
         starts[:, 0] = True
         return self._documents_of(_bounds(starts))
 
-    def _documents_of(self, bounds: np.ndarray | None) -> Documents | None:
+    def _documents_of(
+        self, bounds: np.ndarray | None, queries: Range | None = None
+    ) -> Documents | None:
         """Return the documents with the given bounds [n, 3]; None without bounds."""
         if bounds is None:
             return None
-        return Documents(bounds, self.rows, sum(self.lengths), device=self.device)
+        seq = sum(self.lengths)
+        return Documents(bounds, self.rows, seq, device=self.device, queries=queries)
 
     def _documents_or_rows(self) -> tuple[np.ndarray, ...]:
         """Return row, start and stop [n] of each document; of each row if rows aren't packed."""
@@ -166,26 +179,57 @@ class GlobalSequence:
         rows = np.arange(self.rows)
         return rows, np.zeros_like(rows), np.full_like(rows, sum(self.lengths))
 
-    @functools.cached_property
-    def for_flash(self) -> dict[str, Any]:
-        """The keywords by which transformers' flash attention keeps documents apart.
+    def for_flash(self, queries: Range) -> tuple[list[int], dict[str, Any]]:
+        """Return how transformers' flash attention keeps the documents of a range apart.
 
-        Empty if every row is one document. Given ``position_ids`` instead, flash attention would
-        ask the device in every call how many documents there are.
+        Given ``position_ids`` instead, flash attention would ask the device in every call how many
+        documents there are.
+
+        Args:
+            queries: The range of tokens whose queries attend.
+
+        Returns:
+            For each row, the first token of the keys: that of the first document in the range. The
+            keys end where the queries end. And the keywords that give the edges of the documents in
+            all rows joined; empty if every row is one document.
         """
         if self.bounds is None:
-            return {}
-        seq, (row, start, stop) = sum(self.lengths), self._documents_or_rows()
-        # All rows are joined.
-        edges = np.append(row * seq + start, self.rows * seq).astype(np.int32)
-        (edges_on_device,) = to_device([edges], self.device)
-        longest = int((stop - start).max())
-        return dict(
-            cu_seq_lens_q=edges_on_device,
-            cu_seq_lens_k=edges_on_device,
-            max_length_q=longest,
-            max_length_k=longest,
-        )
+            return [0] * self.rows, {}
+        if queries not in self._for_flash:
+            (first, last), (row, start, stop) = queries, self._documents_or_rows()
+            (inside,) = np.nonzero((start < last) & (stop > first))
+            row, start, stop = row[inside], start[inside], np.minimum(stop[inside], last)
+            lengths = [stop - np.maximum(start, first), stop - start]
+            edges = [np.append(0, length.cumsum()).astype(np.int32) for length in lengths]
+            of_queries, of_keys = to_device(edges, self.device)
+            keywords = dict(
+                cu_seq_lens_q=of_queries,
+                cu_seq_lens_k=of_keys,
+                max_length_q=int(lengths[0].max()),
+                max_length_k=int(lengths[1].max()),
+            )
+            # The documents are sorted, so that a row's first one is found by its row.
+            first_keys = start[np.searchsorted(row, np.arange(self.rows))]
+            self._for_flash[queries] = first_keys.tolist(), keywords
+        return self._for_flash[queries]
+
+    def query_chunks(self, shares: int) -> QueryChunks | None:
+        """Return the tokens whose queries each share attends with; None for those of `Geometry`.
+
+        They are the same for all layers, whatever windows these have: each query of a small window
+        sees about as many keys as any other.
+
+        Args:
+            shares: The ranks that share query heads, r.
+        """
+        seq = sum(self.lengths)
+        if self.bounds is None or not 1 < shares <= seq:
+            return None
+        if shares not in self._query_chunks:
+            row, start, stop = self.bounds.T
+            seen = np.arange(1, self.rows * seq + 1) - (row * seq + start).repeat(stop - start)
+            self._query_chunks[shares] = balanced(seen.reshape(self.rows, seq).sum(0), shares)
+        return self._query_chunks[shares]
 
     @functools.cached_property
     def position_ids(self) -> Tensor:
@@ -194,13 +238,17 @@ class GlobalSequence:
         positions = np.arange(self.rows * seq) - (row * seq + start).repeat(stop - start)
         return to_device([positions.reshape(self.rows, seq)], self.device)[0]
 
-    def window_mask(self, length: int, window: int) -> Tensor:
-        """Return the causal mask [1, 1, length, length] of a sliding window, in tokens."""
-        if (length, window) not in self._masks:
-            token = torch.arange(length, device=self.device)
-            distance = token[:, None] - token[None, :]
-            self._masks[length, window] = ((distance >= 0) & (distance < window))[None, None]
-        return self._masks[length, window]
+    def window_mask(self, queries: int, keys: int, window: int) -> Tensor:
+        """Return the causal mask [1, 1, queries, keys] of a sliding window, in tokens.
+
+        The queries are the last ones of the keys.
+        """
+        key = queries, keys, window
+        if key not in self._masks:
+            token = torch.arange(keys, device=self.device)
+            distance = token[keys - queries :, None] - token[None, :]
+            self._masks[key] = ((distance >= 0) & (distance < window))[None, None]
+        return self._masks[key]
 
 
 def _bounds(starts: np.ndarray) -> np.ndarray | None:
@@ -289,7 +337,7 @@ class Positions:
         finally:
             self.current = None
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def gather(
         self,
         where: str,
@@ -365,7 +413,8 @@ class Positions:
                 return "cache"
             self._caches.add(cache)
         if not isinstance(position_ids, Tensor):
-            return "missing"
+            # Training passes no cache; `generate` does, and no position_ids.
+            return "missing" if cache is None else "cache"
         if position_ids.dim() not in (2, 3):
             return "axes"
         shape = position_ids.shape[-2:] if tokens is None else tokens.shape[:2]

@@ -8,6 +8,7 @@ function and is given q, k and v that the layer has projected and rotated itself
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,12 +17,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from ...attention.drop_in import ProjectedAttention
 from ...attention.heads import PerHead
 from ...attention.latent import LatentAttention
-from ...attention.layer import LayerRuntime
+from ...attention.layer import LayerRuntime, shares_of
 from ...attention.runtime.linear import autocast
+from ...exchange.layout import Range
 from ...exchange.sp_group import SPGroup
 from ..inspect.library import attention_functions
 from ..layers import OverlapSettings
@@ -30,6 +33,7 @@ from ..sequence.masks import Pattern
 from ..sequence.positions import GlobalSequence
 from .forward import Forwards
 from .modules import off_in_eval, refuse_copy, stock_of, unfit
+from .registration import refusal_of
 
 # Note [Documents in flash attention]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -38,6 +42,14 @@ from .modules import off_in_eval, refuse_copy, stock_of, unfit
 # so that the host waits. The edges are known on the host, and are given. A flash attention of
 # somebody else may know position_ids alone. It reads them for a batch of one row, so that several
 # rows with several documents are several calls.
+
+# Note [Queries of a share]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~
+# Where ranks share heads, a call has the queries of a range alone, and their keys end where the
+# queries end. transformers' sdpa, given no mask, would cut the keys to the number of the queries,
+# from the front: wrong without any error. So it is given a mask whose last query sees the last
+# key. ``causal_lower_right`` is no tensor of values: CUDA's fused kernels are told to align so.
+# Flash attention aligns so by itself, from flash-attn 2.1 on.
 
 
 def _core(module: Any) -> tuple[str, Callable]:
@@ -60,6 +72,39 @@ def _takes_edges(function: Callable) -> bool:
     return module == "transformers.integrations.flash_attention"
 
 
+def why_no_share(module: Any) -> str:
+    """Explain why a layer's attention can't attend with a range of the queries; empty if it can."""
+    name, function = _core(module)
+    if name == "sdpa":
+        return ""
+    if not _takes_edges(function):
+        return (
+            f'"{name}" is not transformers\' own flash attention, and may align queries otherwise'
+        )
+    if _aligns_top_left():
+        return f'"{name}" aligns queries with the first keys here; flash-attn >= 2.1 does not'
+    return ""
+
+
+def attention_of(name: str, module: Any) -> Callable | str:
+    """Return the local attention of a layer; or the reason why it needs all queries at once."""
+    why = why_no_share(module)
+    return f"{name}: {why}" if why else local_attention
+
+
+@functools.cache
+def _aligns_top_left() -> bool:
+    """Return whether transformers' flash attention aligns queries with the first keys."""
+    library = sys.modules["transformers.modeling_flash_attention_utils"]
+    # Gone from the library once none that it takes does.
+    return getattr(library, "flash_attn_supports_top_left_mask", bool)()
+
+
+def _joined(x: Tensor, first: list[int]) -> Tensor:
+    """Join the rows of ``x`` [b, s, h, d] into one, each from its first token on."""
+    return torch.cat([row[start:] for row, start in zip(x, first)])[None]
+
+
 def local_attention(
     module: Any,
     q: Tensor,
@@ -68,6 +113,7 @@ def local_attention(
     *,
     sequence: GlobalSequence,
     pattern: Pattern,
+    queries: Range | None = None,
     **options: Any,
 ) -> Tensor:
     """Attend over the whole sequence with some heads, by the layer's own attention function.
@@ -76,34 +122,50 @@ def local_attention(
 
     Args:
         module: The layer.
-        q: [b, s, h/P, d].
+        q: [b, n, h/P, d]. The queries, all s of them or a range.
         k: [b, s, h_kv', d]. The KV heads that the query heads need.
         v: [b, s, h_kv', d].
         sequence: The global sequence.
         pattern: The pattern of the layer's mask.
+        queries: The range of tokens whose queries ``q`` holds; None for all tokens.
         options: Further keywords of the attention function.
 
     Returns:
-        o [b, s, h/P, d].
+        o [b, n, h/P, d].
 
     Raises:
-        ValueError: if the attention function can't attend in the pattern's chunks.
+        ValueError: if the attention function can't attend in the pattern's chunks, or with a range
+            of queries.
     """
     name, function = _core(module)
+    if queries is not None:
+        if reason := why_no_share(module):
+            raise ValueError(f"{type(module).__name__}: {reason}, and ranks share query heads")
+        k, v = k[:, : queries[1]], v[:, : queries[1]]
     own_groups = vars(module).get("num_key_value_groups")
     heads_per_kv = q.shape[2] // k.shape[2]
     # Ranks may share KV heads, so that this rank's number differs from the layer's.
     module.num_key_value_groups = heads_per_kv
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return function(module, q, k, v, mask, **options, **more)[0]
+        return function(module, q, k, v, mask, **{**options, **more})[0]
 
     def document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        length, window, mask = q.shape[1], pattern.window, None
-        if window is not None and window < length:
-            mask = sequence.window_mask(length, window)
-        return attention(q, k, v, mask)
+        length, keys, window = q.shape[1], k.shape[1], pattern.window
+        if window is not None and window < keys:
+            # The keys before the window of the first query are seen by no query.
+            first = max(keys - (length + window - 1), 0)
+            keys, k, v = keys - first, k[:, first:], v[:, first:]
+        mask: Any = None
+        if window is not None and window < keys:
+            mask = sequence.window_mask(length, keys, window)
+        if length == keys:
+            return attention(q, k, v, mask)
+        # See Note [Queries of a share]. A single query sees all keys.
+        if mask is None and length > 1:
+            mask = causal_lower_right(length, keys)  # guard: the last query sees the last key
+        return attention(q, k, v, mask, is_causal=False)
 
     def alone(v: Tensor) -> Tensor:
         # A token that sees itself alone has one attention weight of 1, which dropout may drop.
@@ -112,18 +174,25 @@ def local_attention(
 
     try:
         if name == "sdpa":
-            documents = sequence.documents(pattern.chunk)
+            documents = sequence.documents(pattern.chunk, queries)
             if documents is None:
                 return document(q, k, v)
             return documents.attend(document, alone, q, k=k, v=v)
-        if pattern.chunk is not None and pattern.chunk < q.shape[1]:
+        if pattern.chunk is not None and pattern.chunk < sum(sequence.lengths):
             raise ValueError(
                 f'{type(module).__name__}: "{name}" has no attention in chunks of {pattern.chunk}; '
                 'use "sdpa"'
             )
         # See Note [Documents in flash attention].
         if _takes_edges(function):
-            return attention(q, k, v, None, **sequence.for_flash)  # guard: edges, no positions
+            first, edges = sequence.for_flash(queries or (0, q.shape[1]))
+            if len(set(first)) == 1:
+                k, v = k[:, first[0] :], v[:, first[0] :]
+                return attention(q, k, v, None, **edges)  # guard: edges, no positions
+            rows = attention(
+                _joined(q, [0] * len(q)), _joined(k, first), _joined(v, first), None, **edges
+            )
+            return rows[0].unflatten(0, (len(q), -1))
         if sequence.bounds is None or q.shape[0] == 1:
             return attention(q, k, v, None, position_ids=sequence.position_ids)
         outputs = []
@@ -161,7 +230,7 @@ def baseline_applies(
         keywords: The keywords of the layer's call.
     """
     stock = stock_of(attention_functions().get(module.config._attn_implementation))
-    if stock is None:
+    if stock is None or refusal_of(stock) is not None:
         return False
     stock_ranks = dist.get_process_group_ranks(stock.process_group)
     if stock_ranks != dist.get_process_group_ranks(sp_group.group):
@@ -198,7 +267,7 @@ class Dispatch:
         self.before = before
         self.attend: weakref.WeakKeyDictionary[nn.Module, _Bound] = weakref.WeakKeyDictionary()
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
         """Attend to q, k, v [b, h, s/P, d]; return o [b, s/P, h, d] and None."""
         if module not in self.attend or off_in_eval(module):
@@ -224,6 +293,15 @@ class Dispatch:
             local_attention, module, sequence=sequence, pattern=pattern, **kwargs
         )
 
+        def local_of_all(q, k, v, **per_head):
+            return local(q, k, v, **per_head)
+
+        # Ranks may share query heads by a parameter ``queries``.
+        attention = local_of_all if why_no_share(module) else local
+        shares = shares_of(
+            attend.layer.config, sp_group.size, q.shape[2], k.shape[2], attend=attention
+        )
+
         def stock_attention(q, k, v):
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             o = self.before(module, q, k, v, attention_mask, **keywords)[0]
@@ -238,13 +316,14 @@ class Dispatch:
             if stock_heads == (q.shape[2], k.shape[2]):
                 baseline = stock_attention
         o = attend(
-            local,
+            attention,
             q,
             k,
             v,
             kwargs=per_head,
             batch_first=True,
             sequence_lengths=sequence.lengths,
+            query_chunks=sequence.query_chunks(shares),
             baseline=baseline,
         )
         return o, None

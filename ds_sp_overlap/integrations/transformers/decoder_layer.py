@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint, noop_context_fn
@@ -13,7 +14,6 @@ from ...schedule import Recompute
 from ..chains import ChainedLayer, ForwardPass
 from ..inspect.accounting import forward_of
 from ..inspect.decoder_layer import CHECKPOINTING, BlockReader
-from ..inspect.probe import difference_of_block, refuse_difference
 from ..inspect.symbolic_trace import UNUSED
 from .driven import Driven
 from .forward import Forwards
@@ -38,12 +38,20 @@ class DecoderLayer(ChainedLayer):
         super().__init__(name, module, reader, attention.block, forward_passes=forwards)
         self.attention = attention
 
+    unused = UNUSED
+
+    @property
+    def own_forward(self) -> Callable[..., Any]:
+        return forward_of(type(self.module), beside=CHECKPOINTING)
+
     @property
     def lacks(self) -> str:
-        if not _is_checkpointed(self.module):
-            return ""
-        reason = _why_chain_cant_recompute(self.module, self.forward_passes.config)
-        return reason and f"in training one by one: {reason}"
+        remarks = _remarks_on_experts(self.module)
+        if _is_checkpointed(self.module):
+            reason = _why_chain_cant_recompute(self.module, self.forward_passes.config)
+            if reason:
+                remarks = [f"in training one by one: {reason}"]
+        return "; ".join(remarks)
 
     @property
     def recompute(self) -> Recompute:
@@ -63,33 +71,28 @@ class DecoderLayer(ChainedLayer):
         """Return whether gradient checkpointing would recompute a call of the layer now."""
         return self.module.training and _is_checkpointed(self.module)
 
-    def probe(
-        self,
-        forward_pass: ForwardPass,
-        arguments: dict[str, Any],
-        attention_arguments: dict[str, Any],
-    ) -> None:
-        probes, check = self.reader.probes, self.forward_passes.config.check
-        if not probes.is_due(self.name, check, forward_pass.lengths):
-            return
-        compare = functools.partial(
-            difference_of_block,
-            self.module,
-            forward_of(type(self.module), beside=CHECKPOINTING),
-            self.layer,
-            attention=self.reader.reading.attention,
-            arguments=arguments,
-            attention_arguments=attention_arguments,
-            lengths=forward_pass.lengths,
-            unused=UNUSED,
-        )
-        sp_group = self.layer.attention.layer.sp_group
-        refuse_difference(probes, self.name, self.module, sp_group=sp_group, compare=compare)
-
     def chain_arguments(
         self, forward_pass: ForwardPass, arguments: dict[str, Any]
     ) -> dict[str, Any]:
         return self.attention.block_arguments(arguments).keywords()
+
+
+def _remarks_on_experts(module: Any) -> list[str]:
+    """Say what chunks of tokens cost a mixture of experts; empty for other layers."""
+    # What transformers' `use_experts_implementation` gives to experts.
+    experts = [part for part in module.modules() if hasattr(part, "_apply_gate")]
+    if not experts:
+        return []
+    size = sum(weight.nbytes for part in experts for weight in part.parameters())
+    remarks = [
+        f"experts' weight gradients are made by chunk and summed ({size / 2**20:,.0f} MiB more)"
+    ]
+    if any(part.config._experts_implementation == "eager" for part in experts):
+        remarks.append(
+            'eager experts make the host wait in each chunk (experts_implementation="grouped_mm" '
+            "does not)"
+        )
+    return remarks
 
 
 def _is_checkpointed(module: Any) -> bool:

@@ -128,7 +128,8 @@ def describe(
             f"{name} ({type(layer).__name__}): {heads} value heads leave a rank of sp size {size} "
             f"with no head; use sp size {heads} or less"
         )
-    groups = overlap.groups_for(heads, key_heads)
+    why = f"{name} ({type(layer).__name__}) is a gated delta net, which needs all queries at once"
+    groups = overlap.groups_for(heads, key_heads, why)
     sources = sources_of(layer)
     assert sources is not None
     got = f"delta rule, {overlap.describe_groups(groups)}"

@@ -18,12 +18,13 @@ from ...attention.self_attention import SelfAttention
 from ...profiling.steps import in_backward
 from ...rotary import Rotary
 from ..inspect.attention import Reader, Reading
+from ..inspect.library import own_class
 from ..inspect.probe import refuse_difference
 from ..inspect.symbolic_trace import CACHES, UNUSED
 from ..layers import OverlapSettings
 from ..sequence.masks import Pattern
 from ..sequence.positions import GlobalSequence
-from .attention_function import baseline_applies, local_attention
+from .attention_function import baseline_applies, local_attention, why_no_share
 from .forward import Forwards
 from .modules import off_in_eval
 from .probe import difference
@@ -39,6 +40,7 @@ class BlockArguments(NamedTuple):
         pattern: The pattern of the layer's mask.
         options: The keywords of `local_attention`, among them ``sequence`` and ``pattern``.
         per_head: The keywords of `local_attention` that have a slice for each query head.
+        shares: The ranks that share query heads, r.
     """
 
     x: Tensor
@@ -47,6 +49,7 @@ class BlockArguments(NamedTuple):
     pattern: Pattern
     options: dict[str, Any]
     per_head: dict[str, PerHead]
+    shares: int
 
     def keywords(self) -> dict[str, Any]:
         """Return the keywords of the `SelfAttention` call.
@@ -57,6 +60,7 @@ class BlockArguments(NamedTuple):
         return dict(
             position_embeddings=self.tables,
             sequence_lengths=self.sequence.lengths,
+            query_chunks=self.sequence.query_chunks(self.shares),
             options=self.options,
             **self.per_head,
         )
@@ -128,6 +132,7 @@ class Driven:
     ):
         self.where, self.module, self.reader, self.children = where, module, reader, children
         self.block, self.forwards, self.settings = block, forwards, settings
+        self.shares = settings.shares_for(block.heads, block.kv_heads, block.local_attention)
         self._original = module.forward
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self._names = [parameter.name for parameter in parameters]
@@ -164,7 +169,13 @@ class Driven:
             self._refuse_difference({**arguments, **tensors})
         per_head = {key: PerHead(options.pop(key)) for key in reading.per_head}
         return BlockArguments(
-            x, tables, sequence, pattern=pattern, options=options, per_head=per_head
+            x,
+            tables,
+            sequence,
+            pattern=pattern,
+            options=options,
+            per_head=per_head,
+            shares=self.shares,
         )
 
     def _refuse_difference(self, arguments: dict[str, Any]) -> None:
@@ -226,12 +237,16 @@ def drive(
     reading = reader.reading
     heads, sources, children = reading.heads, reading.sources, _Children(module, reading)
 
-    def attend(q, k, v, options, **per_head):
+    def attend_with_all(q, k, v, options, **per_head):
         return local_attention(module, q, k, v, **options, **per_head)
+
+    # By the parameter ``queries``, ranks may share query heads.
+    def attend(q, k, v, options, queries=None, **per_head):
+        return local_attention(module, q, k, v, queries=queries, **options, **per_head)
 
     norms = [getattr(module, norm) for norm in children.norms.values()]
     block = SelfAttention(
-        local_attention=attend,
+        local_attention=attend_with_all if why_no_share(module) else attend,
         num_heads=heads["q"],
         num_kv_heads=heads["k"],
         head_dim=reading.head_dim,
@@ -253,4 +268,4 @@ def drive(
 
 def _is_transformers_norm(norm: nn.Module) -> bool:
     """Return whether a norm is transformers', hence a function of input and weight alone."""
-    return type(norm).__module__.startswith("transformers.")
+    return own_class(type(norm)).__module__.startswith("transformers.")

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..inspect.library import attention_functions, functions_of, once
+from .registration import refusal_of
 
 # Arguments of a forward that only a module which mixes tokens takes.
 _SEQUENCE_ARGUMENTS = {
@@ -252,10 +253,9 @@ def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str 
     implementation = module.config._attn_implementation
     if (reason := unfit(implementation)) is not None:
         # Stock Ulysses exchanges around flex attention.
-        if implementation == "flex_attention" and stock_of(
-            attention_functions().get("flex_attention")
-        ):
-            return None
+        stock = stock_of(attention_functions().get(implementation))
+        if implementation == "flex_attention" and stock is not None:
+            return refusal_of(stock)
         return reason
     cross = getattr(module, "is_cross_attention", False) or name.endswith("encoder_attn")
     if cross or "cross" in type(module).__name__.lower():

@@ -1,4 +1,4 @@
-"""transformers: an attention layer's own forward against what the driver makes of it (`probe`)."""
+"""transformers: compares an attention layer's own forward with its driver (`inspect.probe`)."""
 
 from __future__ import annotations
 
@@ -19,43 +19,54 @@ def difference(
     block: SelfAttention,
     output: Any,
     forward: Callable,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     options: dict[str, Any],
 ) -> str:
-    """Where a layer's own ``forward`` and what ``block`` makes of it differ; empty if they don't.
+    """Compare a layer's own forward with ``block``.
 
-    output    the output projection
-    given     the layer's arguments
-    options   what the block's attention is called with, as far as it is read from the layer
+    Args:
+        module: The layer.
+        block: What drives it.
+        output: Its output projection.
+        forward: Its own forward.
+        arguments: The layer's arguments by name.
+        options: The keywords of the block's attention that were read from the layer.
+
+    Returns:
+        The first difference, in words; empty if there is none.
     """
-    tables = given.get("position_embeddings")
-    theirs: dict[str, Any] = {}
+    tables = arguments.get("position_embeddings")
+    own_options: dict[str, Any] = {}
 
-    def own(x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        made: list[Tensor] = []
-        with _recording(module, made, theirs):
-            out = forward(**{**given, "hidden_states": x})[0]
-        return made[0], [*made[1:], out]
+    def run_own(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        recorded: list[Tensor] = []
+        with _recording(module, recorded, own_options):
+            y = forward(**{**arguments, "hidden_states": x})[0]
+        o, *heads = recorded
+        return o, [*heads, y]
 
-    def mine(x: Tensor, o: Tensor) -> list[Tensor]:
+    def run_driven(x: Tensor, o: Tensor) -> list[Tensor]:
         heads = [heads.transpose(1, 2) for heads in block.project_locally(x, tables)]
         y = output(o.flatten(2))
         return [*heads, y[0] if isinstance(y, tuple) else y]
 
-    found = probe.difference(module, given["hidden_states"], ("q", "k", "v", "output"), own, mine)
-    if other := [
-        name
-        for name in options
-        if name not in theirs or not probe.equal(options[name], theirs[name])
-    ]:
-        return f"attention's {other[0]} is {theirs.get(other[0])}, not {options[other[0]]}"
-    return found
+    names = "q", "k", "v", "output"
+    hidden = arguments["hidden_states"]
+    text = probe.difference(module, hidden, names, run_own=run_own, run_driven=run_driven)
+    for name, value in options.items():
+        if name not in own_options or not probe.equal(value, own_options[name]):
+            return f"attention's {name} is {own_options.get(name)}, not {value}"
+    return text
 
 
 @contextlib.contextmanager
-def _recording(module: Any, made: list[Tensor], options: dict[str, Any]) -> Iterator[None]:
-    """In the body, attention returns a made-up o; ``made`` is that o, [b, s, h, d], and q, k and v,
-    [b, h, s, d].
+def _recording(module: Any, recorded: list[Tensor], options: dict[str, Any]) -> Iterator[None]:
+    """Let attention return a made-up o in the body.
+
+    Args:
+        module: The layer.
+        recorded: An empty list. Receives that o, [b, s, h, d], and q, k and v, [b, h, s, d].
+        options: An empty dict. Receives the keywords of attention.
     """
     functions, name = attention_functions(), module.config._attn_implementation
     before = functions[name]
@@ -64,7 +75,7 @@ def _recording(module: Any, made: list[Tensor], options: dict[str, Any]) -> Iter
         _: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **more: Any
     ) -> tuple[Tensor, None]:
         o = torch.randn_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
-        made.extend((o, q, k, v))
+        recorded.extend((o, q, k, v))
         options.update(more)
         return o, None
 

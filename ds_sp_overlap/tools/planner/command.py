@@ -11,6 +11,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from ...autotune.costs import WINDOWS, LayerShape, Rates
+from ...exchange.geometry import shares_for
 from .fits import Model, Way, longest
 from .gpu.constants import GPUS, Gpu, gpu
 from .gpu.expected import describe as describe_gpu
@@ -71,6 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="global sequence, tokens: 65536 or 64k, 1m (of 1024)",
     )
     run.add_argument("--sp", type=_whole, required=True, help="ranks of the sp group, P")
+    run.add_argument(
+        "--shares",
+        type=_whole,
+        help="ranks that share their query heads, r (default: as training chooses)",
+    )
     run.add_argument("--batch", type=_whole, default=1)
     run.add_argument(
         "--dtype-bytes",
@@ -158,16 +164,18 @@ def _layer(args: argparse.Namespace) -> LayerShape:
             f"--hidden {shape['hidden']} does not divide by --heads {shape['heads']}; "
             "give --head-dim"
         )
+    heads, kv_heads = shape["heads"], shape["kv_heads"] or shape["heads"]
     return LayerShape(
         width=shape["hidden"],
-        heads=shape["heads"],
-        kv_heads=shape["kv_heads"] or shape["heads"],
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=shape["head_dim"] or shape["hidden"] // shape["heads"],
         seq=args.seq,
         sp_size=args.sp,
         batch=args.batch,
         element_bytes=args.dtype_bytes,
         intermediate=shape["intermediate"] or 0,
+        shares=args.shares or shares_for(args.sp, heads, kv_heads),
     )
 
 
@@ -318,7 +326,7 @@ def _rates(args: argparse.Namespace, layer: LayerShape, on_paper: Gpu | None) ->
 
 
 def describe(layer: LayerShape, rates: str, result: Plan) -> str:
-    """Return the plan as text; ``rates`` is the line about the rates."""
+    """Return the plan as text, its advice first; ``rates`` is the line about the rates."""
     base = result.results["none"]
     rows = [
         (name, f"{r.step_ms:.3f}", f"{result.limits[name]:.3f}",
@@ -337,16 +345,22 @@ def describe(layer: LayerShape, rates: str, result: Plan) -> str:
         "peak MiB",
     )
     what = "layer with its MLP" if layer.intermediate else "attention layer"
+    shared = ""
+    if layer.shares > 1:
+        shared = f", r = {layer.shares} ranks share query heads"
+    if layer.heads < layer.sp_size:
+        shared += "; DeepSpeed's class can't run, and none is the same without overlap"
     return "\n".join(
         (
+            result.advice,
+            "",
             f"one {what}, forward and backward, on one of {layer.sp_size} ranks: "
             f"{layer.heads} query and {layer.kv_heads} KV heads of {layer.head_dim}, "
-            f"model dim {layer.width}, {layer.seq} tokens, batch {layer.batch}",
+            f"model dim {layer.width}, {layer.seq} tokens, batch {layer.batch}{shared}",
             rates,
-            "a model's arithmetic, not a measurement: "
+            "times are computed from the rates, not measured: "
             f"{base.compute_ms:.3f} ms of computing, {base.wire_ms:.3f} ms of exchanges",
             tabulate(rows, headers=head, tablefmt="simple", stralign="right"),
-            result.advice,
             f"of those that take no longer than the shortest ({CLOSE:.0%}) the smallest peak: "
             f"{result.smallest}",
         )

@@ -11,7 +11,7 @@ real step longer, or more groups less attractive.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...autotune.costs import WINDOWS, Costs, LayerShape, Rates
 from ...exchange.layout import Layout, chunk_of
@@ -244,7 +244,9 @@ def plan(layer: LayerShape, rates: Rates) -> Plan:
         rates: Rates of one GPU.
     """
     possible = [groups for groups in GROUPS if groups <= layer.geometry(1).max_groups]
-    one = Costs(layer, rates, 1)
+    # Stock has no shares. Where it can't run, the same shares without overlap stand in its place.
+    stock = replace(layer, shares=1) if layer.heads >= layer.sp_size else layer
+    one = Costs(stock, rates, 1)
     results = {
         "none": one.simulate(BASELINE, is_baseline=True),
         "five of eight": one.simulate(UPSTREAM),

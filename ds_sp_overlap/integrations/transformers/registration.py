@@ -1,0 +1,71 @@
+"""Lets stock Ulysses be registered for head counts that only this package can split.
+
+``UlyssesSPAttentionHF.register_with_transformers``, which Accelerate, Trainer and TRL call, refuses
+head counts that don't divide by the sp size, before there is a model to overlap. `install` makes it
+return its mpu all the same. DeepSpeed's refusal then comes from the first attention of a layer that
+nobody has overlapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+# For each instance of stock Ulysses that can't exchange, DeepSpeed's reason.
+_refusals: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def refusal_of(stock: Any) -> str | None:
+    """Return the reason why an instance of stock Ulysses can't exchange; None if it can."""
+    return _refusals.get(stock)
+
+
+def _refuse(stock: Any, module: nn.Module) -> None:
+    """Raise ValueError if ``stock`` is to exchange for ``module``, and can't."""
+    is_off = stock.disable_in_eval and not module.training
+    if stock in _refusals and not is_off:  # guard: no exchange of heads that don't divide
+        raise ValueError(
+            f"sp_overlap: {_refusals[stock]}, says DeepSpeed's own Ulysses; the overlap takes any "
+            'number of heads: add "sp_overlap": {} to the DeepSpeed config, or call '
+            "ds_sp_overlap.enable(model)"
+        )
+
+
+def install() -> None:
+    """Defer the refusal of head counts from stock's registration to its first attention."""
+    try:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    except ImportError:  # einops is missing, without which nobody can register it
+        return
+    original_init, original_forward = UlyssesSPAttentionHF.__init__, UlyssesSPAttentionHF.forward
+    signature = inspect.signature(original_init)
+
+    @functools.wraps(original_init)
+    def __init__(stock: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            return original_init(stock, *args, **kwargs)
+        except ValueError as error:
+            bound = signature.bind(stock, *args, **kwargs)
+            arguments = bound.arguments
+            size = dist.get_world_size(arguments["process_group"])
+            heads, kv_heads = arguments["attn_head_count"], arguments["kv_head_count"]
+            if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
+                raise
+            reason = str(error)
+        # With counts that it takes, it makes everything but what its own exchange needs.
+        arguments["attn_head_count"] = arguments["kv_head_count"] = size
+        original_init(*bound.args, **bound.kwargs)
+        stock.attn_head_count, stock.global_kv_head_count = heads, kv_heads
+        _refusals[stock] = reason
+
+    @functools.wraps(original_forward)
+    def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse(stock, module)
+        return original_forward(stock, module, *args, **kwargs)
+
+    UlyssesSPAttentionHF.__init__, UlyssesSPAttentionHF.forward = __init__, forward

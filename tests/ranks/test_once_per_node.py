@@ -1,0 +1,113 @@
+"""k and v that travel over the network once to each node: as on the whole sequence, fp64, to 1e-12, in every mode.
+
+Nodes are named by the test, since all ranks run on one host. Each run counts the exchanges in two legs, and fails if there was none.
+"""
+
+import contextlib
+
+from ds_sp_overlap.exchange import relayed, sp_group
+from tests.harness import blocks, dropin, layers
+from tests.harness.blocks import Blocks
+from tests.harness.cases import pairs, singles
+from tests.harness.dropin import Case
+from tests.harness.layers import Shape
+from tests.harness.ranks import no_faults, on_ranks
+from tests.harness.transports import Late
+
+NODES = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1)]
+ONCE = {"kv_once_per_node": True}
+
+
+@contextlib.contextmanager
+def in_nodes(node):
+    """Let this rank be on ``node``; yields the exchanges in two legs that start meanwhile."""
+    before, start = sp_group.hostname, relayed.RelayedExchange.start_forward
+    started = []
+
+    def counting(exchange, xs):
+        started.append(exchange.name)
+        start(exchange, xs)
+
+    sp_group.hostname, relayed.RelayedExchange.start_forward = lambda: f"node {node}", counting
+    try:
+        yield started
+    finally:
+        sp_group.hostname, relayed.RelayedExchange.start_forward = before, start
+
+
+def faults_in_nodes(rank, of_nodes, function, *args):
+    """What ``function(rank, shape, *args)`` finds, for each shape with the nodes of its ranks."""
+    found = []
+    for nodes, shape in of_nodes:
+        with in_nodes(nodes[rank]) as started:
+            faults = function(rank, [shape], *args)
+        found += faults + [f"{shape}: nothing travelled in two legs"] * (not started)
+    return found
+
+
+SHAPES = [
+    Shape(heads, kv_heads, 4, batch, lengths, batch_first, fused=fused, config={"head_groups": groups, **ONCE, **more})
+    for heads, kv_heads in ((8, 1), (8, 2), (12, 2))
+    for groups in (1, 2)
+    for batch, lengths, batch_first, fused in ((1, (3, 3, 3, 3), True, False), (3, (3, 1, 0, 2), True, True), (2, (2, 2, 2, 2), False, False))
+    for more in ({}, {"window": 1}, {"checkpointing": "keep"}, {"check": True})
+]  # fmt: skip
+
+
+def test_a_layer_equals_the_reference():
+    no_faults(4, faults_in_nodes, pairs([(nodes, shape) for shape in SHAPES for nodes in NODES]), layers.faults_of_all)
+
+
+def test_a_layer_equals_the_reference_where_ranks_share_query_heads_too():
+    shapes = [
+        Shape(heads, kv_heads, 4, 2, lengths, config={"head_groups": 1, "shares": shares, **ONCE})
+        for heads, kv_heads, shares in ((2, 1, 2), (2, 2, 2), (1, 1, 4), (4, 2, 2))
+        for lengths in ((2, 2, 2, 2), (3, 1, 4, 2))
+    ]
+    no_faults(4, faults_in_nodes, singles([(nodes, shape) for shape in shapes for nodes in NODES[:2]]), layers.faults_of_all)
+
+
+def test_the_drop_in_equals_the_reference():
+    cases = [
+        Case(
+            8,
+            kv_heads,
+            4,
+            value_dim=6,
+            lengths=(3,) * 4,
+            batch_first=batch_first,
+            rotary_dims=4,
+            config={"head_groups": groups, **ONCE},
+        )
+        for kv_heads in (1, 2)
+        for groups in (1, 2)
+        for batch_first in (True, False)
+    ]
+    no_faults(4, faults_in_nodes, singles([(NODES[0], case) for case in cases]), dropin.faults_of_all)
+
+
+def test_a_chain_equals_the_whole_sequence():
+    shapes = [
+        Blocks(heads, kv_heads, 4, 2, lengths, chunks=chunks, recompute=recompute, config={"head_groups": groups, **ONCE})
+        for heads, kv_heads, groups in ((4, 1, 1), (8, 2, 2))
+        for lengths, chunks in (((4, 4, 4, 4), 2), ((2, 1, 2, 3), 2))
+        for recompute in ("none", "all", "but attention")
+    ]
+    no_faults(4, faults_in_nodes, singles([(NODES[0], shape) for shape in shapes]), blocks.faults_of_all)
+
+
+def test_nothing_is_read_before_it_arrived():
+    shape = Shape(8, 2, 4, 1, (3,) * 4, config={"head_groups": 2, **ONCE})
+    no_faults(4, faults_in_nodes, [(NODES[0], shape)], layers.faults_of_all, Late)
+
+
+def plain_in_nodes(rank, node_of_rank, shape):
+    with in_nodes(node_of_rank[rank]) as started:
+        return layers.block_faults(rank, shape), started
+
+
+def test_one_leg_is_enough_where_no_ranks_of_a_node_need_the_same_heads():
+    """Also where each rank is a node of its own: nothing travels that need not."""
+    for nodes, kv_heads in (((0, 0, 1, 1), 4), ((0, 1, 2, 3), 1)):
+        shape = Shape(8, kv_heads, 4, 1, (3,) * 4, config=ONCE)
+        assert on_ranks(4, plain_in_nodes, nodes, shape) == [([], [])] * 4

@@ -1,0 +1,80 @@
+"""The two legs of k and v, as arithmetic: every token of every head arrives, once over the network to each node."""
+
+import pytest
+import torch
+
+from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.joined import join, split
+
+
+def ranks_of(size, nodes, heads, kv_heads, lengths=None, groups=1, **more):
+    lengths = lengths or (2,) * size
+    return [Geometry(size, rank, lengths, 2, heads, kv_heads, groups, nodes=nodes, **more) for rank in range(size)]
+
+
+def moved(layouts, tensors):
+    """What each rank receives where rank r sends ``tensors[r]`` in ``layouts[r]``."""
+    wires = [join(xs, layout.sources, xs[0].new_empty).split(layout.sources.sizes) for layout, xs in zip(layouts, tensors)]
+    received = []
+    for rank, layout in enumerate(layouts):
+        outs = [torch.full(shape, torch.nan, dtype=torch.float64) for shape in layout.targets.shapes]
+        split(torch.cat([parts[rank] for parts in wires]), layout.targets, outs)
+        received.append(outs)
+    return received
+
+
+GRID = [
+    (4, (0, 0, 1, 1), 8, 2, {}),
+    (4, (0, 1, 0, 1), 8, 1, {"groups": 2}),
+    (6, (0, 0, 0, 0, 1, 1), 6, 2, {"lengths": (3, 0, 1, 2, 5, 1)}),
+    (8, (0,) * 4 + (1,) * 4, 8, 2, {"batch_first": True}),
+    (8, (0,) * 4 + (1,) * 4, 4, 1, {"shares": 2}),
+]
+
+
+@pytest.mark.parametrize("size,nodes,heads,kv_heads,more", GRID)
+def test_both_legs_move_what_one_exchange_moves_and_sum_what_it_sums(size, nodes, heads, kv_heads, more):
+    ranks = ranks_of(size, nodes, heads, kv_heads, **more)
+    for group in range(ranks[0].groups):
+        if ranks[0].kinds_of(group) == "q":
+            continue
+        of_one = [rank.joint_exchange(("k", "v"), group, (3, 2)) for rank in ranks]
+        legs = [rank.legs(("k", "v"), group, (3, 2)) for rank in ranks]
+        assert None not in legs
+        first, second = zip(*legs)
+        torch.manual_seed(0)
+        sent = [[torch.randn(shape, dtype=torch.float64) for shape in layout.sources.shapes] for layout in of_one]
+        expected, got = moved(of_one, sent), moved(second, moved(first, sent))
+        assert all(torch.equal(x, y) for of_rank in zip(expected, got) for x, y in zip(*of_rank))
+        gradients = [[torch.randn_like(x) for x in xs] for xs in expected]
+        expected = moved([layout.inverse for layout in of_one], gradients)
+        got = moved([layout.inverse for layout in first], moved([layout.inverse for layout in second], gradients))
+        for x, y in ((x, y) for of_rank in zip(expected, got) for x, y in zip(*of_rank)):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-13)  # sums of at most 8 numbers of size 1, in another order
+
+
+@pytest.mark.parametrize(
+    "size,heads,kv_heads,shares,plain,once",
+    [
+        (16, 32, 8, 1, 6.0, 5.0),
+        (32, 32, 8, 1, 6.0, 3.75),
+        (64, 32, 8, 2, 5.25, 2.1875),
+        (64, 64, 8, 1, 7.0, 3.9375),
+        (64, 16, 1, 4, 4.375, 1.3125),
+    ],
+)
+def test_elements_that_cross_the_network(size, heads, kv_heads, shares, plain, once):
+    """Received by a rank from other nodes of 8, forward and backward, as multiples of the sequence by the head dim."""
+    nodes, counts = tuple(rank // 8 for rank in range(size)), []
+    for of_nodes in (None, nodes):
+        ranks = ranks_of(size, of_nodes, heads, kv_heads, shares=shares, lengths=(4,) * size)
+        total = 0
+        for rank in ranks:
+            layouts = [rank.exchange(kind, 0, 1) for kind in "qo"]
+            legs = rank.legs(("k", "v"), 0, (1, 1))
+            layouts += [rank.exchange(kind, 0, 1) for kind in "kv"] if legs is None else legs
+            for layout in layouts:
+                for sizes in (layout.targets.sizes, layout.inverse.targets.sizes):
+                    total += sum(count for peer, count in enumerate(sizes) if nodes[peer] != nodes[rank.sp_rank])
+        counts.append(total / size / (4 * size) / 2)  # batch
+    assert counts == [plain, once]

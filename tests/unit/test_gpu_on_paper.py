@@ -13,20 +13,9 @@ from ds_sp_overlap.tools.cli import main
 from ds_sp_overlap.tools.planner.gpu.constants import gpu
 from ds_sp_overlap.tools.planner.gpu.deadlocks import search
 from ds_sp_overlap.tools.planner.gpu.expected import expect, without_gate
-from ds_sp_overlap.tools.planner.gpu.launches import (
-    COMPUTE,
-    GATE,
-    TRANSFER,
-    Attention,
-    Gemm,
-    Move,
-    Record,
-    Recorder,
-    Transfer,
-    Wait,
-    record,
-)  # fmt: skip
+from ds_sp_overlap.tools.planner.gpu.launches import COMPUTE, GATE, TRANSFER, Attention, Gemm, Move, Record, Transfer, Wait
 from ds_sp_overlap.tools.planner.gpu.player import Player, play
+from ds_sp_overlap.tools.planner.gpu.recorder import Recorder, record
 
 # Four SMs, exchanges of one, a host and events that cost nothing. `product`, `attention`, `exchange` take what they say.
 FIGURES = dict(

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..exchange.geometry import Geometry
+from ..exchange.geometry import Geometry, QueryChunks
 from .drop_in import ProjectedAttention
 from .heads import bind_arguments
 from .layer import LayerRuntime
@@ -70,7 +70,7 @@ class LatentAttention:
         self.layer, self.projection, self.nope_dim = layer, projection, nope_dim
         self._projected = ProjectedAttention(layer)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(
         self,
         local_attention: Callable[..., Tensor],
@@ -82,6 +82,7 @@ class LatentAttention:
         *,
         batch_first: bool,
         sequence_lengths: list[int] | None,
+        query_chunks: QueryChunks | None = None,
         baseline: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
     ) -> Tensor:
         """Attend over the global sequence.
@@ -98,6 +99,7 @@ class LatentAttention:
             kwargs: More keyword arguments for ``local_attention``.
             batch_first: Whether the batch comes before the sequence.
             sequence_lengths: Local sequence length of every rank; None if all are the same.
+            query_chunks: For k and v of all heads, as for `ProjectedAttention`.
             baseline: For k and v of all heads, computes the same without overlap.
 
         Returns:
@@ -116,6 +118,7 @@ class LatentAttention:
                 kwargs=kwargs,
                 batch_first=batch_first,
                 sequence_lengths=sequence_lengths,
+                query_chunks=query_chunks,
                 baseline=baseline,
             )
         projection: Any = self.projection()

@@ -17,7 +17,7 @@ since each block takes an SM from the kernels that hide the exchange.
 
 Two communicators hang where one rank's GPU begins their kernels in another order than another
 rank's. NCCL begins them in the host's order if `LAUNCH_ORDER` is set before its first launch
-(`ask_for_launch_order`).
+(`launch_order`).
 
 Ranks make the communicator at their first call, between collectives of others. Two things may wait
 for one another then. NCCL allocates memory while it connects, and the allocation may wait for a
@@ -40,28 +40,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions, all_to_all_single
 
 from ..warn import say, warn_once
+from .launch_order import LAUNCH_ORDER
 
 # SMs that a communicator of our own may take; NCCL's send and receive takes up to 32. Not yet
 # measured.
 MAX_CTAS = 16
-# NCCL reads it once, at the first launch of a process, see Note [Two communicators].
-LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-
-
-def ask_for_launch_order() -> None:
-    """Have NCCL begin kernels of two communicators in the order of their launch.
-
-    Called by the import of the package. Does nothing where the user has decided, or where NCCL may
-    have read the environment already.
-    """
-    if LAUNCH_ORDER not in os.environ and not _has_nccl_group():
-        os.environ[LAUNCH_ORDER] = "1"
-
-
-def _has_nccl_group() -> bool:
-    """Return whether NCCL carries some group of this process."""
-    groups = dist.distributed_c10d._world.pg_map
-    return any(backend_of(group, "cuda") == "nccl" for group in groups)
 
 
 class Handle(Protocol):

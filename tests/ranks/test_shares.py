@@ -1,6 +1,6 @@
 """Ranks that share query heads, each with some of the queries: on 2 and 4 ranks, fp64, 1e-12, against the whole sequence.
 
-`unit/test_shares.py` has the exchanges by themselves; random programs (`test_programs.py`) draw shares too.
+`unit/test_layout_of_shares.py` has the exchanges by themselves; random programs (`test_programs.py`) draw shares too.
 """
 
 import functools

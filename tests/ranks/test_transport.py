@@ -20,7 +20,7 @@ import torch.distributed._symmetric_memory as symmetric
 
 import ds_sp_overlap
 from ds_sp_overlap.config import SpOverlapConfig
-from ds_sp_overlap.exchange import copy_engines, transport
+from ds_sp_overlap.exchange import copy_engines, launch_order, transport
 from ds_sp_overlap.exchange.sp_group import SPGroup, by_name
 from ds_sp_overlap.exchange.transport import C10d, OneRank, backend_of
 from ds_sp_overlap.tools import doctor
@@ -190,32 +190,32 @@ def test_blocks_that_no_communicator_has_are_refused(section, message):
 
 
 def test_the_import_asks_for_one_order_of_launches():
-    code = f"import os, ds_sp_overlap; print('order', os.environ['{transport.LAUNCH_ORDER}'])"
-    environment = {name: value for name, value in os.environ.items() if name != transport.LAUNCH_ORDER}
+    code = f"import os, ds_sp_overlap; print('order', os.environ['{launch_order.LAUNCH_ORDER}'])"
+    environment = {name: value for name, value in os.environ.items() if name != launch_order.LAUNCH_ORDER}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert "order 1" in ran.stdout, ran.stderr
 
 
 @pytest.mark.parametrize("value,exists,after", [(None, False, "1"), ("0", False, "0"), (None, True, None)])
 def test_the_import_leaves_alone_what_is_decided_or_read_already(monkeypatch, value, exists, after):
-    monkeypatch.delenv(transport.LAUNCH_ORDER, raising=False)
+    monkeypatch.delenv(launch_order.LAUNCH_ORDER, raising=False)
     if value is not None:
-        monkeypatch.setenv(transport.LAUNCH_ORDER, value)
+        monkeypatch.setenv(launch_order.LAUNCH_ORDER, value)
     groups = {object(): ("cpu:gloo,cuda:nccl" if exists else "gloo", None)}
     monkeypatch.setattr(dist.distributed_c10d._world, "_default_pg", None)
     monkeypatch.setattr(type(dist.distributed_c10d._world), "pg_map", groups)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: groups[group][0] if exists else "cpu:gloo")
-    transport.ask_for_launch_order()
-    assert os.environ.get(transport.LAUNCH_ORDER) == after
+    launch_order.ask_for_launch_order()
+    assert os.environ.get(launch_order.LAUNCH_ORDER) == after
 
 
 def said_of_the_order(rank, value):
     """What a start-up says whose import came too late; with the variable set by the user, if ``value``."""
-    with mock.patch.dict(os.environ, {transport.LAUNCH_ORDER: value} if value else {}):
+    with mock.patch.dict(os.environ, {launch_order.LAUNCH_ORDER: value} if value else {}):
         if not value:
-            os.environ.pop(transport.LAUNCH_ORDER, None)
+            os.environ.pop(launch_order.LAUNCH_ORDER, None)
         warn_once.cache_clear()
-        return [line for line in communicators(rank, "auto")[2] if transport.LAUNCH_ORDER in line]
+        return [line for line in communicators(rank, "auto")[2] if launch_order.LAUNCH_ORDER in line]
 
 
 def test_a_start_up_that_came_too_late_for_the_order_says_so_once():

@@ -135,9 +135,9 @@ SEVEN_B = "plan --hidden 4096 --heads 32 --intermediate 11008 --seq 16384 --sp 8
 def test_the_command_prints_the_table_and_advice(capsys):
     assert main(f"{SEVEN_B} --bandwidth 45".split()) == 0
     out = capsys.readouterr().out
-    assert "a model's arithmetic, not a measurement" in out
+    assert "times are computed from the rates, not measured" in out
     assert re.search(r"none +\d+\.\d+ +\d+\.\d+ +\d+\.\d+ +3[01]\.\d%", out)  # DESIGN's sources have 30.9 % at rates of their own
-    assert "worth it: G = 4" in out
+    assert out.startswith("worth it: G = 4 saves ")
 
 
 @pytest.mark.parametrize(

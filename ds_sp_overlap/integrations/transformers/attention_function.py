@@ -267,7 +267,7 @@ class Dispatch:
         self.before = before
         self.attend: weakref.WeakKeyDictionary[nn.Module, _Bound] = weakref.WeakKeyDictionary()
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
         """Attend to q, k, v [b, h, s/P, d]; return o [b, s/P, h, d] and None."""
         if module not in self.attend or off_in_eval(module):
@@ -289,7 +289,7 @@ class Dispatch:
         sequence, pattern = forwards.of(where, module, q, mask=attention_mask, kwargs=kwargs)
         sp_group = attend.layer.sp_group
         q = _scaled_by_position(module, q, sequence, rank=sp_group.rank)
-        local = functools.partial(
+        local: Callable = functools.partial(
             local_attention, module, sequence=sequence, pattern=pattern, **kwargs
         )
 

@@ -28,8 +28,8 @@ goes through deepspeed.initialize, one after another in the same ranks:
 
 The noise runs change nothing but the order of additions. A run of G = n counts the exchanges that the plugin launched,
 and stops everything if one of the eight is missing in any layer or step. Results: curves.csv, verdict.md, curves.png,
-environment.json. The last line is PASS or FAIL. Exit code 0: every judged variant is within the bound that verdict.py states; sp = 1 is judged in fp32
-only, since DeepSpeed reduces bf16 gradients in another precision there; so is all that is compared with it.
+environment.json. The last line is PASS or FAIL. Exit code 0: every judged variant is within the bound that verdict.py states;
+sp = 1 is judged in fp32 only, since DeepSpeed reduces bf16 gradients in another precision there; so is all that is compared with it.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ FAULTS = {
     ),
     "nothing is overlapped": (
         "integrations/deepspeed/initialize.py",
-        "    report = enable(engine.module, config,",
-        "    return\n    report = enable(engine.module, config,",
+        "    if config.enabled:\n        _refuse_moe_of_mpu(engine)\n",
+        "    return\n",
         "nothing was overlapped",
     ),
 }

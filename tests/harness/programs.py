@@ -30,7 +30,9 @@ from torch.utils.checkpoint import checkpoint
 import ds_sp_overlap
 from ds_sp_overlap.attention import self_attention
 from ds_sp_overlap.attention.runtime import output, projections
+from ds_sp_overlap.exchange import sp_group
 from ds_sp_overlap.exchange.geometry import shares_for
+from ds_sp_overlap.exchange.relayed import RelayedExchange
 from ds_sp_overlap.relayout import ops
 from tests.harness import reference, transports
 from tests.harness.ranks import RankError, on_ranks
@@ -814,9 +816,14 @@ def faults(rank, program, delayed, acted):
                 stack.enter_context(mock.patch.object(end, "by_rank", counting))
         if program.folds:
             stack.enter_context(mock.patch.object(ops, "_TORCH", ops._TORCH._replace(folds=True)))
+        stack.enter_context(mock.patch.object(sp_group, "hostname", lambda: f"node {rank // 2}"))
+        relay = stack.enter_context(
+            mock.patch.object(RelayedExchange, "_pass_on", autospec=True, side_effect=RelayedExchange._pass_on)
+        )
         world = World(program, rank, mover)
         got = world.run()
         world.settle()
+        acted["two legs"] += relay.call_count
     wrong = errors(world, got, expected)
     if not program.half and any(isinstance(e, float) and e > tolerance for e in wrong.values()):
         # Some stacks of squared layers magnify roundings: no more is asked than of the reference itself, its weights off by a few.
@@ -966,6 +973,8 @@ class _Draw:
             config["shares"] = 1
         elif self.sharing.random() < 0.3:
             config["shares"] = self.sharing.choice(possible)
+        if self.sharing.random() < 0.25:  # two ranks a node
+            config["kv_once_per_node"] = True
         return dict(
             batch_first=self.chance(0.5),
             view=self.chance(0.4),

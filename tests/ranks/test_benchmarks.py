@@ -50,7 +50,7 @@ def test_five_of_eight_is_right_and_is_the_program_that_plan_plays(size):
 @pytest.mark.parametrize("cores, says", [(4, "4 ranks"), (2, "4 ranks on 2 cores: no claim about time")])
 def test_figures_of_a_link_say_whether_its_ranks_share_cores(monkeypatch, cores, says):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    assert Wire.kind.fget(SimpleNamespace(ranks=4)) == f"rate-limited link (veth and token bucket), {says}"
+    assert Wire.kind.fget(SimpleNamespace(ranks=4, per_node=1)) == f"rate-limited link (veth and token bucket), {says}"
 
 
 @pytest.mark.full

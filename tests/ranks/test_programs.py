@@ -25,6 +25,7 @@ def test_random_programs_do_what_they_do_on_the_whole_sequence(size):
     assert not reports, "\n\n".join(reports)
     for what in ("compared", "raised", "hooks", "transfers", "rank-major"):
         assert acted[what] > len(seeds) / 4, f"{what}: {dict(acted)}"  # a program that does nothing is right as well
+    assert size == 2 or acted["two legs"], dict(acted)  # of two ranks, few programs have one KV head
     assert acted["magnifies"] <= len(seeds) / 30, "the tolerance is loosened for a few programs, not for all"
 
 
@@ -63,6 +64,7 @@ FEATURES = {
     "fewer KV heads than ranks": layer(lambda spec, program: spec.kv_heads < program.ranks),
     "fewer heads than ranks": layer(lambda spec, program: spec.heads < program.ranks),
     "ranks that share heads": configured("shares", 2, 3, 4),
+    "k and v once to each node": configured("kv_once_per_node", True),
     "ranks that share heads, in groups": layer(
         lambda spec, _: dict(spec.config).get("shares", 1) > 1 and dict(spec.config)["head_groups"] == 2
     ),

@@ -515,7 +515,7 @@ CONFIG_REFUSED = [
         {"head_group": 2},
         "sp_overlap.head_group: unknown key; did you mean 'head_groups'? Valid keys: enabled, head_groups, "
         "scope, token_chunks, shares, kv_once_per_node, window, memory, checkpointing, projections, "
-        "wgrad, kernels, transport, on_unsupported, documents, policy, timeline, check",
+        "wgrad, kernels, transport, max_ctas, min_ctas, cga_cluster_size, sm_carveout, on_unsupported, documents, policy, timeline, check",
     ),
     ({"Wgrad": True}, "did you mean 'wgrad'?"),
     ({"head_groups": 0}, 'sp_overlap.head_groups must be "auto" or at least 1, got 0'),

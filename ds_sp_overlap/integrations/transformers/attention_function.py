@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...attention.drop_in import ProjectedAttention
 from ...attention.heads import PerHead
@@ -105,6 +106,13 @@ def _joined(x: Tensor, first: list[int]) -> Tensor:
     return torch.cat([row[start:] for row, start in zip(x, first)])[None]
 
 
+def _lower_right(length: int, keys: int) -> Tensor:
+    """Return the causal mask of ``length`` queries whose last one sees the last of ``keys``."""
+    # torch makes no such object while somebody's dispatch mode (a counter of FLOPs) is on.
+    with _disable_current_modes():
+        return causal_lower_right(length, keys)
+
+
 def local_attention(
     module: Any,
     q: Tensor,
@@ -164,7 +172,7 @@ def local_attention(
             return attention(q, k, v, mask)
         # See Note [Queries of a share]. A single query sees all keys.
         if mask is None and length > 1:
-            mask = causal_lower_right(length, keys)  # guard: the last query sees the last key
+            mask = _lower_right(length, keys)  # guard: the last query sees the last key
         return attention(q, k, v, mask, is_causal=False)
 
     def alone(v: Tensor) -> Tensor:

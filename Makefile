@@ -5,6 +5,7 @@
 #   make test-all PART=3/8     every case of the tests, the third of eight parts of about one length; all parts without PART
 #   make durations             every case, and how long each takes is written down for PART
 #   make lint, make package
+#   make versions              other versions of Python, torch, DeepSpeed and transformers, each in a venv: an hour or more
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -14,7 +15,7 @@ ARGS ?=
 # Of this environment alone: DeepSpeed builds an op at first use, and a build that was killed leaves a lock behind.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 
-.PHONY: convergence test test-all durations lint package
+.PHONY: convergence test test-all durations lint package versions
 convergence: .venv/ready
 	.venv/bin/python benchmarks/convergence/run.py $(ARGS)
 
@@ -41,11 +42,18 @@ lint: .venv/ready
 package: .venv/ready
 	.ci/package
 
+versions:
+	$(PYTHON) -m tests.harness.versions $(ARGS)
+
 # torch first and no build isolation: a build environment of pip's own would fetch a torch of its own.
 .venv/ready: setup.py pyproject.toml
-	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --upgrade pip setuptools wheel
-	.venv/bin/pip install --quiet $(TORCH)
-	DS_BUILD_OPS=0 .venv/bin/pip install --quiet --no-build-isolation $(DEEPSPEED)
-	.venv/bin/pip install --quiet --no-build-isolation --editable ".[test,lint]"
+	@echo "1 of 4: making .venv"
+	@$(PYTHON) -m venv .venv
+	@.venv/bin/pip install --quiet --upgrade pip setuptools wheel
+	@echo "2 of 4: installing $(TORCH)"
+	@.venv/bin/pip install --quiet $(TORCH)
+	@echo "3 of 4: installing $(DEEPSPEED)"
+	@DS_BUILD_OPS=0 .venv/bin/pip install --quiet --no-build-isolation $(DEEPSPEED)
+	@echo "4 of 4: installing this package, and what its tests need"
+	@.venv/bin/pip install --quiet --no-build-isolation --editable ".[test,lint]"
 	touch $@

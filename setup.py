@@ -1,58 +1,27 @@
-"""Building of the kernels; what else there is to say of the package is in pyproject.toml. torch must be installed first: ``pip install --no-build-isolation .``
+"""The packages, of which one lies beside the others, and the description; the rest is in pyproject.toml.
 
-The kernels of csrc/ are built here: for CUDA where nvcc is found (no GPU needed), for the CPU alone where only a C++ compiler
-is, not at all where neither is. See ds_sp_overlap/relayout/build.py for DS_SP_OVERLAP_BUILD and TORCH_CUDA_ARCH_LIST.
+Nothing is compiled here. The sources in csrc/ travel along, for ``python -m ds_sp_overlap build`` and for
+``"kernels": "compiled"``, which build them at first use.
 """
 
-import importlib.util
-import sys
+import re
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
-from setuptools.command.build_ext import build_ext
-
-here = Path(__file__).parent
-
-# By path: importing the package would need torch and DeepSpeed.
-spec = importlib.util.spec_from_file_location(
-    "build_kernels", here / "ds_sp_overlap/relayout/build.py"
-)
-builder = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(builder)
+from setuptools import find_packages, setup
 
 
-class BuildKernels(build_ext):
-    """Build the library, or say what is missing and go on: the package works without. A build asked for by name must succeed."""
-
-    def run(self):
-        folder = here if self.inplace or self.editable_mode else Path(self.build_lib)
-        try:
-            wish = builder.wish()
-            path = builder.build(folder / "ds_sp_overlap", wish)
-            self.built = [str(path), str(path.with_suffix(".json"))]
-        except builder.BuildError as error:
-            if builder.wish():
-                raise SystemExit(
-                    f"ds_sp_overlap: DS_SP_OVERLAP_BUILD={builder.wish()}, but {error}"
-                ) from None
-            print(
-                f"ds_sp_overlap: installed WITHOUT compiled kernels, PyTorch's copies serve instead: {error}",
-                file=sys.stderr,
-            )
-
-    built: list = []
-
-    def get_outputs(self):
-        return self.built
-
-    def get_output_mapping(self):
-        return {}
+def description():
+    """Return the README without the links into this repository, which lead nowhere on an index page."""
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"<!--.*?-->\n", "", text)
+    text = re.sub(r"!\[[^]]*\]\((?!https:)[^)]*\)\n", "", text)
+    return re.sub(r"\[([^]]*)\]\((?!https:)[^)]*\)", r"\1", text)
 
 
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
     packages=[*find_packages(include=["ds_sp_overlap*"]), "ds_sp_overlap.csrc"],
-    package_dir={"ds_sp_overlap.csrc": "csrc"},  # sources travel along, for a build at first use
+    package_dir={"ds_sp_overlap.csrc": "csrc"},
     package_data={"ds_sp_overlap": ["py.typed"], "ds_sp_overlap.csrc": ["*.h", "*.cpp", "*.cu"]},
-    ext_modules=[] if builder.wish() == "0" else [Extension("ds_sp_overlap._kernels", sources=[])],
-    cmdclass={"build_ext": BuildKernels},
 )

@@ -1,50 +1,64 @@
 #!/usr/bin/env bash
-# Everything that must be shown on a machine with one NVIDIA GPU, in one command:
+# Everything that must be shown on a machine with one NVIDIA GPU, in four calls of at most nine minutes:
 #
-#     benchmarks/gpu.sh [STAGE ...]               all of the stages below, or those named
-#     benchmarks/gpu.sh --rehearse [STAGE ...]    the same on a CPU, small; proves the scripts, not the kernels
+#     benchmarks/gpu.sh 1        kernels load and are exact; what kernels cost beside an exchange's blocks
+#     benchmarks/gpu.sh 2        streams, waits and transports are right, also without compiled kernels
+#     benchmarks/gpu.sh 3        one rank of eight over an emulated network, and a trace of G = 1, 2, 4
+#     benchmarks/gpu.sh 4        bandwidth, memory checks, the host, 70B
+#     benchmarks/gpu.sh --rehearse 1|2|3|4        the same on a CPU, small; proves the scripts, not the kernels
 #
-#     build        the library with CUDA kernels; no kernel spills registers
+# No call needs another one. Each leaves its rows in RESULTS (default benchmarks/results/gpu) as they come, goes on after a stage
+# that fails, and ends with what is to be decided from it. Single stages can be named in place of a number:
+#
+#     install      wheels of benchmarks/carry.sh, where DeepSpeed is missing
+#     build        the library with CUDA kernels, unless one is there that loads; no kernel spills registers
 #     exact        the kernels' tests, on the device
-#     memcheck     compute-sanitizer over every kernel, without torch's caching allocator, which hides what lies past a tensor
-#     initcheck    the same for memory that is read and was never written
-#     bandwidth    against a copy and complex128
-#     gemm         projections that write the send buffer themselves
+#     contention   contention.py: products and attention beside blocks, and what a block waits for
+#     race         slow exchanges that begin by writing NaN
+#     sync         a transformers layer makes the host wait for nothing
 #     layer        two processes on the GPU, over gloo, against the whole sequence
 #     ordered      the same under torch's sanitizer of streams
 #     nccl         one rank, the package's own communicators
-#     sync         a transformers layer makes the host wait for nothing
-#     race         slow exchanges that begin by writing NaN
+#     emulated     one_gpu.py: rank 0 of 8, Llama-8B, 8K and 32K tokens per GPU
+#     bandwidth    against a copy and complex128
+#     memcheck, initcheck    compute-sanitizer over every kernel, without torch's caching allocator, which hides what lies past a
+#                  tensor; the second finds memory that is read and was never written
+#     gemm         projections that write the send buffer themselves
 #     host         time of the host
-#     emulated-7b, emulated-70b    one_gpu.py: an emulated network
+#     emulated-70b one_gpu.py: rank 0 of 8, Llama-70B
 #
-# Each stage ends within nine minutes, and leaves its rows in RESULTS (default benchmarks/results/gpu) as they come. Every
-# stage runs even if one before it failed; the last line says which did. Needs nvcc, a C++ compiler and a Python with torch.
-# To a machine without a network carry the wheels beside it:
-#
-#     benchmarks/gpu.sh carry                     where there is a network: WHEELS (default .wheels) for Python 3.12
-#     benchmarks/gpu.sh install build exact ...   there
+# Needs nvcc, a C++ compiler, and a Python with torch and transformers.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 wheels=${WHEELS:-.wheels}
-deepspeed=deepspeed==0.19.8
-packages=(transformers hypothesis pytest tabulate einops hjson msgpack ninja packaging psutil py-cpuinfo pydantic tqdm)
-stages=(build exact memcheck initcheck bandwidth gemm layer ordered nccl sync race host emulated-7b emulated-70b)
 python=${PYTHON:-python3}
+calls=("install build exact contention" "install build race sync layer ordered nccl" "install build emulated"
+    "install build bandwidth memcheck initcheck gemm host emulated-70b")
 
-device=cuda results=${RESULTS:-benchmarks/results/gpu} small=() emulated=(--minutes 6)
+device=cuda rehearsed=()
+table=(--megabytes 64 256 --ranks 8 32 --head-dim 64 128)
 if [ "${1:-}" = --rehearse ]; then
     shift
-    device=cpu results=${RESULTS:-$(mktemp -d)}
-    small=(--megabytes 1 --ranks 2 4 --heads-per-rank 2 --head-dim 64 80 --repeat 5 --model-dim 256)
-    emulated+=(--rehearse)
+    device=cpu
+    results=${RESULTS:-$(mktemp -d)}
+    table=(--megabytes 1 --ranks 2 4 --heads-per-rank 2 --head-dim 64 80 --repeat 5 --model-dim 256)
+    rehearsed=(--rehearse)
     export DS_ACCELERATOR=cpu
+else
+    results=${RESULTS:-benchmarks/results/gpu}
+    export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}
 fi
 require=()
 [ $device = cuda ] && require=(--require)
 
+# SECONDS counts from the start of this script: the whole call ends in time, and a stage that would begin late fails at once.
 run() {
-    timeout 530 "$@"
+    local left=$((530 - SECONDS))
+    if [ $left -le 0 ]; then
+        echo "no time left for: $*"
+        return 1
+    fi
+    timeout $left "$@"
 }
 
 tests_on_the_device() {
@@ -78,48 +92,82 @@ sanitize() {
     fi
 }
 
+install() {
+    if "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("deepspeed") is None)'; then
+        echo "DeepSpeed is here"
+    else
+        # --no-deps for DeepSpeed alone: what it needs and is not there yet lies beside it.
+        export PIP_BREAK_SYSTEM_PACKAGES=1
+        run "$python" -m pip install -q --no-index --find-links "$wheels" einops hjson hypothesis msgpack ninja packaging psutil \
+            py-cpuinfo pydantic pytest tabulate tqdm &&
+            run "$python" -m pip install -q --no-index --no-deps --find-links "$wheels" deepspeed
+    fi
+}
+
+build() {
+    if [ $device = cpu ]; then
+        run "$python" csrc/check_cubins.py
+    elif run "$python" -c 'import sys, ds_sp_overlap.relayout.kernels as k; sys.exit(not k.library().cuda)'; then
+        echo "the kernels that are here load"
+    else
+        run "$python" ds_sp_overlap/relayout/build.py cuda && run "$python" csrc/check_cubins.py --require
+    fi
+}
+
+emulated() {
+    run "$python" benchmarks/one_gpu.py "${rehearsed[@]}" --minutes 5 --ranks 8 --transports E2 --models "$@"
+}
+
 stage() {
     case $1 in
-    carry)
-        "$python" -m pip wheel -q --no-deps --wheel-dir "$wheels" "$deepspeed" &&
-            "$python" -m pip download -q --dest "$wheels" --only-binary=:all: --python-version 3.12 \
-                --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any "${packages[@]}" && ls "$wheels"
-        ;;
-    install)
-        "$python" -m pip install -q --no-index --find-links "$wheels" "${packages[@]}" &&
-            "$python" -m pip install -q --no-index --no-deps --find-links "$wheels" "$deepspeed"
-        ;;
-    build)
-        if [ $device = cpu ]; then run "$python" csrc/check_cubins.py
-        else run "$python" ds_sp_overlap/relayout/build.py cuda && run "$python" csrc/check_cubins.py --require; fi
-        ;;
+    install | build) "$1" ;;
     exact) tests_on_the_device ;;
-    memcheck | initcheck) sanitize "$1" ;;
-    bandwidth)
-        run "$python" benchmarks/kernels.py --device $device --tables moves --out "$results/bandwidth" "${small[@]}" "${require[@]}"
-        ;;
-    gemm) run "$python" benchmarks/kernels.py --device $device --tables gemm --out "$results/gemm" "${small[@]}" ;;
+    contention) run "$python" benchmarks/contention.py "${rehearsed[@]}" --out "$results/contention" ;;
     layer | nccl | sync | race) run "$python" benchmarks/on_gpu.py "$1" --device $device ;;
     ordered)  # a torch without CUDA can't start under it
         if [ $device = cpu ]; then stage layer; else (export TORCH_CUDA_SANITIZER=1 && stage layer); fi
         ;;
+    emulated) emulated 8b --tokens 8192 32768 --bandwidth 45 340 --trace --out "$results/emulated" ;;
+    emulated-70b) emulated 70b --tokens 8192 32768 --bandwidth 45 340 --out "$results/emulated-70b" ;;
+    memcheck | initcheck) sanitize "$1" ;;
+    bandwidth)
+        run "$python" benchmarks/kernels.py --device $device --tables moves --out "$results/bandwidth" "${table[@]}" "${require[@]}"
+        ;;
+    gemm) run "$python" benchmarks/kernels.py --device $device --tables gemm --out "$results/gemm" "${table[@]}" ;;
     host) run "$python" benchmarks/host.py --steps 100 --out "$results/host" ;;
-    emulated-*) run "$python" benchmarks/one_gpu.py --models "${1#emulated-}" "${emulated[@]}" --out "$results/$1" ;;
     *)
-        echo "no such stage; there are: install ${stages[*]}, and carry"
+        echo "no such stage: $1; give a call, 1 to ${#calls[@]}, or stages of: ${calls[*]}"
         return 1
         ;;
     esac
 }
 
-[ $# -eq 0 ] && set -- "${stages[@]}"
-failed=()
-for name in "$@"; do
-    echo "=== $name"
-    stage "$name" || failed+=("$name")
+stages=()
+for name in "${@:-1}"; do
+    case $name in
+    [1-4]) stages+=(${calls[name - 1]}) ;;
+    *) stages+=("$name") ;;
+    esac
 done
-if [ ${#failed[@]} -gt 0 ]; then
-    echo "FAILED: ${failed[*]}"
+mkdir -p "$results"
+log=$(mktemp)
+outcomes=()
+for name in "${stages[@]}"; do
+    echo "=== $name, at $SECONDS s"
+    stage "$name" 2>&1 | tee -a "$log"
+    if [ "${PIPESTATUS[0]}" = 0 ]; then outcomes+=("PASSED $name"); else outcomes+=("FAILED $name"); fi
+done
+echo "=== to decide from this call ($device)"
+grep -E '^(rehearsed, means nothing: )?(decide|reached|BLIND)' "$log"
+printf '%s\n' "${outcomes[@]}"
+rm "$log"
+failed=$(printf '%s\n' "${outcomes[@]}" | sed -n 's/^FAILED //p' | paste -sd ' ')
+if [ -n "$failed" ]; then
+    echo "FAILED: $failed"
     exit 1
 fi
-if [ $device = cpu ]; then echo "REHEARSED on a CPU: no claim about a kernel or a time: $*"; else echo "PASSED: $*"; fi
+if [ $device = cpu ]; then
+    echo "REHEARSED on a CPU: no claim about a kernel or a time: ${stages[*]}"
+else
+    echo "PASSED: ${stages[*]}"
+fi

@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py --out benchmarks/results/kernels        CSV and JSON of this machine
     python benchmarks/kernels.py --exercise                              every kernel once, small: for compute-sanitizer
-    python benchmarks/kernels.py --require                               fail below 93 % of a copy, or behind complex128
+    python benchmarks/kernels.py --require                               fail below 85 % of a copy, or behind complex128
 
 Method. Parity first: a variant that gives other values is not timed. Bytes are those that must move, each input read once and
 each output written once. All variants of a row run in turn inside one loop, over several input sets whose bytes together
@@ -47,7 +47,7 @@ from ds_sp_overlap.relayout import kernels, ops  # noqa: E402
 from ds_sp_overlap.rotary import rotate, rotate_back  # noqa: E402
 
 compiled = torch.ops.ds_sp_overlap
-THRESHOLD, THRESHOLD_BYTES = 0.93, 64 * 2**20
+THRESHOLD, THRESHOLD_BYTES = 0.85, 64 * 2**20
 
 
 def arguments() -> argparse.Namespace:
@@ -256,6 +256,7 @@ def spread(times: list[float]) -> list[float]:
 
 def measure(args) -> list[str]:
     """Write the rows of the two tables; what falls short."""
+    reached: list[float] = []
     clock, label = Clock(args.device), "CPU" if args.device == "cpu" else torch.cuda.get_device_name(args.device)
     moves, gemms = (Rows(args.out and args.out.with_name(f"{args.out.name}-{name}.csv")) for name in ("moves", "gemm"))
     short = []
@@ -284,6 +285,8 @@ def measure(args) -> list[str]:
                                 + f"; {line['of copy']:.0%} of copy",
                                 flush=True,
                             )  # fmt: skip
+                            if size // 2 >= THRESHOLD_BYTES:
+                                reached.append(line["of copy"])
                             if size // 2 >= THRESHOLD_BYTES and line["of copy"] < THRESHOLD:
                                 short.append(f"{where}: {line['of copy']:.1%} of a copy, wanted {THRESHOLD:.0%}")
                             if line.get("complex128 ms", float("inf")) < line["ours ms"]:
@@ -300,6 +303,11 @@ def measure(args) -> list[str]:
                         line["batched / GEMM + pack"] = round(line["batched ms"] / line["GEMM + pack ms"], 3)
                         gemms.append(line)
                         print(f"{label}  {where}: " + ", ".join(f"{n} {line[f'{n} ms']} ms" for n in times), flush=True)
+    if reached:
+        said = f"{min(reached):.0%} to {max(reached):.0%}, median {statistics.median(reached):.0%}"
+        print(
+            f'reached: {said} of a copy on {label}; decide "kernels": "auto" from it (wanted: {THRESHOLD:.0%}), exactness and memcheck'
+        )
     return short
 
 

@@ -28,7 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,7 +43,7 @@ from benchmarks import record  # noqa: E402
 from benchmarks.variants import Layer, Shape  # noqa: E402
 from ds_sp_overlap.exchange.sp_group import SideStream, SPGroup  # noqa: E402
 
-MODELS = {"7b": (32, 32, 128), "70b": (64, 8, 128), "rehearsal": (8, 4, 16)}  # query heads, KV heads, head dim
+MODELS = {"7b": (32, 32, 128), "8b": (32, 8, 128), "70b": (64, 8, 128), "rehearsal": (8, 4, 16)}  # query heads, KV heads, head dim
 
 
 def arguments() -> argparse.Namespace:
@@ -56,6 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no case after so many; say which are left")
+    parser.add_argument("--trace", action="store_true", help="leave a profiler's trace of each G beside --out")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -98,9 +101,16 @@ def remote_bytes(recv, recv_sizes) -> int:
     return (recv.numel() - recv_sizes[0]) * recv.element_size()
 
 
+class OnDevice(NamedTuple):
+    """throttled.cu, compiled; each queues its kernel on the current stream."""
+
+    waiting: Callable
+    throttled: Callable
+    stamp: Callable
+
+
 @functools.cache
-def on_device():
-    """throttled.cu, compiled: ``(waiting, throttled)``."""
+def on_device() -> OnDevice:
     if shutil.which("nvcc") is None:
         sys.exit("benchmarks/one_gpu.py: E0 and E2 compile a kernel and need nvcc; leave them out with --transports E1")
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +121,7 @@ def on_device():
         loaded = ctypes.CDLL(str(library))
 
     def checked(function, *types):
-        function.argtypes = types
+        function.argtypes = [*types, ctypes.c_void_p]
 
         def call(*given):
             if failed := function(*given, torch.cuda.current_stream().cuda_stream):
@@ -119,9 +129,12 @@ def on_device():
 
         return call
 
-    pointer, number, blocks = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
-    waiting = checked(loaded.waiting, number, pointer)
-    return waiting, checked(loaded.throttled, pointer, pointer, number, number, blocks, pointer)
+    pointer, number, count = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
+    return OnDevice(
+        waiting=checked(loaded.waiting, number),
+        throttled=checked(loaded.throttled, pointer, pointer, number, number, count, count, pointer),
+        stamp=checked(loaded.stamp, pointer),
+    )
 
 
 class Waiting:
@@ -133,7 +146,7 @@ class Waiting:
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         seconds = remote_bytes(recv, recv_sizes) / self.rate
         if self.cuda:
-            on_device()[0](int(1e9 * seconds))
+            on_device().waiting(int(1e9 * seconds))
             appear(recv)
             return _Handle()
         appear(recv)
@@ -164,11 +177,14 @@ class Throttled:
 
     def __init__(self, bandwidth: float, device: torch.device, blocks: int):
         self.rate, self.blocks = bandwidth * 1e9, blocks
+        self.cluster = 4 if torch.cuda.get_device_capability() >= (9, 0) and blocks % 4 == 0 else 1
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         count = remote_bytes(recv, recv_sizes)
         source = send if send.numel() * send.element_size() >= count else recv  # a KV head may be received more often than sent
-        on_device()[1](recv.data_ptr(), source.data_ptr(), count, int(1e9 * count / self.rate), self.blocks)
+        on_device().throttled(
+            recv.data_ptr(), source.data_ptr(), count, int(1e9 * count / self.rate), self.blocks, self.cluster, None
+        )
         appear(recv[recv.numel() - recv_sizes[0] :])
         return _Handle()
 
@@ -260,12 +276,20 @@ def timed(variants: dict, device: torch.device, args: argparse.Namespace) -> dic
     return {name: statistics.median(values[args.warmup :]) for name, values in times.items()}
 
 
-def kernel_ms(run) -> float:
-    """Time in kernels but for those that stand for the network."""
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+def profiled(run, device: torch.device):
+    """A profile of one run."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         run()
-        torch.cuda.synchronize()
+        synchronise(device)
+    return profile
+
+
+def kernel_ms(run, device: torch.device) -> float:
+    """Time in kernels but for those that stand for the network."""
+    profile = profiled(run, device)
     network = ("wait_ns", "throttled_copy", "Memcpy DtoH", "Memcpy HtoD")
     events = profile.profiler.kineto_results.events()
     on_device = [e for e in events if e.device_type() == torch.profiler.DeviceType.CUDA]
@@ -296,7 +320,7 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
         with communication(size, Free()):
             alone = variants(Free())
             compute = timed(alone, device, args)
-            busy = {name: kernel_ms(run) for name, run in alone.items()} if device.type == "cuda" else {}
+            busy = {name: kernel_ms(run, device) for name, run in alone.items()} if device.type == "cuda" else {}
         with communication(size, transport):
             beside = variants(transport)
 
@@ -312,6 +336,9 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
             took = timed({"exchange": exchange, **beside}, device, args)
             exchange_ms, compute_ms = took.pop("exchange"), min(compute.values())
             for name, run in beside.items():
+                if args.trace and args.out and name.startswith("G = "):
+                    trace = f"{args.out}-{tokens}-{bandwidth:g}-G{name[4:]}.json.gz"
+                    profiled(run, device).export_chrome_trace(trace)
                 if device.type == "cuda":
                     for parameter in layer.projections.parameters():
                         parameter.grad = None
@@ -319,7 +346,7 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
                     held = torch.cuda.memory_allocated()
                     run()
                     peak = torch.cuda.max_memory_allocated() - held
-                    kernels = kernel_ms(run)
+                    kernels = kernel_ms(run, device)
                 yield {
                     "emulated": f"{label}, {bandwidth:g} GB/s",
                     "model": model,
@@ -356,9 +383,16 @@ def main() -> None:
                     for row in case(args, model, tokens, size, bandwidth, device):
                         rows.append(row)
                     print(f"{time.monotonic() - begin:5.0f} s  {what}", flush=True)
+    fastest: dict[str, dict] = {}
+    for row in rows:
+        where = f"{row['model']}, {row['tokens per GPU']} tokens per GPU, P = {row['P']}, {row['emulated']}"
+        if row["variant"].startswith("G = ") and row["step ms"] <= fastest.get(where, row)["step ms"]:
+            fastest[where] = row
+    said = "rehearsed, means nothing: decide" if args.rehearse else "decide"
+    notes = [f"{said} G, {where} (emulated): {row['variant']}, {row['exposed ms']} ms exposed" for where, row in fastest.items()]
     kind = "EMULATED network, one process as rank 0 of P"
     kind += ", REHEARSED ON A CPU: no claim about time" if args.rehearse else ""
-    record.write(args.out, rows, kind, [f"left out after {args.minutes:g} minutes: {what}" for what in left])
+    record.write(args.out, rows, kind, notes + [f"left out after {args.minutes:g} minutes: {what}" for what in left])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Overlapped Ulysses sequence parallelism for DeepSpeed.
 
 Importing this package makes ``deepspeed.initialize`` honour an ``sp_overlap`` section in its
-config.
+config, whether DeepSpeed is imported before this package or after it. The import loads neither
+DeepSpeed nor torch: a name of the package is loaded when it is asked for.
 
 Rooms, from the ground up; each imports from those above it in this list alone:
 
@@ -21,6 +22,7 @@ Rooms, from the ground up; each imports from those above it in this list alone:
       runtime      projections, exchanges and local attention, in the order of a schedule
     chain          decoder layers as one chain, whose exchanges hide behind the MLPs
     integrations   finds attention layers and rebinds their forward
+      after_import runs a function once a framework's module is loaded
       inspect      what a module's forward computes, all of it accounted for
       sequence     positions, documents, masks of the whole sequence
       transformers, megatron, deepspeed
@@ -44,22 +46,60 @@ head groups and the schedule. The drop-in goes from there straight to
 ``attention.runtime.nodes`` (dx and the weights).
 """
 
-from .attention.drop_in import DistributedAttention
-from .attention.heads import PerHead
-from .attention.memory.checkpoint_cache import keep_attention
-from .attention.self_attention import SelfAttention
-from .chain.block import run_alone
-from .config import SpOverlapConfig
-from .integrations.deepspeed.initialize import install
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import attention, profiling
+from .exchange.launch_order import ask_for_launch_order
+from .integrations.after_import import after_import
+from .integrations.deepspeed import accelerate
 from .integrations.megatron.bridge import bridge
-from .integrations.registry import Report, disable, enable
-from .profiling.timeline import Timeline
-from .rotary import Rotary
+
+if TYPE_CHECKING:
+    from .attention.drop_in import DistributedAttention
+    from .attention.heads import PerHead
+    from .attention.memory.checkpoint_cache import keep_attention
+    from .attention.self_attention import SelfAttention
+    from .config import SpOverlapConfig
+    from .integrations.registry import Report, disable, enable
+    from .rotary import Rotary
 
 __all__ = [
     "DistributedAttention", "PerHead", "Report", "Rotary", "SelfAttention", "SpOverlapConfig", "disable", "enable", "keep_attention",
 ]  # fmt: skip
 __version__ = "0.2.0"
+
+_MODULES = {
+    "DistributedAttention": "attention.drop_in",
+    "PerHead": "attention.heads",
+    "Report": "integrations.registry",
+    "Rotary": "rotary",
+    "SelfAttention": "attention.self_attention",
+    "SpOverlapConfig": "config",
+    "disable": "integrations.registry",
+    "enable": "integrations.registry",
+    "keep_attention": "attention.memory.checkpoint_cache",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name of the package, or one of its modules, when it is first asked for."""
+    if name in _MODULES:
+        value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_"):
+        full_name = f"{__name__}.{name}"
+        try:
+            return importlib.import_module(full_name)
+        except ModuleNotFoundError as error:
+            if error.name != full_name:
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def _write_timeline(folder: str, every: list) -> None:
@@ -69,7 +109,20 @@ def _write_timeline(folder: str, every: list) -> None:
     picture.write(folder, every)
 
 
-Timeline.write = staticmethod(_write_timeline)
-SelfAttention.run_in_chunks = run_alone
-install()
+def _run_in_chunks(*call: Any) -> Any:
+    """Run a layer by itself in the order of a `Block`."""
+    from .chain.block import run_alone
+
+    return run_alone(*call)
+
+
+def _honour_section() -> None:
+    """Make ``deepspeed.initialize`` honour the ``sp_overlap`` section."""
+    importlib.import_module(".integrations.deepspeed.initialize", __name__)
+
+
+profiling.write_timeline, attention.run_in_chunks = _write_timeline, _run_in_chunks
+after_import("deepspeed", _honour_section)
+after_import(accelerate.PLUGINS, accelerate.install)
+ask_for_launch_order()
 bridge()

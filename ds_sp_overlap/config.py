@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -94,6 +95,11 @@ class SpOverlapConfig(_Section):
         transport: The mover of bytes. "c10d": deepspeed.comm over the sp group. "auto": the same
             over a communicator of our own where NCCL carries the group. "copy_engine": the GPUs'
             copy engines, in one node.
+        max_ctas: The most blocks, and so SMs, of NCCL's kernels in the communicator of our own.
+            "auto": `transport.MAX_CTAS`.
+        min_ctas: The least blocks. "auto": as NCCL chooses.
+        cga_cluster_size: Blocks in a cluster of NCCL's kernels. "auto": as NCCL chooses.
+        sm_carveout: How many SMs products leave free while an exchange is under way on a GPU.
         on_unsupported: For a layer that can't be overlapped, "warn" and leave the layer as it is,
             or "error".
         documents: Where documents of a packed sequence may begin. "anywhere": where position_ids
@@ -117,6 +123,10 @@ class SpOverlapConfig(_Section):
     wgrad: bool = True
     kernels: Literal["auto", "compiled", "torch"] = "auto"
     transport: Literal["auto", "c10d", "copy_engine"] = "auto"
+    max_ctas: Literal["auto"] | int = "auto"
+    min_ctas: Literal["auto"] | int = "auto"
+    cga_cluster_size: Literal["auto"] | int = "auto"
+    sm_carveout: int = 0
     on_unsupported: Literal["warn", "error"] = "warn"
     documents: Literal["anywhere", "per_rank"] = "anywhere"
     policy: PolicyConfig = PolicyConfig()
@@ -127,6 +137,12 @@ class SpOverlapConfig(_Section):
     @classmethod
     def _once_called(cls, name: Any) -> Any:
         return "compiled" if name == "cuda" else name
+
+    @property
+    def of_sp_group(self) -> dict[str, Any]:
+        """The keyword arguments of `SPGroup` that the section decides."""
+        settings = {key: value for key in _OF_NCCL if (value := getattr(self, key)) != "auto"}
+        return dict(kernels=self.kernels, settings=settings, sm_carveout=self.sm_carveout)
 
     def window_of(self, groups: int) -> int | None:
         """Return W for a layer of ``groups`` head groups; None if backward does not recompute.
@@ -141,12 +157,14 @@ class SpOverlapConfig(_Section):
     def groups_for(self, heads: int, parts: int) -> int:
         """Return G for ``heads`` query heads that are dealt to ``parts`` parts of the ranks.
 
-        `Geometry` refuses a G that is too large.
+        `Geometry` refuses a G that is too large, and shares that leave no part.
 
         "auto" begins with 2, or with 1 where a rank has one query head, and stays there where
         nothing is timed.
         """
-        return max(1, min(2, heads // parts)) if self.head_groups == "auto" else self.head_groups
+        if self.head_groups != "auto":
+            return self.head_groups
+        return max(1, min(2, heads // max(parts, 1)))
 
     def chunks_for(self, lengths: Sequence[int] = ()) -> int:
         """Return C for ranks with ``lengths`` tokens; without lengths, for long sequences."""
@@ -175,6 +193,7 @@ class SpOverlapConfig(_Section):
                 raise ValueError(f'sp_overlap.{key} must be "auto" or at least 1, got {count}')
         if config.window is not None and config.window < 1:
             raise ValueError(f"sp_overlap.window must be {_VALID['window']}, got {config.window}")
+        cls._check_numbers(config)
         if not (config.policy.warmup_steps == 0 or config.policy.warmup_steps >= _LEAST_WARMUP):
             raise ValueError(
                 f"sp_overlap.policy.warmup_steps must be {_VALID['policy.warmup_steps']}, "
@@ -186,6 +205,25 @@ class SpOverlapConfig(_Section):
                 f"sp_overlap.timeline.steps must be {_VALID['timeline.steps']}, got {steps}"
             )
         return config
+
+    @staticmethod
+    def _check_numbers(config: SpOverlapConfig) -> None:
+        """Refuse numbers of blocks and SMs that NCCL or a GPU can't follow."""
+        given = config.of_sp_group["settings"]
+        for key, value in (*given.items(), ("sm_carveout", config.sm_carveout)):
+            least, most = _OF_NCCL.get(key, (0, math.inf))
+            if not least <= value <= most:
+                raise ValueError(f"sp_overlap.{key} must be {_VALID[key]}, got {value}")
+        if given and config.transport == "c10d":
+            raise ValueError(
+                f'sp_overlap.{next(iter(given))}: "transport": "c10d" has no communicator of its '
+                "own that this could be said of; leave out one of the two"
+            )
+        if given.get("min_ctas", 1) > given.get("max_ctas", math.inf):
+            raise ValueError(
+                f"sp_overlap.min_ctas must be at most sp_overlap.max_ctas, {given['max_ctas']}, "
+                f"got {given['min_ctas']}"
+            )
 
     @classmethod
     def _explain(cls, fault: ErrorDetails) -> str:
@@ -206,6 +244,12 @@ class SpOverlapConfig(_Section):
         return f"{path} must be {_VALID[name]}, got {fault['input']!r}"
 
 
+# Fields of NCCL's configuration, each with the range of its values (nccl.h, ncclConfig_t).
+_OF_NCCL: dict[str, tuple[int, float]] = {
+    "max_ctas": (1, math.inf),
+    "min_ctas": (1, math.inf),
+    "cga_cluster_size": (0, 8),
+}
 # Each of four candidates twice: once untimed, once timed.
 _LEAST_WARMUP = 8
 _SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig, "timeline": TimelineConfig}
@@ -222,6 +266,9 @@ _VALID = {
     "checkpointing": '"recompute", "keep" or "offload"',
     "kernels": '"auto", "compiled" or "torch"',
     "transport": '"auto", "c10d" or "copy_engine"',
+    **dict.fromkeys(("max_ctas", "min_ctas"), 'a whole number of at least 1, or "auto"'),
+    "cga_cluster_size": 'a whole number from 0 to 8, or "auto"',
+    "sm_carveout": "a whole number of at least 0",
     "on_unsupported": '"warn" or "error"',
     "documents": '"anywhere" or "per_rank"',
     "timeline": 'a section such as {"path": "timeline", "steps": [20, 22]}',

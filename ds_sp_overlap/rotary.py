@@ -50,6 +50,11 @@ def check_tables(tables: tuple[Tensor, Tensor], head_dim: int, partial: bool) ->
     Raises:
         ValueError: if the tables don't fit.
     """
+    pair = isinstance(tables, (tuple, list)) and len(tables) == 2
+    if not (pair and all(isinstance(table, Tensor) for table in tables)):
+        raise ValueError(
+            f"rotary tables must be (cos, sin), two tensors, got {type(tables).__name__}"
+        )
     cos, sin = tables
     width = cos.shape[-1]
     fits = width == head_dim or partial and width < head_dim

@@ -1,12 +1,17 @@
-"""Logs messages through DeepSpeed's logger: as warnings on rank 0, at debug level elsewhere."""
+"""Logs messages through DeepSpeed's logger: on rank 0 to be seen, on others at debug level."""
 
 import functools
 import logging
 import os
+import sys
 
 import torch.distributed as dist
 
 LOGGER = logging.getLogger("DeepSpeed")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def say(message: str, stacklevel: int = 2) -> None:
@@ -18,8 +23,25 @@ def say(message: str, stacklevel: int = 2) -> None:
         message: The message.
         stacklevel: Frames from the logger to the caller whose line is logged.
     """
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-    LOGGER.log(logging.DEBUG if rank else logging.WARNING, message, stacklevel=stacklevel)
+    LOGGER.log(logging.DEBUG if _rank() else logging.WARNING, message, stacklevel=stacklevel)
+
+
+def inform(message: str) -> None:
+    """Log information that a user must see on rank 0.
+
+    It has the number of a warning, since DeepSpeed's logger by default passes on nothing below, and
+    the name INFO.
+    """
+    if _rank():
+        LOGGER.debug(message, stacklevel=2)
+    elif LOGGER.isEnabledFor(logging.WARNING):
+        caller = sys._getframe(1)
+        file, function = caller.f_code.co_filename, caller.f_code.co_name
+        record = LOGGER.makeRecord(
+            LOGGER.name, logging.WARNING, file, caller.f_lineno, message, (), None, function
+        )
+        record.levelname = logging.getLevelName(logging.INFO)
+        LOGGER.handle(record)
 
 
 @functools.cache

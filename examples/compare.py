@@ -30,9 +30,9 @@ def curves(log):
 
 
 off, on = given.off.read_text(), given.on.read_text()
-overlapped = re.search(r"sp_overlap over sp size .*: [1-9]\d* of \d+ layers overlapped(\n.*){3}", on)
+overlapped = re.search(r"sp_overlap over sp size .*: [1-9]\d* of \d+ layers overlapped(\n  .*)*", on)
 if not overlapped:
-    sys.exit(f"nothing was overlapped: {given.on} has no table that says so")
+    sys.exit(f"nothing was overlapped: {given.on} has no line that says so")
 print(overlapped.group(), "\n")
 (loss, norm), (loss_on, norm_on) = curves(off), curves(on)
 if not loss or len(loss) != len(loss_on) or len(norm) != len(norm_on):

@@ -23,7 +23,7 @@ goes through deepspeed.initialize, one after another in the same ranks:
 
 The noise runs change nothing but the order of additions. A run of G = n counts the exchanges that the plugin launched,
 and stops everything if one of the eight is missing in any layer or step. Results: curves.csv, verdict.md, curves.png,
-environment.json. Exit code 0: every judged variant is within the bound that verdict.py states; sp = 1 is judged in fp32
+environment.json. The last line is PASS or FAIL. Exit code 0: every judged variant is within the bound that verdict.py states; sp = 1 is judged in fp32
 only, since DeepSpeed reduces bf16 gradients in another precision there.
 """
 
@@ -82,6 +82,10 @@ def work(args: argparse.Namespace) -> bool:
     """Train every variant on this rank, report on rank 0; returns, on every rank, whether all that is judged passed."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed calls collectives by names that torch renames
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+    if os.environ["RANK"] == "0":
+        print(
+            "importing DeepSpeed and joining the ranks; in a new environment DeepSpeed compiles an op, a minute or two", flush=True
+        )
     import deepspeed
     import torch.distributed as dist
     from tqdm import tqdm
@@ -93,22 +97,32 @@ def work(args: argparse.Namespace) -> bool:
     begin, corpus = time.monotonic(), text()
     chosen = [variant for variant in variants(args.groups, MODELS[args.model][3] // args.sp) if variant.name not in args.skip]
     runs: dict[str, dict[str, verdict.Run]] = {}
-    with tqdm(total=len(args.dtypes) * len(chosen) * args.steps, unit="step", disable=not first) as progress:
+    # Without smoothing the time that is left is by the mean of all steps.
+    with tqdm(total=len(args.dtypes) * len(chosen) * args.steps, unit="step", smoothing=0, disable=not first) as progress:
+        progress.set_description("building the first model")
+
+        def advance() -> None:
+            if first and not progress.n:  # what came before would be taken for a slow step
+                progress.start_t, progress.initial = time.time(), 1
+            progress.update()
+
         for dtype in args.dtypes:
             runs[dtype], reference = {}, None
             for variant in chosen:
                 progress.set_description(f"{dtype} {variant.name}")
-                curve, before, after = train(variant, dtype, corpus, args, progress.update)
+                curve, before, after = train(variant, dtype, corpus, args, advance)
                 reference = reference or (before, after)
                 runs[dtype][variant.name] = verdict.Run(curve, verdict.distance(after, *reference) if first else 0.0)
     outcome = [report(args, runs, corpus, time.monotonic() - begin) if first else None]
     dist.broadcast_object_list(outcome, src=0)
     dist.destroy_process_group()
-    return outcome[0]
+    if first:
+        print(outcome[0], flush=True)
+    return outcome[0].startswith("PASS")
 
 
-def report(args: argparse.Namespace, runs: dict[str, dict[str, verdict.Run]], corpus, took_s: float) -> bool:
-    """Write and print everything; whether all judged variants passed."""
+def report(args: argparse.Namespace, runs: dict[str, dict[str, verdict.Run]], corpus, took_s: float) -> str:
+    """Write and print everything; return the line that says whether all judged variants passed."""
     import deepspeed
     import torch
     import transformers
@@ -152,16 +166,18 @@ def report(args: argparse.Namespace, runs: dict[str, dict[str, verdict.Run]], co
     }
     (args.out / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
     print(f"\n{page}\n{took_s:.0f} s; {args.out}/: curves.csv, verdict.md, curves.png, environment.json", flush=True)
-    return not any(row.failed for row in rows)
+    return verdict.summary(rows)
 
 
 def main() -> None:
     args = arguments()
     if "RANK" in os.environ:  # a launcher started this rank
         sys.exit(not work(args))
+    print("trains the same model in several ways, and compares the loss curves", flush=True)
     import torch
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    print(f"starting {args.sp} ranks", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if torch.cuda.device_count() < args.sp:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

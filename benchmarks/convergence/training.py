@@ -168,7 +168,9 @@ def train(variant: Variant, dtype: str, corpus: np.ndarray, args: argparse.Names
         "steps_per_print": 10**9,
         "zero_force_ds_cpu_optimizer": False,
     }
-    if variant.groups is not None:
+    if variant.groups is None and variant.sp:
+        config["sp_overlap"] = {"enabled": False}  # else the start-up warns that nothing is overlapped
+    elif variant.groups is not None:
         config["sp_overlap"] = {"head_groups": variant.groups, "on_unsupported": "error", **variant.section}
     engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
 

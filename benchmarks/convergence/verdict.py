@@ -108,6 +108,21 @@ def judge(dtype: str, runs: dict[str, Run], roles: dict[str, str], steps: int) -
     return rows
 
 
+def summary(rows: list[Row]) -> str:
+    """One line, which begins with PASS or FAIL."""
+    failed = [f"{row.dtype} {row.variant} ({row.verdict.removeprefix('FAIL: ')})" for row in rows if row.failed]
+    if failed:
+        return f"FAIL: differs from stock by more than another order of additions does: {'; '.join(failed)}"
+    judged = [row for row in rows if row.verdict == "PASS"]
+    if not judged:
+        return "FAIL: nothing was judged"
+    far = max(judged, key=lambda row: row.of_floor)
+    return (
+        f"PASS: {len(judged)} runs train as stock does, to the noise of another order of additions: at most {far.of_floor:.2f} times it "
+        f"({far.dtype} {far.variant}), {FACTOR:g} are allowed"
+    )
+
+
 def _fault(run: Run, steps: int) -> str:
     """What makes a run unfit for comparison; empty if nothing."""
     if len(run.curve) != steps:
@@ -147,31 +162,31 @@ def page(runs: dict[str, dict[str, Run]], rows: list[Row]) -> str:
 
 
 def plot(path: Path, runs: dict[str, dict[str, Run]], roles: dict[str, dict[str, str]]) -> None:
-    """Curves above, differences from stock below them on a log scale, one column per dtype."""
+    """Loss of stock above, differences of the others from it below on a log scale, one column per dtype."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(4, len(runs), figsize=(7 * len(runs), 14), sharex=True, squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(3, len(runs), figsize=(7 * len(runs), 12), sharex=True, squeeze=False, layout="constrained")
     for column, (dtype, of_dtype) in zip(axes.T, runs.items()):
         stock = of_dtype["stock"].curve
         level = floor([of_dtype[name].curve for name, role in roles[dtype].items() if role == "noise"], stock)
+        column[0].set(title=f"{dtype}: loss of stock; how far the others are from it is below", ylabel="loss")
+        column[0].plot(stock[:, 0], color="black", linewidth=1)
         for index, quantity in enumerate(QUANTITIES):
-            above, below = column[index], column[2 + index]
-            above.set(title=f"{dtype}: {quantity}")
-            below.set(title=f"{dtype}: |Δ {quantity}| / {quantity}, from stock", yscale="log")
+            below = column[1 + index]
+            below.set(title=f"{dtype}: how far each run is from stock in {quantity}", yscale="log")
+            below.set_ylabel(f"difference of {quantity}, relative")
             below.fill_between(range(len(stock)), level[:, index], color="0.85", label="noise floor")
             below.plot(FACTOR * level[:, index], color="0.5", linestyle="--", label=f"bound ({FACTOR:g} x floor)")
-            for name, run in of_dtype.items():
-                style = ":" if roles[dtype].get(name) == "noise" else "-"
-                (line,) = above.plot(run.curve[:, index], style, label=name, linewidth=1)
-                d = difference(run.curve, stock)[:, index]
-                if name != "stock" and d.any():
-                    below.plot(np.where(d > 0, d, np.nan), style, label=name, linewidth=1, marker=".", color=line.get_color())
+            for name, role in roles[dtype].items():
+                d = difference(of_dtype[name].curve, stock)[:, index]
+                label = name if d.any() else f"{name}: no difference"
+                style = ":" if role == "noise" else "-"
+                below.plot(np.where(d > 0, d, np.nan), style, label=label, linewidth=1, marker=".")
             below.set_ylim(bottom=FP32_ULP / 4)
-        column[0].legend(fontsize="small")
-        column[2].legend(fontsize="small", ncols=2)
+        column[1].legend(fontsize="small", ncols=2)
         column[-1].set_xlabel("step")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -71,7 +71,7 @@ class DeltaNet:
         self.key_heads, self.key_dim = key_heads, key_dim
         self.project, self.merge, self.learned, self.trained = project, merge, learned, trained
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(
         self, hidden_states: Tensor, mix: Mix, sequence_lengths: list[int] | None = None
     ) -> Tensor:

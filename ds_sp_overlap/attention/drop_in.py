@@ -81,7 +81,7 @@ class ProjectedAttention:
 
         return batch_first, arrive
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(
         self,
         local_attention: Callable[..., Tensor],
@@ -258,7 +258,8 @@ class DistributedAttention(nn.Module):
     """Drop-in for ``deepspeed.sequence.layer.DistributedAttention``, with overlap.
 
     Takes any numbers of heads. Where there are fewer query heads than ranks, ranks share them
-    (Note [Shares] in `geometry`), which the local attention must allow.
+    (Note [Shares] in `geometry`), which the local attention must allow. A layer that was made
+    without ``config`` follows the ``sp_overlap`` section, once `enable` has seen it.
 
     Args:
         local_attention: Attention over the global sequence with this rank's heads. Where ranks
@@ -304,9 +305,12 @@ class DistributedAttention(nn.Module):
             )
         self.local_attn, self.num_kv_heads = local_attention, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
+        self.heads_alike = heads_alike
+        # Whether the layer runs as it was made, whatever the section of the model says.
+        self.has_own_config = config is not None or transport is not None
         parsed = SpOverlapConfig.parse(config or {})
         group = sequence_process_group or dist.group.WORLD
-        sp_group = SPGroup(group, transport or parsed.transport, sp_stream, kernels=parsed.kernels)
+        sp_group = SPGroup(group, transport or parsed.transport, sp_stream, **parsed.of_sp_group)
         layer = LayerRuntime(sp_group, parsed, name, heads_alike=heads_alike)
         self._attend = ProjectedAttention(layer)
 

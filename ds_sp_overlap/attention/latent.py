@@ -70,7 +70,7 @@ class LatentAttention:
         self.layer, self.projection, self.nope_dim = layer, projection, nope_dim
         self._projected = ProjectedAttention(layer)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(
         self,
         local_attention: Callable[..., Tensor],

@@ -53,6 +53,12 @@ def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bo
     return check(make_schedule(kinds, wgrad_last), kinds)
 
 
+def is_capturing() -> bool:
+    """Return whether the current stream captures a CUDA graph."""
+    # torch without CUDA can't answer the second question.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class LayerRuntime:
     """Makes the `Call`s of one layer; all kinds of attention layer share it.
 
@@ -206,6 +212,12 @@ class LayerRuntime:
         Returns:
             The call; in one head group where the local attention needs all heads at once.
         """
+        if is_capturing():  # guard: no graph of a call
+            raise RuntimeError(
+                f"{self.where}: called while a CUDA graph is captured, but a layer waits on the "
+                "host (to compare calls over the ranks), which no graph can hold; capture what "
+                "lies around the layer, or switch the overlap off (ds_sp_overlap.disable)"
+            )
         call = self.call(describe)
         if local is not None and call.geometry.groups > 1 and not self.heads_alike:
             if not self._may_call_by_group(call, inputs, local):  # guard: heads alike
@@ -380,7 +392,7 @@ class LayerRuntime:
         if lengths is not None:
             seq_lens = tuple(int(length) for length in lengths)
         shares = shares_of(self.config, sp_group.size, heads, kv_heads, attend)
-        groups = self.config.groups_for(heads, sp_group.size // shares)
+        groups = self.config.groups_for(heads, max(1, sp_group.size // shares))
         for argument in extra:
             if isinstance(argument, PerHead):
                 argument.check(heads)

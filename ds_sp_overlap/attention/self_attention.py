@@ -12,6 +12,7 @@ since hooks and adapters come and go.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .. import attention as wired
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.geometry import Geometry, QueryChunks
@@ -50,6 +52,24 @@ from .runtime.recorded import Recorded, join_heads
 from .runtime.runner import LocalAttention
 from .runtime.slices import Parts, cut, parts_of
 from .runtime.window import windowed
+
+# What `rope` must be, for errors.
+ROPE = (
+    "it takes (x, position_embeddings), with x the heads of q or of k [b, s/P, heads, d], and "
+    "returns x rotated, in its shape; ds_sp_overlap.Rotary is one such function"
+)
+
+
+def _takes_two(function: Callable) -> bool:
+    """Return whether ``function`` can be called with two arguments, as far as Python can tell."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:
+        # It has no signature.
+        return True
+    return True
 
 
 class SelfAttention:
@@ -98,9 +118,6 @@ class SelfAttention:
             that can't work.
     """
 
-    # Runs the layer by itself in the order of a `Block`; of `chain`, which the package sets.
-    run_in_chunks: Callable[..., Tensor]
-
     def __init__(
         self,
         *,
@@ -139,8 +156,10 @@ class SelfAttention:
                 "q, k and v again in backward, in an order of its own (schedule.by_window); leave "
                 "out one of the two"
             )
+        if rope is not None and not _takes_two(rope):
+            raise ValueError(f"{name}: rope= can't be called with two arguments; {ROPE}")
         sp_group = SPGroup(
-            sequence_process_group, transport or parsed.transport, kernels=parsed.kernels
+            sequence_process_group, transport or parsed.transport, **parsed.of_sp_group
         )
         self.layer = LayerRuntime(
             sp_group, parsed, name, policy=policy, heads_alike=heads_alike, schedule=schedule
@@ -231,7 +250,8 @@ class SelfAttention:
         is_asked = self.layer.config.checkpointing != "recompute"
         return is_asked and self.window_of(1, self.split_projections()) is not None
 
-    @torch.compiler.disable
+    # As torch.compiler.disable, which would load torch._dynamo with this file: a second.
+    @torch._disable_dynamo
     def __call__(
         self,
         hidden_states: Tensor,
@@ -298,7 +318,7 @@ class SelfAttention:
         self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict
     ) -> Tensor:
         if isinstance(call.schedule, Block):
-            return self.run_in_chunks(call, hidden_states, position_embeddings, args, kwargs)
+            return wired.run_in_chunks(self, call, hidden_states, position_embeddings, args, kwargs)
         split = self.split_projections()
         rope = self._rope_in_kernels()
         if rope is not None and not call.geometry.cuts_tokens:
@@ -341,8 +361,7 @@ class SelfAttention:
             runner = Recorded(call, attend)
             runner.tokens.update(zip([step.exchange for step in call.schedule.starts], tokens))
         else:
-            rotary = self.rope
-            rotate = None if rotary is None else lambda heads: rotary(heads, position_embeddings)
+            rotate = self._rotation(position_embeddings)
             runner = Recorded(call, attend, self.whole(call, hidden_states, rotate))
             runner.walk(call.schedule.inputs)
         runner.walk(call.schedule.attention)
@@ -435,6 +454,28 @@ class SelfAttention:
             return None
         return rope if ops.implementation(self.layer.sp_group.kernels).folds else None
 
+    def _rotation(self, position_embeddings: Any) -> Callable[[Tensor], Tensor] | None:
+        """Return a function that rotates q or k by ``rope``; None without ``rope``."""
+        rope = self.rope
+        if rope is None or isinstance(rope, Rotary):
+            return None if rope is None else lambda heads: rope(heads, position_embeddings)
+
+        def rotate(heads: Tensor) -> Tensor:
+            try:
+                rotated = rope(heads, position_embeddings)
+            except (AttributeError, IndexError, TypeError) as error:
+                raise ValueError(f"{self.layer.where}: rope= failed ({error}); {ROPE}") from error
+            if isinstance(rotated, Tensor) and rotated.shape == heads.shape:
+                return rotated
+            got = type(rotated).__name__
+            if isinstance(rotated, Tensor):
+                got = f"a tensor {list(rotated.shape)}"
+            raise ValueError(
+                f"{self.layer.where}: rope= returned {got} for heads {list(heads.shape)}; {ROPE}"
+            )
+
+        return rotate
+
     def _tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
         """Return the tables by which q and k are rotated.
 
@@ -519,17 +560,22 @@ class SelfAttention:
         batch, seq = x.shape[:2] if self.batch_first else (x.shape[1], x.shape[0])
         geometry = Geometry(1, 0, (seq,), batch, self.heads, self.kv_heads, 1, self.batch_first)
         call = Call(SPGroup(None), geometry, by_head_groups(geometry.kinds, True), self.layer.where)
-        rope = self.rope
-        rotate = None if rope is None else lambda heads: rope(heads, position_embeddings)
-        project = self.whole(call, x, rotate)
+        project = self.whole(call, x, self._rotation(position_embeddings))
         self._last_rows = None
         return [project(kind, 0) for kind in "qkv"]
 
     def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
         """Return those of q, k, v and o whose GEMM writes the send buffer: nothing packs them."""
         geometry = call.geometry
-        # No part has more rows per rank than q.
-        if not batched_pays(x, geometry.heads // geometry.parts * self.head_dim):
+
+        def is_sliced(kind: str) -> bool:
+            # One GEMM would need a copy of the slices.
+            return len(geometry.heads_of(kind, 0)) > 1
+
+        # No part has more rows per rank than q, or has slices where q has none.
+        if not is_sliced("q") and not batched_pays(
+            x, geometry.heads // geometry.parts * self.head_dim
+        ):
             return frozenset()
         modules = {kind: self._inputs[index] for kind, (index, _) in self._projections.items()}
         modules["o"] = self.o_proj
@@ -544,7 +590,7 @@ class SelfAttention:
                 module in split
                 and self.first_rows is None
                 and geometry.divides(sent)
-                and batched_pays(x, rows, dgrad=kind == "o")
+                and (is_sliced(sent) or batched_pays(x, rows, dgrad=kind == "o"))
             ):
                 by_rank.add(kind)
         return frozenset(by_rank)

@@ -65,7 +65,7 @@ from ..exchange.sp_group import SPGroup
 from ..profiling.clocks import clock_of
 from ..profiling.steps import Listener, in_backward
 from ..profiling.timed import Timed, TimedCall, output_of
-from ..warn import say
+from ..warn import inform, say
 from .choices import Candidates
 from .trial import BLOCK, LAYER, Candidate, Report, Trial, candidates_for, merged
 
@@ -132,7 +132,7 @@ class Policy:
             chosen later.
         replicas: Whether all ranks of the world choose together: several sp groups with batches of
             their own.
-        say: Called with the line about each choice.
+        inform: Called with the line about each choice.
         frugal: As in `Trial`.
     """
 
@@ -141,11 +141,11 @@ class Policy:
         sp_group: SPGroup,
         warmup_steps: int,
         replicas: bool = False,
-        say: Callable[[str], Any] = say,
+        inform: Callable[[str], Any] = inform,
         frugal: bool = False,
     ):
         self.sp_group, self.warmup_steps, self.replicas = sp_group, warmup_steps, replicas
-        self.say, self.frugal = say, frugal
+        self.inform, self.warn, self.frugal = inform, say, frugal
         self.trials: dict[tuple, Trial] = {}
         # By key of a trial for layers in a row: the step of the first call.
         self._first: dict[tuple, int] = {}
@@ -314,7 +314,7 @@ class Policy:
             trial = self.trials.setdefault(key, self._trial(key, what))
             trial.next_step(slowest)
             if trial.chosen is not None:
-                self.say(str(trial))
+                self.inform(str(trial))
         all_chosen = all(self.trials[key].chosen is not None for key in outcome)
         if self.replicas and self.step > self.warmup_steps and all_chosen:
             self.close()
@@ -322,7 +322,7 @@ class Policy:
     def _give_up(self, missing: list[int]) -> None:
         """Stop trying, since the optimizers of ranks ``missing`` have not stepped."""
         self.close()
-        self.say(
+        self.warn(
             f'sp_overlap.head_groups "auto": {WAIT_S} s after the others no optimizer of ranks '
             f"{missing} has stepped; nothing is tried any more, and what is not chosen yet is the "
             "default. Step optimizers on all ranks alike, or give a number"

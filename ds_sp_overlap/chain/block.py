@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..attention.heads import bind_arguments
 from ..attention.layer import with_head_dim
+from ..attention.runtime import sharded
 from ..attention.runtime.deferred import Shadows, Wgrads
 from ..attention.runtime.execution import Call, attend_group, attend_in_pieces, with_kv
 from ..attention.runtime.linear import call_through
@@ -204,6 +205,8 @@ class _Region(RecomputeRegion):
             )
         done = None if self.done is None else self.done.recomputed()
         following = None if self.following is None else self.following.recomputed()
+        for unit in _units(done, following):
+            unit.unshard()  # guard: whole where they are used again
         hidden = self.hidden.detach().requires_grad_(self.has_gradient)
         if following is not None:
             following.is_idle = not self.attends
@@ -428,7 +431,12 @@ def _segment(
             outs += following.tokens.values()
         return tuple(outs)
 
-    outs = iter(call_through(list(called), body, hidden, *given.values()))
+    inputs = hidden, *given.values()
+    units = [] if here.is_recomputed else _units(following)
+    if done is not None:
+        for unit in units:  # guard: the successor's weights are whole
+            inputs = sharded.enter(unit, inputs)
+    outs = iter(call_through(list(called), body, *inputs))
     out = hidden if done is None else next(outs)
     if following is not None:
         following.tokens.update(zip(following.tokens, outs))
@@ -524,6 +532,12 @@ class _Segment(Runner):
     def hidden(self) -> Tensor:
         """Return the hidden states of all chunks."""
         return join(self.xs, self.seq_dim, self.ranges)
+
+
+def _units(*calls: LayerCall | None) -> list[Any]:
+    """Return the units of FSDP that calls belong to, see Note [Units of FSDP2] in `sharded`."""
+    units = [call.layer.unit for call in calls if call is not None]
+    return [unit for unit in units if unit is not None]
 
 
 def _program(done: LayerCall | None, following: LayerCall | None) -> Program:

@@ -27,6 +27,7 @@ class BlockLayer:
         norm_mid: In front of the MLP.
         mlp: Works token by token; its forward is that of its class.
         idle: Tells whether a hook does nothing for now.
+        unit: The module of the layer if FSDP gathers its parameters when it is called; else None.
         is_attention_alone: There are no norms, no MLP and no residuals: y = attention(h).
     """
 
@@ -35,6 +36,7 @@ class BlockLayer:
     norm_mid: nn.Module
     mlp: nn.Module
     idle: linear.Idle = linear._never
+    unit: nn.Module | None = None
     is_attention_alone: bool = False
 
     @property

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..attention.heads import Local
 from ..attention.runtime import linear
 from ..attention.runtime.linear import autocast
+from ..attention.runtime.sharded import FSDP
 from ..exchange.geometry import QueryChunks
 from ..schedule import Recompute, by_chunks
 from .block import LayerCall, attend, run_segment
@@ -105,7 +106,9 @@ class Started:
         node, at, last, nodes = hidden.grad_fn, hidden.output_nr, self.hidden.grad_fn, []
         while node is not last:
             made_by = getattr(getattr(type(node), "_forward_cls", None), "__module__", "")
-            if not made_by.startswith(tuple(linear.harmless)):  # guard: only harmless nodes between
+            if not made_by.startswith(
+                tuple(linear.harmless - {FSDP})
+            ):  # guard: only harmless nodes between
                 return None
             nodes.append((node, at))
             node, at = node.next_functions[0]  # type: ignore[union-attr]
@@ -145,7 +148,11 @@ def _pass_on(
 
 def _is_watched(hidden: Tensor) -> bool:
     """Whether somebody will see, or change, the gradient of ``hidden``."""
-    return bool(hidden._backward_hooks) or hidden.retains_grad and not hidden.is_leaf
+    if hidden.retains_grad and not hidden.is_leaf:
+        return True
+    hooks = (hidden._backward_hooks or {}).values()
+    # FSDP gathers the weights of the layer that returned it.
+    return not all((getattr(hook, "__module__", "") or "").startswith(FSDP) for hook in hooks)
 
 
 class Chain:
@@ -168,7 +175,7 @@ class Chain:
         """The layer whose q, k and v were started ahead of it."""
         return None if self._started is None else self._started.begun.layer
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def run(
         self,
         layer: BlockLayer,

@@ -116,6 +116,5 @@ def compare(
 
 def _parts(x: Tensor, side: Side) -> Tensor:
     """Return the elements of ``x`` that belong to some peer."""
-    peers = range(len(side.parts))
-    blocks = [block for peer in peers for block in blocks_of(x, side, peer)]
-    return torch.cat([block.flatten() for block in blocks])
+    blocks = [block for peer in range(len(side.parts)) for block in blocks_of(x, side, peer)]
+    return torch.cat([x.new_empty(0), *(block.flatten() for block in blocks)])

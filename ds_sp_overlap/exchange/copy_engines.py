@@ -135,8 +135,8 @@ class CopyEngine:
     # Set by `prepare`.
     engine: FastUlysses | ZeroCta
 
-    def __init__(self) -> None:
-        self.rest = C10d(own=True)
+    def __init__(self, settings: dict[str, int] | None = None) -> None:
+        self.rest = C10d(own=True, settings=settings)
         self.said = False
 
     def prepare(self, sp_group: Any) -> None:

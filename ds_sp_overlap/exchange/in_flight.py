@@ -25,6 +25,7 @@ from ..profiling.ranges import is_profiled, named
 from ..profiling.timeline import UNTRACKED, Track, Untracked
 from ..relayout import ops
 from . import check
+from .carve_out import CarveOut
 from .joined import join, split, split_copies
 from .layout import Layout, Side
 from .sp_group import HostStream, SideStream, SPGroup
@@ -68,6 +69,8 @@ class InFlight:
     handle: Any = None
     # The mark of the transfer stream, between launch and finish.
     received: Any = None
+    # Begun, and not yet ended.
+    carve_out: CarveOut | None = None
 
     # Set by `launch`.
     side: HostStream | SideStream
@@ -147,6 +150,9 @@ class InFlight:
         else:
             self._send(ready, new_empty)
         self.track.mark("launched")
+        if sp_group.carve_out is not None and not self.side.blocks:
+            self.carve_out = sp_group.carve_out
+            self.carve_out.begin()
         return self
 
     def _send(self, ready: Tensor | None, new_empty: Callable[..., Tensor]) -> None:
@@ -224,7 +230,11 @@ class InFlight:
         relayout = ops.implementation(self.sp_group.kernels)
         target, targets = self.layout.target, self.layout.targets
         in_one_copy = self.rope_back is None and self.dtypes is None and targets.copied and not into
-        if in_one_copy and (self.layout.also or relayout.copies(self.recv)):
+        if (
+            in_one_copy
+            and not ops.prefers_16_bytes(self.recv)
+            and (self.layout.also or relayout.copies(self.recv))
+        ):
             return split_copies(self.recv, targets)
         outs = into or self._new_outs(self.recv)
         if self.layout.also or not target.covers:
@@ -265,6 +275,7 @@ class InFlight:
         else:
             self.side.before_compute(mark)  # guard: compute waits for it
         self.received = None  # guard: freed, waits for nothing
+        self._end_carve_out()
         self.track.mark("unpacking")
         # The buffer that was sent is free before memory is taken; the handle may reference it too.
         self.sources, self.handle = (), None
@@ -278,7 +289,13 @@ class InFlight:
             self.side.after_unpack(mark)  # guard: memory returns once it was read
         self.track.mark("done")
 
+    def _end_carve_out(self) -> None:
+        if self.carve_out is not None:
+            self.carve_out.end()
+            self.carve_out = None
+
     def __del__(self) -> None:
+        self._end_carve_out()
         # Abandoned, by an exception between start and finish. The memory must not return to the
         # compute stream before the transfer is over. Where waiting blocks the host there is no
         # mark, and c10d references the buffers itself.

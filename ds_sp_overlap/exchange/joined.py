@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .layout import Patches, Side, Sides
+from ..relayout import ops
+from .layout import Patches, Place, Side, Sides
 
 
 def join(tensors: Sequence[Tensor], sides: Sides, new_empty: Callable[..., Tensor]) -> Tensor:
@@ -27,17 +28,21 @@ def join(tensors: Sequence[Tensor], sides: Sides, new_empty: Callable[..., Tenso
     """
     wire = new_empty(sides.elements)
     places = sides.places()
-    if places:
+    if places and not sides.is_repeated:
         # One kernel packs all parts.
         tiles = [_tile(x, side) for x, side in zip(tensors, sides.each)]
-        place = wire.as_strided(*places[0])
+        whole = wire.as_strided(*places[0])
         if len(tiles) > 1:
-            torch.cat(tiles, 3, out=place)
+            whole, *tiles = ops.widened(whole, *tiles)
+            torch.cat(tiles, 3, out=whole)
         else:
-            place.copy_(tiles[0])
-        return wire
-    for part, place in _places(tensors, sides, wire):
-        place.copy_(part)
+            ops.copy(whole, tiles[0])
+    elif places:
+        for x, side, view in zip(tensors, sides.each, places[1:]):
+            ops.copy(_by_piece(wire, side, view), _tile(x, side).unsqueeze(side.dim + 1))
+    else:
+        for part, place in _places(tensors, sides, wire):
+            place.copy_(part)
     return wire
 
 
@@ -49,21 +54,28 @@ def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
     """
     places = sides.places()
     if places:
-        for x, side, tile in zip(tensors, sides.each, places[1:]):
-            _tile(x, side).copy_(wire.as_strided(*tile))
+        for x, side, view in zip(tensors, sides.each, places[1:]):
+            if side.is_repeated:
+                parts = _by_piece(wire, side, view)
+                total = parts.sum(side.dim + 1, dtype=_exact(x.dtype))
+                _tile(x, side).copy_(total)  # guard: repeated parts are summed
+            else:
+                ops.copy(_tile(x, side), wire.as_strided(*view))
         return
     if all(side.tiles or not side.covers for side in sides.each):  # guard: joined tiles need no sum
         for part, place in _places(tensors, sides, wire):
             part.copy_(place)
         return
-    halves = (torch.float16, torch.bfloat16)
-    totals = [
-        torch.zeros_like(x, dtype=torch.float32 if x.dtype in halves else x.dtype) for x in tensors
-    ]
+    totals = [torch.zeros_like(x, dtype=_exact(x.dtype)) for x in tensors]
     for part, place in _places(totals, sides, wire):
         part.add_(place)  # guard: joined replicas are summed
     for x, total in zip(tensors, totals):
         x.copy_(total)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tensors of ``dtype`` are summed."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def split_copies(wire: Tensor, sides: Sides) -> tuple[Tensor, ...]:
@@ -86,14 +98,25 @@ def _copy(x: Tensor, shape: Sequence[int], has_final_shape: bool) -> Tensor:
 
 
 def _tile(x: Tensor, side: Side) -> Tensor:
-    """Return the parts of ``x`` in the shape of `Side.tiled`; a view if ``x`` is contiguous."""
+    """Return the parts of ``x`` in the shape of `Side.tiled`; a view if ``x`` is contiguous.
+
+    A part that several peers share is there once.
+    """
     if side.tiles:
         return x.reshape(*side.tiled)
-    # Each piece holds all tokens of a peer; the part is one chunk of them.
+    # Each piece holds all tokens of a peer, of which the part is one chunk; or heads that several
+    # peers need.
     assert side.spaced is not None
-    piece, (start, stop) = side.spaced
-    pieces = x.unflatten(side.dim, (len(side.filled), piece))
-    return pieces.narrow(side.dim + 1, start, stop - start).flatten(3)
+    pieces, _, piece, (start, stop) = side.spaced
+    parts = x.unflatten(side.dim, (pieces, piece)).narrow(side.dim + 1, start, stop - start)
+    return parts.flatten(3)
+
+
+def _by_piece(wire: Tensor, side: Side, view: Place) -> Tensor:
+    """Return the place of a tensor in the wire, with a dimension for the peers of each piece."""
+    assert side.spaced is not None
+    pieces, repeats, *_ = side.spaced
+    return wire.as_strided(*view).unflatten(side.dim, (pieces, repeats))
 
 
 def _places(

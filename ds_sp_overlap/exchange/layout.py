@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import compress
+from typing import NamedTuple
 
 Range = tuple[int, int]  # [start, stop)
 
@@ -40,6 +41,25 @@ def chunk_of(length: int, chunk: int, chunks: int) -> Range:
     Some parts are empty where there are fewer tokens than chunks.
     """
     return length * chunk // chunks, length * (chunk + 1) // chunks
+
+
+class Spaced(NamedTuple):
+    """Parts that are evenly spaced.
+
+    The dimension falls into equal pieces. Each has the part of ``repeats`` successive peers, at the
+    same place of the piece.
+
+    Attributes:
+        pieces: The number of pieces.
+        repeats: How many peers are sent the same part, as where they need the same KV heads.
+        piece: The length of a piece.
+        part: The range of the part in its piece.
+    """
+
+    pieces: int
+    repeats: int
+    piece: int
+    part: Range
 
 
 @dataclass(frozen=True)
@@ -103,20 +123,25 @@ class Side:
         return edge == self.shape[self.dim]
 
     @cached_property
-    def spaced(self) -> tuple[int, Range] | None:
-        """The length of a piece and the range of the peer's part in it; None if that differs.
+    def spaced(self) -> Spaced | None:
+        """How the parts lie that are not empty, if they are evenly spaced; None if they aren't."""
+        peers, first = len(self.filled), self.filled[0]
+        same = next((peer for peer, part in enumerate(self.filled) if part != first), peers)
+        for repeats in (1, same):
+            pieces = peers // repeats
+            piece, rest = divmod(self.shape[self.dim], pieces)
+            start, stop = first
+            if peers % repeats or rest or not 0 <= start <= stop <= piece:
+                continue
+            shifts = [peer // repeats * piece for peer in range(peers)]
+            if list(self.filled) == [(start + shift, stop + shift) for shift in shifts]:
+                return Spaced(pieces, repeats, piece, first)
+        return None
 
-        The dimension must fall into one equal piece per peer, each with the part of its peer at the
-        same place. Peers with an empty part don't count.
-        """
-        piece, rest = divmod(self.shape[self.dim], len(self.filled))
-        start, stop = self.filled[0]
-        if rest or not 0 <= start <= stop <= piece:
-            return None
-        for peer, part in enumerate(self.filled):
-            if part != (start + peer * piece, stop + peer * piece):
-                return None
-        return piece, (start, stop)
+    @cached_property
+    def is_repeated(self) -> bool:
+        """Whether successive peers share parts, which are evenly spaced."""
+        return self.spaced is not None and self.spaced.repeats > 1
 
     @cached_property
     def tiled(self) -> tuple[int, ...]:
@@ -126,7 +151,7 @@ class Side:
         """
         if self.spaced is None:
             return ()
-        _, (start, stop) = self.spaced
+        start, stop = self.spaced.part
         front, behind = self.shape[: self.dim], self.shape[self.dim + 1 :]
         shape = (*front, len(self.filled), stop - start, *behind)
         return (*shape[:3], math.prod(shape[3:]))
@@ -235,6 +260,11 @@ class Sides:
             views.append(((*shape, own_width), tuple(strides), offset))
             offset += own_width
         return views
+
+    @cached_property
+    def is_repeated(self) -> bool:
+        """Whether `Side.is_repeated` holds for some tensor."""
+        return any(side.is_repeated for side in self.each)
 
     @cached_property
     def copied(self) -> list[tuple[Place, bool]]:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from ..profiling.timeline import Timeline
 from .calls import Calls
+from .carve_out import carve_out
 from .copy_engines import CopyEngine
 from .transport import C10d, Named, OneRank, Transport, backend_of
 
@@ -199,13 +200,19 @@ def _streams(backend: Any, device: Any) -> tuple[Any, ...]:
     return tuple(backend.Stream(device, priority=-1) for _ in range(3))
 
 
-def by_name(name: str, size: int) -> Named:
-    """Return the transport that ``sp_overlap.transport`` names, for an sp group of ``size``."""
+def by_name(name: str, size: int, settings: dict[str, int] | None = None) -> Named:
+    """Return the transport that ``sp_overlap.transport`` names, for an sp group of ``size``.
+
+    Args:
+        name: The name.
+        size: P.
+        settings: As for `C10d`.
+    """
     if size == 1:
         return OneRank()
     if name == "copy_engine":
-        return CopyEngine()
-    return C10d(own=name == "auto")
+        return CopyEngine(settings)
+    return C10d(own=name == "auto", settings=settings)
 
 
 def hostname() -> str:
@@ -221,6 +228,8 @@ class SPGroup:
         transport: A mover of bytes, or a value of ``sp_overlap.transport``; None for "auto".
         stream: Carries the transfers instead of our own stream (accelerators only).
         kernels: Which kernels pack and unpack, a value of ``sp_overlap.kernels``.
+        settings: As for `C10d`.
+        sm_carveout: How many SMs products leave free while an exchange is under way on a GPU.
 
     Raises:
         ValueError: if this process is not in ``group``.
@@ -232,8 +241,11 @@ class SPGroup:
         transport: Transport | str | None = None,
         stream: Any | None = None,
         kernels: str = "auto",
+        settings: dict[str, int] | None = None,
+        sm_carveout: int = 0,
     ):
         self.group, self.kernels = group, kernels
+        self.carve_out = carve_out(sm_carveout)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:
@@ -243,7 +255,7 @@ class SPGroup:
             )
         self._unprepared: Named | None = None
         if transport is None or isinstance(transport, str):
-            transport = self._unprepared = by_name(transport or "auto", self.size)
+            transport = self._unprepared = by_name(transport or "auto", self.size, settings)
         self.transport: Transport = transport
         # The node of every rank, once it is known (`find_nodes`).
         self.nodes: tuple[int, ...] | None = None

@@ -15,6 +15,10 @@ group (a gather of weights, a reduction of gradients) would therefore stand in f
 So exchanges have a communicator of their own: at high priority, and with at most `MAX_CTAS` blocks,
 since each block takes an SM from the kernels that hide the exchange.
 
+Two communicators hang where one rank's GPU begins their kernels in another order than another
+rank's. NCCL begins them in the host's order if `LAUNCH_ORDER` is set before its first launch
+(`launch_order`).
+
 Ranks make the communicator at their first call, between collectives of others. Two things may wait
 for one another then. NCCL allocates memory while it connects, and the allocation may wait for a
 kernel that runs; that kernel may be a collective that waits for a rank which is already here. So
@@ -26,6 +30,7 @@ all ranks of the world; so the group is unbound meanwhile (`_unbound`).
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -34,7 +39,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions, all_to_all_single
 
-from ..warn import say
+from ..warn import say, warn_once
+from .launch_order import LAUNCH_ORDER
 
 # SMs that a communicator of our own may take; NCCL's send and receive takes up to 32. Not yet
 # measured.
@@ -112,10 +118,14 @@ class C10d:
     Args:
         own: Whether tensors on a GPU go over a communicator of our own, see
             Note [Two communicators].
+        settings: Fields of NCCL's configuration for that communicator, beside ``max_ctas``, which
+            is `MAX_CTAS` unless given.
     """
 
-    def __init__(self, own: bool = False):
+    def __init__(self, own: bool = False, settings: dict[str, int] | None = None):
         self.own = own
+        most = max(MAX_CTAS, (settings or {}).get("min_ctas", 0))
+        self.settings = {"max_ctas": most, **(settings or {})}
         # The group for tensors on a GPU; None: the sp group.
         self.group: Any = None
         # Whether NCCL carries tensors on a GPU. From torch 2.8 on NCCL works in the current stream
@@ -125,7 +135,14 @@ class C10d:
     def prepare(self, sp_group: Any) -> None:
         self.on_stream = sp_group.group is not None and backend_of(sp_group.group, "cuda") == "nccl"
         if self.own and self.on_stream:
-            self.group = communicator(sp_group.group, max_ctas=MAX_CTAS)
+            self.group = communicator(sp_group.group, **self.settings)
+            if LAUNCH_ORDER not in os.environ:
+                warn_once(
+                    f"sp_overlap: {LAUNCH_ORDER} is not set, and this process had an NCCL group "
+                    "before it imported ds_sp_overlap, so that the import could not set it: two "
+                    "NCCL communicators at once may hang. Import ds_sp_overlap first, or start "
+                    f"every rank with {LAUNCH_ORDER}=1"
+                )
 
     def launch(
         self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str

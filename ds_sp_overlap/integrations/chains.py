@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..attention.runtime import sharded
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
 from ..autotune.trial import BLOCK, LAYER, Candidate
@@ -178,7 +179,7 @@ class ChainedLayer(ABC):
         self.successor: ChainedLayer | None = None
         self.choice: ChainTrial | None = None
         self.layer = BlockLayer(attention, *self._parts(), records_nothing)
-        if reason := self.layer.in_the_way():
+        if reason := self.layer.in_the_way() or self._why_not_gathered():
             raise Unknown(reason)
         self._misses, self._edit_checks = 0, ProbeSchedule()
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -289,9 +290,23 @@ class ChainedLayer(ABC):
             if not reason:
                 self.use()
                 self.layer.norm_in, self.layer.norm_mid, self.layer.mlp = self._parts()
-                reason = self.layer.in_the_way()
+                self.layer.unit = module if sharded.is_unit(module) else None
+                reason = self.layer.in_the_way() or self._why_not_gathered()
             forward_pass.reasons[self] = reason and f"{self.name}: {reason}"
         return forward_pass.reasons[self]
+
+    def _why_not_gathered(self) -> str:
+        """Explain why FSDP would not gather weights that the chain needs; empty if it does."""
+        parts = [self.module, *self.layer.begins, *self.layer.ends]
+        called = {module for part in parts[1:] for module in part.modules()}
+        for name, module in self.module.named_modules():
+            uncalled = module is not self.module and module not in called
+            if uncalled and sharded.is_unit(module):  # guard: no unit that is not called
+                return (
+                    f"{name} is a unit of fully_shard, but a block calls the modules inside of it; "
+                    "give fully_shard the whole layer, or those modules"
+                )
+        return ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer in the chain, or by itself; takes the place of the layer's own forward."""
@@ -343,6 +358,8 @@ class ChainedLayer(ABC):
             return None
         if successor.recompute != self.recompute or successor.why_not(forward_pass):
             return None
+        if not sharded.cast_alike(self.layer.unit, successor.layer.unit):
+            return None  # guard: hidden states in the dtype of the successor
         return successor
 
     def _check_for_edits(self, previous: LayerOutput, hidden: Tensor) -> None:

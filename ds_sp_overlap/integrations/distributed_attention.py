@@ -1,41 +1,64 @@
-"""Adapter to DeepSpeed's ``DistributedAttention``, in any model that contains it.
+"""Adapter to DeepSpeed's ``DistributedAttention`` and to our drop-in, in any model.
 
-DeepSpeed's class is called with q, k, v that were projected already. `bind_drop_in` therefore
-overlaps the four exchanges with one another and with attention, and leaves the projections alone.
+Both are called with q, k, v that were projected already. `bind_drop_in` therefore overlaps the four
+exchanges with one another and with attention, and leaves the projections alone. A model can hold
+DeepSpeed's class only if DeepSpeed is loaded, which this file does not load.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.utils import groups
 from torch import nn
 
-from ..attention.drop_in import ProjectedAttention
+from ..attention import drop_in
 from ..attention.layer import LayerRuntime
 from ..exchange.sp_group import SPGroup
 from .inspect.tokenwise import has_own_call
 from .layers import FoundLayer, OverlapSettings
 from .rebinding import Undo, is_ours, rebind
 
+# The module of the class.
+STOCK = "deepspeed.sequence.layer"
+
+
+def is_stock(module: Any) -> bool:
+    """Return whether a module is a ``DistributedAttention`` of DeepSpeed."""
+    layer = sys.modules.get(STOCK)
+    return layer is not None and isinstance(module, layer.DistributedAttention)
+
 
 def find_group(model: nn.Module) -> Any:
-    """Return the sp group of a model that contains ``DistributedAttention``.
+    """Return the sp group of a model that contains DeepSpeed's ``DistributedAttention``, or ours.
 
     Returns:
         The group of the first such module that has one, else the group of DeepSpeed's mesh or mpu,
         else None.
     """
     for module in model.modules():
-        if isinstance(module, DistributedAttention) and module.spg is not None:
+        if is_drop_in_or_stock(module) and module.spg is not None:
             return module.spg
+    groups = sys.modules.get("deepspeed.utils.groups")
+    if groups is None:
+        return None
     try:
         return groups._get_sequence_parallel_group()
     except (KeyError, AssertionError):
         return None
+
+
+def is_drop_in_or_stock(module: nn.Module) -> bool:
+    """Return whether ``module`` is a ``DistributedAttention`` of DeepSpeed or of ours."""
+    return is_stock(module) or isinstance(module, drop_in.DistributedAttention)
+
+
+def has_drop_in(model: nn.Module) -> bool:
+    """Return whether ``model`` has a layer of ours, which overlaps without a section, too."""
+    return any(isinstance(module, drop_in.DistributedAttention) for module in model.modules())
 
 
 def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
@@ -53,7 +76,7 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
             inside = tuple(module.modules())[1:]
             lacks = "DeepSpeed's AutoSP exchanges around it"
             layers.append(FoundLayer(name, module, got="", lacks=lacks, inside=inside))
-        if not isinstance(module, DistributedAttention):
+        if not is_drop_in_or_stock(module):
             continue
         own = sp_group.ranks if module.spg is None else dist.get_process_group_ranks(module.spg)
         if own != sp_group.ranks:  # guard: only the same group
@@ -61,37 +84,46 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
                 f"{name} was made with an sp group of ranks {own}, and enable() is to use "
                 f"ranks {sp_group.ranks}; give both one group"
             )
+        got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
+        lacks = overlap.why_not_more("the projections belong to its caller")
+        bind: Callable[[], Undo] = functools.partial(bind_drop_in, name, module, overlap)
         if has_own_forward(module):
             layers.append(FoundLayer(name, module, got="", lacks=OWN))
             continue
-        got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
-        bind = functools.partial(bind_drop_in, name, module, overlap)
-        lacks = overlap.why_not_more("the projections belong to its caller")
+        if getattr(module, "has_own_config", False):
+            lacks = "made with a config or transport of its own, which the section leaves alone"
+            bind = _leave
         layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
     return layers
+
+
+def _leave() -> Undo:
+    """Bind nothing: the layer is one of ours that overlaps as it was made."""
+    return lambda module: None
 
 
 OWN = "its forward is not DeepSpeed's"
 
 
-def has_own_forward(module: DistributedAttention) -> bool:
-    """Return whether a call of a ``DistributedAttention`` runs code that is not DeepSpeed's.
+def has_own_forward(module: Any) -> bool:
+    """Return whether a call of a ``DistributedAttention`` runs code of somebody else.
 
-    That is a forward that somebody but this package replaced, a ``__call__`` of the class, or the
-    forward of a fork.
+    That is a forward that neither DeepSpeed nor this package wrote: a replaced one, a fork's, or a
+    ``__call__`` of the class.
     """
     if "forward" in vars(module) and not is_ours(module) or has_own_call(module):
         return True
     defined_in = getattr(type(module).forward, "__globals__", {}).get("__name__")
-    return defined_in != DistributedAttention.__module__  # guard: a fork's exchange stays its own
+    known = STOCK, drop_in.__name__
+    return defined_in not in known  # guard: a fork's exchange stays its own
 
 
-def bind_drop_in(name: str, module: DistributedAttention, overlap: OverlapSettings) -> Undo:
-    """Rebind one ``DistributedAttention`` to the overlapped drop-in.
+def bind_drop_in(name: str, module: Any, overlap: OverlapSettings) -> Undo:
+    """Rebind one ``DistributedAttention``, of DeepSpeed or ours, to an overlap by the section.
 
     Args:
         name: The module's name, for errors and logs.
-        module: The module; its forward keeps DeepSpeed's arguments.
+        module: The module; its forward keeps its arguments.
         overlap: The settings of the model's layers.
 
     Returns:
@@ -99,8 +131,11 @@ def bind_drop_in(name: str, module: DistributedAttention, overlap: OverlapSettin
     """
     config, original = overlap.config, module.forward
     group = module.spg or overlap.sp_group.group
-    sp_group = SPGroup(group, config.transport, module.sp_stream, kernels=config.kernels)
-    attend = ProjectedAttention(LayerRuntime(sp_group, config, name, overlap.policy))
+    sp_group = SPGroup(group, config.transport, module.sp_stream, **config.of_sp_group)
+    is_ours_too = isinstance(module, drop_in.DistributedAttention)
+    alike = is_ours_too and module.heads_alike
+    layer = LayerRuntime(sp_group, config, name, overlap.policy, heads_alike=alike)
+    attend = drop_in.ProjectedAttention(layer)
     # To DeepSpeed's class, no group means all ranks.
     same_group = module.spg is not None or sp_group.size == dist.get_world_size()
     # The numbers of dimensions that outputs of the local attention had so far.
@@ -122,7 +157,8 @@ def bind_drop_in(name: str, module: DistributedAttention, overlap: OverlapSettin
         # DeepSpeed's own forward is timed against ours only in calls in which it is right. The
         # first call has shown the dimensions of the local attention's output.
         comparable = (
-            output_dims == {4}
+            not is_ours_too
+            and output_dims == {4}
             and query.dim() == key.dim() == 4
             and isinstance(batch_dim_idx, int)
             and sequence_lengths is None

@@ -80,7 +80,7 @@ class OverlapSettings(NamedTuple):
                 head.
         """
         size, shares = self.sp_group.size, self.shares_for(heads, kv_heads, attend)
-        groups = self.config.groups_for(heads, size // shares)
+        groups = self.config.groups_for(heads, max(1, size // shares))
         # Made for the checks of its constructor.
         Geometry(
             size,

@@ -6,22 +6,24 @@ This file knows no framework. The adapters beside it each find the attention lay
 
 from __future__ import annotations
 
+import textwrap
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from tabulate import tabulate
 from torch import nn
 
+from ..attention.runtime import sharded
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.sp_group import SPGroup, one_queue
 from ..profiling.timeline import Timeline
-from ..relayout import kernels, ops
+from ..relayout import ops
 from ..warn import warn_once
 from . import distributed_attention
+from .inspect.tensor_parallel import refuse_shared_ranks
 from .layers import FoundLayer, HostModule, OverlapSettings
 from .megatron import layers as megatron
 from .rebinding import Undo, is_ours
@@ -42,7 +44,7 @@ class Report:
     Attributes:
         layers: The attention layers.
         sp_size: The size of the sp group.
-        note: A remark below the table, or the reason why there is no table.
+        note: A remark below the layers, or the reason why there are none.
     """
 
     layers: list[FoundLayer] = field(default_factory=list)
@@ -52,23 +54,28 @@ class Report:
     def __str__(self) -> str:
         if not self.layers:
             return f"sp_overlap: {self.note}"
-        rows = []
+        overlapped = sum(layer.bind is not None for layer in self.layers)
+        lines = [
+            f"sp_overlap over sp size {self.sp_size}: "
+            f"{overlapped} of {len(self.layers)} layers overlapped"
+        ]
         for (got, lacks), group in groupby(self.layers, key=lambda layer: (layer.got, layer.lacks)):
             names = [layer.name for layer in group]
             name = names[0]
             if len(names) > 1:
                 name = f"{names[0]} ... {names[-1]} ({len(names)} layers)"
-            rows.append((name, got or "nothing", lacks or "-"))
-        header = ("attention layer", "overlapped", "why not more")
-        overlapped = sum(layer.bind is not None for layer in self.layers)
-        lines = [
-            f"sp_overlap over sp size {self.sp_size}: "
-            f"{overlapped} of {len(self.layers)} layers overlapped",
-            tabulate(rows, headers=header, tablefmt="simple"),
-        ]
+            lines += [f"  {name}", *_wrapped(f"overlapped: {got or 'nothing'}")]
+            lines += _wrapped(f"why not more: {lacks}") if lacks else []
         if overlapped:
             lines += [note for note in (one_queue(), self.note) if note]
         return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    """Break ``text`` into lines of a report about one kind of layers."""
+    wrapper = textwrap.TextWrapper(100, initial_indent="    ", subsequent_indent="      ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.wrap(text)
 
 
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()
@@ -87,7 +94,7 @@ def enable(
 
     Args:
         model: A transformers or Megatron-DeepSpeed model, or any model that contains
-            ``deepspeed.sequence.layer.DistributedAttention``.
+            ``deepspeed.sequence.layer.DistributedAttention`` or our class of that name.
         config: The ``sp_overlap`` section.
         sequence_process_group: The sp group. If None, the group that transformers or DeepSpeed
             hold for the model.
@@ -109,13 +116,8 @@ def enable(
     if group is None:
         group = find_group(model)
     if group is None:
-        raise ValueError(
-            "sp_overlap: no sequence-parallel group; give deepspeed.initialize the mpu that "
-            "UlyssesSPAttentionHF.register_with_transformers returned (Accelerate does with "
-            "sp_size, not with cp_size), or pass sequence_process_group= to enable() "
-            "(torch.distributed.group.WORLD for all ranks)"
-        )
-    sp_group = SPGroup(group, config.transport, kernels=config.kernels)
+        raise ValueError(_no_group(model))
+    sp_group = SPGroup(group, config.transport, **config.of_sp_group)
     if sp_group.size == 1:
         warn_once(
             "sp_overlap: the sequence-parallel size is 1; there is nothing to exchange, "
@@ -132,6 +134,8 @@ def enable(
         ops.check_usable(config.kernels)
         if timeline is not None:
             timeline.check()
+        refuse_shared_ranks(model, sp_group.ranks)
+        sharded.look_for_units(model)
         layers[:], hosts[:] = _find_layers(model, overlap)
         _refuse_unusable(model, layers, config)
         return f"{config!r}; {[(layer.name, layer.got) for layer in layers]}"
@@ -150,12 +154,31 @@ def enable(
             warn_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
             _undo[layer.module] = _undo_and_close(layer.bind(), policy, timeline)
-    return Report(layers, sp_group.size, kernels.absent(config.kernels))
+    return Report(layers, sp_group.size)
 
 
 def find_group(model: nn.Module) -> Any:
     """Return the sp group that transformers or DeepSpeed hold for ``model``; None without one."""
     return transformers.find_group(model) or distributed_attention.find_group(model)
+
+
+def _no_group(model: nn.Module) -> str:
+    """Say where the sp group of a model without one comes from."""
+    by_hand = (
+        "pass sequence_process_group= to enable() (torch.distributed.group.WORLD for all ranks)"
+    )
+    if transformers.is_pretrained(model):
+        return (
+            "sp_overlap: no sequence-parallel group; give deepspeed.initialize the mpu that "
+            "UlyssesSPAttentionHF.register_with_transformers returned (Accelerate does with "
+            f"sp_size, not with cp_size), or {by_hand}"
+        )
+    return (
+        f"sp_overlap: no sequence-parallel group, and no DistributedAttention in "
+        f"{type(model).__name__} that was made with one; give its DistributedAttention the group, "
+        f"or {by_hand}. ds_sp_overlap.SelfAttention takes group and config itself: "
+        "it needs no section"
+    )
 
 
 def _find_layers(
@@ -191,7 +214,7 @@ def _refuse_unusable(
         raise ValueError(
             f"no attention layer found in {type(model).__name__}; supported are transformers "
             "models, Megatron-DeepSpeed and deepspeed.sequence.layer.DistributedAttention. "
-            "For others use ds_sp_overlap.SelfAttention"
+            "For others use ds_sp_overlap.SelfAttention, which needs no section"
         )
     meta = [layer.name for layer in layers if any(p.is_meta for p in layer.module.parameters())]
     if meta:

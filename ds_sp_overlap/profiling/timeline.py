@@ -26,7 +26,6 @@ import contextlib
 import itertools
 import os
 import pickle
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
+from .. import profiling
 from ..config import SpOverlapConfig
 from ..schedule import Block, Op, Program, Schedule, Step, stop_of
 from .clocks import clock_of
@@ -121,8 +121,6 @@ class Timeline:
         size: The sp size.
     """
 
-    # Writes the rows of all ranks into a folder; a tool, which the package sets.
-    write: Callable[[str, list[list[Row]]], None]
     # Alike on every rank of the sp group, whose ranks make their timelines in one order.
     made = itertools.count()
 
@@ -244,7 +242,7 @@ class Timeline:
                 pickle.loads(self.store.get(rank)) for rank in others if self.store.check([rank])
             ]
         del _open[self.folder]
-        type(self).write(self.folder, every)
+        profiling.write_timeline(self.folder, every)
 
     def rows(self) -> list[Row]:
         """Return what was recorded, as bars."""

@@ -1,6 +1,6 @@
 """Compiles csrc/ into one shared library, with plain nvcc and the C++ compiler.
 
-Imports the standard library only, since setup.py runs this file:
+Imports the standard library only, and runs by itself, too:
 
     python ds_sp_overlap/relayout/build.py [cpu | cuda]
 
@@ -8,14 +8,15 @@ The library depends on torch's stable ABI alone (torch/csrc/stable, from ABI on)
 CUDA runtime inside. So one binary serves every later torch, with CUDA or without. No GPU has to be
 present: CUDA kernels are compiled where nvcc is found, CPU kernels alone where nvcc is missing.
 
-    DS_SP_OVERLAP_BUILD    0: build nothing; cpu, cuda: build exactly these kernels, or fail; unset:
-                           build all kernels that there are compilers for
+    DS_SP_OVERLAP_BUILD    what is built at first use. 0: nothing; cpu, cuda: exactly these kernels,
+                           or an error; unset: all kernels that there are compilers for
     TORCH_CUDA_ARCH_LIST   as torch reads it, for instance "8.0;9.0+PTX" (the default)
     CUDA_HOME, CXX         the folder of nvcc, and the C++ compiler
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -81,10 +82,7 @@ def torch_root() -> Path:
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise BuildError(
-            "torch is not installed here; install it first and build with pip's "
-            "--no-build-isolation"
-        )
+        raise BuildError("torch is not installed here; install it first")
     root = Path(spec.origin).parent
     if not (root / "include/torch/csrc/stable/library.h").is_file():
         raise BuildError(f"this torch has no stable ABI headers; torch >= {ABI} has")
@@ -174,6 +172,31 @@ def _run(commands: list[list[str]]) -> None:
             )
 
 
+def _wanted(root: Path, cuda: str | None) -> dict[str, str | None]:
+    """Return what decides about a library that is built now, in torch's folder ``root``."""
+    digest = hashlib.sha256()
+    for source in sorted(sources().iterdir()):
+        if source.suffix in (".h", ".cpp", ".cu"):
+            digest.update(source.read_bytes())
+    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or ARCHITECTURES
+    return {
+        **_torch_version(root),
+        "abi": ABI,
+        "architectures": None if cuda is None else architectures,
+        "sources": digest.hexdigest(),
+    }
+
+
+def is_current(folder: Path = PACKAGE, kind: str = "") -> bool:
+    """Return whether the library in ``folder`` is the one that `build` would make."""
+    try:
+        built = json.loads((folder / "_kernels.json").read_text())
+    except (OSError, ValueError):
+        return False
+    wanted = _wanted(torch_root(), None if kind == "cpu" else nvcc())
+    return (folder / NAME).is_file() and built == {**wanted, "cuda": built.get("cuda")}
+
+
 def build(folder: Path = PACKAGE, kind: str = "") -> Path:
     """Build the library, and write beside it a JSON file with the versions that it was built for.
 
@@ -195,7 +218,7 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
     if cxx is None:
         raise BuildError("no C++ compiler found (looked at CXX, c++ and g++)")
     with_cuda = cuda is not None and kind != "cpu"
-    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or ARCHITECTURES
+    wanted = _wanted(root, cuda if with_cuda else None)
     hidden = ["-fPIC", "-fvisibility=hidden"]
     with tempfile.TemporaryDirectory() as scratch:
         objects = [f"{scratch}/ops.o"]
@@ -203,7 +226,7 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
         commands = [[cxx, *flags, "-c", str(sources() / "ops.cpp"), "-o", objects[0]]]
         if with_cuda:
             objects.append(f"{scratch}/kernels.o")
-            by_nvcc = cuda_compile(root, gencode(architectures))
+            by_nvcc = cuda_compile(root, gencode(wanted["architectures"] or ""))
             options = ["--threads", "2", "-Xcompiler", ",".join(hidden)]
             commands.append([*by_nvcc, *options, "-c", "-o", objects[1]])
         _run(commands)
@@ -213,10 +236,7 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
             assert cuda is not None
             said = subprocess.run([cuda, "--version"], capture_output=True, text=True).stdout
             version = re.search(r"release ([\d.]+)", said)
-        built = {
-            **_torch_version(root), "abi": ABI, "cuda": version and version.group(1),
-            "architectures": architectures if with_cuda else None,
-        }  # fmt: skip
+        built = {**wanted, "cuda": version and version.group(1)}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "_kernels.json").write_text(json.dumps(built, indent=2) + "\n")
         partial = folder / f"{NAME}.{os.getpid()}"

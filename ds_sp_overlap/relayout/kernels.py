@@ -11,11 +11,7 @@ import torch
 
 from . import build
 
-REMEDY = (
-    "build them with `python -m ds_sp_overlap build cuda` (needs nvcc and a C++ compiler), or "
-    "reinstall with `DS_SP_OVERLAP_BUILD=cuda pip install --no-build-isolation "
-    "--force-reinstall --no-deps .`"
-)
+REMEDY = "build them with `python -m ds_sp_overlap build cuda` (needs nvcc and a C++ compiler)"
 
 
 @dataclass(frozen=True)
@@ -92,29 +88,16 @@ def _installed() -> Library:
         return Library(reason="DS_SP_OVERLAP_BUILD is 0")
     path = build.PACKAGE / build.NAME
     if not path.is_file():
-        return Library(reason="this package was installed without compiled kernels")
+        return Library(reason="none were built")
     return load(path)
 
 
 def library() -> Library:
     """Return the compiled operators of this process, loaded once.
 
-    Those that were built at first use come before those that were installed.
+    Those that were built at first use come before those in the folder of the package.
     """
     return _built_here or _installed()
-
-
-def absent(which: str) -> str:
-    """Return a note where ``sp_overlap.kernels`` allows compiled kernels and the GPU has none.
-
-    Empty elsewhere.
-    """
-    if which == "torch" or not torch.cuda.is_available() or library().cuda:
-        return ""
-    return (
-        f"no compiled kernels for the GPU ({library().reason}), "
-        f"PyTorch's copies pack and unpack; {REMEDY}"
-    )
 
 
 def _first_use() -> Library:
@@ -133,11 +116,10 @@ def _first_use() -> Library:
     name = f"ds_sp_overlap_kernels_torch{torch.__version__.split('+')[0]}_{kind}"
     folder = Path(cpp_extension._get_build_directory(name, False))
     path = folder / build.NAME
-    newest = max(source.stat().st_mtime for source in build.sources().iterdir())
     baton = FileBaton(str(folder / "lock"))
     if baton.try_acquire():
         try:
-            if not path.is_file() or path.stat().st_mtime < newest:
+            if not build.is_current(folder, kind):
                 build.build(folder, build.wish())
         finally:
             baton.release()
@@ -152,7 +134,7 @@ def _first_use() -> Library:
 
 
 def demanded() -> Library:
-    """Return `library`, built now if the package was installed without compiled operators.
+    """Return `library`, built now if nobody built compiled operators before.
 
     If the build fails, the library's reason says why.
     """

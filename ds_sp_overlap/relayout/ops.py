@@ -77,16 +77,26 @@ def _equal_tiles(
     return tensor.as_strided(shape, strides), repeats
 
 
-def _copy(to: Tensor, source: Tensor) -> None:
-    """Copy ``source`` into ``to``, on a GPU 16 bytes at a time where memory is aligned.
-
-    PyTorch's permuting copy of 2-byte elements is slow.
-    """
-    if to.is_cuda:
-        wide_to, wide_source = _in_16_bytes(to), _in_16_bytes(source)
-        if wide_to is not None and wide_source is not None:
-            to, source = wide_to, wide_source
+def copy(to: Tensor, source: Tensor) -> None:
+    """Copy ``source`` into ``to``, on a GPU 16 bytes at a time where memory is aligned."""
+    to, source = widened(to, source)
     to.copy_(source)
+
+
+def widened(*tensors: Tensor) -> Sequence[Tensor]:
+    """View tensors of one dtype in elements of 16 bytes, on a GPU where all memory is aligned.
+
+    PyTorch's permuting copy of 2-byte elements is slow. Elsewhere return the tensors as they are.
+    """
+    if not prefers_16_bytes(tensors[0]) or len({x.dtype for x in tensors}) > 1:
+        return tensors
+    wide = [view for x in tensors if (view := _in_16_bytes(x)) is not None]
+    return wide if len(wide) == len(tensors) else tensors
+
+
+def prefers_16_bytes(x: Tensor) -> bool:
+    """Return whether copies of 16 bytes at a time are faster on the device of ``x``."""
+    return x.is_cuda
 
 
 def _in_16_bytes(x: Tensor) -> Tensor | None:
@@ -111,9 +121,9 @@ def _copy_out(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Ten
         # One copy kernel instead of one per part.
         tiles, repeats = tiled
         if repeats == 1:
-            _copy(out.view(*tiles.shape), tiles)
+            copy(out.view(*tiles.shape), tiles)
         else:
-            _copy(out.view(tiles.shape[0], repeats, *tiles.shape[1:]), tiles.unsqueeze(1))
+            copy(out.view(tiles.shape[0], repeats, *tiles.shape[1:]), tiles.unsqueeze(1))
         return
     for part, segment in _parts(x, out, dim, starts, stops):
         segment.copy_(part)
@@ -136,7 +146,7 @@ def _copy_in(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: T
     if tiled is not None:
         tiles, repeats = tiled
         if repeats == 1:
-            _copy(tiles, wire.view(*tiles.shape))
+            copy(tiles, wire.view(*tiles.shape))
         else:
             replicas = wire.view(tiles.shape[0], repeats, *tiles.shape[1:])
             tiles.copy_(replicas.sum(1, dtype=exact))  # guard: replicas are summed
@@ -207,9 +217,9 @@ class Relayout(NamedTuple):
     def copies(self, x: Tensor) -> bool:
         """Return whether any of PyTorch's copies may move ``x``.
 
-        Not on a GPU, where `_copy` is faster.
+        Not on a GPU, where `copy` is faster.
         """
-        return self.pack is _copy_out and not x.is_cuda
+        return self.pack is _copy_out and not prefers_16_bytes(x)
 
 
 _TORCH = Relayout(_copy_out, _copy_in, rotate_pack, unpack_rotate_back, folds=False)

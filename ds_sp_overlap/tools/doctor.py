@@ -23,14 +23,14 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from ..attention.self_attention import SelfAttention
+from ..exchange.launch_order import LAUNCH_ORDER
 from ..exchange.sp_group import CONNECTIONS, one_queue
 from ..exchange.transport import C10d, Handle
+from ..integrations.deepspeed import op_builds
 from ..relayout import kernels
 
 # Of relative errors; fp64 rounding of sums over a few thousand terms stays below 1e-13.
 BOUND = 1e-12
-# NCCL reads it once, at a process's first launch: too early for this package to set it.
-LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 HEADS, KV_HEADS, HEAD_DIM, LOCAL_SEQ, BATCH = 8, 4, 16, 24, 2
 
 
@@ -46,6 +46,8 @@ def versions() -> str:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows.append(("devices", ", ".join(devices) or f"CPU, {os.cpu_count()} cores"))
     rows.append(("compiled kernels", str(kernels.library())))
+    found = [op_builds.remedy(lock) for lock in op_builds.locks()]
+    rows += [("op builds", line) for line in found or ["no lock"]]
     rows.append((CONNECTIONS, one_queue() or os.environ.get(CONNECTIONS, "not set")))
     if dist.is_nccl_available():
         rows.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from ..warn import say
+from ..warn import inform
 
 COLOURS = {
     "compute": "#9bb7d4",
@@ -303,7 +303,7 @@ def write(folder: str, every: list[list]) -> None:
     try:
         figure = draw(every)
     except ImportError:
-        say(
+        inform(
             f"sp_overlap: timeline in {folder}; "
             "pip install matplotlib for timeline.html and timeline.png"
         )
@@ -311,4 +311,4 @@ def write(folder: str, every: list[list]) -> None:
     figure.savefig(path("timeline.png"), dpi=110)
     with open(path("timeline.html"), "w") as file:
         file.write(page(figure, text))
-    say(f"sp_overlap: timeline in {folder}")
+    inform(f"sp_overlap: timeline in {folder}")

@@ -1,7 +1,6 @@
 """Fine-tune with TRL's SFTTrainer over long sequences, which Ulysses splits over all ranks: see accelerate.yaml."""
 
 import argparse
-import os
 import random
 
 import torch
@@ -19,6 +18,7 @@ parser.add_argument("--sequence", type=int, default=256)
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--attention", default="sdpa", help="or flash_attention_2, flash_attention_3; the same in accelerate.yaml")
 parser.add_argument("--lora", action="store_true")
+parser.add_argument("--packing", action="store_true", help="pack rows instead of padding them")
 given = parser.parse_args()
 
 set_seed(0)
@@ -37,8 +37,8 @@ else:
 draw = random.Random(0)
 
 
-def sums():
-    return "; ".join(f"{(a := draw.randrange(99))} + {(b := draw.randrange(99))} = {a + b}" for _ in range(40))
+def sums():  # rows of unequal length, as most data sets have them
+    return "; ".join(f"{(a := draw.randrange(99))} + {(b := draw.randrange(99))} = {a + b}" for _ in range(draw.randrange(5, 40)))
 
 
 trainer = SFTTrainer(
@@ -46,7 +46,8 @@ trainer = SFTTrainer(
     args=SFTConfig(
         output_dir=given.output,
         max_length=given.sequence,
-        pad_to_multiple_of=int(os.environ["WORLD_SIZE"]),  # every rank gets as many tokens of a sequence
+        # DeepSpeed's loader needs rows of one length, which the number of ranks divides: pad all, or pack by "wrapped".
+        **({"packing": True, "packing_strategy": "wrapped"} if given.packing else {"pad_to_multiple_of": given.sequence}),
         per_device_train_batch_size=1,
         learning_rate=1e-3 if given.model == "tiny" else 1e-5,
         max_steps=given.steps,

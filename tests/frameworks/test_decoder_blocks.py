@@ -522,6 +522,27 @@ def test_mixtures_of_experts_equal_the_whole_sequences(chunks):
             assert error < (ROUTERS if again else FP64) and forward == whole_chain(), figures
 
 
+def said_of_experts(rank):
+    """What the table says of layers with experts, by how they are implemented, and the MiB of their experts in a layer."""
+    found = {}
+    for implementation in ("eager", "grouped_mm"):
+        options = {**MIXTURES["mixtral"], "layers": 2, "experts_implementation": implementation}
+        with sequence_parallel_model(2, **options) as (model, _), block(model) as (report, _):
+            experts = model.model.layers[0].mlp.experts
+            size = sum(weight.nbytes for weight in experts.parameters()) / 2**20
+            found[implementation] = [layer.lacks for layer in report.layers], f"({size:,.0f} MiB more)"
+    return found
+
+
+def test_the_table_says_what_chunks_cost_a_mixture_of_experts():
+    for found in on_ranks(2, said_of_experts):
+        for implementation, (remarks, size) in found.items():
+            assert len(remarks) == 2
+            for remark in remarks:
+                assert remark.startswith(f"experts' weight gradients are made by chunk and summed {size}")
+                assert ("make the host wait in each chunk" in remark) == (implementation == "eager")
+
+
 def routed(model, tokens, rank, size, group, record):
     """Logits, those of the routers if they are recorded, and gradients of the loss with that of the routers in it."""
     inputs = cut(tokens, rank, size)

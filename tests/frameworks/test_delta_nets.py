@@ -303,7 +303,7 @@ def on_and_off(rank, kind):
         assert asked is names["create_recurrent_attention_mask"]
         assert state.keys() == model.state_dict().keys()
         same = all(module.forward == forwards[name] for name, module in model.named_modules())
-    return str(report), off, by_itself, without, same
+    return " ".join(str(report).split()), off, by_itself, without, same
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ["trainer", "trl", "accelerate", "own_loop", "megatron"]
+EXAMPLES = ["trainer", "trl", "accelerate", "own_loop", "fsdp2", "megatron"]
 
 
 def run(example, package=ROOT):

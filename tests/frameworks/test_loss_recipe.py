@@ -9,6 +9,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 
 from tests.harness import models
+from tests.harness.cases import full
 from tests.harness.ranks import on_ranks
 
 RANKS = 2
@@ -30,8 +31,8 @@ def gathered_mean(total, count, group):
 RECIPES = {"local share": local_share, "gathered mean": gathered_mean}
 
 
-def gradient(rank, size, recipe, stage, reduce_scatter):
-    """Gradient of one MLP weight after one backward, by DeepSpeed."""
+def gradient(rank, size, recipe, stage, reduce_scatter, told=True):
+    """Gradient of one MLP weight after one backward, by DeepSpeed, which was ``told`` of the sp group or not."""
     model = models.tiny("llama")
     mpu = models.sequence_parallel(model, size) if size > 1 else None
     config = models.ds_config(stage)
@@ -39,7 +40,7 @@ def gradient(rank, size, recipe, stage, reduce_scatter):
     if size > 1:
         config["sp_overlap"] = {"enabled": True}
     try:
-        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu if told else None)
         inputs = models.cut(models.batches(1)[0], rank % size, size)
         logits = engine(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
         total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
@@ -53,20 +54,23 @@ def gradient(rank, size, recipe, stage, reduce_scatter):
 
 
 @pytest.mark.parametrize(
-    "recipe, stage, reduce_scatter, factor",
+    "recipe, stage, reduce_scatter, told, factor",
     [
-        ("local share", 0, True, 1),
-        ("local share", 2, True, 1),
-        ("local share", 3, False, 1),
-        ("local share", 3, True, 1 / RANKS),
-        ("gathered mean", 0, True, RANKS),
-        ("gathered mean", 2, True, RANKS),
-        ("gathered mean", 3, False, RANKS),
-        ("gathered mean", 3, True, 1),
+        ("local share", 0, True, True, 1),
+        ("local share", 2, True, True, 1),
+        ("local share", 3, False, True, 1),
+        ("local share", 3, True, True, 1 / RANKS),
+        ("gathered mean", 0, True, True, RANKS),
+        ("gathered mean", 2, True, True, RANKS),
+        ("gathered mean", 3, False, True, RANKS),
+        ("gathered mean", 3, True, True, 1),
+        ("local share", 0, True, False, 1 / RANKS),
+        full("local share", 3, False, False, 1 / RANKS),
+        full("local share", 3, True, False, 1 / RANKS),
     ],
 )
-def test_the_gradient_is_this_multiple_of_the_whole_sequences(recipe, stage, reduce_scatter, factor):
+def test_the_gradient_is_this_multiple_of_the_whole_sequences(recipe, stage, reduce_scatter, told, factor):
     whole = on_ranks(RANKS, gradient, 1, None, 0, True)[0]
-    for found in on_ranks(RANKS, gradient, RANKS, recipe, stage, reduce_scatter):
+    for found in on_ranks(RANKS, gradient, RANKS, recipe, stage, reduce_scatter, told):
         # fp32 sums in another order; a wrong factor is off by at least a half
         torch.testing.assert_close(found, factor * whole, rtol=0, atol=1e-5 * whole.abs().max().item())

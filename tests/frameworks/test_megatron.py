@@ -3,6 +3,7 @@
 Its real pretrain_gpt.py is trained in test_megatron_training.py, where a checkout is given.
 """
 
+import functools
 import importlib
 import os
 import subprocess
@@ -146,8 +147,8 @@ def model_before_and_after(rank):
 def test_only_forward_is_rebound_and_the_layer_is_listed_once():
     for same, driven, left, report in on_ranks(2, model_before_and_after):
         assert same and driven == (True, False) and left == []
-        assert report.count("\n") == 3, report
-        assert "all eight exchanges, G = 2, query_key_value, dense under them  -" in report
+        assert report.count("\n") == 2, report
+        assert report.endswith("    overlapped: all eight exchanges, G = 2, query_key_value, dense under them"), report
 
 
 class Hidden(nn.Linear):
@@ -288,6 +289,26 @@ def type_error_inside(rank):
 def test_a_type_error_in_attention_is_not_taken_for_an_unknown_argument():
     for error, calls in on_ranks(2, type_error_inside):
         assert error == ("RuntimeError", "self_attention: unsupported operand") and calls == 1
+
+
+def too_few_heads(rank):
+    """What is said of fewer heads than ranks, of a layer that is driven whole, and of one whose exchanges alone are overlapped."""
+    shape, said = Shape(heads=2, kv_heads=2), []
+    model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
+    said.append(refusal(ds_sp_overlap.enable, model))
+    said.append(refusal(ds_sp_overlap.enable, megatron_layers.layer(Shape(), torch.distributed.group.WORLD), {"shares": 2}))
+    x, _, mask, tables = megatron_layers.inputs(shape)
+    model.self_attention.forward = functools.partial(ParallelAttention.forward, model.self_attention)
+    ds_sp_overlap.enable(model)
+    return [*said, refusal(model, x.chunk(4)[rank], mask, tables)]
+
+
+def test_query_heads_that_ranks_would_share_are_refused_by_name():
+    for driven, asked, dropped_in in on_ranks(4, too_few_heads):
+        for kind, message in (driven, asked):
+            assert kind == "ValueError"
+            assert "self_attention: Megatron-DeepSpeed's local attention takes as many queries as keys" in message
+        assert dropped_in[0] == "ValueError" and "Flash has no parameter queries=" in dropped_in[1]
 
 
 def refused_call(rank, attention, only, changes):

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import ds_sp_overlap
 from ds_sp_overlap.attention import self_attention
 from ds_sp_overlap.attention.runtime import output, projections
+from ds_sp_overlap.exchange.geometry import shares_for
 from ds_sp_overlap.relayout import ops
 from tests.harness import reference, transports
 from tests.harness.ranks import RankError, on_ranks
@@ -566,16 +567,16 @@ class Layer:
             q, k = self.turned(q, cos, sin), self.turned(k, cos, sin)
         return self.attended(q, k, v, self.modules["gain"].weight if self.spec.gain else None)
 
-    def local_attention(self, q, k, v, gain=None):
+    def local_attention(self, q, k, v, gain=None, queries=None):
         if not self.spec.batch_first:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-        o = self.attended(q, k, v, gain)
+        o = self.attended(q, k, v, gain, queries)
         if self.spec.output == "strided":
             o = o.transpose(0, 1).contiguous().transpose(0, 1)
         o = o if self.spec.batch_first else o.transpose(0, 1)
         return o.flatten(2) if self.spec.output == "flat" else o
 
-    def attended(self, q, k, v, gain):
+    def attended(self, q, k, v, gain, queries=None):
         if self.raises:
             where, after = self.raises
             self.raises = where, after - 1
@@ -583,16 +584,18 @@ class Layer:
                 raise Deliberate
         if self.spec.in_place == "query":
             q.mul_(1.5)
-        o = reference.attention(q, k, v, self.spec.causal)
+        o = reference.attention(q, k, v, self.spec.causal, queries)
         o = o if gain is None else o * gain[:, None]
         return _Raise.apply(o) if self.raises and self.raises[0] == "backward" else o
 
     def gain(self):
-        """This rank's; the first ranks have one head more where the heads don't divide."""
-        ranks, rank = self.world.program.ranks, self.world.rank
-        small, larger = divmod(self.spec.heads, ranks)
-        start = rank * small + min(rank, larger)
-        return self.modules["gain"].weight[start : start + small + (rank < larger)]
+        """This rank's; the first parts of the ranks have one head more where the heads don't divide."""
+        ranks, spec = self.world.program.ranks, self.spec
+        shares = dict(spec.config).get("shares", shares_for(ranks, spec.heads, spec.kv_heads))
+        part = self.world.rank // shares
+        small, larger = divmod(spec.heads, ranks // shares)
+        start = part * small + min(part, larger)
+        return self.modules["gain"].weight[start : start + small + (part < larger)]
 
     def lengths(self, batch):
         lengths = self.world.program.shapes[batch]
@@ -853,8 +856,10 @@ class _Draw:
     def __init__(self, seed):
         self.random, self.ranks = random.Random(seed), ranks_of(seed)
         self.windows = random.Random(-1 - seed)  # of its own: what else a seed draws is as it was
+        self.sharing = random.Random(f"shares {seed}")
         self.half = self.chance(0.05)
         self.shapes = {self.some(1, 3): self.lengths() for _ in range(self.some(1, 2))}
+        self.least = min(map(sum, self.shapes.values()))
         self.transport = self.pick("plain", "plain", "plain", "late", "delayed")
         self.layers = []
         for _ in range(self.pick(1, 1, 2, 2, 3)):
@@ -895,6 +900,10 @@ class _Draw:
         heads = self.some(self.ranks, self.ranks + 5)
         kv_heads = self.pick(*(n for n in range(1, heads + 1) if heads % n == 0))
         value_dim = head_dim if block or self.chance(0.5) else self.some(1, 7)
+        few = self.sharing.random() < 0.15 and self.least >= self.ranks
+        if few:  # mostly fewer than ranks
+            heads = self.sharing.randint(1, self.ranks)
+            kv_heads = self.sharing.choice([n for n in range(1, heads + 1) if heads % n == 0])
         same = self.chance(0.12)
         value_dim = head_dim if same else value_dim
         fused = not same and self.chance(0.25)
@@ -920,7 +929,7 @@ class _Draw:
             )  # fmt: skip
         query = "" if block or fused or ("attention", "sees gradient") in hooks else self.pick("", "", "elsewhere", "changed")
         gain = self.pick(*[""] * 6, "constant", "learned")
-        in_place = "query" if self.chance(0.1) else ""
+        in_place = "query" if self.chance(0.1) and not few else ""
         if not block and ("attention", "sees gradient") not in hooks and self.chance(0.15):
             in_place = "output"
         return LayerSpec(
@@ -928,10 +937,10 @@ class _Draw:
             norms=norms, rope=rope, rotary_dims=2 * self.some(1, head_dim // 2) if rope else 0,
             learned=bool(rope) and self.chance(0.15), by_row=rope in ("Rotary", "function") and self.chance(0.2),
             bias=self.chance(0.4), causal=self.chance(0.7), gain=gain, output=self.pick("4-D", "4-D", "flat", "strided"),
-            query=query, in_place=in_place, hooks=tuple(hooks), wrapped=tuple(wrapped), frozen=frozen, **self.manner(heads),
+            query=query, in_place=in_place, hooks=tuple(hooks), wrapped=tuple(wrapped), frozen=frozen, **self.manner(heads, in_place),
         )  # fmt: skip
 
-    def manner(self, heads):
+    def manner(self, heads, in_place):
         """What may differ between two layers of the same modules."""
         config = {"head_groups": self.pick("auto", *range(1, heads // self.ranks + 1))}
         if self.chance(0.15):
@@ -942,6 +951,13 @@ class _Draw:
             config["check"] = True
         if self.windows.random() < 0.35:
             config["window"] = self.windows.randint(1, 3)
+        possible = [r for r in range(2, self.ranks + 1) if self.ranks % r == 0 and self.ranks // r <= heads]
+        if self.least < self.ranks:  # shares without a token are refused
+            config["shares"] = 1
+        elif in_place == "query":  # a range of q is a view, whose base autograd forbids to change for another range
+            config["shares"] = 1
+        elif self.sharing.random() < 0.3:
+            config["shares"] = self.sharing.choice(possible)
         return dict(
             batch_first=self.chance(0.5),
             view=self.chance(0.4),
@@ -956,7 +972,7 @@ class _Draw:
         names = (*(n for n in spec.projections if not (spec.same and n == "v_proj")), "o_proj")
         names = self.pick(names, names[-1:], names[:-1])
         what = "modules" if spec.wrapped else self.pick("modules", "weights")
-        manner = self.manner(spec.heads)
+        manner = self.manner(spec.heads, spec.in_place)
         return dataclasses.replace(spec, hooks=(), wrapped=(), frozen=(), shares=(other, what, names), **manner)
 
     # Statements.
@@ -989,6 +1005,8 @@ class _Draw:
                 layer = self.some(0, len(self.layers) - 1)
                 groups = dict(self.layers[layer].config)["head_groups"]
                 last = groups - 1 if self.layers[layer].alike and groups != "auto" and not self.layers[layer].gain else 0
+                if self.layers[layer].heads % self.ranks or dict(self.layers[layer].config).get("shares", 1) > 1:
+                    last = 0  # ranks that share heads call attention once or twice a group
                 self.statements.append(Raises(x, layer, self.pick(*["attention"] * 2, "backward"), self.pick(0, last, last)))
             elif fresh:
                 self.backward([self.pick(*fresh)])

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.harness.streams import Backend, Event, Stream
+from tests.harness.streams import Backend, Event, Stream, device_thread, order
 
 
 class Access(NamedTuple):
@@ -141,7 +141,7 @@ class Wire:
         on = self.stream or backend.current
         self.launched += 1
         if on is not backend.current:
-            _order(on, backend.current)
+            order(on, backend.current)
         with backend.stream(on):
             self.races.operate(name, *(_storages([buffer]).values() for buffer in (send, recv)))
             recv.zero_()
@@ -155,18 +155,12 @@ class Wire:
         return Handle()
 
 
-def _order(later, earlier):
-    event = Event()
-    earlier.record_event(event)
-    later.wait_event(event)
-
-
 @contextlib.contextmanager
 def watched(asynchronous):
     """Yields the detector and a transport; AssertionError, BLIND, if they saw less than there must be."""
     races = Races(Backend())
     wire = Wire(races, asynchronous)
-    with races:
+    with races, device_thread(races.backend, races):
         yield races, wire
     on = "wire" if asynchronous else "transfer"
     blind = [what for what in ("compute", on, "freed") if not races.seen[what]]

@@ -1,9 +1,16 @@
 """Streams need an accelerator, their order does not: a stand-in for its stream interface writes down who waits for whom, on the host.
 
 Each stream has a vector clock: how far along every stream is what it does next is known to come after. `races` asks it.
+
+The current stream is one of each thread, as in CUDA. `device_thread` runs backward in a thread of its own, as autograd does for a
+GPU: what is current there is the stream on which forward ran, whoever calls backward, and the two are ordered before and after.
 """
 
 import contextlib
+import threading
+from unittest import mock
+
+import torch
 
 
 class Event:
@@ -46,7 +53,18 @@ class Backend:
         self.log = []
         self.streams = []  # that were asked for
         self.events = self.recorded = 0
+        self._of_thread = threading.local()
         self.current = self.compute = Stream(self, "compute")
+        self.nodes_run_on = self.compute  # where forward ran
+        self.backwards = 0  # that ran in the device's thread
+
+    @property
+    def current(self):
+        return self._of_thread.stream
+
+    @current.setter
+    def current(self, stream):
+        self._of_thread.stream = stream
 
     def Stream(self, device, priority):
         assert priority == -1
@@ -67,3 +85,45 @@ class Backend:
             yield
         finally:
             self.current = before
+
+
+def order(later, earlier):
+    """What ``later`` does next comes after what ``earlier`` holds now."""
+    event = Event()
+    earlier.record_event(event)
+    later.wait_event(event)
+
+
+@contextlib.contextmanager
+def device_thread(backend, *modes):
+    """Run backward in a thread of its own, under ``modes``, which are of one thread each as well."""
+    original, here = torch.autograd.backward, threading.current_thread()
+
+    def backward(*args, **kwargs):
+        if threading.current_thread() is not here:  # within a backward, as a reentrant checkpoint's
+            return original(*args, **kwargs)
+        caller, nodes, raised = backend.current, backend.nodes_run_on, []
+
+        def run():
+            backend.current = nodes
+            try:
+                with contextlib.ExitStack() as stack:
+                    for mode in modes:
+                        stack.enter_context(mode)
+                    original(*args, **kwargs)
+            except BaseException as error:
+                raised.append(error)
+
+        if nodes is not caller:
+            order(nodes, caller)
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        if nodes is not caller:
+            order(caller, nodes)
+        backend.backwards += 1
+        if raised:
+            raise raised.pop()
+
+    with mock.patch.object(torch.autograd, "backward", backward):
+        yield

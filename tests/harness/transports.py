@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ds_sp_overlap.exchange.in_flight import InFlight
+from ds_sp_overlap.exchange.joined import blocks_of
 from ds_sp_overlap.relayout import ops
 
 
@@ -75,7 +76,7 @@ def _makes_copies(in_flight, into=()):
 
 def _places(x, side):
     """What the parts of a side hold of ``x``."""
-    return [x.narrow(side.dim, start, stop - start) for start, stop in side.parts]
+    return [block for peer in range(len(side.parts)) for block in blocks_of(x, side, peer)]
 
 
 def _is_written_by_ours(source):

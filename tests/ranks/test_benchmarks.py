@@ -85,21 +85,52 @@ def gpu_sh(*words, **environment):
     return subprocess.run([BENCHMARKS / "gpu.sh", "--rehearse", *words], env=env, capture_output=True, text=True, timeout=400)
 
 
-@pytest.mark.skipif(kernels.library().path is None, reason=f"no compiled kernels: {kernels.library().reason}")
+compiled = pytest.mark.skipif(kernels.library().path is None, reason=f"no compiled kernels: {kernels.library().reason}")
+# Of each call what has no test of its own.
+CALLS = {
+    "1": (["contention"], {"contention.csv"}, "rehearsed, means nothing: decide the carve-out"),
+    "2": (["2"], set(), "decide the transport: auto works"),
+    "3": (["emulated"], {"emulated.csv"}, "rehearsed, means nothing: decide G, rehearsal"),
+    "4": (["bandwidth", "memcheck", "gemm"], {"bandwidth-moves.csv", "gemm-gemm.csv"}, "short of the aim"),
+}
+
+
+@pytest.mark.parametrize("call", [pytest.param(call, marks=compiled if call == "4" else ()) for call in CALLS])
 @pytest.mark.full
-def test_the_command_for_a_gpu_rehearses_on_a_cpu(tmp_path):
-    """But for what has a test of its own: build, exact, host, emulated."""
-    stages = ["memcheck", "bandwidth", "gemm", "layer", "nccl", "sync", "race"]
+def test_a_call_for_a_gpu_rehearses_on_a_cpu_and_says_what_to_decide(call, tmp_path):
+    stages, tables, says = CALLS[call]
     ran = gpu_sh(*stages, RESULTS=str(tmp_path))
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.splitlines()[-1] == f"REHEARSED on a CPU: no claim about a kernel or a time: {' '.join(stages)}"
-    assert {path.name for path in tmp_path.glob("*.csv")} == {"bandwidth-moves.csv", "gemm-gemm.csv"}
-    assert ran.stdout.count("the planted fault is seen") == 2
+    assert ran.stdout.splitlines()[-1].startswith("REHEARSED on a CPU: no claim about a kernel or a time: ")
+    assert {path.name for path in tmp_path.glob("*.csv")} == tables and says in ran.stdout
+    assert ran.stdout.count("the planted fault is seen") == 2 * (call == "2")
+    assert len(list(tmp_path.glob("emulated-*-G*.json.gz"))) == 2 * (call == "3")
+
+
+@pytest.mark.parametrize("call, stages", [("1", "install build exact contention"), ("3", "install build emulated")])
+def test_a_call_is_made_of_stages(call, stages):
+    assert gpu_sh(call, PYTHON="true").stdout.splitlines()[-1].endswith(f": {stages}")
 
 
 def test_the_command_for_a_gpu_goes_on_after_a_stage_that_fails_and_says_which():
     ran = gpu_sh("nonsense", "layer", PYTHON="true")
-    assert ran.returncode == 1 and "no such stage" in ran.stdout and ran.stdout.endswith("=== layer\nFAILED: nonsense\n")
+    assert ran.returncode == 1 and "no such stage: nonsense" in ran.stdout
+    assert ran.stdout.endswith("FAILED nonsense\nPASSED layer\nFAILED: nonsense\n")
+
+
+@pytest.mark.full
+def test_the_command_for_several_gpus_rehearses_on_a_cpu_and_ends_with_one_table(tmp_path):
+    env = {**os.environ, "PYTHON": sys.executable, "RESULTS": str(tmp_path)}
+    ran = subprocess.run([BENCHMARKS / "nccl.sh", "--rehearse", "2"], env=env, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("parity: 8 heads") == 3 and "parity: under ZeRO-3" in ran.stdout
+    assert (
+        "alike on all ranks: starts q0 k0 v0 qkv1 o0 o1 do1 do0 dqkv1 dv0 dk0 dq0" in ran.stdout
+        and (tmp_path / "trace.json.gz").exists()
+    )
+    table = ran.stdout[ran.stdout.index("| measured on") :].splitlines()
+    assert len(table) == 2 + 4 * 5  # settings; stock, three numbers of groups, a block
+    assert all("REHEARSED: gloo, 2 processes on a CPU, no claim about time" in row for row in table[2:])
 
 
 def test_rows_are_there_when_a_run_ends_early(tmp_path):
@@ -119,11 +150,13 @@ def test_one_gpu_refuses_to_run_without_a_gpu():
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_the_throttled_copy_compiles_without_spilling(architecture, tmp_path):
+def test_the_throttled_copy_compiles_without_spilling_and_fills_an_sm(architecture, tmp_path):
     words = ["nvcc", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", BENCHMARKS / "throttled.cu", "-o", tmp_path / "cubin"]
     ran = subprocess.run(list(map(str, words)), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in ran.stderr
+    copy = ran.stderr[ran.stderr.index("Function properties for _Z14throttled_copy") :]
+    assert "Used 96 registers" in copy.splitlines()[2]  # with 640 threads the footprint of NCCL's blocks
 
 
 @pytest.mark.full

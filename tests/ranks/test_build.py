@@ -77,6 +77,20 @@ def test_a_package_without_binaries_builds_them_at_first_use(tmp_path):
     assert python(code, **environment).splitlines()[-1] == first
 
 
+@needs_compiler
+def test_a_library_is_kept_for_as_long_as_it_is_of_these_sources(tmp_path, monkeypatch):
+    """As tests, and first use, build it: once."""
+    for name in (build.NAME, "_kernels.json"):
+        shutil.copy(build.PACKAGE / name, tmp_path)
+    assert build.is_current(tmp_path, build.wish())
+    changed = tmp_path / "csrc"
+    shutil.copytree(build.sources(), changed)
+    (changed / "ops.cpp").write_text((changed / "ops.cpp").read_text() + "// changed")
+    monkeypatch.setattr(build, "sources", lambda: changed)
+    assert not build.is_current(tmp_path, build.wish())
+    assert not build.is_current(changed, build.wish()), "no library"
+
+
 LIKE_TORCH = {  # library: its source, what it depends on
     "c10": ("int of_c10;", []),
     "torch_cpu": ("int of_cpu;", ["c10"]),

@@ -9,9 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
 from ds_sp_overlap.exchange.calls import Calls
-from tests.harness import dropin
+from tests.harness import dropin, layers
 from tests.harness.dropin import Case
 from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks, refusal
 
 CASE = Case(heads=2, kv_heads=2, head_dim=2, value_dim=2, batch=1, lengths=(2, 2))
@@ -144,6 +145,26 @@ def test_a_comparison_that_fails_names_the_layer(collective):
         assert "look for the first error on the other ranks: connection reset by peer" in refused[2]
 
 
+def captured():
+    """A layer's call while its stream captures a CUDA graph."""
+    shape = Shape(lengths=(3,))
+    attend = layers.block(shape, layers.projections(shape), None)
+    x, _ = layers.whole_inputs(shape)
+    with mock.patch.object(torch.cuda, "is_initialized", lambda: True):
+        for capturing in (False, True):
+            with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing):
+                seen = refusal(layers.call_block, shape, attend, 0, x)
+            if capturing != (
+                seen is not None and seen[0] == "RuntimeError" and "layer: called while a CUDA graph is captured" in seen[1]
+            ):
+                return [f"{capturing}: {seen}"]
+    return []
+
+
+def test_a_call_in_a_cuda_graph_is_refused_by_name():
+    assert captured() == []
+
+
 # Guards.
 
 WATCHED = [
@@ -151,6 +172,7 @@ WATCHED = [
         Guard("same layer, same call", without='return f"local sequence {lengths}, batch {geometry.batch}, {types()}"'),
         first_calls_unnoticed,
     ),
+    Watched(Guard("no graph of a call", without="if False:"), captured, ranks=0),
     Watched(Guard("calls are told by name", without='self.names.append("")'), later_calls_unnoticed),
 ]
 

@@ -5,6 +5,7 @@ Each test names the guard it watches, as in `test_hazards`.
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -134,6 +135,79 @@ def test_a_source_lives_as_long_as_it_is_read_and_no_longer():
     no_faults(2, held_until_finished)
 
 
+class Carved:
+    """torch's two functions of the SM carve-out; what was set, in order."""
+
+    def __init__(self, before=None):
+        self.said, self.now = [], before
+
+    def __call__(self, sms):
+        self.said.append(sms)
+        self.now = sms
+
+    def __enter__(self):
+        names = {"_set_sm_carveout_experimental": self, "_get_sm_carveout_experimental": lambda: self.now}
+        self.patch = mock.patch.multiple(torch._C, create=True, **names)
+        self.patch.__enter__()
+        return self
+
+    def __exit__(self, *raised):
+        self.patch.__exit__(*raised)
+
+
+def carved(rank):
+    """Products leave SMs free between the launch of the first exchange and the end of the last, and as many as before otherwise."""
+    found = []
+    for sms, before, streams in ((8, None, Backend()), (8, 3, Backend()), (0, None, Backend()), (8, None, None)):
+        shape = Shape(config={"head_groups": 2, "sm_carveout": sms})
+        attend = (
+            block_with_streams(shape, streams)
+            if streams
+            else layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+        )
+        x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+        attends, local = [], attend.local_attention
+        with Carved(before) as torchs:
+            attend.local_attention = lambda *qkv, now=torchs, local=local, to=attends: to.append(now.now) or local(*qkv)
+            y = layers.call_block(shape, attend, rank, x.requires_grad_())
+            after_forward, during = torchs.now, attends[-2:]  # behind the probe
+            y.backward(dy)
+        is_on = sms and streams
+        # o of the first group is under way while the second is attended, qkv of the second while the first is.
+        expected = ([sms, sms], before, [sms, before] * (len(torchs.said) // 2)) if is_on else ([before] * 2, before, [])
+        if (during, after_forward, torchs.said) != expected or torchs.now != before or bool(torchs.said) != bool(is_on):
+            found.append(f"{sms} {before} {bool(streams)}: {during} {after_forward} {torchs.said} {torchs.now}")
+    return found
+
+
+def test_products_leave_sms_to_exchanges_that_are_under_way_on_a_gpu():
+    no_faults(2, carved)
+
+
+def carved_and_abandoned(rank):
+    shape = Shape(config={"head_groups": 2, "sm_carveout": 8})
+
+    def broken(q, k, v):
+        raise ArithmeticError("deliberate")
+
+    attend = block_with_streams(shape, Backend(), local_attention=broken, heads_alike=True)
+    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    with Carved() as torchs:
+        refusal(layers.call_block, shape, attend, rank, x)
+        gc.collect()
+    return [] if torchs.said == [8, None] else [str(torchs.said)]
+
+
+def test_so_they_do_not_behind_an_exchange_that_was_abandoned():
+    no_faults(2, carved_and_abandoned)
+
+
+def test_a_torch_without_a_carve_out_refuses_the_key(monkeypatch):
+    monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental", raising=False)
+    with pytest.raises(ValueError, match="sp_overlap.sm_carveout: 77, but torch .* has no SM carve-out"):
+        SPGroup(None, sm_carveout=77)
+
+
 def in_flight():
     gc.collect()
     return [o for o in gc.get_objects() if type(o) is InFlight]
@@ -214,6 +288,7 @@ WATCHED = [
     Watched(Guard("freed, waits for nothing", without="pass"), stream_order),
     Watched(Guard("forward is let go", without="in_flight = self.forward"), nothing_stays_in_flight),
     Watched(Guard("gradient is let go", without="in_flight = self.gradient"), nothing_stays_in_flight),
+    Watched(Guard("given back to products", without="pass"), carved),
     Watched(Guard("this half belongs here", without="if False:"), finished_twice),
     Watched(Guard("a failed launch has a name", without="except LookupError as error:"), launch_that_fails),
 ]

@@ -6,10 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sp_overlap.exchange.exchange import Exchange, Half, run_halves
 from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.joined import join, split
 from ds_sp_overlap.exchange.sp_group import SPGroup
+from ds_sp_overlap.relayout import ops
 from tests.harness import layers, transports
 from tests.harness.cases import pairs, singles
 from tests.harness.guards import Guard, Watched, must_notice
@@ -141,11 +144,60 @@ def test_tensors_of_several_dtypes_and_head_dims_arrive_as_they_left():
     no_faults(2, of_two_dtypes)
 
 
+def sides(size, heads, kv_heads, head_dims, batch):
+    """The local end of an exchange of q, k and v, and tensors that fit it."""
+    layout = Geometry(size, 0, (3,) * size, batch, heads, kv_heads).joint_exchange("qkv", 0, head_dims)
+    return layout.sources, [torch.randn(shape, dtype=torch.bfloat16) for shape in layout.sources.shapes]
+
+
+def part_by_part(xs, sides):
+    """The wire, and the sum of what lies in it for each tensor, by their definition."""
+    wire = torch.cat([
+        torch.cat([x.narrow(side.dim, start, stop - start).flatten(2) for x, side, (start, stop) in zip(xs, sides.each, ranges)], 2).flatten()
+        for ranges in zip(*(side.parts for side in sides.each))
+    ])  # fmt: skip
+    totals = [torch.zeros(x.shape) for x in xs]
+    for total, x, side in zip(totals, xs, sides.each):
+        for start, stop in side.parts:
+            total.narrow(side.dim, start, stop - start).add_(x.narrow(side.dim, start, stop - start))
+    return wire, [total.to(torch.bfloat16) for total in totals]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("head_dims", [(8, 8, 8), (16, 16, 8), (2, 2, 2)])
+@pytest.mark.parametrize("size,heads,kv_heads", [(4, 8, 2), (4, 4, 1), (4, 8, 4), (4, 8, 8), (3, 6, 2), (2, 6, 3)])
+def test_repeated_heads_are_packed_and_summed_also_16_bytes_at_a_time(size, heads, kv_heads, head_dims, wide, monkeypatch):
+    """As on a GPU, where copies of 2-byte elements are viewed as wider ones if memory is aligned (head dims of 2 are not)."""
+    monkeypatch.setattr(ops, "prefers_16_bytes", lambda x: wide)
+    ends, xs = sides(size, heads, kv_heads, head_dims, batch=2)
+    with Copied() as copied:
+        wire = join(xs, ends, torch.Tensor.new_empty.__get__(xs[0]))
+        outs = [torch.empty_like(x) for x in xs]
+        split(wire, ends, outs)
+    expected, totals = part_by_part(xs, ends)
+    assert torch.equal(wire, expected)
+    assert all(map(torch.equal, outs, totals))
+    assert (torch.complex128 in copied.dtypes) == (wide and bool(ends.places()) and head_dims != (2, 2, 2))
+
+
+class Copied(TorchDispatchMode):
+    """The dtypes of what was copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("copy_", "cat"):
+            self.dtypes.add(((kwargs or {}).get("out", args[0])).dtype)
+        return func(*args, **(kwargs or {}))
+
+
 # Guards.
 
 
 def replicas(rank):
-    return faults(rank, ("qkv",), [Shape(kv_heads=1), Shape(6, 3, lengths=(3, 2))])
+    return faults(rank, ("qkv",), [Shape(kv_heads=1), Shape(6, 3, lengths=(3, 2), config={"head_groups": 1})])
 
 
 def some_frozen(rank):
@@ -155,6 +207,7 @@ def some_frozen(rank):
 
 WATCHED = [
     Watched(Guard("joined replicas are summed", without="part.copy_(place)"), replicas),
+    Watched(Guard("repeated parts are summed", without="_tile(x, side).copy_(parts.select(side.dim + 1, 0))"), replicas),
     Watched(
         Guard(
             "a tile for each peer",

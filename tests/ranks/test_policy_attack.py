@@ -46,7 +46,7 @@ class Model:
         if policy is not None:
             self.attend.layer.policy, self.attend.layer.index = policy, policy.join()
         self.policy = self.attend.layer.policy
-        self.policy.say = self.said.append
+        self.policy.inform = self.policy.warn = self.said.append
         self.sgd = torch.optim.SGD(self.layer.parameters(), lr=0.0)
         self.beside = False  # replicas, which reduce gradients together
 

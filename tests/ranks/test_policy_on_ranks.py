@@ -28,7 +28,7 @@ def an_optimizer_of_one_rank(rank):
     shape = Shape(heads=8, kv_heads=8)
     layer, mover = layers.projections(shape), Recording()
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
-    attend.layer.policy.say = lambda line: None
+    attend.layer.policy.inform = lambda line: None
     sgd, groups = torch.optim.SGD(layer.parameters(), lr=0.0), []
     with scripted({1: 1.0, 2: 1.0, 4: 1.0}):
         for _ in range(6):
@@ -57,7 +57,7 @@ def trained_block(rank, size, costs, steps, config):
     layer, mover, said = layers.projections(shape), Recording(), []
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
     if attend.layer.policy is not None:
-        attend.layer.policy.say = said.append
+        attend.layer.policy.inform = said.append
     sgd = torch.optim.SGD(layer.parameters(), lr=0.0)
     groups = []
     with scripted(costs[rank]) as ran:
@@ -97,7 +97,7 @@ def right_in_every_step(rank, use, config):
     shape = Shape(heads=8, kv_heads=4, config=config)
     found, attend, layer = [], None, layers.projections(shape)
     attend = layers.block(shape, layer, torch.distributed.group.WORLD)
-    attend.layer.policy.say = lambda line: None
+    attend.layer.policy.inform = lambda line: None
     sgd, ran = torch.optim.SGD(layer.parameters(), lr=0.0), set()
     whole = layers.projections(shape)
     x, dy = layers.whole_inputs(shape)
@@ -335,7 +335,7 @@ def replica_runs(rank, calls, costs, off=False, said=None):
     world, runs, blocks = torch.distributed.group.WORLD, {}, {}
     with two_replicas(rank) as group, scripted(costs[replica]) as ran:
         policy = Policy.of(ds_sp_overlap.SpOverlapConfig(), SPGroup(group), world)
-        policy.say = said.append if said is not None else lambda line: None
+        policy.inform = said.append if said is not None else lambda line: None
         for heads in (8, 4, 16, 32):
             shape = Shape(heads=heads, kv_heads=heads, rope=False)
             blocks[heads] = attend = layers.block(shape, layers.projections(shape), group)
@@ -454,7 +454,7 @@ def right_with_windows(rank, name, config):
     layer, whole, mover, found = layers.projections(shape), layers.projections(shape), Recording(), []
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
     if attend.layer.policy is not None:
-        attend.layer.policy.say = lambda line: None
+        attend.layer.policy.inform = lambda line: None
     sgd = torch.optim.SGD(layer.parameters(), lr=0.0)
     x, dy = layers.whole_inputs(shape)
     expected = use(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)

@@ -61,6 +61,14 @@ FEATURES = {
     "several layers": lambda program: len(program.layers) > 1,
     "fewer KV heads": layer(lambda spec, _: spec.kv_heads < spec.heads),
     "fewer KV heads than ranks": layer(lambda spec, program: spec.kv_heads < program.ranks),
+    "fewer heads than ranks": layer(lambda spec, program: spec.heads < program.ranks),
+    "ranks that share heads": configured("shares", 2, 3, 4),
+    "ranks that share heads, in groups": layer(
+        lambda spec, _: dict(spec.config).get("shares", 1) > 1 and dict(spec.config)["head_groups"] == 2
+    ),
+    "ranks that share heads, in a window": layer(
+        lambda spec, _: dict(spec.config).get("shares", 1) > 1 and "window" in dict(spec.config)
+    ),
     "heads that the ranks don't divide": layer(lambda spec, program: spec.heads % program.ranks),
     "an odd head dim": layer(lambda spec, _: spec.head_dim % 2),
     "another head dim of the value": layer(lambda spec, _: spec.head_dim != spec.value_dim),

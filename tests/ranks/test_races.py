@@ -6,6 +6,7 @@ On a stand-in for streams (`races`): rank 0 of two, over a wire that moves nothi
 import dataclasses
 import functools
 import gc
+import threading
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from ds_sp_overlap.exchange.relayed import RelayedExchange
 from ds_sp_overlap.exchange.sp_group import SideStream
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.moving import moving
-from tests.harness.races import Races, _order, watched
-from tests.harness.streams import Backend, Stream
+from tests.harness.races import Races, watched
+from tests.harness.streams import Backend, Stream, device_thread, order
 
 SIZE, CPU = 2, torch.device("cpu")
 SHAPE = Shape(seq=12, heads=8, head_dim=4, kv_heads=4, batch=2)
@@ -193,6 +194,22 @@ def elsewhere(wire):
             del made
 
 
+def backward_called_elsewhere(wire, **config):
+    """Forward runs on a stream of the caller's own; so do backward's nodes, whichever stream is current where backward is called."""
+    backend = wire.races.backend
+    backend.nodes_run_on = own = Stream(backend, "own")
+    layer, attend = block(wire, head_groups=2, **config)
+    attend.layer.heads_alike = True  # what is asked for that once is made where nobody sees it
+    x = layer.x.detach().requires_grad_()
+    order(own, backend.compute)
+    with backend.stream(own):
+        y = attend(x)
+    y.backward(layer.dy)
+    with backend.stream(own):
+        read(x.grad)
+        del x, y
+
+
 SCENES = {
     **{f"a layer, G = {groups}": functools.partial(whole_layer, groups=groups) for groups in (1, 2, 4)},
     "send buffers are written by the GEMM": buffers_written_by_the_gemm,
@@ -208,6 +225,7 @@ SCENES = {
     "alone": alone,
     "two legs alone": two_legs_alone,
     "elsewhere": elsewhere,
+    "backward is called elsewhere": backward_called_elsewhere,
     **{
         f"a window of {window}, G = {groups}": functools.partial(whole_layer, groups=groups, window=window)
         for groups, window in ((4, 1), (4, 2), (4, 3), (2, 2), (1, 1))
@@ -251,11 +269,11 @@ def test_it_sees_a_read_of_what_another_stream_writes_and_a_write_of_what_it_rea
         with races:
             x = torch.zeros(4)
             if ordered:
-                _order(other, backend.compute)
+                order(other, backend.compute)
             with backend.stream(other):
                 y = x * 2
             if ordered:
-                _order(backend.compute, other)
+                order(backend.compute, other)
             x.add_(1)
             y.sum()
         assert len(races.faults) == (0 if ordered else 3), races.faults
@@ -266,12 +284,12 @@ def test_waiting_in_turn_orders_too_and_what_is_done_after_an_event_it_does_not_
     third = Stream(backend, "third")
     with races:
         x = torch.zeros(4)
-        _order(other, backend.compute)
-        _order(third, other)
+        order(other, backend.compute)
+        order(third, other)
         with backend.stream(third):
             x.add_(1)
         assert races.faults == []
-        _order(backend.compute, other)  # which has not waited for the third
+        order(backend.compute, other)  # which has not waited for the third
         x.add_(1)
     assert len(races.faults) == 1 and "add_ on compute writes what add_ on third may still use" in races.faults[0]
 
@@ -295,14 +313,14 @@ def test_memory_is_freed_when_its_last_view_or_graph_is_and_must_be_done_with():
         races, backend, other = detector()
         with races:
             x = torch.zeros(4)
-            _order(other, backend.compute)
+            order(other, backend.compute)
             view = x[:2]
             del x
             with backend.stream(other):
                 view.sum()
             assert races.seen["freed"] == 1  # the sum
             if ordered:
-                _order(backend.compute, other)
+                order(backend.compute, other)
             del view
         assert races.seen["freed"] == 2
         assert [fault.split(" back")[0] for fault in races.faults] == ["reuse: compute gets the memory"] * (not ordered)
@@ -316,6 +334,42 @@ def test_backward_is_seen():
         before = races.seen["compute"]
         y.backward()
     assert races.seen["compute"] >= before + 2
+
+
+def test_backward_runs_in_the_thread_of_the_device_where_a_wait_that_is_missing_is_seen(monkeypatch):
+    """A wait that only the caller's thread makes: forward is in order, backward is not."""
+    here, before_compute = threading.current_thread(), SideStream.before_compute
+
+    def forgetful(side, mark):
+        if threading.current_thread() is here:
+            before_compute(side, mark)
+
+    with watched(False) as (races, wire):
+        whole_layer(wire, 2)
+    assert races.backend.backwards == 1 and races.faults == []
+    monkeypatch.setattr(SideStream, "before_compute", forgetful)
+    assert faults(SCENES["no gradient"], False) == []
+    found = faults(SCENES["a layer, G = 2"], False)
+    assert any(fault.startswith("race: ") for fault in found), found
+
+
+def test_a_stream_that_is_not_asked_for_each_time_is_seen_where_another_one_is_current(monkeypatch):
+    """As if it had been captured at construction."""
+    monkeypatch.setattr(Backend, "current_stream", lambda self, device: self.compute)
+    assert faults(SCENES["a layer, G = 2"], False) == []
+    assert faults(SCENES["backward is called elsewhere"], False)
+
+
+def test_a_thread_has_a_current_stream_of_its_own():
+    backend, seen = Backend(), []
+    other = Stream(backend, "other")
+    backend.nodes_run_on = other
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: seen.append((backend.current.name, threading.current_thread().name)))
+    with device_thread(backend):
+        (x * 2).sum().backward()
+    assert seen[0][0] == "other" and seen[0][1] != threading.current_thread().name
+    assert backend.current is backend.compute and len(backend.log) == 2
 
 
 def test_one_that_sees_nothing_says_so():

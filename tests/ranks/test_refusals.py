@@ -11,7 +11,7 @@ import ds_sp_overlap
 from ds_sp_overlap import SpOverlapConfig
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.sp_group import SPGroup
-from tests.harness import dropin, layers, models
+from tests.harness import dropin, layers, models, reference
 from tests.harness.dropin import Case
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
@@ -426,6 +426,44 @@ WIDE = "rotary tables are {0} (cos) and {1} (sin) wide for heads of 8"
 def test_rotary_tables_that_would_not_rotate_the_heads_are_refused(kind, given, message):
     for refused in refused_on_both(give_rotary, kind, given):
         assert refused[0] == "ValueError" and refused[1].startswith(message), refused
+
+
+ROPES = {
+    "takes q and k": (lambda q, k, cos, sin: (q, k), "layer: rope= can't be called with two arguments; it takes (x, position_"),
+    "takes cos": (lambda x, cos: x * cos.unsqueeze(0), "layer: rope= failed ('tuple' object has no attribute 'unsqueeze'); it"),
+    "returns two": (
+        lambda x, tables: (x, x),
+        "layer: rope= returned tuple for heads [2, 6, 2, 8]; it takes (x, position_embeddings)",
+    ),
+    "returns half": (lambda x, tables: x[..., :4], "layer: rope= returned a tensor [2, 6, 2, 4] for heads [2, 6, 2, 8]; it takes"),
+    "one table": (
+        ds_sp_overlap.Rotary(lambda tables: tables[0]),
+        "layer: rotary tables must be (cos, sin), two tensors, got Tensor",
+    ),
+}
+
+
+def give_rope(rank, kind):
+    """Refusal of a layer with a rope of another kind, when it is made or first called, with nothing exchanged."""
+    shape, mover = Shape(rotary=False), Counting()
+    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
+    own = ROPES[kind][0]
+
+    def made_and_called():
+        attend = ds_sp_overlap.SelfAttention(
+            local_attention=reference.attention, num_heads=4, head_dim=8, rope=own, name="layer", transport=mover,
+            sequence_process_group=torch.distributed.group.WORLD, **layers.projections(shape),
+        )  # fmt: skip
+        layers.call_block(shape, attend, rank, x)
+
+    got = refusal(made_and_called)
+    return got if mover.launched == 0 else None
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_rope_of_another_kind_is_refused_with_what_it_takes(kind):
+    for refused in refused_on_both(give_rope, kind):
+        assert refused[0] == "ValueError" and refused[1].startswith(ROPES[kind][1]), refused
 
 
 def missing_later(rank):

@@ -5,6 +5,9 @@ through gloo. They show choice, refusal and layout, and nothing about the librar
 """
 
 import contextlib
+import os
+import re
+import subprocess
 import sys
 import types
 from datetime import timedelta
@@ -16,10 +19,12 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 import ds_sp_overlap
-from ds_sp_overlap.exchange import copy_engines, transport
+from ds_sp_overlap.config import SpOverlapConfig
+from ds_sp_overlap.exchange import copy_engines, launch_order, transport
 from ds_sp_overlap.exchange.sp_group import SPGroup, by_name
 from ds_sp_overlap.exchange.transport import C10d, OneRank, backend_of
 from ds_sp_overlap.tools import doctor
+from ds_sp_overlap.warn import warn_once
 from tests.harness import layers, models
 from tests.harness.layers import Shape
 from tests.harness.listening import listening
@@ -126,10 +131,11 @@ def test_one_rank_needs_no_transport_and_several_use_c10d(name, size, expected):
     assert getattr(by_name(name, size), "own", None) == (None if size == 1 else name == "auto")
 
 
-def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lambda: 1):
+def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lambda: 1, section=None):
     """What is made for two layers of one sp group, and over which groups their exchanges go."""
     nccl = Nccl(new_group_error=error, groups_made=groups_made)
-    sp_groups = [SPGroup(dist.group.WORLD, name) for _ in range(2)]
+    decided = SpOverlapConfig.parse(section or {}).of_sp_group
+    sp_groups = [SPGroup(dist.group.WORLD, name, **decided) for _ in range(2)]
     with nccl(), listening() as messages:
         if reversed_ranks:
             stack = mock.patch.object(dist, "get_process_group_ranks", lambda group: [1, 0])
@@ -149,6 +155,73 @@ def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lamb
 def test_auto_makes_one_nccl_communicator_for_all_layers_with_its_members_alone():
     expected = [([0, 1], "nccl", True, True, {"max_ctas": transport.MAX_CTAS})]
     assert on_ranks(2, communicators, "auto") == [(expected, [False, False], [])] * 2
+
+
+def with_section(rank, section):
+    return communicators(rank, "auto", section=section)[0][0][-1]
+
+
+@pytest.mark.parametrize("section,settings", [
+    ({"max_ctas": 4, "cga_cluster_size": 0}, {"max_ctas": 4, "cga_cluster_size": 0}),
+    ({"min_ctas": 24}, {"max_ctas": 24, "min_ctas": 24}),
+    ({"max_ctas": "auto", "min_ctas": None}, {"max_ctas": transport.MAX_CTAS}),
+])  # fmt: skip
+def test_the_section_decides_how_many_blocks_the_communicator_takes(section, settings):
+    assert on_ranks(2, with_section, section) == [settings] * 2
+
+
+def test_a_copy_engine_gives_the_rest_to_such_a_communicator():
+    assert by_name("copy_engine", 2, {"max_ctas": 4}).rest.settings == {"max_ctas": 4}
+
+
+@pytest.mark.parametrize("section,message", [
+    ({"max_ctas": 0}, 'sp_overlap.max_ctas must be a whole number of at least 1, or "auto", got 0'),
+    ({"cga_cluster_size": 9}, 'sp_overlap.cga_cluster_size must be a whole number from 0 to 8, or "auto", got 9'),
+    ({"min_ctas": 8, "max_ctas": 4}, "sp_overlap.min_ctas must be at most sp_overlap.max_ctas, 4, got 8"),
+    ({"min_ctas": 4, "transport": "c10d"}, 'sp_overlap.min_ctas: "transport": "c10d" has no communicator of its own'),
+    ({"sm_carveout": -1}, "sp_overlap.sm_carveout must be a whole number of at least 0, got -1"),
+])  # fmt: skip
+def test_blocks_that_no_communicator_has_are_refused(section, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SpOverlapConfig.parse(section)
+
+
+# The order of launches.
+
+
+def test_the_import_asks_for_one_order_of_launches():
+    code = f"import os, ds_sp_overlap; print('order', os.environ['{launch_order.LAUNCH_ORDER}'])"
+    environment = {name: value for name, value in os.environ.items() if name != launch_order.LAUNCH_ORDER}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert "order 1" in ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize("value,exists,after", [(None, False, "1"), ("0", False, "0"), (None, True, None)])
+def test_the_import_leaves_alone_what_is_decided_or_read_already(monkeypatch, value, exists, after):
+    monkeypatch.delenv(launch_order.LAUNCH_ORDER, raising=False)
+    if value is not None:
+        monkeypatch.setenv(launch_order.LAUNCH_ORDER, value)
+    groups = {object(): ("cpu:gloo,cuda:nccl" if exists else "gloo", None)}
+    monkeypatch.setattr(dist.distributed_c10d._world, "_default_pg", None)
+    monkeypatch.setattr(type(dist.distributed_c10d._world), "pg_map", groups)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: groups[group][0] if exists else "cpu:gloo")
+    launch_order.ask_for_launch_order()
+    assert os.environ.get(launch_order.LAUNCH_ORDER) == after
+
+
+def said_of_the_order(rank, value):
+    """What a start-up says whose import came too late; with the variable set by the user, if ``value``."""
+    with mock.patch.dict(os.environ, {launch_order.LAUNCH_ORDER: value} if value else {}):
+        if not value:
+            os.environ.pop(launch_order.LAUNCH_ORDER, None)
+        warn_once.cache_clear()
+        return [line for line in communicators(rank, "auto")[2] if launch_order.LAUNCH_ORDER in line]
+
+
+def test_a_start_up_that_came_too_late_for_the_order_says_so_once():
+    (said, nothing), (here, also) = (on_ranks(2, said_of_the_order, value) for value in (None, "0"))
+    assert len(said) == 1 and "Import ds_sp_overlap first" in said[0]
+    assert here == also == []
 
 
 def timeouts(rank):

@@ -1,14 +1,18 @@
 """README and docs say what is so: links, keys, defaults, messages, figures, commands."""
 
 import csv
+import importlib
 import json
 import re
+from dataclasses import replace
 from typing import get_args
+from unittest import mock
 from urllib.parse import urlparse
 
 import pytest
 from pydantic import BaseModel
 
+from benchmarks.convergence.training import variants
 from ds_sp_overlap import SpOverlapConfig
 from tests.harness import sweep_page
 from tests.harness.pages import PAGES, ROOT, code, read
@@ -44,6 +48,15 @@ def test_a_block_is_of_a_known_language_and_says_why_it_is_not_run():
         assert block.language in ("bash", "python", "json", "yaml", "diff", "text", "bibtex"), (page, block)
         what, rest = block.said
         assert (what, bool(rest)) in (("", False), ("printed", False), ("file", True), ("not run", True)), (page, block)
+
+
+def test_the_description_on_an_index_page_has_no_link_into_this_repository(tmp_path):
+    with mock.patch("setuptools.setup") as setup:
+        importlib.import_module("setup")
+    (tmp_path / "description.md").write_text(text := setup.call_args.kwargs["long_description"])
+    page = read(tmp_path / "description.md")
+    assert len(page.links) >= 2 and all(link.startswith("https:") for link in page.links)
+    assert page.blocks == [replace(block, said=("", "")) for block in read(ROOT / "README.md").blocks] and "<!--" not in text
 
 
 def written_in(language):
@@ -89,6 +102,11 @@ def test_a_message_that_is_explained_is_one_of_the_packages():
     for message, _ in table[1:]:
         for piece in code(message)[0].split("..."):
             assert piece.strip() in source, piece
+
+
+def test_the_runs_of_make_convergence_have_the_names_that_the_docs_give_them():
+    rows = next(rows for _, rows in read(ROOT / "docs/correctness.md").tables if rows[0][1].content == "variant")
+    assert {row[1].content for row in rows[1:]} <= {variant.name for variant in variants([1, 2])}
 
 
 def tables_of_figures():

@@ -281,7 +281,8 @@ def test_geometry_is_a_value():
         (dict(kv_heads=0), "KV heads must divide the query heads, got 8 query and 0 KV heads; take 1, 2, 4, 8 KV heads"),
         (
             dict(heads=1, kv_heads=1),
-            "head scatter of query: 1 heads leave a rank of sp size 2 with no head to attend with; use sp size 1 or less",
+            "head scatter of query: 1 heads leave a rank of sp size 2 with no head to attend with; use sp size 1 or less, "
+            "or sp_overlap.shares 2",
         ),
         (dict(groups=5), "sp_overlap.head_groups must be between 1 and 4 for 8 heads at sp size 2, got 5"),
         (dict(groups=0), "sp_overlap.head_groups must be between 1 and 4 for 8 heads at sp size 2, got 0"),

@@ -22,7 +22,7 @@ class Model:
 
     def __init__(self, count, costs, warmup_steps=16):
         self.said = []
-        self.policy = Policy(SPGroup(None), warmup_steps, say=self.said.append)
+        self.policy = Policy(SPGroup(None), warmup_steps, inform=self.said.append)
         self.indices, self.costs, self.clock = [self.policy.join() for _ in range(count)], costs, ScriptedClock()
         self.off = OFF in costs
         self.policy.clock = self.clock

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
 LEVELS = (
-    ("warn", "config", "schedule", "rotary"),
+    ("warn", "config", "schedule", "rotary", "integrations.after_import"),
     ("relayout", "profiling"),
     ("exchange",),
     ("autotune",),
@@ -118,18 +118,93 @@ def test_the_schedule_needs_no_torch():
         assert {room(other) for other in inside} <= {"schedule"} and outside <= set(sys.stdlib_module_names) | {"__future__"}
 
 
-def test_importing_the_package_loads_no_tool():
-    loaded = "import sys; before = set(sys.modules); import ds_sp_overlap; print(*sorted(set(sys.modules) - before))"
-    found = subprocess.run(
-        [sys.executable, "-c", f"import deepspeed; {loaded}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    new = found.stdout.splitlines()[-1].split()
+def loaded_by(*code):
+    """Run code in a new process; return the modules that it loads, and what it prints."""
+    lines = ["import sys", "before = set(sys.modules)", *code, "print(*sorted(set(sys.modules) - before))"]
+    found = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    *printed, new = found.stdout.splitlines()
+    return set(new.split()), printed
+
+
+def roots(modules):
+    return {module.split(".")[0] for module in modules} - set(sys.stdlib_module_names)
+
+
+def test_importing_the_package_loads_itself_alone():
+    new, _ = loaded_by("import ds_sp_overlap")
+    assert {name for name in roots(new) if not name.startswith("_")} == {"ds_sp_overlap"}
+    assert {name.removeprefix("ds_sp_overlap.") for name in new if name.startswith("ds_sp_overlap.")} == {
+        "attention", "integrations", "integrations.after_import", "integrations.deepspeed", "integrations.deepspeed.accelerate",
+        "integrations.megatron", "integrations.megatron.bridge", "profiling",
+    }  # fmt: skip
+
+
+def test_enable_a_layer_and_the_drop_in_load_no_framework_and_no_tool():
+    new, _ = loaded_by("from ds_sp_overlap import *", "import ds_sp_overlap.chain.block")
     assert "ds_sp_overlap.integrations.registry" in new
     assert [module for module in new if module.startswith("ds_sp_overlap.tools")] == []
-    assert {"matplotlib", "transformers"}.isdisjoint(new)
+    assert roots(new).isdisjoint(FRAMEWORKS | {"matplotlib"}) and "torch" in new
+
+
+@pytest.mark.parametrize("command", ["--help", "plan --hidden 64 --heads 4 --seq 1k --sp 2 --bandwidth 1 --tflops 1"])
+def test_a_command_that_computes_nothing_loads_no_torch(command):
+    new, printed = loaded_by(
+        "from ds_sp_overlap.tools import cli",
+        f"try: cli.main({command.split()})",
+        "except SystemExit: pass",
+    )
+    assert printed and "torch" not in new
+
+
+WAYS = {
+    "before": ["from deepspeed import initialize", "import ds_sp_overlap"],
+    "after": ["import ds_sp_overlap", "from deepspeed import initialize"],
+    "by the adapter": ["import ds_sp_overlap.integrations.deepspeed.initialize", "from deepspeed import initialize"],
+}
+
+
+@pytest.mark.parametrize("order", WAYS)
+def test_deepspeed_is_wrapped_once_whoever_is_imported_first(order):
+    new, printed = loaded_by(
+        *WAYS[order],
+        "import deepspeed, inspect",
+        "ours = [f for f in sys.meta_path if type(f).__module__ == 'ds_sp_overlap.integrations.after_import']",
+        "print(hasattr(deepspeed.initialize, '__sp_overlap__'), deepspeed.initialize is initialize, [f.name for f in ours])",
+        "print('class PipelineEngine' in inspect.getsource(deepspeed.runtime.pipe.engine), bool(inspect.getsource(deepspeed)))",
+    )
+    same = order != "before"
+    # Who imported by name before has the unwrapped function, which the constructor of the engine is wrapped for.
+    assert printed[-2:] == [f"True {same} ['accelerate.utils.dataclasses']", "True True"]
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_accelerate_leaves_the_section_alone_whoever_is_imported_first(ours_first):
+    lines = ["import ds_sp_overlap", "from accelerate.utils import DeepSpeedPlugin"]
+    new, printed = loaded_by(
+        *(lines if ours_first else reversed(lines)),
+        "print(DeepSpeedPlugin.fill_match(None, 'sp_overlap.head_groups'))",
+    )
+    assert printed[-1] == "None" and "deepspeed" not in new
+
+
+def test_an_import_that_fails_is_followed_by_the_next(tmp_path):
+    """A module that raises at first: its watcher waits for the import that succeeds, and an error of the action is the importer's."""
+    tmp_path.joinpath("late.py").write_text("import sys\nif not sys.argv[1:]: raise ImportError('not yet')\n")
+    _, printed = loaded_by(
+        f"sys.path.insert(0, {str(tmp_path)!r})",
+        "import ds_sp_overlap",
+        "from ds_sp_overlap.integrations.after_import import after_import",
+        "after_import('late', lambda: print('loaded'))",
+        "after_import('late', lambda: print('too'))",
+        "after_import('never_there', lambda: print('never'))",
+        "for _ in range(3):",
+        "    try: import late, never_there",
+        "    except ImportError as error: print(error)",
+        "    sys.argv = ['x', 'now']",
+        "after_import('late', lambda: print('at once'))",
+    )
+    never = "No module named 'never_there'"
+    assert printed == ["not yet", "loaded", "too", never, never, "at once"]
 
 
 def test_an_import_upwards_a_circle_and_a_framework_are_seen():

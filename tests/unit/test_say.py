@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_sp_overlap.warn import say, warn_once
+from ds_sp_overlap.warn import inform, say, warn_once
 from tests.harness.listening import listening
 
 PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
@@ -34,16 +34,28 @@ def test_what_is_said_once_is_said_once():
     assert messages == ["sp_overlap: once", "sp_overlap: twice"]
 
 
-@pytest.mark.parametrize("saying", [say, warn_once])
+@pytest.mark.parametrize("saying", [say, warn_once, inform])
 def test_a_message_names_the_place_it_is_from(saying):
-    places, handler = [], logging.Handler()
-    handler.emit = lambda record: places.append(record.filename)
+    places = [record.filename for record in records(lambda: saying(f"sp_overlap: of {saying}"))]
+    assert places == ["test_say.py"]
+
+
+def records(act):
+    """What DeepSpeed's logger passes on while ``act`` runs, at the level that it has by default."""
+    found, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = found.append
     logging.getLogger("DeepSpeed").addHandler(handler)
     try:
-        saying(f"sp_overlap: of {saying}")
+        act()
     finally:
         logging.getLogger("DeepSpeed").removeHandler(handler)
-    assert places == ["test_say.py"]
+    return found
+
+
+@pytest.mark.parametrize("rank,names", [("0", ["INFO"]), ("1", [])])
+def test_information_is_seen_on_rank_0_under_its_own_name(rank, names, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    assert [record.levelname for record in records(lambda: inform("sp_overlap: x"))] == names
 
 
 def calls_of(source):

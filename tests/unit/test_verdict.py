@@ -73,3 +73,12 @@ def test_a_variant_that_is_only_shown_does_not_fail():
 def test_distance_is_in_units_of_the_way_stock_went():
     initial, stock, other = ([np.full(4, x, np.float32)] for x in (0.0, 2.0, 2.5))
     assert verdict.distance(other, initial, stock) == 0.25 and verdict.distance(stock, initial, stock) == 0
+
+
+def test_the_last_line_begins_with_the_verdict():
+    passed, failed = verdict_on(STOCK), verdict_on(STOCK, distance=1.01e-3 * FACTOR)
+    assert verdict.summary([passed]).startswith("PASS: 1 runs train as stock does")
+    assert verdict.summary([passed, failed]).startswith("FAIL: ") and verdict.summary([passed, failed]).endswith(
+        ": fp32 G (parameters)"
+    )
+    assert verdict.summary([verdict_on(STOCK, role="shown")]) == "FAIL: nothing was judged"

@@ -18,7 +18,7 @@ gradients of a parameter before it delivers the sum, once.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...exchange.exchange import Node, new_token, refuse_second_derivatives
+from . import sharded
 from .linear import Plain, autocast, can_split, without_hooks
 
 
@@ -140,7 +141,8 @@ class Wgrads:
             between chunks are longer than the wait behind all of them.
         besides: Linear layers to leave out, since their gradients wait elsewhere.
         here: Whether to leave out linear layers whose weights are not in memory, or are computed
-            from other tensors; these come with their hooks.
+            from other tensors; these come with their hooks. And those of FSDP's units in ``roots``:
+            their gradients are reduced once backward is through the chunks.
     """
 
     def __init__(
@@ -149,11 +151,16 @@ class Wgrads:
         where: str,
         plain: Plain,
         at_once: bool = False,
-        besides: Container[nn.Module] = (),
+        besides: Iterable[nn.Module] = (),
         here: bool = False,
     ):
         self.slots: dict[nn.Module, _Slot] = {}
-        for module in (module for root in roots for module in root.modules()):
+        modules = [module for root in roots for module in root.modules()]
+        if here:
+            units = filter(sharded.is_unit, modules)
+            in_units = {module for unit in units for module in unit.modules()}
+            besides = in_units.union(besides)  # guard: gradients before FSDP reduces
+        for module in modules:
             if module in besides or not can_split(module, plain) or here and _is_away(module):
                 continue
             leaves_bias = plain[type(module).forward](module)

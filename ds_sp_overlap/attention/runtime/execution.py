@@ -157,9 +157,8 @@ def attend_in_pieces(
 ) -> list[Tensor]:
     """Run the local attention of a group, which may change its tensors in place.
 
-    It may not change k and v where two groups, on any rank, attend to the same KV head, nor where
-    it is called for several ranges of queries. The group that attends last in the schedule is
-    exempt from the former.
+    It may not change k and v where two groups, on any rank, attend to the same KV head, unless the
+    group attends last in the schedule; nor where some rank calls it for several ranges of queries.
 
     Returns:
         o of each range of this rank's queries; of all of them, where no ranks share heads.
@@ -170,15 +169,15 @@ def attend_in_pieces(
     geometry = call.geometry
     queries = pieces_of_queries(geometry, q)
     is_last = group == call.schedule.last_attended or not geometry.kv_is_shared
-    if is_last and len(queries) == 1:
-        return [attend(group, queries[0][0], k, v, *queries[0][1:])]
+    if is_last and geometry.shares == 1:
+        return [attend(group, q, k, v)]
     if k.is_inference():  # no version counter tells of a change
         return [attend(group, part, k.clone(), v.clone(), *tokens) for part, *tokens in queries]
     before = k._version, v._version
     pieces = [attend(group, part, k, v, *tokens) for part, *tokens in queries]
     if (k._version, v._version) != before:  # guard: keys stay as they are
         remedy = "set sp_overlap.head_groups to 1"
-        if len(queries) > 1:
+        if geometry.shares > 1:
             remedy = "run with fewer ranks, so that none share query heads"
         raise RuntimeError(
             f"{call.where}: local attention changes k or v in place, and attends to them once more "

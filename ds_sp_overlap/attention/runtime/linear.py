@@ -18,6 +18,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from . import sharded
+
 # Forwards of linear layers that compute ``x w^T + b`` and nothing else. Each has a function that
 # tells whether a layer leaves b to its caller and returns ``(x w^T, b)``; None for layers that
 # return one tensor.
@@ -30,7 +32,7 @@ def _returns_one(module: nn.Module) -> None:
 
 PLAIN: Plain = {nn.Linear.forward: _returns_one}
 # Hooks may see parts of an output if the name of their module begins with one of these names.
-harmless: set[str] = set()
+harmless: set[str] = {sharded.FSDP}
 # Hooks of all modules.
 _EVERYWHERE = tuple(
     getattr(nn.modules.module, f"_global_{kind}_hooks")
@@ -55,7 +57,8 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     if not can_call_through(module):
         return False
     # A quantised or distributed tensor has another type.
-    return type(parameter_of(module, "weight")) in (nn.Parameter, Tensor)
+    is_plain = type(parameter_of(module, "weight")) in (nn.Parameter, Tensor)
+    return is_plain or sharded.is_gathered(module)
 
 
 # Forwards of norms that are functions of their input and their parameters alone.
@@ -184,7 +187,10 @@ def parameter_of(module: nn.Module, name: str) -> Any:
     Costs the host less than ``module.weight``, which looks everywhere else first.
     """
     parameters = module._parameters
-    return parameters[name] if name in parameters else getattr(module, name)
+    # An attribute of the instance goes before a parameter.
+    if name in parameters and name not in vars(module):
+        return parameters[name]
+    return getattr(module, name)
 
 
 def matrix(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...exchange.geometry import Geometry
 from .execution import Call
 from .linear import autocast, by_rank, matrix
-from .slices import Parts, Pieces, batched, cutter, parts_of
+from .slices import Parts, Pieces, batched, cutter, mm_of_slices, parts_of
 
 
 class OutputProjection:
@@ -74,6 +74,8 @@ class OutputProjection:
             columns = self.columns[group]
             if "o" in self.call.by_rank:
                 do = by_rank(rows, batched(weight, 1, columns, self.call.geometry.parts))
+            elif len(columns) > 1:
+                do = mm_of_slices(rows, weight, columns)
             else:
                 do = torch.mm(rows, cut(columns))
             return do.view(*dy.shape[:2], *do.shape[1:-1], do.shape[-1] // head_dim, head_dim)

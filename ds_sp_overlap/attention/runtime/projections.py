@@ -17,7 +17,7 @@ from torch.func import functional_call
 from ...schedule import Part
 from .execution import Call
 from .linear import Plain, autocast_of, by_rank, matrix, parameter_of, without_hooks
-from .slices import Parts, Pieces, Ranges, batched, cutter
+from .slices import Parts, Pieces, Ranges, batched, cutter, mm_of_slices
 
 
 class Rows(NamedTuple):
@@ -117,12 +117,14 @@ class Projections:
         def project(part: Part) -> Tensor:
             module, rows, ranks = self.rows[part]
             bias = biases[module]
+            weight, added, _ = pairs[module]
             if ranks:
-                weight, added, _ = pairs[module]
                 added = None if added is None else batched(added, 0, rows, ranks)
                 y = by_rank(x, batched(weight, 0, rows, ranks), added)
                 return y.view(*tokens, ranks, y.shape[-1] // self.head_dim, self.head_dim)
-            if bias is None:
+            if len(rows) > 1:
+                y = mm_of_slices(x, weight.t(), rows, added)
+            elif bias is None:
                 y = torch.mm(x, weights[module](rows))
             else:
                 y = torch.addmm(bias(rows), x, weights[module](rows))

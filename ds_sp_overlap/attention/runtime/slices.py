@@ -2,13 +2,27 @@
 
 A part is a tuple of ranges. Parts may overlap (KV heads that two ranks need); their gradients are
 summed then.
+
+Note [Slices of weights]
+~~~~~~~~~~~~~~~~~~~~~~~~
+The rows of a weight that make the heads of a group may lie apart, one slice for each rank (see
+Note [Groups first] in `geometry`). Products of two kinds read or write them:
+
+    y = x w_g^T, do = dy w_g, dw_g = dy^T x     the slices belong to the columns of the result
+    dx += dy w_g, y += o_g w_g^T                the slices are summed over
+
+A product of the first kind is one batched product over a view of the slices, [slices, .., ..]; it
+copies no weight (`mm_of_slices`, `mm_to_slices`). A product of the second kind would be one product
+a slice, each of which reads and writes all of dx or y, and rounds half precision once more. That
+moves more bytes than a copy of the slices as soon as a rank has more tokens than a slice has rows.
+So a product of the second kind copies the slices (`cut_ranges`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +90,103 @@ def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
     if slices is not None:
         return slices.flatten(dim, dim + 1)
     return torch.cat([parameter.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+
+class _Run(NamedTuple):
+    """Slices of one size, evenly spaced.
+
+    Attributes:
+        slices: The number of slices.
+        size: The length of each.
+        start: The place of the first one in the whole dimension.
+        step: From one slice to the next in the whole dimension.
+        place: The place of the first one in the part, where the slices lie end to end.
+    """
+
+    slices: int
+    size: int
+    start: int
+    step: int
+    place: int
+
+    def of_whole(self, x: Tensor) -> Tensor:
+        """Return the slices of the columns of ``x`` [n, whole] as a view [slices, n, size]."""
+        return self._view(x, self.start, self.step)
+
+    def of_part(self, x: Tensor) -> Tensor:
+        """Return the slices of the columns of ``x`` [n, part] as a view [slices, n, size]."""
+        return self._view(x, self.place, self.size)
+
+    def _view(self, x: Tensor, start: int, step: int) -> Tensor:
+        rows, columns = x.stride()
+        shape, strides = (self.slices, len(x), self.size), (step * columns, rows, columns)
+        return x.as_strided(shape, strides, x.storage_offset() + start * columns)
+
+
+@lru_cache(maxsize=4096)
+def _runs(part: Ranges) -> tuple[_Run, ...]:
+    """Return the slices of a part as few runs; ranges that touch are one slice."""
+    merged: list[Range] = []
+    for start, stop in part:
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        merged.append((start, stop))
+    runs: list[_Run] = []
+    place = 0
+    for start, stop in merged:
+        size = stop - start
+        last = runs[-1] if runs else None
+        if last is not None and size == last.size and last.slices == 1:
+            runs[-1] = last._replace(slices=2, step=start - last.start)
+        elif last is not None and (size, start) == (
+            last.size,
+            last.start + last.slices * last.step,
+        ):
+            runs[-1] = last._replace(slices=last.slices + 1)
+        else:
+            runs.append(_Run(1, size, start, size, place))
+        place += size
+    return tuple(runs)
+
+
+def mm_of_slices(a: Tensor, whole: Tensor, part: Ranges, bias: Tensor | None = None) -> Tensor:
+    """Multiply by slices of the columns of a matrix, see Note [Slices of weights].
+
+    Args:
+        a: [m, k].
+        whole: [k, n].
+        part: The slices of n.
+        bias: [n]; None without bias.
+
+    Returns:
+        ``a @ whole[:, part]``, contiguous.
+    """
+    y = a.new_empty(len(a), sum(stop - start for start, stop in part))
+    for run in _runs(part):
+        operands = a.expand(run.slices, *a.shape), run.of_whole(whole)
+        if bias is None:
+            torch.bmm(*operands, out=run.of_part(y))
+        else:
+            torch.baddbmm(run.of_whole(bias[None]), *operands, out=run.of_part(y))
+    return y
+
+
+def mm_to_slices(a: Tensor, b: Tensor, whole: Tensor, part: Ranges, add: bool) -> None:
+    """Write ``a @ b`` to slices of the columns of ``whole``, see Note [Slices of weights].
+
+    Args:
+        a: [m, k].
+        b: [k, n].
+        whole: [m, N].
+        part: The slices of N, n columns.
+        add: Whether to add the product instead.
+    """
+    for run in _runs(part):
+        operands = a.expand(run.slices, *a.shape), run.of_part(b)
+        if add:
+            run.of_whole(whole).baddbmm_(*operands)
+        else:
+            torch.bmm(*operands, out=run.of_whole(whole))
 
 
 def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool) -> None:
@@ -176,14 +287,19 @@ class Pieces:
                 operands[0].new_empty if self.once else operands[0].new_zeros
             )
             self._whole = make(*self.shape)
-        if self.once and len(part) == 1:
+        add = not self.once  # guard: shared rows are summed
+        if len(part) == 1 and not add:
             # Also for an empty part behind a part that was the whole tensor.
             self._cut = self._cut or cutter(self._whole, self.dim, self.parts)
             compute(*operands, out=self._cut(part))
+        elif compute is torch.mm:
+            a, b = operands
+            if self.dim == 0:
+                mm_to_slices(b.t(), a.t(), self._whole.t(), part, add=add)
+            else:
+                mm_to_slices(a, b, self._whole, part, add=add)
         else:
-            put_ranges(  # guard: shared rows are summed
-                self._whole, self.dim, part, compute(*operands), add=not self.once
-            )
+            put_ranges(self._whole, self.dim, part, compute(*operands), add=add)
 
     def whole(self) -> Tensor | None:
         """Return the tensor; None if there was no piece."""

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from typing import Any
 
+# The module of Accelerate that fills in "auto".
+PLUGINS = "accelerate.utils.dataclasses"
 # Environment variable of Accelerate's launcher: the keys under ``deepspeed_config`` in its YAML.
 FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 
 
 def install() -> None:
-    """Keep Accelerate from filling in the "auto" values of the ``sp_overlap`` section."""
-    try:
-        from accelerate.utils import DeepSpeedPlugin
-    except ImportError:
-        return
+    """Keep Accelerate from filling in the "auto" values of the ``sp_overlap`` section.
+
+    Called once `PLUGINS` is loaded.
+    """
+    DeepSpeedPlugin = sys.modules[PLUGINS].DeepSpeedPlugin
     original = DeepSpeedPlugin.fill_match
 
     @functools.wraps(original)

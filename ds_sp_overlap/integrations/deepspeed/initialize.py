@@ -1,8 +1,9 @@
 """The ``sp_overlap`` section of a DeepSpeed config.
 
-DeepSpeed ignores a section that it doesn't know. `install` wraps ``deepspeed.initialize``, so that
-a config with the section overlaps the model of the new engine, without a change to the training
-script. A misspelt section, which DeepSpeed would ignore as well, is an error.
+DeepSpeed ignores a section that it doesn't know. Loading this file wraps ``deepspeed.initialize``,
+so that a config with the section overlaps the model of the new engine, without a change to the
+training script; the package loads the file once DeepSpeed is imported. A misspelt section, which
+DeepSpeed would ignore as well, is an error.
 """
 
 from __future__ import annotations
@@ -20,18 +21,25 @@ import deepspeed
 import deepspeed.comm
 import torch.distributed as dist
 from deepspeed.comm.comm import comms_logger
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import (
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_world_size,
+)
 from packaging.version import Version
 
 from ...attention.runtime import linear
 from ...config import SpOverlapConfig
 from ...exchange import transport
 from ...warn import warn_once
+from ..distributed_attention import has_drop_in
 from ..megatron import bridge as megatron_bridge
-from ..registry import enable, find_group
+from ..registry import Report, disable, enable, find_group
 from ..transformers import registration
-from . import accelerate
+from . import accelerate, op_builds
 
 # Note [Two ways to an engine]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -98,7 +106,7 @@ def install() -> None:
 
     initialize.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
     deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
-    accelerate.install()
+    op_builds.install()
     registration.install()
 
 
@@ -234,6 +242,27 @@ def _agree(config: SpOverlapConfig | None, group: Any) -> None:
         )
 
 
+def _warn_of_halved_gradients(engine: DeepSpeedEngine) -> None:
+    """Say that ZeRO-3's reduce-scatter divides by the sp size, too, where a loop must allow for it.
+
+    Trainer's loss does, and so does the loop that Accelerate documents.
+    """
+    size = getattr(engine, "sequence_parallel_size", 1)
+    if size == 1 or engine.zero_optimization_stage() != 3 or not engine.zero_reduce_scatter():
+        return
+    frame: Any = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("accelerate."):
+            return
+        frame = frame.f_back
+    warn_once(
+        "sp_overlap: ZeRO-3 with reduce_scatter (the default) divides gradients by the sp size "
+        f"({size}) once too often if each rank's loss is its share of the mean, without the "
+        'overlap as well; set "reduce_scatter": false in zero_optimization. Losses that are '
+        "gathered and averaged need it as it is (docs/loss_and_gradients.md)"
+    )
+
+
 def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     """Overlap the model of ``engine`` as its section asks. Collective."""
     size = getattr(engine, "sequence_parallel_size", 1)
@@ -242,8 +271,9 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
         size = dist.get_world_size(group)
     if size > 1:
         _agree(config, engine.seq_data_parallel_group)
+    _warn_of_halved_gradients(engine)
     if config is None:
-        if size > 1:
+        if size > 1 and not has_drop_in(engine.module):
             warn_once(
                 f"sp_overlap: sequence parallelism is on (sp size {size}) and ds_sp_overlap "
                 'imported, but the DeepSpeed config has no "sp_overlap" section: nothing is '
@@ -251,6 +281,71 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
                 "ds_sp_overlap.enable(engine.module)"
             )
         return
-    report = enable(engine.module, config, gradient_process_group=engine.seq_data_parallel_group)
+    if config.enabled:
+        _refuse_moe_of_mpu(engine)
+    report = (
+        _enable_stages(config, engine) if engine.pipeline_parallelism else _enable(config, engine)
+    )
     if engine.global_rank == 0:
         print(report, flush=True)
+
+
+def _refuse_moe_of_mpu(engine: DeepSpeedEngine) -> None:
+    """Raise ValueError if DeepSpeed's MoE takes the sp ranks of the mpu for tensor-parallel ranks.
+
+    An mpu of sp ranks alone calls them model-parallel as well. The MoE then keeps a share of the
+    tokens on each sp rank, as if all sp ranks had the same tokens.
+    """
+    mpu = groups.mpu
+    if not hasattr(mpu, "get_sequence_parallel_group") or engine.sequence_parallel_size == 1:
+        return
+    if bwc_tensor_model_parallel_world_size(mpu) == 1:
+        return
+    sp_ranks = dist.get_process_group_ranks(mpu.get_sequence_parallel_group())
+    tp_ranks = dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu))
+    for name, module in engine.module.named_modules():
+        if isinstance(module, MoE) and sp_ranks == tp_ranks:  # guard: no MoE drops sp ranks' tokens
+            raise ValueError(
+                f"sp_overlap: {name} (deepspeed.moe.layer.MoE) takes the sp group of the mpu, ranks "
+                f"{sp_ranks}, for tensor-parallel ranks, and drops tokens that only one of them "
+                "has, with and without sp_overlap; give deepspeed.initialize no mpu, and set "
+                "sequence_parallel_size and data_parallel_size in the DeepSpeed config"
+            )
+
+
+def _enable(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
+    """Overlap the model of ``engine``. Collective over its sp group."""
+    return enable(engine.module, config, gradient_process_group=engine.seq_data_parallel_group)
+
+
+def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
+    """Overlap the stages of a pipeline that have attention layers. Collective over all ranks.
+
+    Raises:
+        ValueError: on all ranks, if a stage can't be overlapped, or if no stage has such a layer.
+    """
+    report, error = Report(note="no attention layer in this stage of the pipeline"), ""
+    has_layers = find_group(engine.module) is not None
+    some_stage_has = any(_gather(has_layers))
+    if has_layers or not some_stage_has:
+        try:
+            report = _enable(config, engine)
+        except ValueError as refusal:
+            error = str(refusal)
+    errors = _gather(error)
+    if any(errors):
+        disable(engine.module)
+        rank, first = next((rank, text) for rank, text in enumerate(errors) if text)
+        raise ValueError(f"{first} (in the pipeline stage of rank {rank})")
+    return report
+
+
+def _gather(what: Any) -> list[Any]:
+    """Return ``what`` of every rank of the world."""
+    every = [what] * dist.get_world_size()
+    dist.all_gather_object(every, what)
+    return every
+
+
+# At the end: whoever imports this file first imports DeepSpeed by it, and is called back then.
+install()

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from .accounting import MISSING, LoadedGlobal, Unknown, is_plain
+from .library import own_class
 from .probe import ProbeSchedule
 from .rotary_function import rotary_of
 from .symbolic_trace import Lookup, Trace, TracedOutput, cases
+from .tensor_parallel import out_features
 from .tokenwise import TRANSFORMERS, fixed_state, has_own_call, probe_tokenwise
 
 
@@ -224,7 +226,9 @@ def has_changed(module: Any, path: tuple[Any, ...], value: Any) -> bool:
             except (LookupError, TypeError):
                 module = MISSING
         else:
-            module = getattr(module, step, MISSING)
+            module = (
+                own_class(type(module)) if step == "__class__" else getattr(module, step, MISSING)
+            )
     return module is not value and (isinstance(value, Tensor) or module != value)
 
 
@@ -232,7 +236,7 @@ def _form(module: Any) -> tuple:
     """Return what a reading depends on besides lookups: module types and parameter shapes."""
     parts = []
     for name, part in module.named_modules():
-        parts.append((name, type(part), getattr(part, "out_features", None)))
+        parts.append((name, own_class(type(part)), out_features(part)))
     return parts, {name: _shape(parameter) for name, parameter in module.named_parameters()}
 
 

@@ -20,6 +20,7 @@ from ...attention.runtime.linear import hooks_are_harmless
 from ..rebinding import is_ours
 from .accounting import MISSING, MOVES, Accounting, LoadedGlobal, Unknown, forward_of, is_plain
 from .attention import has_changed
+from .library import own_class
 from .probe import ProbeSchedule
 from .symbolic_trace import CLASS, RUNS, UNUSED, Lookup, Opaque, Proxy, is_identity, replaced
 from .tokenwise import (
@@ -199,12 +200,13 @@ class BlockReader:
     def _signature_of(self, layer: Any, attention: str, form: Form) -> tuple:
         """Describe a layer by its children, and in detail by those that were probed."""
         children = [
-            (name, type(child), any(child.children())) for name, child in layer.named_children()
+            (name, own_class(type(child)), any(child.children()))
+            for name, child in layer.named_children()
         ]
         probed = [getattr(layer, name, None) for name in self._probed_names()]
         signatures = [signature(child) for child in probed if isinstance(child, nn.Module)]
         size = form.size(getattr(layer, attention))
-        return type(layer), attention, form, size, children, signatures
+        return own_class(type(layer)), attention, form, size, children, signatures
 
     def _change(self, layer: Any) -> str:
         """Return the name of a lookup or global that differs in ``layer`` now; empty if none."""
@@ -379,7 +381,8 @@ class _Run:
         self.shape = BATCH, TOKENS, size
         self.calls: list[_Call] = []
         self.attention_arguments: dict[str, Any] = {}
-        self.lookups: list[Lookup] = [((*CLASS, name), getattr(type(layer), name)) for name in RUNS]
+        kind = own_class(type(layer))
+        self.lookups: list[Lookup] = [((*CLASS, name), getattr(kind, name)) for name in RUNS]
         self.weights = Opaque(self)
         self.further_keywords = {name: Opaque(self) for name in {"sp_overlap", *keywords}}
         self.accounting = _SumAccounting(SUMS, {BATCH, TOKENS}, case.hidden)

@@ -31,10 +31,19 @@ def attention_functions() -> Any:
 
 
 @once
+def own_class(kind: type) -> type:
+    """Return the class that a module was made with; ``fully_shard`` puts a class before it."""
+    if not hasattr(kind, "_get_fsdp_state"):
+        return kind
+    bases = kind.__mro__
+    return next(base for base in bases if not base.__module__.startswith("torch.distributed."))
+
+
+@once
 def functions_of(kind: type[nn.Module]) -> list[types.FunctionType]:
     """Return the functions of a module's class and its bases, without their decorators."""
-    functions = []
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+    functions, bases = [], own_class(kind).__mro__
+    for base in bases[: bases.index(nn.Module)]:
         for member in vars(base).values():
             function = inspect.unwrap(member) if callable(member) else None
             if isinstance(function, types.FunctionType):

@@ -27,8 +27,9 @@ from .accounting import (
     forward_of,
     is_plain,
 )
-from .library import functions_of
+from .library import functions_of, own_class
 from .rotary_function import Table
+from .tensor_parallel import out_features
 from .tokenwise import has_own_call
 
 CACHES = "past_key_values", "past_key_value", "layer_past"
@@ -195,7 +196,7 @@ class Proxy:
         self._trace.fail(f"sets {name}")
 
     # For isinstance.
-    __class__ = property(lambda self: type(self._value))
+    __class__ = property(lambda self: own_class(type(self._value)))
 
     def _refuse(self, *_: Any) -> Any:
         return self._trace.fail(f"looks into {'.'.join(map(str, self._path))}")
@@ -216,7 +217,7 @@ class ChildProxy:
             trace.fail(f"gives {self._name} more than one tensor")
         if is_identity(self._name, module, trace):
             return x
-        width = getattr(module, "out_features", None)
+        width = trace.widths.get(self._name)
         with torch._C.DisableTorchFunction():
             shape = tuple(x.shape) if width is None else (*x.shape[:-1], width)
             output = TracedOutput(self._name, x, shape, trace)
@@ -235,8 +236,8 @@ def is_identity(name: str, module: Any, trace: Any) -> bool:
     if has_own_call(module):
         trace.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")
     if getattr(module, "out_features", None) is None:
-        trace.lookups.append(((name, "__class__"), type(module)))
-    if type(module) is nn.Identity:
+        trace.lookups.append(((name, "__class__"), own_class(type(module))))
+    if own_class(type(module)) is nn.Identity:
         return True
     if not isinstance(module, nn.modules.dropout._DropoutNd):
         return False
@@ -298,6 +299,7 @@ class Trace:
         tables: The position embeddings.
         position_ids: Stands for the positions.
         further_keywords: The further keywords; empty if the forward accepts none.
+        widths: How many features each child returns; None for a child that doesn't tell.
         outputs: What the children returned, in the order of their calls.
         rotations: The calls of rotary functions: the function, its arguments as `rotary_of` takes
             them, and its keywords.
@@ -324,13 +326,16 @@ class Trace:
         self.rotations: list[tuple[Callable, tuple, tuple]] = []
         self.rotated: list[TracedOutput] = []
         self.lookups: list[Lookup] = [
-            ((*CLASS, name), getattr(type(module), name)) for name in RUNS
+            ((*CLASS, name), getattr(own_class(type(module)), name)) for name in RUNS
         ]
         self._label_count = 0
         self.loaded_globals: list[LoadedGlobal] = []
         self.constants: set[str] = set()
         self.further_keywords: dict[str, Opaque] = {}
         self.layer = Proxy(module, (), self)
+        # Looked up now, since ZeRO-3 runs code of its own where a weight is looked up.
+        children = module._modules.items()
+        self.widths = {name: out_features(child) for name, child in children if child is not None}
         config = module.config
         used: set[int] = set()
         for holder in (vars(config), *map(vars, module.modules())):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .accounting import MOVES, Accounting, LoadedGlobal, Unknown, is_plain
+from .library import own_class
 
 BATCH, SEQ = 2, 5
 # See Note [Alike tokens].
@@ -63,7 +64,7 @@ class Form:
 _MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 TRANSFORMERS = Form(
     size=lambda attention: attention.config.hidden_size,
-    is_linear=lambda module: type(module) is nn.Linear,
+    is_linear=lambda module: own_class(type(module)) is nn.Linear,
     token_dim=1,
     biases=False,
     absent=(),
@@ -160,7 +161,7 @@ def signature(module: nn.Module) -> tuple:
             if key not in _MODULE_ATTRIBUTES:
                 attributes.append((key, value if is_plain(value) else id(value)))
         shapes, buffers = tuple(_shapes(part).items()), tuple(part._buffers)
-        parts.append((name, type(part), tuple(attributes), shapes, buffers))
+        parts.append((name, own_class(type(part)), tuple(attributes), shapes, buffers))
     return tuple(parts)
 
 
@@ -182,9 +183,9 @@ def _random_copy(
     if form.is_linear(module):
         return _RankOneLinear(module, form, generator, dtype)
     # `probe_tokenwise` has refused dropouts that drop, and each call looks at them again.
-    if type(module).__module__ == nn.Dropout.__module__:
+    if own_class(type(module)).__module__ == nn.Dropout.__module__:
         return nn.Identity()
-    copy = object.__new__(type(module))
+    copy = object.__new__(own_class(type(module)))
     hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
     # Parameters, buffers and children that are None stay None.
     parameters: dict[str, Any] = dict.fromkeys(module._parameters)
@@ -328,7 +329,7 @@ def fixed_state(module: nn.Module) -> list[tuple]:
     """
     parts = []
     for part in module.modules():
-        kind: Any = type(part)
+        kind: Any = own_class(type(part))
         values = {}
         if not _is_library_code(part):  # guard: whatever it may look at
             attributes: dict[str, Any] = {}
@@ -369,12 +370,12 @@ def has_own_call(module: nn.Module) -> bool:
 
 def _is_library_code(part: nn.Module) -> bool:
     """Return whether the class of a module is torch's or transformers'."""
-    return _is_transformers(part) or type(part).__module__.startswith("torch.nn.")
+    return _is_transformers(part) or own_class(type(part)).__module__.startswith("torch.nn.")
 
 
 def _is_transformers(part: nn.Module) -> bool:
     """Return whether a module is transformers', which may have any parameters and buffers."""
-    return type(part).__module__.startswith("transformers.")
+    return own_class(type(part)).__module__.startswith("transformers.")
 
 
 def _state(copy: nn.Module) -> list[tuple[dict[str, Any], list[Tensor]]]:

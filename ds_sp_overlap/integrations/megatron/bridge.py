@@ -13,8 +13,6 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-import deepspeed
-
 
 class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Provides ``deepspeed.compression.compress``, which HEAD imports and DeepSpeed removed.
@@ -43,8 +41,9 @@ class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     @staticmethod
     def _refuse(function: str, *args: Any, **kwargs: Any) -> NoReturn:
+        version = sys.modules["deepspeed"].__version__
         raise RuntimeError(
-            f"deepspeed.compression.compress.{function}: DeepSpeed {deepspeed.__version__} has no "
+            f"deepspeed.compression.compress.{function}: DeepSpeed {version} has no "
             'compression any more; take "compression_training" and --compression-training out, or '
             "train without sequence parallelism on an older DeepSpeed"
         )

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 from torch import Tensor, nn
 
 from ...attention.self_attention import SelfAttention
@@ -148,6 +147,8 @@ def _why_chain_cant_recompute(stack: Any, config: SpOverlapConfig) -> str:
         return f"{what} of {layers_at_a_time} layers at a time"
     if config.checkpointing == "offload" or config.scope == "auto":
         return f'{what}, with sp_overlap.checkpointing "offload" or scope "auto"'
+    from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
+
     if (
         deepspeed_checkpointing.PARTITION_ACTIVATIONS
         or deepspeed_checkpointing.CPU_CHECKPOINT

@@ -31,7 +31,7 @@ from ...attention.self_attention import SelfAttention
 from ...profiling.steps import in_backward
 from ...rotary import Rotary
 from ..chains import ChainedLayer, ForwardPasses, find_chains
-from ..distributed_attention import OWN, DistributedAttention, bind_drop_in, has_own_forward
+from ..distributed_attention import OWN, bind_drop_in, has_own_forward, is_stock
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.probe import refuse_difference
@@ -304,7 +304,7 @@ def _is_attention(module: nn.Module) -> bool:
     """Return whether a module is a ``ParallelAttention``, going by its children."""
     children = dict(module.named_children())
     return (
-        isinstance(children.get("dist_attn"), DistributedAttention)
+        is_stock(children.get("dist_attn"))
         and "dense" in children
         and hasattr(module, "layer_number")
     )
@@ -371,9 +371,9 @@ def find_layers(
         if reason:
             layers.append(FoundLayer(name, module, got="", lacks=reason, inside=inside))
             continue
-        groups = settings.groups_for(
-            module.num_attention_heads, module.num_key_value_heads, _attend
-        )
+        # In training it asserts so, and in evaluation it is not causal otherwise.
+        why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
+        groups = settings.groups_for(module.num_attention_heads, module.num_key_value_heads, why)
         driven = _drive(name, module, reader, settings)
         linear = {part: child for part, child in module.named_children() if part != "dist_attn"}
         got, lacks = settings.of_driven(driven.block, linear, groups)

@@ -194,8 +194,12 @@ class Masks:
                 raise ValueError(
                     f"{where}: {error} can't be honoured on a sequence that is split over ranks"
                 ) from None
-            shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]
-            return self._placeholder(shape, kwargs["device"], sequence, pattern=pattern)
+            # transformers up to 5.0 gives the positions of the queries in place of their number.
+            positions = kwargs.get("cache_position")
+            queries = kwargs["q_length"] if positions is None else len(positions)
+            device = kwargs["device"] if positions is None else positions.device
+            shape = kwargs["batch_size"], 1, queries, kwargs["kv_length"]
+            return self._placeholder(shape, device, sequence, pattern=pattern)
 
         # The table has global entries, and entries of this process that hide them.
         hiding = functions._local_mapping.get(implementation)

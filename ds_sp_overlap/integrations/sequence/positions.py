@@ -337,7 +337,7 @@ class Positions:
         finally:
             self.current = None
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def gather(
         self,
         where: str,
@@ -413,7 +413,8 @@ class Positions:
                 return "cache"
             self._caches.add(cache)
         if not isinstance(position_ids, Tensor):
-            return "missing"
+            # Training passes no cache; `generate` does, and no position_ids.
+            return "missing" if cache is None else "cache"
         if position_ids.dim() not in (2, 3):
             return "axes"
         shape = position_ids.shape[-2:] if tokens is None else tokens.shape[:2]

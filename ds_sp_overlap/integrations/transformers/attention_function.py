@@ -267,7 +267,7 @@ class Dispatch:
         self.before = before
         self.attend: weakref.WeakKeyDictionary[nn.Module, _Bound] = weakref.WeakKeyDictionary()
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
         """Attend to q, k, v [b, h, s/P, d]; return o [b, s/P, h, d] and None."""
         if module not in self.attend or off_in_eval(module):

@@ -46,10 +46,12 @@ class DecoderLayer(ChainedLayer):
 
     @property
     def lacks(self) -> str:
-        if not _is_checkpointed(self.module):
-            return ""
-        reason = _why_chain_cant_recompute(self.module, self.forward_passes.config)
-        return reason and f"in training one by one: {reason}"
+        remarks = _remarks_on_experts(self.module)
+        if _is_checkpointed(self.module):
+            reason = _why_chain_cant_recompute(self.module, self.forward_passes.config)
+            if reason:
+                remarks = [f"in training one by one: {reason}"]
+        return "; ".join(remarks)
 
     @property
     def recompute(self) -> Recompute:
@@ -73,6 +75,24 @@ class DecoderLayer(ChainedLayer):
         self, forward_pass: ForwardPass, arguments: dict[str, Any]
     ) -> dict[str, Any]:
         return self.attention.block_arguments(arguments).keywords()
+
+
+def _remarks_on_experts(module: Any) -> list[str]:
+    """Say what chunks of tokens cost a mixture of experts; empty for other layers."""
+    # What transformers' `use_experts_implementation` gives to experts.
+    experts = [part for part in module.modules() if hasattr(part, "_apply_gate")]
+    if not experts:
+        return []
+    size = sum(weight.nbytes for part in experts for weight in part.parameters())
+    remarks = [
+        f"experts' weight gradients are made by chunk and summed ({size / 2**20:,.0f} MiB more)"
+    ]
+    if any(part.config._experts_implementation == "eager" for part in experts):
+        remarks.append(
+            'eager experts make the host wait in each chunk (experts_implementation="grouped_mm" '
+            "does not)"
+        )
+    return remarks
 
 
 def _is_checkpointed(module: Any) -> bool:

@@ -18,6 +18,7 @@ from ...attention.self_attention import SelfAttention
 from ...profiling.steps import in_backward
 from ...rotary import Rotary
 from ..inspect.attention import Reader, Reading
+from ..inspect.library import own_class
 from ..inspect.probe import refuse_difference
 from ..inspect.symbolic_trace import CACHES, UNUSED
 from ..layers import OverlapSettings
@@ -267,4 +268,4 @@ def drive(
 
 def _is_transformers_norm(norm: nn.Module) -> bool:
     """Return whether a norm is transformers', hence a function of input and weight alone."""
-    return type(norm).__module__.startswith("transformers.")
+    return own_class(type(norm)).__module__.startswith("transformers.")

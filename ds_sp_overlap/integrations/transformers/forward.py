@@ -113,7 +113,7 @@ class Host:
         self._original = self.model.forward
         self._first_layer = next(iter(self.layers.values()))
 
-    @torch.compiler.disable(recursive=False)
+    @torch._disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather positions and masks of all ranks, and run the model's own forward. Collective."""
         positions, masks = self.forwards.positions, self.forwards.masks

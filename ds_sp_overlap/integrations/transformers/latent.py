@@ -129,7 +129,7 @@ def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -
             return type(module).expand_kv(module, latent, rotated)
         return latent, rotated
 
-    @torch.compiler.disable(recursive=False)
+    @torch._disable_dynamo(recursive=False)
     def forward(*args: Any, **kwargs: Any) -> Any:
         # The attribute is there only while the layer's forward runs.
         vars(module)[EXPAND] = expand

@@ -20,6 +20,7 @@ from ..chains import ChainedLayer, find_chains
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.library import attention_functions
+from ..inspect.tensor_parallel import heads_here, heads_of_ranks, is_cut
 from ..layers import FoundLayer, HostModule, OverlapSettings
 from ..rebinding import rebind
 from . import delta_net, latent
@@ -33,6 +34,7 @@ from .modules import (
     goes_by_length,
     is_attention,
     models_around,
+    pretrained,
     refuse_copy,
     refuse_unexchanged,
     stock_of,
@@ -49,6 +51,13 @@ def find_group(model: nn.Module) -> Any:
         return None
     stock = stock_of(functions.get(getattr(config, "_attn_implementation", None)))
     return None if stock is None else stock.process_group
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Return whether ``model`` is, or contains, a model of transformers."""
+    if attention_functions() is None:
+        return False
+    return any(isinstance(module, pretrained()) for module in model.modules())
 
 
 def unregister(model: nn.Module) -> None:
@@ -156,6 +165,7 @@ class _Search:
             lacks = f"{reason}; DeepSpeed's exchanges stay"
             self.layers.append(FoundLayer(name, module, got="", lacks=lacks))
             return
+        self._check_tensor_parallel(name, module)
         reader, unknown = _read(name, module, self.known)
         if reader is not None:
             self._add_driven(name, module, reader)
@@ -164,6 +174,23 @@ class _Search:
         for at, outer in models:
             if takes_tokens(outer):
                 self.hosted.setdefault(at, {})[name] = module
+
+    def _check_tensor_parallel(self, name: str, module: Any) -> None:
+        """Raise ValueError if a tensor-parallel rank has too few heads of a layer.
+
+        Each rank checks all of them, since a rank that is refused alone leaves the others waiting.
+        """
+        of_ranks = heads_of_ranks(module)
+        for rank, (heads, kv_heads) in enumerate(of_ranks):
+            try:
+                if not kv_heads:
+                    raise ValueError("it has nothing to attend with")
+                self.overlap.groups_for(heads, kv_heads)
+            except ValueError as error:
+                raise ValueError(
+                    f"{name}: AutoTP gave {heads} query and {kv_heads} KV heads to tensor-parallel "
+                    f"rank {rank} of {len(of_ranks)}: {error}; or take a smaller autotp_size"
+                ) from None
 
     def _add_driven(self, name: str, module: Any, reader: Reader) -> None:
         """Add a layer that is driven whole."""
@@ -187,16 +214,19 @@ class _Search:
             unknown: The reason why its forward is not known.
         """
         overlap, config = self.overlap, module.config
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        if (here := heads_here(module)) is not None:
+            heads, kv_heads = here
         no_latents = latent.why_not(module, overlap.sp_group.size)
         if no_latents == "":
             why = f"{name} ({type(module).__name__}): latent attention needs all queries at once"
-            groups = overlap.groups_for(config.num_attention_heads, 1, why)
+            groups = overlap.groups_for(heads, 1, why)
             got = f"latent attention, {overlap.describe_groups(groups)}"
             lacks = overlap.why_not_more("its projections are called whole", groups)
             bind = functools.partial(latent.bind, name, module, self.forwards, overlap)
         else:
-            kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            asked = config.num_attention_heads, kv_heads, attention_of(name, module)
+            asked = heads, kv_heads, attention_of(name, module)
             groups, shares = overlap.groups_for(*asked), overlap.shares_for(*asked)
             got = f"attention function, {overlap.describe_groups(groups, shares)}"
             reason = no_latents or f"{type(module).__name__}: {unknown}"
@@ -227,6 +257,11 @@ class _Search:
             if at not in self.hosted:
                 raise ValueError(
                     f"{name} ({type(module).__name__}): no attention layer beside it is overlapped"
+                )
+            if is_cut(module):
+                raise ValueError(
+                    f"{name} ({type(module).__name__}): AutoTP cut its projections, which is not "
+                    "supported with sequence parallelism; take tensor_parallel out of the config"
                 )
             self.layers.append(
                 delta_net.describe(

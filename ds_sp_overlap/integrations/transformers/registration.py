@@ -25,6 +25,17 @@ def refusal_of(stock: Any) -> str | None:
     return _refusals.get(stock)
 
 
+def _refuse(stock: Any, module: nn.Module) -> None:
+    """Raise ValueError if ``stock`` is to exchange for ``module``, and can't."""
+    is_off = stock.disable_in_eval and not module.training
+    if stock in _refusals and not is_off:  # guard: no exchange of heads that don't divide
+        raise ValueError(
+            f"sp_overlap: {_refusals[stock]}, says DeepSpeed's own Ulysses; the overlap takes any "
+            'number of heads: add "sp_overlap": {} to the DeepSpeed config, or call '
+            "ds_sp_overlap.enable(model)"
+        )
+
+
 def install() -> None:
     """Defer the refusal of head counts from stock's registration to its first attention."""
     try:
@@ -54,13 +65,7 @@ def install() -> None:
 
     @functools.wraps(original_forward)
     def forward(stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        is_off = stock.disable_in_eval and not module.training
-        if stock in _refusals and not is_off:  # guard: no exchange of heads that don't divide
-            raise ValueError(
-                f"sp_overlap: {_refusals[stock]}, says DeepSpeed's own Ulysses; where the overlap "
-                'is on, ranks may share query heads: add "sp_overlap": {} to the DeepSpeed config, '
-                "or call ds_sp_overlap.enable(model)"
-            )
+        _refuse(stock, module)
         return original_forward(stock, module, *args, **kwargs)
 
     UlyssesSPAttentionHF.__init__, UlyssesSPAttentionHF.forward = __init__, forward

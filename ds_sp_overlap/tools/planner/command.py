@@ -13,7 +13,9 @@ from tabulate import tabulate
 from ...autotune.costs import WINDOWS, LayerShape, Rates
 from ...exchange.geometry import shares_for
 from .fits import Model, Way, longest
-from .plan import CLOSE, Plan, plan
+from .gpu.constants import GPUS, Gpu, gpu
+from .gpu.expected import describe as describe_gpu
+from .plan import CLOSE, GROUPS, Plan, plan
 
 # Of an empty exchange, where it is neither given nor measured.
 LATENCY_US = 20.0
@@ -111,6 +113,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure what is not given: on the ranks of torchrun (-m ds_sp_overlap plan ...), "
         "else on --sp processes of this machine",
+    )
+    on_gpu = parser.add_argument_group(
+        "a GPU on paper", "plays what a layer launches on SMs, hardware queues and communicators"
+    )
+    on_gpu.add_argument(
+        "--gpu", choices=list(GPUS), help="rates that are not given come from its table"
+    )
+    on_gpu.add_argument(
+        "--measured",
+        type=Path,
+        help="figures that win over the table: measured.json of benchmarks/gpu.sh",
     )
 
 
@@ -240,8 +253,50 @@ def _measured(layer: LayerShape) -> Rates:
         return Rates(*torch.load(result))
 
 
-def _rates(args: argparse.Namespace, layer: LayerShape) -> tuple[Rates, str]:
+def _gpu(args: argparse.Namespace) -> Gpu | None:
+    """Return the GPU on paper; None without --gpu.
+
+    Raises:
+        ValueError: if --measured can't be used.
+    """
+    if args.gpu is None:
+        if args.measured is not None:
+            raise ValueError("--measured is for a GPU on paper; give --gpu, or leave it out")
+        return None
+    if args.measure:
+        raise ValueError(
+            "--gpu is for a machine that is not there; leave it out where --measure can measure"
+        )
+    if args.dtype_bytes != 2:
+        raise ValueError(
+            f"--gpu knows the rates of elements of 2 bytes, got --dtype-bytes {args.dtype_bytes}; "
+            "leave out one of the two"
+        )
+    try:
+        found = gpu(args.gpu, args.measured)
+    except OSError as error:
+        raise ValueError(f"--measured {args.measured}: {error.strerror}") from None
+    found = found.given("given", wire_gbs=args.bandwidth, latency_us=args.latency_us)
+    if args.tflops is not None:
+        found = found.given("given, as --tflops", gemm_share=args.tflops / found["tflops"])
+    if args.attention_tflops is not None:
+        share = args.attention_tflops / found["tflops"]
+        found = found.given(
+            "given, as --attention-tflops", attention_share=share, backward_share=share
+        )
+    return found
+
+
+def _rates(args: argparse.Namespace, layer: LayerShape, on_paper: Gpu | None) -> tuple[Rates, str]:
     """Return the rates, and a line with each rate and its source."""
+    if on_paper is not None:
+        known = Rates(
+            1e12 * on_paper["tflops"] * on_paper["gemm_share"],
+            1e12 * on_paper["tflops"] * on_paper["attention_share"],
+            1e9 * on_paper["wire_gbs"],
+            1e-3 * on_paper["latency_us"],
+        )
+        return known, f"rates: see figures of {args.gpu} below"
     missing = [f"--{name}" for name in ("bandwidth", "tflops") if getattr(args, name) is None]
     if missing and not args.measure:
         raise ValueError(
@@ -271,7 +326,7 @@ def _rates(args: argparse.Namespace, layer: LayerShape) -> tuple[Rates, str]:
 
 
 def describe(layer: LayerShape, rates: str, result: Plan) -> str:
-    """Return the plan as text; ``rates`` is the line about the rates."""
+    """Return the plan as text, its advice first; ``rates`` is the line about the rates."""
     base = result.results["none"]
     rows = [
         (name, f"{r.step_ms:.3f}", f"{result.limits[name]:.3f}",
@@ -297,14 +352,15 @@ def describe(layer: LayerShape, rates: str, result: Plan) -> str:
         shared += "; DeepSpeed's class can't run, and none is the same without overlap"
     return "\n".join(
         (
+            result.advice,
+            "",
             f"one {what}, forward and backward, on one of {layer.sp_size} ranks: "
             f"{layer.heads} query and {layer.kv_heads} KV heads of {layer.head_dim}, "
             f"model dim {layer.width}, {layer.seq} tokens, batch {layer.batch}{shared}",
             rates,
-            "a model's arithmetic, not a measurement: "
+            "times are computed from the rates, not measured: "
             f"{base.compute_ms:.3f} ms of computing, {base.wire_ms:.3f} ms of exchanges",
             tabulate(rows, headers=head, tablefmt="simple", stralign="right"),
-            result.advice,
             f"of those that take no longer than the shortest ({CLOSE:.0%}) the smallest peak: "
             f"{result.smallest}",
         )
@@ -340,7 +396,8 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         layer = _layer(args)
         model = _model(args)
-        rates, words = _rates(args, layer)
+        on_paper = _gpu(args)
+        rates, words = _rates(args, layer, on_paper)
     except ValueError as error:
         parser.error(str(error))
     except RuntimeError as error:
@@ -354,4 +411,7 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(describe(layer, words, found))
         if model is not None:
             print(f"\n{_describe_fits(layer, model, found.best, args.memory)}")
+        if on_paper is not None:
+            groups = [g for g in GROUPS if g <= layer.geometry(1).max_groups]
+            print(f"\n{describe_gpu(layer, on_paper, groups)}")
     return 0

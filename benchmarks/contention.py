@@ -1,0 +1,250 @@
+"""What a GPU's kernels cost beside the blocks of an exchange, and what such a block waits for.
+
+    python benchmarks/contention.py --out benchmarks/results/contention        on an NVIDIA GPU
+    python benchmarks/contention.py --rehearse                                 the same steps on a CPU, small: proves the script alone
+
+Blocks with the footprint of NCCL's (throttled.cu) sit on their SMs and move nothing, so that what is seen is the loss of SMs.
+
+    alone, beside    ms of a kernel by itself, and while the blocks are there; random data, medians
+    carve-out        matrix products are told to leave as many SMs free (torch's _set_sm_carveout_experimental)
+    wait             from the moment at which a kernel begins until the first, or the last, block has an SM that was launched right
+                     after it at high priority
+
+What is known then of the GPU goes to measured.json, which `python -m ds_sp_overlap plan --gpu h100 --measured FILE` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
+import torch.nn.functional as F
+
+from benchmarks import record
+from benchmarks.one_gpu import on_device
+from ds_sp_overlap.tools.planner.gpu.constants import GPUS
+
+BLOCKS, CLUSTERS = (0, 4, 8, 16, 32), (1, 4)
+HOLD_NS = 20_000_000
+# Rows, columns, inner dimension: projections of 8192 tokens of Llama-8B, wgrad, a group of heads, the MLP.
+PRODUCTS = ((8192, 4096, 4096), (8192, 1024, 4096), (4096, 4096, 8192), (8192, 2048, 4096), (8192, 14336, 4096))
+PERSISTENT, PERSISTENT_NS = "persistent on all SMs", 1_000_000
+TOKENS, HEADS, HEAD_DIM = 16384, 4, 128
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--minutes", type=float, default=3.0, help="start no case after so many; say how many are left")
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if not args.rehearse and not torch.cuda.is_available():
+        parser.error("no CUDA device; --rehearse runs the same steps on a CPU")
+    return args
+
+
+class Device:
+    """A GPU with blocks on it; on a CPU a clock, and no blocks."""
+
+    def __init__(self, rehearse: bool):
+        self.cuda = not rehearse
+        self.name = "CPU" if rehearse else torch.cuda.get_device_name()
+        self.options = {"device": "cuda" if self.cuda else "cpu", "dtype": torch.bfloat16 if self.cuda else torch.float32}
+        if self.cuda:
+            self.urgent = torch.cuda.Stream(priority=-1)
+            self.times = torch.zeros(1 + max(BLOCKS), dtype=torch.int64, device="cuda")
+        self.clusters = CLUSTERS if not self.cuda or torch.cuda.get_device_capability() >= (9, 0) else (1,)
+
+    def hold(self, blocks: int, cluster: int, ns: int) -> None:
+        """Queue the blocks on the urgent stream."""
+        with torch.cuda.stream(self.urgent):
+            on_device().throttled(None, None, 0, ns, blocks, cluster, self.times[1:].data_ptr())
+
+    def ms(self, run, blocks: int = 0, cluster: int = 1) -> float:
+        """Time of ``run`` while the blocks are there."""
+        if not self.cuda:
+            begin = time.perf_counter()
+            run()
+            return 1e3 * (time.perf_counter() - begin)
+        if blocks:
+            self.hold(blocks, cluster, HOLD_NS)
+        time.sleep(2e-3)  # they have their SMs; without them the same pause, for the clock's sake
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end)
+
+    def wait_us(self, run, blocks: int, cluster: int) -> tuple[float, float]:
+        """How long the first and the last block wait for an SM behind ``run``."""
+        if not self.cuda:
+            run()
+            return 0.0, 0.0
+        begun = torch.cuda.Event()
+        on_device().stamp(self.times.data_ptr())
+        begun.record()
+        run()
+        self.urgent.wait_event(begun)
+        self.hold(blocks, cluster, 1000)
+        torch.cuda.synchronize()
+        stamp, *each = self.times[: 1 + blocks].tolist()
+        return (min(each) - stamp) / 1e3, (max(each) - stamp) / 1e3
+
+    def carve_out(self, sms: int) -> bool:
+        """Let products leave ``sms`` SMs free; False where this torch can't."""
+        if not hasattr(torch._C, "_set_sm_carveout_experimental"):
+            return False
+        torch._C._set_sm_carveout_experimental(sms or None)
+        return True
+
+
+def kernels(device: Device) -> dict[str, tuple]:
+    """By name: what runs it, and its FLOP."""
+
+    def random(*shape):
+        return torch.randn(shape, **device.options)
+
+    small = 1 if device.cuda else 64
+    found = {}
+    for shape in PRODUCTS:
+        m, n, k = (size // small for size in shape)
+        a, b = random(m, k), random(n, k)
+        found[f"product {m} x {n} x {k}"] = (lambda a=a, b=b: F.linear(a, b)), 2 * m * n * k
+    tokens = TOKENS // small
+    q, k, v, do = (random(1, HEADS, tokens, HEAD_DIM // small or 1).requires_grad_() for _ in range(4))
+    flops = 2 * tokens**2 * HEADS * q.shape[-1]
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    found["attention"] = (lambda: F.scaled_dot_product_attention(q.detach(), k.detach(), v.detach(), is_causal=True)), flops
+    found["attention backward"] = (lambda: torch.autograd.grad(o, (q, k, v), do.detach(), retain_graph=True)), 2.5 * flops
+    x = random(2**26 // small)
+    y = torch.empty_like(x)
+    found["copy"] = (lambda: y.copy_(x)), 0
+    if device.cuda:
+        # Kernels that keep their SMs for a known time: what a block waits for behind them is known too.
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        for name, count in ((PERSISTENT, sms), (f"{PERSISTENT} but 16", sms - 16)):
+            found[name] = (lambda count=count: on_device().throttled(None, None, 0, PERSISTENT_NS, count, 1, None)), 0
+    return found
+
+
+def measure(device: Device, args: argparse.Namespace, rows: list[dict]) -> int:
+    """Add rows; return how many cases were left out."""
+    begin, left = time.monotonic(), 0
+    runs = kernels(device)
+    for run, _ in runs.values():
+        for _ in range(3):
+            run()
+    for blocks in (16, *(each for each in BLOCKS if each != 16)):  # what the package asks for comes first
+        for cluster in device.clusters if blocks else (1,):
+            for name, (run, flops) in runs.items():
+                if time.monotonic() - begin > 60 * args.minutes:
+                    left += 1
+                    continue
+                alone, beside, carved, waits = [], [], [], []
+                can_carve = name.startswith("product") and device.carve_out(0)
+                for _ in range(args.repeat):
+                    alone.append(device.ms(run))
+                    beside.append(device.ms(run, blocks, cluster))
+                    if blocks:
+                        waits.append(device.wait_us(run, blocks, cluster))
+                    if can_carve and blocks:
+                        device.carve_out(blocks)
+                        carved.append(device.ms(run, blocks, cluster))
+                        device.carve_out(0)
+                by_itself = statistics.median(alone)
+                row = {
+                    "machine": device.name, "kernel": name, "blocks": blocks, "cluster": cluster, "alone ms": round(by_itself, 4),
+                    "TFLOP/s": round(flops / by_itself / 1e9, 1), "beside / alone": round(statistics.median(beside) / by_itself, 3),
+                    "with carve-out / alone": round(statistics.median(carved) / by_itself, 3) if carved else "",
+                }  # fmt: skip
+                for which, index in (("first", 0), ("last", 1)):
+                    row[f"{which} block waits us"] = round(statistics.median(wait[index] for wait in waits), 1) if waits else ""
+                rows.append(row)
+    return left
+
+
+def launch_us(device: Device) -> float:
+    """The host's time for a small kernel."""
+    x = torch.zeros(1, **device.options)
+    for _ in range(2):
+        begin = time.perf_counter()
+        for _ in range(500):
+            x.add_(1)
+        took = time.perf_counter() - begin
+        if device.cuda:
+            torch.cuda.synchronize()
+    return 1e6 * took / 500
+
+
+def figures(rows: list[dict], host_us: float) -> dict[str, float]:
+    """What `plan --gpu` takes from here, by the names of its table."""
+    peak = GPUS["h100"]["tflops"].value
+
+    def rate(kind: str) -> float | None:
+        return max((row["TFLOP/s"] for row in rows if row["kernel"] == kind or row["kernel"].startswith(f"{kind} ")), default=None)
+
+    backward = [row["TFLOP/s"] for row in rows if row["kernel"] == "attention backward"]
+    forward = [row["TFLOP/s"] for row in rows if row["kernel"] == "attention"]
+    reached = {
+        "gemm_share": rate("product"),
+        "attention_share": max(forward, default=None),
+        "backward_share": max(backward, default=None),
+    }
+    found = {name: round(value / peak, 4) for name, value in reached.items() if value}
+    return {**found, "launch_us": round(host_us, 2)}
+
+
+def decisions(rows: list[dict]) -> list[str]:
+    """What to decide from the rows."""
+    said = []
+    for blocks in BLOCKS[1:]:
+        of = [row for row in rows if row["blocks"] == blocks and row["kernel"].startswith("product")]
+        if not of:
+            continue
+        plain = statistics.median(row["beside / alone"] for row in of)
+        carved = [row["with carve-out / alone"] for row in of if row["with carve-out / alone"] != ""]
+        with_it = f"{statistics.median(carved):.2f} with a carve-out" if carved else "this torch has no carve-out"
+        said.append(f"{blocks} blocks: products take {plain:.2f} times as long, {with_it}")
+    for kernel in (PERSISTENT, f"{PERSISTENT} but 16", "attention", "attention backward"):
+        of = [row for row in rows if row["kernel"] == kernel and row["blocks"]]
+        waits = [row["first block waits us"] / 1e3 / row["alone ms"] for row in of]
+        if waits:
+            said.append(f"a block waits for {max(waits):.0%} of a kernel that was launched before it: {kernel}")
+        if kernel == PERSISTENT and waits and min(waits) < 0.8:
+            said.append(f"BLIND: a block got an SM behind a kernel that holds all of them, after {min(waits):.0%} of it")
+    said += [
+        "decide MAX_CTAS (exchange/transport.py): the most blocks whose products stay near their time alone, at the bandwidth of 4",
+        "decide the carve-out: on, if products with it are faster at those blocks",
+        "decide the gate: needed, if a block waits for most of a kernel; not needed, if next to nothing",
+    ]
+    return said
+
+
+def main() -> None:
+    args = arguments()
+    device = Device(args.rehearse)
+    if args.rehearse:
+        args.repeat = 1
+    rows = record.Rows(args.out and args.out.with_suffix(".csv"))
+    left = measure(device, args, rows)
+    kind = "ONE GPU, blocks that move nothing"
+    kind += ", REHEARSED ON A CPU: no blocks, no claim about time" if args.rehearse else f", measured on {device.name}"
+    said = [f"rehearsed, means nothing: {line}" for line in decisions(rows)] if args.rehearse else decisions(rows)
+    notes = [*said, *([f"left out after {args.minutes:g} minutes: {left} cases"] if left else [])]
+    record.write(args.out, rows, kind, notes)
+    if args.out and not args.rehearse:
+        measured = args.out.with_name("measured.json")
+        measured.write_text(json.dumps(figures(rows, launch_us(device)), indent=2) + "\n")
+        print(f"figures for plan --gpu --measured: {measured}")
+
+
+if __name__ == "__main__":
+    main()

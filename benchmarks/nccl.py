@@ -1,0 +1,257 @@
+"""One attention layer on 2 to 8 GPUs over NCCL: the same results as the whole sequence, and what is exposed.
+
+Started by nccl.sh, once for each setting of the environment. With --rehearse over gloo on a CPU, small.
+
+    parity    fp64, output and every gradient, by each transport; and under ZeRO-3 in fp32
+    trace     which exchange starts when, alike on all ranks; of a GPU also how much of NCCL's time lies under other kernels
+    exposed   step - the same step over a wire that costs nothing; the slowest rank; medians, variants in turn
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import datetime
+import os
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import deepspeed
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+
+from benchmarks import record
+from benchmarks.on_gpu import TOLERANCE, whole
+from benchmarks.one_gpu import profiled, synchronise
+from benchmarks.stack import LAYERS, Stack
+from benchmarks.variants import Layer, Shape, Silent, check_parity, free_wire
+
+TRANSPORTS = ("auto", "copy_engine")
+GROUPS, CHUNKS = (1, 2, 4), 4
+ZERO_3 = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192, help="per GPU")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--timeout", type=int, default=60, help="seconds after which a collective fails")
+    parser.add_argument("--first", action="store_true", help="parity and trace as well")
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--table", type=Path, metavar="FOLDER", help="print the rows of all settings in one table, and do nothing else"
+    )
+    args = parser.parse_args()
+    if args.rehearse:
+        args.tokens, args.heads, args.kv_heads, args.steps = 16, 8, 4, 2
+    return args
+
+
+class Run:
+    """This rank, and what it says where it is the first."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.device = torch.device("cpu" if args.rehearse else f"cuda:{os.environ['LOCAL_RANK']}")
+        if not args.rehearse:
+            torch.cuda.set_device(self.device)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a build
+        timeout = datetime.timedelta(seconds=args.timeout)
+        dist.init_process_group("gloo" if args.rehearse else "nccl", timeout=timeout)
+        deepspeed.init_distributed("gloo" if args.rehearse else "nccl", dist_init_required=False, verbose=False)
+        self.group = dist.group.WORLD
+        self.order, self.queues = (
+            os.environ.get(name, "not set") for name in ("NCCL_LAUNCH_ORDER_IMPLICIT", "CUDA_DEVICE_MAX_CONNECTIONS")
+        )
+
+    @property
+    def machine(self) -> str:
+        """What the figures were measured on."""
+        if self.args.rehearse:
+            return f"REHEARSED: gloo, {self.size} processes on a CPU, no claim about time"
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        return f"{self.size} x {torch.cuda.get_device_name()}, NCCL {nccl}, torch {torch.__version__}"
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def shape(self, dtype: torch.dtype, seq: int, kv_heads: int) -> Shape:
+        return Shape(seq, self.args.heads, 8 if self.args.rehearse else 128, kv_heads, 1, dtype, str(self.device))
+
+
+def usable(run: Run) -> list[str]:
+    """The transports that can work here; all ranks find the same."""
+    found = []
+    for name in TRANSPORTS:
+        layer = Layer(run.shape(torch.float32, 16 * run.size, run.args.kv_heads), run.rank, run.size, run.group)
+        try:
+            layer.step(layer.ours(head_groups=1, transport=name))
+        except (ValueError, RuntimeError) as error:
+            run.say(f"transport {name}: {str(error).splitlines()[0]}")
+            if name == "auto":
+                raise
+            continue
+        found.append(name)
+    return found
+
+
+def check(run: Run, transports: list[str]) -> None:
+    """Parity with the layer on the whole sequence in one process."""
+    for kv_heads in sorted({run.args.kv_heads, run.args.heads, 1}):
+        of = run.shape(torch.float64, 32 * run.size, kv_heads)
+        expected = whole(of, run.size)[run.rank]
+        for name in transports:
+            for groups in (g for g in GROUPS if g <= of.heads // run.size):
+                layer = Layer(of, run.rank, run.size, run.group)
+                y, dx, *weights = layer.step(layer.ours(head_groups=groups, transport=name))
+                for weight in weights:
+                    dist.all_reduce(weight)
+                check_parity(f"{kv_heads} KV heads, {name}, G = {groups}", [y, dx, *weights], expected, TOLERANCE)
+        run.say(f"parity: {of.heads} heads, {kv_heads} KV heads, fp64: as on the whole sequence, by {' and '.join(transports)}")
+
+
+class Trained(nn.Module):
+    def __init__(self, layer: Layer):
+        super().__init__()
+        self.projections = layer.projections
+        self.run = [layer.ours(head_groups=2 if layer.shape.heads // layer.size > 1 else 1)]  # a list: no module of this one
+
+    def forward(self, x):
+        return self.run[0](x)
+
+
+def check_zero3(run: Run) -> None:
+    """Gradients under ZeRO-3, of the second step on: it learns the order of the modules in the first.
+
+    fp32: 1e-5 of the largest element is room for sums in another order; a mistake gives more than 1e-3.
+    """
+    of = run.shape(torch.float32, 32 * run.size, run.args.kv_heads)
+    _, _, *expected = whole(of, run.size)[run.rank]
+    layer = Layer(of, run.rank, run.size, run.group)
+    engine, *_ = deepspeed.initialize(model=Trained(layer), config=ZERO_3)
+    for _ in range(3):
+        y = engine(layer.x.clone().requires_grad_())
+        engine.backward((y * layer.dy).sum())
+        # The mean over the ranks.
+        got = [run.size * deepspeed.utils.safe_get_full_grad(p) for p in engine.module.parameters()]
+        engine.step()
+    check_parity("ZeRO-3", got, expected)
+    engine.destroy()
+    run.say("parity: under ZeRO-3, fp32: gradients as on the whole sequence")
+
+
+def trace(run: Run) -> None:
+    """Starts of exchanges in their order, which all ranks must have in common."""
+    of = run.shape(torch.float32 if run.args.rehearse else torch.bfloat16, run.args.tokens * run.size, run.args.kv_heads)
+    layer = Layer(of, run.rank, run.size, run.group)
+    groups = 2 if of.heads // run.size > 1 else 1
+    block = layer.ours(head_groups=groups)
+    for _ in range(3):
+        layer.step(block)
+    profile = profiled(lambda: layer.step(block), run.device)
+    if run.args.out and run.rank == 0:
+        profile.export_chrome_trace(str(run.args.out / "trace.json.gz"))
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    starts = [event.name().split()[1] for event in events if event.name().startswith("layer ") and event.name().endswith(" start")]
+    every = [None] * run.size
+    dist.all_gather_object(every, starts)
+    if any(of_rank != starts for of_rank in every) or len(starts) < 8:
+        raise AssertionError(f"trace: the ranks start other exchanges, or too few: {every}")
+    run.say(f"trace: G = {groups}, alike on all ranks: starts {' '.join(starts)}")
+    if run.device.type == "cuda":
+        on_device = [e for e in events if e.device_type() == torch.profiler.DeviceType.CUDA]
+        moving = [(e.start_ns(), e.end_ns()) for e in on_device if "nccl" in e.name()]
+        others = [(e.start_ns(), e.end_ns()) for e in on_device if "nccl" not in e.name()]
+        # Kernels of the compute stream don't overlap with one another.
+        under = sum(max(0, min(end, stop) - max(begin, start)) for begin, end in moving for start, stop in others)
+        run.say(f"trace: {under / max(sum(end - begin for begin, end in moving), 1):.0%} of NCCL's time lies under other kernels")
+
+
+def variants(run: Run, transport: str) -> dict[str, tuple]:
+    """By name: a step, the same over a wire that costs nothing, and layers in it."""
+    of = run.shape(torch.float32 if run.args.rehearse else torch.bfloat16, run.args.tokens * run.size, run.args.kv_heads)
+    layer, stack = (kind(of, run.rank, run.size, run.group) for kind in (Layer, Stack))
+
+    found = {}
+    if of.kv_heads % run.size == 0:
+        stock = layer.stock()
+        found["stock"] = layer, stock, stock  # `free_wire` makes it free
+    for groups in (g for g in GROUPS if g <= of.heads // run.size):
+        options = {"head_groups": groups}
+        found[f"G = {groups}"] = layer, layer.ours(**options, transport=transport), layer.ours(Silent(), **options)
+    options = {"head_groups": 1}
+    found[f"block, C = {CHUNKS}, a layer with its MLP"] = (
+        stack, stack.block(CHUNKS, **options, transport=transport), stack.block(CHUNKS, Silent(), **options),
+    )  # fmt: skip
+    return found
+
+
+def step_ms(run: Run, layer: Layer, attend) -> float:
+    dist.barrier()
+    begin = synchronise(run.device)
+    layer.step(attend)
+    took = torch.tensor(1e3 * (synchronise(run.device) - begin), device=run.device)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return took.item() / (LAYERS if isinstance(layer, Stack) else 1)
+
+
+def measure(run: Run, transport: str, rows: list[dict]) -> None:
+    steps = variants(run, transport)
+    times: dict[tuple[str, bool], list[float]] = {}
+    for turn in range(3 + run.args.steps):
+        for name, (layer, attend, free) in steps.items():
+            for is_free in (False, True):
+                with free_wire() if is_free and free is attend else contextlib.nullcontext():
+                    took = step_ms(run, layer, free if is_free else attend)
+                if turn >= 3:
+                    times.setdefault((name, is_free), []).append(took)
+    for name in steps:
+        step, free = (statistics.median(times[name, is_free]) for is_free in (False, True))
+        rows.append(
+            {
+                "measured on": run.machine, "launch order": run.order, "queues": run.queues, "transport": transport,
+                "variant": name, "step ms": round(step, 3), "free wire ms": round(free, 3), "exposed ms": round(step - free, 3),
+            }
+        )  # fmt: skip
+
+
+def main() -> None:
+    args = arguments()
+    if args.table:
+        rows = []
+        for file in sorted(args.table.glob("setting-*.csv")):
+            with file.open() as lines:
+                rows += csv.DictReader(lines)
+        print(tabulate(rows, headers="keys", tablefmt="github"))
+        return
+    run = Run(args)
+    transports = usable(run)
+    if args.first:
+        check(run, transports)
+        check_zero3(run)
+        trace(run)
+    out = args.out and args.out / f"setting-order{run.order}-queues{run.queues}.csv"
+    rows = record.Rows(out if run.rank == 0 else None)
+    for transport in transports:
+        measure(run, transport, rows)
+    run.say(f"{len(rows)} rows")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

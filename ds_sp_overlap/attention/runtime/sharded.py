@@ -1,0 +1,90 @@
+"""FSDP2 (``fully_shard``) as layers see it.
+
+Note [Units of FSDP2]
+~~~~~~~~~~~~~~~~~~~~~
+A module that was given to ``fully_shard`` is a unit: hooks on its call gather all parameters inside
+of it that are in no inner unit. Before the call a parameter is a `DTensor` of this rank's part,
+inside the call a plain parameter. Backward gathers the unit again when the output of the call gets
+its gradient; the unit's gradients are reduced, and its parameters let go of, as soon as the inputs
+of the call have theirs. So whatever uses a unit's parameters must lie between inputs and output.
+
+Calls of projections, norms and MLPs are kept (Note [Calls of modules] in `linear`), so a unit may
+be any of them, or a module around the layer. In a chain, the layer in front uses the norm and the
+projections of its successor before the successor is called. If the successor is a unit, the layer
+in front enters it (`enter`): the hooks for the begin of the successor's call run then, with the
+inputs of the segment instead of the hidden states. When the successor is called itself, FSDP sees
+that the call has begun.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+# The beginning of the name of the module in which FSDP2 defines its hooks.
+FSDP = "torch.distributed.fsdp._fully_shard"
+# Modules some of whose parameters are plain inside a call of the unit around them. Known from
+# `enable`, outside of any call.
+_gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Return whether a module is a unit of FSDP2."""
+    return hasattr(module, "_get_fsdp_state")
+
+
+def _gathered_by(unit: Any) -> Iterator[tuple[nn.Module, str]]:
+    """Yield module and name of each parameter that a unit gathers to a plain parameter."""
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            # Tensor parallelism, and quantisation, leave another type.
+            is_other = hasattr(parameter._sharded_local_tensor, "fsdp_post_all_gather")
+            if not parameter.is_dtensor and not is_other:
+                info = parameter._module_info
+                yield info.module, info.param_name
+                yield from zip(info.shared_modules, info.shared_param_names)
+
+
+def look_for_units(model: nn.Module) -> None:
+    """Remember the modules of ``model`` whose weights its units gather."""
+    for unit in filter(is_unit, model.modules()):
+        _gathered.update(module for module, name in _gathered_by(unit) if name == "weight")
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """Return whether the weight of a module is away, but plain inside a call of its unit."""
+    if not (module in _gathered or is_unit(module)):
+        return False
+    from torch.distributed.tensor import DTensor  # which torch loads for units
+
+    if not isinstance(module._parameters.get("weight"), DTensor):
+        return False
+    return module in _gathered or (module, "weight") in _gathered_by(module)
+
+
+def cast_alike(one: Any, other: Any) -> bool:
+    """Return whether ``other``, a unit or None, casts as ``one`` does, or not at all."""
+    if other is None:
+        return True
+    return (
+        one is not None and one._get_fsdp_state()._mp_policy == other._get_fsdp_state()._mp_policy
+    )
+
+
+def enter(unit: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Run FSDP's hooks for the begin of a unit's call, see Note [Units of FSDP2].
+
+    Args:
+        unit: A unit, whose call follows.
+        inputs: The tensors through which backward goes last; of a unit that casts alike.
+
+    Returns:
+        The inputs for the computation.
+    """
+    for hook in unit._forward_pre_hooks.values():
+        if hook.__module__.startswith(FSDP):
+            inputs, _ = hook(unit, inputs, {})
+    return inputs

@@ -1,0 +1,59 @@
+"""Leaves SMs to exchanges, by products that are launched while an exchange is under way.
+
+A product spreads over all SMs of a GPU. Where the blocks of an exchange hold some of them, the last
+blocks of the product wait for a second wave (PyTorch issue 143988). cuBLASLt can be told how many
+SMs a product may take when the product is launched. torch passes one number on, for the whole
+process (``_set_sm_carveout_experimental``).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+class CarveOut:
+    """The SMs that products leave free while any exchange is under way.
+
+    All layers of a process share one object, since the number belongs to the process. Outside of
+    exchanges the number is what it was before.
+
+    Args:
+        sms: How many SMs to leave free.
+    """
+
+    def __init__(self, sms: int):
+        self.sms = sms
+        self._exchanges = 0
+        self._before: int | None = None
+
+    def begin(self) -> None:
+        """Note that an exchange was launched."""
+        if self._exchanges == 0:
+            self._before = torch._C._get_sm_carveout_experimental()
+            torch._C._set_sm_carveout_experimental(self.sms)
+        self._exchanges += 1
+
+    def end(self) -> None:
+        """Note that an exchange was finished, or abandoned."""
+        self._exchanges -= 1
+        if self._exchanges == 0:
+            torch._C._set_sm_carveout_experimental(self._before)  # guard: given back to products
+
+
+@functools.cache
+def carve_out(sms: int) -> CarveOut | None:
+    """Return the process's carve-out of ``sms`` SMs; None for 0.
+
+    Raises:
+        ValueError: if this torch has none.
+    """
+    if not sms:
+        return None
+    if not hasattr(torch._C, "_set_sm_carveout_experimental"):
+        raise ValueError(
+            f"sp_overlap.sm_carveout: {sms}, but torch {torch.__version__} has no SM carve-out; "
+            "leave out the key"
+        )
+    return CarveOut(sms)

@@ -1,0 +1,67 @@
+"""Locks of op builds: a run that was killed leaves one, and later runs wait for it without a word.
+
+DeepSpeed compiles ops at first use, through torch: the first process to make a file ``lock`` beside
+the op builds it, the others wait until the file is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.utils.file_baton import FileBaton
+
+from ...warn import say
+
+# Seconds of waiting that are passed over in silence.
+PATIENCE_S = 10.0
+
+
+def _described(lock: Path) -> str:
+    """Return the path of a lock with its age."""
+    try:
+        minutes = (time.time() - lock.stat().st_mtime) / 60
+    except OSError:
+        return str(lock)
+    return f"{lock} (made {minutes:.0f} min ago)"
+
+
+def remedy(lock: Path) -> str:
+    """Return what to do about a lock."""
+    return (
+        f"{_described(lock)}: if no process compiles {lock.parent.name}, a run that was killed "
+        "left the lock; delete the file"
+    )
+
+
+def locks() -> list[Path]:
+    """Return the locks in torch's folder of extensions."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return sorted([*root.glob("*/lock"), *root.glob("*/*/lock")])
+
+
+def install() -> None:
+    """Make a process that waits for a lock say so after `PATIENCE_S`."""
+    wait = FileBaton.wait
+    if hasattr(wait, "__sp_overlap__"):
+        return
+
+    @functools.wraps(wait)
+    def wait_and_say(baton: Any) -> None:
+        message = f"sp_overlap: waiting for a lock: {remedy(Path(baton.lock_file_path))}"
+        timer = threading.Timer(PATIENCE_S, say, [message])
+        timer.daemon = True
+        timer.start()
+        try:
+            wait(baton)
+        finally:
+            timer.cancel()
+
+    wait_and_say.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
+    FileBaton.wait = wait_and_say  # type: ignore[method-assign, assignment]

@@ -1,0 +1,77 @@
+"""Layers that DeepSpeed's AutoTP has cut, of which a tensor-parallel rank holds a slice.
+
+AutoTP puts classes of its own in the place of ``nn.Linear`` and leaves the model's config as it is.
+So the heads of a tensor-parallel rank are those of its slices, and not those of the config.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.module_inject.layers import TensorParallel_Layer
+from torch import nn
+
+
+def is_cut(module: nn.Module) -> bool:
+    """Return whether AutoTP cut a layer of ``module``."""
+    return bool(_cut_layers(module))
+
+
+def heads_of_ranks(module: Any) -> list[tuple[int, int]]:
+    """Return the query and KV heads of an attention layer on each tensor-parallel rank.
+
+    The list is empty for a layer that AutoTP did not cut.
+    """
+    config, cut = module.config, _cut_layers(module)
+    if not cut:
+        return []
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    # AutoTP cuts all layers of an attention along the same KV heads. Fused layers don't tell where.
+    sizes = next(filter(None, (getattr(layer, "_partition_sizes", None) for layer in cut)), None)
+    sizes = sizes or (1,) * cut[0].tp_world_size
+    return [(heads * size // sum(sizes), kv_heads * size // sum(sizes)) for size in sizes]
+
+
+def heads_here(module: Any) -> tuple[int, int] | None:
+    """Return the query and KV heads of this tensor-parallel rank; None if AutoTP did not cut."""
+    of_ranks = heads_of_ranks(module)
+    return of_ranks[_cut_layers(module)[0].tp_index] if of_ranks else None
+
+
+def out_features(module: Any) -> int | None:
+    """Return how many features a module returns on this rank; None if the module doesn't tell."""
+    if not isinstance(module, TensorParallel_Layer):
+        return getattr(module, "out_features", None)
+    if getattr(module, "gather_output", False):
+        return sum(module._partition_sizes)
+    # ZeRO-3 keeps the shape of a weight that it has partitioned.
+    weight: Any = module.weight
+    return getattr(weight, "ds_shape", weight.shape)[0]
+
+
+def refuse_shared_ranks(model: nn.Module, sp_ranks: list[int]) -> None:
+    """Raise ValueError if ranks of the sp group share a slice of ``model``'s layers.
+
+    Tensor-parallel ranks compute with the same tokens, and sp ranks with tokens of their own.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, TensorParallel_Layer) or not layer.is_tp_parallel:
+            continue
+        tp_ranks = dist.get_process_group_ranks(layer.mp_group)
+        if len(set(tp_ranks) & set(sp_ranks)) > 1:
+            raise ValueError(
+                f"{name} is cut by AutoTP over ranks {tp_ranks}, which hold the same tokens, but "
+                f"the sp group has ranks {sp_ranks}, which hold tokens of their own; take the "
+                "sp_overlap section out of the DeepSpeed config, and give ds_sp_overlap.enable a "
+                "sequence_process_group= with one rank of each tensor-parallel group"
+            )
+
+
+def _cut_layers(module: nn.Module) -> list[Any]:
+    return [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, TensorParallel_Layer) and layer.is_tp_parallel
+    ]

@@ -1,0 +1,536 @@
+"""Beside DeepSpeed's other parallelisms, on 2 x 2 ranks: tensor, pipeline, expert and data parallelism.
+
+All but what ZeRO reduces is compared in fp64 with the unsharded model: outputs, and each gradient on each rank.
+"""
+
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.utils import groups
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import ds_sp_overlap
+from tests.harness.cases import full
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.models import (
+    EXACT,
+    batches,
+    cut,
+    forget_sequence_parallel,
+    outcome,
+    overlapped_layers,
+    sequence_parallel,
+    tiny,
+)  # fmt: skip
+from tests.harness.policies import scripted
+from tests.harness.ranks import on_ranks, refusal
+from tests.harness.reference import attention, relative_error
+
+TOLERANCE = 1e-12
+# ZeRO reduces gradients in fp32, whatever the model's dtype: a rounding of 6e-8 and a sum of two ranks.
+OF_ZERO = 1e-6
+
+
+def sp_groups(*pairs):
+    """The group of this rank among ``pairs``, which all ranks make."""
+    made = [(pair, torch.distributed.new_group(pair)) for pair in pairs]
+    return next(group for pair, group in made if torch.distributed.get_rank() in pair)
+
+
+def config_of(stage=0, **more):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        **more,
+    }
+
+
+# AutoTP: ranks 0 and 1 share the layers and the tokens of one half of the sequence, ranks 2 and 3 those of the other.
+
+
+def stock_over(group, model):
+    """Let the heads of this tensor-parallel rank be exchanged by stock Ulysses, which knows the heads of the config alone."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    config = model.config
+    stock = UlyssesSPAttentionHF(
+        attn=ALL_ATTENTION_FUNCTIONS["sdpa"], batch_size=2, attn_head_count=config.num_attention_heads // 2,
+        attn_head_size=model.model.layers[0].self_attn.head_dim, kv_head_count=config.num_key_value_heads // 2,
+        num_hidden_layers=config.num_hidden_layers, process_group=group, seq_length_is_variable=True,
+    )  # fmt: skip
+    stock.core_attn_implementation = "sdpa"
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = lambda module, q, k, v, mask, *args, **more: stock(module, q, k, v, None, *args, **more)
+
+
+def slice_like(x, whole, tp_rank):
+    """The part of ``whole`` that AutoTP gave to one of two tensor-parallel ranks: ``x`` has its shape."""
+    for dim, size in enumerate(x.shape):
+        whole = whole.narrow(dim, tp_rank * (whole.shape[dim] - size), size)
+    return whole
+
+
+def beside_autotp(rank, section, stage, frozen, tp, options):
+    """The error against the unsharded model, and what was said of the first layer; ``section`` None runs stock."""
+    sp_rank, tp_rank = divmod(rank, 2)
+    options, tokens = {**EXACT, "heads": 8, "kv_heads": 4, **options}, batches(1)[0]
+    group = sp_groups((0, 2), (1, 3))
+    expected = outcome(tiny(**options), tokens, 0, 1, None)
+    try:
+        config = config_of(stage, tensor_parallel={"autotp_size": 2, **tp})
+        engine, *_ = deepspeed.initialize(model=tiny(**options), config=config)
+        model, got = engine.module, ""
+        for name, parameter in model.named_parameters():
+            if frozen and "layers.0.self_attn" in name:
+                parameter.requires_grad = False
+                expected.pop(name)
+        if section is None:
+            stock_over(group, model)
+        else:
+            got = ds_sp_overlap.enable(model, section, group).layers[0].got
+        if stage:
+            inputs = cut(tokens, sp_rank, 2)
+            labels = inputs.pop("labels")
+            logits = engine(**inputs, use_cache=False).logits
+            loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            # DeepSpeed takes the sp ranks for replicas, over which it averages.
+            engine.backward(2 * loss)
+            found = {name: deepspeed.utils.safe_get_full_grad(p) for name, p in model.named_parameters()}
+            expected.pop("logits")
+        else:
+            found = outcome(model, tokens, sp_rank, 2, group)
+        assert found.keys() == expected.keys()
+        error = max(relative_error(x, slice_like(x, expected[name], tp_rank)) for name, x in found.items())
+        ds_sp_overlap.disable(model)
+        engine.destroy()
+        return error, got
+    finally:
+        forget_sequence_parallel()
+
+
+WHOLE, FUNCTION = "all eight exchanges", "attention function"
+
+
+@pytest.mark.parametrize(
+    "section, stage, frozen, tp, options, got",
+    [
+        ({}, 0, False, {}, {}, WHOLE),
+        full({"head_groups": 1}, 0, True, {}, {}, WHOLE),
+        full({"head_groups": 2}, 0, False, {"tp_overlap_comm": True}, {}, WHOLE),  # stock fails: view of what is not contiguous
+        full({"scope": "block"}, 0, False, {}, {}, WHOLE),
+        full({"head_groups": 1}, 0, False, {}, {"heads": 6, "kv_heads": 3}, WHOLE),  # 4 and 2 heads a rank
+        full({"head_groups": 2}, 0, False, {}, {"family": "qwen3"}, WHOLE),  # norms, whose gradients a hook sums
+        full({"head_groups": 2}, 0, False, {}, {"family": "olmo", "clip_qkv": 0.5}, FUNCTION),
+        full({}, 1, False, {}, {}, WHOLE),
+        full({}, 2, False, {}, {}, WHOLE),
+        full({}, 3, False, {}, {}, WHOLE),
+    ],
+)
+def test_beside_autotp_the_heads_are_those_of_a_tensor_parallel_rank(section, stage, frozen, tp, options, got):
+    for error, said in on_ranks(4, beside_autotp, section, stage, frozen, tp, options):
+        assert error < (OF_ZERO if stage else TOLERANCE)
+        assert said.startswith(got)
+
+
+@pytest.mark.parametrize("stage", [full(0), full(1)])
+def test_stock_beside_autotp_is_right_where_it_is_told_the_heads(stage):
+    """The judge of the judge: the same model and tokens, exchanged by DeepSpeed's own Ulysses."""
+    for error, _ in on_ranks(4, beside_autotp, None, stage, False, {}, {}):
+        assert error < (OF_ZERO if stage else TOLERANCE)
+
+
+def refused_beside_autotp(rank):
+    """What is said to sp ranks that are tensor-parallel ranks, and to a tensor-parallel rank with too few heads."""
+    said = []
+    for options, registers in (({}, True), ({"heads": 3, "kv_heads": 3}, False), ({"heads": 4, "kv_heads": 1}, False)):
+        model = tiny(**options)
+        try:
+            mpu = sequence_parallel(model, 2) if registers else None
+            section = {"sp_overlap": {}} if registers else {}
+            config = config_of(tensor_parallel={"autotp_size": 2}, **section)
+            if registers:
+                said.append(refusal(deepspeed.initialize, model=model, config=config, mpu=mpu))
+            else:
+                deepspeed.initialize(model=model, config=config)
+                said.append(refusal(ds_sp_overlap.enable, model, {}, sp_groups((0, 2), (1, 3))))
+            said.append(overlapped_layers(model))
+        finally:
+            forget_sequence_parallel()
+    return said
+
+
+def test_what_cannot_be_beside_autotp_is_refused_on_all_ranks():
+    for rank, (shared, *first, uneven, second, none, third) in enumerate(on_ranks(4, refused_beside_autotp)):
+        assert [*first, second, third] == [[]] * 3
+        pair = "[0, 1]" if rank < 2 else "[2, 3]"
+        assert f"is cut by AutoTP over ranks {pair}, which hold the same tokens, but the sp group has ranks {pair}" in shared[1]
+        assert "layers.0.self_attn: AutoTP gave 1 query and 1 KV heads to tensor-parallel rank 1 of 2" in uneven[1]
+        assert "AutoTP gave 0 query and 0 KV heads to tensor-parallel rank 1 of 2: it has nothing to attend with" in none[1]
+
+
+# Layers of one's own, for pipelines and experts. Weights are scaled up, so that attention matters.
+
+WIDTH, HEADS, HEAD_DIM, SEQ, BATCH, VOCABULARY, EXPERTS = 32, 4, 8, 12, 2, 16, 4
+
+
+def linear(width_in, width_out):
+    return nn.Linear(width_in, width_out, bias=False, dtype=torch.float64)
+
+
+class Layer(nn.Module):
+    """Attention with a residual, by ``kind``: on the whole sequence, by DeepSpeed's class, the drop-in or `SelfAttention`."""
+
+    def __init__(self, kind, group):
+        super().__init__()
+        self.kind, self.norm = kind, nn.LayerNorm(WIDTH, dtype=torch.float64)
+        layer = {f"{name}_proj": linear(WIDTH, WIDTH // (2 if name in "kv" else 1)) for name in "qkvo"}
+        for name, projection in layer.items():
+            self.add_module(name, projection)
+        if kind in ("stock", "drop-in"):
+            attend = DistributedAttention if kind == "stock" else ds_sp_overlap.DistributedAttention
+            self.attend = attend(attention, group, scatter_idx=2, gather_idx=1)
+        if kind == "block":
+            self.attend = ds_sp_overlap.SelfAttention(
+                local_attention=attention, num_heads=HEADS, num_kv_heads=HEADS // 2, head_dim=HEAD_DIM,
+                sequence_process_group=group, **layer,
+            )  # fmt: skip
+
+    def forward(self, x):
+        y = self.norm(x)
+        if self.kind == "block":
+            return x + self.attend(y)
+        q, k, v = (projection(y).unflatten(-1, (-1, HEAD_DIM)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        o = attention(q, k, v) if self.kind == "whole" else self.attend(q, k, v, 0)
+        return x + self.o_proj(o.flatten(2))
+
+
+def seeded(seed, make, *args):
+    torch.manual_seed(seed)
+    module = make(*args)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(2.5)
+    return module
+
+
+# PipelineModule: ranks 0 and 1 hold the first stage, ranks 2 and 3 the second. Its data parallel ranks are the sp ranks.
+
+MICROBATCHES = 3
+
+
+class Spec(LayerSpec):
+    """Builds a layer with weights of its own seed, on the stage that holds the layer."""
+
+    def __init__(self, seed, make, *args):
+        super().__init__(nn.Module)
+        self.make = (seed, make, *args)
+
+    def build(self, log=False):
+        return seeded(*self.make)
+
+    def __repr__(self):
+        return "Spec"
+
+
+class Recording(torch.optim.SGD):
+    """Keeps the gradients that it was given; DeepSpeed empties them afterwards."""
+
+    def step(self, closure=None):
+        self.given = {p: p.grad.clone() for group in self.param_groups for p in group["params"]}
+        return super().step(closure)
+
+
+def loss_of(y, labels):
+    return cross_entropy(y.flatten(0, 1), labels.flatten())
+
+
+def layers_of(kind, group):
+    embedding = lambda: nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64)  # noqa: E731
+    layers = [(embedding,), (Layer, kind, group), (Layer, kind, group), (linear, WIDTH, WIDTH), (linear, WIDTH, VOCABULARY)]
+    return [(100 + at, *layer) for at, layer in enumerate(layers)]
+
+
+def pipeline(kind, group, section, parts, interval):
+    model = PipelineModule(
+        [Spec(*layer) for layer in layers_of(kind, group)], num_stages=2, loss_fn=loss_of, partition_method=parts,
+        activation_checkpoint_interval=interval,
+    )  # fmt: skip
+    # DeepSpeed's default is reentrant, which gives the embedding no gradient, with and without the plugin.
+    config = config_of(gradient_accumulation_steps=MICROBATCHES, pipeline={"use_reentrant": False}, **section)
+    del config["optimizer"]
+    optimizer = Recording(model.parameters(), lr=0.0)
+    return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0], optimizer
+
+
+def beside_pipeline(rank, kind, section, parts, interval):
+    """The error of the loss on the last stage, of each gradient, and the overlapped layers of this stage."""
+    stage, sp_rank = divmod(rank, 2)
+    generator = torch.Generator().manual_seed(3)
+    tokens, labels = (torch.randint(VOCABULARY, (MICROBATCHES, BATCH, SEQ), generator=generator) for _ in range(2))
+    whole = nn.Sequential(*(seeded(*layer) for layer in layers_of("whole", None)))
+    expected = sum(loss_of(whole(x), y) for x, y in zip(tokens, labels)) / MICROBATCHES
+    expected.backward()
+    group = sp_groups((0, 1), (2, 3))
+    try:
+        engine, optimizer = pipeline(kind, group, {} if section is None else {"sp_overlap": section}, parts, interval)
+        bound = [name for name in overlapped_layers(engine.module)]
+        engine.pipeline_enable_backward_allreduce = False  # which is in fp32
+        mine = [tuple(x.chunk(2, 1)[sp_rank].contiguous() for x in pair) for pair in zip(tokens, labels)]
+        loss = engine.train_batch(iter(mine)).item()
+        errors = {"loss": 0.0 if stage == 0 else abs(loss / expected.item() - 1)}  # the other stage is sent it in fp32
+        of_whole = dict(whole.named_parameters())
+        for name, parameter in engine.module.named_parameters():
+            gradient = optimizer.given[parameter] / 2  # the mean over the sp ranks
+            torch.distributed.all_reduce(gradient, group=group)
+            errors[name] = relative_error(gradient, of_whole[name].grad)
+        ds_sp_overlap.disable(engine.module)
+        engine.destroy()
+        return max(errors.values()), len(errors) - 1, bound
+    finally:
+        forget_sequence_parallel()
+
+
+@pytest.mark.parametrize(
+    "kind, section, parts, interval",
+    [
+        ("drop-in", None, "parameters", 0),
+        ("block", None, "uniform", 0),
+        ("stock", {"head_groups": 2}, "uniform", 0),  # both layers are in the first stage, none in the second
+        full("stock", None, "uniform", 0),
+        full("drop-in", None, "parameters", 1),
+        full("block", None, "parameters", 1),
+        full("stock", {}, "parameters", 1),
+    ],
+)
+def test_stages_of_a_pipeline_give_the_gradients_of_the_whole_model(kind, section, parts, interval):
+    counts, bound = [], []
+    for error, count, layers in on_ranks(4, beside_pipeline, kind, section, parts, interval):
+        assert error < TOLERANCE
+        counts.append(count)
+        bound.append(len(layers))
+    assert counts[0] + counts[2] == 1 + 2 * 6 + 2
+    of_stages = {"uniform": [2, 2, 0, 0], "parameters": [1, 1, 1, 1]}[parts]
+    assert bound == ([0] * 4 if section is None else of_stages)
+
+
+def refused_pipeline(rank, kind, section):
+    group = sp_groups((0, 1), (2, 3))
+    try:
+        return refusal(pipeline, kind, group, {"sp_overlap": section}, "uniform", 0)
+    finally:
+        forget_sequence_parallel()
+
+
+def test_a_pipeline_is_refused_on_the_ranks_of_all_stages():
+    """Only the ranks of the first stage have what is refused."""
+    for said in on_ranks(4, refused_pipeline, "stock", {"kernels": "compiled"}):
+        assert said is not None and said[0] == "ValueError" and said[1].endswith("(in the pipeline stage of rank 0)")
+    for said in on_ranks(4, refused_pipeline, "block", {}):
+        assert "no sequence-parallel group" in said[1]
+
+
+# DeepSpeed's MoE: two replicas of two sp ranks, and two expert groups of two ranks, which are the sp groups or lie across.
+
+
+def expert():
+    return nn.Sequential(nn.Linear(WIDTH, 24, dtype=torch.float64), nn.GELU(), nn.Linear(24, WIDTH, dtype=torch.float64))
+
+
+def gate(at):
+    return torch.randn(EXPERTS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(40 + at))
+
+
+class Whole(nn.Module):
+    """The unsharded model: every token goes to the expert with the largest gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.ModuleList(seeded(at, Layer, "whole", None) for at in range(2))
+        self.gates = nn.ParameterList(gate(at) for at in range(2))
+        self.experts = nn.ModuleList(
+            nn.ModuleList(seeded(60 + 10 * at + each, expert) for each in range(EXPERTS)) for at in range(2)
+        )
+
+    def forward(self, x):
+        for layer, weight, experts in zip(self.attention, self.gates, self.experts):
+            x = layer(x)
+            gates, chosen = (x @ weight.T).softmax(-1).max(-1, keepdim=True)
+            x = x + sum(torch.where(chosen == each, gates, 0.0) * experts[each](x) for each in range(EXPERTS))
+        return x
+
+
+class Mixture(nn.Module):
+    """The same with DeepSpeed's MoE, and the experts of one rank of an expert group."""
+
+    def __init__(self, kind, group, ep_rank):
+        super().__init__()
+        self.attention = nn.ModuleList(seeded(at, Layer, kind, group) for at in range(2))
+        self.moe = nn.ModuleList()
+        for at in range(2):
+            # As many places as tokens, so that none is dropped.
+            moe = MoE(WIDTH, expert(), EXPERTS, ep_size=2, capacity_factor=EXPERTS, min_capacity=1, use_rts=False).double()
+            with torch.no_grad():
+                moe.deepspeed_moe.gate.wg.weight.copy_(gate(at))
+            for each, mine in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
+                mine.load_state_dict(seeded(60 + 10 * at + 2 * ep_rank + each, expert).state_dict())
+            self.moe.append(moe)
+
+    def forward(self, x):
+        for layer, moe in zip(self.attention, self.moe):
+            x = layer(x)
+            x = x + moe(x)[0]
+        return x
+
+
+def float_but_double(x):
+    """``Tensor.float``, by which DeepSpeed's gate would leave fp64."""
+    return x if x.dtype == torch.float64 else x.to(torch.float32)
+
+
+def flat_gather(output, given, group=None):
+    """``all_gather_into_tensor`` as of NCCL, which doesn't compare shapes."""
+    return torch.distributed.all_gather_into_tensor(output.view(-1), given.contiguous().view(-1), group=group)
+
+
+def beside_experts(rank, kind, section, across, by_mpu=False):
+    """The error of the output and of each gradient; or what was said where the model was refused."""
+    replica, sp_rank = divmod(rank, 2)
+    ep_rank = replica if across else sp_rank
+    generator = torch.Generator().manual_seed(1)
+    x, weights = (torch.randn(2, BATCH, SEQ, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+    group = sp_groups((0, 1), (2, 3))
+    with (
+        mock.patch.object(torch.Tensor, "float", float_but_double),
+        mock.patch.object(deepspeed.comm, "all_gather_into_tensor", flat_gather),
+    ):
+        whole = Whole()
+        ys = [whole(each) for each in x]
+        sum((y * weight).sum() for y, weight in zip(ys, weights)).backward()
+        expected, mpu = dict(whole.named_parameters()), None
+        config = config_of(use_data_before_expert_parallelism=across)
+        if section is not None:
+            config["sp_overlap"] = section
+        try:
+            if by_mpu:
+                parallel_state_sp.initialize_sequence_parallel(2)
+                mpu = parallel_state_sp
+            else:
+                config |= {"sequence_parallel_size": 2, "data_parallel_size": 2}
+            model = Mixture(kind, group, ep_rank)
+            try:
+                engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+            except ValueError as error:
+                return str(error)
+            ranks = [rank % 2, rank % 2 + 2] if across else [2 * replica, 2 * replica + 1]
+            assert list(groups._get_expert_parallel_group_ranks("ep_size_2")) == ranks
+            y = engine.module(x[replica].chunk(2, 1)[sp_rank].contiguous())
+            (y * weights[replica].chunk(2, 1)[sp_rank]).sum().backward()
+            errors = {"output": relative_error(y, ys[replica].chunk(2, 1)[sp_rank])}
+            alike = groups._get_expert_data_parallel_group("ep_size_2")  # the ranks with the same experts
+            for name, parameter in model.named_parameters():
+                part, at, *rest = name.split(".")
+                gradient, other = parameter.grad.clone(), name
+                if "gate" in rest:
+                    other = f"gates.{at}"
+                elif part == "moe":
+                    other = f"experts.{at}.{2 * ep_rank + int(rest[-3])}.{'.'.join(rest[-2:])}"
+                torch.distributed.all_reduce(gradient, group=alike if other.startswith("experts") else None)
+                errors[name] = relative_error(gradient, expected[other].grad)
+            ds_sp_overlap.disable(model)
+            engine.destroy()
+            return max(errors.values())
+        finally:
+            forget_sequence_parallel()
+            groups._EXPERT_PARALLEL_GROUP.clear()
+            groups._EXPERT_DATA_PARALLEL_GROUP.clear()
+
+
+@pytest.mark.parametrize(
+    "kind, section, across",
+    [
+        ("stock", {}, True),
+        full("stock", {"head_groups": 2}, False),
+        full("stock", None, True),
+        full("drop-in", None, False),
+        full("block", None, True),
+    ],
+)
+def test_exchanges_of_experts_and_of_heads_do_not_meet(kind, section, across):
+    for error in on_ranks(4, beside_experts, kind, section, across):
+        assert error < TOLERANCE
+
+
+def dropped_tokens(rank):
+    """What the plugin lets pass of a model that stock computes wrongly: an MoE that takes sp ranks for tensor-parallel ranks."""
+    outcome = beside_experts(rank, "stock", {}, False, by_mpu=True)
+    return [] if isinstance(outcome, str) and "drops tokens that only one of them has" in outcome else [str(outcome)]
+
+
+def test_an_moe_that_takes_sp_ranks_for_tensor_parallel_ranks_is_refused():
+    """Stock (DeepSpeed 0.19.8) is wrong in silence there. Should ``error`` become small, DeepSpeed has mended that."""
+    for error in on_ranks(4, beside_experts, "stock", None, False, True):
+        assert error > 0.1
+    assert on_ranks(4, dropped_tokens) == [[]] * 4
+
+
+# Data parallelism: two replicas of two ranks, each with batches of its own.
+
+
+def beside_replicas(rank, section):
+    """Of twelve steps with scripted times: the largest error, what ran in each step, and what the table says."""
+    replica, sp_rank = divmod(rank, 2)
+    options, tokens = {**EXACT, "heads": 8, "kv_heads": 4}, batches(6)
+    group = sp_groups((0, 1), (2, 3))
+    # Each replica alone would choose otherwise. By the slowest rank it is G = 2.
+    costs = {1: 1.0, 2: 1.3, 4: 1.45} if replica else {1: 1.45, 2: 1.3, 4: 1.0}
+    model, whole, errors = tiny(**options), tiny(**options), []
+    config = {"policy": {"warmup_steps": 8}, **section}
+    report = ds_sp_overlap.enable(model, config, group, gradient_process_group=torch.distributed.group.WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with scripted(costs) as ran:
+        for step in range(12):
+            mine = tokens[(step + replica) % 6][:, : 16 * (1 + replica)]
+            found, expected = outcome(model, mine, sp_rank, 2, group), outcome(whole, mine, 0, 1, None)
+            errors += [relative_error(found[name], x) for name, x in expected.items()]
+            optimizer.step()
+    ds_sp_overlap.disable(model)
+    return max(errors), list(ran), {layer.got for layer in report.layers}
+
+
+@pytest.mark.parametrize("section", [{"scope": "auto"}, full({}), full({"scope": "block"})])
+def test_replicas_with_auto_choose_together_and_every_step_is_right(section):
+    every = on_ranks(4, beside_replicas, section)
+    for error, ran, got in every:
+        assert error < TOLERANCE
+        assert ran == every[0][1], "every rank runs the same"
+        # Replicas would have to begin a trial of a block in the same step.
+        assert [" block of " in what for what in got] == [section.get("scope") == "block"]
+    if section.get("scope") != "block":
+        candidates = [candidate for _, candidate in every[0][1]]
+        assert set(candidates) == {1, 2, 4} and candidates[-1] == 2
+
+
+WATCHED = [
+    Watched(
+        Guard("no MoE drops sp ranks' tokens", without="if False:"),
+        dropped_tokens,
+        4,
+    ),
+]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

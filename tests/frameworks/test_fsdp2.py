@@ -1,0 +1,475 @@
+"""FSDP2 (`fully_shard`) around overlapped models, without DeepSpeed's engine: every gradient equals the whole sequence's, on every rank.
+
+fp64, large weights (`EXACT`): what remains are roundings (1e-16) in sums of another order, and `EQUAL` is a thousand times that.
+"""
+
+import contextlib
+import functools
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.nn.functional import cross_entropy
+
+import ds_sp_overlap
+from ds_sp_overlap.exchange.transport import C10d
+from tests.harness.cases import full
+from tests.harness.chains import Runs, ran, whole_chain
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.models import EXACT, batches, cut, tiny, worst
+from tests.harness.ranks import on_ranks
+from tests.harness.reference import relative_error
+
+EQUAL, LAYERS, MICROBATCHES = 1e-12, 3, 2
+BLOCK = {"scope": "block", "on_unsupported": "error", "token_chunks": 2}
+
+
+def units_of(model, units):
+    """The modules that are given to `fully_shard`, inner ones first."""
+    inside = {
+        "root": lambda layer: [],
+        "layers": lambda layer: [layer],
+        "mlps": lambda layer: [layer.mlp, layer],
+        "attentions": lambda layer: [layer.self_attn, layer],
+        "linears": lambda layer: [module for module in layer.modules() if isinstance(module, torch.nn.Linear)],
+    }[units]
+    return [unit for layer in model.model.layers for unit in inside(layer)] + [model]
+
+
+def shard(model, units, **options):
+    for unit in units_of(model, units):
+        fully_shard(unit, **options)
+
+
+def share(model, inputs):
+    """This rank's part of the sum of all tokens' losses."""
+    logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1).to(inputs.get("dtype", logits.dtype)), inputs["labels"].flatten(), reduction="sum")
+
+
+@functools.cache
+def tokens_of(replica):
+    return batches(MICROBATCHES, seed=5 + replica)
+
+
+@functools.cache
+def whole_gradients(replicas, microbatches):
+    model = tiny(**EXACT, layers=LAYERS)
+    for replica in range(replicas):
+        for tokens in tokens_of(replica)[:microbatches]:
+            share(model, cut(tokens, 0, 1)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def gradients(model, size, scale):
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    assert all(p.grad.to_local().numel() < p.grad.numel() for p in model.parameters())
+    return {name: gradient.cpu() * scale for name, gradient in found.items()}
+
+
+class Case(NamedTuple):
+    """
+    order    which of `enable` and `fully_shard` comes first
+    units    see `units_of`
+    way      a section, and the gradient checkpointing that it comes with
+    policy   what is told to FSDP
+    """
+
+    order: str
+    units: str
+    way: str
+    policy: str
+
+
+WAYS = {
+    "layer": ({"head_groups": 2}, False),
+    "window": ({"head_groups": 2, "window": 1}, False),
+    "kept": ({"head_groups": 2, "checkpointing": "keep"}, True),
+    "recomputed": ({"head_groups": 2, "checkpointing": "recompute"}, True),
+    "block": ({**BLOCK, "head_groups": 2}, False),
+    "block, kept": ({**BLOCK, "checkpointing": "keep"}, True),
+    "block, recomputed": ({**BLOCK, "checkpointing": "recompute"}, True),
+}
+POLICIES = {
+    "plain": {},
+    "stays": {"reshard_after_forward": False},
+    "on the host": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "accumulates": {},
+}
+CASES = [
+    Case(order, units, way, policy)
+    for order in ("enable", "fully_shard")
+    for units in ("root", "layers", "mlps", "linears")
+    for way in WAYS
+    for policy in POLICIES
+]
+
+
+@contextlib.contextmanager
+def overlapped_and_sharded(case, group, **mesh):
+    """A model, and the report, of a case."""
+    model, (section, checkpointed) = tiny(**EXACT, layers=LAYERS), WAYS[case.way]
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    steps = [
+        lambda: ds_sp_overlap.enable(model, section, group),
+        lambda: shard(model, case.units, **POLICIES[case.policy], **mesh),
+    ]
+    report, *_ = filter(None, [step() for step in (steps if case.order == "enable" else steps[::-1])])
+    yield model, report
+    ds_sp_overlap.disable(model)
+
+
+@contextlib.contextmanager
+def recorded():
+    """What FSDP gathers (``G layers.0``) and reduces (``R layers.0``), between what is sent (``>q0``) and awaited (``<q0``)."""
+    log = []
+
+    def noting(letter, function):
+        def noted(parameters, *args, **kwargs):
+            log.append(f"{letter} {'.'.join(parameters[0]._param_fqn.split('.')[1:3])}")
+            return function(parameters, *args, **kwargs)
+
+        return noted
+
+    class Waiting:
+        def __init__(self, what, handle):
+            self.what, self.handle = what, handle
+
+        def wait(self):
+            log.append("<" + self.what)
+            self.handle.wait()
+
+    launch = C10d.launch
+
+    def launching(mover, *args):
+        what = args[-1].split()[-1]
+        log.append(">" + what)
+        return Waiting(what, launch(mover, *args))
+
+    patches = [
+        mock.patch.object(_fsdp_param_group, "foreach_all_gather", noting("G", _fsdp_param_group.foreach_all_gather)),
+        mock.patch.object(_fsdp_param_group, "foreach_reduce", noting("R", _fsdp_param_group.foreach_reduce)),
+        mock.patch.object(C10d, "launch", launching),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield log
+
+
+def trained(rank, case, size=2):
+    """The report's words; of two steps the error of the gradients, and which layers ran in chains; the last step's log."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "sp"))
+    replica, rank = divmod(rank, size)
+    microbatches = MICROBATCHES if case.policy == "accumulates" else 1
+    expected, errors = whole_gradients(world // size, microbatches), []
+    group = mesh["sp"].get_group()
+    with overlapped_and_sharded(case, group) as (model, report), Runs() as runs:
+        for _ in range(2):
+            model.zero_grad()
+            with recorded() as log:
+                for at, tokens in enumerate(tokens_of(replica)[:microbatches]):
+                    model.set_requires_gradient_sync(at == microbatches - 1)
+                    share(model, cut(tokens, rank, size)).backward()
+            errors.append(worst(gradients(model, size, world), expected))
+    return [(layer.got, layer.lacks) for layer in report.layers], errors, runs.forwards, log
+
+
+def check(case, found):
+    in_block = "block" in case.way
+    for said, errors, forwards, log in found:
+        assert all(error < EQUAL for error in errors), errors
+        assert all(lacks == "" for _, lacks in said)
+        words = "block of 3 layers, C = 2" if in_block else "q_proj, k_proj, v_proj, o_proj under them"
+        assert all(got.endswith(words) for got, _ in said)
+        if in_block:
+            assert forwards[1:] == [whole_chain()] * len(forwards[1:])
+        # Every unit is gathered as often as without the overlap: once in forward and once in backward, the root stays.
+        if case.policy == "plain" and case.units in ("root", "layers"):
+            layers = [f"G layers.{at}" for at in range(LAYERS)] if case.units == "layers" else []
+            assert [entry for entry in log if entry[0] == "G"] == ["G embed_tokens.weight", *layers, *layers[::-1]]
+            reduced = [entry.replace("G", "R") for entry in (*layers[::-1], "G embed_tokens.weight")]
+            assert [entry for entry in log if entry[0] == "R"] == reduced
+
+
+@pytest.mark.singles
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_every_gradient_equals_the_whole_sequences(case):
+    check(case, on_ranks(2, trained, case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in CASES if case.units == "layers" and case.policy != "stays"], ids="-".join)
+def test_on_a_mesh_of_replicas_and_sp_ranks_every_gradient_equals_the_whole_sequences(case):
+    check(case, on_ranks(4, trained, case))
+
+
+# Where exchanges stand beside FSDP's collectives.
+
+
+def order(rank, way, units):
+    """The log of a second step without FSDP, then with it."""
+    logs = []
+    for sharded in (False, True):
+        model = tiny(**EXACT, layers=LAYERS)
+        ds_sp_overlap.enable(model, WAYS[way][0], dist.group.WORLD)
+        if sharded:
+            shard(model, units)
+        for _ in range(2):
+            with recorded() as log:
+                share(model, cut(tokens_of(0)[0], rank, 2)).backward()
+        ds_sp_overlap.disable(model)
+        logs.append(log)
+    return logs
+
+
+@pytest.mark.parametrize("way", ["block", full("layer")])
+def test_exchanges_stay_where_they_are_drawn_and_weights_are_gathered_beside_them(way):
+    for without, log in on_ranks(2, order, way, "layers"):
+        assert [entry for entry in log if entry[0] in "<>"] == without
+        if (
+            way == "block"
+        ):  # the next layer's weights are gathered once every o of this one is under way, before the first is awaited
+            at = [log.index(f"G layers.{layer}") for layer in range(1, LAYERS)]
+            assert all((log[place - 1], log[place + 1]) == (">o1.1", "<o0.0") for place in at)
+
+
+# What a model may do between two layers, and with them.
+
+
+@contextlib.contextmanager
+def scaled(model):
+    """Layer 2 isn't given what layer 1 returns."""
+    handle = model.model.layers[1].register_forward_hook(lambda module, given, output: output * 1.5)
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def other_layers(model, *places):
+    before = model.model.layers
+    model.model.layers = torch.nn.ModuleList([before[place] for place in places])
+    yield
+    model.model.layers = before
+
+
+def frozen(model):
+    for layer in model.model.layers[:2]:
+        layer.requires_grad_(False)
+    return contextlib.nullcontext()
+
+
+def at_its_own_pace(model):
+    """Nothing is gathered ahead in backward."""
+    for layer in model.model.layers:
+        if isinstance(layer, FSDPModule):
+            layer.set_modules_to_backward_prefetch([layer])
+    return contextlib.nullcontext()
+
+
+CHANGES = {
+    "at its own pace": at_its_own_pace,
+    "scaled": scaled,
+    "left out": lambda model: other_layers(model, 0, 2),
+    "twice": lambda model: other_layers(model, 0, 1, 1),
+    "reversed": lambda model: other_layers(model, 2, 1, 0),
+    "frozen": frozen,
+}
+
+
+def changed(rank, change, way, evaluates):
+    """Errors of gradients in four steps, with a forward in evaluation before each if asked for."""
+    whole, errors = tiny(**EXACT, layers=LAYERS), []
+    with CHANGES[change](whole):
+        share(whole, cut(tokens_of(0)[0], 0, 1)).backward()
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    model, (section, checkpointed) = tiny(**EXACT, layers=LAYERS), WAYS[way]
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    if change == "frozen":
+        frozen(model)
+    ds_sp_overlap.enable(model, section, dist.group.WORLD)
+    shard(model, "layers")
+    for _ in range(4):
+        model.zero_grad()
+        with CHANGES[change](model):
+            if evaluates:
+                with torch.no_grad():
+                    share(model, cut(tokens_of(0)[0], rank, 2))
+            share(model, cut(tokens_of(0)[0], rank, 2)).backward()
+        found = {name: 2 * p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+        errors.append(worst(found, expected))
+    ds_sp_overlap.disable(model)
+    return [f"{change}: {errors}"] if max(errors) > EQUAL else []
+
+
+@pytest.mark.singles
+@pytest.mark.parametrize("way", ["block", "block, recomputed"])
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_the_model_does_with_its_layers_every_gradient_is_right(change, evaluates, way):
+    for found in on_ranks(2, changed, change, way, evaluates):
+        assert found == []
+
+
+# Mixed precision, clipping, divide factors, checkpoints.
+
+
+def in_bf16(rank):
+    """Gradients under a policy of mixed precision, and those of the same layers in bf16 without FSDP, summed in fp32."""
+    summed, sections = {}, ({"head_groups": 2}, {**BLOCK, "head_groups": 2})
+    differ = []
+    for section in sections:
+        for sharded in (False, True):
+            model = tiny(layers=LAYERS, dtype=torch.float32 if sharded else torch.bfloat16, initializer_range=0.2)
+            ds_sp_overlap.enable(model, section, dist.group.WORLD)
+            if sharded:
+                shard(model, "layers", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+            for _ in range(2):
+                model.zero_grad()
+                with Runs() as runs:
+                    share(model, {**cut(tokens_of(0)[0], rank, 2), "dtype": torch.float32}).backward()
+            for name, parameter in model.named_parameters():
+                if not sharded:
+                    summed[name] = parameter.grad.float()
+                    dist.all_reduce(summed[name])
+                elif not torch.equal(2 * parameter.grad.full_tensor(), summed[name]):
+                    differ.append(name)
+            if section is sections[1] and runs.forwards != [whole_chain()]:
+                differ.append(str(runs.forwards))
+            ds_sp_overlap.disable(model)
+    return differ
+
+
+def test_under_mixed_precision_gradients_are_those_of_the_layers_in_bf16_summed_in_fp32():
+    for differ in on_ranks(2, in_bf16):
+        assert differ == []
+
+
+def of_two_dtypes(rank):
+    """Only layer 1 computes in bf16: which layers ran in chains. Entered ahead, it would cast what layer 0 computes with, which raises."""
+    model = tiny(layers=LAYERS)
+    ds_sp_overlap.enable(model, BLOCK, dist.group.WORLD)
+    for at, layer in enumerate(model.model.layers):
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16 if at == 1 else None, output_dtype=torch.float32))
+    fully_shard(model)
+    for _ in range(2):
+        with Runs() as runs:
+            share(model, cut(tokens_of(0)[0], rank, 2)).backward()
+    ds_sp_overlap.disable(model)
+    return runs.forwards
+
+
+def test_layers_of_two_precisions_start_nothing_for_one_another():
+    for forwards in on_ranks(2, of_two_dtypes):
+        assert forwards == [ran("-", "-", "-")]
+
+
+def one_step(rank, folder):
+    """A step of clipped SGD with the sum of all gradients, saved; then loaded by a model that knows neither FSDP nor the overlap."""
+    expected, tokens = whole_gradients(1, 1), tokens_of(0)[0]
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    model = tiny(**EXACT, layers=LAYERS)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with overlapped_and_sharded(Case("fully_shard", "layers", "block", "plain"), dist.group.WORLD) as (model, _):
+        for unit in units_of(model, "layers"):
+            unit.set_gradient_divide_factor(1)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        share(model, cut(tokens, rank, 2)).backward()
+        found = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    plain = tiny(**EXACT, layers=LAYERS, seed=1)
+    state = {"model": plain.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(plain, state["model"])
+    after = {name: p - 0.1 * expected[name] / norm for name, p in before.items()}
+    errors = worst(dict(plain.named_parameters()), after), relative_error(found.full_tensor(), norm)
+    return list(state["model"]) == list(tiny(**EXACT, layers=LAYERS).state_dict()), errors
+
+
+def test_a_clipped_step_is_the_whole_sequences_and_checkpoints_are_those_of_the_plain_model(tmp_path):
+    """1e-5: clipping adds 1e-6 to the norm, which is far above 1."""
+    for same_names, (step, norm) in on_ranks(2, one_step, str(tmp_path)):
+        assert same_names and step < 1e-5 and norm < EQUAL
+
+
+# What can't run in a block.
+
+
+def attention_apart(rank, order):
+    section = {**BLOCK, "on_unsupported": "warn"}
+    model = tiny(**EXACT, layers=LAYERS)
+    steps = [lambda: ds_sp_overlap.enable(model, section, dist.group.WORLD), lambda: shard(model, "attentions")]
+    report, *_ = filter(None, [step() for step in (steps if order == "enable" else steps[::-1])])
+    with Runs() as runs:
+        share(model, cut(tokens_of(0)[0], rank, 2)).backward()
+    ds_sp_overlap.disable(model)
+    return report.layers[0].lacks, runs.forwards, worst(gradients(model, 2, 2), whole_gradients(1, 1))
+
+
+@pytest.mark.parametrize("order", ["enable", "fully_shard"])
+def test_a_layer_whose_attention_is_a_unit_runs_by_itself_and_says_so(order):
+    for lacks, forwards, error in on_ranks(2, attention_apart, order):
+        assert error < EQUAL and forwards in ([], [[]])
+        if order == "fully_shard":
+            assert (
+                "self_attn is a unit of fully_shard, but a block calls the modules inside of it; give fully_shard the whole"
+                in lacks
+            )
+
+
+# Guards.
+
+
+def fault_of(rank, case):
+    """As `trained`, for guards."""
+    _, errors, forwards, _ = trained(rank, case)
+    return [str(errors)] * (max(errors) > EQUAL)
+
+
+def fault_of_attention_apart(rank):
+    *_, error = attention_apart(rank, "enable")
+    return [str(error)] * (error > EQUAL)
+
+
+def fault_of_two_dtypes(rank):
+    forwards = of_two_dtypes(rank)
+    return [str(forwards)] * (forwards != [ran("-", "-", "-")])
+
+
+def watched_case(*case):
+    return functools.partial(fault_of, case=Case(*case))
+
+
+WATCHED = [
+    Watched(
+        Guard("the successor's weights are whole", without="for unit in ():"),
+        watched_case("enable", "layers", "block", "plain"),
+        raises=True,
+    ),
+    Watched(
+        Guard("whole where they are used again", without="pass"),
+        functools.partial(changed, change="at its own pace", way="block, recomputed", evaluates=False),
+        raises=True,
+    ),
+    Watched(Guard("no unit that is not called", without="if False:"), fault_of_attention_apart, raises=True),
+    Watched(Guard("gradients before FSDP reduces", without="pass"), watched_case("enable", "mlps", "block", "stays"), raises=True),
+    Watched(Guard("hidden states in the dtype of the successor", without="pass"), fault_of_two_dtypes, raises=True),
+]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

@@ -1,0 +1,159 @@
+"""Count what one rank of many launches in a step of a layer, and the bytes that its copies write: no other rank is there.
+
+weights       copies of a weight or of parts of it, and copies of parts of a weight's gradient into the whole
+joins         what packs an exchange's send buffer, and what unpacks what arrived
+activations   every other copy
+products      matrix products
+rest          what modules and attention do themselves: norms, sums, activation functions
+"""
+
+import contextlib
+from collections import Counter
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ds_sp_overlap
+from benchmarks.one_gpu import Emulated
+from benchmarks.stack import Stack
+from benchmarks.variants import Layer, Shape, Silent
+from ds_sp_overlap.attention.runtime import output, projections
+from ds_sp_overlap.exchange.in_flight import InFlight
+
+ENDS = (projections, output)
+COPIES = {"copy_", "clone", "cat"}
+# What would be a copy of a weight, or of a part of its gradient, too.
+OF_WEIGHTS = COPIES | {"_to_copy", "add_", "index_select", "sum", "stack", "index_add_"}
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addbmm", "addbmm_"}
+NO_LAUNCH = {
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty_strided",
+    "detach",
+    "alias",
+    "_unsafe_view",
+    "lift_fresh",
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts while it is entered.
+
+    weights   tensors whose memory nobody is to copy
+    """
+
+    def __init__(self, weights):
+        super().__init__()
+        self.launched, self.written = Counter(), Counter()  # launches, and bytes
+        self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
+        self._joining = 0
+        self._copies = []  # memory that was written, of copies, with its bytes; kept, so that no address is used twice
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.is_view or name in NO_LAUNCH:
+            return result
+        tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+        kind = self._kind(name, tensors)
+        self.launched[kind] += 1
+        if kind != "products" and isinstance(result, torch.Tensor):
+            self.written[kind] += result.nbytes
+            if name in OF_WEIGHTS:
+                self._copies.append((result.untyped_storage(), result.nbytes, kind))
+        return result
+
+    def _kind(self, name, tensors):
+        if self._joining:
+            return "joins"
+        if name in PRODUCTS:
+            return "products"
+        reads = any(x.untyped_storage().data_ptr() in self._weights for x in tensors)
+        if reads and name in OF_WEIGHTS:
+            return "weights"
+        return "activations" if name in COPIES else "rest"
+
+    def settle(self, gradients):
+        """Count as copies of weights what was copied into the memory of the weights' gradients."""
+        whole = {gradient.untyped_storage().data_ptr() for gradient in gradients if gradient.dim() > 1}
+        for storage, size, kind in self._copies:
+            if storage.data_ptr() in whole and kind in ("activations", "rest"):
+                self.launched[kind] -= 1
+                self.written[kind] -= size
+                self.launched["weights"] += 1
+                self.written["weights"] += size
+
+    @contextlib.contextmanager
+    def joins_apart(self):
+        """Tell the packing and unpacking of exchanges from the rest."""
+
+        def counted(method):
+            def run(*args, **kwargs):
+                self._joining += 1
+                try:
+                    return method(*args, **kwargs)
+                finally:
+                    self._joining -= 1
+
+            return run
+
+        with contextlib.ExitStack() as stack:
+            for name in ("_packed", "_unpacked"):
+                stack.enter_context(mock.patch.object(InFlight, name, counted(getattr(InFlight, name))))
+            yield
+
+
+def counted_step(layer, run, parameters):
+    """Run forward and backward once to warm up, once to count; return the counts."""
+    parameters = list(parameters)
+    for launches in (None, Launches(parameters)):
+        x = layer.x.detach().requires_grad_()
+        with launches or contextlib.nullcontext(), launches.joins_apart() if launches else contextlib.nullcontext():
+            gradients = torch.autograd.grad(run(x), [x, *parameters], layer.dy)
+    launches.settle(gradients[1:])
+    return launches
+
+
+def fused(layer, interleaved, **config):
+    """The layer over one projection of q, k and v, [all q | all k | all v] or the heads of a KV head after another."""
+    shape = layer.shape
+    heads, shared = shape.heads + 2 * shape.kv_heads, shape.heads // shape.kv_heads
+    projections = nn.ModuleDict({
+        "qkv_proj": nn.Linear(shape.width, heads * shape.head_dim, bias=False, dtype=shape.dtype), "o_proj": layer.projections["o_proj"],
+    })  # fmt: skip
+    first_rows = None
+    if interleaved:
+        blocks = [group * (shared + 2) for group in range(shape.kv_heads)]
+        places = {
+            "q": [first + head for first in blocks for head in range(shared)],
+            "k": [first + shared for first in blocks],
+            "v": [first + shared + 1 for first in blocks],
+        }
+        first_rows = {kind: tuple(place * shape.head_dim for place in of_kind) for kind, of_kind in places.items()}
+    layer.projections = projections
+    block = ds_sp_overlap.SelfAttention(
+        local_attention=layer.local, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, batch_first=False,
+        config=config, first_rows=first_rows, name="layer", **projections,
+    )  # fmt: skip
+    block.layer.sp_group = layer.sp_group
+    return block
+
+
+def of_layer(size, heads, kv_heads, dtype=torch.float32, tokens=4, head_dim=16, form="separate", **config):
+    """What one of ``size`` ranks launches in a step of one layer, of `Shape`s in one of three forms of projections."""
+    layer = Layer(Shape(size * tokens, heads, head_dim, kv_heads, dtype=dtype), 0, size, sp_group=Emulated(size, Silent()))
+    run = layer.ours(**config) if form == "separate" else fused(layer, form == "interleaved", **config)
+    return counted_step(layer, run, layer.projections.parameters())
+
+
+def of_block(size, heads, kv_heads, chunks, dtype=torch.float32, tokens=8, head_dim=16, **config):
+    """What one of ``size`` ranks launches in a step of a chain of layers."""
+    stack = Stack(Shape(size * tokens, heads, head_dim, kv_heads, dtype=dtype), 0, size)
+    sp_group = Emulated(size, Silent())
+    for layer in stack.layers:
+        layer.sp_group = sp_group
+    return counted_step(stack, stack.block(chunks, **config), stack.projections.parameters())

@@ -1,0 +1,134 @@
+"""Try the package with other versions of what it builds on, each combination in a venv of its own, and write docs/versions.md.
+
+    make versions                                   every combination for which there is a Python here
+    python -m tests.harness.versions --only 4.56    those that have this version of something
+    python -m tests.harness.versions --borrow .venv packages of this venv serve where a combination asks for the same version
+
+A row of the page stays until its combination is tried again. Not part of CI.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/versions.md"
+NEWEST = ""  # whatever pip takes
+# Python, torch, DeepSpeed, transformers, and what must be as old as these
+COMBINATIONS = [
+    ("3.10", "2.10.0", "0.19.7", "4.56.2"),
+    ("3.11", "2.13.0", "0.19.8", "4.56.2"),
+    ("3.11", "2.13.0", "0.19.8", "5.0.0"),
+    ("3.11", "2.13.0", "0.19.8", "5.23.0"),
+    ("3.12", NEWEST, NEWEST, NEWEST),
+    ("3.13", NEWEST, NEWEST, NEWEST),
+]
+NAMES = ("torch", "deepspeed", "transformers")
+# Beside the newest of these, old ones of transformers don't import.
+BESIDE = {"4.56.2": ["accelerate==1.12.0", "peft==0.18.0"], "5.0.0": ["accelerate==1.12.0", "peft==0.18.0"]}
+TESTS = {
+    "unit tests": ["-m", "pytest", "-q", "tests/unit"],
+    "doctor": ["-m", "ds_sp_overlap", "doctor"],
+    "layers": ["-m", "pytest", "-q", "tests/ranks/test_equivalence.py"],
+    "models, DeepSpeed": ["-m", "pytest", "-q", "tests/frameworks/test_deepspeed.py", "tests/frameworks/test_masks.py"],
+}
+HEAD = """# Versions
+
+What was run with what, on CPU, by `make versions` (`tests/harness/versions.py`), which installs each combination in a venv of its own. A row is of the day
+on which it was run; what has no row was not run. Older versions than the oldest here are refused by `pip`.
+
+"""
+
+
+def python_of(venv):
+    return venv / "bin/python"
+
+
+def made(combination, folder, borrow):
+    """A venv with the combination."""
+    python, *versions = combination
+    venv = folder / "-".join(["py" + python, *(f"{name}{version or 'newest'}" for name, version in zip(NAMES, versions))])
+    if not (venv / "ready").exists():
+        shutil.rmtree(venv, ignore_errors=True)
+        subprocess.run([f"python{python}", "-m", "venv", venv], check=True)
+        if borrow:
+            paths = [
+                subprocess.check_output(
+                    [python_of(where), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+                )
+                for where in (borrow, venv)
+            ]
+            Path(paths[1].strip(), "borrowed.pth").write_text(paths[0])
+        pip = [python_of(venv), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        wanted = [f"{name}=={version}" if version else name for name, version in zip(NAMES, versions)]
+        subprocess.run([*pip, "setuptools", "wheel"], check=True)
+        subprocess.run([*pip, wanted[0]], check=True)
+        subprocess.run(
+            [*pip, "--no-build-isolation", *wanted, *BESIDE.get(versions[2], ["accelerate", "peft"])],
+            check=True, env={**os.environ, "DS_BUILD_OPS": "0"},
+        )  # fmt: skip
+        of_tests = ["pytest", "hypothesis", "markdown-it-py", "matplotlib", "pydantic", "tabulate", "tqdm", "packaging", "numpy"]
+        subprocess.run([*pip, *of_tests], check=True)
+        (venv / "ready").touch()
+    return venv
+
+
+def outcome(venv, words):
+    """What a run says at its end, in few words."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{venv}/bin:{os.environ['PATH']}",
+    }
+    ran = subprocess.run([python_of(venv), *words], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    (venv / f"{words[-1].replace('/', '.')}.log").write_text(ran.stdout)
+    counts = re.findall(r"\d+ (?:passed|failed|errors?)\b", ran.stdout.splitlines()[-1] if ran.stdout else "")
+    said = re.findall("^(?:PASS|FAIL|BLIND)", ran.stdout, re.M)
+    return ", ".join(counts or said) or f"exit {ran.returncode}"
+
+
+def row_of(venv):
+    code = (
+        "import platform, importlib.metadata as m; "
+        f"print(platform.python_version(), *(m.version(name) for name in {(*NAMES, 'accelerate')!r}))"
+    )
+    found = subprocess.check_output([python_of(venv), "-c", code], text=True).split()
+    return [*found, *(outcome(venv, words) for words in TESTS.values())]
+
+
+def write(rows):
+    """Put ``rows`` into the page, in the place of those with the same versions."""
+    head = ["Python", *NAMES, "accelerate", *TESTS]
+    found = {}
+    if PAGE.exists():
+        lines = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("|")][2:]
+        found = {tuple(cell.strip() for cell in line[:5]): [cell.strip() for cell in line] for line in lines}
+    found.update({tuple(row[:5]): row for row in rows})
+    table = [head, ["---"] * len(head), *(found[key] for key in sorted(found))]
+    PAGE.write_text(HEAD + "".join(f"| {' | '.join(row)} |\n" for row in table))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="VERSION")
+    parser.add_argument("--borrow", type=Path, metavar="VENV")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".versions")
+    given = parser.parse_args()
+    for combination in COMBINATIONS:
+        if not any(version.startswith(given.only) for version in combination):
+            continue
+        if subprocess.run(["sh", "-c", f"python{combination[0]} --version"], capture_output=True).returncode:
+            print(f"{combination}: no python{combination[0]} here", file=sys.stderr)
+            continue
+        print(f"{combination}: installing, then testing", flush=True)
+        write([row_of(made(combination, given.folder.resolve(), given.borrow))])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What a step launches beside products, counted on one rank of many: copies of weights, and what packs and unpacks exchanges."""
+
+import pytest
+import torch
+
+from ds_sp_overlap.attention.runtime import slices
+from ds_sp_overlap.exchange.geometry import Geometry
+from tests.harness import launches
+
+HEAD_DIM = 16
+# Llama-8B on one node and on two; KV heads for two groups, not for four; MHA; uneven heads.
+HEADS = [(8, 32, 8), (16, 32, 8), (8, 32, 16), (8, 32, 32), (4, 16, 16), (4, 18, 6)]
+CASES = [(*heads, groups) for heads in HEADS for groups in (1, 2, 4) if groups <= heads[1] // heads[0]]
+
+
+def summed_over(size, heads, kv_heads, groups, form):
+    """Elements of the weights' slices that some product sums over, see Note [Slices of weights]; each is copied once a step."""
+    geometry = Geometry(size, 0, (4,) * size, 1, heads, kv_heads, groups)
+    shared, total = heads // kv_heads, 0
+    for kind in "qkvo":
+        for group in range(groups):
+            ranges = geometry.heads_of("q" if kind == "o" else kind, group)
+            of_kind = sum(stop - start for start, stop in ranges)
+            is_apart = len(ranges) > 1
+            if form == "interleaved" and kind != "o":  # one slice for each KV head that the ranges touch
+                per_slice = shared if kind == "q" else 1
+                is_apart = any(start // per_slice != (stop - 1) // per_slice for start, stop in ranges) or is_apart
+            total += is_apart * of_kind
+    return total * HEAD_DIM * heads * HEAD_DIM
+
+
+FORMS = ["separate", *(pytest.param(form, marks=pytest.mark.pairs) for form in ("fused", "interleaved"))]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size,heads,kv_heads,groups", CASES)
+def test_a_weight_is_copied_for_products_that_sum_over_its_slices_alone(size, heads, kv_heads, groups, form):
+    """q, k, v, do and every weight's gradient copy nothing. Before, they copied twice as much again at least."""
+    counts = launches.of_layer(size, heads, kv_heads, head_dim=HEAD_DIM, head_groups=groups, form=form)
+    assert counts.written["weights"] == summed_over(size, heads, kv_heads, groups, form) * torch.float32.itemsize
+    assert counts.launched["products"] >= 12
+
+
+def test_a_copy_of_a_weight_or_of_its_gradient_is_seen(monkeypatch):
+    """The negative control: products over copies, as they were."""
+    plain = launches.of_layer(8, 32, 8, head_groups=2).written["weights"]
+
+    def by_copies(a, whole, part, bias=None):
+        y = a @ slices.cut_ranges(whole, 1, part)
+        return y if bias is None else y + slices.cut_ranges(bias, 0, part)
+
+    def to_copies(a, b, whole, part, add):
+        slices.put_ranges(whole, 1, part, a @ b, add)
+
+    monkeypatch.setattr(slices, "mm_to_slices", to_copies)
+    with_gradients = launches.of_layer(8, 32, 8, head_groups=2).written["weights"]
+    # dWq and dWo
+    assert with_gradients - plain == 2 * (32 * 16) ** 2 * 4
+    for module in launches.ENDS:
+        monkeypatch.setattr(module, "mm_of_slices", by_copies)
+    # an uneven number of heads a rank, so that no GEMM writes the send buffer: q, and do
+    assert launches.of_layer(4, 18, 6, head_groups=2).written["weights"] > summed_over(4, 18, 6, 2, "separate") * 4
+
+
+# What a layer may launch beside its products and its attention, forward and backward, in bf16: (weights, joins, activations).
+#
+#     weights       slices of Wq in one dgrad and of Wo in one product, for each group
+#     joins         one for each tensor that is packed or unpacked; dk and dv of heads that several ranks need take a sum and a copy;
+#                   nothing packs what a GEMM writes as it travels (slices of weights), or what arrives as it is read
+#     activations   none in a layer; of a block of three layers, chunks of tokens: cut, joined for wgrads of all chunks
+#
+# None of them grows with the number of ranks.
+BUDGET = {
+    ("layer", 1, "fewer"): (0, 10, 0),
+    ("layer", 1, "as many"): (0, 8, 0),
+    ("layer", 1, "more"): (0, 8, 0),
+    ("layer", 2, "fewer"): (4, 10, 0),
+    ("layer", 2, "as many"): (4, 8, 0),
+    ("layer", 2, "more"): (0, 18, 0),
+    # Four chunks, three layers: for each 6 exchanges of q, k, v, o, do and their gradients, of 4 chunks. The sums of the first
+    # layer's dWq, dWk and dWv are in fp32, and are cast once.
+    ("block", 4, "fewer"): (3, 192, 80),
+    ("block", 4, "as many"): (3, 144, 80),
+    ("block", 4, "more"): (3, 144, 80),
+}
+
+
+@pytest.mark.parametrize("size", [8, pytest.param(16, marks=pytest.mark.full), 64])
+@pytest.mark.parametrize("form,parts,kv", BUDGET)
+def test_a_step_launches_what_its_budget_says(form, parts, kv, size):
+    """``kv`` tells whether there are fewer KV heads than ranks, as many or more; a rank has two query heads."""
+    heads = {"fewer": size // 2, "as many": size, "more": 2 * size}
+    shape = dict(size=size, heads=2 * size, kv_heads=heads[kv], head_dim=4, dtype=torch.bfloat16)
+    if form == "layer":
+        counts = launches.of_layer(head_groups=parts, **shape)
+    else:
+        counts = launches.of_block(chunks=parts, head_groups=1, **shape)
+    launched = tuple(counts.launched[kind] for kind in ("weights", "joins", "activations"))
+    assert launched == BUDGET[form, parts, kv]
+
+
+@pytest.mark.parametrize("form", ["layer", "block"])
+def test_a_pack_copies_no_more_bytes_than_travel(form):
+    """Each of eight exchanges is packed and unpacked once at most; dk and dv are summed in fp32 first."""
+    heads, kv_heads, head_dim = 32, 8, 16
+    if form == "layer":
+        layers, tokens, counts = 1, 4, launches.of_layer(16, heads, kv_heads, dtype=torch.bfloat16, head_groups=1)
+    else:
+        layers, tokens, counts = 3, 8, launches.of_block(16, heads, kv_heads, 4, dtype=torch.bfloat16, head_groups=1)
+    each_way = 2 * (heads + 16) * tokens * head_dim * torch.bfloat16.itemsize  # q, k, v and o; a KV head travels to each rank
+    in_fp32 = 2 * kv_heads * tokens * head_dim * torch.float32.itemsize  # dk and dv
+    assert counts.written["joins"] <= layers * (2 * 2 * each_way + in_fp32)

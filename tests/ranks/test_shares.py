@@ -1,0 +1,402 @@
+"""Ranks that share query heads, each with some of the queries: on 2 and 4 ranks, fp64, 1e-12, against the whole sequence.
+
+`unit/test_layout_of_shares.py` has the exchanges by themselves; random programs (`test_programs.py`) draw shares too.
+"""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ds_sp_overlap
+from ds_sp_overlap.attention.delta_net import DeltaNet
+from ds_sp_overlap.attention.drop_in import ProjectedAttention
+from ds_sp_overlap.attention.latent import LatentAttention
+from ds_sp_overlap.attention.layer import LayerRuntime
+from ds_sp_overlap.config import SpOverlapConfig
+from ds_sp_overlap.exchange.sp_group import SPGroup
+from ds_sp_overlap.schedule import by_head_groups, order
+from tests.harness import blocks, dropin, layers, reference, transports
+from tests.harness.blocks import Blocks
+from tests.harness.cases import pairs, singles
+from tests.harness.dropin import Case
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.ranks import no_faults, on_ranks, refusal
+from tests.harness.transports import Recording
+from tests.harness.uses import CHANGES
+
+# Query heads, KV heads and r, by the number of ranks: more ranks than heads, heads that don't divide, KV heads that parts share.
+HEADS = {
+    2: [(1, 1, 2), (2, 1, 2), (3, 3, 2), (4, 2, 2)],
+    4: [(1, 1, 4), (2, 1, 2), (2, 2, 4), (3, 3, 2), (6, 2, 2), (8, 4, 2)],
+}
+LENGTHS = {2: [(4, 4), (5, 2)], 4: [(4,) * 4, (5, 1, 4, 2)]}
+CASES = [
+    (size, heads, kv_heads, lengths, batch_first, {"head_groups": groups, "shares": shares})
+    for size in HEADS
+    for heads, kv_heads, shares in HEADS[size]
+    for lengths in LENGTHS[size]
+    for batch_first in (True, False)
+    for groups in (1, 2)
+    if groups <= heads * shares // size
+]
+
+
+@pytest.mark.parametrize("size", HEADS)
+def test_a_layer_equals_the_reference(size):
+    shapes = [
+        Shape(*heads, 4, 2, lengths, first, config=config) for ranks, *heads, lengths, first, config in CASES if ranks == size
+    ]
+    no_faults(size, layers.faults_of_all, pairs(shapes))
+
+
+@pytest.mark.parametrize("size", HEADS)
+def test_the_drop_in_equals_the_reference(size):
+    """RoPE on arrival, which q needs for its own tokens alone, and an output without a dimension for the heads."""
+    cases = [
+        Case(*heads, 4, value_dim, 2, lengths, first, rotary_dims=rotary_dims, flat=flat, config=config)
+        for ranks, *heads, lengths, first, config in CASES
+        if ranks == size
+        for value_dim, rotary_dims, flat in ((4, 4, True), (6, 2, False), (6, 0, True))
+    ]
+    no_faults(size, dropin.faults_of_all, pairs(cases))
+
+
+def test_auto_shares_where_there_are_more_ranks_than_heads_and_where_heads_do_not_divide():
+    found = on_ranks(4, shares_of_calls, [(2, 2), (6, 2), (8, 4), (12, 12)])
+    assert found == [[(2, []), (2, []), (1, []), (1, [])]] * 4
+
+
+def shares_of_calls(rank, heads):
+    found = []
+    for pair in heads:
+        with mock.patch.object(LayerRuntime, "_call_of", autospec=True, side_effect=LayerRuntime._call_of) as made:
+            faults = dropin.dropin_faults(rank, Case(*pair, lengths=(4,) * 4))
+        found.append((made.call_args.args[1].shares, faults))
+    return found
+
+
+# Attention that is not run again in backward; windows and blocks.
+
+
+class Fused(torch.autograd.Function):
+    """Causal attention whose backward reads q, k, v, o and a log-sum-exp, [b, s, h, d] each, as that of a flash kernel."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, queries):
+        scores = Fused.scores(q, k, queries)
+        lse = scores.logsumexp(-1)
+        o = torch.einsum("bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), Fused.repeated(v, q))
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.queries = queries
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        p = (Fused.scores(q, k, ctx.queries) - lse[..., None]).exp()
+        repeat = q.shape[2] // k.shape[2]
+        dp = torch.einsum("bqhd,bkhd->bhqk", do, Fused.repeated(v, q))
+        ds = p * (dp - (do * o).sum(-1).transpose(1, 2)[..., None]) * q.shape[-1] ** -0.5
+        dq = torch.einsum("bhqk,bkhd->bqhd", ds, Fused.repeated(k, q))
+        dk, dv = torch.einsum("bhqk,bqhd->bkhd", ds, q), torch.einsum("bhqk,bqhd->bkhd", p, do)
+        dk, dv = (x.unflatten(2, (-1, repeat)).sum(3) for x in (dk, dv))
+        return dq, dk, dv, None
+
+    @staticmethod
+    def repeated(x, q):
+        return x.repeat_interleave(q.shape[2] // x.shape[2], 2)
+
+    @staticmethod
+    def scores(q, k, queries):
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, Fused.repeated(k, q)) * q.shape[-1] ** -0.5
+        future = torch.arange(k.shape[1]) > torch.arange(*queries)[:, None]
+        return scores.masked_fill(future, -torch.inf)
+
+
+class Flash(nn.Module):
+    """`Fused`, and how often it was called in forward and in backward."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        self.batch_first, self.calls = batch_first, [0, 0]
+
+    def forward(self, q, k, v, queries=None):
+        self.calls[torch._C._current_autograd_node() is not None] += 1
+        q, k, v = (x if self.batch_first else x.transpose(0, 1) for x in (q, k, v))
+        start, stop = queries or (0, q.shape[1])
+        o = Fused.apply(q, k[:, :stop], v[:, :stop], (start, stop))
+        return o if self.batch_first else o.transpose(0, 1)
+
+
+def in_a_checkpoint(call, layer, x, dy):
+    keep = ds_sp_overlap.keep_attention
+    return layers.backward(lambda x: checkpoint(call, x, use_reentrant=False, context_fn=keep), layer, x, dy)
+
+
+def kept(rank, shapes):
+    """Faults, and of attention that is called again in backward."""
+    found = []
+    for shape in shapes:
+        local = Flash(shape.batch_first)
+        use = in_a_checkpoint if "checkpointing" in shape.config else layers.backward
+        found += [f"{shape}: {fault}" for fault in layers.block_faults(rank, shape, use, local_attention=local)]
+        ranges = 1 if rank % shape.config["shares"] == shape.config["shares"] - 1 else 2
+        expected = [ranges * shape.config["head_groups"], 0]
+        found += [f"{shape}: {local.calls} calls"] * (local.calls != expected and len(set(shape.lengths)) == 1)
+    return found
+
+
+WINDOWS = [{"window": 1}, {"window": 2}, {"checkpointing": "keep"}, {"checkpointing": "offload", "window": 1}]
+WINDOWED = [
+    (size, Shape(heads, kv_heads, 4, batch, lengths, batch_first, config={"head_groups": 2, "shares": shares, **window}))
+    for size, heads, kv_heads, shares in ((2, 2, 2, 2), (2, 4, 1, 2), (4, 4, 2, 2), (4, 2, 1, 4), (4, 6, 3, 2))
+    for lengths in LENGTHS[size]
+    for batch, batch_first in ((1, False), (3, True), (2, False))
+    for window in WINDOWS
+]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_few_groups_at_a_time_and_saved_attention_equal_the_reference(size):
+    """Each range of queries is attended once, also where o of all ranges was joined by then."""
+    shapes = [shape for ranks, shape in WINDOWED if ranks == size]
+    no_faults(size, kept, pairs(shapes))
+
+
+CHAINS = [
+    (size, Blocks(heads, kv_heads, 4, batch, lengths, first, chunks=chunks, recompute=recompute, config=config))
+    for size, heads, kv_heads, lengths, first, config in CASES
+    for batch, chunks in ((1, 2), (2, 3))
+    for recompute in ("none", "all", "but attention")
+]
+
+
+def blocks_of(rank, shapes):
+    """Of chains whose attention is `Flash`."""
+    block = layers.block
+
+    def made(shape, layer, group, transport=None):
+        return block(shape, layer, group, transport, local_attention=Flash(shape.batch_first), heads_alike=True)
+
+    with mock.patch.object(layers, "block", made):
+        return blocks.faults_of_all(rank, shapes)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_block_equals_the_reference(size):
+    no_faults(size, blocks_of, singles([shape for ranks, shape in CHAINS if ranks == size]))
+
+
+# Other uses.
+
+
+@pytest.mark.parametrize("change", singles(CHANGES), ids=lambda change: change.__name__)
+def test_projections_that_are_called_whole_frozen_or_shared(change):
+    shapes = [Shape(4, 2, 4, config={"shares": 2, "head_groups": 2}), Shape(1, 1, 4, lengths=(5, 2), batch_first=False)]
+    no_faults(2, changed, shapes, change)
+
+
+def changed(rank, shapes, change):
+    return [fault for shape in shapes for fault in layers.block_faults(rank, shape, change=change)]
+
+
+SPOILED = [
+    Shape(2, 1, 4, 2, (4,) * 4, config={"shares": 2}),
+    Shape(1, 1, 4, 2, (5, 0, 4, 2), False),
+    Shape(4, 2, 4, 1, (3,) * 4, config={"shares": 2}),
+]
+
+
+def spoiled(rank, shapes, transport):
+    with transports.spoiled_buffers():
+        return layers.faults_of_all(rank, shapes, transport)
+
+
+@pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
+def test_results_do_not_depend_on_when_the_bytes_move(transport):
+    no_faults(4, spoiled, SPOILED, transport)
+
+
+def test_check_mode_compares_the_exchanges_of_shares():
+    config = {"check": True, "head_groups": 1}
+    shapes = [Shape(heads, 1, 4, 2, (5, 0, 4, 2), first, config=config) for heads, first in ((1, True), (2, False))]
+    no_faults(4, layers.faults_of_all, shapes)
+
+
+def with_given_tokens(rank, chunks):
+    """The tokens of each share, as for packed documents; of the whole layer and of the drop-in."""
+    shape, case = Shape(2, 1, 4, 2, (4,) * 4), Case(2, 1, 4, 4, 2, (4,) * 4)
+    call, attend = ds_sp_overlap.SelfAttention.__call__, ProjectedAttention.__call__
+    given = [
+        mock.patch.object(kind, "__call__", functools.partialmethod(function, query_chunks=chunks))
+        for kind, function in ((ds_sp_overlap.SelfAttention, call), (ProjectedAttention, attend))
+    ]
+    with given[0], given[1]:
+        return layers.block_faults(rank, shape) + dropin.dropin_faults(rank, case)
+
+
+def test_a_caller_says_which_tokens_each_share_attends_with():
+    no_faults(4, with_given_tokens, (((0, 1), (5, 9), (15, 16)), ((1, 5), (9, 15))))
+
+
+def recorded(rank, groups):
+    mover = Recording()
+    shape = Shape(4, 2, 4, lengths=(4, 4), rope=False, config={"shares": 2, "head_groups": groups})
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, mover, heads_alike=True)
+    y = attend(torch.randn(2, 4, shape.width, dtype=torch.float64, requires_grad=True))
+    forward, mover.log[:] = list(mover.log), []
+    y.sum().backward()
+    return forward, list(mover.log)
+
+
+@pytest.mark.parametrize("kinds", [("qkv",), ("qkv", "qkv")])
+def test_the_order_is_the_one_that_is_drawn(kinds):
+    drawn = by_head_groups(kinds)
+    expected = order(drawn, drawn.forward), order(drawn, drawn.backward)
+    assert on_ranks(2, recorded, len(kinds)) == [expected] * 2
+
+
+# What can't attend with a share of the queries.
+
+
+def whole_only(q, k, v, **ignored):
+    """Takes any keyword, and would attend as if q held all queries."""
+    return reference.attention(q, k, v)
+
+
+class WholeOnly(nn.Module):
+    def forward(self, q, k, v):
+        return reference.attention(q, k, v)
+
+
+def drop_in_of(local, heads=1, **config):
+    attend = ds_sp_overlap.DistributedAttention(local, torch.distributed.group.WORLD, gather_idx=1, config=config)
+    q, k, v = torch.randn(3, 1, 4, heads, 4, dtype=torch.float64)
+    return attend(q, k, v, 0)
+
+
+def runtime(**config):
+    return LayerRuntime(SPGroup(torch.distributed.group.WORLD), SpOverlapConfig.parse(config), "layers.3")
+
+
+def latent_attention(heads):
+    attend = LatentAttention(runtime(), lambda: nn.Linear(4, 8 * heads, bias=False), 4)
+    q, latent, rotated = torch.randn(1, 4, heads, 4), torch.randn(1, 4, 1, 4), torch.randn(1, 4, 1, 2)
+    kinds = dict(batch_first=True, sequence_lengths=None, baseline=None)
+    # One head is no latent but k and v of all heads.
+    return attend(reference.attention, q, latent, rotated, **kinds)
+
+
+def delta_net(heads):
+    net = DeltaNet(
+        runtime(), heads=heads, head_dim=4, key_heads=1, key_dim=4, project=None, merge=None, learned=None, trained=lambda: []
+    )
+    return net(torch.randn(1, 4, 4), None)
+
+
+LACKS = "has no parameter queries=, a range (a, b) of the tokens that it is called with"
+FEWER = "1 query heads are fewer than 2 ranks, so that 2 ranks would share query heads; but"
+REFUSED = [
+    (functools.partial(drop_in_of, whole_only), f"attention: {FEWER} whole_only {LACKS}; use sp size 1 or less"),
+    (functools.partial(drop_in_of, WholeOnly()), f"attention: {FEWER} WholeOnly {LACKS}; use sp size 1 or less"),
+    (
+        functools.partial(drop_in_of, whole_only, heads=2, shares=2),
+        f"attention: sp_overlap.shares is 2, so that 2 ranks would share query heads; but whole_only {LACKS}; use sp size 2 or less, "
+        'or sp_overlap.shares "auto"',
+    ),
+    (
+        functools.partial(drop_in_of, reference.attention, transport="copy_engine"),
+        f'attention: {FEWER} sp_overlap.transport "copy_engine" moves equal parts only; use sp size 1 or less',
+    ),
+    (
+        functools.partial(drop_in_of, reference.attention, shares=3),
+        "attention: sp_overlap.shares must divide sp size 2 and leave each of 1 heads to a part of the ranks, got 3; take 2",
+    ),
+    (
+        functools.partial(delta_net, 1),
+        f"layers.3: {FEWER} this layer is a gated delta net, which needs all queries at once; use sp size 1 or less",
+    ),
+]  # fmt: skip
+
+
+def refused(rank, index):
+    return refusal(REFUSED[index][0])
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_what_needs_all_queries_is_refused_by_name_on_all_ranks(index):
+    assert on_ranks(2, refused, index) == [("ValueError", REFUSED[index][1])] * 2
+
+
+def refused_by_one(rank):
+    """One rank's attention can, the other's can't."""
+    return refusal(drop_in_of, reference.attention if rank else whole_only)
+
+
+def test_a_rank_that_can_not_share_is_refused_on_all_ranks():
+    first, second = on_ranks(2, refused_by_one)
+    assert first == second and "sp rank 0: " in first[1] and "whole_only has no parameter queries=" in first[1]
+
+
+def stays_alone(rank):
+    """Heads do not divide, but attention needs all queries."""
+    inputs = dropin.whole_inputs(case := Case(3, 3, lengths=(4, 4)))
+    q, k, v = (dropin.my_slice(case, rank, t) for t in inputs[:3])
+    got = dropin.module(case, local=whole_only)(q, k, v, 0)
+    return layers.faults(1e-12, output=(got, dropin.my_slice(case, rank, reference.attention(*inputs[:3]))))
+
+
+def test_attention_that_needs_all_queries_gets_them_where_each_rank_has_a_head():
+    no_faults(2, stays_alone)
+
+
+class InPlace(nn.Module):
+    def forward(self, q, k, v, queries=None):
+        return reference.attention(q, k.mul_(2), v, queries=queries)
+
+
+def test_keys_that_attention_changes_between_ranges_are_refused():
+    """Also by the rank that has a single range."""
+    for kind, message in on_ranks(2, changes_keys):
+        assert kind == "RuntimeError" and "changes k or v in place" in message and "fewer ranks" in message
+
+
+def changes_keys(rank):
+    return refusal(drop_in_of, InPlace())
+
+
+# Guards.
+
+
+def swallowed():
+    """The faults of an attention that takes any keyword."""
+    return [] if ds_sp_overlap.attention.heads.takes_queries(whole_only) is False else ["swallowed"]
+
+
+def unshared(rank):
+    got = refusal(drop_in_of, whole_only)
+    return [] if got is not None and got[0] == "ValueError" else [f"not refused: {got}"]
+
+
+def rotated(rank):
+    return dropin.dropin_faults(rank, Case(1, 1, 4, 4, 2, (4, 4), rotary_dims=4))
+
+
+WATCHED = [
+    Watched(
+        Guard("no keyword is swallowed", without="return attend.__code__.co_flags & 8 > 0 or 'queries' in inspect.signature(attend).parameters"),
+        swallowed, ranks=0,
+    ),
+    Watched(Guard("no attention with a share of the queries unless it can", without="return shares"), unshared),
+    Watched(Guard("rotated by its own positions", without="if False:"), rotated, raises=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

@@ -1,0 +1,246 @@
+"""A GPU on paper: each effect by launches whose times are counted by hand; what a layer launches; the command."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_sp_overlap.autotune.costs import Costs, LayerShape, Rates
+from ds_sp_overlap.exchange.sp_group import SideStream
+from ds_sp_overlap.schedule import Op, schedule_of
+from ds_sp_overlap.tools.cli import main
+from ds_sp_overlap.tools.planner.gpu.constants import gpu
+from ds_sp_overlap.tools.planner.gpu.deadlocks import search
+from ds_sp_overlap.tools.planner.gpu.expected import expect, without_gate
+from ds_sp_overlap.tools.planner.gpu.launches import (
+    COMPUTE,
+    GATE,
+    TRANSFER,
+    Attention,
+    Gemm,
+    Move,
+    Record,
+    Recorder,
+    Transfer,
+    Wait,
+    record,
+)  # fmt: skip
+from ds_sp_overlap.tools.planner.gpu.player import Player, play
+
+# Four SMs, exchanges of one, a host and events that cost nothing. `product`, `attention`, `exchange` take what they say.
+FIGURES = dict(
+    sms=4, tflops=8e-6, memory_gbs=1, memory_share=1, gemm_share=1, attention_share=1, backward_share=1, tile_m=1, tile_n=1,
+    attention_tile=1, nccl_ctas=1, nccl_cluster=1, wire_gbs=1, latency_us=0, launch_us=0, event_us=0, wait_us=0,
+)  # fmt: skip
+
+
+def paper(figures=(), **use):
+    return gpu("h100", **use).given("by hand", **{**FIGURES, **dict(figures)})
+
+
+def product(tiles, us, stream=COMPUTE, beside=True):
+    return Gemm(stream, tiles, 1, us, 1, beside)
+
+
+def attention(tiles, us, backward=False):
+    """2.5 times ``us`` in backward."""
+    return Attention(COMPUTE, 1, tiles, us, backward, True)
+
+
+def exchange(us, name="q", stream=TRANSFER):
+    return Transfer(stream, name, 1000 * us)
+
+
+def times(played):
+    """Begin on an SM, and end, by name of the exchange or type of the kernel."""
+    return {getattr(bar.launch, "name", type(bar.launch).__name__): (bar.started, bar.end) for bar in played.bars}
+
+
+def test_tiles_are_dealt_out_to_the_sms():
+    assert play(paper(), [product(8, 10)]).us == 20
+    assert play(paper(), [product(9, 10)]).us == 30
+    assert play(paper(), [attention(8, 10)]).us == 20
+    assert play(paper(), [attention(8, 10, backward=True)]).us == 50
+    assert play(paper(), [Move(COMPUTE, "copy_", 16000)]).us == 16
+
+
+def test_a_product_beside_an_exchange_takes_two_waves_and_a_carve_out_gives_one_back():
+    """Twelve tiles on four SMs take 30; three blocks have an SM, the fourth gets one when they are over."""
+    launches = [exchange(100), product(12, 10)]
+    assert times(play(paper(), launches))["Gemm"] == (0, 60)
+    # Three blocks of four tiles.
+    assert times(play(paper(carve_out=1), launches))["Gemm"] == (0, 40)
+    assert times(play(paper(carve_out=1), [product(12, 10, beside=False)]))["Gemm"] == (0, 30)
+
+
+def test_attention_that_holds_its_sms_locks_out_the_exchange_that_waits_behind_another_one():
+    """40 tiles of 10: three SMs until 10, then the SM of the first exchange as well, and one tile is left at 100."""
+    launches = [exchange(10, "q0"), exchange(10, "q1"), attention(40, 10)]
+    assert times(play(paper(), launches)) == {"q0": (0, 10), "q1": (100, 110), "Attention": (0, 110)}
+    assert times(play(paper(margin=1), launches)) == {"q0": (0, 10), "q1": (10, 20), "Attention": (0, 140)}
+
+
+def test_backward_of_attention_gives_its_sms_to_what_is_more_urgent():
+    """40 blocks of 15. One gets the SM that q0 gives back at 10; q1 gets the first that is free after that."""
+    launches = [exchange(10, "q0"), exchange(10, "q1"), attention(40, 6, backward=True)]
+    assert times(play(paper(), launches))["q1"] == (15, 25)
+
+
+def test_a_cluster_waits_for_as_many_sms_at_once():
+    launches = [product(2, 10), product(1, 30, stream="other"), exchange(5)]
+    figures = {"nccl_ctas": 2}
+    assert times(play(paper(figures), launches))["q"] == (0, 15)
+    assert times(play(paper({**figures, "nccl_cluster": 2}), launches))["q"] == (10, 15)
+
+
+def launched_by_the_package():
+    """A product, an exchange of its result as `SideStream` launches it, and attention that is to hide it."""
+    recorder = Recorder()
+    side = SideStream(recorder, torch.device("cpu"))
+    recorder.launches.append(product(4, 10))
+    with side.after_compute():
+        recorder.launches.append(exchange(30))
+    side.mark()
+    recorder.launches.append(attention(40, 10))
+    return recorder.launches
+
+
+def test_without_the_gate_attention_takes_every_sm_before_the_exchange_and_the_gate_costs_one_wait():
+    launches = launched_by_the_package()
+    figures = {"wait_us": 1}
+    # Three SMs until 41, then four: 9 of 40 tiles, and 31 in eight rounds.
+    assert times(play(paper(figures), launches)) == {"Gemm": (0, 10), "q": (11, 41), "Attention": (11, 121)}
+    ungated = without_gate(launches)
+    assert {each.stream for each in launches} - {each.stream for each in ungated} == {GATE}
+    assert times(play(paper(figures), ungated)) == {"Gemm": (0, 10), "q": (110, 140), "Attention": (10, 110)}
+
+
+def test_in_one_queue_an_exchange_behind_another_one_holds_up_what_is_computed():
+    launches = [exchange(100, "q0"), exchange(100, "q1"), product(3, 10)]
+    assert times(play(paper(queues=8), launches))["Gemm"] == (0, 10)
+    assert times(play(paper(queues=1), launches))["Gemm"] == (100, 110)
+
+
+def test_where_the_host_is_slower_the_gpu_waits_for_it():
+    played = play(paper({"launch_us": 50}), [product(4, 10)] * 5)
+    assert (played.us, played.host_us, played.starved_us) == (260, 250, 160)
+    played = play(paper({"launch_us": 5}), [product(4, 10)] * 5)
+    assert (played.us, played.starved_us) == (55, 0)
+
+
+def test_a_stream_goes_on_after_the_event_that_it_waits_for_and_not_before():
+    launches = [product(4, 10), Record(COMPUTE, 1), product(3, 10), Wait("other", 1), product(1, 5, stream="other")]
+    started = [(bar.launch.stream, bar.started) for bar in play(paper(), launches).bars]
+    assert started == [(COMPUTE, 0), ("other", 10), (COMPUTE, 10)]
+    with pytest.raises(RuntimeError, match="never end: .*Wait"):
+        play(paper(), [Wait(COMPUTE, 7), product(1, 1)])
+
+
+# Two communicators. Each waits for a product of its own rank, so that delays change which one begins first.
+CROSSED = [
+    product(1, 2000, stream="a"), Record("a", 1), Wait(TRANSFER, 1), exchange(5, "q"),
+    product(1, 2000, stream="b"), Record("b", 2), Wait("weights", 2), exchange(5, "gather", stream="weights"),
+]  # fmt: skip
+SWAPPED = [*CROSSED[4:], *CROSSED[:4]]
+LARGE = paper({"launch_us": 1, "nccl_ctas": 3})
+SMALL = paper({"launch_us": 1, "nccl_ctas": 2})
+
+
+def test_a_planted_deadlock_of_two_communicators_is_found():
+    """Each takes three of four SMs, and a rank that runs one waits for the rank that runs the other."""
+    found = search([LARGE] * 2, [CROSSED] * 2, range(40))
+    assert 0 < len(found) < 40 and all("Transfer" in what for what in found.values())
+
+
+def test_there_is_none_where_both_have_room_or_begin_in_the_order_of_the_hosts():
+    assert search([SMALL] * 2, [CROSSED] * 2, range(40)) == {}
+    assert search([replace(LARGE, in_order=True)] * 2, [CROSSED] * 2, range(40)) == {}
+
+
+def test_an_order_that_is_kept_is_a_deadlock_where_the_hosts_differ():
+    ordered = replace(SMALL, in_order=True, ctas={"weights": 3})
+    assert len(search([ordered] * 2, [CROSSED, SWAPPED], range(5))) == 5
+
+
+def test_ranks_wait_for_the_last_of_them():
+    slow = [product(4, 30), Record(COMPUTE, 1), Wait(TRANSFER, 1), exchange(5)]
+    fast, late = Player([paper()] * 2, [[exchange(5)], slow]).play()
+    assert times(fast)["q"] == (0, 35) and times(late)["q"] == (30, 35)
+
+
+# What a layer launches.
+
+LAYER = LayerShape(width=256, heads=16, kv_heads=8, head_dim=32, seq=2048, sp_size=4)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_layer_launches_the_exchanges_and_products_of_its_schedule(groups):
+    launches = record(LAYER, groups)
+    rates = Rates(matmul=1.0, attention=1.0, wire=1e3, latency_ms=0.0)
+    costs = Costs(LAYER, rates, groups)
+    schedule = schedule_of(costs.geometry)
+    program = (*schedule.forward, *schedule.backward)
+    sent = [(schedule.name(step), costs.ms(step)) for step in program if step.op is Op.START]
+    assert [(each.name, each.n_bytes) for each in launches if isinstance(each, Transfer)] == sent
+    flops = sum(2 * each.m * each.n * each.k * each.batch for each in launches if isinstance(each, Gemm))
+    attended = sum(
+        each.seq**2 * each.heads * each.head_dim * (5 if each.backward else 2) for each in launches if isinstance(each, Attention)
+    )
+    computed = {Op.PROJECT: flops, Op.ATTEND: attended}
+    expected = {Op.PROJECT: 0.0, Op.ATTEND: 0.0}
+    for step in program:
+        if step.op not in (Op.START, Op.FINISH):
+            expected[Op.ATTEND if step.op is Op.ATTEND else Op.PROJECT] += costs.ms(step) / 1e3
+    assert computed == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_what_a_layer_launches_ends_and_nothing_is_waited_for_that_was_not_recorded(groups):
+    launches = record(LAYER, groups)
+    recorded = set()
+    for each in launches:
+        if isinstance(each, Record):
+            recorded.add(each.event)
+        assert not isinstance(each, Wait) or each.event in recorded
+    found = expect(launches, gpu("h100").given("test", wire_gbs=1))
+    assert found["free wire"] < found["step"] and found["host"] > 0
+
+
+PLAN = "plan --hidden 256 --heads 16 --kv-heads 8 --seq 2048 --sp 4"
+
+
+def test_the_command_prints_what_it_expects_with_the_source_of_each_figure(capsys):
+    assert main(f"{PLAN} --gpu h100 --bandwidth 45".split()) == 0
+    out = capsys.readouterr().out
+    assert "on a GPU on paper (no GPU has run it)" in out and "random delays: no deadlock" in out
+    assert "wire_gbs = 45: given" in out and "launch_us = 6: assumed" in out and "G = 4" in out
+
+
+def test_measured_figures_win_over_the_table(capsys, tmp_path):
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps({"gemm_share": 0.5}))
+    assert main(f"{PLAN} --gpu h200 --measured {file}".split()) == 0
+    out = capsys.readouterr().out
+    assert f"gemm_share = 0.5: measured, {file}" in out and "memory_gbs = 4800" in out
+
+
+@pytest.mark.parametrize(
+    "more,words",
+    [
+        (
+            "--gpu h100 --dtype-bytes 4",
+            "--gpu knows the rates of elements of 2 bytes, got --dtype-bytes 4; leave out one of the two",
+        ),
+        ("--bandwidth 1 --tflops 1 --measured x", "--measured is for a GPU on paper; give --gpu, or leave it out"),
+        ("--gpu h100 --measure", "--gpu is for a machine that is not there; leave it out where --measure can measure"),
+        ("--gpu h100 --measured /nowhere", "--measured /nowhere: No such file or directory"),
+        ("--gpu h100 --measured {file}", "no figure of a GPU is called sm; there are sms, tflops"),
+    ],
+)
+def test_the_command_refuses(capsys, tmp_path, more, words):
+    file = tmp_path / "measured.json"
+    file.write_text('{"sm": 1}')
+    with pytest.raises(SystemExit):
+        main(f"{PLAN} {more.format(file=file)}".split())
+    assert words in capsys.readouterr().err

@@ -1,0 +1,225 @@
+"""Exchanges where ranks share query heads, as arithmetic and by moving numbers in one process: no process group."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_sp_overlap.exchange.geometry import Geometry, possible_shares, shares_for
+from ds_sp_overlap.exchange.joined import join, split
+from ds_sp_overlap.exchange.layout import Patches, chunk_of
+from tests.harness.cases import examples
+from tests.harness.pages import ROOT, read
+
+DIM = 3
+few = settings(deadline=None, max_examples=examples(200), derandomize=True)
+
+
+@st.composite
+def geometries(draw):
+    """The geometry of every rank of one sp group, of which some share their heads; also where each share is given its tokens."""
+    size = draw(st.sampled_from([2, 3, 4, 6, 8]))
+    kv_heads = draw(st.integers(1, 4))
+    heads = kv_heads * draw(st.integers(1, 3))
+    shares = draw(st.sampled_from(possible_shares(size, heads)))
+    groups = draw(st.integers(1, min(3, heads // (size // shares))))
+    seq_lens = tuple(draw(st.lists(st.integers(0, 5), min_size=size, max_size=size)))
+    if draw(st.booleans()) or sum(seq_lens) < shares:
+        seq_lens = (draw(st.integers(1, 4)),) * size
+    chunks = None
+    if draw(st.booleans()):
+        tokens = draw(st.permutations(range(sum(seq_lens))))
+        owners = [tokens[share::shares] for share in range(shares)]
+        chunks = tuple(tuple((token, token + 1) for token in sorted(owned)) for owned in owners)
+    batch, batch_first = draw(st.integers(1, 2)), draw(st.booleans())
+    return [Geometry(size, rank, seq_lens, batch, heads, kv_heads, groups, batch_first, shares, chunks) for rank in range(size)]
+
+
+def whole(geometry, kind):
+    """q, k or v of the whole sequence, no two numbers alike."""
+    heads = geometry.heads if kind == "q" else geometry.kv_heads
+    shape = geometry._shape(sum(geometry.seq_lens), heads, DIM)
+    return torch.arange(1, 1 + torch.Size(shape).numel()).double().view(shape)
+
+
+def cut(x, dim, ranges):
+    return torch.cat([x.narrow(dim, 0, 0), *(x.narrow(dim, start, stop - start) for start, stop in ranges)], dim)
+
+
+def local(geometry, kind, group, chunk, chunks):
+    (first, _), (start, stop) = (
+        geometry.local_tokens[geometry.sp_rank],
+        chunk_of(geometry.seq_lens[geometry.sp_rank], chunk, chunks),
+    )
+    mine = whole(geometry, kind).narrow(geometry.seq_dim, first + start, stop - start)
+    return cut(mine, 2, geometry.heads_of(kind, group)).contiguous()
+
+
+def received(geometry, kind, group):
+    """What a rank has to receive."""
+    start, stop = geometry.sent_range(kind, geometry.sp_rank, group)
+    x = whole(geometry, kind).narrow(2, start, max(stop - start, 0))
+    return cut(x, geometry.seq_dim, geometry.own_queries) if kind == "q" else x
+
+
+def exchanged(layouts, sent, outs):
+    """Move ``sent`` of every rank into ``outs`` of every rank."""
+    wires = [join(xs, layout.sources, torch.DoubleTensor) for xs, layout in zip(sent, layouts)]
+    pieces = [wire.split(layout.sources.sizes) for wire, layout in zip(wires, layouts)]
+    for rank, (layout, into) in enumerate(zip(layouts, outs)):
+        assert [len(of_rank[rank]) for of_rank in pieces] == layout.targets.sizes
+        split(torch.cat([of_rank[rank] for of_rank in pieces]), layout.targets, into)
+
+
+@few
+@given(ranks=geometries(), chunks=st.integers(1, 3), kinds=st.sampled_from(["q", "k", "qkv"]))
+def test_each_token_of_each_head_arrives_where_it_is_attended(ranks, chunks, kinds):
+    for group in range(ranks[0].groups):
+        if not set(kinds) <= set(ranks[0].kinds_of(group)):
+            continue
+        asked, outs = (tuple(kinds), group, (DIM,) * len(kinds)), None
+        for chunk in range(chunks):
+            layouts = [rank.chunk_exchange(*asked, chunk, chunks) for rank in ranks]
+            sent = [[local(rank, kind, group, chunk, chunks) for kind in kinds] for rank in ranks]
+            outs = outs or [[torch.full(shape, torch.nan).double() for shape in layout.targets.shapes] for layout in layouts]
+            exchanged(layouts, sent, outs)
+        for rank, got in zip(ranks, outs):
+            for kind, x in zip(kinds, got):
+                assert torch.equal(x, received(rank, kind, group))
+
+
+@few
+@given(ranks=geometries(), joined=st.booleans())
+def test_the_inverse_brings_each_back_and_sums_what_several_ranks_had(ranks, joined):
+    for group in range(ranks[0].groups):
+        kinds = ranks[0].kinds_of(group) if joined else "q"
+        layouts = [rank.joint_exchange(tuple(kinds), group, (DIM,) * len(kinds)).inverse for rank in ranks]
+        outs = [[torch.full(shape, torch.nan).double() for shape in layout.targets.shapes] for layout in layouts]
+        exchanged(layouts, [[received(rank, kind, group) for kind in kinds] for rank in ranks], outs)
+        for rank, got in zip(ranks, outs):
+            for kind, x in zip(kinds, got):
+                ranges = [rank.sent_range(kind, other, group) for other in range(rank.sp_size)]
+                heads = [head for ends in rank.heads_of(kind, group) for head in range(*ends)]
+                copies = [sum(start <= head < stop for start, stop in ranges) for head in heads]
+                times = torch.tensor(copies if kind != "q" else [1] * len(heads)).view(-1, 1)
+                assert torch.equal(x, local(rank, kind, group, 0, 1) * times)
+
+
+@few
+@given(ranks=geometries())
+def test_each_query_is_attended_once(ranks):
+    first = ranks[0]
+    tokens = sum(first.seq_lens)
+    attended = torch.zeros(tokens, first.heads, dtype=torch.int)
+    for rank, group in itertools.product(ranks, range(first.groups)):
+        for start, stop in rank.own_queries:
+            attended[start:stop, slice(*rank.query_range(rank.sp_rank, group))] += 1
+    assert (attended == 1).all()
+
+
+@pytest.mark.parametrize("size, shares", [(4, 2), (8, 2), (8, 4), (16, 4), (12, 2), (12, 6)])
+def test_causal_attention_is_equally_long_for_all_shares(size, shares):
+    ranks = [Geometry(size, rank, (8,) * size, 1, size, size, shares=shares) for rank in range(size)]
+    pairs = {sum(sum(range(start + 1, stop + 1)) for start, stop in rank.own_queries) for rank in ranks}
+    assert len(pairs) == 1
+
+
+@pytest.mark.parametrize("size, shares, patched", [(4, 2, 0), (8, 2, 0), (8, 4, 0), (6, 2, 2), (4, 4, 4)])
+def test_an_even_number_of_parts_needs_one_cut_and_nothing_is_unpacked(size, shares, patched):
+    """Otherwise the fast copies of tiles, and the buffers that GEMMs write, would be lost."""
+    found = 0
+    for rank in range(size):
+        geometry = Geometry(size, rank, (8,) * size, 1, size, size, shares=shares)
+        layout = geometry.exchange("q", 0, DIM)
+        assert layout.target.tiles and layout.target.is_wire_layout
+        found += isinstance(layout.source, Patches)
+        one_copy = bool(layout.source.tiles and layout.sources.places() and geometry.divides("q"))
+        assert one_copy != isinstance(layout.source, Patches)
+    assert found == patched
+
+
+TABLE = [(40, 8, 32, 4, 8.0, 4.5), (28, 4, 8, 2, 12.0, 9.0), (24, 8, 16, 2, 8.0, 5.0)]
+
+
+@pytest.mark.parametrize("heads, kv_heads, size, shares, alone, shared", TABLE)
+def test_auto_receives_less_where_heads_do_not_divide(heads, kv_heads, size, shares, alone, shared):
+    """Elements of the global side of q, k, v and o on the busiest rank, in units of s d: received forward, and sent backward."""
+    assert shares_for(size, heads, kv_heads) == shares
+    for r, expected in ((1, alone), (shares, shared)):
+        ranks = [Geometry(size, rank, (2 * r,) * size, 1, heads, kv_heads, shares=r) for rank in range(size)]
+        most = max(sum(rank.exchange(kind, 0, 1).target.elements for kind in "qkvq") for rank in ranks)
+        assert most / (2 * r * size) == expected
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, size, shares",
+    [
+        (32, 8, 32, 1),
+        (32, 8, 64, 2),
+        (12, 12, 8, 1),
+        (8, 8, 8, 1),
+        (1, 1, 4, 4),
+        (3, 3, 4, 4),
+        (6, 2, 4, 2),
+        (7, 7, 14, 2),
+        (40, 8, 16, 2),
+    ],
+)
+def test_auto_is_the_smallest_number_by_which_heads_divide(heads, kv_heads, size, shares):
+    assert shares_for(size, heads, kv_heads) == shares
+
+
+def test_the_table_of_the_docs_is_counted():
+    """docs/scaling.md."""
+    table = next(rows for _, rows in read(ROOT / "docs/scaling.md").tables if rows[0][0].content == "query heads")
+    assert len(table) > 10
+    for cells in table[1:]:
+        heads, kv_heads, size, shares, *counted = (cell.content for cell in cells)
+        heads, kv_heads, size, shares = int(heads), int(kv_heads), int(size), int(shares)
+        assert shares_for(size, heads, kv_heads) == shares
+        expected = []
+        for r in (1, shares):
+            if size // r > heads:
+                expected.append(("-", "-"))
+                continue
+            geometry = Geometry(size, 0, (r,) * size, 1, heads, kv_heads, shares=r)
+            most = max(stop - start for start, stop in (geometry.query_range(rank, 0) for rank in range(size))) / r
+            expected.append((f"{2 * geometry.most_received:.4g}", f"{most * size / heads:.3g}"))
+        assert counted == [expected[0][0], expected[1][0], expected[0][1], expected[1][1]], cells
+
+
+def test_elements_of_forward_and_backward_at_64_ranks():
+    """32 query and 8 KV heads: received and sent, what stays left out, in units of s d."""
+    ranks = [Geometry(64, rank, (2,) * 64, 1, 32, 8, shares=2) for rank in range(64)]
+    moved = []
+    for rank in ranks:
+        sides = [end for kind in "qkvo" for end in (rank.exchange(kind, 0, 1).source, rank.exchange(kind, 0, 1).target)]
+        moved.append(sum(side.elements - side.split_sizes[rank.sp_rank] for side in sides) / 128)
+    assert round(max(moved), 2) == 5.94
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(shares=3), "sp_overlap.shares must divide sp size 4 and leave each of 2 heads to a part of the ranks, got 3; take 2, 4"),
+        (dict(shares=1), "head scatter of query: 2 heads leave a rank of sp size 4 with no head to attend with; use sp size 2 or less, "
+         "or sp_overlap.shares 2, 4"),
+        (dict(seq_lens=(1, 0, 0, 0)), "sp_overlap.shares: 1 tokens leave a share of 2 without a query; give longer sequences, or fewer shares"),
+        *(
+            (dict(query_chunks=chunks), f"query_chunks: {chunks} must give each of 2 shares some of 8 tokens in ascending ranges, and each "
+             "token to one share")
+            for chunks in (
+                (((0, 8),),), (((0, 8),), ()), (((0, 5),), ((4, 8),)), (((0, 3),), ((4, 8),)), (((2, 4), (0, 2)), ((4, 8),)),
+                (((0, 4),), ((4, 7),)), (((0, 4), (4, 4)), ((4, 8),)),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_shares_that_can_not_be_are_refused_with_the_values_and_the_limit(arguments, message):
+    good = dict(sp_size=4, sp_rank=0, seq_lens=(2, 2, 2, 2), batch=1, heads=2, kv_heads=2, shares=2)
+    Geometry(**good)
+    with pytest.raises(ValueError) as refused:
+        Geometry(**{**good, **arguments})
+    assert str(refused.value) == message

@@ -221,8 +221,8 @@ def decisions(rows: list[dict]) -> list[str]:
         if kernel == PERSISTENT and waits and min(waits) < 0.8:
             said.append(f"BLIND: a block got an SM behind a kernel that holds all of them, after {min(waits):.0%} of it")
     said += [
-        "decide MAX_CTAS (exchange/transport.py): the most blocks whose products stay near their time alone, at the bandwidth of 4",
-        "decide the carve-out: on, if products with it are faster at those blocks",
+        "decide max_ctas: the blocks beside which products stay near their time alone; whether they carry the bandwidth, nccl.sh says",
+        "decide sm_carveout: as many SMs as blocks, if products are faster with it there; else 0",
         "decide the gate: needed, if a block waits for most of a kernel; not needed, if next to nothing",
     ]
     return said

@@ -124,8 +124,8 @@ stage() {
     exact) tests_on_the_device ;;
     contention) run "$python" benchmarks/contention.py "${rehearsed[@]}" --out "$results/contention" ;;
     layer | nccl | sync | race) run "$python" benchmarks/on_gpu.py "$1" --device $device ;;
-    ordered)  # a torch without CUDA can't start under it
-        if [ $device = cpu ]; then stage layer; else (export TORCH_CUDA_SANITIZER=1 && stage layer); fi
+    ordered)
+        if [ $device = cpu ]; then echo "a torch without CUDA can't start under it"; else (export TORCH_CUDA_SANITIZER=1 && stage layer); fi
         ;;
     emulated) emulated 8b --tokens 8192 32768 --bandwidth 45 340 --trace --out "$results/emulated" ;;
     emulated-70b) emulated 70b --tokens 8192 32768 --bandwidth 45 340 --out "$results/emulated-70b" ;;

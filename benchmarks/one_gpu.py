@@ -195,8 +195,8 @@ class Throttled:
 class Emulated(SPGroup):
     """Rank 0 of an sp group that is not there: what one rank says, all say."""
 
-    def __init__(self, size: int, transport):
-        super().__init__(None, transport)
+    def __init__(self, size: int, transport, sm_carveout: int = 0):
+        super().__init__(None, transport, sm_carveout=sm_carveout)
         self.size = size
         self.calls.EVERY = sys.maxsize  # there is nobody to compare calls with
 
@@ -311,6 +311,10 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
         if kv_heads % size == 0:  # fewer KV heads than ranks are refused by DeepSpeed's class
             stock["DeepSpeed"] = layer.stock()
         ours = {"five of eight": layer.five_of_eight(), **{f"G = {g}": layer.ours(head_groups=g) for g in groups}}
+        for g in groups:
+            layer.sp_group = Emulated(size, transport, sm_carveout=args.blocks)
+            ours[f"G = {g}, sm_carveout {args.blocks}"] = layer.ours(head_groups=g)
+        layer.sp_group = sp_group
         assert sp_group.group is None
         return {name: lambda run=run: layer.step(run) for name, run in {**stock, **ours}.items()}
 
@@ -336,7 +340,7 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
             took = timed({"exchange": exchange, **beside}, device, args)
             exchange_ms, compute_ms = took.pop("exchange"), min(compute.values())
             for name, run in beside.items():
-                if args.trace and args.out and name.startswith("G = "):
+                if args.trace and args.out and name in (f"G = {g}" for g in groups):
                     trace = f"{args.out}-{tokens}-{bandwidth:g}-G{name[4:]}.json.gz"
                     profiled(run, device).export_chrome_trace(trace)
                 if device.type == "cuda":
@@ -389,7 +393,10 @@ def main() -> None:
         if row["variant"].startswith("G = ") and row["step ms"] <= fastest.get(where, row)["step ms"]:
             fastest[where] = row
     said = "rehearsed, means nothing: decide" if args.rehearse else "decide"
-    notes = [f"{said} G, {where} (emulated): {row['variant']}, {row['exposed ms']} ms exposed" for where, row in fastest.items()]
+    notes = [
+        f"{said} head_groups and sm_carveout, {where} (emulated): {row['variant']}, {row['exposed ms']} ms exposed"
+        for where, row in fastest.items()
+    ]
     kind = "EMULATED network, one process as rank 0 of P"
     kind += ", REHEARSED ON A CPU: no claim about time" if args.rehearse else ""
     record.write(args.out, rows, kind, notes + [f"left out after {args.minutes:g} minutes: {what}" for what in left])

@@ -9,6 +9,10 @@ On GPUs, through the launcher; --sp ranks share a sequence, groups of them are d
     deepspeed --num_gpus 8 benchmarks/convergence/run.py --sp 8 --model 7b --seq 65536 --zero 3 --checkpointing \\
         --dtypes bf16 --skip "sp = 1"
 
+More ranks than query heads, which stock Ulysses refuses; all is compared with one rank then:
+
+    python benchmarks/convergence/run.py --sp 4 --model few --dtypes fp32
+
 Every variant starts from the same seed, reads the same text (the sources of Python's standard library, as bytes) and
 goes through deepspeed.initialize, one after another in the same ranks:
 
@@ -19,12 +23,13 @@ goes through deepspeed.initialize, one after another in the same ranks:
     sp = 1              without sequence parallelism; the same batch, spread over the ranks by whole sequences
     G = n               overlapped: stock with "sp_overlap": {"head_groups": n} in its config
     block               whole decoder layers in chunks of tokens, up to two head groups
+    G = 2, r = P        where there are more ranks than heads: every rank has both heads, and 1/P of the queries
     window, kept        up to four head groups, two at a time, under activation checkpointing that keeps attention
 
 The noise runs change nothing but the order of additions. A run of G = n counts the exchanges that the plugin launched,
 and stops everything if one of the eight is missing in any layer or step. Results: curves.csv, verdict.md, curves.png,
-environment.json. The last line is PASS or FAIL. Exit code 0: every judged variant is within the bound that verdict.py states; sp = 1 is judged in fp32
-only, since DeepSpeed reduces bf16 gradients in another precision there.
+environment.json. The last line is PASS or FAIL. Exit code 0: every judged variant is within the bound that verdict.py states;
+sp = 1 is judged in fp32 only, since DeepSpeed reduces bf16 gradients in another precision there; so is all that is compared with it.
 """
 
 from __future__ import annotations
@@ -66,14 +71,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
                         help="negative control: in the runs G = n, send v of layer 0 as v * (1 + E)")  # fmt: skip
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     args = parser.parse_args(argv)
-    least = math.lcm(2, args.sp)  # "split batch" halves the batch, "sp = 1" spreads it over the ranks
+    heads = MODELS[args.model][3] // args.sp
+    # "split batch" halves the batch, "sp = 1" spreads it over the ranks.
+    least = math.lcm(2, args.sp) if heads else 2 * args.sp
     args.batch = args.batch or least
     if args.batch % least:
         parser.error(f"--batch must be a multiple of {least} at --sp {args.sp}, got {args.batch}")
-    names = [variant.name for variant in variants(args.groups, MODELS[args.model][3] // args.sp)]
+    names = [variant.name for variant in variants(args.groups, heads, args.sp)]
     if unknown := set(args.skip) - set(names[1:]):
         parser.error(f"--skip: no variant {sorted(unknown)} that can be left out; there are {names[1:]}")
-    if set(NOISE) <= set(args.skip):
+    if not set(NOISE).intersection(names) - set(args.skip):
         parser.error(f"--skip: one of {NOISE} must stay, there is no noise floor without")
     return args
 
@@ -95,7 +102,8 @@ def work(args: argparse.Namespace) -> bool:
     if world % args.sp:
         raise ValueError(f"--sp must divide the number of ranks, got {args.sp} and {world}")
     begin, corpus = time.monotonic(), text()
-    chosen = [variant for variant in variants(args.groups, MODELS[args.model][3] // args.sp) if variant.name not in args.skip]
+    heads = MODELS[args.model][3] // args.sp
+    chosen = [variant for variant in variants(args.groups, heads, args.sp) if variant.name not in args.skip]
     runs: dict[str, dict[str, verdict.Run]] = {}
     # Without smoothing the time that is left is by the mean of all steps.
     with tqdm(total=len(args.dtypes) * len(chosen) * args.steps, unit="step", smoothing=0, disable=not first) as progress:
@@ -129,15 +137,14 @@ def report(args: argparse.Namespace, runs: dict[str, dict[str, verdict.Run]], co
 
     import ds_sp_overlap
 
-    def how(variant: Variant, dtype: str) -> str:
-        if variant.name in NOISE or variant.name == "stock, again":
-            return "noise"
-        return "judged" if variant.sp or dtype == "fp32" else "shown"
+    first, *others = variants(args.groups, MODELS[args.model][3] // args.sp, args.sp)
 
-    roles = {
-        dtype: {v.name: how(v, dtype) for v in variants(args.groups, MODELS[args.model][3] // args.sp)[1:] if v.name in runs[dtype]}
-        for dtype in runs
-    }
+    def how(variant: Variant, dtype: str) -> str:
+        if variant.name in NOISE or variant.name == f"{first.name}, again":
+            return "noise"
+        return "judged" if variant.sp == first.sp or dtype == "fp32" else "shown"
+
+    roles = {dtype: {v.name: how(v, dtype) for v in others if v.name in runs[dtype]} for dtype in runs}
     rows = [row for dtype in runs for row in verdict.judge(dtype, runs[dtype], roles[dtype], args.steps)]
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "curves.csv").open("w", newline="") as file:

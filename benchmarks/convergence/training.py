@@ -17,10 +17,11 @@ import numpy as np
 # hidden size, intermediate size, layers, query heads, KV heads
 MODELS = {
     "tiny": (128, 256, 2, 8, 4),
+    "few": (128, 256, 2, 2, 1),  # heads: for more ranks than these
     "1b": (2048, 5632, 22, 32, 8),
     "7b": (4096, 11008, 32, 32, 32),
 }
-NOISE = ["stock, split batch", "stock, split sums"]
+NOISE = ["stock, split batch", "stock, split sums", "sp = 1, split batch", "sp = 1, split sums"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +45,24 @@ class Variant:
     kept: bool = False
 
 
-def variants(groups: list[int], heads: int = 4) -> list[Variant]:
+def variants(groups: list[int], heads: int = 4, sp: int = 2) -> list[Variant]:
     """All variants; the first is the one that the others are compared with.
 
-    heads   query heads a rank
+    heads   query heads a rank; 0 where there are fewer heads than ranks, which stock refuses: one rank is the measure then
+    sp      the sp size
     """
+    if not heads:
+        everywhere = {"shares": sp}
+        return [
+            Variant("sp = 1", sp=False),
+            Variant("sp = 1, again", sp=False),
+            Variant("sp = 1, split batch", sp=False, microbatches=2),
+            Variant("sp = 1, split sums", sp=False, split_sums=True),
+            Variant("G = 1", groups=1),
+            Variant("G = 2, r = P", groups=2, section=everywhere),
+            Variant("window, kept", groups=2, section={"window": 1, "checkpointing": "keep", **everywhere}, kept=True),
+            Variant("block", groups=1, section={"scope": "block"}),
+        ]
     return [
         Variant("stock"),
         Variant("stock, again"),
@@ -155,7 +169,7 @@ def train(variant: Variant, dtype: str, corpus: np.ndarray, args: argparse.Names
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if variant.split_sums:
         split_sums(model)
-    micro = args.batch // variant.microbatches if variant.sp else args.batch // args.sp
+    micro = args.batch // variant.microbatches // (1 if variant.sp else args.sp)
     mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", sp, micro)
     config = {
         "train_micro_batch_size_per_gpu": micro,
@@ -192,7 +206,8 @@ def train(variant: Variant, dtype: str, corpus: np.ndarray, args: argparse.Names
         for step in range(args.steps):
             tokens = torch.from_numpy(batch(corpus, step, args, sp_group, world // args.sp)).to(engine.device)
             shares = []
-            for piece in tokens.chunk(variant.microbatches) if variant.sp else [tokens.chunk(args.sp)[sp_rank]]:
+            mine = tokens if variant.sp else tokens.chunk(args.sp)[sp_rank]
+            for piece in mine.chunk(variant.microbatches):
                 loss = loss_of(piece)
                 engine.backward(loss)
                 engine.step()

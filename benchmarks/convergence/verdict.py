@@ -78,11 +78,12 @@ def floor(noise: list[np.ndarray], stock: np.ndarray) -> np.ndarray:
 
 
 def judge(dtype: str, runs: dict[str, Run], roles: dict[str, str], steps: int) -> list[Row]:
-    """A row for each run that has a role: "noise", "judged" or "shown"; ``runs["stock"]`` is what they differ from."""
-    stock = runs["stock"].curve
+    """A row for each run that has a role: "noise", "judged" or "shown"; the first of ``runs`` is what they differ from."""
+    first = next(iter(runs))
+    stock = runs[first].curve
     faulty = {name: reason for name, run in runs.items() if (reason := _fault(run, steps))}
     noise = [name for name, role in roles.items() if role == "noise"]
-    missing = [f"{name}: {faulty[name]}" for name in ("stock", *noise) if name in faulty]
+    missing = [f"{name}: {faulty[name]}" for name in (first, *noise) if name in faulty]
     if not missing and all(np.array_equal(runs[name].curve, stock) for name in noise):
         missing = ["no noise was measured (BLIND)"]
     rows = []
@@ -136,10 +137,11 @@ def page(runs: dict[str, dict[str, Run]], rows: list[Row]) -> str:
     """The verdict as markdown."""
     from tabulate import tabulate
 
-    lines = ["# Convergence: every variant against stock Ulysses", ""]
+    first = next(iter(next(iter(runs.values()))))
+    lines = [f"# Convergence: every variant against {'stock Ulysses' if first == 'stock' else first}", ""]
     for dtype, of_dtype in runs.items():
-        loss = of_dtype["stock"].curve[:, 0]
-        lines.append(f"{dtype}: {len(loss)} steps, loss of stock {loss[0]:.3f} -> {loss[-1]:.3f}")
+        loss = of_dtype[first].curve[:, 0]
+        lines.append(f"{dtype}: {len(loss)} steps, loss of {first} {loss[0]:.3f} -> {loss[-1]:.3f}")
     headers = (
         "dtype",
         "variant",
@@ -156,7 +158,7 @@ def page(runs: dict[str, dict[str, Run]], rows: list[Row]) -> str:
     lines += ["", tabulate(table, headers, tablefmt="github", disable_numparse=True), ""]
     lines.append(
         f"of floor: the largest ratio, over loss, grad norm and parameters and over all steps, of a difference to the "
-        f"noise floor at that step. Bound: {FACTOR:g}. Parameter distance: in units of how far stock moved."
+        f"noise floor at that step. Bound: {FACTOR:g}. Parameter distance: in units of how far {first} moved."
     )
     return "\n".join(lines) + "\n"
 
@@ -170,13 +172,14 @@ def plot(path: Path, runs: dict[str, dict[str, Run]], roles: dict[str, dict[str,
 
     figure, axes = pyplot.subplots(3, len(runs), figsize=(7 * len(runs), 12), sharex=True, squeeze=False, layout="constrained")
     for column, (dtype, of_dtype) in zip(axes.T, runs.items()):
-        stock = of_dtype["stock"].curve
+        first = next(iter(of_dtype))
+        stock = of_dtype[first].curve
         level = floor([of_dtype[name].curve for name, role in roles[dtype].items() if role == "noise"], stock)
-        column[0].set(title=f"{dtype}: loss of stock; how far the others are from it is below", ylabel="loss")
+        column[0].set(title=f"{dtype}: loss of {first}; how far the others are from it is below", ylabel="loss")
         column[0].plot(stock[:, 0], color="black", linewidth=1)
         for index, quantity in enumerate(QUANTITIES):
             below = column[1 + index]
-            below.set(title=f"{dtype}: how far each run is from stock in {quantity}", yscale="log")
+            below.set(title=f"{dtype}: how far each run is from {first} in {quantity}", yscale="log")
             below.set_ylabel(f"difference of {quantity}, relative")
             below.fill_between(range(len(stock)), level[:, index], color="0.85", label="noise floor")
             below.plot(FACTOR * level[:, index], color="0.5", linestyle="--", label=f"bound ({FACTOR:g} x floor)")

@@ -205,7 +205,7 @@ def _difference(
         norm of the output for each head.
     """
     # The queries of one share, so that ranks that share heads attend with the same tokens as well.
-    rank = call.geometry.sp_rank // call.geometry.shares * call.geometry.shares
+    rank = call.geometry.first_of_part
     groups = replace(call.geometry, sp_rank=rank)
     whole, generator = replace(groups, groups=1), torch.Generator(device).manual_seed(0)
 

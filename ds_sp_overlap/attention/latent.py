@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..exchange.geometry import Geometry
+from ..exchange.geometry import Geometry, QueryChunks
 from .drop_in import ProjectedAttention
 from .heads import bind_arguments
 from .layer import LayerRuntime
@@ -83,6 +83,7 @@ class LatentAttention:
         batch_first: bool,
         sequence_lengths: list[int] | None,
         baseline: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
+        query_chunks: QueryChunks | None = None,
     ) -> Tensor:
         """Attend over the global sequence.
 
@@ -99,6 +100,7 @@ class LatentAttention:
             batch_first: Whether the batch comes before the sequence.
             sequence_lengths: Local sequence length of every rank; None if all are the same.
             baseline: For k and v of all heads, computes the same without overlap.
+            query_chunks: For k and v of all heads, as there.
 
         Returns:
             o in the layout of ``query``, with the head dim of v.
@@ -116,6 +118,7 @@ class LatentAttention:
                 kwargs=kwargs,
                 batch_first=batch_first,
                 sequence_lengths=sequence_lengths,
+                query_chunks=query_chunks,
                 baseline=baseline,
             )
         projection: Any = self.projection()

@@ -371,6 +371,13 @@ class Geometry:
         shares = range(self.shares)
         return sum(bool(_common(self._tokens_of_share(share), own)) for share in shares) > 1
 
+    @cached_property
+    def first_of_part(self) -> int:
+        """The rank that attends with the heads of this rank and the first share of the queries."""
+        turn = self._turn(self.sp_rank)
+        first = turn - turn % self.shares
+        return next(rank for rank in range(self.sp_size) if self._turn(rank) == first)
+
     @property
     def most_received(self) -> float:
         """Most heads of the whole sequence that a rank receives as q and k."""

@@ -74,6 +74,9 @@ class HostStream:
     def before_compute(self, mark: Any) -> None:
         pass
 
+    def after_unpack(self, mark: Any) -> None:
+        pass
+
     @contextlib.contextmanager
     def relay(self) -> Iterator[Callable[[], None]]:
         yield lambda: None

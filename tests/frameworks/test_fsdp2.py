@@ -32,7 +32,10 @@ BLOCK = {"scope": "block", "on_unsupported": "error", "token_chunks": 2}
 
 
 def units_of(model, units):
-    """The modules that are given to `fully_shard`, inner ones first."""
+    """What is given to `fully_shard`, inner modules first."""
+    if units == "pairs":
+        first, second, *rest = model.model.layers
+        return [[first, second], *rest, model]
     inside = {
         "root": lambda layer: [],
         "layers": lambda layer: [layer],
@@ -106,7 +109,7 @@ POLICIES = {
 CASES = [
     Case(order, units, way, policy)
     for order in ("enable", "fully_shard")
-    for units in ("root", "layers", "mlps", "linears")
+    for units in ("root", "layers", "pairs", "mlps", "linears")
     for way in WAYS
     for policy in POLICIES
 ]

@@ -84,7 +84,8 @@ ROWS = {
     "shorter": [[[32]], [[7, 9]], [[16]], [[32]]],
 }
 IRREGULAR = dict(heads=6, kv_heads=3)  # a rank's three query heads attend to two KV heads, one of them to its own alone
-MODELS = [IRREGULAR, dict(family="bitnet", **IRREGULAR), dict(family="mistral", sliding_window=5)]
+SHARED = dict(heads=5, kv_heads=1)  # by both ranks, unless a flash attention of somebody else attends
+MODELS = [IRREGULAR, dict(family="bitnet", **IRREGULAR), dict(family="mistral", sliding_window=5), SHARED]
 
 
 @contextlib.contextmanager

@@ -321,7 +321,7 @@ class Raises(Written):
     def run(self, world):
         layer, x = world.layers[self.layer], world.values[self.x].detach()
         kept, faults = dict(world.records), len(world.mover.faults) if world.mover else 0
-        layer.raises = self.where, 0 if world.whole else self.group
+        layer.raises, layer.first = (self.where, 0 if world.whole else self.group), None
         try:
             with world.autocast():
                 y = layer(x.requires_grad_(world.values[self.x].requires_grad))
@@ -444,11 +444,17 @@ def modules_of(spec, width, others):
     return made
 
 
+def shares_in(ranks, spec):
+    """How many ranks share query heads."""
+    return dict(spec.config).get("shares", shares_for(ranks, spec.heads, spec.kv_heads))
+
+
 class Layer:
     """A layer of a program in one of the worlds: [b, s, width] -> [b, s, width]."""
 
     def __init__(self, world, index, spec, modules):
         self.world, self.index, self.spec, self.modules, self.raises = world, index, spec, modules, None
+        self.first = None
         self.module = None
         if world.whole:
             if not spec.block:
@@ -579,9 +585,11 @@ class Layer:
     def attended(self, q, k, v, gain, queries=None):
         if self.raises:
             where, after = self.raises
-            self.raises = where, after - 1
-            if where == "attention" and after <= 0:
-                raise Deliberate
+            self.first = self.first or queries
+            if queries == self.first:  # of a group, which ranks that share heads attend in one range or in several
+                self.raises = where, after - 1
+                if where == "attention" and after <= 0:
+                    raise Deliberate
         if self.spec.in_place == "query":
             q.mul_(1.5)
         o = reference.attention(q, k, v, self.spec.causal, queries)
@@ -591,7 +599,7 @@ class Layer:
     def gain(self):
         """This rank's; the first parts of the ranks have one head more where the heads don't divide."""
         ranks, spec = self.world.program.ranks, self.spec
-        shares = dict(spec.config).get("shares", shares_for(ranks, spec.heads, spec.kv_heads))
+        shares = shares_in(ranks, spec)
         part = self.world.rank // shares
         small, larger = divmod(spec.heads, ranks // shares)
         start = part * small + min(part, larger)
@@ -1005,8 +1013,6 @@ class _Draw:
                 layer = self.some(0, len(self.layers) - 1)
                 groups = dict(self.layers[layer].config)["head_groups"]
                 last = groups - 1 if self.layers[layer].alike and groups != "auto" and not self.layers[layer].gain else 0
-                if self.layers[layer].heads % self.ranks or dict(self.layers[layer].config).get("shares", 1) > 1:
-                    last = 0  # ranks that share heads call attention once or twice a group
                 self.statements.append(Raises(x, layer, self.pick(*["attention"] * 2, "backward"), self.pick(0, last, last)))
             elif fresh:
                 self.backward([self.pick(*fresh)])

@@ -88,9 +88,9 @@ def gpu_sh(*words, **environment):
 compiled = pytest.mark.skipif(kernels.library().path is None, reason=f"no compiled kernels: {kernels.library().reason}")
 # Of each call what has no test of its own.
 CALLS = {
-    "1": (["contention"], {"contention.csv"}, "rehearsed, means nothing: decide the carve-out"),
+    "1": (["contention"], {"contention.csv"}, "rehearsed, means nothing: decide sm_carveout"),
     "2": (["2"], set(), "decide the transport: auto works"),
-    "3": (["emulated"], {"emulated.csv"}, "rehearsed, means nothing: decide G, rehearsal"),
+    "3": (["emulated"], {"emulated.csv"}, "rehearsed, means nothing: decide head_groups and sm_carveout, rehearsal"),
     "4": (["bandwidth", "memcheck", "gemm"], {"bandwidth-moves.csv", "gemm-gemm.csv"}, "short of the aim"),
 }
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.runtime.linear import can_split
+from ds_sp_overlap.attention.runtime.linear import can_split, parameter_of
 from tests.harness import layers
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
@@ -225,6 +225,14 @@ def replaced_forward():
     linear = torch.nn.Linear(2, 2)
     linear.forward = lambda x: 2 * torch.nn.Linear.forward(linear, x)
     return ["taken apart"] * can_split(linear)
+
+
+def test_a_tensor_in_the_place_of_a_parameter_is_what_is_read():
+    """FSDP1 leaves views there, which ``nn.Linear`` reads, too."""
+    linear = torch.nn.Linear(2, 2)
+    vars(linear)["weight"] = 2 * linear.weight.detach()
+    x = torch.randn(3, 2)
+    assert torch.equal(torch.nn.functional.linear(x, parameter_of(linear, "weight"), linear.bias), linear(x))
 
 
 class Calling(torch.nn.Linear):

@@ -36,7 +36,7 @@ FORMS = ["separate", *(pytest.param(form, marks=pytest.mark.pairs) for form in (
 @pytest.mark.parametrize("size,heads,kv_heads,groups", CASES)
 def test_a_weight_is_copied_for_products_that_sum_over_its_slices_alone(size, heads, kv_heads, groups, form):
     """q, k, v, do and every weight's gradient copy nothing. Before, they copied twice as much again at least."""
-    counts = launches.of_layer(size, heads, kv_heads, head_dim=HEAD_DIM, head_groups=groups, form=form)
+    counts = launches.of_layer(size, heads, kv_heads, head_dim=HEAD_DIM, head_groups=groups, form=form, shares=1)
     assert counts.written["weights"] == summed_over(size, heads, kv_heads, groups, form) * torch.float32.itemsize
     assert counts.launched["products"] >= 12
 
@@ -59,7 +59,7 @@ def test_a_copy_of_a_weight_or_of_its_gradient_is_seen(monkeypatch):
     for module in launches.ENDS:
         monkeypatch.setattr(module, "mm_of_slices", by_copies)
     # an uneven number of heads a rank, so that no GEMM writes the send buffer: q, and do
-    assert launches.of_layer(4, 18, 6, head_groups=2).written["weights"] > summed_over(4, 18, 6, 2, "separate") * 4
+    assert launches.of_layer(4, 18, 6, head_groups=2, shares=1).written["weights"] > summed_over(4, 18, 6, 2, "separate") * 4
 
 
 # What a layer may launch beside its products and its attention, forward and backward, in bf16: (weights, joins, activations).

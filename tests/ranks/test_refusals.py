@@ -58,9 +58,12 @@ SHAPES = "query [2, 6, 4, 8], key [2, 6, 4, 8], value [2, 6, 4, 8]"
 
 REFUSED = {
     "fewer heads than ranks": (
-        Case(heads=1, kv_heads=1),
+        Case(heads=1, kv_heads=1, config={"shares": 1}),
         {},
-        BOTH.format("head scatter of query: 1 heads leave a rank of sp size 2 with no head to attend with; use sp size 1 or less"),
+        BOTH.format(
+            "head scatter of query: 1 heads leave a rank of sp size 2 with no head to attend with; use sp size 1 or less, or "
+            "sp_overlap.shares 2"
+        ),
     ),
     "KV heads that do not divide": (
         Case(),
@@ -511,7 +514,7 @@ CONFIG_REFUSED = [
     (
         {"head_group": 2},
         "sp_overlap.head_group: unknown key; did you mean 'head_groups'? Valid keys: enabled, head_groups, "
-        "scope, token_chunks, window, memory, checkpointing, projections, "
+        "scope, token_chunks, shares, kv_once_per_node, window, memory, checkpointing, projections, "
         "wgrad, kernels, transport, on_unsupported, documents, policy, timeline, check",
     ),
     ({"Wgrad": True}, "did you mean 'wgrad'?"),

@@ -319,7 +319,7 @@ REFUSED = [
     ),
     (
         functools.partial(delta_net, 1),
-        f"layers.3: {FEWER} this layer is a gated delta net, which needs all queries at once; use sp size 1 or less",
+        f"layers.3: {FEWER} a gated delta net needs all queries at once; use sp size 1 or less",
     ),
 ]  # fmt: skip
 

@@ -15,10 +15,10 @@ def test_batches_read_the_text_without_gaps_and_start_over():
     assert np.concatenate(read).ravel().tolist() == [*range(40), *range(8)]
 
 
-def short_runs(rank, plant):
-    args = run.arguments(["--steps", "3", "--seq", "64"])
+def short_runs(rank, plant, *more):
+    args = run.arguments(["--steps", "3", "--seq", "64", *more])
     corpus, reference, runs = training.text(), None, {}
-    for variant in training.variants([1, 2]):
+    for variant in training.variants([1, 2], training.MODELS[args.model][3] // args.sp, args.sp):
         args.plant_error = plant if variant.groups == 2 else 0.0
         curve, before, after = training.train(variant, "fp32", corpus, args, lambda: None)
         reference = reference or (before, after)
@@ -33,6 +33,15 @@ def test_every_variant_trains_the_same_model_and_a_planted_fault_is_caught():
     assert verdicts["stock, again"] == verdicts["sp = 1"] == verdicts["G = 1"] == "PASS"
     assert np.array_equal(runs["stock, again"].curve, runs["stock"].curve)
     assert verdicts["G = 2"].startswith("FAIL") and verdicts["block"].startswith("FAIL")
+
+
+@pytest.mark.full
+def test_more_ranks_than_heads_train_as_one_rank_does_and_a_planted_fault_is_caught():
+    runs = on_ranks(4, short_runs, 1e-3, "--sp", "4", "--model", "few")[0]
+    roles = {name: "noise" if name in training.NOISE else "judged" for name in list(runs)[1:]}
+    verdicts = {row.variant: row.verdict for row in verdict.judge("fp32", runs, roles, 3)}
+    assert verdicts["sp = 1, again"] == verdicts["G = 1"] == verdicts["block"] == "PASS"
+    assert verdicts["G = 2, r = P"].startswith("FAIL") and verdicts["window, kept"].startswith("FAIL")
 
 
 def test_a_fault_that_was_not_planted_is_no_control():

@@ -13,20 +13,9 @@ from ds_sp_overlap.tools.cli import main
 from ds_sp_overlap.tools.planner.gpu.constants import gpu
 from ds_sp_overlap.tools.planner.gpu.deadlocks import search
 from ds_sp_overlap.tools.planner.gpu.expected import expect, without_gate
-from ds_sp_overlap.tools.planner.gpu.launches import (
-    COMPUTE,
-    GATE,
-    TRANSFER,
-    Attention,
-    Gemm,
-    Move,
-    Record,
-    Recorder,
-    Transfer,
-    Wait,
-    record,
-)  # fmt: skip
+from ds_sp_overlap.tools.planner.gpu.launches import COMPUTE, GATE, TRANSFER, Attention, Gemm, Move, Record, Transfer, Wait
 from ds_sp_overlap.tools.planner.gpu.player import Player, play
+from ds_sp_overlap.tools.planner.gpu.recorder import Recorder, record
 
 # Four SMs, exchanges of one, a host and events that cost nothing. `product`, `attention`, `exchange` take what they say.
 FIGURES = dict(
@@ -91,7 +80,10 @@ def test_a_cluster_waits_for_as_many_sms_at_once():
     launches = [product(2, 10), product(1, 30, stream="other"), exchange(5)]
     figures = {"nccl_ctas": 2}
     assert times(play(paper(figures), launches))["q"] == (0, 15)
-    assert times(play(paper({**figures, "nccl_cluster": 2}), launches))["q"] == (10, 15)
+    in_a_cluster = paper({**figures, "nccl_cluster": 2})
+    assert times(play(in_a_cluster, launches))["q"] == (10, 15)
+    # The one SM that is free meanwhile is kept for it.
+    assert times(play(in_a_cluster, [*launches, Move("third", "later", 1000)]))["later"][0] >= 10
 
 
 def launched_by_the_package():
@@ -183,6 +175,8 @@ def test_a_layer_launches_the_exchanges_and_products_of_its_schedule(groups):
     program = (*schedule.forward, *schedule.backward)
     sent = [(schedule.name(step), costs.ms(step)) for step in program if step.op is Op.START]
     assert [(each.name, each.n_bytes) for each in launches if isinstance(each, Transfer)] == sent
+    beside = [each.beside for each in launches if isinstance(each, Gemm)]
+    assert beside[:2] == [False, True]  # nothing is under way yet; q is, under the projection of k
     flops = sum(2 * each.m * each.n * each.k * each.batch for each in launches if isinstance(each, Gemm))
     attended = sum(
         each.seq**2 * each.heads * each.head_dim * (5 if each.backward else 2) for each in launches if isinstance(each, Attention)
@@ -201,6 +195,7 @@ def test_what_a_layer_launches_ends_and_nothing_is_waited_for_that_was_not_recor
     recorded = set()
     for each in launches:
         if isinstance(each, Record):
+            assert each.event not in recorded  # the package records its events again
             recorded.add(each.event)
         assert not isinstance(each, Wait) or each.event in recorded
     found = expect(launches, gpu("h100").given("test", wire_gbs=1))

@@ -167,10 +167,10 @@ def attend_in_pieces(
         RuntimeError: if attention changed k or v although it may not.
     """
     geometry = call.geometry
-    queries = pieces_of_queries(geometry, q)
     is_last = group == call.schedule.last_attended or not geometry.kv_is_shared
     if is_last and geometry.shares == 1:
         return [attend(group, q, k, v)]
+    queries = pieces_of_queries(geometry, q)
     if k.is_inference():  # no version counter tells of a change
         return [attend(group, part, k.clone(), v.clone(), *tokens) for part, *tokens in queries]
     before = k._version, v._version

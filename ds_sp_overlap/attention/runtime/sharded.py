@@ -38,7 +38,10 @@ def is_unit(module: nn.Module) -> bool:
 
 def _gathered_by(unit: Any) -> Iterator[tuple[nn.Module, str]]:
     """Yield module and name of each parameter that a unit gathers to a plain parameter."""
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
+    state = unit._get_fsdp_state()
+    # Before torch 2.13 a unit has one group, or none.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for group in filter(None, groups):
         for parameter in group.fsdp_params:
             # Tensor parallelism, and quantisation, leave another type.
             is_other = hasattr(parameter._sharded_local_tensor, "fsdp_post_all_gather")

@@ -185,7 +185,7 @@ def _random_copy(
     # `probe_tokenwise` has refused dropouts that drop, and each call looks at them again.
     if own_class(type(module)).__module__ == nn.Dropout.__module__:
         return nn.Identity()
-    copy = object.__new__(own_class(type(module)))
+    copy: Any = object.__new__(own_class(type(module)))
     hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
     # Parameters, buffers and children that are None stay None.
     parameters: dict[str, Any] = dict.fromkeys(module._parameters)

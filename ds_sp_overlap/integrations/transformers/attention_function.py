@@ -289,7 +289,7 @@ class Dispatch:
         sequence, pattern = forwards.of(where, module, q, mask=attention_mask, kwargs=kwargs)
         sp_group = attend.layer.sp_group
         q = _scaled_by_position(module, q, sequence, rank=sp_group.rank)
-        local = functools.partial(
+        local: Callable[..., Tensor] = functools.partial(
             local_attention, module, sequence=sequence, pattern=pattern, **kwargs
         )
 

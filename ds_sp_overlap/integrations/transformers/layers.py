@@ -185,7 +185,7 @@ class _Search:
             try:
                 if not kv_heads:
                     raise ValueError("it has nothing to attend with")
-                self.overlap.groups_for(heads, kv_heads)
+                self.overlap.groups_for(heads, kv_heads, attention_of(name, module))
             except ValueError as error:
                 raise ValueError(
                     f"{name}: AutoTP gave {heads} query and {kv_heads} KV heads to tensor-parallel "

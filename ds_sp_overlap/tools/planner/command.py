@@ -14,7 +14,6 @@ from ...autotune.costs import WINDOWS, LayerShape, Rates
 from ...exchange.geometry import shares_for
 from .fits import Model, Way, longest
 from .gpu.constants import GPUS, Gpu, gpu
-from .gpu.expected import describe as describe_gpu
 from .plan import CLOSE, GROUPS, Plan, plan
 
 # Of an empty exchange, where it is neither given nor measured.
@@ -412,6 +411,9 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if model is not None:
             print(f"\n{_describe_fits(layer, model, found.best, args.memory)}")
         if on_paper is not None:
+            # Runs the layer, for which it needs torch.
+            from .gpu.expected import describe as describe_gpu
+
             groups = [g for g in GROUPS if g <= layer.geometry(1).max_groups]
             print(f"\n{describe_gpu(layer, on_paper, groups)}")
     return 0

@@ -10,8 +10,9 @@ from tabulate import tabulate
 from ....autotune.costs import LayerShape
 from .constants import Gpu
 from .deadlocks import WEIGHTS, search, with_gathers
-from .launches import GATE, Launch, Move, Record, Wait, record
+from .launches import GATE, Launch, Move, Record, Wait
 from .player import play
+from .recorder import record
 
 # Random delays that are tried for two communicators, and the SMs of the second: the most that
 # NCCL's send and receive takes.

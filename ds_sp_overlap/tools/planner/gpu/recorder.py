@@ -1,0 +1,234 @@
+"""Records the launches that a layer makes on an accelerator, without an accelerator.
+
+The layer's own code runs over a stand-in for the streams of a GPU, on tensors of the true shapes
+whose memory is never touched: operators are noted instead of being computed. So the list holds
+every kernel, copy, event and exchange in the order in which the host launches them, copies that
+nobody planned among them. One launch with its shape stands for the forward of attention, and one
+for its backward. The tensors are a CPU's: where the package chooses a copy by device, the list has
+the copy that it makes on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ....attention.self_attention import SelfAttention
+from ....autotune.costs import LayerShape
+from ....exchange.sp_group import SideStream, SPGroup
+from ....exchange.transport import DONE, Done
+from .launches import (
+    COMPUTE,
+    GATE,
+    TRANSFER,
+    Attention,
+    Gemm,
+    Launch,
+    Move,
+    Record,
+    Transfer,
+    Wait,
+)
+
+# Operators whose last two arguments are multiplied.
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+class _Event:
+    number = -1
+
+
+class _Stream:
+    def __init__(self, recorder: Recorder, name: str):
+        self.recorder, self.name = recorder, name
+
+    def record_event(self, event: _Event) -> None:
+        self.recorder.record(self.name, event)
+
+    def wait_event(self, event: _Event) -> None:
+        self.recorder.wait(self.name, event)
+
+
+class Recorder(TorchDispatchMode):
+    """The part of ``torch.cuda`` that `SideStream` uses, a transport, and a list of launches.
+
+    Attributes:
+        launches: What was launched, in the order of the host.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self.current = self.compute = _Stream(self, COMPUTE)
+        # In the order in which `SideStream` asks for them; more of them carry transfers too.
+        self._names = itertools.chain(
+            (TRANSFER, GATE), (f"{TRANSFER} {number}" for number in itertools.count(2))
+        )
+        self._events = 0
+        # Marks of the transfer stream that compute has not waited for.
+        self._under_way: set[int] = set()
+
+    # The interface of torch.cuda.
+
+    def Stream(self, device: Any, priority: int) -> _Stream:
+        return _Stream(self, next(self._names))
+
+    def Event(self) -> _Event:
+        return _Event()
+
+    def current_stream(self, device: Any) -> _Stream:
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def record(self, stream: str, event: _Event) -> None:
+        # A later record of the same event is another event: a wait is for the record before it.
+        self._events += 1
+        event.number = self._events
+        self.launches.append(Record(stream, event.number))
+        if stream.startswith(TRANSFER):
+            self._under_way.add(event.number)
+
+    def wait(self, stream: str, event: _Event) -> None:
+        self.launches.append(Wait(stream, event.number))
+        if stream == COMPUTE:
+            self._under_way.discard(event.number)
+
+    # A transport.
+
+    def launch(
+        self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str
+    ) -> Done:
+        remote = max(sum(send_sizes[1:]), sum(recv_sizes[1:]))
+        name = name.removeprefix("layer ")
+        self.launches.append(Transfer(self.current.name, name, remote * send.element_size()))
+        return DONE
+
+    # Kernels.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        if func.is_view or "empty" in name or name in ("_unsafe_view", "detach", "set_"):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            returned = kwargs.get("out", args[0])
+        else:
+            on_meta = tree_map(_to_meta, (args, kwargs))
+            returned = tree_map(_unwritten, func(*on_meta[0], **on_meta[1]))
+        self._kernel(name, args, returned)
+        return returned
+
+    def _kernel(self, name: str, args: Any, returned: Any) -> None:
+        on, beside = self.current.name, bool(self._under_way)
+        tensors = {
+            id(each): each for each in tree_leaves((args, returned)) if isinstance(each, Tensor)
+        }
+        if name.removesuffix("_") in PRODUCTS:
+            a, b = args[-2:]
+            batch = a.shape[0] if a.dim() == 3 else 1
+            self.launches.append(Gemm(on, a.shape[-2], b.shape[-1], a.shape[-1], batch, beside))
+        elif n_bytes := sum(x.numel() * x.element_size() for x in tensors.values()):
+            self.launches.append(Move(on, name, n_bytes))
+
+    def attention(self, q: Tensor, backward: bool) -> None:
+        """Record one launch for attention of q, [s, b, h, d]."""
+        seq, batch, heads, head_dim = q.shape
+        beside = bool(self._under_way)
+        self.launches.append(Attention(COMPUTE, seq, batch * heads, head_dim, backward, beside))
+
+
+def _to_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _unwritten(value: Any) -> Any:
+    """Return memory that is never written, so that the system need not provide it."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.recorder = recorder
+        recorder.attention(q, backward=False)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:
+        recorder, inputs = ctx.recorder, ctx.saved_tensors
+        recorder.attention(inputs[0], backward=True)
+        return (*(torch.empty_like(each) for each in inputs), None)
+
+
+class _Alone(SPGroup):
+    """Rank 0 of an sp group that is not there: all ranks say what this rank says."""
+
+    def __init__(self, size: int, recorder: Recorder):
+        super().__init__(None, recorder)
+        self.size = size
+        # Nobody is there to compare calls with.
+        self.calls.EVERY = sys.maxsize
+        device = torch.device("cpu")
+        self._sides[device] = SideStream(recorder, device)
+
+    def gather(self, what: Any, where: str = "") -> list[Any]:
+        return [what] * self.size
+
+
+def record(layer: LayerShape, groups: int) -> list[Launch]:
+    """Return the launches of forward and backward of an attention layer on rank 0.
+
+    Args:
+        layer: Shape of the layer; its MLP is left out.
+        groups: Head groups, G.
+    """
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
+    recorder = Recorder()
+
+    def linear(inside: int, out: int) -> nn.Linear:
+        return skip_init(nn.Linear, inside, out, bias=False, dtype=dtype)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Attend.apply(q, k, v, recorder)
+
+    rows, kv_rows = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    attention = SelfAttention(
+        local_attention=attend,
+        num_heads=layer.heads,
+        num_kv_heads=layer.kv_heads,
+        head_dim=layer.head_dim,
+        q_proj=linear(layer.width, rows),
+        k_proj=linear(layer.width, kv_rows),
+        v_proj=linear(layer.width, kv_rows),
+        o_proj=linear(rows, layer.width),
+        batch_first=False,
+        heads_alike=True,
+        config={"head_groups": groups},
+        name="layer",
+    )
+    attention.layer.sp_group = _Alone(layer.sp_size, recorder)
+    shape = (layer.seq // layer.sp_size, layer.batch, layer.width)
+    x = torch.empty(shape, dtype=dtype, requires_grad=True)
+    with recorder:
+        y = attention(x)
+        y.backward(torch.empty_like(y))
+    return recorder.launches

@@ -1,0 +1,70 @@
+"""Products that read or write slices of a matrix in place give what products with a copy of the slices give."""
+
+import pytest
+import torch
+
+from ds_sp_overlap.attention.runtime.slices import _runs, cut_ranges, mm_of_slices, mm_to_slices
+
+PARTS = {  # of 24 columns
+    "one slice": ((4, 10),),
+    "evenly spaced": ((2, 4), (8, 10), (14, 16), (20, 22)),
+    "slices that touch": ((0, 2), (2, 4), (12, 16)),
+    "of two sizes": ((0, 3), (6, 9), (12, 14), (16, 18), (20, 22)),
+    "unevenly spaced": ((1, 3), (4, 6), (9, 11), (12, 14), (23, 24)),
+    "all of it": ((0, 8), (8, 16), (16, 24)),
+    "nothing": (),
+}
+# A slice's product adds in the same order as the whole, but for fp32 and less in another blocking.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+def random(*shape, dtype):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def is_near(got, expected):
+    return (got - expected).abs().max().item() <= TOLERANCE[got.dtype] * 10 if got.numel() else got.shape == expected.shape
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_product_of_slices_is_that_of_their_copy(part, bias, transposed, dtype):
+    part, a, whole = PARTS[part], random(5, 7, dtype=dtype), random(7, 24, dtype=dtype)
+    whole = whole.t().contiguous().t() if transposed else whole
+    b = random(24, dtype=dtype) if bias else None
+    expected = a @ cut_ranges(whole, 1, part) if part else a.new_empty(5, 0)
+    if bias and part:
+        expected = expected + cut_ranges(b, 0, part)
+    got = mm_of_slices(a, whole, part, b)
+    assert got.is_contiguous() and is_near(got, expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_product_into_slices_leaves_the_rest_alone(part, add, transposed, dtype):
+    part = PARTS[part]
+    a, before = random(5, 7, dtype=dtype), random(5, 24, dtype=dtype)
+    b = random(7, sum(stop - start for start, stop in part), dtype=dtype)
+    whole = before.t().contiguous().t() if transposed else before.clone()
+    mm_to_slices(a, b, whole, part, add=add)
+    expected, place = before.clone(), 0
+    for start, stop in part:
+        product = a @ b[:, place : place + stop - start]
+        expected[:, start:stop] = product + before[:, start:stop] if add else product
+        place += stop - start
+    assert is_near(whole, expected)
+    outside = [column for column in range(24) if not any(start <= column < stop for start, stop in part)]
+    assert torch.equal(whole[:, outside], before[:, outside])
+
+
+@pytest.mark.parametrize("part,products", [("evenly spaced", 1), ("slices that touch", 1), ("of two sizes", 2), ("all of it", 1)])
+def test_slices_of_one_size_that_are_evenly_spaced_are_one_product(part, products):
+    runs = _runs(PARTS[part])
+    assert len(runs) == products
+    assert [
+        (run.start + i * run.step, run.start + i * run.step + run.size) for run in runs for i in range(run.slices)
+    ] == list(PARTS[part]) or part in ("slices that touch", "all of it")  # fmt: skip

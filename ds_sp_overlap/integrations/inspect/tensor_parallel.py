@@ -6,11 +6,14 @@ So the heads of a tensor-parallel rank are those of its slices, and not those of
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch import nn
+
+# The module of AutoTP's classes. A model can hold one only if that is loaded.
+_LAYERS = "deepspeed.module_inject.layers"
 
 
 def is_cut(module: nn.Module) -> bool:
@@ -42,7 +45,7 @@ def heads_here(module: Any) -> tuple[int, int] | None:
 
 def out_features(module: Any) -> int | None:
     """Return how many features a module returns on this rank; None if the module doesn't tell."""
-    if not isinstance(module, TensorParallel_Layer):
+    if not _is_parallel(module):
         return getattr(module, "out_features", None)
     if getattr(module, "gather_output", False):
         return sum(module._partition_sizes)
@@ -57,7 +60,7 @@ def refuse_shared_ranks(model: nn.Module, sp_ranks: list[int]) -> None:
     Tensor-parallel ranks compute with the same tokens, and sp ranks with tokens of their own.
     """
     for name, layer in model.named_modules():
-        if not isinstance(layer, TensorParallel_Layer) or not layer.is_tp_parallel:
+        if not _is_cut(layer):
             continue
         tp_ranks = dist.get_process_group_ranks(layer.mp_group)
         if len(set(tp_ranks) & set(sp_ranks)) > 1:
@@ -69,9 +72,16 @@ def refuse_shared_ranks(model: nn.Module, sp_ranks: list[int]) -> None:
             )
 
 
+def _is_parallel(layer: Any) -> bool:
+    """Return whether a layer is of a class of AutoTP."""
+    layers = sys.modules.get(_LAYERS)
+    return layers is not None and isinstance(layer, layers.TensorParallel_Layer)
+
+
+def _is_cut(layer: Any) -> bool:
+    """Return whether AutoTP cut a layer."""
+    return _is_parallel(layer) and layer.is_tp_parallel
+
+
 def _cut_layers(module: nn.Module) -> list[Any]:
-    return [
-        layer
-        for layer in module.modules()
-        if isinstance(layer, TensorParallel_Layer) and layer.is_tp_parallel
-    ]
+    return [layer for layer in module.modules() if _is_cut(layer)]

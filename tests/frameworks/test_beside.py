@@ -8,6 +8,7 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
+from deepspeed.module_inject.layers import LinearAllreduce, set_autotp_mode
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -19,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 from tests.harness.cases import full
+from tests.harness.families import tiny_model
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import (
     EXACT,
@@ -177,6 +179,20 @@ def test_what_cannot_be_beside_autotp_is_refused_on_all_ranks():
         pair = "[0, 1]" if rank < 2 else "[2, 3]"
         assert f"is cut by AutoTP over ranks {pair}, which hold the same tokens, but the sp group has ranks {pair}" in shared[1]
         assert "AutoTP gave 0 query and 0 KV heads to tensor-parallel rank 1 of 2: it has nothing to attend with" in none[1]
+
+
+def refused_delta_net(rank):
+    """What is said to a gated delta net with a layer that is cut as AutoTP would."""
+    model = tiny_model("qwen3_next", linear_num_value_heads=4, linear_num_key_heads=2)
+    delta_net = next(module for name, module in model.named_modules() if name.endswith("linear_attn"))
+    set_autotp_mode(training=True)
+    delta_net.out_proj = LinearAllreduce(delta_net.out_proj, sp_groups((0, 1), (2, 3)), name="out_proj")
+    return refusal(ds_sp_overlap.enable, model, {}, sp_groups((0, 2), (1, 3)))
+
+
+def test_a_delta_net_that_autotp_cut_is_refused():
+    for said in on_ranks(4, refused_delta_net):
+        assert "linear_attn (Qwen3NextGatedDeltaNet): AutoTP cut its projections" in said[1]
 
 
 # Layers of one's own, for pipelines and experts. Weights are scaled up, so that attention matters.

@@ -51,11 +51,12 @@ def test_a_chain_equals_the_whole_sequence(recompute):
 
 
 def test_so_it_does_on_four_ranks():
-    """With KV heads that ranks share, ranks with other counts of heads, and ranks with fewer tokens than chunks."""
+    """With KV heads that ranks share, ranks with other counts of heads, with fewer tokens than chunks, and without tokens."""
     shapes = [
         Blocks(9, 3, 4, 2, (2, 1, 2, 3), chunks=2),
         Blocks(8, 2, 4, 1, (4, 4, 4, 4), chunks=4, config={"head_groups": 2}),
         Blocks(4, 1, 4, 3, (1, 2, 5, 1), False, chunks=3),
+        Blocks(4, 4, 4, 2, (5, 0, 4, 2), chunks=2, config={"head_groups": 1}),
     ]
     no_faults(4, blocks.faults_of_all, singles(rerun_too(shapes)))
 

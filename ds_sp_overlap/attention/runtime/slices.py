@@ -320,6 +320,8 @@ def _joined(
 ) -> Tensor | None:
     """Join those pieces that are not None; return None if there is none."""
     present = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
+    # An empty piece has nothing to write, not even into a piece that is the whole.
+    present = [(part, piece) for part, piece in present if piece.shape[dim]] or present[:1]
     joined = Pieces(shape, dim, tuple(part for part, _ in present))
     for part, piece in present:
         joined.put(part, _copied, piece)

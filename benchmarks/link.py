@@ -233,34 +233,11 @@ def rows_of(target: float, mbit: float, result: dict) -> list[dict]:
     return rows
 
 
-def plot(rows: list[dict], path: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5))
-    names = dict.fromkeys(row["variant"] for row in rows if row["step / limit"] != "")
-    for name in names:
-        points = sorted((row["exchange / compute"], row["step / limit"]) for row in rows if row["variant"] == name)
-        style = {"side by side": "k:", "DeepSpeed": "s-", "five of eight": "^-"}.get(name, "--" if "off" in name else "o-")
-        axes.plot(*zip(*points), style, label=name)
-    phases = {row["exchange / compute"]: row["step / limit"] / row["step / phase limit"] for row in rows if row["exposed ms"] != ""}
-    axes.plot(*zip(*sorted(phases.items())), "k--", linewidth=0.8, label="phase limit")
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set_xlabel("exchange / compute")
-    axes.set_ylabel("step / max(compute, exchange)")
-    axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     args = arguments()
     if args.rank is not None:
         return work(args)
-    from benchmarks import record
+    from benchmarks import pictures, record
 
     words, rows, notes = sys.argv, [], []
     with Wire(args.ranks) as wire:
@@ -280,7 +257,7 @@ def main() -> None:
             )
     record.write(args.out, rows, kind, notes)
     if args.out:
-        plot(rows, args.out.with_suffix(".png"), f"One attention layer, forward and backward; {kind}")
+        pictures.draw(args.out)
 
 
 if __name__ == "__main__":

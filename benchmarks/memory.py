@@ -4,7 +4,7 @@
 
 Method. One process plays rank 0 of P over a wire that moves nothing: buffers are as with a real one. Allocations of PyTorch's CPU
 allocator are read from its profiler, in units of the layer's local hidden states [s/P, b, m]: the most of a step, and what lives
-between forward and backward beside the output. The picture shows both shapes' steps of stock and of the window.
+between forward and backward beside the output.
 """
 
 from __future__ import annotations
@@ -46,32 +46,13 @@ def runs_of(layer, most: int) -> dict:
     return found
 
 
-def plot(series: dict[str, dict[str, list[float]]], path: Path, ranks: int) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, len(series), figsize=(4.5 * len(series), 3.5), sharey=True)
-    for axes, (heads, of_heads) in zip(panels, series.items()):
-        for name, values in of_heads.items():
-            axes.plot([at / len(values) for at in range(len(values))], values, label=name, linewidth=1)
-        axes.set_title(heads, fontsize=10)
-        axes.set_xlabel("allocations of a step, in their order")
-        axes.legend(fontsize=8)
-    panels[0].set_ylabel("held, local hidden states")
-    figure.suptitle(f"One attention layer on one of {ranks} ranks, forward and backward, over inputs and weights", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     args = arguments()
-    from benchmarks import record
+    from benchmarks import pictures, record
     from benchmarks.one_gpu import Emulated, communication
     from benchmarks.variants import Layer, Shape, Silent, held_over_time
 
-    rows, series = [], {}
+    rows = []
     for what, kv_heads in (("MHA", args.heads), ("GQA 4:1", args.heads // 4)):
         layer = Layer(Shape(args.seq, args.heads, args.head_dim, kv_heads), 0, args.ranks)
         layer.sp_group = Emulated(args.ranks, Silent())
@@ -81,12 +62,9 @@ def main() -> None:
                 layer.step(run)
                 for parameter in layer.projections.parameters():
                     parameter.grad = None
-                step = [held / layer.x.nbytes for held in held_over_time(lambda run=run: layer.step(run))]
+                peak = max(held_over_time(lambda run=run: layer.step(run))) / layer.x.nbytes
                 between = held_over_time(lambda run=run: layer.forward(run))[-1] / layer.x.nbytes - 1  # without the output
-                peak = max(step)
                 stock = stock or peak
-                if name == "DeepSpeed" or "W" in name and "kept" not in name:
-                    series.setdefault(what, {})[name] = step
                 rows.append(
                     {
                         "heads": what,
@@ -101,7 +79,7 @@ def main() -> None:
     )
     record.write(args.out, rows, kind, [])
     if args.out:
-        plot(series, args.out.with_suffix(".png"), args.ranks)
+        pictures.draw(args.out)
 
 
 if __name__ == "__main__":

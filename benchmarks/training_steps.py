@@ -158,32 +158,11 @@ def work(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def plot(rows: list[dict], path: Path, title: str) -> None:
-    """Bars of medians, a panel a rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rates = sorted({row["Mbit/s"] for row in rows})
-    figure, panels = plt.subplots(1, len(rates), figsize=(4.5 * len(rates), 3.5), squeeze=False)
-    for axes, rate in zip(panels[0], rates):
-        of_rate = [row for row in rows if row["Mbit/s"] == rate][::-1]
-        medians = [row["median ms"] for row in of_rate]
-        ends = [[row["median ms"] - row["min ms"] for row in of_rate], [row["max ms"] - row["median ms"] for row in of_rate]]
-        axes.barh([row["variant"] for row in of_rate], medians, xerr=ends, color="tab:blue", ecolor="grey")
-        axes.set_title(f"{rate:g} Mbit/s", fontsize=10)
-        axes.set_xlabel("step, ms: median, least and most")
-    figure.suptitle(title, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     args = arguments()
     if args.rank is not None:
         return work(args)
-    from benchmarks import record
+    from benchmarks import pictures, record
 
     rows, notes, words = [], [], list(sys.argv)
     with Wire(args.ranks) as wire:
@@ -214,7 +193,7 @@ def main() -> None:
     )
     record.write(args.out, rows, kind, notes)
     if args.out is not None:
-        plot(rows, args.out.with_suffix(".png"), kind)
+        pictures.draw(args.out)
 
 
 if __name__ == "__main__":

@@ -795,7 +795,7 @@ def stock_refuses(rank):
 
 
 def test_stock_fails_on_what_the_readme_says_and_with_these_words():
-    """Should one pass, DeepSpeed has mended it: tell README's table and docs/loss_and_gradients.md."""
+    """Should one pass, DeepSpeed has mended it: tell README and docs/loss_and_gradients.md."""
     for unequal, packed, fine in on_ranks(2, stock_refuses):
         assert unequal[0] == "RuntimeError" and "invalid tensor size at index" in unequal[1]
         assert packed == ("IndexError", "tuple index out of range")

@@ -1,20 +1,19 @@
 """Every type of causal language model that transformers knows, also with odd configs: overlapped and right, or refused; see docs/sweep.md.
 
-Eleven in every run; all of them by ``pytest --all -m sweep tests/frameworks/test_sweep.py``, which writes docs/sweep.md, as does
-``make durations``.
+Eleven in every run; all of them by ``pytest --all -m sweep tests/frameworks/test_sweep.py``, which writes docs/sweep.md and
+docs/sweep.csv, as does ``make durations``.
 """
 
 import pickle
-from pathlib import Path
 
 import pytest
-import transformers
 
 from tests.harness.cases import full
 from tests.harness.families import TYPES
-from tests.harness.odd import judge_misread, judge_odd, odd_table, odd_verdict
+from tests.harness.odd import judge_misread, judge_odd, odd_verdict
 from tests.harness.ranks import RankError, on_ranks
-from tests.harness.sweep import FAILURES, Verdict, judge, overlaps, table, verdict
+from tests.harness.sweep import FAILURES, Verdict, judge, overlaps, verdict
+from tests.harness.sweep_page import rows_of, write
 
 EVERY_RUN = {
     "falcon": "refused",
@@ -39,38 +38,6 @@ ODD = {  # what is overlapped with configs with which lines of a forward act tha
     "granite": [("attention_multiplier", 0.5, "whole"), ("residual_multiplier", 0.5, "whole")],
     "gemma3_text": [("query_pre_attn_scalar", 128, "whole"), ("attn_logit_softcapping", 2.0, "whole")],
 }
-PAGE = Path(__file__).parents[2] / "docs" / "sweep.md"
-SAYS = f"""# Which causal models work
-
-Made by `pytest --all -m sweep tests/frameworks/test_sweep.py` with transformers {transformers.__version__}: every type of `AutoModelForCausalLM`,
-as a tiny model of random weights in fp64, on the whole sequence and on two ranks; logits and every gradient are compared on each
-rank. Beside the first config: one KV head, a KV head for each query head, tied embeddings, no biases, no windows, and linear,
-dynamic, yarn, llama3, longrope and partial rotary embeddings, where the type has them. Beside the first batch: packed documents,
-a mask of ones, padding on the right and on the left.
-
-- whole: all eight exchanges of the attention layers are overlapped, with their projections. attention function: the exchanges are,
-  the projections stay the layer's own. latent attention: the same, and latents travel in place of the heads that are made of them.
-  delta rule: gated delta nets, whose convolution and delta rule see the whole sequence; the exchanges around them are overlapped.
-- refused: an error on every rank, at the latest at the end of the first forward; *why* gives the message. Behind another verdict,
-  *why* names the configs and batches of the type that are refused.
-- block: of a type that is driven whole, how many layers in a row run as one with `"scope": "block"`, in three chunks of tokens; or why
-  they don't.
-- not built: no tiny model could be made.
-- The error is relative to the largest magnitude, the worst of all configs and batches with one and two head groups, and as a block. It
-  may be 1e-10; what the models compute in fp32 (norms, routers, rotary tables) is computed in fp64 here. Each type that is overlapped was
-  also run with one element of an exchange off by 1e-6, forward and backward, and the error was seen.
-- stock's: of DeepSpeed's `UlyssesSPAttentionHF` on the first config and batch, or what it raises.
-
-"""
-
-ODD_SAYS = """
-## Odd configs
-
-Each number and flag of a type's config that its attention, decoder layers and masks look at is moved to two other values (half and
-twice, or what acts where it was nothing; a size to twice, a flag to the other), with weights times 8; those are compared like the above.
-None is wrong. The table says where something else is overlapped than with the type's own config, and why.
-
-"""
 
 
 def judged(kind, small):
@@ -115,7 +82,7 @@ def record(tmp_path_factory, worker_id):
         files = {of: sorted(folder.glob(f"*.{of}")) for of in ("verdict", "odd")}
         if all(len(each) == len(TYPES) for each in files.values()):
             verdicts, odd = ({file.stem: pickle.loads(file.read_bytes()) for file in each} for each in files.values())
-            PAGE.write_text(SAYS + table(verdicts) + ODD_SAYS + odd_table(odd))
+            write(rows_of(verdicts, odd))
 
     return keep
 

@@ -1,4 +1,4 @@
-"""Say for each hazard in docs/correctness.md how many tests there are, and how long they take.
+"""Say for each hazard in tests/README.md how many tests there are, and how long they take.
 
     make test ARGS="--store-durations --durations-path=/tmp/seconds.json"
     python -m tests.harness.hazards /tmp/seconds.json
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-PAGE = TESTS.parent / "docs/correctness.md"
+PAGE = TESTS / "README.md"
 BEGIN = "| hazard | "
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, masking_utils
 from ds_sp_overlap.integrations.inspect import accounting
 from ds_sp_overlap.integrations.transformers import driven
 from tests.harness.families import MORE, SIZES, tiny_model
-from tests.harness.sweep import Raised, attempt, batch_of, blocks, in_double, more, overlaps, reasons, row, whole
+from tests.harness.sweep import Raised, attempt, batch_of, blocks, in_double, more, overlaps, reasons, whole
 
 OWN = ""  # config
 SCALE = 8.0  # of the weights
@@ -182,12 +182,3 @@ def _fault(found):
     if isinstance(found, Raised):
         return "" if found.refusal else found.message
     return "" if max(found) <= FP64 else f"off by {max(found):.0e}"
-
-
-def odd_table(verdicts):
-    """Markdown of {type: `Odd`}: what is overlapped otherwise with an odd config."""
-    right, refused, not_run = (sum(getattr(found, what) for found in verdicts.values()) for what in ("right", "refused", "not_run"))
-    lines = [f"{right} right, {refused} refused; of {not_run} the model can't be built or run.", ""]
-    lines += ["| type | config | verdict | why | block |", "|---|---|---|---|---|"]
-    lines += [row(kind, name, *said) for kind, found in sorted(verdicts.items()) for name, said in found.otherwise.items()]
-    return "\n".join(lines) + "\n"

@@ -3,7 +3,6 @@
 The oracle is transformers' model itself on the whole sequence, in fp64 with weights of which every one matters.
 """
 
-import collections
 import contextlib
 import inspect
 import logging
@@ -392,17 +391,3 @@ def reasons(trial):
 
 def blocks(trial):
     return "; ".join(dict.fromkeys(said.split(", C")[0] for said in trial.blocks)) or "-"
-
-
-def row(*cells):
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
-def table(verdicts):
-    """Markdown of {type: `Verdict`}."""
-    count = collections.Counter(verdict.word for verdict in verdicts.values())
-    lines = [", ".join(f"{number} {word}" for word, number in count.most_common()) + ".", ""]
-    lines += ["| type | verdict | why | block | largest error, logits / gradients | stock's |", "|---|---|---|---|---|---|"]
-    for kind, found in sorted(verdicts.items()):
-        lines.append(row(kind, found.word, found.why, found.block, found.ours, found.stock))
-    return "\n".join(lines) + "\n"

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import link, record
+from benchmarks import link, pictures, record
 from benchmarks.variants import Layer, Shape, check_parity
 from benchmarks.wire import Wire
 from ds_sp_overlap.relayout import kernels
@@ -30,6 +30,18 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def script(*words):
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *map(str, words)], env=env, capture_output=True, text=True, timeout=200)
+
+
+def test_a_picture_says_what_its_figures_are_of(tmp_path, monkeypatch):
+    titles = []
+    monkeypatch.setattr(pictures, "_save", lambda figure, path, title: titles.append(title))
+    for name in ("blocks16", "link2", "training_steps", "memory"):
+        pictures.draw(pictures.RESULTS / name)
+    pictures.for_readme(tmp_path / "readme.png")
+    for title, of in zip(
+        titles, ("Three decoder layers", "One attention layer", "LLaMA of 2 layers", "One attention layer", "CPU"), strict=True
+    ):
+        assert of in title, title
 
 
 def five_of_eight(rank, size):

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from benchmarks.convergence.training import variants
 from ds_sp_overlap import SpOverlapConfig
+from tests.harness import sweep_page
 from tests.harness.pages import PAGES, ROOT, code, read
 
 pages = pytest.mark.parametrize("page", [pytest.param(read(path), id=path.name) for path in PAGES])
@@ -126,6 +127,12 @@ def test_a_table_of_figures_is_that_of_its_results_file(said, rows):
         for variant, cell in cells.items():
             decimals = len(cell.partition(".")[2])
             assert abs(float(cell) - measured[at, variant]) <= 0.5001 * 10**-decimals, (at, variant)
+
+
+def test_the_page_of_the_sweep_is_made_of_its_file():
+    rows = list(csv.DictReader(sweep_page.FILE.open(newline="")))
+    assert sweep_page.PAGE.read_text() == sweep_page.page(rows)
+    assert max(len(sweep_page.reason(row["why"]).split(";")[0].split()) for row in rows if row["type"] != sweep_page.RUN) <= 6
 
 
 def test_what_a_command_names_is_there():

@@ -82,6 +82,20 @@ def test_it_is_refused_where_a_module_does_not_go_chunk_by_chunk():
         assert kind == "ValueError" and "schedule= makes a Block" in said and "has a forward or a hook of its own" in said
 
 
+def output_without_its_bias(rank):
+    layer = layers.block(Shape(), layers.projections(Shape()), torch.distributed.group.WORLD)
+    layer.layer.schedule, layer.plain = (
+        in_chunks,
+        {torch.nn.Linear.forward: lambda module: True if module is layer.o_proj else None},
+    )
+    return refusal(layers.call_block, Shape(), layer, rank, torch.zeros(2, 6, 32, dtype=torch.float64))
+
+
+def test_it_is_refused_where_the_output_projection_returns_its_bias_beside_its_output():
+    for kind, said in on_ranks(2, output_without_its_bias):
+        assert kind == "ValueError" and "its output projection returns its bias beside its output" in said
+
+
 def whole_projections(rank):
     shape = Shape(config={"head_groups": 2, "projections": False})
     layer = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)

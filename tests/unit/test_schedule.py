@@ -255,6 +255,18 @@ def test_an_order_in_which_a_window_cannot_be_run_is_refused(name):
     refuses(by_window(kinds, (1, 1, 2, 3), 2), kinds, *REFUSED_OF_A_WINDOW[name])
 
 
+def starts_in_forward(window):
+    program = by_window(("qkv",) * 3, (0, 1, 2), window).forward
+    return [(step.payload, step.group) for step in program if step.op is Op.START and step.payload != "o"]
+
+
+def test_q_k_and_v_travel_one_by_one_where_no_attention_hides_them():
+    """Those of the first group; and of every group if one is live at a time."""
+    first = [("q", 0), ("k", 0), ("v", 0)]
+    assert starts_in_forward(1) == [*first, ("q", 1), ("k", 1), ("v", 1), ("q", 2), ("k", 2), ("v", 2)]
+    assert starts_in_forward(2) == starts_in_forward(3) == [*first, ("qkv", 1), ("qkv", 2)]
+
+
 def test_what_is_not_made_again_is_missed():
     made = by_window(("qkv", "qkv"), (0, 1), 1)
     without = tuple(step for step in made.backward if step.parts != (("k", 0),) or step.grad)

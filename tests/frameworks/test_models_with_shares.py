@@ -221,8 +221,7 @@ TRAINED = list(
     itertools.product((0, 1, 2, 3), CHECKPOINTING, [{"head_groups": 1}, {"scope": "block"}], [dict(heads=2, kv_heads=1)])
 )
 EVERY_STAGE = [
-    pytest.param(*case, marks=[] if case[:3] == (3, "not reentrant", {"scope": "block"}) else pytest.mark.singles)
-    for case in TRAINED
+    pytest.param(*case, marks=[] if case[:3] == (3, "not reentrant", {"scope": "block"}) else pytest.mark.full) for case in TRAINED
 ]
 
 

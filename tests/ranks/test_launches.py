@@ -6,6 +6,7 @@ import torch
 from ds_sp_overlap.attention.runtime import slices
 from ds_sp_overlap.exchange.geometry import Geometry
 from tests.harness import launches
+from tests.harness.cases import full
 
 HEAD_DIM = 16
 # Llama-8B on one node and on two; KV heads for two groups, not for four; MHA; uneven heads.
@@ -85,8 +86,11 @@ BUDGET = {
 }
 
 
-@pytest.mark.parametrize("size", [8, pytest.param(16, marks=pytest.mark.full), 64])
-@pytest.mark.parametrize("form,parts,kv", BUDGET)
+QUICK = [(*case, size) for case in BUDGET for size in (8, 64) if size == 8 or case[0] == "layer"]
+SLOW = [full(*case, size) for case in BUDGET for size in (16, 64) if (*case, size) not in QUICK]
+
+
+@pytest.mark.parametrize("form,parts,kv,size", [*QUICK, *SLOW])
 def test_a_step_launches_what_its_budget_says(form, parts, kv, size):
     """``kv`` tells whether there are fewer KV heads than ranks, as many or more; a rank has two query heads."""
     heads = {"fewer": size // 2, "as many": size, "more": 2 * size}

@@ -94,6 +94,25 @@ def kinds(rank):
     }
 
 
+def heads_seen(rank):
+    """How many heads a layer's attention is called with, whose constructor is not told whether it treats heads alike."""
+    local, shape = Alibi(rank), Shape(HEADS, KV_HEADS, 4, lengths=(3, 3))
+    attend = ds_sp_overlap.SelfAttention(
+        local_attention=local, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=4,
+        sequence_process_group=torch.distributed.group.WORLD, config={"head_groups": 2}, **layers.projections(shape),
+    )  # fmt: skip
+    x = torch.ones(2, 3, shape.width, dtype=torch.float64)
+    attend(x)  # probes
+    seen = []
+    local.register_forward_pre_hook(lambda module, given: seen.append(given[0].shape[2]))
+    attend(x)
+    return seen
+
+
+def test_a_layer_probes_its_attention_unless_it_is_told_that_heads_are_alike():
+    assert on_ranks(2, heads_seen) == [[HEADS // 2]] * 2
+
+
 def stateful(rank, kind, config, wrapped=None):
     """Faults of output and gradients, whether there was one head group, and the warnings."""
     case = Case(heads=HEADS, kv_heads=KV_HEADS, config=config)

@@ -9,7 +9,8 @@ from deepspeed.sequence.layer import DistributedAttention as Upstream
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import dropin, layers
+import ds_sp_overlap
+from tests.harness import dropin, layers, reference
 from tests.harness.dropin import Case
 from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks

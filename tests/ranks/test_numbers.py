@@ -213,7 +213,6 @@ def test_gradients_overflow_inside_the_layer_where_stocks_do(groups):
         assert stock == ours and {all(finite) for finite in stock} == {True, False}
 
 
-@contextlib.contextmanager
 def test_in_one_head_group_half_precision_has_the_bits_of_the_layer_that_is_replaced():
     """Sums of input gradients are rounded as often."""
     torch.manual_seed(0)
@@ -236,6 +235,7 @@ def test_in_one_head_group_half_precision_has_the_bits_of_the_layer_that_is_repl
     assert torch.equal(*gradients)
 
 
+@contextlib.contextmanager
 def deterministic():
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,4 +1,4 @@
-"""What a GPU's kernels cost beside the blocks of an exchange, and what such a block waits for.
+"""Measure what a GPU's kernels cost beside the blocks of an exchange, and what such a block waits for.
 
     python benchmarks/contention.py --out benchmarks/results/contention        on an NVIDIA GPU
     python benchmarks/contention.py --rehearse                                 the same steps on a CPU, small: proves the script alone
@@ -84,7 +84,7 @@ class Device:
         return begin.elapsed_time(end)
 
     def wait_us(self, run, blocks: int, cluster: int) -> tuple[float, float]:
-        """How long the first and the last block wait for an SM behind ``run``."""
+        """Measure how long the first and the last block wait for an SM behind ``run``."""
         if not self.cuda:
             run()
             return 0.0, 0.0
@@ -185,7 +185,7 @@ def launch_us(device: Device) -> float:
 
 
 def figures(rows: list[dict], host_us: float) -> dict[str, float]:
-    """What `plan --gpu` takes from here, by the names of its table."""
+    """Return the figures that `plan --gpu` takes from here, by the names of its table."""
     peak = GPUS["h100"]["tflops"].value
 
     def rate(kind: str) -> float | None:
@@ -203,7 +203,7 @@ def figures(rows: list[dict], host_us: float) -> dict[str, float]:
 
 
 def decisions(rows: list[dict]) -> list[str]:
-    """What to decide from the rows."""
+    """Return lines that say what to decide from the rows."""
     said = []
     for blocks in BLOCKS[1:]:
         of = [row for row in rows if row["blocks"] == blocks and row["kernel"].startswith("product")]

@@ -80,7 +80,7 @@ class Run:
 
     @property
     def machine(self) -> str:
-        """What the figures were measured on."""
+        """Return a description of what the figures were measured on."""
         if self.args.rehearse:
             return f"REHEARSED: gloo, {self.size} processes on a CPU, no claim about time"
         nccl = ".".join(map(str, torch.cuda.nccl.version()))

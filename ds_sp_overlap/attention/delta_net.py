@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from ..exchange.geometry import Geometry
-from .layer import LayerRuntime, with_head_dim
+from .call_geometry import geometry_of
+from .heads import with_head_dim
+from .layer import LayerRuntime
 from .runtime.execution import Call
 from .runtime.recorded import Recorded, join_heads
 from .runtime.slices import Ranges, cut
@@ -150,7 +152,8 @@ class DeltaNet:
     ) -> tuple[Geometry, Callable[[], tuple]]:
         if hidden.dim() != 3:
             raise ValueError(f"hidden_states must be 3-D, [b, s/P, m], got {list(hidden.shape)}")
-        geometry = self.layer.geometry(
+        geometry = geometry_of(
+            self.layer,
             hidden,
             self.heads,
             self.key_heads,

@@ -10,13 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..config import SpOverlapConfig
-from ..exchange.geometry import Geometry, QueryChunks
+from ..exchange.geometry import Geometry
 from ..exchange.layout import Range
+from ..exchange.shares import QueryChunks
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..rotary import check_tables, rotate
-from .heads import Local, bind_arguments
-from .layer import LayerRuntime, with_head_dim
+from .call_geometry import geometry_of
+from .heads import Local, bind_arguments, with_head_dim
+from .layer import LayerRuntime
 from .runtime.execution import Attend, Call
 from .runtime.recorded import Arrive, Recorded, join_heads
 from .runtime.slices import cut
@@ -236,7 +238,8 @@ class ProjectedAttention:
                 f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange "
                 f"({shapes()}); pass num_kv_heads={kv_heads}, or leave it out"
             )
-        geometry = self.layer.geometry(
+        geometry = geometry_of(
+            self.layer,
             query,
             heads,
             kv_heads,
@@ -258,7 +261,7 @@ class DistributedAttention(nn.Module):
     """Drop-in for ``deepspeed.sequence.layer.DistributedAttention``, with overlap.
 
     Takes any numbers of heads. Where there are fewer query heads than ranks, ranks share them
-    (Note [Shares] in `geometry`), which the local attention must allow. A layer that was made
+    (Note [Shares] in `shares`), which the local attention must allow. A layer that was made
     without ``config`` follows the ``sp_overlap`` section, once `enable` has seen it.
 
     Args:

@@ -82,6 +82,37 @@ def _named(queries: tuple[Range, ...]) -> dict[str, Range]:
     return {"queries": queries[0]} if queries else {}
 
 
+def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
+    """Give the output of local attention a dimension for its heads.
+
+    Args:
+        o: The output for ``q``, with its heads in a dimension of their own or flattened into the
+            last one.
+        q: [.., .., h_g/P, d].
+        where: Name of the layer, for errors.
+
+    Returns:
+        o as [.., .., h_g/P, d_v].
+
+    Raises:
+        ValueError: for anything else than such an output.
+    """
+    if not isinstance(o, Tensor):
+        raise ValueError(f"{where}: local attention must return one tensor, got {type(o).__name__}")
+    if o.shape == q.shape:
+        return o
+    heads = q.shape[2]
+    if o.dim() == 3 and o.shape[-1] % heads == 0:
+        o = o.unflatten(-1, (heads, -1))
+    if o.dim() != 4 or o.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            f"{where}: local attention of query {list(q.shape)} must return that shape (another "
+            "head dim is fine), or the same with heads and head dim flattened, got "
+            f"{list(o.shape)}"
+        )
+    return o
+
+
 def takes_queries(local_attention: Any) -> bool:
     """Return whether a local attention can attend with a range of the queries.
 
@@ -130,9 +161,19 @@ class Local(NamedTuple):
         return getattr(self.attend, "__qualname__", type(self.attend).__name__)
 
 
-def probe_heads(
-    call: Call, local: Local, device: torch.device, form: Callable[[Any, Tensor], Tensor]
-) -> tuple[str, list[float] | None]:
+def fault_of_heads(call: Call, local: Local, device: torch.device) -> str:
+    """Return why local attention needs all heads at once on some rank, see Note [Heads alike].
+
+    Collective. Empty if it may be called group by group.
+    """
+    faults, norms = zip(*call.sp_group.gather(probe_heads(call, local, device), call.where))
+    fault = "; ".join(  # guard: what any rank found
+        f"sp rank {rank}: {text}" for rank, text in enumerate(faults) if text
+    )
+    return fault or differing_rank(norms, local.dtype)  # guard: alike on all ranks
+
+
+def probe_heads(call: Call, local: Local, device: torch.device) -> tuple[str, list[float] | None]:
     """Probe on this rank whether local attention may be called group by group.
 
     See Note [Heads alike]. The state of the random generators stays as it was.
@@ -141,7 +182,6 @@ def probe_heads(
         call: The call, in several head groups.
         local: The local attention.
         device: The device of q, k and v.
-        form: ``form(o, q)`` gives o as [.., .., h_g/P, d].
 
     Returns:
         The reason why the local attention needs all heads at once, empty if it doesn't. An
@@ -159,7 +199,7 @@ def probe_heads(
     ):
         try:
             before = _random_states(devices)
-            difference, norms = _difference(call, local, device, form=form)
+            difference, norms = _difference(call, local, device)
             after = _random_states(devices)
         except Exception as error:
             # Of any kind: the other ranks wait for the result.
@@ -195,9 +235,7 @@ def _tolerance(dtype: torch.dtype) -> float:
     return 4 * max(torch.finfo(dtype).eps, 2.5e-5)
 
 
-def _difference(
-    call: Call, local: Local, device: torch.device, form: Callable[[Any, Tensor], Tensor]
-) -> tuple[float, list[float]]:
+def _difference(call: Call, local: Local, device: torch.device) -> tuple[float, list[float]]:
     """Compare attention group by group with attention over all heads, on random q, k and v.
 
     Returns:
@@ -234,7 +272,7 @@ def _difference(
         for part, *tokens in pieces_of_queries(geometry, q):
             part = part.clone(memory_format=torch.contiguous_format) if tokens else part
             o = local.attend(part, k, v, *args, **kwargs, **_named(tuple(tokens)))
-            pieces.append(form(o, part))
+            pieces.append(with_head_dim(o, part, call.where))
         return join_pieces(pieces, geometry.seq_dim)
 
     q, k, v = random("q", local.q_dim), random("k", local.q_dim), random("v", local.v_dim)

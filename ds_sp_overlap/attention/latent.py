@@ -27,7 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..exchange.geometry import Geometry, QueryChunks
+from ..exchange.geometry import Geometry
+from ..exchange.shares import QueryChunks
+from .call_geometry import geometry_of
 from .drop_in import ProjectedAttention
 from .heads import bind_arguments
 from .layer import LayerRuntime
@@ -185,7 +187,8 @@ class LatentAttention:
                 f"query is {query.dtype}, latent {latent.dtype}, rotated key {rotated.dtype}; "
                 "give all one dtype"
             )
-        geometry = self.layer.geometry(
+        geometry = geometry_of(
+            self.layer,
             query,
             query.shape[2],
             1,

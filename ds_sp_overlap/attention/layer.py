@@ -11,29 +11,25 @@ decides about such a comparison is therefore the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Any, NoReturn
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from ..autotune.choices import Candidates, candidates_of
-from ..autotune.costs import LayerShape
+from ..autotune.choices import candidates_of_call
 from ..autotune.policy import Policy
-from ..autotune.trial import candidates_for
 from ..config import SpOverlapConfig
-from ..exchange.geometry import Geometry, QueryChunks, shares_for
+from ..exchange.geometry import Geometry
 from ..exchange.sp_group import SPGroup
 from ..profiling.timed import TimedCall
 from ..profiling.timeline import Timeline
 from ..relayout import ops
 from ..schedule import Schedule, Windowed, by_head_groups, check
 from ..warn import warn_once
-from .heads import Local, PerHead, differing_rank, probe_heads, takes_queries
+from .heads import Local, fault_of_heads
 from .runtime.execution import Call
 
 # Makes a schedule of what travels with each head group, and of whether the output projection's
@@ -42,9 +38,6 @@ MakeSchedule = Callable[[tuple[str, ...], bool], Schedule]
 # Gives the geometry of a call, and a function that gives whatever else must be the same on all
 # ranks: dtypes, head dims, which gradients are needed.
 Describe = Callable[[], tuple[Geometry, Callable[[], tuple]]]
-
-_geometry = lru_cache(maxsize=4096)(Geometry)
-_regrouped = lru_cache(maxsize=4096)(lambda geometry, groups: replace(geometry, groups=groups))
 
 
 @lru_cache(maxsize=256)
@@ -148,8 +141,19 @@ class LayerRuntime:
         policy, geometry = self.policy, call.geometry
         candidates = None
         if self.config.memory == "auto":
-            off = has_baseline and not (policy and policy.replicas)
-            candidates = self._candidates(geometry, inputs[0], head_dim, off=off)
+            has_replicas = policy is not None and policy.replicas
+            x, dtype = inputs[0], inputs[0].dtype
+            if torch.is_autocast_enabled(device.type):
+                dtype = torch.get_autocast_dtype(device.type)
+            candidates = candidates_of_call(
+                self.config,
+                geometry,
+                width=x.shape[-1],
+                element_bytes=dtype.itemsize,
+                head_dim=head_dim,
+                off=has_baseline and not has_replicas,
+                has_replicas=has_replicas,
+            )
         candidate = geometry.groups if candidates is None else candidates.default
         trial = None
         if policy is not None:
@@ -162,47 +166,9 @@ class LayerRuntime:
             return run, None
         groups, window = candidate if isinstance(candidate, tuple) else (candidate, None)
         if groups != geometry.groups:
-            call = self._call_of(_regrouped(geometry, groups), call.checked)
+            call = self._call_of(geometry.in_groups(groups), call.checked)
         call.window = window or self.config.window_of(groups)
         return run, call
-
-    def _candidates(self, geometry: Geometry, x: Tensor, head_dim: int, off: bool) -> Candidates:
-        """Choose the candidates where memory counts.
-
-        All ranks that choose together get the same candidates and the same default.
-        """
-        config, policy, size = self.config, self.policy, geometry.sp_size
-        fixed = geometry.groups if config.head_groups != "auto" or geometry.groups == 1 else None
-        if not head_dim:
-            # The memory that such a layer needs is not known, but more groups need less.
-            ways = candidates_for(geometry.max_groups if fixed is None else 1, off)
-            return Candidates(ways[::-1] if fixed is None else (fixed,), geometry.groups)
-        # Lengths that vary are one shape to the policy. The lengths of replicas differ, and count
-        # as long ones.
-        local_seq, batch = 1 << (sum(geometry.seq_lens) // size).bit_length(), geometry.batch
-        if policy and policy.replicas:
-            local_seq, batch = 2**20, 1
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        shape = LayerShape(
-            width=x.shape[-1],
-            heads=geometry.heads,
-            kv_heads=geometry.kv_heads,
-            head_dim=head_dim,
-            seq=local_seq * size,
-            sp_size=size,
-            batch=batch,
-            element_bytes=dtype.itemsize,
-            shares=geometry.shares,
-        )
-        return candidates_of(
-            shape,
-            fixed,
-            config.window,
-            again=config.checkpointing != "recompute",
-            off=off,
-            most=config.policy.warmup_steps // 2,
-        )
 
     def counted_call(
         self, describe: Describe, inputs: tuple[Tensor, ...], local: Callable[[], Local] | None
@@ -221,7 +187,7 @@ class LayerRuntime:
         call = self.call(describe)
         if local is not None and call.geometry.groups > 1 and not self.heads_alike:
             if not self._may_call_by_group(call, inputs, local):  # guard: heads alike
-                call = self._call_of(_regrouped(call.geometry, 1), call.checked)
+                call = self._call_of(call.geometry.in_groups(1), call.checked)
         self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)
         if self.sp_group.timeline is not None:
             self.sp_group.timeline.look()
@@ -234,16 +200,10 @@ class LayerRuntime:
 
         Probed on all ranks for the first call of a kind, see Note [Agreement of the ranks].
         """
-        device, kind = inputs[0].device, kind_of(call, inputs)
+        kind = kind_of(call, inputs)
         if kind not in self._may_group:
             attention = local()
-            form = partial(with_head_dim, where=self.where)
-            probed = probe_heads(call, attention, device, form=form)
-            faults, norms = zip(*self.sp_group.gather(probed, self.where))
-            fault = "; ".join(  # guard: what any rank found
-                f"sp rank {rank}: {text}" for rank, text in enumerate(faults) if text
-            )
-            fault = fault or differing_rank(norms, attention.dtype)  # guard: alike on all ranks
+            fault = fault_of_heads(call, attention, inputs[0].device)
             self._may_group[kind] = not fault
             if fault:
                 warn_once(
@@ -356,155 +316,6 @@ class LayerRuntime:
             f"{'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
             f"{self.where}, call {sp_group.calls.number + 1} over the sp group"
         )
-
-    def geometry(
-        self,
-        x: Tensor,
-        heads: int,
-        kv_heads: int,
-        batch_first: bool,
-        lengths: list[int] | None,
-        extra: tuple,
-        attend: Callable[..., Any] | str,
-        query_chunks: QueryChunks | None = None,
-    ) -> Geometry:
-        """Return the geometry of a call.
-
-        Args:
-            x: [b, s/P, ..] if ``batch_first``, else [s/P, b, ..].
-            heads: ``h``.
-            kv_heads: ``h_kv``.
-            batch_first: Whether the batch comes before the sequence.
-            lengths: Local sequence length of every rank, in tokens; None where all are that of
-                ``x``.
-            extra: Arguments of the local attention beside q, k and v. If one of them may have a
-                slice for each head of a rank, there is one head group.
-            attend: As for `shares_of`.
-            query_chunks: As for `Geometry`; ignored where no ranks share query heads.
-
-        Raises:
-            ValueError: for a `PerHead` without a slice for each head, for ``lengths`` that don't
-                fit, and as `Geometry` and `shares_of` do.
-        """
-        sp_group = self.sp_group
-        batch, local_seq = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
-        seq_lens: tuple[int, ...] = (local_seq,) * sp_group.size
-        if lengths is not None:
-            seq_lens = tuple(int(length) for length in lengths)
-        shares = shares_of(self.config, sp_group.size, heads, kv_heads, attend)
-        groups = self.config.groups_for(heads, max(1, sp_group.size // shares))
-        for argument in extra:
-            if isinstance(argument, PerHead):
-                argument.check(heads)
-        geometry = _geometry(
-            sp_group.size,
-            sp_group.rank,
-            seq_lens,
-            batch,
-            heads,
-            kv_heads,
-            groups,
-            batch_first,
-            shares,
-            query_chunks if shares > 1 else None,
-            sp_group.nodes if self.config.kv_once_per_node else None,
-        )
-        if groups > 1 and extra:
-            if _may_be_per_head(geometry, extra if self.heads_alike else tree_leaves(extra)):
-                geometry = _regrouped(geometry, 1)
-        if seq_lens[sp_group.rank] != local_seq:
-            raise ValueError(
-                f"sequence_lengths: {seq_lens[sp_group.rank]} for sp rank {sp_group.rank}, whose "
-                f"local sequence has {local_seq} tokens; give every rank's own"
-            )
-        return geometry
-
-
-def shares_of(
-    config: SpOverlapConfig,
-    sp_size: int,
-    heads: int,
-    kv_heads: int,
-    attend: Callable[..., Any] | str,
-) -> int:
-    """Return how many ranks share query heads in a layer, r; see Note [Shares] in `geometry`.
-
-    Args:
-        config: The ``sp_overlap`` section.
-        sp_size: ``P``.
-        heads: ``h``.
-        kv_heads: ``h_kv``.
-        attend: The local attention; or the reason why it needs all queries at once.
-
-    Raises:
-        ValueError: if r is above 1, asked for or since there are more ranks than heads, and the
-            layer can't attend with a share of the queries.
-    """
-    asked = config.shares
-    shares = shares_for(sp_size, heads, kv_heads) if asked == "auto" else asked
-    if shares == 1:
-        return 1
-    if isinstance(attend, str):
-        lacks = attend
-    elif config.transport == "copy_engine":
-        lacks = 'sp_overlap.transport "copy_engine" moves equal parts only'
-    elif not takes_queries(attend):
-        name = getattr(attend, "__qualname__", type(attend).__name__)
-        lacks = (
-            f"{name} has no parameter queries=, a range (a, b) of the tokens that it is called with"
-        )
-    else:
-        return shares
-    if asked == "auto" and heads >= sp_size:
-        return 1
-    why = f"sp_overlap.shares is {asked}"
-    if asked == "auto":
-        why = f"{heads} query heads are fewer than {sp_size} ranks"
-    raise ValueError(  # guard: no attention with a share of the queries unless it can
-        f"{why}, so that {shares} ranks would share query heads; but {lacks}; use sp size {heads} "
-        "or less" + ("" if asked == "auto" else ', or sp_overlap.shares "auto"')
-    )
-
-
-def _may_be_per_head(geometry: Geometry, extra: Iterable) -> bool:
-    """Return whether some tensor may have a slice for each head of a rank (a bias, slopes).
-
-    Head groups would misuse such a tensor. A dimension counts that is as long as some rank has
-    heads, so that all ranks answer alike. A tensor that is suspected by mistake costs overlap only.
-    """
-    counts = {geometry.heads // geometry.parts, -(-geometry.heads // geometry.parts)}
-    return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)
-
-
-def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
-    """Give the output of local attention a dimension for its heads.
-
-    Args:
-        o: The output for ``q``, with its heads in a dimension of their own or flattened into the
-            last one.
-        q: [.., .., h_g/P, d].
-        where: Name of the layer, for errors.
-
-    Returns:
-        o as [.., .., h_g/P, d_v].
-
-    Raises:
-        ValueError: for anything else than such an output.
-    """
-    if not isinstance(o, Tensor):
-        raise ValueError(f"{where}: local attention must return one tensor, got {type(o).__name__}")
-    if o.shape == q.shape:
-        return o
-    heads = q.shape[2]
-    if o.dim() == 3 and o.shape[-1] % heads == 0:
-        o = o.unflatten(-1, (heads, -1))
-    if o.dim() != 4 or o.shape[:3] != q.shape[:3]:
-        raise ValueError(
-            f"{where}: local attention of query {list(q.shape)} must return that shape (another "
-            "head dim is fine), or the same with heads and head dim flattened, got "
-            f"{list(o.shape)}"
-        )
-    return o
 
 
 def kind_of(call: Call, inputs: tuple[Tensor, ...]) -> tuple:

@@ -12,7 +12,6 @@ since hooks and adapters come and go.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,15 +23,16 @@ from torch.utils._pytree import tree_leaves
 from .. import attention as wired
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
-from ..exchange.geometry import Geometry, QueryChunks
+from ..exchange.geometry import Geometry
 from ..exchange.layout import Range
+from ..exchange.shares import QueryChunks
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
-from ..relayout import ops
-from ..rotary import Rotary
-from ..schedule import Block, O, Part, Windowed, by_head_groups, schedule_of
-from .heads import Local, PerHead, bind_arguments, modules_of
-from .layer import LayerRuntime, MakeSchedule, kind_of, with_head_dim
+from ..schedule import Block, O, Windowed, by_head_groups, schedule_of
+from .call_geometry import geometry_of
+from .heads import Local, PerHead, bind_arguments, modules_of, with_head_dim
+from .input_modules import InputModules
+from .layer import LayerRuntime, MakeSchedule, kind_of
 from .memory.checkpoint_cache import current_pass
 from .runtime.execution import Attend, Call
 from .runtime.linear import (
@@ -43,33 +43,13 @@ from .runtime.linear import (
     autocast,
     batched_pays,
     call_through,
-    can_recompute,
     can_split,
 )
 from .runtime.nodes import finish_projected, start_projected
-from .runtime.projections import Projections, Rows
+from .runtime.projections import Projections
 from .runtime.recorded import Recorded, join_heads
 from .runtime.runner import LocalAttention
-from .runtime.slices import Parts, cut, parts_of
 from .runtime.window import windowed
-
-# What `rope` must be, for errors.
-ROPE = (
-    "it takes (x, position_embeddings), with x the heads of q or of k [b, s/P, heads, d], and "
-    "returns x rotated, in its shape; ds_sp_overlap.Rotary is one such function"
-)
-
-
-def _takes_two(function: Callable) -> bool:
-    """Return whether ``function`` can be called with two arguments, as far as Python can tell."""
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError:
-        return False
-    except ValueError:
-        # It has no signature.
-        return True
-    return True
 
 
 class SelfAttention:
@@ -147,8 +127,8 @@ class SelfAttention:
         schedule: MakeSchedule = by_head_groups,
     ):
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
-        self.local_attention, self.rope, self.batch_first = local_attention, rope, batch_first
-        self.plain, self.pure, self.first_rows, self.norm_last = plain, pure, first_rows, norm_last
+        self.local_attention, self.batch_first = local_attention, batch_first
+        self.plain = plain
         parsed = SpOverlapConfig.parse(config or {})
         if schedule is not by_head_groups and parsed.window_of(1) is not None:
             raise ValueError(
@@ -156,15 +136,32 @@ class SelfAttention:
                 "q, k and v again in backward, in an order of its own (schedule.by_window); leave "
                 "out one of the two"
             )
-        if rope is not None and not _takes_two(rope):
-            raise ValueError(f"{name}: rope= can't be called with two arguments; {ROPE}")
+        self.inputs = InputModules(
+            name,
+            self.heads,
+            self.kv_heads,
+            head_dim,
+            first_rows=first_rows,
+            norm_last=norm_last,
+            rope=rope,
+            plain=plain,
+            pure=pure,
+        )
         sp_group = SPGroup(
             sequence_process_group, transport or parsed.transport, **parsed.of_sp_group
         )
         self.layer = LayerRuntime(
             sp_group, parsed, name, policy=policy, heads_alike=heads_alike, schedule=schedule
         )
-        self.use(o_proj, q_proj, k_proj, v_proj, qkv_proj=qkv_proj, q_norm=q_norm, k_norm=k_norm)
+        self.use(
+            o_proj,
+            q_proj=q_proj,
+            k_proj=k_proj,
+            v_proj=v_proj,
+            qkv_proj=qkv_proj,
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
         sizes = {
             "q_proj.out_features": (q_proj, self.heads),
             "k_proj.out_features": (k_proj, self.kv_heads),
@@ -183,55 +180,26 @@ class SelfAttention:
                     "num_kv_heads= and head_dim="
                 )
 
-    def use(
-        self, o_proj, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None
-    ) -> None:
+    def use(self, o_proj: Any, **inputs: Any) -> None:
         """Call these modules from now on, since adapters come and go.
 
-        The arguments are those of the constructor.
-
-        Raises:
-            ValueError: unless there are either three separate projections or a fused one.
+        Args:
+            o_proj: The output projection.
+            **inputs: As for `InputModules.use`.
         """
-        modules = {"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj, "qkv_proj": qkv_proj}
-        given = [name for name, module in modules.items() if module is not None]
-        if given not in (["q_proj", "k_proj", "v_proj"], ["qkv_proj"]):
-            raise ValueError(
-                f"{self.layer.where}: give q_proj, k_proj and v_proj, or qkv_proj alone, got "
-                f"{', '.join(given) or 'none'}"
-            )
-        of_kinds = [modules[name] for name in given] if qkv_proj is None else [qkv_proj] * 3
-        self._inputs = list(dict.fromkeys(of_kinds))
-        first_heads = (0, 0, 0)
-        if qkv_proj is not None:
-            first_heads = (0, self.heads, self.heads + self.kv_heads)
-        # For each of q, k and v: the index of its projection in ``_inputs``, and the first row of
-        # head 0, or of each head.
-        self._projections: dict[str, tuple[int, int | tuple[int, ...]]] = {}
-        for kind, module, head in zip("qkv", of_kinds, first_heads):
-            rows = head * self.head_dim if self.first_rows is None else self.first_rows[kind]
-            self._projections[kind] = self._inputs.index(module), rows
-        self._norms, self.o_proj = {"q": q_norm, "k": k_norm}, o_proj
-        # The last answer of `_rows`, behind what it was asked for.
-        self._last_rows: tuple[tuple, Any] | None = None
+        self.o_proj = o_proj
+        self.inputs.use(**inputs)
 
     def split_projections(self) -> list[nn.Module]:
         """Return the projections that are computed part by part, see Note [Called whole]."""
         if not self.layer.config.projections:
             return []
-        able = [module for module in (*self._inputs, self.o_proj) if can_split(module, self.plain)]
-        norms = [norm for norm in self._norms.values() if norm is not None]
-        if (
-            all(module in able for module in self._inputs)
-            and (self.rope is None or isinstance(self.rope, Rotary))
-            and all(can_recompute(norm, self.pure) for norm in norms)
-        ):
-            return able
-        return [module for module in able if module not in self._inputs]
+        split = list(self.inputs.projections) if self.inputs.can_split() else []
+        return [*split, self.o_proj] if can_split(self.o_proj, self.plain) else split
 
     def _can_window(self, split: list[nn.Module]) -> bool:
         """Return whether a call can run by a window that computes ``split`` part by part."""
-        return self._inputs[0] in split and self.o_proj in split
+        return self.inputs.projections[0] in split and self.o_proj in split
 
     def window_of(self, groups: int, split: list[nn.Module]) -> int | None:
         """Return W for a call in ``groups`` head groups.
@@ -320,10 +288,10 @@ class SelfAttention:
         if isinstance(call.schedule, Block):
             return wired.run_in_chunks(self, call, hidden_states, position_embeddings, args, kwargs)
         split = self.split_projections()
-        rope = self._rope_in_kernels()
+        rope = self.inputs.rope_in_kernels(self.layer.sp_group)
         if rope is not None and not call.geometry.cuts_tokens:
             call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim)
-        tables = self._tables(position_embeddings)
+        tables = self.inputs.tables(position_embeddings)
         if tables is None:
             split = [module for module in split if module is self.o_proj]
         call.by_rank = self._by_rank(call, hidden_states, split)
@@ -349,9 +317,9 @@ class SelfAttention:
             call.by_rank, call.rope_tables = frozenset(), None
         else:
             self.layer.warn_if_window_is_ignored()
-        if self._inputs[0] in split:
+        if self.inputs.projections[0] in split:
             assert tables is not None
-            projections = self._split(call, tables)
+            projections = self.inputs.split(call, tables)
             if is_windowed:
                 attention = self.local_of(call, hidden_states, attend, args=args, kwargs=kwargs)
                 return self._windowed(call, projections, attention, hidden_states)
@@ -361,8 +329,8 @@ class SelfAttention:
             runner = Recorded(call, attend)
             runner.tokens.update(zip([step.exchange for step in call.schedule.starts], tokens))
         else:
-            rotate = self._rotation(position_embeddings)
-            runner = Recorded(call, attend, self.whole(call, hidden_states, rotate))
+            rotate = self.inputs.rotation(position_embeddings)
+            runner = Recorded(call, attend, self.inputs.whole(call, hidden_states, rotate))
             runner.walk(call.schedule.inputs)
         runner.walk(call.schedule.attention)
         if self.o_proj in split:
@@ -371,23 +339,6 @@ class SelfAttention:
             return call_through([self.o_proj], finish, *of_groups)
         runner.walk(call.schedule.output)
         return self.o_proj(join_heads(call, runner.outputs).flatten(2))
-
-    def _split(self, call: Call, tables: tuple[Tensor, ...]) -> Projections:
-        """Return the projections of q, k and v, to be computed part by part."""
-        rows, parts = self._rows(call)
-        return Projections(
-            modules=self._inputs,
-            rows=rows,
-            parts=parts,
-            norms={kind: norm for kind, norm in self._norms.items() if norm is not None},
-            rope=self.rope,
-            tables=tables,
-            norm_last=self.norm_last,
-            folded=call.folded,
-            head_dim=self.head_dim,
-            plain=self.plain,
-            recorded=torch.is_grad_enabled(),
-        )
 
     def _windowed(
         self, call: Call, projections: Projections, local: LocalAttention, x: Tensor
@@ -434,8 +385,8 @@ class SelfAttention:
         # Parameters of the projections and norms are no parameters of attention, whatever modules
         # the attention can reach.
         own: set[int] = set()
-        for module in (*self._inputs, self.o_proj, *self._norms.values()):
-            if module:
+        for module in (*self.inputs.modules, self.o_proj):
+            if isinstance(module, nn.Module):
                 own.update(id(parameter) for parameter in module.parameters())
         learned = {id(tensor): tensor for tensor in given if tensor.requires_grad}
         for module in modules_of(self.local_attention):
@@ -446,106 +397,6 @@ class SelfAttention:
         return LocalAttention(
             attend, given, list(learned.values()), agree=agree, seq_dim=call.geometry.seq_dim
         )
-
-    def _rope_in_kernels(self) -> Rotary | None:
-        """Return the rotation of q and k if the kernels that pack them rotate; else None."""
-        rope = self.rope
-        if not isinstance(rope, Rotary) or self.norm_last and any(self._norms.values()):
-            return None
-        return rope if ops.implementation(self.layer.sp_group.kernels).folds else None
-
-    def _rotation(self, position_embeddings: Any) -> Callable[[Tensor], Tensor] | None:
-        """Return a function that rotates q or k by ``rope``; None without ``rope``."""
-        rope = self.rope
-        if rope is None or isinstance(rope, Rotary):
-            return None if rope is None else lambda heads: rope(heads, position_embeddings)
-
-        def rotate(heads: Tensor) -> Tensor:
-            try:
-                rotated = rope(heads, position_embeddings)
-            except (AttributeError, IndexError, TypeError) as error:
-                raise ValueError(f"{self.layer.where}: rope= failed ({error}); {ROPE}") from error
-            if isinstance(rotated, Tensor) and rotated.shape == heads.shape:
-                return rotated
-            got = type(rotated).__name__
-            if isinstance(rotated, Tensor):
-                got = f"a tensor {list(rotated.shape)}"
-            raise ValueError(
-                f"{self.layer.where}: rope= returned {got} for heads {list(heads.shape)}; {ROPE}"
-            )
-
-        return rotate
-
-    def _tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
-        """Return the tables by which q and k are rotated.
-
-        Empty for no rotation, or for one that is not a `Rotary`; None if the tables learn.
-        """
-        if not isinstance(self.rope, Rotary):
-            return ()
-        tables = self.rope.of(position_embeddings, self.head_dim)
-        if tables is None:
-            return ()
-        return None if any(table.requires_grad for table in tables) else tables
-
-    def _rows(self, call: Call) -> tuple[dict[Part, Rows], list[Parts]]:
-        """Return the rows that make each part of q, k and v, and the parts of each projection."""
-        asked, last = (call.geometry, call.schedule, call.by_rank), self._last_rows
-        # Mostly it is as in the call before.
-        if last is not None and last[0] == asked:
-            return last[1]
-        geometry, rows = call.geometry, {}
-        for part in call.schedule.parts:
-            kind, group = part
-            module, first = self._projections[kind]
-            elements = geometry.elements_of(kind, group, first, self.head_dim)
-            by_rank = kind in call.by_rank and part in call.schedule.alone
-            rows[part] = Rows(module, elements, ranks=geometry.parts if by_rank else 0)
-        parts = []
-        for index in range(len(self._inputs)):
-            parts.append(parts_of(*(part.rows for part in rows.values() if part.module == index)))
-        self._last_rows = asked, (rows, parts)
-        return rows, parts
-
-    def whole(
-        self,
-        call: Call,
-        x: Tensor,
-        rotate: Callable[[Tensor], Tensor] | None,
-        called: Callable[[Any], Any] = lambda module: module,
-    ) -> Callable[[str, int], Tensor]:
-        """Return a function that gives q, k or v of a group, of projections that are called whole.
-
-        A projection is called when its first part is asked for, and its output is cut.
-
-        Args:
-            call: The call.
-            x: Hidden states.
-            rotate: Rotates q or k; None for no rotation.
-            called: Gives the function to call in place of a projection or a norm.
-        """
-        rows, parts = self._rows(call)
-        pieces: dict[Part, Tensor] = {}
-
-        def project(kind: str, group: int) -> Tensor:
-            module = rows[kind, group].module
-            if (kind, group) not in pieces:
-                y = called(self._inputs[module])(x)
-                y = y[0] if isinstance(y, tuple) else y
-                of_module = [part for part, its_rows in rows.items() if its_rows.module == module]
-                pieces.update(zip(of_module, cut(y, 2, list(parts[module]))))
-                del y
-            heads = pieces.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
-            if kind == "v":
-                return heads
-            norm = None if self._norms[kind] is None else called(self._norms[kind])
-            if norm is not None and not self.norm_last:
-                heads = norm(heads)
-            if rotate is not None and (kind, group) not in call.folded:
-                heads = rotate(heads)
-            return norm(heads) if norm is not None and self.norm_last else heads
-
-        return project
 
     def project_locally(self, x: Tensor, position_embeddings: Any) -> list[Tensor]:
         """Project hidden states to q, k and v without any exchange, to compare them with others.
@@ -560,8 +411,7 @@ class SelfAttention:
         batch, seq = x.shape[:2] if self.batch_first else (x.shape[1], x.shape[0])
         geometry = Geometry(1, 0, (seq,), batch, self.heads, self.kv_heads, 1, self.batch_first)
         call = Call(SPGroup(None), geometry, by_head_groups(geometry.kinds, True), self.layer.where)
-        project = self.whole(call, x, self._rotation(position_embeddings))
-        self._last_rows = None
+        project = self.inputs.whole(call, x, self.inputs.rotation(position_embeddings))
         return [project(kind, 0) for kind in "qkv"]
 
     def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
@@ -577,7 +427,8 @@ class SelfAttention:
             x, geometry.heads // geometry.parts * self.head_dim
         ):
             return frozenset()
-        modules = {kind: self._inputs[index] for kind, (index, _) in self._projections.items()}
+        inputs = self.inputs
+        modules = {kind: inputs.projections[index] for kind, (index, _) in inputs.of_kinds.items()}
         modules["o"] = self.o_proj
         by_rank = set()
         for kind, module in modules.items():
@@ -588,17 +439,12 @@ class SelfAttention:
             rows = (stop - start) * self.head_dim
             if (
                 module in split
-                and self.first_rows is None
+                and inputs.first_rows is None
                 and geometry.divides(sent)
                 and (is_sliced(sent) or batched_pays(x, rows, dgrad=kind == "o"))
             ):
                 by_rank.add(kind)
         return frozenset(by_rank)
-
-    @property
-    def inputs(self) -> list[Any]:
-        """The projections of q, k and v, and their norms."""
-        return [*self._inputs, *(norm for norm in self._norms.values() if norm is not None)]
 
     def describe(
         self,
@@ -625,7 +471,8 @@ class SelfAttention:
             raise ValueError(
                 f"hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got {list(hidden.shape)}"
             )
-        geometry = self.layer.geometry(
+        geometry = geometry_of(
+            self.layer,
             hidden,
             self.heads,
             self.kv_heads,
@@ -637,22 +484,12 @@ class SelfAttention:
         )
 
         def types() -> tuple:
-            if isinstance(self.rope, Rotary):
-                # Here, so that all ranks refuse tables that one rank can't use.
-                self.rope.of(position_embeddings, self.head_dim)
+            # Here, so that all ranks refuse tables that one rank can't use.
+            self.inputs.tables(position_embeddings)
             grads = [
                 torch.is_grad_enabled() and (hidden.requires_grad or trained)
-                for trained in self._trained()
+                for trained in self.inputs.learns()
             ]
             return str(hidden.dtype), self.head_dim, "gradients of q, k, v", grads
 
         return geometry, types
-
-    def _trained(self) -> list[bool]:
-        """Return for each of q, k and v whether its projection or its norm learns."""
-        trained = []
-        for kind, (index, _) in self._projections.items():
-            modules = (self._inputs[index], self._norms.get(kind))
-            parameters = [p for m in modules if isinstance(m, nn.Module) for p in m.parameters()]
-            trained.append(any(parameter.requires_grad for parameter in parameters))
-        return trained

@@ -14,9 +14,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..config import SpOverlapConfig
+from ..exchange.geometry import Geometry
 from ..schedule import Simulation, schedule_of
 from .costs import WINDOWS, Costs, LayerShape, Rates
-from .trial import CLOSE, GROUPS, OFF, Candidate
+from .trial import CLOSE, GROUPS, OFF, Candidate, candidates_for
 
 RATES = (Rates(600e12, 500e12, 45e9), Rates(600e12, 500e12, float("inf"), 0.0))
 
@@ -32,6 +34,59 @@ class Candidates(NamedTuple):
 
     candidates: tuple[Candidate, ...]
     default: Candidate
+
+
+def candidates_of_call(
+    config: SpOverlapConfig,
+    geometry: Geometry,
+    width: int,
+    element_bytes: int,
+    head_dim: int,
+    off: bool,
+    has_replicas: bool,
+) -> Candidates:
+    """Choose the candidates for a call, alike on all ranks that choose together.
+
+    Args:
+        config: The ``sp_overlap`` section.
+        geometry: Of the call, with the default G.
+        width: Model dim ``m``.
+        element_bytes: Bytes of an element that is exchanged.
+        head_dim: ``d`` of a layer that can run by a window; 0 for other layers.
+        off: Whether DeepSpeed's own layer is possible.
+        has_replicas: Whether several sp groups choose together, each with batches of its own.
+    """
+    size, fixed = geometry.sp_size, None
+    if config.head_groups != "auto" or geometry.groups == 1:
+        fixed = geometry.groups
+    if not head_dim:
+        # The memory that such a layer needs is not known, but more groups need less.
+        ways = candidates_for(geometry.max_groups if fixed is None else 1, off)
+        return Candidates(ways[::-1] if fixed is None else (fixed,), geometry.groups)
+    # Lengths that vary are one shape to the policy. The lengths of replicas differ, and count as
+    # long ones.
+    local_seq, batch = 1 << (sum(geometry.seq_lens) // size).bit_length(), geometry.batch
+    if has_replicas:
+        local_seq, batch = 2**20, 1
+    shape = LayerShape(
+        width=width,
+        heads=geometry.heads,
+        kv_heads=geometry.kv_heads,
+        head_dim=head_dim,
+        seq=local_seq * size,
+        sp_size=size,
+        batch=batch,
+        element_bytes=element_bytes,
+        shares=geometry.shares,
+    )
+    return candidates_of(
+        shape,
+        fixed,
+        config.window,
+        again=config.checkpointing != "recompute",
+        off=off,
+        most=config.policy.warmup_steps // 2,
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.heads import bind_arguments
-from ..attention.layer import with_head_dim
+from ..attention.heads import bind_arguments, with_head_dim
 from ..attention.runtime import sharded
 from ..attention.runtime.deferred import Shadows, Wgrads
 from ..attention.runtime.execution import Call, attend_group, attend_in_pieces, with_kv
@@ -28,6 +27,7 @@ from ..attention.self_attention import SelfAttention
 from ..exchange.chunks import ChunkedExchange
 from ..exchange.exchange import Exchange, Half, run_halves
 from ..exchange.layout import Range, chunk_of
+from ..exchange.legs import legs_of
 from ..exchange.relayed import relayed
 from ..rotary import Rotary
 from ..schedule import (
@@ -122,9 +122,7 @@ class LayerCall:
         """Make the exchange that a step starts."""
         call, dims = self.call, (self.layer.attention.head_dim,) * len(step.tensors)
         of_chunk = step.tensors, step.group, dims, step.chunk, self.block.chunks
-        layout, legs = call.geometry.chunk_exchange(*of_chunk), None
-        if call.geometry.nodes is not None:
-            legs = call.geometry.legs(*of_chunk)
+        layout, legs = call.geometry.joint_exchange(*of_chunk), legs_of(call.geometry, *of_chunk)
         of_call = call.sp_group, layout, call.where, self.block.name(step), call.checked
         exchange: Exchange
         if legs is not None:
@@ -144,7 +142,7 @@ class LayerCall:
     def rotations(self) -> list[Callable[[Tensor], Tensor] | None]:
         """Return the functions that rotate q and k of each chunk; None for no rotation."""
         attention = self.layer.attention
-        rope = attention.rope
+        rope = attention.inputs.rope
         if rope is None:
             return [None] * self.block.chunks
         assert isinstance(rope, Rotary)
@@ -297,7 +295,7 @@ def attend(here: LayerCall, hidden: Tensor, recompute: Recompute) -> None:
 def _beside(call: Call, block: Block, head_dim: int, key: Exchanged) -> Exchange:
     """Make the exchange that takes a chunk of o and do to attention."""
     tensors, group, chunk = key
-    layout = call.geometry.chunk_exchange(("q", "q"), group, (head_dim,) * 2, chunk, block.chunks)
+    layout = call.geometry.joint_exchange(("q", "q"), group, (head_dim,) * 2, chunk, block.chunks)
     name = block.name(Step(Op.START, tensors, True, group, chunk, beside=tensors))
     return Exchange(call.sp_group, layout, call.where, name, call.checked)
 
@@ -517,7 +515,7 @@ class _Segment(Runner):
         following, chunk = self.following, step.chunk
         assert following is not None
         x = self.shadows.of(following.layer.norm_in)(self.xs[chunk])
-        project = following.layer.attention.whole(
+        project = following.layer.attention.inputs.whole(
             following.call, x, self.rotations[chunk], self.shadows.of
         )
         self.values = {part: project(*part) for part in following.call.schedule.parts}

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..attention.runtime import linear
 from ..attention.self_attention import SelfAttention
-from ..exchange.geometry import QueryChunks
+from ..exchange.shares import QueryChunks
 from ..rotary import Rotary
 
 
@@ -48,11 +48,13 @@ class BlockLayer:
     @property
     def begins(self) -> list[nn.Module]:
         """Modules in front of attention."""
-        return [self.norm_in, *self.attention.inputs]
+        return [self.norm_in, *self.attention.inputs.modules]
 
     def in_the_way(self) -> str:
         """Return why the layer can't run in a chain, as its modules are now; empty if it can."""
-        if not (self.attention.rope is None or isinstance(self.attention.rope, Rotary)):
+        if not (
+            self.attention.inputs.rope is None or isinstance(self.attention.inputs.rope, Rotary)
+        ):
             return "its rotary embedding is not known to be one that goes token by token"
         for root in (*self.begins, *self.ends):
             if not isinstance(root, nn.Module):

@@ -22,7 +22,7 @@ from ..attention.heads import Local
 from ..attention.runtime import linear
 from ..attention.runtime.linear import autocast
 from ..attention.runtime.sharded import FSDP
-from ..exchange.geometry import QueryChunks
+from ..exchange.shares import QueryChunks
 from ..schedule import Recompute, by_chunks
 from .block import LayerCall, attend, run_segment
 from .block_layer import BlockLayer, Options

@@ -24,7 +24,7 @@ class ChunkedExchange(Exchange):
 
     Args:
         exchanges: Exchanges of q, k and v or some of them, or of o, in the order of their chunks
-            (`Geometry.chunk_exchange`).
+            (`Geometry.joint_exchange`).
         meanwhile: Called in backward, while the gradients of o are under way.
     """
 

@@ -5,7 +5,7 @@
     backward   second leg: dk and dv, summed       inside the node
                first leg: the sums                 over the network   from start to finish
 
-See Note [Once per node] in `geometry`. Where waiting blocks the host (gloo), the second leg is done
+See Note [Once per node] in `legs`. Where waiting blocks the host (gloo), the second leg is done
 at the finish in forward, and at the start in backward: the layer hides the leg over the network.
 
 Note [Relay stream]
@@ -38,7 +38,7 @@ class RelayedExchange(Exchange):
     """An exchange of k, v or both, in two legs.
 
     Args:
-        legs: The layouts of the legs (`Geometry.legs`).
+        legs: The layouts of the legs (`legs.legs_of`).
         exchange: Arguments of `Exchange`. Their layout says what is sent and received in all.
     """
 

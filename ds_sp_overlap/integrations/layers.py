@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..attention.layer import shares_of
+from ..attention.call_geometry import shares_of
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig

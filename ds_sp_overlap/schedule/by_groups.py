@@ -19,7 +19,7 @@ def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
 
     Args:
         kinds: The tensors that travel with each head group: "qkv", or "q" if no rank needs a new
-            KV head (`Geometry.kinds_of`).
+            KV head (`Geometry.kinds`).
         wgrad_last: Whether to compute dWo when the exchange of every do has started; else the part
             of each group before its dgrad.
     """

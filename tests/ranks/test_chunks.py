@@ -31,7 +31,7 @@ def geometries(size, rank, lengths):
 
 def moved(sp_group, geometry, group, chunks, dims, checked=False):
     """q, k and v of a group to the global side and o back, in one piece if ``chunks`` is 0; outputs and the inputs' gradients."""
-    kinds, seq = geometry.kinds_of(group), geometry.seq_dim
+    kinds, seq = geometry.kinds[group], geometry.seq_dim
     local = geometry.joint_exchange(kinds, group, dims[: len(kinds)])
     generator = torch.Generator().manual_seed(geometry.sp_rank)
     random = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
@@ -43,7 +43,7 @@ def moved(sp_group, geometry, group, chunks, dims, checked=False):
     ranges = [chunk_of(geometry.seq_lens[geometry.sp_rank], chunk, chunks) for chunk in range(chunks)]
     if chunks:
         sent = [
-            exchange(geometry.chunk_exchange(kinds, group, dims[: len(kinds)], c, chunks), f"{kinds}.{c}") for c in range(chunks)
+            exchange(geometry.joint_exchange(kinds, group, dims[: len(kinds)], c, chunks), f"{kinds}.{c}") for c in range(chunks)
         ]
         parts = [[x.narrow(seq, start, stop - start) for x in xs] for start, stop in ranges]
         tokens = [each.start(*part) for each, part in zip(sent, parts)]
@@ -53,7 +53,7 @@ def moved(sp_group, geometry, group, chunks, dims, checked=False):
         (ys,) = run_halves([Half(whole, (whole.start(*xs),))])
     o = ys[0] * 3  # a rank that gets no KV head with this group has nothing else
     if chunks:
-        back = [exchange(geometry.chunk_exchange("o", group, dims[:1], c, chunks), f"o.{c}") for c in range(chunks)]
+        back = [exchange(geometry.joint_exchange("o", group, dims[:1], c, chunks), f"o.{c}") for c in range(chunks)]
         (tokens,) = run_halves([Half(ChunkedExchange(back), (o, *ys), starts=True)])
         out = torch.cat([each.finish(token) for each, token in zip(back, tokens)], seq)
     else:

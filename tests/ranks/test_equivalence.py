@@ -324,7 +324,7 @@ def partly_rotated(rank, shape):
     y = whole["o_proj"](reference.attention(reference.rope(q, *tables), reference.rope(k, *tables), v).flatten(2))
     y.backward(dy)
     attend = layers.block(shape, mine, torch.distributed.group.WORLD)
-    attend.rope = ds_sp_overlap.Rotary(attend.rope.tables, partial=True)
+    attend.inputs.rope = ds_sp_overlap.Rotary(attend.inputs.rope.tables, partial=True)
     local_x = layers.my_slice(shape, rank, x.detach()).requires_grad_()
     got = attend(local_x, position_embeddings=[t.chunk(2)[rank] for t in tables])
     got.backward(layers.my_slice(shape, rank, dy))

@@ -162,7 +162,7 @@ def fails_between_start_and_finish(rank, shape, place):
     if place == "attention":
         attend.local_attention = broken
     elif place == "rope":
-        attend.rope = broken
+        attend.inputs.rope = broken
     elif place == "hook":
         broken.__module__ = "deepspeed.hook"  # one that doesn't keep a projection from being taken apart
         layer["k_proj"].register_forward_pre_hook(broken)

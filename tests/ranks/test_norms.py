@@ -242,7 +242,7 @@ def in_bf16(rank):
 
     model.norms = torch.nn.ModuleDict({f"{name}_norm": Seen(shape) for name in "qk"})
     attend = model.block()
-    attend.pure = frozenset((Seen.forward,))
+    attend.inputs.pure = frozenset((Seen.forward,))
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     with torch.autocast("cpu", torch.bfloat16):
         y = layers.call_block(shape, attend, rank, x.requires_grad_())

@@ -17,6 +17,7 @@ from benchmarks.one_gpu import Emulated
 from benchmarks.variants import Attention, Layer, Shape
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.legs import legs_of
 from ds_sp_overlap.exchange.relayed import RelayedExchange
 from ds_sp_overlap.exchange.sp_group import SideStream
 from tests.harness.guards import Guard, Watched, must_notice
@@ -170,7 +171,7 @@ def alone(wire):
 def two_legs_alone(wire):
     """k that travels as it lies and is given up at once, and k that is packed and then changed."""
     geometry = Geometry(4, 0, (3,) * 4, 1, 4, 2, nodes=(0, 0, 1, 1))
-    layout, legs = geometry.exchange("k", 0, 8), geometry.legs(("k",), 0, (8,))
+    layout, legs = geometry.exchange("k", 0, 8), legs_of(geometry, ("k",), 0, (8,))
     for as_it_lies in (True, False):
         made = RelayedExchange(legs, over(wire, 4), layout, "layer", "k")
         k = torch.randn(2, 3, 1, 8).movedim(0, 2) if as_it_lies else torch.randn(layout.source.shape)

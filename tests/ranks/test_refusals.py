@@ -399,7 +399,7 @@ def give_rotary(rank, kind, given):
         got = refusal(dropin.module(case, mover), *inputs, 0, [t[:, None, None] for t in tables])
     else:
         attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, mover)
-        attend.rope = ds_sp_overlap.Rotary(attend.rope.tables, partial=kind == "partial")
+        attend.inputs.rope = ds_sp_overlap.Rotary(attend.inputs.rope.tables, partial=kind == "partial")
         attend._norms = {"q": nn.Identity() if kind == "normed" else None, "k": None}
         x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
         got = refusal(attend, x, position_embeddings=tables)
@@ -494,7 +494,7 @@ def narrow_tables_pass(rank):
 def rope_is_left_out(rank):
     shape = Shape()
     attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
-    attend.rope = ds_sp_overlap.Rotary(lambda tables: tables)
+    attend.inputs.rope = ds_sp_overlap.Rotary(lambda tables: tables)
     x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
     return [] if refusal(attend, x) else ["RoPE was left out"]
 

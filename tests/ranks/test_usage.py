@@ -75,7 +75,7 @@ def attention_without_keys(rank, rotary=False):
     whole["o_proj"](values.flip(1)).backward(dy)
     attend = layers.block(shape, mine, torch.distributed.group.WORLD, local_attention=reversed_values)
     if not rotary:
-        attend.rope = lambda heads, tables: Once.apply(heads, [None])
+        attend.inputs.rope = lambda heads, tables: Once.apply(heads, [None])
     layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, x)).backward(layers.my_slice(shape, rank, dy))
     pairs = {}
     for name, parameter in mine.named_parameters():
@@ -115,7 +115,7 @@ def stale_parts(rank, rotary=False):
 
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=attention)
     if not rotary:
-        attend.rope = lambda heads, tables: Once.apply(heads, [])
+        attend.inputs.rope = lambda heads, tables: Once.apply(heads, [])
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     y = layers.call_block(shape, attend, rank, x.requires_grad_())
     torch.autograd.grad(y, x, dy, retain_graph=True)

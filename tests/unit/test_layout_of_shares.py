@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sp_overlap.exchange.geometry import Geometry, possible_shares, shares_for
+from ds_sp_overlap.exchange.geometry import Geometry, shares_for
 from ds_sp_overlap.exchange.joined import join, split
 from ds_sp_overlap.exchange.layout import Patches, chunk_of
+from ds_sp_overlap.exchange.shares import possible_shares
 from tests.harness.cases import examples
 from tests.harness.pages import ROOT, read
 
@@ -40,7 +41,7 @@ def geometries(draw):
 def whole(geometry, kind):
     """q, k or v of the whole sequence, no two numbers alike."""
     heads = geometry.heads if kind == "q" else geometry.kv_heads
-    shape = geometry._shape(sum(geometry.seq_lens), heads, DIM)
+    shape = geometry.shape(sum(geometry.seq_lens), heads, DIM)
     return torch.arange(1, 1 + torch.Size(shape).numel()).double().view(shape)
 
 
@@ -77,11 +78,11 @@ def exchanged(layouts, sent, outs):
 @given(ranks=geometries(), chunks=st.integers(1, 3), kinds=st.sampled_from(["q", "k", "qkv"]))
 def test_each_token_of_each_head_arrives_where_it_is_attended(ranks, chunks, kinds):
     for group in range(ranks[0].groups):
-        if not set(kinds) <= set(ranks[0].kinds_of(group)):
+        if not set(kinds) <= set(ranks[0].kinds[group]):
             continue
         asked, outs = (tuple(kinds), group, (DIM,) * len(kinds)), None
         for chunk in range(chunks):
-            layouts = [rank.chunk_exchange(*asked, chunk, chunks) for rank in ranks]
+            layouts = [rank.joint_exchange(*asked, chunk, chunks) for rank in ranks]
             sent = [[local(rank, kind, group, chunk, chunks) for kind in kinds] for rank in ranks]
             outs = outs or [[torch.full(shape, torch.nan).double() for shape in layout.targets.shapes] for layout in layouts]
             exchanged(layouts, sent, outs)
@@ -94,7 +95,7 @@ def test_each_token_of_each_head_arrives_where_it_is_attended(ranks, chunks, kin
 @given(ranks=geometries(), joined=st.booleans())
 def test_the_inverse_brings_each_back_and_sums_what_several_ranks_had(ranks, joined):
     for group in range(ranks[0].groups):
-        kinds = ranks[0].kinds_of(group) if joined else "q"
+        kinds = ranks[0].kinds[group] if joined else "q"
         layouts = [rank.joint_exchange(tuple(kinds), group, (DIM,) * len(kinds)).inverse for rank in ranks]
         outs = [[torch.full(shape, torch.nan).double() for shape in layout.targets.shapes] for layout in layouts]
         exchanged(layouts, [[received(rank, kind, group) for kind in kinds] for rank in ranks], outs)

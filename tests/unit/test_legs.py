@@ -5,6 +5,7 @@ import torch
 
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.joined import join, split
+from ds_sp_overlap.exchange.legs import legs_of
 
 
 def ranks_of(size, nodes, heads, kv_heads, lengths=None, groups=1, **more):
@@ -36,10 +37,10 @@ GRID = [
 def test_both_legs_move_what_one_exchange_moves_and_sum_what_it_sums(size, nodes, heads, kv_heads, more):
     ranks = ranks_of(size, nodes, heads, kv_heads, **more)
     for group in range(ranks[0].groups):
-        if ranks[0].kinds_of(group) == "q":
+        if ranks[0].kinds[group] == "q":
             continue
         of_one = [rank.joint_exchange(("k", "v"), group, (3, 2)) for rank in ranks]
-        legs = [rank.legs(("k", "v"), group, (3, 2)) for rank in ranks]
+        legs = [legs_of(rank, ("k", "v"), group, (3, 2)) for rank in ranks]
         assert None not in legs
         first, second = zip(*legs)
         torch.manual_seed(0)
@@ -71,7 +72,7 @@ def test_elements_that_cross_the_network(size, heads, kv_heads, shares, plain, o
         total = 0
         for rank in ranks:
             layouts = [rank.exchange(kind, 0, 1) for kind in "qo"]
-            legs = rank.legs(("k", "v"), 0, (1, 1))
+            legs = legs_of(rank, ("k", "v"), 0, (1, 1))
             layouts += [rank.exchange(kind, 0, 1) for kind in "kv"] if legs is None else legs
             for layout in layouts:
                 for sizes in (layout.targets.sizes, layout.inverse.targets.sizes):

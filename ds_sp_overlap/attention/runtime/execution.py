@@ -11,6 +11,7 @@ from torch import Tensor
 from ...exchange.exchange import Exchange, Half
 from ...exchange.geometry import Geometry
 from ...exchange.layout import Range
+from ...exchange.legs import legs_of
 from ...exchange.relayed import relayed
 from ...exchange.sp_group import SPGroup
 from ...schedule import Exchanged, Part, Schedule, Step
@@ -94,9 +95,7 @@ class Call:
             head_dims: ``d`` of each tensor that travels.
         """
         tables, name = None, self.schedule.names_of_values[step.exchange]
-        legs = None
-        if self.geometry.nodes is not None:
-            legs = self.geometry.legs(step.tensors, step.group, head_dims)
+        legs = legs_of(self.geometry, step.tensors, step.group, head_dims)
         if step.beside:
             name = self.schedule.name(step)
             layout = self.geometry.joint_exchange(("q", "q"), step.group, head_dims)

@@ -6,7 +6,7 @@ summed then.
 Note [Slices of weights]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 The rows of a weight that make the heads of a group may lie apart, one slice for each rank (see
-Note [Groups first] in `geometry`). Products of two kinds read or write them:
+Note [Groups first] in `heads`). Products of two kinds read or write them:
 
     y = x w_g^T, do = dy w_g, dw_g = dy^T x     the slices belong to the columns of the result
     dx += dy w_g, y += o_g w_g^T                the slices are summed over

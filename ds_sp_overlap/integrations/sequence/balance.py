@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...exchange.geometry import QueryChunks
 from ...exchange.layout import chunk_of
+from ...exchange.shares import QueryChunks
 
 # Chunks for each share: more balance better, and are more calls of attention.
 _CHUNKS = 8

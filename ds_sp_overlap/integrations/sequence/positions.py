@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...exchange.geometry import QueryChunks
 from ...exchange.layout import Range
+from ...exchange.shares import QueryChunks
 from ...exchange.sp_group import SPGroup
 from .balance import balanced
 from .documents import Documents, to_device

@@ -1,0 +1,137 @@
+"""Chooses which heads and tokens each rank holds in a call: head groups, and shares of the queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..config import SpOverlapConfig
+from ..exchange.geometry import Geometry, shares_for
+from ..exchange.shares import QueryChunks
+from .heads import PerHead, takes_queries
+from .layer import LayerRuntime
+
+_geometry = lru_cache(maxsize=4096)(Geometry)
+
+
+def geometry_of(
+    layer: LayerRuntime,
+    x: Tensor,
+    heads: int,
+    kv_heads: int,
+    batch_first: bool,
+    lengths: list[int] | None,
+    extra: tuple,
+    attend: Callable[..., Any] | str,
+    query_chunks: QueryChunks | None = None,
+) -> Geometry:
+    """Return the geometry of a call.
+
+    Args:
+        layer: The layer that is called.
+        x: [b, s/P, ..] if ``batch_first``, else [s/P, b, ..].
+        heads: ``h``.
+        kv_heads: ``h_kv``.
+        batch_first: Whether the batch comes before the sequence.
+        lengths: Local sequence length of every rank, in tokens; None where all are that of ``x``.
+        extra: Arguments of the local attention beside q, k and v. If one of them may have a slice
+            for each head of a rank, there is one head group.
+        attend: As for `shares_of`.
+        query_chunks: As for `Geometry`; ignored where no ranks share query heads.
+
+    Raises:
+        ValueError: for a `PerHead` without a slice for each head, for ``lengths`` that don't fit,
+            and as `Geometry` and `shares_of` do.
+    """
+    sp_group = layer.sp_group
+    batch, local_seq = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+    seq_lens: tuple[int, ...] = (local_seq,) * sp_group.size
+    if lengths is not None:
+        seq_lens = tuple(int(length) for length in lengths)
+    shares = shares_of(layer.config, sp_group.size, heads, kv_heads, attend)
+    groups = layer.config.groups_for(heads, max(1, sp_group.size // shares))
+    for argument in extra:
+        if isinstance(argument, PerHead):
+            argument.check(heads)
+    geometry = _geometry(
+        sp_group.size,
+        sp_group.rank,
+        seq_lens,
+        batch,
+        heads,
+        kv_heads,
+        groups,
+        batch_first,
+        shares,
+        query_chunks if shares > 1 else None,
+        sp_group.nodes if layer.config.kv_once_per_node else None,
+    )
+    if groups > 1 and extra:
+        if _may_be_per_head(geometry, extra if layer.heads_alike else tree_leaves(extra)):
+            geometry = geometry.in_groups(1)
+    if seq_lens[sp_group.rank] != local_seq:
+        raise ValueError(
+            f"sequence_lengths: {seq_lens[sp_group.rank]} for sp rank {sp_group.rank}, whose "
+            f"local sequence has {local_seq} tokens; give every rank's own"
+        )
+    return geometry
+
+
+def shares_of(
+    config: SpOverlapConfig,
+    sp_size: int,
+    heads: int,
+    kv_heads: int,
+    attend: Callable[..., Any] | str,
+) -> int:
+    """Return how many ranks share query heads in a layer, r; see Note [Shares] in `shares`.
+
+    Args:
+        config: The ``sp_overlap`` section.
+        sp_size: ``P``.
+        heads: ``h``.
+        kv_heads: ``h_kv``.
+        attend: The local attention; or the reason why it needs all queries at once.
+
+    Raises:
+        ValueError: if r is above 1, asked for or since there are more ranks than heads, and the
+            layer can't attend with a share of the queries.
+    """
+    asked = config.shares
+    shares = shares_for(sp_size, heads, kv_heads) if asked == "auto" else asked
+    if shares == 1:
+        return 1
+    if isinstance(attend, str):
+        lacks = attend
+    elif config.transport == "copy_engine":
+        lacks = 'sp_overlap.transport "copy_engine" moves equal parts only'
+    elif not takes_queries(attend):
+        name = getattr(attend, "__qualname__", type(attend).__name__)
+        lacks = (
+            f"{name} has no parameter queries=, a range (a, b) of the tokens that it is called with"
+        )
+    else:
+        return shares
+    if asked == "auto" and heads >= sp_size:
+        return 1
+    why = f"sp_overlap.shares is {asked}"
+    if asked == "auto":
+        why = f"{heads} query heads are fewer than {sp_size} ranks"
+    raise ValueError(  # guard: no attention with a share of the queries unless it can
+        f"{why}, so that {shares} ranks would share query heads; but {lacks}; use sp size {heads} "
+        "or less" + ("" if asked == "auto" else ', or sp_overlap.shares "auto"')
+    )
+
+
+def _may_be_per_head(geometry: Geometry, extra: Iterable) -> bool:
+    """Return whether some tensor may have a slice for each head of a rank (a bias, slopes).
+
+    Head groups would misuse such a tensor. A dimension counts that is as long as some rank has
+    heads, so that all ranks answer alike. A tensor that is suspected by mistake costs overlap only.
+    """
+    counts = {geometry.heads // geometry.parts, -(-geometry.heads // geometry.parts)}
+    return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)

@@ -1,0 +1,240 @@
+"""The modules in front of a layer's attention: projections, norms and rotation of q, k and v."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..exchange.sp_group import SPGroup
+from ..relayout import ops
+from ..rotary import Rotary
+from ..schedule import Part
+from .runtime.execution import Call
+from .runtime.linear import Plain, Pure, can_recompute, can_split
+from .runtime.projections import Projections, Rows
+from .runtime.slices import Parts, cut, parts_of
+
+# What `rope` must be, for errors.
+ROPE = (
+    "it takes (x, position_embeddings), with x the heads of q or of k [b, s/P, heads, d], and "
+    "returns x rotated, in its shape; ds_sp_overlap.Rotary is one such function"
+)
+
+
+class InputModules:
+    """Makes q, k and v from hidden states, with the modules that `use` gives.
+
+    Either in parts, by rows of the weights (`split`), or with projections that are called whole
+    (`whole`), see Note [Called whole] in `self_attention`. The arguments are those of
+    `SelfAttention`; ``heads`` and ``kv_heads`` are ``h`` and ``h_kv``.
+
+    Attributes:
+        projections: The projections of q, k and v, or the fused one.
+        norms: The norms of q and k; None for no norm.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        first_rows: dict[str, tuple[int, ...]] | None,
+        norm_last: bool,
+        rope: Callable[[Tensor, Any], Tensor] | None,
+        plain: Plain,
+        pure: Pure,
+    ):
+        if rope is not None and not _takes_two(rope):
+            raise ValueError(f"{where}: rope= can't be called with two arguments; {ROPE}")
+        self.where, self.heads, self.kv_heads, self.head_dim = where, heads, kv_heads, head_dim
+        self.first_rows, self.norm_last, self.rope = first_rows, norm_last, rope
+        self.plain, self.pure = plain, pure
+
+    def use(
+        self, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None
+    ) -> None:
+        """Call these modules from now on.
+
+        The arguments are those of the constructor of `SelfAttention`.
+
+        Raises:
+            ValueError: unless there are either three separate projections or a fused one.
+        """
+        modules = {"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj, "qkv_proj": qkv_proj}
+        given = [name for name, module in modules.items() if module is not None]
+        if given not in (["q_proj", "k_proj", "v_proj"], ["qkv_proj"]):
+            raise ValueError(
+                f"{self.where}: give q_proj, k_proj and v_proj, or qkv_proj alone, got "
+                f"{', '.join(given) or 'none'}"
+            )
+        of_kinds = [modules[name] for name in given] if qkv_proj is None else [qkv_proj] * 3
+        self.projections: list[Any] = list(dict.fromkeys(of_kinds))
+        self.norms: dict[str, Any] = {"q": q_norm, "k": k_norm}
+        first_heads = (0, 0, 0)
+        if qkv_proj is not None:
+            first_heads = (0, self.heads, self.heads + self.kv_heads)
+        # For each of q, k and v: the index of its projection, and the first row of head 0, or of
+        # each head.
+        self.of_kinds: dict[str, tuple[int, int | tuple[int, ...]]] = {}
+        for kind, module, head in zip("qkv", of_kinds, first_heads):
+            rows = head * self.head_dim if self.first_rows is None else self.first_rows[kind]
+            self.of_kinds[kind] = self.projections.index(module), rows
+        # The last answer of `_rows`, behind what it was asked for.
+        self._last_rows: tuple[tuple, Any] | None = None
+
+    @property
+    def modules(self) -> list[Any]:
+        """The projections and the norms."""
+        return [*self.projections, *(norm for norm in self.norms.values() if norm is not None)]
+
+    def can_split(self) -> bool:
+        """Return whether q, k and v can be made in parts."""
+        if not (self.rope is None or isinstance(self.rope, Rotary)):
+            return False
+        for norm in self.norms.values():
+            if norm is not None and not can_recompute(norm, self.pure):
+                return False
+        return all(can_split(module, self.plain) for module in self.projections)
+
+    def split(self, call: Call, tables: tuple[Tensor, ...]) -> Projections:
+        """Return the projections to be computed part by part, with what `tables` gave."""
+        rows, parts = self._rows(call)
+        return Projections(
+            modules=self.projections,
+            rows=rows,
+            parts=parts,
+            norms={kind: norm for kind, norm in self.norms.items() if norm is not None},
+            rope=self.rope,
+            tables=tables,
+            norm_last=self.norm_last,
+            folded=call.folded,
+            head_dim=self.head_dim,
+            plain=self.plain,
+            recorded=torch.is_grad_enabled(),
+        )
+
+    def rope_in_kernels(self, sp_group: SPGroup) -> Rotary | None:
+        """Return the rotation of q and k if the kernels that pack them rotate; else None."""
+        rope = self.rope
+        if not isinstance(rope, Rotary) or self.norm_last and any(self.norms.values()):
+            return None
+        return rope if ops.implementation(sp_group.kernels).folds else None
+
+    def rotation(self, position_embeddings: Any) -> Callable[[Tensor], Tensor] | None:
+        """Return a function that rotates q or k by ``rope``; None without ``rope``."""
+        rope = self.rope
+        if rope is None or isinstance(rope, Rotary):
+            return None if rope is None else lambda heads: rope(heads, position_embeddings)
+
+        def rotate(heads: Tensor) -> Tensor:
+            try:
+                rotated = rope(heads, position_embeddings)
+            except (AttributeError, IndexError, TypeError) as error:
+                raise ValueError(f"{self.where}: rope= failed ({error}); {ROPE}") from error
+            if isinstance(rotated, Tensor) and rotated.shape == heads.shape:
+                return rotated
+            got = type(rotated).__name__
+            if isinstance(rotated, Tensor):
+                got = f"a tensor {list(rotated.shape)}"
+            raise ValueError(
+                f"{self.where}: rope= returned {got} for heads {list(heads.shape)}; {ROPE}"
+            )
+
+        return rotate
+
+    def tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
+        """Return the tables by which q and k are rotated.
+
+        Empty for no rotation, or for one that is not a `Rotary`; None if the tables learn.
+        """
+        if not isinstance(self.rope, Rotary):
+            return ()
+        tables = self.rope.of(position_embeddings, self.head_dim)
+        if tables is None:
+            return ()
+        return None if any(table.requires_grad for table in tables) else tables
+
+    def _rows(self, call: Call) -> tuple[dict[Part, Rows], list[Parts]]:
+        """Return the rows that make each part of q, k and v, and the parts of each projection."""
+        asked, last = (call.geometry, call.schedule, call.by_rank), self._last_rows
+        # Mostly it is as in the call before.
+        if last is not None and last[0] == asked:
+            return last[1]
+        geometry, rows = call.geometry, {}
+        for part in call.schedule.parts:
+            kind, group = part
+            module, first = self.of_kinds[kind]
+            elements = geometry.elements_of(kind, group, first, self.head_dim)
+            by_rank = kind in call.by_rank and part in call.schedule.alone
+            rows[part] = Rows(module, elements, ranks=geometry.parts if by_rank else 0)
+        parts = []
+        for index in range(len(self.projections)):
+            parts.append(parts_of(*(part.rows for part in rows.values() if part.module == index)))
+        self._last_rows = asked, (rows, parts)
+        return rows, parts
+
+    def whole(
+        self,
+        call: Call,
+        x: Tensor,
+        rotate: Callable[[Tensor], Tensor] | None,
+        called: Callable[[Any], Any] = lambda module: module,
+    ) -> Callable[[str, int], Tensor]:
+        """Return a function that gives q, k or v of a group, of projections that are called whole.
+
+        A projection is called when its first part is asked for, and its output is cut.
+
+        Args:
+            call: The call.
+            x: Hidden states.
+            rotate: Rotates q or k; None for no rotation.
+            called: Gives the function to call in place of a projection or a norm.
+        """
+        rows, parts = self._rows(call)
+        pieces: dict[Part, Tensor] = {}
+
+        def project(kind: str, group: int) -> Tensor:
+            module = rows[kind, group].module
+            if (kind, group) not in pieces:
+                y = called(self.projections[module])(x)
+                y = y[0] if isinstance(y, tuple) else y
+                of_module = [part for part, its_rows in rows.items() if its_rows.module == module]
+                pieces.update(zip(of_module, cut(y, 2, list(parts[module]))))
+                del y
+            heads = pieces.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
+            if kind == "v":
+                return heads
+            norm = None if self.norms[kind] is None else called(self.norms[kind])
+            if norm is not None and not self.norm_last:
+                heads = norm(heads)
+            if rotate is not None and (kind, group) not in call.folded:
+                heads = rotate(heads)
+            return norm(heads) if norm is not None and self.norm_last else heads
+
+        return project
+
+    def learns(self) -> list[bool]:
+        """Return for each of q, k and v whether its projection or its norm learns."""
+        learning = []
+        for kind, (index, _) in self.of_kinds.items():
+            modules = (self.projections[index], self.norms.get(kind))
+            parameters = [p for m in modules if isinstance(m, nn.Module) for p in m.parameters()]
+            learning.append(any(parameter.requires_grad for parameter in parameters))
+        return learning
+
+
+def _takes_two(function: Callable) -> bool:
+    """Return whether ``function`` can be called with two arguments, as far as Python can tell."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:
+        # It has no signature.
+        return True
+    return True

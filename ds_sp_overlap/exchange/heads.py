@@ -1,0 +1,219 @@
+"""Decides which heads each rank and each head group attends with, and which of them travel when.
+
+One rule places the heads. Query heads are dealt out in contiguous, balanced ranges, the larger ones
+first. A rank receives the KV heads that its query heads attend to, so KV heads are replicated where
+there are fewer of them than ranks, or where two ranks share a KV head. For head counts that divide,
+this is the split of DeepSpeed's ``DistributedAttention`` and ``UlyssesSPAttentionHF``.
+
+Note [Groups first]
+~~~~~~~~~~~~~~~~~~~
+Heads are dealt to head groups first and to ranks within a group, where no KV head is then sent more
+often. The heads of a group then lie together, and the group's rows of a weight are a view.
+Otherwise heads are dealt to ranks first, and the rows of a group lie apart:
+
+    8 heads, 2 ranks, 2 groups
+    groups first   rank   0 0 1 1 | 0 0 1 1        ranks first   rank    0 0 0 0 | 1 1 1 1
+                   group  0 0 0 0 | 1 1 1 1                      group   0 0 1 1 | 0 0 1 1
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+
+from .layout import Range
+from .shares import Shares
+
+
+class Heads(Shares):
+    """Tells the heads of each rank and head group.
+
+    Has the attributes of `Geometry`. Ranges count the heads of the whole model.
+    """
+
+    kv_heads: int
+    groups: int
+
+    def check_heads(self) -> None:
+        """Raise ValueError if KV heads don't fit the query heads, or these the head groups."""
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            divisors = [str(n) for n in range(1, self.heads + 1) if self.heads % n == 0]
+            raise ValueError(
+                f"KV heads must divide the query heads, got {self.heads} query and "
+                f"{self.kv_heads} KV heads; take {', '.join(divisors)} KV heads"
+            )
+        self.check_shares()
+        if not 1 <= self.groups <= self.max_groups:
+            raise ValueError(
+                f"sp_overlap.head_groups must be between 1 and {self.max_groups} for "
+                f"{self.heads} heads at sp size {self.sp_size}, got {self.groups}"
+            )
+
+    @property
+    def max_groups(self) -> int:
+        """Query heads of the rank that has fewest; two groups can't share a head."""
+        return self.heads // self.parts
+
+    @cached_property
+    def groups_first(self) -> bool:
+        """Whether heads are dealt to groups before ranks, see Note [Groups first].
+
+        Then no two groups of a rank share a KV head.
+        """
+        return self.kv_heads % (self.parts * self.groups) == 0
+
+    def query_range(self, rank: int, group: int) -> Range:
+        """Return the query heads that ``rank`` attends with in ``group``."""
+        part = self.part_of(rank)
+        if self.groups_first:
+            count = self.heads // (self.parts * self.groups)
+            start = (group * self.parts + part) * count
+            return start, start + count
+        small, larger = divmod(self.heads, self.parts)
+        start = part * small + min(part, larger)
+        count = small + (part < larger)
+        return start + count * group // self.groups, start + count * (group + 1) // self.groups
+
+    def kv_range(self, rank: int, group: int) -> Range:
+        """Return the KV heads that the query heads of ``group`` on ``rank`` attend to."""
+        start, stop = self.query_range(rank, group)
+        shared = self.heads // self.kv_heads
+        return start // shared, (stop - 1) // shared + 1
+
+    def sent_range(self, kind: str, rank: int, group: int) -> Range:
+        """Return the heads of q, k or v that travel to ``rank`` with ``group``.
+
+        A KV head travels only with the first group that needs it. The range is empty, with its stop
+        at or before its start, where no head is new to the group.
+        """
+        if kind == "q":
+            return self.query_range(rank, group)
+        start, stop = self.kv_range(rank, group)
+        if group:
+            start = max(start, self.kv_range(rank, group - 1)[1])
+        return start, stop
+
+    @lru_cache(maxsize=4096)
+    def heads_of(self, kind: str, group: int) -> tuple[Range, ...]:
+        """Return the heads of q, k or v that leave a rank with ``group``.
+
+        Each head is named once, in ranges in ascending order, also where several ranks receive it.
+        """
+        ranges: list[Range] = []
+        sent = [self.sent_range(kind, rank, group) for rank in range(self.sp_size)]
+        for start, stop in sorted(sent):
+            if start >= stop:
+                continue
+            if ranges and start <= ranges[-1][1]:
+                ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))
+            else:
+                ranges.append((start, stop))
+        return tuple(ranges)
+
+    @lru_cache(maxsize=4096)
+    def divides(self, kind: str) -> bool:
+        """Return whether this rank sends equally many heads to each part, evenly spaced.
+
+        And no head twice: k and v of a part go to each of its ranks. Not so either where q is cut
+        along tokens as well.
+        """
+        if self.shares > 1 and (kind != "q" or self.cuts_tokens):
+            return False
+        for group in range(self.groups):
+            ranks = range(0, self.sp_size, self.shares)
+            ranges = [self.sent_range(kind, rank, group) for rank in ranks]
+            counts = {max(stop - start, 0) for start, stop in ranges}
+            steps = {after[0] - before[0] for before, after in zip(ranges, ranges[1:])}
+            if len(counts) > 1 or len(steps) > 1 or any(step < max(counts) for step in steps):
+                return False
+        return True
+
+    @lru_cache(maxsize=4096)
+    def elements_of(
+        self, kind: str, group: int, first: int | tuple[int, ...], head_dim: int
+    ) -> tuple[Range, ...]:
+        """Return the rows of a projection's weight that make the heads of `heads_of`.
+
+        Args:
+            kind: "q", "k" or "v"; or "o", for which the ranges are columns.
+            group: The head group.
+            first: The first row of each head; or that of head 0, if the heads lie end to end.
+            head_dim: ``d``.
+        """
+        ranges = self.heads_of("q" if kind == "o" else kind, group)
+        if isinstance(first, int):
+            return tuple(
+                (first + start * head_dim, first + stop * head_dim) for start, stop in ranges
+            )
+        heads = [head for start, stop in ranges for head in range(start, stop)]
+        return tuple((first[head], first[head] + head_dim) for head in heads)
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """What travels with each group: "qkv", or "q" if no KV head is new to the group."""
+        return tuple("qkv" if self.heads_of("k", group) else "q" for group in range(self.groups))
+
+    @cached_property
+    def last_use(self) -> tuple[int, ...]:
+        """For each group, the last group that attends to KV heads that travel with it.
+
+        The last over all ranks; the group itself if no KV head travels with it.
+        """
+        uses = list(range(self.groups))
+        for rank in range(self.sp_size):
+            for group in range(self.groups):
+                start, stop = self.kv_range(rank, group)
+                for sent in range(group):
+                    first, end = self.sent_range("k", rank, sent)
+                    if max(first, start) < min(end, stop):
+                        uses[sent] = max(uses[sent], group)
+        return tuple(uses)
+
+    @property
+    def kv_is_shared(self) -> bool:
+        """Whether two groups of some rank attend to the same KV head."""
+        return self.last_use != tuple(range(self.groups))
+
+    @property
+    def most_received(self) -> float:
+        """Most heads of the whole sequence that a rank receives as q and k."""
+        counts = []
+        for rank in range(self.sp_size):
+            queries, keys = self.query_range(rank, 0), self.kv_range(rank, 0)
+            counts.append((queries[1] - queries[0]) / self.shares + keys[1] - keys[0])
+        return max(counts)
+
+    @lru_cache(maxsize=4096)
+    def kv_pieces(self, group: int) -> tuple[tuple[int, int, int], ...]:
+        """Return ``(group, start, stop)`` of the received pieces that hold the heads of `kv_range`.
+
+        ``start`` and ``stop`` count the heads of what travelled with that group. The heads of the
+        pieces, one piece after another, are those of `kv_range`.
+
+        The piece that travels with ``group`` itself is always named, even where this rank gets none
+        of its heads: a rank that left the piece out of its graph would not take part in the
+        exchange of its gradient.
+        """
+        need_start, need_stop = self.kv_range(self.sp_rank, group)
+        pieces = []
+        for sent in range(group + 1):
+            start, stop = self.sent_range("k", self.sp_rank, sent)
+            low, high = max(start, need_start), min(stop, need_stop)
+            own = sent == group and "k" in self.kinds[group]
+            if low < high or own:  # guard: read by every rank
+                first = max(low - start, 0)
+                pieces.append((sent, first, high - start if low < high else first))
+        return tuple(pieces)
+
+    @lru_cache(maxsize=4096)
+    def kv_expansion(self, group: int) -> tuple[int, ...] | None:
+        """Return for each query head of the group its KV head among `kv_range`.
+
+        None where a regular ratio of query heads to KV heads says the same.
+        """
+        start, stop = self.query_range(self.sp_rank, group)
+        first, last = self.kv_range(self.sp_rank, group)
+        shared = self.heads // self.kv_heads
+        index = tuple(head // shared - first for head in range(start, stop))
+        count, rest = divmod(stop - start, last - first)
+        regular = rest == 0 and index == tuple(head // count for head in range(stop - start))
+        return None if regular else index

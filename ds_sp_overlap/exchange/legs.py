@@ -1,0 +1,91 @@
+"""Lays out the two legs in which k and v travel once to each node.
+
+Note [Once per node]
+~~~~~~~~~~~~~~~~~~~~
+Where several ranks of a node need the same KV heads, k and v would travel to each of them, over the
+network too. With `Geometry.nodes`, they travel in two legs. In the first, these *siblings*, m of
+them, receive a *piece* each: sibling i the tokens of the ranks i, i + m, i + 2m, .. In the second,
+siblings give each other their pieces, inside the node. Gradients go the same way back: siblings sum
+those of a piece, and send the sum to the ranks that hold its tokens. The pieces interleave the
+ranks so that each sibling receives as much over the network as the others.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from .geometry import Geometry, joint
+from .layout import Layout, Patches, Range, Side
+
+
+@lru_cache(maxsize=4096)
+def legs_of(
+    geometry: Geometry,
+    kinds: tuple[str, ...],
+    group: int,
+    head_dims: tuple[int, ...],
+    chunk: int = 0,
+    chunks: int = 1,
+) -> tuple[Layout, Layout] | None:
+    """Lay out the two legs of k and v of an exchange, see Note [Once per node].
+
+    Args:
+        geometry: Which heads of which tokens each rank holds.
+        kinds: What the exchange moves, as for `Geometry.joint_exchange`.
+        group: The head group.
+        head_dims: ``d`` of each.
+        chunk: As for `Geometry.joint_exchange`.
+        chunks: As for `Geometry.joint_exchange`.
+
+    Returns:
+        The first leg and the second; None where no rank has siblings, and there is one leg.
+    """
+    relayed = [(kind, dim) for kind, dim in zip(kinds, head_dims) if kind in ("k", "v")]
+    # v travels to the ranks that k travels to.
+    siblings = [_siblings(geometry, group, rank) for rank in range(geometry.sp_size)]
+    if not relayed or all(len(ranks) == 1 for ranks in siblings):
+        return None
+    sent = geometry.chunk_tokens(chunk, chunks)
+    pieces = []
+    for rank, ranks in enumerate(siblings):
+        pieces.append(sent[ranks.index(rank) :: len(ranks)])
+    first, second = [], []
+    for kind, dim in relayed:
+        first.append(geometry.lay_out(kind, group, dim, sent, pieces))
+        own = siblings[geometry.sp_rank]
+        second.append(_spread(geometry, first[-1].target.shape, own, pieces))
+    return joint(first, apart=True), joint(second, apart=True)
+
+
+def _siblings(geometry: Geometry, group: int, rank: int) -> list[int]:
+    """Return the ranks of the node of ``rank`` that are sent the same heads of k and v."""
+    nodes, heads = geometry.nodes, geometry.sent_range("k", rank, group)
+    if nodes is None or heads[0] >= heads[1]:
+        return [rank]
+    siblings = []
+    for other in range(geometry.sp_size):
+        if nodes[other] == nodes[rank] and geometry.sent_range("k", other, group) == heads:
+            siblings.append(other)
+    return siblings
+
+
+def _spread(
+    geometry: Geometry,
+    piece: tuple[int, ...],
+    siblings: list[int],
+    pieces: list[tuple[Range, ...]],
+) -> Layout:
+    """Lay out the second leg: this rank's piece, of shape ``piece``, to its siblings."""
+    seq_dim = geometry.seq_dim
+    length, heads, head_dim = piece[seq_dim], piece[2], piece[3]
+    parts, heads_of, tokens = [], [], []
+    for rank in range(geometry.sp_size):
+        is_sibling = rank in siblings
+        parts.append((0, length if is_sibling else 0))
+        heads_of.append((0, heads if is_sibling else 0))
+        tokens.append(pieces[rank] if is_sibling else ())
+    whole = geometry.shape(sum(geometry.seq_lens), heads, head_dim)
+    return Layout(
+        Side(piece, seq_dim, tuple(parts)),
+        Patches(whole, 2, tuple(heads_of), seq_dim, tuple(tokens)),
+    )

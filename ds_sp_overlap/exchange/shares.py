@@ -1,0 +1,161 @@
+"""Decides which ranks attend with the same heads, and with which tokens' queries.
+
+Note [Shares]
+~~~~~~~~~~~~~
+Where there are more ranks than heads, or heads do not divide by the ranks, r ranks share their
+query heads: P = u r, and heads are dealt to u *parts* of r successive ranks instead of to P ranks.
+Each of the r ranks attends with the same heads, over all keys, with its *share* of the queries. So
+k and v travel to all ranks of a part, as everywhere where ranks need the same KV heads. q and o are
+cut along heads and along tokens. Unless tokens are given, the sequence is cut into 2r chunks, and
+share j takes chunks j and 2r - 1 - j, which makes causal attention equally long for all:
+
+    8 chunks, r = 4    share   0 1 2 3 3 2 1 0
+
+If u is even and all ranks hold equally many tokens, each rank's tokens lie in one chunk. The rank
+then sends all of its tokens to the one rank of each part whose share they belong to: q is cut along
+heads alone, as without shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from .layout import Range, chunk_of
+
+# For each share, ranges of tokens in ascending order.
+QueryChunks = tuple[tuple[Range, ...], ...]
+
+
+def possible_shares(sp_size: int, heads: int) -> list[int]:
+    """Return the numbers of shares by which every rank has a query head, in ascending order."""
+    return [r for r in range(1, sp_size + 1) if sp_size % r == 0 and sp_size // r <= heads]
+
+
+class Shares:
+    """Tells of each rank the part that it belongs to, and the tokens whose queries are its share.
+
+    Has the attributes of `Geometry`. Ranges count the tokens of the whole sequence.
+    """
+
+    sp_size: int
+    sp_rank: int
+    seq_lens: tuple[int, ...]
+    heads: int
+    shares: int
+    query_chunks: QueryChunks | None
+    nodes: tuple[int, ...] | None
+
+    def check_shares(self) -> None:
+        """Raise ValueError if a rank has no head, or a share no token."""
+        possible = possible_shares(self.sp_size, self.heads)
+        if self.shares not in possible:
+            listed = ", ".join(map(str, possible))
+            if self.shares == 1:
+                raise ValueError(
+                    f"head scatter of query: {self.heads} heads leave a rank of sp size "
+                    f"{self.sp_size} with no head to attend with; use sp size {self.heads} or "
+                    f"less, or sp_overlap.shares {listed}"
+                )
+            raise ValueError(
+                f"sp_overlap.shares must divide sp size {self.sp_size} and leave each of "
+                f"{self.heads} heads to a part of the ranks, got {self.shares}; take {listed}"
+            )
+        seq = sum(self.seq_lens)
+        if self.query_chunks is None:
+            if 0 < seq < self.shares:
+                raise ValueError(
+                    f"sp_overlap.shares: {seq} tokens leave a share of {self.shares} without a "
+                    "query; give longer sequences, or fewer shares"
+                )
+            return
+        # Ranges of one share that ascend, and that lie end to end with those of the others.
+        ranges = sorted(tokens for share in self.query_chunks for tokens in share)
+        stops = [0, *(stop for _, stop in ranges)]
+        if (
+            len(self.query_chunks) != self.shares
+            or not all(self.query_chunks)
+            or any(list(share) != sorted(share) for share in self.query_chunks)
+            or any(start >= stop for start, stop in ranges)
+            or [start for start, _ in ranges] != stops[:-1]
+            or stops[-1] != seq
+        ):
+            raise ValueError(
+                f"query_chunks: {self.query_chunks} must give each of {self.shares} shares some of "
+                f"{seq} tokens in ascending ranges, and each token to one share"
+            )
+
+    @property
+    def parts(self) -> int:
+        """Parts that heads are dealt to, ``u``: groups of ranks with the same heads."""
+        return self.sp_size // self.shares
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """The ranks in the order in which heads are dealt: node after node, where nodes count."""
+        nodes = self.nodes or (0,) * self.sp_size
+        return sorted(range(self.sp_size), key=lambda rank: nodes[rank])
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int]]:
+        """The part of every rank, and the share that is the rank's own."""
+        turns = sorted(range(self.sp_size), key=lambda rank: self._order[rank])
+        return [divmod(turn, self.shares) for turn in turns]
+
+    def part_of(self, rank: int) -> int:
+        """Return the part that a rank belongs to."""
+        return self._places[rank][0]
+
+    @cached_property
+    def first_of_part(self) -> int:
+        """The rank that attends with the heads of this rank and the first share of the queries."""
+        return self._order[self.part_of(self.sp_rank) * self.shares]
+
+    def query_tokens(self, rank: int) -> tuple[Range, ...]:
+        """Return the tokens whose queries ``rank`` attends with, in ascending ranges."""
+        return self._tokens_of_shares[self._places[rank][1]]
+
+    @cached_property
+    def _tokens_of_shares(self) -> QueryChunks:
+        if self.query_chunks is not None:
+            return self.query_chunks
+        seq, chunks = sum(self.seq_lens), 2 * self.shares
+        of_shares = []
+        for share in range(self.shares):
+            start, middle = chunk_of(seq, share, chunks)
+            back, stop = chunk_of(seq, chunks - 1 - share, chunks)
+            both = [(start, stop)] if middle == back else [(start, middle), (back, stop)]
+            filled = tuple(tokens for tokens in both if tokens[0] < tokens[1])
+            of_shares.append(filled or ((0, 0),))
+        return tuple(of_shares)
+
+    @cached_property
+    def own_queries(self) -> tuple[Range, ...]:
+        """`query_tokens` of this rank."""
+        return self.query_tokens(self.sp_rank)
+
+    @cached_property
+    def local_tokens(self) -> tuple[Range, ...]:
+        """The tokens of every rank's local sequence."""
+        return self.chunk_tokens(0, 1)
+
+    def chunk_tokens(self, chunk: int, chunks: int) -> tuple[Range, ...]:
+        """Return the tokens of every rank's local sequence that are in one of ``chunks`` parts."""
+        tokens, first = [], 0
+        for length in self.seq_lens:
+            start, stop = chunk_of(length, chunk, chunks)
+            tokens.append((first + start, first + stop))
+            first += length
+        return tuple(tokens)
+
+    @cached_property
+    def cuts_tokens(self) -> bool:
+        """Whether this rank's q is cut along tokens as well as along heads."""
+        own = self.local_tokens[self.sp_rank]
+        return sum(bool(common(tokens, own)) for tokens in self._tokens_of_shares) > 1
+
+
+def common(ranges: Iterable[Range], other: Range) -> list[Range]:
+    """Return what ``ranges`` have in common with another range."""
+    cut = [(max(start, other[0]), min(stop, other[1])) for start, stop in ranges]
+    return [(start, stop) for start, stop in cut if start < stop]

@@ -24,15 +24,6 @@ from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.streams import Backend
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Each thread has blocks of attention of its own."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def peak(shape, make, size=2, of=Layer):
     """Most bytes of a step on rank 0, over a wire that moves nothing: the buffers are the same, and no thread frees them late."""
     layer = of(shape, 0, size)

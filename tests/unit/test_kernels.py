@@ -55,6 +55,15 @@ class Indices:
 BOTH = Indices(NARROW), Indices(0)  # no tensor keeps to the second limit
 
 
+@pytest.fixture
+def two_threads():
+    """Kernels share their units out among threads; elsewhere tests run with one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
 def poisoned(*shape, dtype, device="cpu"):
     return torch.full(shape, math.nan, dtype=dtype, device=device)
 
@@ -176,6 +185,7 @@ def test_more_parts_than_travel_as_kernel_arguments(parts, overlapping):
     check_unpack(case)
 
 
+@pytest.mark.usefixtures("two_threads")
 @needs_library
 @pytest.mark.parametrize("offset", [0, 1], ids=["16-byte units", "single elements"])
 @pytest.mark.parametrize("parts", [[(0, 5), (5, 5), (5, 12)], [(0, 7), (3, 12), (3, 7)]], ids=["apart", "overlapping"])
@@ -341,6 +351,7 @@ def test_heads_like_llama_s(parts, head_dim, dtype):
     case.check_unpack(compiled.unpack_rotate_back)
 
 
+@pytest.mark.usefixtures("two_threads")
 @needs_library
 @pytest.mark.parametrize("aligned", [True, False])
 def test_more_heads_than_one_block_of_threads_rotates(aligned):

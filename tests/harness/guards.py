@@ -47,15 +47,20 @@ def markers():
     return places
 
 
+@functools.cache
+def _statements(path):
+    """First and last line of each statement; of one with a body, of all before that."""
+    statements = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.stmt, ast.excepthandler))]
+    return [(node.lineno, node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno) for node in statements]
+
+
 def guarded(marker):
     """The file, the first and the last line of the statement that ``marker`` stands in; of one with a body, of all before that."""
     places = markers().get(marker, [])
     if len(places) != 1:
         raise LookupError(f"# guard: {marker} stands {len(places)} times in the package; follow the code in the tests")
     [(path, at)] = places
-    statements = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.stmt, ast.excepthandler))]
-    lines = [(node.lineno, node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno) for node in statements]
-    around = [(first, last) for first, last in lines if first <= at <= last]
+    around = [(first, last) for first, last in _statements(path) if first <= at <= last]
     if not around:
         raise LookupError(f"# guard: {marker} stands in no statement ({path.name}, line {at}); put it behind one")
     return path, *max(around)

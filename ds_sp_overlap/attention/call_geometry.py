@@ -52,8 +52,12 @@ def geometry_of(
     seq_lens: tuple[int, ...] = (local_seq,) * sp_group.size
     if lengths is not None:
         seq_lens = tuple(int(length) for length in lengths)
-    shares = shares_of(layer.config, sp_group.size, heads, kv_heads, attend)
-    groups = layer.config.groups_for(heads, max(1, sp_group.size // shares))
+    chosen = layer.shares_and_groups.get((heads, kv_heads))
+    if chosen is None:
+        shares = shares_of(layer.config, sp_group.size, heads, kv_heads, attend)
+        groups = layer.config.groups_for(heads, max(1, sp_group.size // shares))
+        chosen = layer.shares_and_groups[heads, kv_heads] = shares, groups
+    shares, groups = chosen
     for argument in extra:
         if isinstance(argument, PerHead):
             argument.check(heads)

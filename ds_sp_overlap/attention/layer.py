@@ -85,6 +85,9 @@ class LayerRuntime:
         self.agreed = False
         # The name by which the ranks compare calls; it counts the layers that were called.
         self._name_of_calls = where
+        # For each number of query and KV heads, r and the default G; what an attention can do is
+        # asked once.
+        self.shares_and_groups: dict[tuple[int, int], tuple[int, int]] = {}
         # For each kind of call, whether attention may be called with some of a rank's heads.
         self._may_group: dict[tuple, bool] = {}
         # For each kind of call, whether the backward of attention reads o on any rank.

@@ -364,8 +364,8 @@ class _Attention(Gathering):
 
     def _heads(self, group: int) -> tuple[Tensor, Tensor, Tensor]:
         q, geometry = self.values.pop(("q", group)), self.call.geometry
-        k, v = (with_kv(geometry, kind, group, self.values) for kind in ("k", "v"))
-        return q, k, v
+        k = with_kv(geometry, "k", group, self.values)
+        return q, k, with_kv(geometry, "v", group, self.values)
 
     def attend(self, step: Step) -> None:
         if self.here.saved_attention is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from .heads import Heads
 from .layout import Layout, Patches, Range, Side
@@ -86,7 +86,7 @@ class Geometry(Heads):
         """Return the same with another number of head groups."""
         return replace(self, groups=groups)
 
-    @property
+    @cached_property
     def seq_dim(self) -> int:
         """The dimension of the sequence in q, k, v and o."""
         return 1 if self.batch_first else 0

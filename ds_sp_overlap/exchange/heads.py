@@ -168,7 +168,7 @@ class Heads(Shares):
                         uses[sent] = max(uses[sent], group)
         return tuple(uses)
 
-    @property
+    @cached_property
     def kv_is_shared(self) -> bool:
         """Whether two groups of some rank attend to the same KV head."""
         return self.last_use != tuple(range(self.groups))

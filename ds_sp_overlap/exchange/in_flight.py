@@ -213,10 +213,14 @@ class InFlight:
         relayout = ops.implementation(self.sp_group.kernels)
         source, sources = self.layout.source, self.layout.sources
         x = self.sources[0]
-        in_one_copy = (
-            self.rope is None and sources.places() and x.is_contiguous() and relayout.copies(x)
-        )
-        if self.layout.also or in_one_copy or not source.covers:
+        if (
+            self.layout.also
+            or not source.covers
+            or self.rope is None
+            and sources.places
+            and x.is_contiguous()
+            and relayout.copies(x)  # in one copy
+        ):
             return join(self.sources, sources, new_empty)
         wire = new_empty(source.elements)
         if self.rope is None:
@@ -229,9 +233,11 @@ class InFlight:
         """Unpack what was received, into the tensors ``into`` if there are any."""
         relayout = ops.implementation(self.sp_group.kernels)
         target, targets = self.layout.target, self.layout.targets
-        in_one_copy = self.rope_back is None and self.dtypes is None and targets.copied and not into
         if (
-            in_one_copy
+            self.rope_back is None
+            and self.dtypes is None
+            and targets.copied
+            and not into
             and not ops.prefers_16_bytes(self.recv)
             and (self.layout.also or relayout.copies(self.recv))
         ):
@@ -275,7 +281,8 @@ class InFlight:
         else:
             self.side.before_compute(mark)  # guard: compute waits for it
         self.received = None  # guard: freed, waits for nothing
-        self._end_carve_out()
+        if self.carve_out is not None:
+            self._end_carve_out()
         self.track.mark("unpacking")
         # The buffer that was sent is free before memory is taken; the handle may reference it too.
         self.sources, self.handle = (), None
@@ -290,12 +297,12 @@ class InFlight:
         self.track.mark("done")
 
     def _end_carve_out(self) -> None:
-        if self.carve_out is not None:
-            self.carve_out.end()
-            self.carve_out = None
+        carve_out, self.carve_out = self.carve_out, None
+        carve_out.end()
 
     def __del__(self) -> None:
-        self._end_carve_out()
+        if self.carve_out is not None:
+            self._end_carve_out()
         # Abandoned, by an exception between start and finish. The memory must not return to the
         # compute stream before the transfer is over. Where waiting blocks the host there is no
         # mark, and c10d references the buffers itself.

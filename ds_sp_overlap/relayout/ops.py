@@ -79,7 +79,8 @@ def _equal_tiles(
 
 def copy(to: Tensor, source: Tensor) -> None:
     """Copy ``source`` into ``to``, on a GPU 16 bytes at a time where memory is aligned."""
-    to, source = widened(to, source)
+    if prefers_16_bytes(to):
+        to, source = widened(to, source)
     to.copy_(source)
 
 

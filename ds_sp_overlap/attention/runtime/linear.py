@@ -120,10 +120,13 @@ def hooks_are_harmless(module: nn.Module, *more: str, idle: Idle = _never) -> bo
         *more: Beginnings of modules' names, beside those of `harmless`.
         idle: Tells which hooks do nothing for now, and are not looked at.
     """
-    hooks = (hook for hooks in _hooks(module) for hook in hooks.values() if not idle(hook))
-    names = (getattr(hook, "__module__", "") or "" for hook in hooks)
     prefixes = (*harmless, *more)
-    return all(name.startswith(prefixes) for name in names)  # guard: only harmless hooks
+    for hooks in _hooks(module):
+        for hook in hooks.values():
+            name = getattr(hook, "__module__", "") or ""
+            if not idle(hook) and not name.startswith(prefixes):  # guard: only harmless hooks
+                return False
+    return True
 
 
 def _hooks(module: nn.Module) -> list[dict]:

@@ -120,7 +120,8 @@ class Recorded(Gathering):
     def attend(self, step: Step) -> None:
         group, geometry = step.group, self.call.geometry
         q = self.values.pop(("q", group))
-        k, v = (with_kv(geometry, kind, group, self.values) for kind in ("k", "v"))
+        k = with_kv(geometry, "k", group, self.values)
+        v = with_kv(geometry, "v", group, self.values)
         self._attended[group] = attend_group(self.call, self._attend, group, q, k, v), q, k, v
 
     def merge(self, step: Step) -> None:

@@ -194,7 +194,8 @@ class ForwardRunner(Runner):
         """Compute o of a head group; with a backward, also note what that backward needs."""
         call, attend = self.call, self.local.attend
         q = self.values.pop(("q", group))
-        k, v = (with_kv(call.geometry, kind, group, self.values) for kind in ("k", "v"))
+        k = with_kv(call.geometry, "k", group, self.values)
+        v = with_kv(call.geometry, "v", group, self.values)
         if not self.is_recorded:
             return attend_group(call, attend, group, q, k, v)
         o, self.attended[group], self.saved[group] = attend_once(

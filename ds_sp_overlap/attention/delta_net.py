@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..exchange.geometry import Geometry
 from .call_geometry import geometry_of
-from .heads import with_head_dim
 from .layer import LayerRuntime
 from .runtime.execution import Call
 from .runtime.recorded import Recorded, join_heads
@@ -124,8 +123,7 @@ class DeltaNet:
         slices += [cut(parameter, 0, parts) for parameter in per_head]  # guard: decays of their own
 
         def attend(group: int, vba: Tensor, k: Tensor, q: Tensor) -> Tensor:
-            o = mix(q, k, vba, *(of_groups[group] for of_groups in slices))
-            return with_head_dim(o, vba, self.layer.where)
+            return mix(q, k, vba, *(of_groups[group] for of_groups in slices))
 
         runner = Recorded(call, attend, project)
         runner.walk(call.schedule.inputs)

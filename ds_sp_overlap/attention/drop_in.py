@@ -17,7 +17,7 @@ from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..rotary import check_tables, rotate
 from .call_geometry import geometry_of
-from .heads import Local, bind_arguments, with_head_dim
+from .heads import Local, bind_arguments
 from .layer import LayerRuntime
 from .runtime.execution import Attend, Call
 from .runtime.recorded import Arrive, Recorded, join_heads
@@ -188,10 +188,10 @@ class ProjectedAttention:
             parts = [part for part in call.schedule.parts if part[0] == kind]
             pieces.update(zip(parts, cut(x, 2, [geometry.heads_of(*part) for part in parts])))
 
-        def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Tensor:
-            o = local(group, q, k, v, *queries)
+        def attend(group: int, *heads: Any) -> Any:
+            o = local(group, *heads)
             is_flat.append(isinstance(o, Tensor) and o.dim() == 3)
-            return with_head_dim(o, q, layer.where)
+            return o
 
         runner = Recorded(call, attend, lambda *part: pieces.pop(part), arrive)
         runner.walk(call.schedule.forward)

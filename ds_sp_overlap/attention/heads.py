@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..exchange.geometry import Geometry
 from ..exchange.layout import Range
 from ..schedule import Part
-from .runtime.execution import Call, join_pieces, pieces_of_queries, with_kv
+from .runtime.execution import Call, join_pieces, pieces_of_queries, with_head_dim, with_kv
 
 
 @dataclass(frozen=True)
@@ -80,37 +80,6 @@ def bind_arguments(
 def _named(queries: tuple[Range, ...]) -> dict[str, Range]:
     """Return the range of queries as local attention takes it; nothing where there is none."""
     return {"queries": queries[0]} if queries else {}
-
-
-def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
-    """Give the output of local attention a dimension for its heads.
-
-    Args:
-        o: The output for ``q``, with its heads in a dimension of their own or flattened into the
-            last one.
-        q: [.., .., h_g/P, d].
-        where: Name of the layer, for errors.
-
-    Returns:
-        o as [.., .., h_g/P, d_v].
-
-    Raises:
-        ValueError: for anything else than such an output.
-    """
-    if not isinstance(o, Tensor):
-        raise ValueError(f"{where}: local attention must return one tensor, got {type(o).__name__}")
-    if o.shape == q.shape:
-        return o
-    heads = q.shape[2]
-    if o.dim() == 3 and o.shape[-1] % heads == 0:
-        o = o.unflatten(-1, (heads, -1))
-    if o.dim() != 4 or o.shape[:3] != q.shape[:3]:
-        raise ValueError(
-            f"{where}: local attention of query {list(q.shape)} must return that shape (another "
-            "head dim is fine), or the same with heads and head dim flattened, got "
-            f"{list(o.shape)}"
-        )
-    return o
 
 
 def takes_queries(local_attention: Any) -> bool:

@@ -24,13 +24,12 @@ from .. import attention as wired
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.geometry import Geometry
-from ..exchange.layout import Range
 from ..exchange.shares import QueryChunks
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..schedule import Block, O, Windowed, by_head_groups, schedule_of
 from .call_geometry import geometry_of
-from .heads import Local, PerHead, bind_arguments, modules_of, with_head_dim
+from .heads import Local, PerHead, bind_arguments, modules_of
 from .input_modules import InputModules
 from .layer import LayerRuntime, MakeSchedule, kind_of
 from .memory.checkpoint_cache import current_pass
@@ -295,11 +294,7 @@ class SelfAttention:
         if tables is None:
             split = [module for module in split if module is self.o_proj]
         call.by_rank = self._by_rank(call, hidden_states, split)
-        local = bind_arguments(self.local_attention, call.geometry, args, kwargs)
-
-        def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Tensor:
-            return with_head_dim(local(group, q, k, v, *queries), q, self.layer.where)
-
+        attend = bind_arguments(self.local_attention, call.geometry, args, kwargs)
         can_window = self._can_window(split)
         is_windowed = isinstance(call.schedule, Windowed)
         if is_windowed and not can_window:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.heads import bind_arguments, with_head_dim
+from ..attention.heads import bind_arguments
 from ..attention.runtime import sharded
 from ..attention.runtime.deferred import Shadows, Wgrads
 from ..attention.runtime.execution import Call, attend_group, attend_in_pieces, with_kv
@@ -26,7 +26,7 @@ from ..attention.runtime.slices import Ranges, cut, join
 from ..attention.self_attention import SelfAttention
 from ..exchange.chunks import ChunkedExchange
 from ..exchange.exchange import Exchange, Half, run_halves
-from ..exchange.layout import Range, chunk_of
+from ..exchange.layout import chunk_of
 from ..exchange.legs import legs_of
 from ..exchange.relayed import relayed
 from ..rotary import Rotary
@@ -332,11 +332,7 @@ class _Attention(Gathering):
         super().__init__(here.call, here.block)
         attention, call, options = here.layer.attention, here.call, here.options
         args, kwargs = options.args, options.kwargs
-        local = bind_arguments(attention.local_attention, call.geometry, args, kwargs)
-
-        def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Tensor:
-            return with_head_dim(local(group, q, k, v, *queries), q, call.where)
-
+        attend = bind_arguments(attention.local_attention, call.geometry, args, kwargs)
         self.here, self.attend_group = here, attend
         self.watched = attention.local_of(call, hidden, attend, args, kwargs)
         self.values: dict[Part, Tensor] = {}
@@ -368,6 +364,7 @@ class _Attention(Gathering):
         return q, k, with_kv(geometry, "v", group, self.values)
 
     def attend(self, step: Step) -> None:
+        self.flush()
         if self.here.saved_attention is None:
             heads = self._heads(step.group)
             o = attend_group(self.call, self.attend_group, step.group, *heads)

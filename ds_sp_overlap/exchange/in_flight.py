@@ -217,7 +217,7 @@ class InFlight:
             self.layout.also
             or not source.covers
             or self.rope is None
-            and sources.places
+            and sources.places()
             and x.is_contiguous()
             and relayout.copies(x)  # in one copy
         ):
@@ -282,7 +282,8 @@ class InFlight:
             self.side.before_compute(mark)  # guard: compute waits for it
         self.received = None  # guard: freed, waits for nothing
         if self.carve_out is not None:
-            self._end_carve_out()
+            self.carve_out.end()
+            self.carve_out = None
         self.track.mark("unpacking")
         # The buffer that was sent is free before memory is taken; the handle may reference it too.
         self.sources, self.handle = (), None
@@ -296,13 +297,9 @@ class InFlight:
             self.side.after_unpack(mark)  # guard: memory returns once it was read
         self.track.mark("done")
 
-    def _end_carve_out(self) -> None:
-        carve_out, self.carve_out = self.carve_out, None
-        carve_out.end()
-
     def __del__(self) -> None:
         if self.carve_out is not None:
-            self._end_carve_out()
+            self.carve_out.end()
         # Abandoned, by an exception between start and finish. The memory must not return to the
         # compute stream before the transfer is over. Where waiting blocks the host there is no
         # mark, and c10d references the buffers itself.

@@ -27,7 +27,7 @@ def join(tensors: Sequence[Tensor], sides: Sides, new_empty: Callable[..., Tenso
         The flat buffer that travels.
     """
     wire = new_empty(sides.elements)
-    places = sides.places
+    places = sides.places()
     if places and not sides.is_repeated:
         # One kernel packs all parts.
         tiles = [_tile(x, side) for x, side in zip(tensors, sides.each)]
@@ -52,7 +52,7 @@ def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
     Slices that several parts hold are summed, in fp32 for half precision. Slices that no part holds
     keep their values.
     """
-    places = sides.places
+    places = sides.places()
     if places:
         for x, side, view in zip(tensors, sides.each, places[1:]):
             if side.is_repeated:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import compress
 from typing import NamedTuple
 
@@ -233,9 +233,9 @@ class Sides:
     def shapes(self) -> list[tuple[int, ...]]:
         return [side.shape for side in self.each]
 
-    @cached_property
+    @lru_cache(maxsize=4096)
     def places(self) -> list[Place]:
-        """Views of the wire by which a few copies pack or unpack all parts.
+        """Return views of the wire by which a few copies pack or unpack all parts.
 
         The first view holds the `Side.tiled` of all tensors side by side. One view per tensor
         follows, of that tensor alone. Empty if the parts of some tensor are not evenly spaced, or
@@ -276,7 +276,7 @@ class Sides:
         if not all(side.tiles for side in self.each):
             return []
         copied = []
-        for side, (shape, strides, offset) in zip(self.each, self.places[1:]):
+        for side, (shape, strides, offset) in zip(self.each, self.places()[1:]):
             peers, tokens = strides[side.dim : side.dim + 2]
             # The tokens of a peer follow those of the peer before: the two dimensions are one.
             if side.dim < 2 and peers == shape[side.dim + 1] * tokens:

@@ -475,7 +475,7 @@ def normed(rank, window, last, kind, frozen):
 
     attend = layers.block(shape, mine["layer"], torch.distributed.group.WORLD, local_attention=Flash(True), heads_alike=True)
     attend.use(**mine["layer"], **mine["norms"])
-    attend.norm_last = last
+    attend.inputs.norm_last = last
     assert len(attend.split_projections()) == 4
     wanted = layers.backward(expected, whole, x.clone().requires_grad_(), dy)
     local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))

@@ -136,7 +136,7 @@ def test_an_even_number_of_parts_needs_one_cut_and_nothing_is_unpacked(size, sha
         layout = geometry.exchange("q", 0, DIM)
         assert layout.target.tiles and layout.target.is_wire_layout
         found += isinstance(layout.source, Patches)
-        one_copy = bool(layout.source.tiles and layout.sources.places and geometry.divides("q"))
+        one_copy = bool(layout.source.tiles and layout.sources.places() and geometry.divides("q"))
         assert one_copy != isinstance(layout.source, Patches)
     assert found == patched
 

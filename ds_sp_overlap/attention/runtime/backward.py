@@ -85,16 +85,24 @@ class BackwardRunner(ForwardRunner):
         return self.o_needs_grad[group] if kind == "o" else self.inputs.is_needed(part)
 
     def start(self, step: Step) -> None:
-        exchange, parts = self._exchange(step), step.parts
+        exchange, parts = self.exchanges.get(step.exchange), step.parts
+        if exchange is None:
+            exchange = self._new_exchange(step)
         if not step.grad:
             exchange.start_forward([self.values.pop(part) for part in parts])
-        elif step.beside:
+            return
+        if step.beside:
             do = self.grads.pop(parts[0])
             exchange.start_forward([self.outputs.pop(step.group).view(do.shape), do])
-        elif any(needed := [self.is_needed(part) for part in parts]):
+            return
+        needed, dys = [], []
+        for part in parts:
+            needed.append(self.is_needed(part))
+            if needed[-1]:
+                dys.append(self.grads.pop(part))
+        if dys:
             exchange.needed = needed
-            sent = [part for part, is_needed in zip(parts, needed) if is_needed]
-            exchange.start_gradient([self.grads.pop(part) for part in sent])
+            exchange.start_gradient(dys)
             self.reached.add(step.exchange)
 
     def finish(self, step: Step) -> None:
@@ -175,9 +183,8 @@ class BackwardRunner(ForwardRunner):
             else:
                 self.grads[part] = gradient
 
-    def _exchange(self, step: Step) -> Exchange:
-        """Return the exchange of a step, which is made if there is none."""
-        if (exchange := self.exchanges.get(step.exchange)) is None:
-            dims = (self.inputs.projections.head_dim,) * (len(step.beside) + len(step.tensors))
-            exchange = self.exchanges[step.exchange] = self.call.exchange(step, dims)
+    def _new_exchange(self, step: Step) -> Exchange:
+        """Make the exchange of a step, which forward used and let go of."""
+        dims = (self.inputs.projections.head_dim,) * (len(step.beside) + len(step.tensors))
+        exchange = self.exchanges[step.exchange] = self.call.exchange(step, dims)
         return exchange

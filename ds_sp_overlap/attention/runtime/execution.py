@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from ...exchange.relayed import relayed
 from ...exchange.sp_group import SPGroup
 from ...schedule import Exchanged, Part, Schedule, Step
 
-# The number of a head group, and its q, k, v -> its o. Where ranks share query heads, it is called
-# once for each range of the rank's queries, with the range behind q, k, v.
-Attend = Callable[..., Tensor]
+# The number of a head group, and its q, k, v -> its o, in a form that `with_head_dim` takes. Where
+# ranks share query heads, it is called once for each range of the rank's queries, with the range
+# behind q, k, v.
+Attend = Callable[..., Any]
 
 
 class Call:
@@ -141,6 +143,37 @@ def _on_device(index: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(index, device=device)
 
 
+def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
+    """Give the output of local attention a dimension for its heads.
+
+    Args:
+        o: The output for ``q``, with its heads in a dimension of their own or flattened into the
+            last one.
+        q: [.., .., h_g/P, d].
+        where: Name of the layer, for errors.
+
+    Returns:
+        o as [.., .., h_g/P, d_v].
+
+    Raises:
+        ValueError: for anything else than such an output.
+    """
+    if not isinstance(o, Tensor):
+        raise ValueError(f"{where}: local attention must return one tensor, got {type(o).__name__}")
+    if o.shape == q.shape:
+        return o
+    heads = q.shape[2]
+    if o.dim() == 3 and o.shape[-1] % heads == 0:
+        o = o.unflatten(-1, (heads, -1))
+    if o.dim() != 4 or o.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            f"{where}: local attention of query {list(q.shape)} must return that shape (another "
+            "head dim is fine), or the same with heads and head dim flattened, got "
+            f"{list(o.shape)}"
+        )
+    return o
+
+
 def attend_group(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run the local attention of a group; otherwise as `attend_in_pieces`."""
     return join_pieces(attend_in_pieces(call, attend, group, q, k, v), call.geometry.seq_dim)
@@ -168,13 +201,15 @@ def attend_in_pieces(
     geometry = call.geometry
     is_last = group == call.schedule.last_attended or not geometry.kv_is_shared
     if is_last and geometry.shares == 1:
-        return [attend(group, q, k, v)]
+        return [with_head_dim(attend(group, q, k, v), q, call.where)]
     queries = pieces_of_queries(geometry, q)
-    if k.is_inference():  # no version counter tells of a change
-        return [attend(group, part, k.clone(), v.clone(), *tokens) for part, *tokens in queries]
-    before = k._version, v._version
-    pieces = [attend(group, part, k, v, *tokens) for part, *tokens in queries]
-    if (k._version, v._version) != before:  # guard: keys stay as they are
+    is_counted = not k.is_inference()  # no version counter tells of a change in inference
+    before = (k._version, v._version) if is_counted else None
+    pieces = []
+    for part, *tokens in queries:
+        keys = (k, v) if is_counted else (k.clone(), v.clone())
+        pieces.append(with_head_dim(attend(group, part, *keys, *tokens), part, call.where))
+    if is_counted and (k._version, v._version) != before:  # guard: keys stay as they are
         remedy = "set sp_overlap.head_groups to 1"
         if geometry.shares > 1:
             remedy = "run with fewer ranks, so that none share query heads"

@@ -25,7 +25,8 @@ Arrive = Callable[[str, Tensor, tuple[Range, ...]], Tensor]
 class Gathering(Runner):
     """Gathers consecutive steps and performs them together, as one node of autograd.
 
-    Fewer nodes cost the host less time. A subclass gathers a step by passing it to `gather`.
+    Fewer nodes cost the host less time. A subclass gathers a step by passing it to `gather`; before
+    any other step it calls `flush`.
     """
 
     def __init__(self, call: Call, schedule: Schedule | None = None):
@@ -41,19 +42,19 @@ class Gathering(Runner):
         """Perform the steps as one node."""
 
     def gather(self, step: Step) -> None:
+        """Perform the step later, with those that were gathered if it joins them."""
+        if self._gathered and not self.joins(self._gathered, step):
+            self.flush()
         self._gathered.append(step)
 
     def walk(self, program: Program) -> None:
         super().walk(program)
-        self._perform()
+        self.flush()
 
-    def reach(self, step: Step) -> None:
-        if self._gathered and not self.joins(self._gathered, step):
-            self._perform()
-
-    def _perform(self) -> None:
-        steps, self._gathered = self._gathered, []
-        if steps:
+    def flush(self) -> None:
+        """Perform the steps that were gathered."""
+        if self._gathered:
+            steps, self._gathered = self._gathered, []
             self.perform(steps)
 
 
@@ -95,15 +96,17 @@ class Recorded(Gathering):
 
     def joins(self, gathered: list[Step], step: Step) -> bool:
         # Work on arrival stays apart, so that it hides the exchanges that are still in flight.
-        return self._arrive is None and step.on_wire and not step.is_local_end
+        return self._arrive is None
 
     def project(self, step: Step) -> None:
+        self.flush()
         (part,) = step.parts
         assert self._project is not None
         self.values[part] = self._project(*part)
 
     def start(self, step: Step) -> None:
         if step.is_local_end:
+            self.flush()
             tensors = [self.values.pop(part) for part in step.parts]
             self.tokens[step.exchange] = self.call.start(step, *tensors)
         else:
@@ -111,6 +114,7 @@ class Recorded(Gathering):
 
     def finish(self, step: Step) -> None:
         if step.is_local_end:
+            self.flush()
             token = self.tokens.pop(step.exchange)
             (part,) = step.parts
             self.values[part] = self.call.exchanges[step.exchange].finish(token)
@@ -118,6 +122,7 @@ class Recorded(Gathering):
             self.gather(step)
 
     def attend(self, step: Step) -> None:
+        self.flush()
         group, geometry = step.group, self.call.geometry
         q = self.values.pop(("q", group))
         k = with_kv(geometry, "k", group, self.values)

@@ -66,18 +66,13 @@ class Runner:
 
     def walk(self, program: Program) -> None:
         """Perform the steps of a program in their order; no other loop performs steps."""
-        functions, reach, profiled = self._functions, self.reach, is_profiled()
+        functions, profiled = self._functions, is_profiled()
         for step in program:
-            if reach is not None:
-                reach(step)
             if profiled:
                 with self.range(step):
                     functions[step.op](self, step)
             else:  # a context manager costs the host as much as the rest of this loop
                 functions[step.op](self, step)
-
-    # Called before each step; None where there is nothing to do.
-    reach: Callable[[Step], None] | None = None
 
     def range(self, step: Step) -> Any:
         """Open a profiler range, named as in the drawing; an exchange opens ranges of its own."""
@@ -125,8 +120,6 @@ class ForwardRunner(Runner):
         self.values: dict[Part, Tensor] = {}
         self.tokens: dict[Exchanged, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
-        self.attended: dict[int, Attended] = {}
-        self.saved: dict[int, list[Tensor]] = {}
 
     def take_inputs(
         self,
@@ -154,6 +147,8 @@ class ForwardRunner(Runner):
     def take_attention(self, local: LocalAttention, is_recorded: bool) -> None:
         """Take what the steps ATTEND need; ``is_recorded`` if attention will have a backward."""
         self.local, self.is_recorded = local, is_recorded
+        self.attended: dict[int, Attended] = {}
+        self.saved: dict[int, list[Tensor]] = {}
 
     def take_output(self, output: OutputProjection, weight: Tensor, bias: Tensor | None) -> None:
         """Take what the steps MERGE need."""

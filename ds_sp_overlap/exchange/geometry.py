@@ -129,15 +129,15 @@ class Geometry(Heads):
         """Lay out one exchange that moves several of q, k and v of a group, for instance "qkv".
 
         Args:
-            kinds: What the exchange moves; or "o" alone.
+            kinds: What the exchange moves; or "o" alone, or beside another "o".
             group: The head group.
             head_dims: ``d`` of each.
             chunk: Which of ``chunks`` parts of every rank's tokens the local tensor holds. The
                 global tensor holds all tokens; the exchange leaves those of other chunks out.
             chunks: The number of parts.
         """
-        if tuple(kinds) == ("o",):
-            return self.joint_exchange(("q",), group, head_dims, chunk, chunks).inverse
+        if set(kinds) == {"o"}:
+            return self.joint_exchange("q" * len(kinds), group, head_dims, chunk, chunks).inverse
         sent = self.chunk_tokens(chunk, chunks)
         layouts = []
         for kind, dim in zip(kinds, head_dims):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import ds_sp_overlap
-from ds_sp_overlap.attention import layer as of_layer
 from ds_sp_overlap.autotune import choices
 from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.autotune.trial import OFF
@@ -460,8 +459,9 @@ def right_with_windows(rank, name, config):
     expected = use(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
     # By rank 0 alone another would be kept.
     costs = {1: 2.0, 2: 1.0, 4: 1.5, 8: 1.5, (8, 2): 1.009, (8, 1): [1.005, 1.2][rank], (4, 1): 1.5, (4, 2): 1.5, (2, 1): 1.5}
-    as_long = lambda layer, *given, **named: choices.candidates_of(replace(layer, seq=2**22), *given, **named)
-    with mock.patch.object(of_layer, "candidates_of", as_long), scripted(costs) as log:
+    as_it_is = choices.candidates_of
+    as_long = lambda layer, *given, **named: as_it_is(replace(layer, seq=2**22), *given, **named)
+    with mock.patch.object(choices, "candidates_of", as_long), scripted(costs) as log:
         for _ in range(20):
             sgd.zero_grad()
             mover.log.clear()

@@ -5,8 +5,9 @@
     python -m tests.harness.mutants run --everything    the others against every test of `make test-all` in the files of those tests
     python -m tests.harness.mutants table               who killed what
 
-A seed draws the sample: comparisons turned, numbers off by one, statements dropped, operands swapped, defaults changed. All happens in
-copies of the checkout under ``--folder``. Code that runs once a process, for a cache, counts for the test that ran it alone.
+A seed draws the sample: comparisons turned, numbers off by one, statements dropped, operands swapped, defaults changed; with ``map
+--planted`` the mutants are instead the faults of `PLANTED`. All happens in copies of the checkout under ``--folder``. Code that runs
+once a process, for a cache, counts for the test that ran it alone.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -33,6 +35,25 @@ ROOMS = "schedule", "exchange", "attention", "chain", "integrations"
 FATES = "make test", "make test-all", "nobody"
 TURNED = dict(Lt="LtE", LtE="Lt", Gt="GtE", GtE="Gt", Eq="NotEq", NotEq="Eq", In="NotIn", NotIn="In", Is="IsNot", IsNot="Is")
 ORDERED = ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.MatMult
+PLANTED = {  # one fault of each kind: file, text that stands there once and begins a statement, text instead
+    "wrong head": (
+        "exchange/heads.py",
+        'ranges = self.heads_of("q" if kind == "o" else kind, group)',
+        'ranges = self.heads_of("q" if kind == "o" else kind, self.groups - 1 - group)',
+    ),
+    "missing wait": ("exchange/in_flight.py", "self.handle.wait()  # guard", "pass  # guard"),
+    "buffer freed early": ("exchange/in_flight.py", "mark = self.received\n", "mark, self.send = self.received, None\n"),
+    "gradient missing on one rank": (
+        "exchange/exchange.py",
+        "dxs[first : first + len(needed)] = exchange.finish_gradient()",
+        "dxs[first : first + len(needed)] = [g if exchange.sp_group.rank else None for g in exchange.finish_gradient()]",
+    ),
+    "silent refusal": (
+        "integrations/registry.py",
+        'warn_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")',
+        "pass",
+    ),
+}
 PROBE = """import os, pathlib
 seen = set()
 def _hit(mutant):
@@ -91,15 +112,30 @@ def mutants_of(path):
     return found
 
 
-def sample(seed=0, count=120):
-    """Draw as many mutants of each room, and in a room of each kind in turn."""
+def sample(rooms, seed, count):
+    """Draw as many mutants of each room, and in a room of each kind in turn; of a room that is a file, of that file."""
     chosen, draw = [], random.Random(seed)
-    for room in ROOMS:
-        found = [mutant for path in sorted((ROOT / "ds_sp_overlap" / room).rglob("*.py")) for mutant in mutants_of(path)]
+    for room in rooms:
+        place = ROOT / "ds_sp_overlap" / room
+        found = [mutant for path in sorted(place.rglob("*.py")) or [place] for mutant in mutants_of(path)]
         kinds = [[mutant for mutant in found if mutant[0] == kind] for kind in sorted({mutant[0] for mutant in found})]
         drawn = sorted((i, mutant) for kind in kinds for i, mutant in enumerate(draw.sample(kind, len(kind))))
-        chosen += [mutant for _, mutant in drawn[: count // len(ROOMS)]]
+        chosen += [mutant for _, mutant in drawn[: count // len(rooms)]]
     return chosen
+
+
+def planted():
+    """`PLANTED` as mutants; fails for a text that doesn't stand once where it is said to."""
+    found = []
+    for kind, (path, old, new) in PLANTED.items():
+        path = ROOT / "ds_sp_overlap" / path
+        before, *rest = path.read_text().split(old)
+        if len(rest) != 1:
+            raise LookupError(f"{kind}: {old!r} stands {len(rest)} times in {path.name}; plant it anew")
+        lines, column = before.count("\n") + 1, len(before) - before.rfind("\n") - 1
+        last, end = lines + old.count("\n"), len(old) - old.rfind("\n") - 1 if "\n" in old else column + len(old)
+        found.append((kind, str(path.relative_to(ROOT)), lines, lines, column, last, end, new))
+    return found
 
 
 def checkout(folder, name):
@@ -117,7 +153,7 @@ def pytest_in(copy, *arguments, timeout_s=None, **variables):
     return subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=timeout_s)
 
 
-def map_tests(folder, mutants):
+def map_tests(folder, mutants, tests):
     copy = checkout(folder, "mapped")
     (copy / "ds_sp_overlap/mutants_probe.py").write_text(PROBE)  # there it is not accounted for as a stranger's code
     for path in {mutant[1] for mutant in mutants}:
@@ -131,9 +167,9 @@ def map_tests(folder, mutants):
             lines.insert(line - 1, re.match(" *", lines[line - 1]).group() + probe)
         (copy / path).write_text("\n".join(lines) + "\n")
     stored = "--store-durations", f"--durations-path={folder / 'seconds.json'}"
-    done = pytest_in(copy, "-n2", "--dist=worksteal", *stored, MUTANTS=str(folder))
+    done = pytest_in(copy, "-n2", "--dist=worksteal", *stored, *tests, MUTANTS=str(folder))
     (folder / "failed.json").write_text(json.dumps(FAILED.findall(done.stdout)))  # without a mutant: these show nothing
-    print(done.stdout[-5000:])
+    print(done.stdout[-5000:], done.stderr[-2000:])
 
 
 def killer(copy, mutant, tests, seconds, *options):
@@ -153,7 +189,7 @@ def killer(copy, mutant, tests, seconds, *options):
         (copy / path).write_text(original)
 
 
-def run(folder, mutants, fate, patience_s, jobs=2):
+def run(folder, mutants, fate, patience_s, jobs):
     """Note who kills each mutant that nobody killed so far: of the tests of ``fate`` that reach it, the fastest that fails.
 
     One that outlives ``patience_s`` of its tests is left to a run with more.
@@ -169,7 +205,7 @@ def run(folder, mutants, fate, patience_s, jobs=2):
     for mutant, test in (line.split("\t") for path in folder.glob("hits.*") for line in path.read_text().splitlines()):
         hits[int(mutant)].add(test)
     (folder / "results.jsonl").touch()
-    done = {i for i, of, by in map(json.loads, open(folder / "results.jsonl")) if by or of == fate}
+    done = {i for i, of, by, _ in map(json.loads, open(folder / "results.jsonl")) if by or of == fate}
 
     def reaching(i):
         files = {test.partition("::")[0] for test in hits[i]}
@@ -178,11 +214,13 @@ def run(folder, mutants, fate, patience_s, jobs=2):
     def attack(i):
         every, copy = sorted(reaching(i), key=seconds.get), copies.get()
         tests = [test for test, total in zip(every, accumulate(map(seconds.get, every))) if total <= patience_s]
+        begin = time.monotonic()
         by = killer(copy, mutants[i], tests, seconds, *options) if tests else ""
+        took_s = time.monotonic() - begin
         copies.put(copy)
         if by or tests == every:
             with open(folder / "results.jsonl", "a") as file:
-                print(json.dumps([i, fate, by]), file=file)
+                print(json.dumps([i, fate, by, took_s]), file=file)
 
     left = [i for i in range(len(mutants)) if i not in done]
     with ThreadPoolExecutor(jobs) as pool:
@@ -190,12 +228,17 @@ def run(folder, mutants, fate, patience_s, jobs=2):
 
 
 def table(folder, mutants):
-    killed, counts = {i: fate for i, fate, by in map(json.loads, open(folder / "results.jsonl")) if by}, defaultdict(Counter)
+    found = {i: (fate, by, s) for i, fate, by, s in map(json.loads, open(folder / "results.jsonl")) if by}
+    killed, counts = {i: fate for i, (fate, *_) in found.items()}, defaultdict(Counter)
     for i, mutant in enumerate(mutants):
         for name in (mutant[1].split("/")[1], mutant[0], "all"):
             counts[name][killed.get(i, FATES[2])] += 1
         if killed.get(i) != FATES[0]:
             print(f"{i}: {mutant[0]}, {mutant[1]}:{mutant[3]}, killed by {killed.get(i, FATES[2])}: {mutant[-1]}")
+    if {mutant[0] for mutant in mutants} <= set(PLANTED):
+        rows = [(mutants[i][0], f"`{by}`", f"{s:.0f}") for i, (_, by, s) in sorted(found.items())]
+        print(tabulate(rows, headers=["fault", "noticed by", "after s"], tablefmt="github"))
+        return
     rows = [(name, count.total(), *(count[fate] for fate in FATES)) for name, count in sorted(counts.items())]
     print(tabulate(rows, headers=["", "mutants", *(f"killed by {fate}" for fate in FATES)], tablefmt="github"))
 
@@ -206,10 +249,21 @@ if __name__ == "__main__":
     parser.add_argument("--patience", type=float, default=math.inf, help="run: seconds of tests, at most, that a mutant is given")
     parser.add_argument("--everything", action="store_true", help="run: what `make test` let live, against all other tests")
     parser.add_argument("--folder", type=Path, default=ROOT / "results/mutants")
+    parser.add_argument("--planted", action="store_true", help="map: the faults of PLANTED, none drawn")
+    parser.add_argument("--rooms", nargs="+", default=ROOMS, help="map: folders or files of the package to draw from")
+    parser.add_argument("--seed", type=int, default=0, help="map: of the sample")
+    parser.add_argument("--count", type=int, default=120, help="map: mutants, shared evenly among rooms")
+    parser.add_argument("--tests", nargs="+", default=(), help="map: files of tests; all of `make test` without")
+    parser.add_argument("--jobs", type=int, default=2, help="run: mutants side by side")
     given = parser.parse_args()
+    given.folder = given.folder.resolve()
     given.folder.mkdir(parents=True, exist_ok=True)
     drawn = given.folder / "mutants.json"  # what was drawn stays, though the package changes
     if given.step == "map":
-        drawn.write_text(json.dumps(sample()))
-    steps = {"map": map_tests, "run": lambda *where: run(*where, FATES[given.everything], given.patience), "table": table}
+        drawn.write_text(json.dumps(planted() if given.planted else sample(given.rooms, given.seed, given.count)))
+    steps = {
+        "map": lambda *where: map_tests(*where, given.tests),
+        "run": lambda *where: run(*where, FATES[given.everything], given.patience, given.jobs),
+        "table": table,
+    }
     steps[given.step](given.folder, json.loads(drawn.read_text()))

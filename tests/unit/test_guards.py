@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.guards import Guard, guarded, markers, removed
+from tests.harness.mutants import PLANTED, planted
 
 TESTS = Path(__file__).parents[1]
 
@@ -31,3 +32,7 @@ def test_a_guard_that_the_code_no_longer_holds_is_reported():
     nowhere = "it stands nowhere"
     with pytest.raises(LookupError, match="stands 0 times in the package"), removed(Guard(nowhere, "pass")):
         pass
+
+
+def test_every_planted_fault_stands_once_in_the_package():
+    assert len(planted()) == len(PLANTED)

@@ -287,8 +287,11 @@ def modules_of(attend: Any) -> list[nn.Module]:
         inside = [attend.func, *attend.args, *attend.keywords.values()]
         return [module for x in inside for module in modules_of(x)]
     cells = getattr(attend, "__closure__", None) or ()
-    inside = [getattr(attend, "__self__", None), *(cell.cell_contents for cell in cells)]
-    return [module for x in inside if isinstance(x, nn.Module) for module in x.modules()]
+    modules: list[nn.Module] = []
+    for inside in (getattr(attend, "__self__", None), *(cell.cell_contents for cell in cells)):
+        if isinstance(inside, nn.Module):
+            modules += inside.modules()
+    return modules
 
 
 @contextlib.contextmanager

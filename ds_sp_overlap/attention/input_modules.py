@@ -222,9 +222,12 @@ class InputModules:
         """Return for each of q, k and v whether its projection or its norm learns."""
         learning = []
         for kind, (index, _) in self.of_kinds.items():
-            modules = (self.projections[index], self.norms.get(kind))
-            parameters = [p for m in modules if isinstance(m, nn.Module) for p in m.parameters()]
-            learning.append(any(parameter.requires_grad for parameter in parameters))
+            learns = False
+            for module in (self.projections[index], self.norms.get(kind)):
+                # A norm may be a function.
+                if isinstance(module, nn.Module):
+                    learns = learns or any(p.requires_grad for p in module.parameters())
+            learning.append(learns)
         return learning
 
 

@@ -46,12 +46,6 @@ def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bo
     return check(make_schedule(kinds, wgrad_last), kinds)
 
 
-def is_capturing() -> bool:
-    """Return whether the current stream captures a CUDA graph."""
-    # torch without CUDA can't answer the second question.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 class LayerRuntime:
     """Makes the `Call`s of one layer; all kinds of attention layer share it.
 
@@ -181,7 +175,11 @@ class LayerRuntime:
         Returns:
             The call; in one head group where the local attention needs all heads at once.
         """
-        if is_capturing():  # guard: no graph of a call
+        # A torch without CUDA can't say whether a stream is captured.
+        cuda = torch.cuda
+        if (
+            cuda.is_initialized() and cuda.is_current_stream_capturing()
+        ):  # guard: no graph of a call
             raise RuntimeError(
                 f"{self.where}: called while a CUDA graph is captured, but a layer waits on the "
                 "host (to compare calls over the ranks), which no graph can hold; capture what "

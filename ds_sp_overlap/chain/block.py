@@ -35,7 +35,6 @@ from ..schedule import (
     Exchanged,
     O,
     Op,
-    Part,
     Program,
     Recompute,
     Step,
@@ -152,10 +151,11 @@ class LayerCall:
         dim = -3 if attention.batch_first else -4  # of the tokens, from the right
 
         def rotation(start: int, stop: int) -> Callable[[Tensor], Tensor]:
-            mine = [
-                x if x.dim() < -dim or x.shape[dim] == 1 else x.narrow(dim, start, stop - start)
-                for x in tables
-            ]
+            mine = []
+            for table in tables:
+                # One row for all tokens serves every chunk.
+                is_shared = table.dim() < -dim or table.shape[dim] == 1
+                mine.append(table if is_shared else table.narrow(dim, start, stop - start))
             return lambda heads: rope.rotate(heads, *mine)
 
         return [rotation(*tokens) for tokens in self.ranges()]
@@ -335,7 +335,6 @@ class _Attention(Gathering):
         attend = bind_arguments(attention.local_attention, call.geometry, args, kwargs)
         self.here, self.attend_group = here, attend
         self.watched = attention.local_of(call, hidden, attend, args, kwargs)
-        self.values: dict[Part, Tensor] = {}
         self.attended: tuple[Tensor, ...] = ()
 
     handlers = {Op.FINISH: "gather", Op.ATTEND: "attend", Op.START: "gather"}
@@ -403,12 +402,11 @@ def _segment(
         roots += done.layer.ends
     if following is not None:
         roots += following.layer.begins
-    called = dict.fromkeys(
-        module
-        for root in roots
-        for module in root.modules()
-        if type(module).forward is not nn.Module.forward
-    )
+    called: dict[nn.Module, None] = {}
+    for root in roots:
+        for module in root.modules():
+            if type(module).forward is not nn.Module.forward:  # a list of modules is never called
+                called[module] = None
     given = {} if done is None else done.tokens
 
     def body(hidden: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
@@ -469,7 +467,6 @@ class _Segment(Runner):
             watch(self.xs[0].grad_fn, hidden)
         self.rotations = [] if following is None else following.rotations()
         self.of_groups: list[Tensor] = []
-        self.values: dict[Part, Tensor] = {}
 
     handlers = {
         Op.FINISH: "finish",

@@ -183,10 +183,10 @@ class Exchange:
         received = in_flight.finish(into)
         if len(received) == len(self.needed):
             return received
-        gradients = iter(received)
-        return tuple(
-            next(gradients) if needed else None for needed in self.needed
-        )  # guard: to those that need it
+        arrived, gradients = iter(received), list[Tensor | None]()
+        for needed in self.needed:
+            gradients.append(next(arrived) if needed else None)  # guard: to those that need it
+        return tuple(gradients)
 
 
 class Half(NamedTuple):

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 from .heads import Heads
 from .layout import Layout, Patches, Range, Side
-from .shares import QueryChunks, common
+from .shares import QueryChunks, common, possible_shares
 
 
 @lru_cache(maxsize=4096)
@@ -22,9 +22,7 @@ def shares_for(sp_size: int, heads: int, kv_heads: int) -> int:
     The smallest r by which heads divide evenly. 1 where that is possible, and where k and v would
     grow by more than q and o shrink, in elements that the busiest rank receives.
     """
-    even = next(
-        r for r in range(1, sp_size + 1) if sp_size % r == 0 and heads % (sp_size // r) == 0
-    )
+    even = next(r for r in possible_shares(sp_size, heads) if heads % (sp_size // r) == 0)
     if even == 1 or heads < sp_size:
         return even
     lengths = (sp_size,) * sp_size

@@ -65,7 +65,7 @@ class InFlight:
     """
 
     # In check mode, what has to arrive.
-    expected: Sequence[Tensor] = ()
+    expected: list[Tensor] | tuple[()] = ()
     handle: Any = None
     # The mark of the transfer stream, between launch and finish.
     received: Any = None
@@ -117,10 +117,11 @@ class InFlight:
                 f"got {_listed(shapes)}"
             )
         if checked:
-            self.expected = [
-                check.plain_exchange(sp_group, each, tensor, self.name, self.rope, self.rope_back)
-                for each, tensor in zip(layout.each, xs)
-            ]
+            self.expected = []
+            for each, tensor in zip(layout.each, xs):
+                ropes = self.rope, self.rope_back
+                plain = check.plain_exchange(sp_group, each, tensor, self.name, *ropes)
+                self.expected.append(plain)
         self.side = sp_group.streams(x.device)
         self.sources = xs
         ready = None
@@ -238,7 +239,7 @@ class InFlight:
             and self.dtypes is None
             and targets.copied
             and not into
-            and not ops.prefers_16_bytes(self.recv)
+            and not self.recv.is_cuda
             and (self.layout.also or relayout.copies(self.recv))
         ):
             return split_copies(self.recv, targets)

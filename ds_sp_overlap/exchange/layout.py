@@ -193,10 +193,11 @@ class Patches(Side):
     @cached_property
     def split_sizes(self) -> list[int]:
         row = math.prod(self.shape) // max(self.shape[self.dim] * self.shape[self.seq_dim], 1)
-        return [
-            sum(last - first for first, last in tokens) * (stop - start) * row
-            for tokens, (start, stop) in zip(self.tokens, self.parts)
-        ]
+        sizes = []
+        for tokens, (start, stop) in zip(self.tokens, self.parts):
+            count = sum(last - first for first, last in tokens)
+            sizes.append(count * (stop - start) * row)
+        return sizes
 
     def blocks(self, peer: int) -> tuple[Block, ...]:
         heads = (self.dim, *self.parts[peer])

@@ -220,7 +220,7 @@ class Relayout(NamedTuple):
 
         Not on a GPU, where `copy` is faster.
         """
-        return self.pack is _copy_out and not prefers_16_bytes(x)
+        return self.pack is _copy_out and not x.is_cuda
 
 
 _TORCH = Relayout(_copy_out, _copy_in, rotate_pack, unpack_rotate_back, folds=False)

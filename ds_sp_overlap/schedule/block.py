@@ -117,11 +117,11 @@ class Block(Schedule):
         next layer makes of this chunk.
         """
         stops = [step for step in self.segment if step.on_wire]
-        return {
-            (stop_of(self, before), stop_of(self, after))
-            for before, after in zip(stops, stops[1:])
-            if _is_tail(before) and not _is_tail(after)
-        }
+        crossings = set()
+        for before, after in zip(stops, stops[1:]):
+            if _is_tail(before) and not _is_tail(after):
+                crossings.add((stop_of(self, before), stop_of(self, after)))
+        return crossings
 
     def chain(self, layers: int, follows: bool = False, is_followed: bool = False) -> Schedule:
         """Return the schedule of some successive layers of a chain.

@@ -206,12 +206,12 @@ class Schedule:
 
         Computed once, since a layer asks for them in every call.
         """
-        steps = (*self.forward, *self.backward, *self.recompute)
-        return {
-            step.exchange: self.name(step._replace(grad=False, beside=()))
-            for step in steps
-            if step.on_wire
-        }
+        names = {}
+        for step in (*self.forward, *self.backward, *self.recompute):
+            if step.on_wire:
+                # An exchange has the name of its values, whichever way a step sends through it.
+                names[step.exchange] = self.name(step._replace(grad=False, beside=()))
+        return names
 
     def label(self, step: Step) -> str:
         """Return the text on the bar of a step of the compute row."""

@@ -215,7 +215,7 @@ WATCHED = [
         ),
         replicas,
     ),
-    Watched(Guard("to those that need it", without="return tuple(next(gradients, None) for needed in self.needed)"), some_frozen),
+    Watched(Guard("to those that need it", without="gradients.append(next(arrived, None))"), some_frozen),
 ]
 
 

@@ -67,7 +67,7 @@ class BackwardRunner(ForwardRunner):
             weight_needs_grad: Whether a gradient of the weight is needed.
             late: As in `Pieces`.
         """
-        self.output, self.rows, self.outputs = output, matrix(dy), outputs
+        self.output, self.dy_transposed, self.outputs = output, matrix(dy).t(), outputs
         self.o_needs_grad, self.weight_needs_grad = o_needs_grad, weight_needs_grad
         self.pieces = output.pieces(late=late)
         self.output_dgrad = None if weight is None else output.dgrads(dy, weight)
@@ -95,6 +95,7 @@ class BackwardRunner(ForwardRunner):
             do = self.grads.pop(parts[0])
             exchange.start_forward([self.outputs.pop(step.group).view(do.shape), do])
             return
+        # Asked of the modules, not of what is there: all ranks must find the same.
         needed, dys = [], []
         for part in parts:
             needed.append(self.is_needed(part))
@@ -134,7 +135,7 @@ class BackwardRunner(ForwardRunner):
             self.inputs.wgrad(step.parts[0])
         elif self.weight_needs_grad:
             o = self.outputs[group] if self.sends_o else self.outputs.pop(group)
-            self.pieces.put(self.output.columns[group], torch.mm, self.rows.t(), o)
+            self.pieces.put(self.output.columns[group], torch.mm, self.dy_transposed, o)
 
     def attend_backward(self, step: Step) -> None:
         call, group, attend = self.call, step.group, self.local.attend
@@ -166,10 +167,9 @@ class BackwardRunner(ForwardRunner):
     def _add_to_pieces(self, kind: str, group: int, dx: Tensor) -> None:
         """Add the gradient of `with_kv` to the gradients of the pieces that it joins."""
         sent = [sent for sent, *_ in self.call.geometry.kv_pieces(group)]
-        pieces = {
-            (kind, earlier): self.values[kind, earlier].detach().requires_grad_()
-            for earlier in sent
-        }
+        pieces = {}
+        for earlier in sent:
+            pieces[kind, earlier] = self.values[kind, earlier].detach().requires_grad_()
         with torch.enable_grad():
             joined = with_kv(self.call.geometry, kind, group, pieces)
         is_one = len(sent) == 1 and joined is pieces[kind, sent[0]]

@@ -220,6 +220,11 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 class _Weights(Node):
+    """Gives out a token, and in backward delivers the weight gradients that waited in slots.
+
+    Backward runs when all nodes that were given the token have run.
+    """
+
     @staticmethod
     def forward(ctx, slots, *parameters):
         ctx.slots = slots

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...exchange.exchange import Exchange, Half
+from ...exchange.exchange import Exchange
 from ...exchange.geometry import Geometry
 from ...exchange.layout import Range
 from ...exchange.legs import legs_of
@@ -71,14 +71,6 @@ class Call:
         if self.rope_tables is None:
             return frozenset()
         return frozenset(part for part in self.schedule.alone if part[0] in ("q", "k"))
-
-    def start(self, step: Step, *tensors: Tensor) -> Tensor:
-        """Start the exchange of one or several of q, k, v of a group; return its token."""
-        return self.new_exchange(step, tensors).start(*tensors)
-
-    def start_half(self, step: Step, tensors: tuple[Tensor, ...]) -> Half:
-        """Return the start of an exchange, for `run_halves` to run with the steps that follow."""
-        return Half(self.new_exchange(step, tensors), tensors, starts=True)
 
     def new_exchange(self, step: Step, tensors: Sequence[Tensor]) -> Exchange:
         """Make and note the exchange that a step starts: of some of q, k, v of a group, or of o."""

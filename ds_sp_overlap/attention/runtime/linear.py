@@ -191,7 +191,7 @@ def parameter_of(module: nn.Module, name: str) -> Any:
     """
     parameters = module._parameters
     # An attribute of the instance goes before a parameter.
-    if name in parameters and name not in vars(module):
+    if name in parameters and name not in module.__dict__:
         return parameters[name]
     return getattr(module, name)
 

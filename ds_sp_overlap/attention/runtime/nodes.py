@@ -71,8 +71,9 @@ class _StartInputs(Node):
     @staticmethod
     def backward(ctx, *tokens):
         inputs, saved = ctx.inputs, iter(ctx.saved_tensors)
-        x = next(saved)
-        weights, norm_parameters, tables = (list(islice(saved, size)) for size in ctx.sizes)
+        x, (linear, norms, rotations) = next(saved), ctx.sizes
+        weights, norm_parameters = list(islice(saved, linear)), list(islice(saved, norms))
+        tables = tuple(islice(saved, rotations))
         norm_inputs = dict(zip(ctx.norm_inputs, saved))
         del saved
         ctx.maybe_clear_saved_tensors()
@@ -85,7 +86,7 @@ class _StartInputs(Node):
         inputs.begin(
             x,
             weights,
-            tuple(tables),
+            tables,
             norm_parameters=norm_parameters,
             norm_inputs=norm_inputs,
             some_missing=len(runner.reached) < len(tokens),

@@ -69,6 +69,7 @@ class OutputProjection:
         (`Call.by_rank`).
         """
         rows, cut, head_dim = matrix(dy), cutter(weight, 1, self.columns), self.head_dim
+        tokens = dy.shape[:2]
 
         def dgrad(group: int) -> Tensor:
             columns = self.columns[group]
@@ -78,7 +79,8 @@ class OutputProjection:
                 do = mm_of_slices(rows, weight, columns)
             else:
                 do = torch.mm(rows, cut(columns))
-            return do.view(*dy.shape[:2], *do.shape[1:-1], do.shape[-1] // head_dim, head_dim)
+            _, *parts, width = do.shape
+            return do.view(*tokens, *parts, width // head_dim, head_dim)
 
         return dgrad
 

@@ -288,7 +288,7 @@ class InputGradients:
 
     def dgrad(self, part: Part) -> None:
         """Add the share of a part to dx; do nothing where no gradient of the part arrived."""
-        if (dy := self.gradients.get(part)) is None:
+        if (dy := self._take(part)) is None:
             return
         module, rows, _ = self.projections.rows[part]
         if self.x_needs_grad:
@@ -299,12 +299,10 @@ class InputGradients:
                 dx += dy @ weight  # rounds as the layer that is replaced does
             else:
                 dx.addmm_(dy, weight)
-        del dy  # before the next gradient is unpacked
-        self._finish_half(part)
 
     def wgrad(self, part: Part) -> None:
         """Add the share of a part to the gradients of weight and bias, where one arrived."""
-        if (dy := self.gradients.get(part)) is None:
+        if (dy := self._take(part)) is None:
             return
         module, rows, _ = self.projections.rows[part]
         weight, bias = 2 * module, 2 * module + 1
@@ -312,15 +310,13 @@ class InputGradients:
             self.linear_gradients[weight].put(rows, torch.mm, dy.t(), self.x)
         if self.parameters_need_grad[bias]:
             self.linear_gradients[bias].put(rows, torch.sum, dy, 0)
-        del dy  # before the next gradient is unpacked
-        self._finish_half(part)
 
-    def _finish_half(self, part: Part) -> None:
-        """Free the gradient of a part once both its dgrad and its wgrad are done."""
+    def _take(self, part: Part) -> Tensor | None:
+        """Return the gradient of a part; the second of its dgrad and wgrad takes it out."""
         if part in self._half_done:
-            del self.gradients[part]
-        else:
-            self._half_done.add(part)
+            return self.gradients.pop(part, None)
+        self._half_done.add(part)
+        return self.gradients.get(part)
 
     def end(self) -> tuple[Tensor | None, ...]:
         """End a backward; return the gradients of x and of the parameters."""

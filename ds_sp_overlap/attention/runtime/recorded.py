@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...exchange.exchange import Half, run_halves
 from ...exchange.layout import Range
-from ...schedule import Exchanged, Op, Part, Program, Schedule, Step
+from ...schedule import Op, Program, Schedule, Step
 from .execution import Attend, Call, attend_group, with_kv
 from .runner import FORWARD, Runner
 from .slices import join
@@ -72,8 +72,6 @@ class Recorded(Gathering):
         arrive: RoPE, if the caller wants RoPE after the exchange. None for no change.
 
     Attributes:
-        tokens: For each exchange that is in flight, its token.
-        values: q, k, v and o of head groups: the local tensors, then the received ones.
         outputs: Local o of each group, unless the output is a node of its own.
     """
 
@@ -88,9 +86,6 @@ class Recorded(Gathering):
     ):
         super().__init__(call)
         self._project, self._attend, self._arrive = project, attend, arrive
-        self.tokens: dict[Exchanged, Tensor] = {}
-        self.values: dict[Part, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}
         # For each group whose o is not sent yet: o, and the q, k, v that o was computed from.
         self._attended: dict[int, tuple[Tensor, ...]] = {}
 
@@ -108,7 +103,7 @@ class Recorded(Gathering):
         if step.is_local_end:
             self.flush()
             tensors = [self.values.pop(part) for part in step.parts]
-            self.tokens[step.exchange] = self.call.start(step, *tensors)
+            self.tokens[step.exchange] = self.call.new_exchange(step, tensors).start(*tensors)
         else:
             self.gather(step)
 
@@ -136,7 +131,8 @@ class Recorded(Gathering):
         halves = []
         for step in steps:
             if step.op is Op.START:
-                halves.append(self.call.start_half(step, self._attended.pop(step.group)))
+                attended = self._attended.pop(step.group)
+                halves.append(Half(self.call.new_exchange(step, attended), attended, starts=True))
             else:
                 token = self.tokens.pop(step.exchange)
                 halves.append(Half(self.call.exchanges[step.exchange], (token,)))

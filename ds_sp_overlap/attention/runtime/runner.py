@@ -51,10 +51,16 @@ class Runner:
     Attributes:
         call: The call of a layer that the steps belong to.
         schedule: The schedule that labels the steps for profilers; by default that of the call.
+        values: q, k, v and o of head groups: the local tensors, then the received ones.
+        tokens: For each exchange that is in flight, an empty tensor that stands for it.
+        outputs: For each head group that is merged, the local o.
     """
 
     def __init__(self, call: Call, schedule: Schedule | None = None):
         self.call, self.schedule = call, schedule or call.schedule
+        self.values: dict[Part, Tensor] = {}
+        self.tokens: dict[Exchanged, Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
 
     # For each op, the name of the method that performs its steps. Bound methods in an attribute of
     # the object would be a reference cycle, which keeps tensors alive.
@@ -103,8 +109,6 @@ class ForwardRunner(Runner):
     """Performs the steps of forward without autograd.
 
     Attributes:
-        values: q, k, v and o of head groups: the local tensors, then the received ones.
-        tokens: For each exchange that was started, an empty tensor that stands for it.
         outputs: For each head group, the local o that the output projection read, [tokens, k_g].
         attended: For each head group, what the backward of its attention needs; filled only where
             there will be a backward.
@@ -114,12 +118,6 @@ class ForwardRunner(Runner):
 
     y: Tensor | None = None
     handlers = FORWARD
-
-    def __init__(self, call: Call):
-        super().__init__(call)
-        self.values: dict[Part, Tensor] = {}
-        self.tokens: dict[Exchanged, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}
 
     def take_inputs(
         self,
@@ -206,6 +204,8 @@ class ForwardRunner(Runner):
     def qkv_need_grad(self, group: int) -> list[bool]:
         """Return for each of q, k and v that a group attends to whether it needs a gradient."""
         is_needed = self.inputs.is_needed
-        pieces = self.call.geometry.kv_pieces(group)
-        kv_need_grad = [any(is_needed((kind, sent)) for sent, *_ in pieces) for kind in ("k", "v")]
-        return [is_needed(("q", group)), *kv_need_grad]
+        k_needs_grad = v_needs_grad = False
+        for sent, *_ in self.call.geometry.kv_pieces(group):
+            k_needs_grad = k_needs_grad or is_needed(("k", sent))
+            v_needs_grad = v_needs_grad or is_needed(("v", sent))
+        return [is_needed(("q", group)), k_needs_grad, v_needs_grad]

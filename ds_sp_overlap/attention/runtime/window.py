@@ -77,9 +77,9 @@ class _Windowed(Node):
                 after = Random.now(x.device)
                 # The checkpoint saves no graphs, which may lead to the checkpoint itself. Backward
                 # uses the graphs of this node.
-                attended = {
-                    group: replace(record, edges=None) for group, record in forward.attended.items()
-                }  # guard: nothing circular
+                attended = {}
+                for group, record in forward.attended.items():
+                    attended[group] = replace(record, edges=None)  # guard: nothing circular
                 checkpoint.put(
                     call.where,
                     (forward.outputs, forward.saved),
@@ -126,9 +126,9 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     linear, norms, rotations, merged = ctx.sizes
     parameters, norm_parameters = list(islice(saved, linear)), list(islice(saved, norms))
     tables, outputs = tuple(islice(saved, rotations)), dict(zip(call.groups, islice(saved, merged)))
-    of_attention = {
-        group: list(islice(saved, record.saved_count)) for group, record in attended.items()
-    }
+    of_attention = {}
+    for group, record in attended.items():
+        of_attention[group] = list(islice(saved, record.saved_count))
 
     runner = BackwardRunner(call, {})
     norm_inputs: dict[Part, Tensor] = {}

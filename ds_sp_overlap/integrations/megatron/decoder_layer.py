@@ -247,7 +247,7 @@ def hosts_of(
     Args:
         chains: The chains of the model.
         forward_passes: The forwards of the model.
-        sp_size: P.
+        sp_size: ``P``. Every rank is taken to have as many tokens as this one.
     """
     layers_by_stack: dict[Any, list[ChainedLayer]] = {}
     for chain in chains:

@@ -108,7 +108,13 @@ class Documents:
 
     @staticmethod
     def _long_calls(bounds: np.ndarray, rows: int) -> list[tuple[slice, int, int]]:
-        """Return rows, start and stop of each call on long documents."""
+        """Return the calls for long documents, one for each document.
+
+        Where every row has a document at the same place, one call serves all rows.
+
+        Returns:
+            For each call, the rows as a slice, and start and stop of the document.
+        """
         rows_of_place: dict[tuple[int, int], list[int]] = {}
         for row, start, stop in bounds.tolist():
             rows_of_place.setdefault((start, stop), []).append(row)

@@ -225,7 +225,7 @@ class Driven:
 def drive(
     name: str, module: Any, reader: Reader, forwards: Forwards, settings: OverlapSettings
 ) -> Driven:
-    """Make the `SelfAttention` that replaces the forward of a layer.
+    """Make the `Driven` of a layer, with the `SelfAttention` that replaces the layer's forward.
 
     Args:
         name: The layer's name.

@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.functional import cross_entropy
 
 import ds_sp_overlap
+from ds_sp_overlap.attention.runtime import sharded
 from ds_sp_overlap.exchange.transport import C10d
 from tests.harness.cases import full
 from tests.harness.chains import Runs, ran, whole_chain
@@ -377,6 +378,21 @@ def of_two_dtypes(rank):
 def test_layers_of_two_precisions_start_nothing_for_one_another():
     for forwards in on_ranks(2, of_two_dtypes):
         assert forwards == [ran("-", "-", "-")]
+
+
+def gathered(rank):
+    """Whether weights are taken for gathered: of two layers that share one, of a unit that was made later, of a plain layer."""
+    alike = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    alike[1].weight = alike[0].weight
+    fully_shard(alike)
+    sharded.look_for_units(alike)
+    later, plain = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    fully_shard(later)
+    return [sharded.is_gathered(layer) for layer in (*alike, later, plain)]
+
+
+def test_weights_that_two_layers_share_and_units_that_are_made_later_are_gathered():
+    assert on_ranks(2, gathered) == [[True, True, True, False]] * 2
 
 
 def one_step(rank, folder):

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.functional import cross_entropy
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.runtime import sharded
+from ds_sp_overlap.attention.runtime.sharded import is_gathered, look_for_units
 from ds_sp_overlap.exchange.transport import C10d
 from tests.harness.cases import full
 from tests.harness.chains import Runs, ran, whole_chain
@@ -385,10 +385,10 @@ def gathered(rank):
     alike = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     alike[1].weight = alike[0].weight
     fully_shard(alike)
-    sharded.look_for_units(alike)
+    look_for_units(alike)
     later, plain = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     fully_shard(later)
-    return [sharded.is_gathered(layer) for layer in (*alike, later, plain)]
+    return [is_gathered(layer) for layer in (*alike, later, plain)]
 
 
 def test_weights_that_two_layers_share_and_units_that_are_made_later_are_gathered():

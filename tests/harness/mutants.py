@@ -46,7 +46,7 @@ PLANTED = {  # one fault of each kind: file, text that stands there once and beg
     "gradient missing on one rank": (
         "exchange/exchange.py",
         "dxs[first : first + len(needed)] = exchange.finish_gradient()",
-        "dxs[first : first + len(needed)] = [g if exchange.sp_group.rank else None for g in exchange.finish_gradient()]",
+        "dxs[first : first + len(needed)] = [None if exchange.sp_group.rank == 1 else g for g in exchange.finish_gradient()]",
     ),
     "silent refusal": (
         "integrations/registry.py",

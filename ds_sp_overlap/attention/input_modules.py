@@ -99,7 +99,10 @@ class InputModules:
         for norm in self.norms.values():
             if norm is not None and not can_recompute(norm, self.pure):
                 return False
-        return all(can_split(module, self.plain) for module in self.projections)
+        for module in self.projections:
+            if not can_split(module, self.plain):
+                return False
+        return True
 
     def split(self, call: Call, tables: tuple[Tensor, ...]) -> Projections:
         """Return the projections to be computed part by part, with what `tables` gave."""

@@ -152,15 +152,8 @@ class SelfAttention:
         self.layer = LayerRuntime(
             sp_group, parsed, name, policy=policy, heads_alike=heads_alike, schedule=schedule
         )
-        self.use(
-            o_proj,
-            q_proj=q_proj,
-            k_proj=k_proj,
-            v_proj=v_proj,
-            qkv_proj=qkv_proj,
-            q_norm=q_norm,
-            k_norm=k_norm,
-        )
+        projections = dict(q_proj=q_proj, k_proj=k_proj, v_proj=v_proj, qkv_proj=qkv_proj)
+        self.use(o_proj, **projections, q_norm=q_norm, k_norm=k_norm)
         sizes = {
             "q_proj.out_features": (q_proj, self.heads),
             "k_proj.out_features": (k_proj, self.kv_heads),

@@ -120,8 +120,8 @@ def hooks_are_harmless(module: nn.Module, *more: str, idle: Idle = _never) -> bo
         *more: Beginnings of modules' names, beside those of `harmless`.
         idle: Tells which hooks do nothing for now, and are not looked at.
     """
-    prefixes = (*harmless, *more)
     for hooks in _hooks(module):
+        prefixes = (*harmless, *more)
         for hook in hooks.values():
             name = getattr(hook, "__module__", "") or ""
             if not idle(hook) and not name.startswith(prefixes):  # guard: only harmless hooks

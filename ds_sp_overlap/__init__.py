@@ -13,8 +13,8 @@ Rooms, from the ground up; each imports from those above it in this list alone:
     rotary         rotary position embedding
     relayout       pack and unpack, PyTorch's and compiled
     profiling      clocks, optimizer steps, the timeline of what each exchange cost
-    exchange       geometry (who holds what), the sp group with its streams, transports, the
-                   exchange itself, its check
+    exchange       who holds what (shares, heads, geometry, legs), the sp group with its streams,
+                   transports, the exchange itself, its check
     autotune       choice of the number of head groups by timing
     attention      one layer: the whole layer (`SelfAttention`) or the drop-in
                    (`DistributedAttention`)
@@ -40,10 +40,10 @@ chain of layers ``integrations.chains``, ``chain.chain`` and ``chain.block`` do,
 forward on.
 
 Before it projects, the layer asks ``attention.layer`` for the agreement of the ranks, the number of
-head groups and the schedule, with the geometry that ``attention.call_geometry`` chooses. The drop-in goes from there straight to
-``attention.runtime.recorded``, since q is projected already. The way back is autograd's:
-``attention.runtime.nodes`` (do), ``exchange.exchange`` (dq, dk, dv start),
-``attention.runtime.nodes`` (dx and the weights).
+head groups and the schedule, with the geometry that ``attention.call_geometry`` chooses. The
+drop-in goes from there straight to ``attention.runtime.recorded``, since q is projected already.
+The way back is autograd's: ``attention.runtime.nodes`` (do), ``exchange.exchange`` (dq, dk, dv
+start), ``attention.runtime.nodes`` (dx and the weights).
 """
 
 import importlib

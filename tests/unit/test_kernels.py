@@ -185,7 +185,6 @@ def test_more_parts_than_travel_as_kernel_arguments(parts, overlapping):
     check_unpack(case)
 
 
-@pytest.mark.usefixtures("two_threads")
 @needs_library
 @pytest.mark.parametrize("offset", [0, 1], ids=["16-byte units", "single elements"])
 @pytest.mark.parametrize("parts", [[(0, 5), (5, 5), (5, 12)], [(0, 7), (3, 12), (3, 7)]], ids=["apart", "overlapping"])

@@ -1,6 +1,7 @@
 """Leave out by default what is marked ``full``, ``sweep`` or ``clients``, and of ``singles`` and ``pairs`` what `cases.beyond` names; with
 ``--all`` leave out nothing."""
 
+import gc
 import os
 
 # Tests run side by side: threads of one that spin while they wait take the cores of the others. And each has blocks of attention.
@@ -47,3 +48,7 @@ def pytest_collection_modifyitems(config, items):
         left_out |= {product[at] for at in cases.beyond([item.callspec.params for item in product], together)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # libraries stay; a collection, of which tests ask for many, looks at what came after them

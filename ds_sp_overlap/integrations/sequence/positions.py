@@ -410,7 +410,8 @@ class Positions:
     def _fault(self, tokens: Tensor | None, position_ids: Any, mask: Any, cache: Any) -> str | None:
         """Return the key of `_FAULTS` for the arguments on this rank; None if they are right."""
         if cache is not None:
-            if cache in self._caches or cache.get_seq_length() > 0:
+            length = getattr(cache, "get_seq_length", None)  # a paged cache and a tuple have none
+            if length is None or cache in self._caches or length() > 0:
                 return "cache"
             self._caches.add(cache)
         if not isinstance(position_ids, Tensor):

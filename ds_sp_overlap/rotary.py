@@ -82,12 +82,14 @@ class Rotary:
         rounding: "promoted": computed and returned in the dtype that q and the tables promote to;
             "kept": rounded to the dtype of q; "fp32": computed in fp32 and rounded to the dtype of
             q.
+        optional: Whether a layer that is given no position embeddings does not rotate.
     """
 
     tables: Callable[[Any], tuple[Tensor, Tensor] | None]
     partial: bool = False
     neighbours: bool = False
     rounding: str = "promoted"
+    optional: bool = False
 
     def __call__(self, x: Tensor, position_embeddings: Any) -> Tensor:
         """Rotate q or k, [..., d]; return it as it is where the layer does not rotate."""
@@ -112,6 +114,8 @@ class Rotary:
         Raises:
             ValueError: if ``position_embeddings`` are missing, or don't fit heads of ``head_dim``.
         """
+        if position_embeddings is None and self.optional:
+            return None
         if position_embeddings is None:  # guard: RoPE needs its tables
             raise ValueError(
                 "position_embeddings are missing, and without them RoPE would be left out; "

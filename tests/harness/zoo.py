@@ -264,7 +264,7 @@ def _judge_attention(program, attention, module):
     def apart(more, seq=6, scale=1.0, batch=2):
         driven.use()
         x = hidden(seq, scale, batch)
-        given = dict(hidden_states=x, position_embeddings=tables(x), attention_mask=None, **more)
+        given = {"hidden_states": x, "position_embeddings": tables(x), "attention_mask": None, **more}
         return difference(attention, driven.block, attention.o_proj, attention.forward, given, reader.options(attention))
 
     if found := apart({}):
@@ -590,6 +590,10 @@ def patched(factor):
 
 FACTOR = put("factor", 2.0)
 ROTATE = "apply_rotary_pos_emb(q, k, cos, sin)"
+ROTATES_IF_GIVEN = (
+    f"    cos, sin = position_embeddings\n    q, k = {ROTATE}",
+    f"    if position_embeddings is not None:\n        cos, sin = position_embeddings\n        q, k = {ROTATE}",
+)
 
 
 def rotating(change):
@@ -694,6 +698,8 @@ PROGRAMS = {
         "attention", (("    cos, sin =", "    v = v + self.mix * F.pad(v, (0, 0, 1, -1))\n    cos, sin ="),), parameter("mix", 0), fill("mix", 1.0)),
     "k is v": Program("attention", (("v = self.v_proj(x).view(shape)", "v = k"),)),
     "a list of projections": Program("attention", (("self.q_proj(x)", "self.all[0](x)"),), lambda m: setattr(m, "all", nn.ModuleList([m.q_proj]))),
+    "rotated where there are tables": Program("attention", (ROTATES_IF_GIVEN,), given={"position_embeddings": None}, expected="whole"),
+    "scaled where there are no tables": Program("attention", (ROTATES_IF_GIVEN, ("    attend =", "    q = q if position_embeddings is not None else q * 2\n    attend =")), given={"position_embeddings": None}),
     "keywords that are counted": Program("attention", (("    cos, sin =", "    q = q * (2 if len(kwargs) > 1 else 1)\n    cos, sin ="),), given={"a": 1, "b": 2}),
     "a keyword that is dropped": Program("attention", (("    cos, sin =", "    kwargs.pop('factor', None)\n    cos, sin ="),), given={"factor": 1}),
     "a mask that is looked at": Program("attention", (("    cos, sin =", "    q = q * 2 if attention_mask is None and not self.training else q\n    cos, sin ="),)),

@@ -7,6 +7,7 @@ its class and the version of transformers.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,20 +252,32 @@ def _read(module: Any, training: bool) -> Read:
     readings: list[Reading] = []
     lookups: dict[Any, Lookup] = {}
     loaded_globals: dict[Any, LoadedGlobal] = {}
-    for case in cases(training):
-        trace = Trace(module, case, keywords if case.gives_optional else set())
+    with_tables = cases(training)
+    for case in [*with_tables, dataclasses.replace(with_tables[0], gives_tables=False)]:
+        try:
+            trace = Trace(module, case, keywords if case.gives_optional else set())
+        except Unknown:
+            raise
+        except Exception:
+            if case.gives_tables:
+                raise
+            break  # a forward that always rotates takes None apart
         readings.append(_Interpreter(trace).reading())
         for path, value in trace.lookups:
             lookups[path, type(value)] = path, value
         for loaded in trace.loaded_globals:
             loaded_globals[id(loaded.namespace), loaded.name] = loaded
         keywords |= trace.constants
-    first = readings[0]
+    first, without_tables = readings[0], readings[-1]
+    if first.rotary is not None and without_tables.rotary is None:
+        readings[-1] = dataclasses.replace(without_tables, rotary=first.rotary)
     alike = all(x == first and _same_options(x.options, first.options) for x in readings)
     if not alike:  # guard: in every case
         raise Unknown(
             "its forward is another one without a mask, for other tokens or in another dtype"
         )
+    if readings[-1] is not without_tables:
+        first = dataclasses.replace(first, rotary={**first.rotary, "optional": True})
     norms = {}
     for source in first.sources.values():
         if source.norm is not None:

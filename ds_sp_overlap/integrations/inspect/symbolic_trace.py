@@ -53,6 +53,7 @@ class Case:
         batch: 1, or more than 1.
         seq_index: Selects the sequence length.
         dtype: The dtype that labels claim to have; None to hide their dtype.
+        gives_tables: Whether the tables of RoPE are given.
     """
 
     training: bool
@@ -61,6 +62,7 @@ class Case:
     batch: int
     seq_index: int
     dtype: torch.dtype | None
+    gives_tables: bool = True
 
 
 def cases(training: bool) -> list[Case]:
@@ -390,7 +392,7 @@ class Trace:
         known |= dict(
             hidden_states=self.x,
             attention_mask=self.mask,
-            position_embeddings=self.tables,
+            position_embeddings=self.tables if self.case.gives_tables else None,
             position_ids=None,
         )
         if self.case.gives_optional:

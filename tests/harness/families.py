@@ -49,6 +49,7 @@ MORE: dict[str, dict] = {
     "doge": dict(keep_window_size=8),
     "dots3_note": dict(num_key_value_heads=HEADS),
     "dots3_note_text": dict(num_key_value_heads=HEADS),
+    "dory": dict(initializer_range=1.0),  # else its scales make one-hot weights of attention, which no fault moves
     "falcon_h1": dict(mamba_d_ssm=64, mamba_n_heads=8, mamba_chunk_size=8),
     "gemma3n_text": dict(num_kv_shared_layers=0, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]),
     "gemma4_assistant": dict(hidden_size_per_layer_input=0),

@@ -89,7 +89,9 @@ class Call:
             head_dims: ``d`` of each tensor that travels.
         """
         tables, name = None, self.schedule.names_of_values[step.exchange]
-        legs = legs_of(self.geometry, step.tensors, step.group, head_dims)
+        legs = None
+        if self.geometry.nodes is not None:
+            legs = legs_of(self.geometry, step.tensors, step.group, head_dims)
         if step.beside:
             name = self.schedule.name(step)
             layout = self.geometry.joint_exchange(("q", "q"), step.group, head_dims)

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from ..exchange.geometry import Geometry
 from ..exchange.shares import QueryChunks
 from .call_geometry import geometry_of
-from .drop_in import ProjectedAttention
 from .heads import bind_arguments
 from .layer import LayerRuntime
+from .projected import ProjectedAttention
 from .runtime.linear import call_through, can_split
 from .runtime.slices import Ranges, cut
 

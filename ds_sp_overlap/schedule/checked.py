@@ -85,9 +85,10 @@ def _check_program(name: str, program: Program, needs: Needs) -> None:
 def _check_window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
     """Check both programs of a window.
 
-    Adds to the needs of any schedule, ``forward`` and ``backward``: backward recomputes q, k and v. k and v are freed with the
-    last group that attends to them, which in backward is the group that they came with, see
-    Note [Shared KV heads] in `window`. At most ``window`` groups are in memory.
+    A window needs more than any schedule does (``forward`` and ``backward``): backward recomputes
+    q, k and v. k and v are freed with the last group that attends to them, which in backward is the
+    group that they came with, see Note [Shared KV heads] in `window`. At most ``window`` groups are
+    in memory.
     """
     restarts = [step for step in schedule.backward if step.op is Op.START and not step.grad]
     for start in restarts:

@@ -32,9 +32,9 @@ from ...profiling.ranges import NOTHING, is_profiled, named
 from ...schedule import Exchanged, Op, Part, Program, Schedule, Step
 from ..memory.recompute import Attended, attend_once
 from .execution import Attend, Call, attend_group, attend_in_pieces, with_kv
+from .input_gradients import InputGradients
 from .linear import matrix
 from .output import OutputProjection
-from .projections import InputGradients
 
 FORWARD = {
     Op.PROJECT: "project",

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from ...exchange.exchange import Node, refuse_second_derivatives
 from ...schedule import O, Op, Part, without_o
 from ..memory.checkpoint_cache import CheckpointPass
-from ..memory.recompute import Random
+from ..memory.random_state import Random
 from .backward import BackwardRunner
 from .execution import Call
+from .input_gradients import InputGradients
 from .linear import autocast, autocast_of, matrix
 from .output import OutputProjection
-from .projections import InputGradients, Projections
+from .projections import Projections
 from .runner import ForwardRunner, LocalAttention
 
 

@@ -30,8 +30,9 @@ from ...attention.runtime.linear import Plain
 from ...attention.self_attention import SelfAttention
 from ...profiling.steps import in_backward
 from ...rotary import Rotary
-from ..chains import ChainedLayer, ForwardPasses, find_chains
+from ..chains import ChainedLayer, ForwardPasses
 from ..distributed_attention import OWN, bind_drop_in, has_own_forward, is_stock
+from ..find_chains import find_chains
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.probe import refuse_difference

@@ -63,6 +63,9 @@ class HostStream:
     def mark(self) -> Any:
         pass
 
+    def event(self) -> Any:
+        pass
+
     def before_compute(self, mark: Any) -> None:
         pass
 
@@ -152,14 +155,18 @@ class SideStream:
             yield lambda: self._order(compute, self._relay)
 
     def mark(self) -> Mark:
-        """Mark the end of what the transfer stream holds now; later exchanges come after it.
+        """Mark the end of an exchange that was launched; later exchanges come after it.
 
-        Each mark is given to `before_compute` once.
+        Each mark is given to `before_compute`, once.
         """
         if self.carve_out is not None:
             self.carve_out.begin()
         compute = self.backend.current_stream(self.device)
         return Mark(self._recorded(self.transfer), compute)  # guard: marked behind the transfer
+
+    def event(self) -> Any:
+        """Return an event behind what the transfer stream holds now, for the host to wait for."""
+        return self._recorded(self.transfer)
 
     def before_compute(self, mark: Mark) -> None:
         """Order the compute stream after ``mark``, and not after exchanges that started since.

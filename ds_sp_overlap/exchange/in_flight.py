@@ -153,6 +153,7 @@ class InFlight:
         return self
 
     def _send(self, ready: Tensor | None, new_empty: Callable[..., Tensor]) -> None:
+        """Launch the transfer of ``ready``, or of the sources packed into a buffer of new memory."""
         if ready is None:
             self.send = self._packed(new_empty)
             self.sources = ()  # guard: packed, so let go
@@ -172,6 +173,7 @@ class InFlight:
             self.received = self.side.mark()  # guard: what is sent is kept
 
     def _transfer(self) -> None:
+        """Have the transport move the buffer, on the stream that is current."""
         sp_group, layout = self.sp_group, self.layout
         self.track.mark("started")
         try:
@@ -272,6 +274,7 @@ class InFlight:
         return self.outs  # guard: received, not read again
 
     def _receive(self, into: Sequence[Tensor]) -> None:
+        """Order compute after the transfer, let go of what was sent, and unpack."""
         mark = self.received
         if self.side.blocks:  # guard: waits before it unpacks
             self._wait()

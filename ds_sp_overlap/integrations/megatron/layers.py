@@ -302,7 +302,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Return whether a module is a ``ParallelAttention``, going by its children."""
+    """Return whether a module is a ``ParallelAttention``, which calls DeepSpeed's ``dist_attn``."""
     children = dict(module.named_children())
     return (
         is_stock(children.get("dist_attn"))

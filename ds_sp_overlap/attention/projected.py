@@ -16,8 +16,7 @@ from .call_geometry import geometry_of
 from .heads import Local, bind_arguments
 from .layer import LayerRuntime
 from .runtime.execution import Attend, Call
-from .runtime.recorded import Arrive, Recorded, join_heads
-from .runtime.slices import cut
+from .runtime.recorded import Arrive, Recorded, cut_heads, join_heads
 
 
 class ProjectedAttention:
@@ -176,13 +175,10 @@ class ProjectedAttention:
         Returns:
             As a call of the object.
         """
-        layer, geometry = self.layer, call.geometry
-        layer.warn_if_window_is_ignored()
+        self.layer.warn_if_window_is_ignored()
         is_flat: list[bool] = []
-        pieces: dict[tuple[str, int], Tensor] = {}
-        for kind, x in (("q", query), ("k", key), ("v", value)):
-            parts = [part for part in call.schedule.parts if part[0] == kind]
-            pieces.update(zip(parts, cut(x, 2, [geometry.heads_of(*part) for part in parts])))
+        pieces = cut_heads(call, "q", query) | cut_heads(call, "k", key)
+        pieces |= cut_heads(call, "v", value)
 
         def attend(group: int, *heads: Any) -> Any:
             o = local(group, *heads)

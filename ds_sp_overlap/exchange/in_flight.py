@@ -153,7 +153,7 @@ class InFlight:
         return self
 
     def _send(self, ready: Tensor | None, new_empty: Callable[..., Tensor]) -> None:
-        """Launch the transfer of ``ready``, or of the sources packed into a buffer of new memory."""
+        """Launch the transfer of ``ready``, or else of the sources, packed."""
         if ready is None:
             self.send = self._packed(new_empty)
             self.sources = ()  # guard: packed, so let go

@@ -41,7 +41,8 @@ forward on.
 
 Before it projects, the layer asks ``attention.layer`` for the agreement of the ranks, the number of
 head groups and the schedule, with the geometry that ``attention.call_geometry`` chooses. The
-drop-in goes from there straight to ``attention.runtime.recorded``, since q is projected already.
+drop-in (``attention.projected``) does so, too, and goes from there straight to
+``attention.runtime.recorded``, since q is projected already.
 The way back is autograd's: ``attention.runtime.nodes`` (do), ``exchange.exchange`` (dq, dk, dv
 start), ``attention.runtime.nodes`` (dx and the weights).
 """

@@ -1,4 +1,4 @@
-"""Chooses which heads and tokens each rank holds in a call: head groups, and shares of the queries."""
+"""Chooses the heads and tokens that each rank holds in a call: head groups, shares of queries."""
 
 from __future__ import annotations
 

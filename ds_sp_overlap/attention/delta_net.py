@@ -18,28 +18,31 @@ Note [Gradients of parts] in `latent`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..exchange.geometry import Geometry
+from ..schedule import Part
 from .call_geometry import geometry_of
 from .layer import LayerRuntime
 from .runtime.execution import Call
-from .runtime.recorded import Recorded, join_heads
+from .runtime.recorded import Recorded, cut_heads, join_heads
 from .runtime.slices import Ranges, cut
 
 # See `DeltaNet.__call__`.
 Mix = Callable[..., Tensor]
 
 
+@dataclass(eq=False)
 class DeltaNet:
     """A gated delta net under sequence parallelism; holds no module and no parameter.
 
     Each rank has at least one head of v. A head of q and k travels to every rank that has one of
     its heads of v.
 
-    Args:
+    Attributes:
         layer: The runtime of the layer.
         heads: Heads of v and o, ``h``.
         head_dim: Head dim of v and o, ``d_v``.
@@ -54,23 +57,15 @@ class DeltaNet:
         trained: Tells for each parameter of the layer whether it learns; the ranks must agree.
     """
 
-    def __init__(
-        self,
-        layer: LayerRuntime,
-        *,
-        heads: int,
-        head_dim: int,
-        key_heads: int,
-        key_dim: int,
-        project: Callable[[Tensor], Callable[[str], Tensor]],
-        merge: Callable[[Tensor, Tensor], Tensor],
-        learned: Callable[[], tuple[Tensor, ...]],
-        trained: Callable[[], list[bool]],
-    ):
-        self.layer = layer
-        self.heads, self.head_dim = heads, head_dim
-        self.key_heads, self.key_dim = key_heads, key_dim
-        self.project, self.merge, self.learned, self.trained = project, merge, learned, trained
+    layer: LayerRuntime
+    heads: int
+    head_dim: int
+    key_heads: int
+    key_dim: int
+    project: Callable[[Tensor], Callable[[str], Tensor]]
+    merge: Callable[[Tensor, Tensor], Tensor]
+    learned: Callable[[], tuple[Tensor, ...]]
+    trained: Callable[[], list[bool]]
 
     @torch._disable_dynamo
     def __call__(
@@ -106,13 +101,11 @@ class DeltaNet:
 
     def _overlapped(self, call: Call, x: Tensor, mix: Mix) -> Tensor:
         geometry, projected = call.geometry, self.project(x)
-        pieces: dict[tuple[str, int], Tensor] = {}
+        pieces: dict[Part, Tensor] = {}
 
         def project(kind: str, group: int) -> Tensor:
             if (kind, group) not in pieces:
-                of_kind = [part for part in call.schedule.parts if part[0] == kind]
-                heads = [geometry.heads_of(*part) for part in of_kind]
-                pieces.update(zip(of_kind, cut(_travelling(kind, projected), 2, heads)))
+                pieces.update(cut_heads(call, kind, _travelling(kind, projected)))
             return pieces.pop((kind, group))
 
         taps, *per_head = self.learned()

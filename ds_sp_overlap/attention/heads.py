@@ -27,7 +27,9 @@ from torch import Tensor, nn
 from ..exchange.geometry import Geometry
 from ..exchange.layout import Range
 from ..schedule import Part
-from .runtime.execution import Call, join_pieces, pieces_of_queries, with_head_dim, with_kv
+from .memory.random_state import Random
+from .memory.recompute import join_pieces
+from .runtime.execution import Call, pieces_of_queries, with_head_dim, with_kv
 
 
 @dataclass(frozen=True)
@@ -167,14 +169,14 @@ def probe_heads(call: Call, local: Local, device: torch.device) -> tuple[str, li
         _in_evaluation(local.attend),
     ):
         try:
-            before = _random_states(devices)
+            before = Random.now(device)
             difference, norms = _difference(call, local, device)
-            after = _random_states(devices)
+            after = Random.now(device)
         except Exception as error:
             # Of any kind: the other ranks wait for the result.
             return f"raises {type(error).__name__}: {error}", None
     if not difference <= _tolerance(local.dtype):
-        if any(not torch.equal(*states) for states in zip(before, after)):
+        if before != after:
             return "draws random numbers, so that nothing can be compared", None
         return f"differs by {difference:.2g}", None
     return "", norms if call.geometry.kv_heads % call.geometry.parts == 0 else None
@@ -268,12 +270,6 @@ def _difference(call: Call, local: Local, device: torch.device) -> tuple[float, 
 def _norms_of_heads(x: Tensor) -> list[float]:
     """Return the norm of each head of ``x`` [.., .., heads, d]."""
     return torch.linalg.vector_norm(x, dim=(0, 1, 3), dtype=torch.float64).tolist()
-
-
-def _random_states(devices: list[torch.device]) -> list[Tensor]:
-    """Return the states of the random generators of the host and of ``devices``."""
-    of_devices = [torch.get_device_module(device).get_rng_state(device) for device in devices]
-    return [torch.get_rng_state(), *of_devices]
 
 
 def modules_of(attend: Any) -> list[nn.Module]:

@@ -34,7 +34,7 @@ class InputModules:
 
     Attributes:
         projections: The projections of q, k and v, or the fused one.
-        norms: The norms of q and k; None for no norm.
+        norms: The norms of q and k, of those that have one.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class InputModules:
             )
         of_kinds = [modules[name] for name in given] if qkv_proj is None else [qkv_proj] * 3
         self.projections: list[Any] = list(dict.fromkeys(of_kinds))
-        self.norms: dict[str, Any] = {"q": q_norm, "k": k_norm}
+        norms: dict[str, Any] = {"q": q_norm, "k": k_norm}
+        self.norms = {kind: norm for kind, norm in norms.items() if norm is not None}
         first_heads = (0, 0, 0)
         if qkv_proj is not None:
             first_heads = (0, self.heads, self.heads + self.kv_heads)
@@ -90,14 +91,14 @@ class InputModules:
     @property
     def modules(self) -> list[Any]:
         """The projections and the norms."""
-        return [*self.projections, *(norm for norm in self.norms.values() if norm is not None)]
+        return [*self.projections, *self.norms.values()]
 
     def can_split(self) -> bool:
         """Return whether q, k and v can be made in parts."""
         if not (self.rope is None or isinstance(self.rope, Rotary)):
             return False
         for norm in self.norms.values():
-            if norm is not None and not can_recompute(norm, self.pure):
+            if not can_recompute(norm, self.pure):
                 return False
         for module in self.projections:
             if not can_split(module, self.plain):
@@ -111,7 +112,7 @@ class InputModules:
             modules=self.projections,
             rows=rows,
             parts=parts,
-            norms={kind: norm for kind, norm in self.norms.items() if norm is not None},
+            norms=self.norms,
             rope=self.rope,
             tables=tables,
             norm_last=self.norm_last,
@@ -124,7 +125,7 @@ class InputModules:
     def rope_in_kernels(self, sp_group: SPGroup) -> Rotary | None:
         """Return the rotation of q and k if the kernels that pack them rotate; else None."""
         rope = self.rope
-        if not isinstance(rope, Rotary) or self.norm_last and any(self.norms.values()):
+        if not isinstance(rope, Rotary) or self.norm_last and self.norms:
             return None
         return rope if ops.implementation(sp_group.kernels).folds else None
 
@@ -212,7 +213,7 @@ class InputModules:
             heads = pieces.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
             if kind == "v":
                 return heads
-            norm = None if self.norms[kind] is None else called(self.norms[kind])
+            norm = called(self.norms[kind]) if kind in self.norms else None
             if norm is not None and not self.norm_last:
                 heads = norm(heads)
             if rotate is not None and (kind, group) not in call.folded:

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from ..exchange.geometry import Geometry
 from ..exchange.shares import QueryChunks
 from .call_geometry import geometry_of
-from .drop_in import ProjectedAttention
 from .heads import bind_arguments
 from .layer import LayerRuntime
+from .projected import ProjectedAttention
 from .runtime.linear import call_through, can_split
 from .runtime.slices import Ranges, cut
 
@@ -53,7 +53,7 @@ def latents_pay(sp_size: int, heads: int, latent: int, rotated: int, per_head: i
 def can_expand_rows(projection: nn.Module) -> bool:
     """Return whether some rows of the projection of a latent can be computed without the others.
 
-    Nobody may notice, see `linear.can_split`.
+    So it is for a plain linear layer without bias, see `linear.can_split`.
     """
     return can_split(projection) and projection.bias is None
 

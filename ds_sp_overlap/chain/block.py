@@ -337,7 +337,7 @@ class _Attention(Gathering):
         self.watched = attention.local_of(call, hidden, attend, args, kwargs)
         self.attended: tuple[Tensor, ...] = ()
 
-    handlers = {Op.FINISH: "gather", Op.ATTEND: "attend", Op.START: "gather"}
+    finish = start = Gathering.gather
 
     def joins(self, gathered: list[Step], step: Step) -> bool:
         return step._replace(chunk=gathered[0].chunk) == gathered[0]
@@ -467,14 +467,6 @@ class _Segment(Runner):
             watch(self.xs[0].grad_fn, hidden)
         self.rotations = [] if following is None else following.rotations()
         self.of_groups: list[Tensor] = []
-
-    handlers = {
-        Op.FINISH: "finish",
-        Op.MERGE: "merge",
-        Op.MLP: "mlp",
-        Op.PROJECT: "project",
-        Op.START: "start",
-    }
 
     def range(self, step: Step) -> Any:
         of = self.following if step.op is Op.PROJECT else self.done

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..attention.memory.recompute import Random
+from ..attention.memory.random_state import Random
 
 
 class _Saved:

@@ -94,10 +94,10 @@ def _ask_whether_alike(sp_group: Any, text: str, device: torch.device) -> Callab
         if not side.blocks:
             work.wait()
             edges = edges.to("cpu", non_blocking=True)
-    mark = side.mark()
+    done = side.event()
 
     def alike() -> bool:
-        work.wait() if side.blocks else mark.event.synchronize()
+        work.wait() if side.blocks else done.synchronize()
         largest, smallest = edges.tolist()
         return largest == -smallest
 

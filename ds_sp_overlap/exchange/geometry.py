@@ -44,7 +44,8 @@ class Geometry(Heads):
         kv_heads: KV heads, ``h_kv``; divides ``heads``.
         groups: Head groups, ``G``; at most the query heads of the rank that has fewest.
         batch_first: Whether tensors are ``[b, s, h, d]`` instead of ``[s, b, h, d]``.
-        shares: Ranks that share their query heads, ``r``; divides ``P``. See Note [Shares] in `shares`.
+        shares: Ranks that share their query heads, ``r``; divides ``P``. See Note [Shares] in
+            `shares`.
         query_chunks: For each share, the tokens whose queries it attends with; None for two chunks
             each, as that note says.
         nodes: The node of every rank, for k and v to travel once to each; None for one leg. See

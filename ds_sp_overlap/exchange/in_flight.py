@@ -25,10 +25,10 @@ from ..profiling.ranges import is_profiled, named
 from ..profiling.timeline import UNTRACKED, Track, Untracked
 from ..relayout import ops
 from . import check
-from .carve_out import CarveOut
 from .joined import join, split, split_copies
 from .layout import Layout, Side
-from .sp_group import HostStream, SideStream, SPGroup
+from .sp_group import SPGroup
+from .streams import HostStream, SideStream
 
 Tables = tuple[Tensor, Tensor]
 
@@ -69,8 +69,6 @@ class InFlight:
     handle: Any = None
     # The mark of the transfer stream, between launch and finish.
     received: Any = None
-    # Begun, and not yet ended.
-    carve_out: CarveOut | None = None
 
     # Set by `launch`.
     side: HostStream | SideStream
@@ -109,7 +107,7 @@ class InFlight:
             ValueError: before any communication, if a tensor has another shape.
         """
         sp_group, layout, x = self.sp_group, self.layout, xs[0]
-        source, target, joined = layout.source, layout.target, bool(layout.also)
+        joined = bool(layout.also)
         shapes = [x.shape] if len(xs) == 1 else [each.shape for each in xs]
         if shapes != layout.sources.shapes:  # guard: this half belongs here
             raise ValueError(
@@ -126,15 +124,16 @@ class InFlight:
         self.sources = xs
         ready = None
         if not joined and self.rope is None:  # guard: rotated, so packed
-            ready = _as_it_travels(x, source)
+            ready = _as_it_travels(x, layout.source)
         # The dtype of each tensor, if they differ; the wire has the dtype that all promote to.
         self.dtypes, new_empty = None, x.new_empty
-        dtypes = {each.dtype for each in xs} if joined else ()
-        if len(dtypes) > 1:
-            self.dtypes = [each.dtype for each in xs]
-            new_empty = partial(new_empty, dtype=functools.reduce(torch.promote_types, dtypes))
+        if joined:
+            dtypes = [each.dtype for each in xs]
+            if len(set(dtypes)) > 1:
+                self.dtypes = dtypes
+                new_empty = partial(new_empty, dtype=functools.reduce(torch.promote_types, dtypes))
         rotates = self.rope_back is not None  # guard: rotated, so unpacked
-        self.unpacks = joined or rotates or not target.is_wire_layout
+        self.unpacks = joined or rotates or not layout.target.is_wire_layout
         if self.unpacks:
             self.outs, self.recv = (), new_empty(layout.targets.elements)
         else:
@@ -151,12 +150,10 @@ class InFlight:
         else:
             self._send(ready, new_empty)
         self.track.mark("launched")
-        if sp_group.carve_out is not None and not self.side.blocks:
-            self.carve_out = sp_group.carve_out
-            self.carve_out.begin()
         return self
 
     def _send(self, ready: Tensor | None, new_empty: Callable[..., Tensor]) -> None:
+        """Launch the transfer of ``ready``, or else of the sources, packed."""
         if ready is None:
             self.send = self._packed(new_empty)
             self.sources = ()  # guard: packed, so let go
@@ -176,6 +173,7 @@ class InFlight:
             self.received = self.side.mark()  # guard: what is sent is kept
 
     def _transfer(self) -> None:
+        """Have the transport move the buffer, on the stream that is current."""
         sp_group, layout = self.sp_group, self.layout
         self.track.mark("started")
         try:
@@ -276,15 +274,13 @@ class InFlight:
         return self.outs  # guard: received, not read again
 
     def _receive(self, into: Sequence[Tensor]) -> None:
+        """Order compute after the transfer, let go of what was sent, and unpack."""
         mark = self.received
         if self.side.blocks:  # guard: waits before it unpacks
             self._wait()
         else:
             self.side.before_compute(mark)  # guard: compute waits for it
         self.received = None  # guard: freed, waits for nothing
-        if self.carve_out is not None:
-            self.carve_out.end()
-            self.carve_out = None
         self.track.mark("unpacking")
         # The buffer that was sent is free before memory is taken; the handle may reference it too.
         self.sources, self.handle = (), None
@@ -299,8 +295,6 @@ class InFlight:
         self.track.mark("done")
 
     def __del__(self) -> None:
-        if self.carve_out is not None:
-            self.carve_out.end()
         # Abandoned, by an exception between start and finish. The memory must not return to the
         # compute stream before the transfer is over. Where waiting blocks the host there is no
         # mark, and c10d references the buffers itself.

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..attention import drop_in
 from ..attention.layer import LayerRuntime
+from ..attention.projected import ProjectedAttention
 from ..exchange.sp_group import SPGroup
 from .inspect.library import defined_in
 from .inspect.tokenwise import has_own_call
@@ -136,7 +137,7 @@ def bind_drop_in(name: str, module: Any, overlap: OverlapSettings) -> Undo:
     is_ours_too = isinstance(module, drop_in.DistributedAttention)
     alike = is_ours_too and module.heads_alike
     layer = LayerRuntime(sp_group, config, name, overlap.policy, heads_alike=alike)
-    attend = drop_in.ProjectedAttention(layer)
+    attend = ProjectedAttention(layer)
     # To DeepSpeed's class, no group means all ranks.
     same_group = module.spg is not None or sp_group.size == dist.get_world_size()
     # The numbers of dimensions that outputs of the local attention had so far.

@@ -18,7 +18,8 @@ from torch import nn
 from ..attention.runtime import sharded
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
-from ..exchange.sp_group import SPGroup, one_queue
+from ..exchange.sp_group import SPGroup
+from ..exchange.streams import one_queue
 from ..profiling.timeline import Timeline
 from ..relayout import ops
 from ..warn import warn_once

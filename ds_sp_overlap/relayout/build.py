@@ -70,7 +70,7 @@ def nvcc() -> str | None:
 
 
 def compiler() -> str | None:
-    """Return the path of the C++ compiler; None where there is none."""
+    """Return the path of the C++ compiler, ``CXX`` or c++ or g++; None where there is none."""
     return shutil.which(os.environ.get("CXX", "") or "c++") or shutil.which("g++")
 
 

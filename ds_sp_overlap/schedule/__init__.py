@@ -58,18 +58,26 @@ travel in one exchange, since attention hides it anyway.
 
 Which code reads a schedule:
 
-- `Runner.walk` of ``attention.runtime.runner`` is the one loop over steps. When a call begins, the
-  layer chooses the runner that performs them. If an end of the layer (the projections of q, k and
-  v, or the output projection) is a node of autograd of its own, this node walks its section of
-  backward. Autograd performs the section between the ends.
-  The ends are `_StartInputs` and `_FinishOutput` of ``attention.runtime.nodes``. Between them,
-  `Recorded` walks forward, and joins a start of o and the finishes of the next q, k, v to one node.
-- With `Runner.walk`, `attention.runtime.window` goes through both programs of a `Windowed`
-  schedule; it sums dk and dv itself.
-- With `Runner.walk`, `chain.block` goes through the forward of a `Block`, and in backward through
-  its ``recompute``, for which the node that waits for do asks before it waits
-  (``chain.recompute_region``). Autograd runs all other steps of backward in the order that is
-  drawn, which tests check.
+- `Runner.walk` of ``attention.runtime.runner`` is the one loop over steps. Subclasses of `Runner`
+  perform the steps. `schedule_of` makes the schedule of a layer by itself, and the loop is entered
+
+      schedule     made by            in forward by                  in backward by
+      `Schedule`   `by_head_groups`   `ForwardRunner` for the ends   `BackwardRunner` for the ends,
+                                      `Recorded` between             autograd between
+      `Windowed`   `by_window`        `ForwardRunner`                `BackwardRunner`
+      `Block`      `by_chunks`        `_Segment`, `_Attention`       these two for ``recompute``,
+                                                                     autograd for the rest
+
+- Ends of a layer are the projections of q, k and v, and the output projection. An end that is
+  computed part by part is one node of autograd (`_StartInputs`, `_FinishOutput` of
+  ``attention.runtime.nodes``), which walks its section of both programs. `Recorded` walks any other
+  end, too. It joins a start of o and the finishes of the next q, k, v to one node.
+- In ``attention.runtime.window`` a whole layer is one node, which walks both programs of a
+  `Windowed`, and sums dk and dv itself.
+- In ``chain.block``, `_Segment` walks what lies between two attentions, and `_Attention` what is
+  around one. In backward a `RecomputeRegion` has both walk ``recompute``: behind the last attention
+  when the gradient of its output arrives, elsewhere when do is about to be waited for. Autograd
+  runs all other steps of backward in the order that is drawn, which tests check.
 - `tools.planner.plan` simulates programs with the cost of each step, and `memory_bytes` computes
   the bytes in memory meanwhile.
 - `profiling.timeline` names measured bars by the steps.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from .block import Block, Recompute, recomputed
-from .steps import OF_MLP, QKV, Needs, O, Op, Program, Q, Schedule, Step, section_of
+from .steps import OF_MLP, QKV, Needs, O, Op, Program, Q, Schedule, Step, Tensors, section_of
 from .window import Windowed
 
 
@@ -85,9 +85,10 @@ def _check_program(name: str, program: Program, needs: Needs) -> None:
 def _check_window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
     """Check both programs of a window.
 
-    Adds to the needs of any schedule, ``forward`` and ``backward``: backward recomputes q, k and v. k and v are freed with the
-    last group that attends to them, which in backward is the group that they came with, see
-    Note [Shared KV heads] in `window`. At most ``window`` groups are in memory.
+    A window needs more than any schedule does (``forward`` and ``backward``): backward recomputes
+    q, k and v. k and v are freed with the last group that attends to them, which in backward is the
+    group that they came with, see Note [Shared KV heads] in `window`. At most ``window`` groups are
+    in memory.
     """
     restarts = [step for step in schedule.backward if step.op is Op.START and not step.grad]
     for start in restarts:
@@ -110,10 +111,10 @@ def _check_window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
             if start.group == group or start.tensors != Q and is_shared:
                 attend_needs.append(start._replace(op=Op.FINISH))
     # o travels beside do in all groups or in none.
-    beside = next((step.beside for step in schedule.backward if _sends_do(step)), ())
     backward_beside: Needs = {}
     for step, earlier in backward.items():
-        backward_beside[_with(beside, step)] = [_with(beside, need) for need in earlier]
+        with_o = [_with(schedule.beside, need) for need in earlier]
+        backward_beside[_with(schedule.beside, step)] = with_o
     for name, program, needs in (
         ("forward", schedule.forward, forward),
         ("backward", schedule.backward, backward_beside),
@@ -165,8 +166,7 @@ def _check_block(block: Block, kinds: tuple[str, ...]) -> None:
     _check_program("forward", block.forward, forward)
     _check_recompute(block)
     in_reverse = (*reversed(block.segment), *reversed(block.attention_steps))
-    beside = next((step.beside for step in block.backward if _sends_do(step)), ())
-    mirrored = [_with(beside, step.mirror) for step in in_reverse]
+    mirrored = [_with(block.beside, step.mirror) for step in in_reverse]
     backward: Needs = {mirrored[0]: []}
     for before, step in zip(mirrored, mirrored[1:]):
         backward[step] = [before]
@@ -195,18 +195,14 @@ def _check_recompute(block: Block) -> None:
             f"schedule, recompute: {', '.join(map(str, block.recompute))} is neither all of a "
             "layer but the exchange of o, nor that without attention; see `by_chunks`"
         )
-    if kind != "but attention" and any(step.beside for step in block.backward):
+    if kind != "but attention" and block.beside:
         raise ValueError("schedule, backward: o travels beside do, but attention is not saved")
 
 
-def _sends_do(step: Step) -> bool:
-    """Return whether a step is an end of the exchange of do."""
-    return step.on_wire and step.tensors == O and step.grad
-
-
-def _with(beside: tuple[str, ...], step: Step) -> Step:
+def _with(beside: Tensors, step: Step) -> Step:
     """Return the step, with ``beside`` if it is an end of the exchange of do."""
-    return step._replace(beside=beside) if _sends_do(step) else step
+    sends_do = step.on_wire and step.tensors == O and step.grad
+    return step._replace(beside=beside) if sends_do else step
 
 
 def needs_of(kinds: tuple[str, ...], starts: Program) -> tuple[Needs, Needs]:

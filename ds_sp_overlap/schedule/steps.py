@@ -12,7 +12,7 @@ class Op(Enum):
     """Kind of work of a step.
 
     START and FINISH are the two ends of an exchange; all other steps compute. The value is the
-    word that messages use.
+    word that messages use, and in lower case the method of a runner that performs the step.
     """
 
     PROJECT = "project"
@@ -180,6 +180,11 @@ class Schedule:
     def last_attended(self) -> int:
         """The group that may change k and v in place, since no later group reads them."""
         return [step.group for step in self.forward if step.op is Op.ATTEND][-1]
+
+    @cached_property
+    def beside(self) -> Tensors:
+        """What travels beside do: o, where attention's backward reads o; empty for nothing."""
+        return next((step.beside for step in self.backward if step.beside), ())
 
     @cached_property
     def output(self) -> Program:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..attention.self_attention import SelfAttention
 from ..exchange.launch_order import LAUNCH_ORDER
-from ..exchange.sp_group import CONNECTIONS, one_queue
+from ..exchange.streams import CONNECTIONS, one_queue
 from ..exchange.transport import C10d, Handle
 from ..integrations.deepspeed import op_builds
 from ..relayout import kernels

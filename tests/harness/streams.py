@@ -19,6 +19,9 @@ class Event:
     says = "nothing"
     clock: dict = {}  # one that was never recorded is waited for by nobody, as in CUDA
 
+    def synchronize(self):
+        pass
+
 
 class Stream:
     """Remembers what was queued on it, so that an event can say what it stands for."""

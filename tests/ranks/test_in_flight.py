@@ -10,10 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
+from ds_sp_overlap.exchange.calls import Calls
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
-from ds_sp_overlap.exchange.sp_group import SideStream, SPGroup
+from ds_sp_overlap.exchange.sp_group import SPGroup
+from ds_sp_overlap.exchange.streams import SideStream
 from tests.harness import layers, transports
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
@@ -45,7 +47,8 @@ def test_a_launch_that_fails_names_its_exchange():
 def block_with_streams(shape, streams, **arguments):
     layer = layers.projections(shape)
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, **arguments)
-    attend.layer.sp_group._sides[torch.device("cpu")] = SideStream(streams, torch.device("cpu"))
+    sp_group, cpu = attend.layer.sp_group, torch.device("cpu")
+    sp_group._sides[cpu] = SideStream(streams, cpu, carve_out=sp_group.carve_out)
     return attend
 
 
@@ -167,7 +170,8 @@ def carved(rank):
         )
         x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
         attends, local = [], attend.local_attention
-        with Carved(before) as torchs:
+        # Ranks compare every call beside the exchanges, which takes no SMs.
+        with Carved(before) as torchs, mock.patch.object(Calls, "EVERY", 1):
             attend.local_attention = lambda *qkv, now=torchs, local=local, to=attends: to.append(now.now) or local(*qkv)
             y = layers.call_block(shape, attend, rank, x.requires_grad_())
             after_forward, during = torchs.now, attends[-2:]  # behind the probe

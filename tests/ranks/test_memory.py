@@ -15,7 +15,7 @@ from ds_sp_overlap.autotune.costs import LayerShape, Sizes
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
-from ds_sp_overlap.exchange.sp_group import SideStream
+from ds_sp_overlap.exchange.streams import SideStream
 from ds_sp_overlap.schedule import schedule_of
 from ds_sp_overlap.tools.planner.plan import BASELINE
 from tests.harness import uses

@@ -19,7 +19,7 @@ from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.legs import legs_of
 from ds_sp_overlap.exchange.relayed import RelayedExchange
-from ds_sp_overlap.exchange.sp_group import SideStream
+from ds_sp_overlap.exchange.streams import SideStream
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.moving import moving
 from tests.harness.races import Races, watched

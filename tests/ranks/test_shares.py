@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
 from ds_sp_overlap.attention.delta_net import DeltaNet
-from ds_sp_overlap.attention.drop_in import ProjectedAttention
 from ds_sp_overlap.attention.latent import LatentAttention
 from ds_sp_overlap.attention.layer import LayerRuntime
+from ds_sp_overlap.attention.projected import ProjectedAttention
 from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.schedule import by_head_groups, order

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_sp_overlap.autotune.costs import Costs, LayerShape, Rates
-from ds_sp_overlap.exchange.sp_group import SideStream
+from ds_sp_overlap.exchange.streams import SideStream
 from ds_sp_overlap.schedule import Op, schedule_of
 from ds_sp_overlap.tools.cli import main
 from ds_sp_overlap.tools.planner.gpu.constants import gpu

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_sp_overlap.attention.memory import offload
 from ds_sp_overlap.attention.memory.checkpoint_cache import CheckpointCache, CheckpointPass
 from ds_sp_overlap.attention.memory.offload import OffloadedTensor
-from ds_sp_overlap.exchange.sp_group import SideStream
+from ds_sp_overlap.exchange.streams import SideStream
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.streams import Backend
 

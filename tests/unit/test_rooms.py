@@ -25,6 +25,7 @@ LEVELS = (
     ("integrations.rebinding",),
     ("integrations.layers", "integrations.inspect", "integrations.sequence"),
     ("integrations.chains", "integrations.distributed_attention"),
+    ("integrations.find_chains",),
     ("integrations.transformers", "integrations.megatron"),
     ("integrations", "integrations.registry"),
     ("integrations.deepspeed",),

@@ -11,7 +11,8 @@ from ds_sp_overlap.attention.runtime.recorded import Recorded
 from ds_sp_overlap.exchange import sp_group as sp_group_module
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.exchange.sp_group import HostStream, SideStream, SPGroup
+from ds_sp_overlap.exchange.sp_group import SPGroup
+from ds_sp_overlap.exchange.streams import CONNECTIONS, HostStream, SideStream
 from ds_sp_overlap.exchange.transport import OneRank
 from ds_sp_overlap.integrations.layers import FoundLayer
 from ds_sp_overlap.integrations.registry import Report
@@ -96,7 +97,7 @@ def test_what_is_computed_after_a_launch_is_queued_behind_it(backend):
 
 
 def test_all_layers_share_one_set_of_streams(backend):
-    """Guard: `sp_group._streams`; torch hands out 32, and begins again."""
+    """Guard: `streams._streams`; torch hands out 32, and begins again."""
     sides = [q_exchange(backend).sp_group.streams(torch.device("cpu")) for _ in range(3)]
     assert [stream.name for stream in backend.streams] == ["transfer", "gate", "relay"]
     assert {side.transfer for side in sides} == {backend.streams[0]} and {side.gate for side in sides} == {backend.streams[1]}
@@ -127,13 +128,13 @@ def test_where_waiting_blocks_the_host_there_is_no_stream(monkeypatch):
 
 @pytest.mark.parametrize("value,says", [("1", "1: an exchange"), ("8", "8"), (None, "not set")])
 def test_doctor_and_report_say_where_all_streams_share_a_queue(monkeypatch, value, says):
-    monkeypatch.delenv(sp_group_module.CONNECTIONS, raising=False)
+    monkeypatch.delenv(CONNECTIONS, raising=False)
     if value is not None:
-        monkeypatch.setenv(sp_group_module.CONNECTIONS, value)
+        monkeypatch.setenv(CONNECTIONS, value)
     rows = dict(line.split(maxsplit=1) for line in doctor.versions().splitlines() if line.startswith("CUDA_DEVICE"))
-    assert says in rows[sp_group_module.CONNECTIONS]
+    assert says in rows[CONNECTIONS]
     report = str(Report([FoundLayer("layers.0", torch.nn.Identity(), "q, k, v, o", bind=lambda: None)], 2))
-    assert (sp_group_module.CONNECTIONS in report) == (value == "1")
+    assert (CONNECTIONS in report) == (value == "1")
 
 
 def test_an_abandoned_exchange_orders_the_compute_stream_after_its_transfer(backend):

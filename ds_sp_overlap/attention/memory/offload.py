@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...exchange.sp_group import HostStream, SideStream
+from ...exchange.streams import HostStream, SideStream
 
 
 @functools.cache

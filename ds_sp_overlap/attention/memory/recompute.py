@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from .random_state import Random
+
 # q, k, v -> o of successive ranges of tokens.
 AttendGroup = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
 # The most bytes that are saved beside q, k, v and o, as a share of the bytes of o. A log-sum-exp
@@ -49,40 +51,6 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         return None, None
-
-
-@dataclass
-class Random:
-    """States of the generators that attention may draw from.
-
-    Attributes:
-        device: The device of attention.
-        states: Of the host's generator, and of that of ``device``.
-    """
-
-    device: torch.device
-    states: list[Tensor]
-
-    @classmethod
-    def now(cls, device: torch.device) -> Random:
-        """Return the current states."""
-        states = [torch.get_rng_state()]
-        if device.type != "cpu":
-            states.append(torch.get_device_module(device).get_rng_state(device))
-        return cls(device, states)
-
-    def set(self) -> None:
-        """Set the generators back to these states."""
-        torch.set_rng_state(self.states[0])
-        if len(self.states) > 1:
-            torch.get_device_module(self.device).set_rng_state(self.states[1], self.device)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Random) and self._bytes() == other._bytes()
-
-    def _bytes(self) -> list[bytes]:
-        # States lie in host memory, also those of a device.
-        return [state.numpy().tobytes() for state in self.states]
 
 
 def _storage(x: Tensor) -> int:
@@ -220,7 +188,7 @@ class Attended:
                 Tensor.detach, lambda x: x
             )
             with torch.enable_grad(), hooks:
-                o = _joined(attend(*sources), self.seq_dim)
+                o = join_pieces(attend(*sources), self.seq_dim)
         finally:
             if after is not None:
                 after.set()  # guard: what is drawn next is as before
@@ -321,7 +289,7 @@ def attend_once(
     before = Random.now(device)
     with torch.enable_grad(), saved_tensors_hooks(pack, attended.saved.unpack):
         pieces = attend(*sources)
-        o = _joined(pieces, seq_dim)
+        o = join_pieces(pieces, seq_dim)
     if Random.now(device) != before:
         attended.before = before
     attended.pieces = [(piece.shape[seq_dim], piece.stride()) for piece in pieces]
@@ -339,6 +307,11 @@ def attend_once(
     attended.reads_o = any(str(view.source).startswith("o") for view in attended.saved.views)
     attended.edges = get_gradient_edge(o), edges
     return o.detach(), attended, beside
+
+
+def join_pieces(pieces: Sequence[Tensor], seq_dim: int) -> Tensor:
+    """Join o of successive ranges of queries."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), seq_dim)
 
 
 def _note_views(
@@ -380,11 +353,6 @@ def _note_views(
         offset = int(x.storage_offset()) - start
         attended.saved.views.append(_View(source, x.shape, x.stride(), offset))
     return beside if size <= MAX_SAVED * sum(x.nbytes for x in pieces) else None
-
-
-def _joined(pieces: Sequence[Tensor], seq_dim: int) -> Tensor:
-    """Join o of successive ranges of tokens."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), seq_dim)
 
 
 def _foreign(o: Tensor, edges: Sequence[GradientEdge | None], learned: Sequence[Tensor]) -> str:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ...exchange.exchange import Exchange
-from ...schedule import Exchanged, O, Op, Part, Step
+from ...schedule import Exchanged, O, Part, Step
 from ..memory.recompute import Attended
 from .execution import Call, attend_in_pieces, with_kv
 from .linear import matrix
 from .output import OutputProjection
-from .runner import FORWARD, ForwardRunner, LocalAttention
+from .runner import ForwardRunner, LocalAttention
 
 
 class BackwardRunner(ForwardRunner):
@@ -42,8 +42,6 @@ class BackwardRunner(ForwardRunner):
         self.grads: dict[Part, Tensor] = {}
         # The gradients that are sums made here, which nobody else reads.
         self._owned: set[Part] = set()
-
-    handlers = FORWARD | {Op.ATTEND: "attend_backward", Op.DGRAD: "dgrad", Op.WGRAD: "wgrad"}
 
     def take_output_gradient(
         self,
@@ -137,7 +135,8 @@ class BackwardRunner(ForwardRunner):
             o = self.outputs[group] if self.sends_o else self.outputs.pop(group)
             self.pieces.put(self.output.columns[group], torch.mm, self.dy_transposed, o)
 
-    def attend_backward(self, step: Step) -> None:
+    def attend(self, step: Step) -> None:
+        """Run the backward of the attention of a group."""
         call, group, attend = self.call, step.group, self.local.attend
         needs_grad = self.qkv_need_grad(group)
         q = self.values.pop(("q", group))

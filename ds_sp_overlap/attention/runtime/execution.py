@@ -16,6 +16,7 @@ from ...exchange.legs import legs_of
 from ...exchange.relayed import relayed
 from ...exchange.sp_group import SPGroup
 from ...schedule import Exchanged, Part, Schedule, Step
+from ..memory.recompute import join_pieces
 
 # The number of a head group, and its q, k, v -> its o, in a form that `with_head_dim` takes. Where
 # ranks share query heads, it is called once for each range of the rank's queries, with the range
@@ -89,7 +90,9 @@ class Call:
             head_dims: ``d`` of each tensor that travels.
         """
         tables, name = None, self.schedule.names_of_values[step.exchange]
-        legs = legs_of(self.geometry, step.tensors, step.group, head_dims)
+        legs = None
+        if self.geometry.nodes is not None:
+            legs = legs_of(self.geometry, step.tensors, step.group, head_dims)
         if step.beside:
             name = self.schedule.name(step)
             layout = self.geometry.joint_exchange(("q", "q"), step.group, head_dims)
@@ -169,11 +172,6 @@ def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
 def attend_group(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run the local attention of a group; otherwise as `attend_in_pieces`."""
     return join_pieces(attend_in_pieces(call, attend, group, q, k, v), call.geometry.seq_dim)
-
-
-def join_pieces(pieces: Sequence[Tensor], seq_dim: int) -> Tensor:
-    """Join o of successive ranges of queries."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), seq_dim)
 
 
 def attend_in_pieces(

@@ -15,9 +15,10 @@ from ...exchange.exchange import Node, refuse_second_derivatives
 from ...schedule import Part
 from .backward import BackwardRunner
 from .execution import Call
+from .input_gradients import InputGradients
 from .linear import autocast, matrix, parameter_of
 from .output import OutputProjection
-from .projections import InputGradients, Projections
+from .projections import Projections
 from .runner import ForwardRunner
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ...exchange.exchange import Half, run_halves
 from ...exchange.layout import Range
-from ...schedule import Op, Program, Schedule, Step
+from ...schedule import Op, Part, Program, Schedule, Step
 from .execution import Attend, Call, attend_group, with_kv
-from .runner import FORWARD, Runner
-from .slices import join
+from .runner import Runner
+from .slices import cut, join
 
 # Changes q, k or v on arrival, given the kind, the tensor, and the ranges of tokens that q holds:
 # none, where q holds the whole sequence.
@@ -74,8 +74,6 @@ class Recorded(Gathering):
     Attributes:
         outputs: Local o of each group, unless the output is a node of its own.
     """
-
-    handlers = FORWARD
 
     def __init__(
         self,
@@ -144,6 +142,12 @@ class Recorded(Gathering):
             else:
                 for part, x in zip(step.parts, results):
                     self.values[part] = x if arrive is None else arrive(part[0], x, queries)
+
+
+def cut_heads(call: Call, kind: str, x: Tensor) -> dict[Part, Tensor]:
+    """Cut q, k or v [.., .., heads, d] into the heads that travel with each group."""
+    parts = [part for part in call.schedule.parts if part[0] == kind]
+    return dict(zip(parts, cut(x, 2, [call.geometry.heads_of(*part) for part in parts])))
 
 
 def join_heads(call: Call, outputs: dict[int, Tensor]) -> Tensor:

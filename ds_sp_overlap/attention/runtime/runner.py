@@ -32,21 +32,13 @@ from ...profiling.ranges import NOTHING, is_profiled, named
 from ...schedule import Exchanged, Op, Part, Program, Schedule, Step
 from ..memory.recompute import Attended, attend_once
 from .execution import Attend, Call, attend_group, attend_in_pieces, with_kv
+from .input_gradients import InputGradients
 from .linear import matrix
 from .output import OutputProjection
-from .projections import InputGradients
-
-FORWARD = {
-    Op.PROJECT: "project",
-    Op.START: "start",
-    Op.FINISH: "finish",
-    Op.ATTEND: "attend",
-    Op.MERGE: "merge",
-}
 
 
 class Runner:
-    """Performs the steps of programs, each with the method that `handlers` names for its op.
+    """Performs the steps of programs, each with the method that has the name of its op.
 
     Attributes:
         call: The call of a layer that the steps belong to.
@@ -62,13 +54,13 @@ class Runner:
         self.tokens: dict[Exchanged, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
 
-    # For each op, the name of the method that performs its steps. Bound methods in an attribute of
-    # the object would be a reference cycle, which keeps tensors alive.
-    handlers: ClassVar[dict[Op, str]] = {}
+    # For each op, the function that performs its steps. Bound methods in an attribute of the object
+    # would be a reference cycle, which keeps tensors alive.
     _functions: ClassVar[dict[Op, Callable[[Any, Step], None]]]
 
     def __init_subclass__(cls) -> None:
-        cls._functions = {op: getattr(cls, name) for op, name in cls.handlers.items()}
+        names = {op: op.value.lower() for op in Op}
+        cls._functions = {op: getattr(cls, name) for op, name in names.items() if name in dir(cls)}
 
     def walk(self, program: Program) -> None:
         """Perform the steps of a program in their order; no other loop performs steps."""
@@ -117,7 +109,6 @@ class ForwardRunner(Runner):
     """
 
     y: Tensor | None = None
-    handlers = FORWARD
 
     def take_inputs(
         self,

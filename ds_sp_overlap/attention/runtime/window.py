@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from ...exchange.exchange import Node, refuse_second_derivatives
 from ...schedule import O, Op, Part, without_o
 from ..memory.checkpoint_cache import CheckpointPass
-from ..memory.recompute import Random
+from ..memory.random_state import Random
 from .backward import BackwardRunner
 from .execution import Call
+from .input_gradients import InputGradients
 from .linear import autocast, autocast_of, matrix
 from .output import OutputProjection
-from .projections import InputGradients, Projections
+from .projections import Projections
 from .runner import ForwardRunner, LocalAttention
 
 
@@ -94,7 +95,7 @@ class _Windowed(Node):
             if not local.agree(reads_o, foreign):
                 call.run_by(without_o(call.schedule))
         outputs = {}
-        if ctx.weight_needs_grad or any(step.beside for step in call.schedule.backward):
+        if ctx.weight_needs_grad or call.schedule.beside:
             outputs = forward.outputs
         linear = inputs.linear_count
         ctx.sizes = linear, len(parameters) - linear, len(tables), len(outputs)
@@ -145,7 +146,7 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     )
     runner.take_attention_gradient(local, attended, of_attention)
     reaches_attention = bool(local.learned) or any(map(inputs.is_needed, inputs.projections.rows))
-    runner.sends_o = any(step.beside for step in program)
+    runner.sends_o = bool(call.schedule.beside)
     runner.take_output_gradient(
         ctx.output,
         dy,

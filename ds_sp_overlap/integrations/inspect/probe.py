@@ -177,6 +177,7 @@ def difference_of_block(
     names = list(inspect.signature(type(child).forward).parameters)[2:]
 
     def attend(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Stand in for the attention: note its arguments, and reverse the channels."""
         own_attention_arguments.update(zip(names, args), **kwargs)
         return hidden_states.flip(-1), None
 
@@ -234,7 +235,10 @@ def _without_outliers(own: Tensor, driven: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def _isolated(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
-    """Let the body run a module without any effect on the program.
+    """Let the body run a module, forward and backward, and leave no trace in the program.
+
+    Random numbers that the body draws are drawn again behind it. Dropout is off, hooks on saved
+    tensors are not called, and where modules have hooks, no gradient is recorded.
 
     Yields:
         The hidden states ``x`` as a leaf, which requires a gradient if the body may go backward.

@@ -30,8 +30,9 @@ from ...attention.runtime.linear import Plain
 from ...attention.self_attention import SelfAttention
 from ...profiling.steps import in_backward
 from ...rotary import Rotary
-from ..chains import ChainedLayer, ForwardPasses, find_chains
+from ..chains import ChainedLayer, ForwardPasses
 from ..distributed_attention import OWN, bind_drop_in, has_own_forward, is_stock
+from ..find_chains import find_chains
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.probe import refuse_difference
@@ -301,7 +302,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Return whether a module is a ``ParallelAttention``, going by its children."""
+    """Return whether a module is a ``ParallelAttention``, which calls DeepSpeed's ``dist_attn``."""
     children = dict(module.named_children())
     return (
         is_stock(children.get("dist_attn"))

@@ -21,10 +21,10 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...attention.call_geometry import shares_of
-from ...attention.drop_in import ProjectedAttention
 from ...attention.heads import PerHead
 from ...attention.latent import LatentAttention
 from ...attention.layer import LayerRuntime
+from ...attention.projected import ProjectedAttention
 from ...attention.runtime.linear import autocast
 from ...exchange.layout import Range
 from ...exchange.sp_group import SPGroup

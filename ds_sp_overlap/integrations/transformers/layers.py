@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..chains import ChainedLayer, find_chains
+from ..chains import ChainedLayer
+from ..find_chains import find_chains
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.library import attention_functions

@@ -251,6 +251,7 @@ class Player:
             each.waiting = 0
 
         def over() -> None:
+            """End the pieces: blocks take the next ones, or give their SMs back."""
             rank = self.ranks[index]
             goes_on = min(count, each.left) if each.grid.holds else 0
             if goes_on:
@@ -275,6 +276,7 @@ class Player:
             return
 
         def over() -> None:
+            """End the collective on all ranks."""
             for other, running in meeting:
                 self.ranks[other].free += running.placed
                 self._end(other, running)

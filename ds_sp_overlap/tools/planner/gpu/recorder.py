@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ....attention.self_attention import SelfAttention
 from ....autotune.costs import LayerShape
-from ....exchange.sp_group import SideStream, SPGroup
+from ....exchange.sp_group import SPGroup
+from ....exchange.streams import SideStream
 from ....exchange.transport import DONE, Done
 from .launches import (
     COMPUTE,

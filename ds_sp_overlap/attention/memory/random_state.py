@@ -1,0 +1,42 @@
+"""Holds states of random generators, for attention that is computed a second time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Random:
+    """States of the generators that attention may draw from.
+
+    Attributes:
+        device: The device of attention.
+        states: Of the host's generator, and of that of ``device``.
+    """
+
+    device: torch.device
+    states: list[Tensor]
+
+    @classmethod
+    def now(cls, device: torch.device) -> Random:
+        """Return the current states."""
+        states = [torch.get_rng_state()]
+        if device.type != "cpu":
+            states.append(torch.get_device_module(device).get_rng_state(device))
+        return cls(device, states)
+
+    def set(self) -> None:
+        """Set the generators back to these states."""
+        torch.set_rng_state(self.states[0])
+        if len(self.states) > 1:
+            torch.get_device_module(self.device).set_rng_state(self.states[1], self.device)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Random) and self._bytes() == other._bytes()
+
+    def _bytes(self) -> list[bytes]:
+        # States lie in host memory, also those of a device.
+        return [state.numpy().tobytes() for state in self.states]

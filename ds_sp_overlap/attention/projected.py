@@ -1,0 +1,249 @@
+"""Attends to q, k and v that the caller has projected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..exchange.geometry import Geometry
+from ..exchange.layout import Range
+from ..exchange.shares import QueryChunks
+from ..rotary import check_tables, rotate
+from .call_geometry import geometry_of
+from .heads import Local, bind_arguments
+from .layer import LayerRuntime
+from .runtime.execution import Attend, Call
+from .runtime.recorded import Arrive, Recorded, cut_heads, join_heads
+
+
+class ProjectedAttention:
+    """Ulysses attention of q, k and v that the caller has projected.
+
+    The exchanges overlap with one another and with attention (head groups). The exchanges of dq, dk
+    and dv overlap with the backward of the caller's projections. Holds no module and no parameter.
+
+    Args:
+        layer: The runtime of the layer.
+    """
+
+    def __init__(self, layer: LayerRuntime):
+        self.layer = layer
+
+    def translate(
+        self, query: Tensor, batch_dim_idx: Any, rotary_pos_emb: tuple[Tensor, Tensor] | None
+    ) -> tuple[bool, Arrive | None]:
+        """Translate the arguments of DeepSpeed's class; its indices are used nowhere else.
+
+        Args:
+            query: [s/P, b, h, d] or [b, s/P, h, d].
+            batch_dim_idx: 0 or 1.
+            rotary_pos_emb: (cos, sin), each [s, 1, 1, d_rot]; None without RoPE.
+
+        Returns:
+            ``batch_first`` and ``arrive`` of a call.
+
+        Raises:
+            ValueError: for arguments that can't work.
+        """
+        if isinstance(batch_dim_idx, (bool, Tensor)) or batch_dim_idx not in (0, 1):
+            got = repr(batch_dim_idx)
+            if isinstance(batch_dim_idx, Tensor):
+                got = f"a tensor of shape {list(batch_dim_idx.shape)}"
+            self.layer.refuse(
+                ValueError(
+                    f"batch_dim_idx must be 0 (batch first) or 1 (sequence first), got {got}"
+                )
+            )
+        batch_first = batch_dim_idx == 0
+        if rotary_pos_emb is None:
+            return batch_first, None
+        try:
+            check_tables(rotary_pos_emb, query.shape[-1], partial=True)
+        except ValueError as error:
+            self.layer.refuse(error)
+        tables = rotary_pos_emb
+
+        def arrive(kind: str, x: Tensor, queries: tuple[Range, ...]) -> Tensor:
+            if kind == "v":
+                return x
+            cos, sin = tables
+            if kind == "q" and queries:  # guard: rotated by its own positions
+                cos, sin = (torch.cat([table[a:b] for a, b in queries]) for table in tables)
+            if batch_first:
+                cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
+            return rotate(x, cos, sin)
+
+        return batch_first, arrive
+
+    @torch._disable_dynamo
+    def __call__(
+        self,
+        local_attention: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        batch_first: bool,
+        num_kv_heads: int | None = None,
+        arrive: Arrive | None = None,
+        sequence_lengths: list[int] | None = None,
+        query_chunks: QueryChunks | None = None,
+        baseline: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Attend over the global sequence.
+
+        Collective.
+
+        Args:
+            local_attention: q, k, v, *args, **kwargs -> o, over the global sequence with this
+                rank's heads; called once per head group.
+            query: [b, s/P, h, d] if ``batch_first``, else [s/P, b, h, d].
+            key: As ``query``, with h_kv heads.
+            value: As ``key``; its head dim may be another one.
+            args: More arguments for ``local_attention``.
+            kwargs: More keyword arguments for ``local_attention``.
+            batch_first: Whether the batch comes before the sequence.
+            num_kv_heads: h_kv, to be compared with that of ``key``; None for no comparison.
+            arrive: Transforms q, k or v after its exchange (RoPE).
+            sequence_lengths: Local sequence length of every rank; None if all are the same.
+            query_chunks: Where ranks share query heads, the tokens that each share attends with;
+                None for two chunks each (`Geometry`).
+            baseline: Computes the same of q, k and v without overlap, as a candidate of the policy;
+                None for no such candidate.
+
+        Returns:
+            o in the layout of ``query``, with the head dim of the local attention's output; 3-D if
+            ``local_attention`` returns 3-D.
+
+        Raises:
+            ValueError: for tensors that don't fit; on all ranks alike in the layer's first call.
+        """
+        kwargs = kwargs or {}
+        extra = (*args, *kwargs.values())
+
+        def local_of_call() -> Local:
+            q_dim, v_dim = query.shape[3], value.shape[3]
+            return Local(local_attention, args, kwargs, q_dim, v_dim, query.dtype)
+
+        run, call = self.layer.begin(
+            lambda: self._describe(
+                query,
+                key,
+                value,
+                batch_first,
+                num_kv_heads,
+                lengths=sequence_lengths,
+                extra=extra,
+                attend=local_attention,
+                query_chunks=query_chunks,
+            ),
+            (query, key, value),
+            local_of_call,
+            has_baseline=baseline is not None,
+        )
+        q, k, v = run.inputs
+        if call is None:
+            assert baseline is not None
+            return run.end(baseline(q, k, v))
+        local = bind_arguments(local_attention, call.geometry, args, kwargs)
+        return run.end(self.overlapped(call, q, k, v, local, arrive))
+
+    def overlapped(
+        self,
+        call: Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        local: Attend,
+        arrive: Arrive | None = None,
+    ) -> Tensor:
+        """Walk the schedule of ``call``.
+
+        Args:
+            call: The call.
+            query: As in a call of the object.
+            key: As ``query``, with a number of heads and a head dim of its own.
+            value: As ``key``, with a head dim of its own.
+            local: A head group and its q, k, v -> o.
+            arrive: As in a call of the object.
+
+        Returns:
+            As a call of the object.
+        """
+        self.layer.warn_if_window_is_ignored()
+        is_flat: list[bool] = []
+        pieces = cut_heads(call, "q", query) | cut_heads(call, "k", key)
+        pieces |= cut_heads(call, "v", value)
+
+        def attend(group: int, *heads: Any) -> Any:
+            o = local(group, *heads)
+            is_flat.append(isinstance(o, Tensor) and o.dim() == 3)
+            return o
+
+        runner = Recorded(call, attend, lambda *part: pieces.pop(part), arrive)
+        runner.walk(call.schedule.forward)
+        o = join_heads(call, runner.outputs)
+        return o.flatten(2) if is_flat[0] else o
+
+    def _describe(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch_first: bool,
+        num_kv_heads: int | None,
+        lengths: list[int] | None,
+        extra: tuple,
+        attend: Callable[..., Any] | str,
+        query_chunks: QueryChunks | None,
+    ) -> tuple[Geometry, Callable[[], tuple]]:
+        def shapes() -> str:
+            return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+
+        if not query.dim() == key.dim() == value.dim() == 4:
+            raise ValueError(
+                "query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], "
+                f"got {shapes()}"
+            )
+        if not query.dtype == key.dtype == value.dtype:
+            raise ValueError(
+                f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; give all three one "
+                "dtype"
+            )
+        if (
+            query.shape[:2] != key.shape[:2]
+            or key.shape[:3] != value.shape[:3]
+            or query.shape[3] != key.shape[3]
+        ):
+            raise ValueError(
+                f"query, key and value don't belong together: {shapes()}; give them one batch and "
+                "sequence, query and key one head dim, key and value one number of heads"
+            )
+        heads, kv_heads = query.shape[2], key.shape[2]
+        if num_kv_heads not in (None, kv_heads):
+            raise ValueError(
+                f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange "
+                f"({shapes()}); pass num_kv_heads={kv_heads}, or leave it out"
+            )
+        geometry = geometry_of(
+            self.layer,
+            query,
+            heads,
+            kv_heads,
+            batch_first,
+            lengths=lengths,
+            extra=extra,
+            attend=attend,
+            query_chunks=query_chunks,
+        )
+
+        def types() -> tuple:
+            grads = [torch.is_grad_enabled() and x.requires_grad for x in (query, key, value)]
+            return str(query.dtype), query.shape[3], value.shape[3], "gradients of q, k, v", grads
+
+        return geometry, types

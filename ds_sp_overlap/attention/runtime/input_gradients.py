@@ -1,0 +1,163 @@
+"""Backward of the projections of q, k and v, one part after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...schedule import Part
+from .execution import Call
+from .linear import autocast_of, matrix
+from .projections import Projections
+from .slices import Pieces, Ranges, cutter
+
+
+class InputGradients:
+    """Computes the gradients of x and of the parameters of `Projections`, one part after another.
+
+    Forward and backward of a node share this object.
+
+    Args:
+        call: The call.
+        projections: The projections.
+        x: [.., m]. The layer's input.
+        parameters: As in `Projections.parameters`.
+        needs_grad: Whether x needs a gradient, then whether each of the parameters does.
+
+    Attributes:
+        linear_count: How many of the parameters are those of linear layers.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        projections: Projections,
+        x: Tensor,
+        parameters: Sequence[Tensor | None],
+        needs_grad: Sequence[bool],
+    ):
+        self.call, self.projections, self.shape, self.dtype = call, projections, x.shape, x.dtype
+        self.x_needs_grad, *self.parameters_need_grad = needs_grad
+        self.linear_count = 2 * len(projections.modules)
+        self.shapes = [None if p is None else p.shape for p in parameters]
+        self.autocast: dict[str, Any] = {}
+        if projections.norms:
+            self.autocast = autocast_of(x.device)  # guard: as in forward
+
+    def is_needed(self, part: Part) -> bool:
+        """Return whether a gradient of q, k or v of a group is needed."""
+        projections, needs_grad = self.projections, self.parameters_need_grad
+        weight = 2 * projections.rows[part].module
+        of_norm = projections.norm_places.get(part[0], slice(0))
+        return self.x_needs_grad or any(needs_grad[weight : weight + 2]) or any(needs_grad[of_norm])
+
+    def begin(
+        self,
+        x: Tensor | None,
+        weights: Sequence[Any],
+        tables: tuple[Tensor, ...],
+        norm_parameters: Sequence[Tensor],
+        norm_inputs: dict[Part, Tensor],
+        some_missing: bool = False,
+        late: bool = False,
+    ) -> None:
+        """Begin a backward; `end` ends it.
+
+        Args:
+            x: [.., m]. The layer's input; None if no weight needs a gradient.
+            weights: The weight of each linear layer, at its place among the parameters.
+            tables: As in `Projections`.
+            norm_parameters: The parameters of the norms.
+            norm_inputs: For each part with a norm, the input of the norm.
+            some_missing: Whether some parts may have no gradient.
+            late: As in `Pieces`.
+        """
+        self.x = None if x is None else matrix(x)
+        self.tables, self.norm_parameters, self.norm_inputs = tables, norm_parameters, norm_inputs
+        parts = self.projections.parts
+        self.linear_gradients = {
+            index: Pieces(shape, 0, parts[index // 2], some_missing, late)
+            for index, shape in enumerate(self.shapes[: self.linear_count])
+            if shape is not None and self.parameters_need_grad[index]
+        }
+        self.cut_weights: list[Callable[[Ranges], Tensor]] = []
+        if self.x_needs_grad:
+            self.cut_weights = [
+                cutter(weight, 0, rows) for weight, rows in zip(weights[::2], parts)
+            ]
+        self.norm_gradients: list[Tensor | None] = [None] * (len(self.shapes) - self.linear_count)
+        self.dx: Tensor | None = None
+        self.gradients: dict[Part, Tensor] = {}
+        # The parts that have one of dgrad and wgrad done, and not the other.
+        self._half_done: set[Part] = set()
+
+    def arrived(self, part: Part, dy: Tensor) -> None:
+        """Take the gradient of the part that was sent back through its rotation and norm."""
+        projections = self.projections
+        if part not in self.norm_inputs:
+            if projections.is_rotated(part, self.tables):
+                dy = projections.rope.rotate_back(dy.flatten(2, -2), *self.tables).to(self.dtype)
+            self.gradients[part] = matrix(dy)
+            return
+        leaf = self.norm_inputs.pop(part).detach().requires_grad_()
+        parameters = projections.of_norm(part[0], self.norm_parameters)
+        with torch.enable_grad(), torch.autocast(**self.autocast):
+            y = projections.shape(part, leaf, self.tables, self.norm_parameters)
+        place = projections.norm_places[part[0]]
+        indices = range(place.start, place.stop)
+        needed = [index for index in indices if self.parameters_need_grad[index]]
+        ends = [leaf, *(parameters[index - place.start] for index in needed)]
+        dy, *gradients = torch.autograd.grad(y, ends, dy, allow_unused=True)
+        for index, gradient in zip(needed, gradients):
+            if gradient is not None:
+                so_far = self.norm_gradients[index - self.linear_count]
+                gradient = gradient if so_far is None else so_far + gradient
+                self.norm_gradients[index - self.linear_count] = gradient
+        self.gradients[part] = matrix(dy)
+
+    def dgrad(self, part: Part) -> None:
+        """Add the share of a part to dx; do nothing where no gradient of the part arrived."""
+        if (dy := self._take(part)) is None:
+            return
+        module, rows, _ = self.projections.rows[part]
+        if self.x_needs_grad:
+            weight, dx = self.cut_weights[module](rows), self.dx
+            if dx is None:
+                self.dx = dy @ weight
+            elif len(self.call.groups) == 1 or dx.dtype != dy.dtype:
+                dx += dy @ weight  # rounds as the layer that is replaced does
+            else:
+                dx.addmm_(dy, weight)
+
+    def wgrad(self, part: Part) -> None:
+        """Add the share of a part to the gradients of weight and bias, where one arrived."""
+        if (dy := self._take(part)) is None:
+            return
+        module, rows, _ = self.projections.rows[part]
+        weight, bias = 2 * module, 2 * module + 1
+        if self.parameters_need_grad[weight]:
+            self.linear_gradients[weight].put(rows, torch.mm, dy.t(), self.x)
+        if self.parameters_need_grad[bias]:
+            self.linear_gradients[bias].put(rows, torch.sum, dy, 0)
+
+    def _take(self, part: Part) -> Tensor | None:
+        """Return the gradient of a part; the second of its dgrad and wgrad takes it out."""
+        if part in self._half_done:
+            return self.gradients.pop(part, None)
+        self._half_done.add(part)
+        return self.gradients.get(part)
+
+    def end(self) -> tuple[Tensor | None, ...]:
+        """End a backward; return the gradients of x and of the parameters."""
+        linear_gradients: list[Tensor | None] = [None] * self.linear_count
+        for index, pieces in self.linear_gradients.items():
+            linear_gradients[index] = pieces.whole()
+        dx = None if self.dx is None else self.dx.view(self.shape)
+        gradients = dx, *linear_gradients, *self.norm_gradients
+        # This object outlives the backward, what belongs to the backward must not.
+        del self.x, self.cut_weights, self.tables, self.norm_parameters
+        del self.linear_gradients, self.norm_gradients, self.dx
+        return gradients

@@ -1,0 +1,85 @@
+"""Finds the decoder layers of a model that follow each other, and joins them into chains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from .chains import ChainedLayer, ChainTrial
+from .inspect.accounting import Unknown
+from .layers import FoundLayer, OverlapSettings
+
+
+def find_chains(
+    modules: dict[str, nn.Module],
+    wanted: Mapping[str, Callable[[], ChainedLayer]],
+    layers: list[FoundLayer],
+    settings: OverlapSettings,
+) -> list[list[ChainedLayer]]:
+    """Join decoder layers that follow each other in a list of modules into chains.
+
+    Args:
+        modules: The modules of the model by name.
+        wanted: By the name of its attention, makes the `ChainedLayer` of a decoder layer. Raises
+            Unknown if the layer can't run in a chain.
+        layers: The attention layers of the model. Their ``got`` and ``lacks`` are updated.
+        settings: The settings of the model's layers.
+
+    Returns:
+        The chains, each a list of its layers in order.
+    """
+    config, policy = settings.config, settings.policy
+    chains: list[list[ChainedLayer]] = []
+    if config.scope == "layer":
+        return chains
+    general_reason = _why_no_chains(settings)
+    reasons: dict[str, str] = {}
+    # By the name of its attention, each chained layer with its chain.
+    chained_layers: dict[str, tuple[ChainedLayer, list[ChainedLayer]]] = {}
+    for name, make_layer in wanted.items():
+        parent, _, _ = name.rpartition(".")
+        try:
+            if general_reason:
+                raise Unknown(general_reason)
+            chained = make_layer()
+        except Unknown as error:
+            reasons[name] = f"{type(modules[parent]).__name__}: {error}"
+            continue
+        last = chains[-1][-1] if chains else None
+        if last is not None and _next_in_list(modules, last.name) == parent:
+            chained.choice, last.successor = last.choice, chained
+            chains[-1].append(chained)
+        else:
+            if config.scope == "auto" and policy is not None:
+                chained.choice = ChainTrial(chained, policy)
+            chains.append([chained])
+        chained_layers[name] = chained, chains[-1]
+    for layer in layers:
+        if layer.name in chained_layers:
+            chained, chain = chained_layers[layer.name]
+            layer.got = settings.describe_chained(layer.got, chained.layer.attention, len(chain))
+            layer.lacks = chained.lacks
+        elif layer.name in reasons:
+            no_block = f"no block: {reasons[layer.name]}"
+            layer.lacks = f"{layer.lacks}; {no_block}" if layer.lacks else no_block
+    return chains
+
+
+def _why_no_chains(settings: OverlapSettings) -> str:
+    """Explain why the section allows no layer to run in a chain; empty if the section allows it."""
+    config, policy = settings.config, settings.policy
+    if not config.projections:
+        return "sp_overlap.projections is false"
+    if config.window is not None:
+        return "sp_overlap.window is of layers one by one"
+    if config.scope == "auto" and (policy is None or policy.replicas):
+        return 'scope "auto" is found beside head_groups "auto", in one sp group; "block" takes it'
+    return ""
+
+
+def _next_in_list(modules: dict[str, nn.Module], name: str) -> str | None:
+    """Return the name of the module behind ``name`` in its ModuleList; None if it is in no list."""
+    parent, _, number = name.rpartition(".")
+    listed = isinstance(modules.get(parent), nn.ModuleList) and number.isdecimal()
+    return f"{parent}.{int(number) + 1}" if listed else None

@@ -259,6 +259,26 @@ def test_a_caller_says_which_tokens_each_share_attends_with():
     no_faults(4, with_given_tokens, (((0, 1), (5, 9), (15, 16)), ((1, 5), (9, 15))))
 
 
+def with_slopes(q, k, v, slopes, queries=None):
+    """ALiBi: each head's slope times the distance of a query from a key, which is told by the query's place in the sequence."""
+    keys = torch.arange(k.shape[1])
+    distance = keys - keys[slice(*(queries or (None,)))][:, None]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) + slopes.view(-1, 1, 1) * distance
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(distance > 0, -torch.inf).softmax(-1), v)
+
+
+def slopes_differ(rank):
+    case, slopes = Case(4, 4, 4, 4, 2, (4,) * 4, config={"shares": 2}), torch.tensor([0.5, 0.1, 0.9, 0.3], dtype=torch.float64)
+    inputs = dropin.whole_inputs(case)
+    q, k, v = (dropin.my_slice(case, rank, x) for x in inputs[:3])
+    got = dropin.module(case, local=with_slopes)(q, k, v, 0, slopes=ds_sp_overlap.PerHead(slopes))
+    return layers.faults(1e-12, output=(got, dropin.my_slice(case, rank, with_slopes(*inputs[:3], slopes))))
+
+
+def test_slopes_of_alibi_are_counted_from_the_place_of_each_query():
+    no_faults(4, slopes_differ)
+
+
 def recorded(rank, groups):
     mover = Recording()
     shape = Shape(4, 2, 4, lengths=(4, 4), rope=False, config={"shares": 2, "head_groups": groups})

@@ -398,7 +398,9 @@ SAID = {
     "ALiBi": "transformer.h.0.self_attention (BloomAttention, and 1 more) mixes tokens",
     "copy engines": '2 query heads are fewer than 4 ranks, so that 2 ranks would share query heads; but sp_overlap.transport "copy_engine"',
     "a 4-D mask": "not a 4-D mask",
-    **dict.fromkeys(("a bias", "a bias, bitnet"), "layers.0.self_attn: attention with position_bias (a mask for each head) can't be split"),
+    **dict.fromkeys(
+        ("a bias", "a bias, bitnet"), "layers.0.self_attn: attention with position_bias (a mask for each head) can't be split"
+    ),
     "my_flash": "2 query heads are fewer than 4 ranks, so that 2 ranks would share query heads; but model.layers.0.self_attn: "
     '"my_flash" is not transformers\' own flash attention',
     "my_flash, asked": "sp_overlap.shares is 2, so that",

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 import ds_sp_overlap
 from ds_sp_overlap.attention import self_attention
@@ -94,7 +95,8 @@ class Attention(nn.Module):
             k, v = k[: queries[1]], v[: queries[1]]
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         if queries is not None:
-            mask = causal_lower_right(q.shape[2], k.shape[2])
+            with _disable_current_modes():  # torch makes no such mask while a dispatch mode counts
+                mask = causal_lower_right(q.shape[2], k.shape[2])
             return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=gqa).permute(2, 0, 1, 3)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa).permute(2, 0, 1, 3)
 

@@ -262,9 +262,11 @@ class Policy:
         *_, candidates, default = key
         return Trial(what, candidates, default, self.warmup_steps, self.frugal)
 
-    def _back(self, trial: Trial) -> None:
+    def _back(self, trial: Trial | None) -> None:
         """Note that a call's backward has begun, see Note [What ranks have in common]."""
-        trial.met, self._back_since, self._due = self.step, True, True
+        if trial is not None:
+            trial.met = self.step
+        self._back_since = self._due = True
 
     def _note(self) -> None:
         """Note that an optimizer of this process has stepped; tell the replicas the first time."""
@@ -348,12 +350,17 @@ class Policy:
                     lambda *marks: backwards.append((*marks, tokens)),
                 )
             )
-        run.at_end(lambda y: self._follow_back(trial, output_of(y)))
+        self.follow_back(run, trial)
 
-    def _follow_back(self, trial: Trial, output: Tensor) -> None:
-        """Have `_back` called when the gradient of ``output`` arrives."""
-        if output.requires_grad:
-            output.register_hook(lambda _: self._back(trial))
+    def follow_back(self, run: TimedCall, trial: Trial | None = None) -> None:
+        """Have the step of a call counted; without a trial nothing else of it is watched."""
+
+        def watch(y: Any) -> None:
+            output = output_of(y)
+            if output.requires_grad:
+                output.register_hook(lambda _: self._back(trial))
+
+        run.at_end(watch)
 
     def close(self) -> None:
         """Try nothing any more; what was chosen stays chosen."""

@@ -436,6 +436,9 @@ class ChainTrial:
         if trial is not None:
             tokens = batch_first.shape[0] * sum(forward_pass.lengths)
             self.policy.follow(self._run, trial, self.candidate, tokens)
+        elif not self.policy.over:
+            # Where layers have nothing else to choose, nobody else has the first step counted.
+            self.policy.follow_back(self._run)
         (hidden,) = self._run.inputs
         return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
 

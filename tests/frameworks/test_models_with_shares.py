@@ -1,6 +1,6 @@
 """transformers models on more ranks than heads, where ranks share query heads: against the model on the whole sequence.
 
-In fp64, on 2 and 4 ranks: logits and every gradient on every rank.
+In fp64, on 2, 4 and 8 ranks: logits and every gradient on every rank.
 """
 
 import functools
@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
+from ds_sp_overlap.autotune.trial import BLOCK, LAYER
 from ds_sp_overlap.integrations.transformers import attention_function
 from ds_sp_overlap.integrations.transformers.modules import stock_of
 from tests.harness import flash
@@ -33,6 +34,7 @@ from tests.harness.models import (
     train_run,
     worst,
 )
+from tests.harness.policies import scripted
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.reference import relative_error
 from tests.harness.sweep import in_double
@@ -60,6 +62,7 @@ SECTIONS = {
     "a window of groups": {"window": 1},
     "kept": {"checkpointing": "keep"},
     "all heads everywhere": {"shares": "as many as ranks"},
+    "least memory": {"memory": "auto"},
 }
 CHECKPOINTING = {"no checkpoints": None, "reentrant": True, "not reentrant": False}
 
@@ -104,7 +107,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("size, cases", [(4, singles(CASES)), full(2, CASES)])
+@pytest.mark.parametrize("size, cases", [(4, singles(CASES)), full(2, CASES), full(8, CASES[::17])])
 def test_models_on_more_ranks_than_heads_equal_the_whole_sequence(size, cases):
     for figures in on_ranks(size, against_whole, size, cases, timeout_s=1500):
         for case, (error, got) in figures.items():
@@ -188,6 +191,40 @@ OTHERS = [
 def test_latents_travel_expanded_and_delta_nets_with_heads_enough_stand_beside_shares():
     for errors in on_ranks(4, beside_others, OTHERS):
         assert max(errors.values()) < 1e-10, errors  # many more sums, of the delta rule
+
+
+def timed(rank, options, section):
+    """Of 22 steps with scripted times: the largest error, what ran in the layers, and what the table says of the first."""
+    tokens, group = batches(1)[0], torch.distributed.group.WORLD
+    whole, model, errors = outcome(made(**options), tokens, 0, 1, None), made(**options), []
+    costs = {1: 1.4, 2: 1.3, LAYER: 1.5, BLOCK: 1.0}
+    with scripted(costs) as ran:
+        report = ds_sp_overlap.enable(model, {"policy": {"warmup_steps": 8}, "on_unsupported": "error", **section}, group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(22):
+            errors.append(worst(outcome(model, tokens, rank, 4, group), whole))
+            optimizer.step()
+    ds_sp_overlap.disable(model)
+    return max(errors), [candidate for _, candidate in ran], report.layers[0].got
+
+
+ONE, THREE = dict(heads=2, kv_heads=1), dict(heads=6, kv_heads=2)  # query heads a part, two ranks to each
+TIMED = [
+    (ONE, {"scope": "auto"}, {LAYER, BLOCK}, BLOCK),
+    full(THREE, {"scope": "auto"}, {1, 2, LAYER, BLOCK}, BLOCK),
+    full(ONE, {"memory": "auto"}, set(), None),
+    full(THREE, {"memory": "auto"}, {1, 2}, 2),
+    (THREE, {"memory": "auto", "scope": "auto"}, {1, 2, LAYER, BLOCK}, BLOCK),
+]
+
+
+@pytest.mark.parametrize("options, section, tried, kept", TIMED)
+def test_what_is_chosen_by_timing_is_right_in_every_step(options, section, tried, kept):
+    """With one query head a rank there is no number of groups to choose, and the block is tried all the same."""
+    every = on_ranks(4, timed, options, section)
+    for error, ran, got in every:
+        assert error < FP64 and "2 ranks share query heads" in got
+        assert ran == every[0][1] and set(ran) == tried and ran[-1:] == [kept] * bool(tried), (ran, got)
 
 
 # Training with DeepSpeed.
@@ -325,6 +362,19 @@ def refusals(rank):
     said["latents"] = refusal(
         ds_sp_overlap.enable, tiny_model("deepseek_v3", num_attention_heads=8, num_key_value_heads=8), {"shares": 2}, world
     )
+    for what, kind, options in (
+        ("convolutions", "lfm2", dict(num_attention_heads=2, num_key_value_heads=1)),
+        ("ALiBi", "bloom", dict(n_head=2)),
+    ):
+        said[what] = refusal(ds_sp_overlap.enable, tiny_model(kind, **options), {}, world)
+    said["copy engines"] = refusal(ds_sp_overlap.enable, tiny(heads=2, kv_heads=1), {"transport": "copy_engine"}, world)
+    bias = dict(position_bias=torch.zeros(1))
+    given = {"a 4-D mask": dict(attention_mask=torch.ones(2, 1, 8, 32, dtype=torch.bool)), "a bias": bias, "a bias, bitnet": bias}
+    for what, argument in given.items():
+        model, inputs = tiny("bitnet" if "bitnet" in what else "llama", heads=2, kv_heads=1), cut(batches(1)[0], rank, 4)
+        ds_sp_overlap.enable(model, {}, world)
+        said[what] = refusal(model, input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], **argument)
+        ds_sp_overlap.disable(model)
     ALL_ATTENTION_FUNCTIONS["my_flash"] = lambda *args, **options: None
     for name, heads, section in (("my_flash", 2, {}), ("my_flash, asked", 4, {"shares": 2}), ("eager", 2, {})):
         model = tiny(heads=heads, kv_heads=1)
@@ -344,6 +394,13 @@ def refusals(rank):
 SAID = {
     "delta net": "2 value heads leave a rank of sp size 4 with no head",
     "latents": "latent attention needs all queries at once",
+    "convolutions": "model.layers.0.conv (Lfm2ShortConv) mixes tokens",
+    "ALiBi": "transformer.h.0.self_attention (BloomAttention, and 1 more) mixes tokens",
+    "copy engines": '2 query heads are fewer than 4 ranks, so that 2 ranks would share query heads; but sp_overlap.transport "copy_engine"',
+    "a 4-D mask": "not a 4-D mask",
+    **dict.fromkeys(
+        ("a bias", "a bias, bitnet"), "layers.0.self_attn: attention with position_bias (a mask for each head) can't be split"
+    ),
     "my_flash": "2 query heads are fewer than 4 ranks, so that 2 ranks would share query heads; but model.layers.0.self_attn: "
     '"my_flash" is not transformers\' own flash attention',
     "my_flash, asked": "sp_overlap.shares is 2, so that",

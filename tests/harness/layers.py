@@ -1,5 +1,6 @@
 """A self-attention layer built in each rank of a test, and the same layer on the whole sequence."""
 
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ class Shape:
     bias: bool = False
     fused: bool = False
     dtype: torch.dtype = torch.float64
+    attends: dict = field(default_factory=dict, hash=False)  # options of `reference.attention`
     config: dict = field(default_factory=dict, hash=False)
 
     @property
@@ -67,12 +69,14 @@ def reference_layer(shape, layer, x):
     if shape.rope:
         tables = reference.rope_tables(torch.arange(x.shape[1]), shape.head_dim, shape.dtype)
         q, k = reference.rope(q, *tables), reference.rope(k, *tables)
-    return layer["o_proj"](reference.attention(q, k, v).flatten(2))
+    return layer["o_proj"](reference.attention(q, k, v, **shape.attends).flatten(2))
 
 
 def block(shape, layer, group, transport=None, local_attention=None, heads_alike=False):
     """The overlapped block over the layer's own modules."""
     local = reference.attention if shape.batch_first else reference.sequence_first_attention
+    if shape.attends:
+        local = functools.partial(local, **shape.attends)
 
     def heads_last(tables):
         return tuple(table[:, None] if shape.batch_first else table[:, None, None] for table in tables)

@@ -5,24 +5,28 @@ import math
 import torch
 
 
-def attention(q, k, v, causal=True, queries=None):
+def attention(q, k, v, causal=True, queries=None, window=None, starts=()):
     """q [b, s, h, d], k and v [b, s, h_kv, d] -> [b, s, h, d_v]; softmax written out.
 
-    With ``queries=(a, b)``, q holds the tokens from a to b of the sequence alone.
+    With ``queries=(a, b)``, q holds the tokens from a to b of the sequence alone. With ``window``, a token sees so many tokens at most,
+    up to itself; with ``starts``, documents begin at these tokens, and none sees another.
     """
     repeat = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+    keys = torch.arange(k.shape[1], device=q.device)
+    own = keys[slice(*(queries or (None,)))]
+    document = sum(((keys >= start).int() for start in starts), torch.zeros_like(keys))
+    hidden = document[own][:, None] != document
     if causal:
-        start, stop = (0, scores.shape[-1]) if queries is None else queries
-        keys = torch.arange(scores.shape[-1], device=q.device)
-        future = keys > torch.arange(start, stop, device=q.device)[:, None]
-        scores = scores.masked_fill(future, -math.inf)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+        hidden = hidden | (keys > own[:, None])
+    if window is not None:
+        hidden = hidden | (keys <= own[:, None] - window)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
 
 
-def sequence_first_attention(q, k, v, causal=True, queries=None):
-    return attention(*(x.transpose(0, 1) for x in (q, k, v)), causal, queries).transpose(0, 1)
+def sequence_first_attention(q, k, v, causal=True, queries=None, **options):
+    return attention(*(x.transpose(0, 1) for x in (q, k, v)), causal, queries, **options).transpose(0, 1)
 
 
 def rope_tables(positions, dims, dtype):

@@ -84,6 +84,9 @@ BUDGET = {
     ("block", 4, "as many"): (3, 144, 80),
     ("block", 4, "more"): (3, 144, 80),
 }
+# As ("block", 4, "fewer"), where two ranks share each query head: q goes to every other rank, so that q, k and v are packed, and their
+# gradients unpacked, each by itself.
+BUDGET_OF_SHARES = (3, 384, 83)
 
 
 QUICK = [(*case, size) for case in BUDGET for size in (8, 64) if size == 8 or case[0] == "layer"]
@@ -101,6 +104,12 @@ def test_a_step_launches_what_its_budget_says(form, parts, kv, size):
         counts = launches.of_block(chunks=parts, head_groups=1, **shape)
     launched = tuple(counts.launched[kind] for kind in ("weights", "joins", "activations"))
     assert launched == BUDGET[form, parts, kv]
+
+
+@pytest.mark.parametrize("size", [16, full(64)])
+def test_a_block_of_ranks_that_share_heads_launches_what_its_budget_says(size):
+    counts = launches.of_block(size, size // 2, size // 8, chunks=4, head_groups=1, head_dim=4, dtype=torch.bfloat16)
+    assert tuple(counts.launched[kind] for kind in ("weights", "joins", "activations")) == BUDGET_OF_SHARES
 
 
 @pytest.mark.parametrize("form", ["layer", "block"])

@@ -5,6 +5,8 @@ Nodes are named by the test, since all ranks run on one host. Each run counts th
 
 import contextlib
 
+import pytest
+
 from ds_sp_overlap.exchange import relayed, sp_group
 from tests.harness import blocks, dropin, layers
 from tests.harness.blocks import Blocks
@@ -65,6 +67,26 @@ def test_a_layer_equals_the_reference_where_ranks_share_query_heads_too():
         for lengths in ((2, 2, 2, 2), (3, 1, 4, 2))
     ]
     no_faults(4, faults_in_nodes, singles([(nodes, shape) for shape in shapes for nodes in NODES[:2]]), layers.faults_of_all)
+
+
+NODES_OF_MANY = {6: [(0, 0, 0, 1, 1, 1), (0, 1, 0, 1, 0, 1)], 8: [(0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 1, 1, 1, 2, 2)]}
+MANY = [
+    (size, nodes, Shape(heads, kv_heads, 4, 2, lengths, batch_first, config={"head_groups": groups, "shares": shares, **ONCE, **more}))
+    for size, heads, kv_heads, shares, groups in (
+        *((6, 12, 1, 1, 2), (6, 6, 2, 1, 1), (6, 6, 3, 2, 2), (6, 2, 1, 3, 1), (6, 5, 1, 3, 2)),
+        *((8, 16, 2, 1, 2), (8, 8, 1, 1, 1), (8, 8, 2, 2, 2), (8, 4, 1, 4, 2), (8, 2, 2, 4, 1), (8, 3, 1, 4, 1)),
+    )
+    for nodes in NODES_OF_MANY[size]
+    for lengths, batch_first in (((3,) * size, True), ((3, 1, 0, 2, 5, 1, 4, 2)[:size], True), ((2,) * size, False))
+    for more in ({}, {"window": 1}, {"checkpointing": "keep"})
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", NODES_OF_MANY)
+def test_a_layer_equals_the_reference_on_more_ranks(size):
+    no_faults(
+        size, faults_in_nodes, singles([(nodes, shape) for ranks, nodes, shape in MANY if ranks == size]), layers.faults_of_all
+    )
 
 
 def test_the_drop_in_equals_the_reference():

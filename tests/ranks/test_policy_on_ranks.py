@@ -449,7 +449,8 @@ def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stag
 def right_with_windows(rank, name, config):
     """As `right`, tried as if the sequence were long; how many exchanges of q there were in the last step."""
     use = USES[name]
-    shape = Shape(heads=16, kv_heads=8, config={"memory": "auto", **config})
+    lengths = (6,) * torch.distributed.get_world_size()
+    shape = Shape(heads=16, kv_heads=8, lengths=lengths, config={"memory": "auto", **config})
     layer, whole, mover, found = layers.projections(shape), layers.projections(shape), Recording(), []
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
     if attend.layer.policy is not None:
@@ -458,7 +459,7 @@ def right_with_windows(rank, name, config):
     x, dy = layers.whole_inputs(shape)
     expected = use(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
     # By rank 0 alone another would be kept.
-    costs = {1: 2.0, 2: 1.0, 4: 1.5, 8: 1.5, (8, 2): 1.009, (8, 1): [1.005, 1.2][rank], (4, 1): 1.5, (4, 2): 1.5, (2, 1): 1.5}
+    costs = {1: 2.0, 2: 1.0, 4: 1.5, 8: 1.5, (8, 2): 1.009, (8, 1): 1.2 if rank else 1.005, (4, 1): 1.5, (4, 2): 1.5, (2, 1): 1.5}
     as_it_is = choices.candidates_of
     as_long = lambda layer, *given, **named: as_it_is(replace(layer, seq=2**22), *given, **named)
     with mock.patch.object(choices, "candidates_of", as_long), scripted(costs) as log:
@@ -476,10 +477,21 @@ def right_with_windows(rank, name, config):
 WINDOWS = {(2, 1), (4, 1), (4, 2), (8, 1), (8, 2)}
 
 
-@pytest.mark.parametrize("name", ["plain", full("reentrant"), "non-reentrant", full("accumulated")])
-def test_of_windows_the_one_that_holds_least_is_kept_on_all_ranks_and_every_step_is_right(name):
-    (found, ran, sent), other = on_ranks(2, right_with_windows, name, {})
-    assert found == [] and ([], ran, sent) == other
+@pytest.mark.parametrize(
+    "size, name, config",
+    [
+        (2, "plain", {}),
+        full(2, "reentrant", {}),
+        (2, "non-reentrant", {}),
+        full(2, "accumulated", {}),
+        (4, "plain", {"shares": 2}),
+        full(4, "non-reentrant", {"shares": 2}),
+    ],
+)
+def test_of_windows_the_one_that_holds_least_is_kept_on_all_ranks_and_every_step_is_right(size, name, config):
+    every = on_ranks(size, right_with_windows, name, config)
+    _, ran, sent = every[0]
+    assert every == [([], ran, sent)] * size
     # Before the first optimizer step what holds least of those that are predicted to be fast; at last what does of those that were.
     assert (ran[0], ran[-1]) == ((8, 2), (8, 2)) and set(ran) == {1, 2, 4} | WINDOWS
     assert sent == 8 * {"plain": 2, "accumulated": 4}.get(name, 3), "q of eight groups, and once more in backward"

@@ -1,4 +1,4 @@
-"""Ranks that share query heads, each with some of the queries: on 2 and 4 ranks, fp64, 1e-12, against the whole sequence.
+"""Ranks that share query heads, each with some of the queries: on 2 to 8 ranks, fp64, 1e-12, against the whole sequence.
 
 `unit/test_layout_of_shares.py` has the exchanges by themselves; random programs (`test_programs.py`) draw shares too.
 """
@@ -33,8 +33,16 @@ from tests.harness.uses import CHANGES
 HEADS = {
     2: [(1, 1, 2), (2, 1, 2), (3, 3, 2), (4, 2, 2)],
     4: [(1, 1, 4), (2, 1, 2), (2, 2, 4), (3, 3, 2), (6, 2, 2), (8, 4, 2)],
+    6: [(1, 1, 6), (2, 1, 3), (4, 2, 3), (5, 5, 3), (3, 3, 2), (9, 3, 2)],
+    8: [(1, 1, 8), (2, 2, 4), (4, 1, 4), (5, 5, 4), (4, 4, 2), (12, 2, 2)],
 }
-LENGTHS = {2: [(4, 4), (5, 2)], 4: [(4,) * 4, (5, 1, 4, 2)]}
+LENGTHS = {
+    2: [(4, 4), (5, 2)],
+    4: [(4,) * 4, (5, 1, 4, 2)],
+    6: [(4,) * 6, (5, 1, 0, 2, 3, 6)],
+    8: [(4,) * 8, (5, 1, 0, 2, 3, 6, 1, 4)],
+}
+ATTENDS = [{}, {"causal": False}, {"window": 5}, {"starts": (2, 3, 6)}, {"window": 3, "starts": (5,)}]
 CASES = [
     (size, heads, kv_heads, lengths, batch_first, {"head_groups": groups, "shares": shares})
     for size in HEADS
@@ -49,7 +57,10 @@ CASES = [
 @pytest.mark.parametrize("size", HEADS)
 def test_a_layer_equals_the_reference(size):
     shapes = [
-        Shape(*heads, 4, 2, lengths, first, config=config) for ranks, *heads, lengths, first, config in CASES if ranks == size
+        Shape(*heads, 4, 2, lengths, first, attends=attends, config=config)
+        for ranks, *heads, lengths, first, config in CASES
+        if ranks == size
+        for attends in ATTENDS
     ]
     no_faults(size, layers.faults_of_all, pairs(shapes))
 
@@ -154,14 +165,17 @@ def kept(rank, shapes):
 WINDOWS = [{"window": 1}, {"window": 2}, {"checkpointing": "keep"}, {"checkpointing": "offload", "window": 1}]
 WINDOWED = [
     (size, Shape(heads, kv_heads, 4, batch, lengths, batch_first, config={"head_groups": 2, "shares": shares, **window}))
-    for size, heads, kv_heads, shares in ((2, 2, 2, 2), (2, 4, 1, 2), (4, 4, 2, 2), (4, 2, 1, 4), (4, 6, 3, 2))
+    for size, heads, kv_heads, shares in (
+        *((2, 2, 2, 2), (2, 4, 1, 2), (4, 4, 2, 2), (4, 2, 1, 4), (4, 6, 3, 2)),
+        *((6, 4, 2, 3), (6, 6, 1, 2), (8, 4, 4, 4), (8, 8, 2, 2)),
+    )
     for lengths in LENGTHS[size]
     for batch, batch_first in ((1, False), (3, True), (2, False))
     for window in WINDOWS
 ]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", HEADS)
 def test_few_groups_at_a_time_and_saved_attention_equal_the_reference(size):
     """Each range of queries is attended once, also where o of all ranges was joined by then."""
     shapes = [shape for ranks, shape in WINDOWED if ranks == size]
@@ -171,6 +185,7 @@ def test_few_groups_at_a_time_and_saved_attention_equal_the_reference(size):
 CHAINS = [
     (size, Blocks(heads, kv_heads, 4, batch, lengths, first, chunks=chunks, recompute=recompute, config=config))
     for size, heads, kv_heads, lengths, first, config in CASES
+    if size <= 4 or first and lengths == LENGTHS[size][1]  # a chain on 8 ranks takes half a second
     for batch, chunks in ((1, 2), (2, 3))
     for recompute in ("none", "all", "but attention")
 ]
@@ -187,7 +202,7 @@ def blocks_of(rank, shapes):
         return blocks.faults_of_all(rank, shapes)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", HEADS)
 def test_a_block_equals_the_reference(size):
     no_faults(size, blocks_of, singles([shape for ranks, shape in CHAINS if ranks == size]))
 
@@ -242,6 +257,26 @@ def with_given_tokens(rank, chunks):
 
 def test_a_caller_says_which_tokens_each_share_attends_with():
     no_faults(4, with_given_tokens, (((0, 1), (5, 9), (15, 16)), ((1, 5), (9, 15))))
+
+
+def with_slopes(q, k, v, slopes, queries=None):
+    """ALiBi: each head's slope times the distance of a query from a key, which is told by the query's place in the sequence."""
+    keys = torch.arange(k.shape[1])
+    distance = keys - keys[slice(*(queries or (None,)))][:, None]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) + slopes.view(-1, 1, 1) * distance
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(distance > 0, -torch.inf).softmax(-1), v)
+
+
+def slopes_differ(rank):
+    case, slopes = Case(4, 4, 4, 4, 2, (4,) * 4, config={"shares": 2}), torch.tensor([0.5, 0.1, 0.9, 0.3], dtype=torch.float64)
+    inputs = dropin.whole_inputs(case)
+    q, k, v = (dropin.my_slice(case, rank, x) for x in inputs[:3])
+    got = dropin.module(case, local=with_slopes)(q, k, v, 0, slopes=ds_sp_overlap.PerHead(slopes))
+    return layers.faults(1e-12, output=(got, dropin.my_slice(case, rank, with_slopes(*inputs[:3], slopes))))
+
+
+def test_slopes_of_alibi_are_counted_from_the_place_of_each_query():
+    no_faults(4, slopes_differ)
 
 
 def recorded(rank, groups):

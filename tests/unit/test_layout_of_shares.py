@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap.exchange.geometry import Geometry, shares_for
-from ds_sp_overlap.exchange.joined import join, split
+from ds_sp_overlap.exchange.joined import join, runs_of, split
 from ds_sp_overlap.exchange.layout import Patches, chunk_of
 from ds_sp_overlap.exchange.shares import possible_shares
 from tests.harness.cases import examples
@@ -106,6 +106,20 @@ def test_the_inverse_brings_each_back_and_sums_what_several_ranks_had(ranks, joi
                 copies = [sum(start <= head < stop for start, stop in ranges) for head in heads]
                 times = torch.tensor(copies if kind != "q" else [1] * len(heads)).view(-1, 1)
                 assert torch.equal(x, local(rank, kind, group, 0, 1) * times)
+
+
+def test_few_views_hold_all_parts_and_none_that_is_summed_holds_an_element_twice():
+    """Nine query heads of two parts need the KV heads 0 and 1, and 1 and 2: evenly spaced, but two threads would add to head 1."""
+    geometry = Geometry(4, 0, (2,) * 4, 1, 9, 3, shares=2)
+    gradients = geometry.joint_exchange(("q", "k", "v"), 0, (DIM,) * 3).inverse.targets
+    runs = runs_of(gradients, tuple(torch.empty(shape).stride() for shape in gradients.shapes))
+    assert [run.tensor for run in runs] == [0, 0, 1, 1, 2, 2]
+    for run in runs:
+        moves = [(size, step) for size, step in zip(run.shape, run.strides) if step]
+        touched = torch.arange(1000).as_strided(*zip(*moves), run.offset)
+        assert len(touched.unique()) == touched.numel()
+    of_64 = Geometry(64, 0, (2,) * 64, 1, 32, 8, shares=2).joint_exchange(("q", "k", "v"), 0, (DIM,) * 3).sources
+    assert len(runs_of(of_64, tuple(torch.empty(shape).stride() for shape in of_64.shapes))) == 3
 
 
 @few

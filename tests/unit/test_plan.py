@@ -11,6 +11,7 @@ from ds_sp_overlap.autotune.costs import Costs, LayerShape, Rates
 from ds_sp_overlap.schedule import by_head_groups
 from ds_sp_overlap.tools.cli import main
 from ds_sp_overlap.tools.planner.plan import BASELINE, UPSTREAM, BlockCosts, limit_of, plan
+from tests.harness.pages import ROOT, read
 from tests.harness.schedules import step_of
 
 # Every projection of a group of one head takes 1 ms, attention of a head 4 ms, the exchange of a head 2 ms.
@@ -138,6 +139,21 @@ def test_the_command_prints_the_table_and_advice(capsys):
     assert "times are computed from the rates, not measured" in out
     assert re.search(r"none +\d+\.\d+ +\d+\.\d+ +\d+\.\d+ +3[01]\.\d%", out)  # DESIGN's sources have 30.9 % at rates of their own
     assert out.startswith("worth it: G = 4 saves ")
+
+
+def test_the_table_of_docs_scaling_is_printed_by_its_commands(capsys):
+    page = ROOT / "docs/scaling.md"
+    commands = re.findall(r"python -m ds_sp_overlap (plan .*)", page.read_text())
+    of_model = {"Llama-8B": commands[0], "Llama-70B": commands[1]}
+    (table,) = (rows for _, rows in read(page).tables if rows[0][0].content == "model")
+    assert len(table) == 5
+    for row in table[1:]:
+        model, size, shares, exposed, in_block, saved = (cell.content for cell in row)
+        assert main(re.sub(r"--sp \d+", f"--sp {size}", of_model[model]).split()) == 0
+        out = capsys.readouterr().out
+        assert f"r = {shares} ranks" in out or shares == "1" and "ranks share" not in out
+        none, block = (re.search(rf"{name} .* ([\d.]+)% +([\d.]+)%", out) for name in ("  none", "block, C = 8, G = 1"))
+        assert [f"{percent} %" for percent in (none[1], block[1], block[2])] == [exposed, in_block, saved]
 
 
 @pytest.mark.parametrize(

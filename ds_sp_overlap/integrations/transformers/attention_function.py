@@ -283,11 +283,6 @@ class Dispatch:
             return self.before(module, query, key, value, attention_mask, **kwargs)
         attend, forwards, where = self.attend[module]
         forwards.attended.add(where)
-        if kwargs.get("position_bias") is not None:
-            raise ValueError(
-                f"{where}: attention with position_bias (a mask for each head) can't be split "
-                "over ranks here"
-            )
         # `kwargs` loses keywords below.
         keywords = dict(kwargs)
         per_head = {}

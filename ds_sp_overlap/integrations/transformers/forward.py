@@ -61,8 +61,8 @@ class Forwards(ForwardPasses):
             kwargs: Its other keywords. Those that describe this rank's tokens are removed.
 
         Raises:
-            ValueError: for attention that is not causal, or a mask that the model's mask functions
-                did not make.
+            ValueError: for attention that is not causal, a bias for each head, or a mask that the
+                model's mask functions did not make.
         """
         for keyword in _LOCAL_KEYWORDS:
             kwargs.pop(keyword, None)
@@ -71,6 +71,11 @@ class Forwards(ForwardPasses):
             raise ValueError(
                 f"{where}: {type(module).__name__} is told that its attention is not causal; "
                 "not supported here"
+            )
+        if kwargs.get("position_bias") is not None:
+            raise ValueError(
+                f"{where}: attention with position_bias (a mask for each head) can't be split "
+                "over ranks here"
             )
         if (of_mask := self.masks.find(mask)) is not None:
             return of_mask

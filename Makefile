@@ -46,7 +46,7 @@ versions:
 	$(PYTHON) -m tests.harness.versions $(ARGS)
 
 # torch first and no build isolation: a build environment of pip's own would fetch a torch of its own.
-.venv/ready: setup.py pyproject.toml
+.venv/ready: setup.py pyproject.toml tests/constraints.txt
 	@echo "1 of 4: making .venv"
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/pip install --quiet --upgrade pip setuptools wheel
@@ -55,5 +55,5 @@ versions:
 	@echo "3 of 4: installing $(DEEPSPEED)"
 	@DS_BUILD_OPS=0 .venv/bin/pip install --quiet --no-build-isolation $(DEEPSPEED)
 	@echo "4 of 4: installing this package, and what its tests need"
-	@.venv/bin/pip install --quiet --no-build-isolation --editable ".[test,lint]"
+	@.venv/bin/pip install --quiet --no-build-isolation --constraint tests/constraints.txt --editable ".[test,lint]"
 	touch $@

@@ -18,6 +18,7 @@ from torch import nn
 from ..attention import drop_in
 from ..attention.layer import LayerRuntime
 from ..exchange.sp_group import SPGroup
+from .inspect.library import defined_in
 from .inspect.tokenwise import has_own_call
 from .layers import FoundLayer, OverlapSettings
 from .rebinding import Undo, is_ours, rebind
@@ -113,9 +114,9 @@ def has_own_forward(module: Any) -> bool:
     """
     if "forward" in vars(module) and not is_ours(module) or has_own_call(module):
         return True
-    defined_in = getattr(type(module).forward, "__globals__", {}).get("__name__")
     known = STOCK, drop_in.__name__
-    return defined_in not in known  # guard: a fork's exchange stays its own
+    where = defined_in(type(module).forward)
+    return where not in known  # guard: a fork's exchange stays its own
 
 
 def bind_drop_in(name: str, module: Any, overlap: OverlapSettings) -> Undo:

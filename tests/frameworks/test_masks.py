@@ -211,7 +211,6 @@ MIXING = {
     "rwkv": (dict(attention_hidden_size=32), "RwkvSelfAttention"),
     "falcon": (dict(), "transformer.h.0.self_attention (FalconAttention, and 1 more) mixes tokens without"),
     "doge": (dict(keep_window_size=8), "model.layers.0.self_attn (DogeAttention, and 1 more) mixes tokens without"),
-    "gptj": (dict(rotary_dim=4), "GPTJAttention"),
 }
 UNFIT = {
     "gpt_oss eager": (dict(family="gpt_oss", num_local_experts=2), 'attention "eager" needs a mask'),

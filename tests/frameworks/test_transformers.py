@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sp_overlap
 import ds_sp_overlap.integrations.transformers.layers as integration
 from ds_sp_overlap.exchange.transport import C10d
+from ds_sp_overlap.integrations.inspect.library import CACHES
 from tests.harness import flash
 from tests.harness.accelerate_script import train_with_accelerate
 from tests.harness.cases import everything, full
@@ -839,6 +840,13 @@ def generating(rank, family):
         for layer in range(2):
             filled.update(*torch.zeros(2, BATCH, 2, 3, 8, dtype=torch.float64), layer)
         said = refusal(model, **inputs, past_key_values=filled, use_cache=True)
+        name = (
+            CACHES[0] if CACHES[0] in inspect.signature(type(model.model).forward).parameters else "past_key_values"
+        )  # from 5.24 on
+        for old_or_new in ("past_key_values", name):  # of the model inside, which is the one that is rebound
+            for used in (filled, ((torch.zeros(1),),)):  # or a tuple, of which nobody knows how long it is
+                again = refusal(model.model, **inputs, **{old_or_new: used})
+                assert again[1].split(": ", 1)[1] == said[1].split(": ", 1)[1], old_or_new
         empty = DynamicCache(config=model.config)
         options = {"use_cache": True}, {"use_cache": True, "past_key_values": empty}
         error = max(relative_error(model(**inputs, **each).logits, whole) for each in options)

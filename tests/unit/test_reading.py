@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: F401, of the forwards below
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward  # noqa: F401
+from transformers.utils.deprecation import deprecate_kwarg
 
 from ds_sp_overlap.integrations.inspect import attention
 from ds_sp_overlap.integrations.inspect.accounting import Unknown
@@ -18,6 +19,7 @@ from ds_sp_overlap.integrations.inspect.attention import Reader, Source
 from ds_sp_overlap.integrations.inspect.library import digest
 from ds_sp_overlap.integrations.inspect.rotary_function import Table, rotary_of
 from ds_sp_overlap.rotary import rotate
+from tests.harness.guards import Guard, Watched, must_notice
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 24
 FORWARD = """
@@ -206,6 +208,33 @@ def test_a_layer_that_computes_something_else_is_not_known(what):
     assert "NameError" not in str(caught.value) and "SyntaxError" not in str(caught.value)
 
 
+def renaming(old, new):
+    """The reading of a layer whose forward gives an argument its new name, as transformers decorates its own."""
+    module = layer(
+        ("past_key_values=None", "cache=None"), ("if past_key_values is", "if cache is"), ("= past_key_values.", "= cache.")
+    )
+    type(module).forward = deprecate_kwarg(old, version="99.0", new_name=new)(type(module).forward)
+    return Reader("layer", module).reading
+
+
+def test_a_cache_may_have_a_new_name():
+    assert renaming("past_key_values", "cache") == reading()
+
+
+def other_names():
+    """Other arguments that may be given under two names, of which the driver would see the wrong one."""
+    for old, new in (("mask", "attention_mask"), ("past_key_values", "window"), ("window", "cache"), ("window", None)):
+        try:
+            renaming(old, new)
+        except Unknown:
+            continue
+        yield f"{old} is taken for {new}"
+
+
+def test_no_other_argument_may():
+    assert list(other_names()) == []
+
+
 def test_another_default_device_makes_no_difference():
     found = reading()
     with torch.device("meta"):
@@ -333,3 +362,11 @@ class Cached(Plain):
 
 def test_what_somebody_decorates_is_known_by_no_digest():
     assert digest(Plain, "expand_kv") != "" and digest(Decorated, "expand_kv") == "" and digest(Cached, "expand_kv") == ""
+
+
+WATCHED = [Watched(Guard("only a cache", without="return True"), lambda: list(other_names()), ranks=0)]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .library import defined_in, renames_cache
+
 # Stands for the value of an attribute or a global that does not exist.
 MISSING: Any = object()
 
@@ -147,6 +149,8 @@ def is_plain(value: Any) -> bool:
 def forward_of(kind: type, beside: str = "") -> Callable:
     """Return the forward that runs when a module of class ``kind`` is called.
 
+    A decorator that only renames the argument of a KV cache is taken off.
+
     Args:
         kind: The class.
         beside: The name of a module whose decorators are taken off.
@@ -155,7 +159,7 @@ def forward_of(kind: type, beside: str = "") -> Callable:
         Unknown: if the forward is wrapped by torch, for instance by ``no_grad``.
     """
     forward: Any = kind.forward  # type: ignore[attr-defined]
-    while (where := getattr(forward, "__globals__", {}).get("__name__", "")) == beside:
+    while (where := defined_in(forward)) == beside or renames_cache(forward):
         forward = forward.__wrapped__
     is_function = isinstance(forward, types.FunctionType)
     if not is_function or where.split(".")[0] == "torch":  # guard: what torch does around it

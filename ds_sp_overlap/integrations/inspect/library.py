@@ -1,4 +1,4 @@
-"""Looks into transformers: its attention functions, and the functions of a module's class."""
+"""Looks into transformers: its attention functions, caches, and the functions of a class."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 _Result = TypeVar("_Result")
+
+# What forwards call a KV cache or a recurrent state. transformers 5.24 made one name of them.
+CACHES = "cache", "past_key_values", "past_key_value", "cache_params", "layer_past"
 
 
 def once(function: Callable[[Any], _Result]) -> Callable[[Any], _Result]:
@@ -51,6 +54,26 @@ def functions_of(kind: type[nn.Module]) -> list[types.FunctionType]:
     return functions
 
 
+def defined_in(function: Any) -> str:
+    """Return the name of the module that defines a function or its outermost decorator.
+
+    ``__module__`` would not do, since functools.wraps copies it. What functools.cache returns is no
+    function and has no globals: an empty name.
+    """
+    return getattr(function, "__globals__", {}).get("__name__", "")
+
+
+def renames_cache(function: Any) -> bool:
+    """Return whether a function's outermost decorator only gives a KV cache its new name.
+
+    transformers 5.24 decorates forwards so, until callers use the new name.
+    """
+    if defined_in(function) != "transformers.utils.deprecation":
+        return False
+    names = inspect.getclosurevars(function).nonlocals
+    return {names.get("old_name"), names.get("new_name")} <= set(CACHES)  # guard: only a cache
+
+
 def digest(holder: Any, *names: str) -> str:
     """Return a digest of the source of some functions, without comments and line breaks.
 
@@ -76,10 +99,7 @@ def digest(holder: Any, *names: str) -> str:
 def _is_decorated(function: Any) -> bool:
     """Return whether a function has a decorator that is not transformers'."""
     while hasattr(function, "__wrapped__"):
-        # __module__ would not do, since functools.wraps copies it. What functools.cache returns is
-        # no function and has no globals.
-        name = getattr(function, "__globals__", {}).get("__name__", "")
-        if name.split(".")[0] != "transformers":
+        if defined_in(function).split(".")[0] != "transformers":
             return True
         function = function.__wrapped__
     return False

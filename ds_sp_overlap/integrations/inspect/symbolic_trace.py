@@ -27,12 +27,11 @@ from .accounting import (
     forward_of,
     is_plain,
 )
-from .library import functions_of, own_class
+from .library import CACHES, functions_of, own_class
 from .rotary_function import Table
 from .tensor_parallel import out_features
 from .tokenwise import has_own_call
 
-CACHES = "past_key_values", "past_key_value", "layer_past"
 # Arguments that change nothing in training.
 UNUSED = (*CACHES, "cache_position", "use_cache", "output_attentions")
 # The path to a layer's class, and the functions that run when a module is called.

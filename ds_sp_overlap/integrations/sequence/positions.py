@@ -318,20 +318,21 @@ class Positions:
         self._caches: weakref.WeakSet = weakref.WeakSet()
 
     @contextlib.contextmanager
-    def forward(self, where: str, arguments: dict[str, Any]) -> Iterator[GlobalSequence]:
+    def forward(
+        self, where: str, arguments: dict[str, Any], cache: Any = None
+    ) -> Iterator[GlobalSequence]:
         """Hold the global sequence while the body runs the forward of a model. Collective.
 
         Args:
             where: The name of the model, for errors.
             arguments: The arguments of its forward by name.
+            cache: The KV cache among them; or None.
         """
         tokens = arguments.get("input_ids")
         if tokens is None:
             tokens = arguments.get("inputs_embeds")
-        mask, cache = arguments.get("attention_mask"), arguments.get("past_key_values")
-        self.current = self.gather(
-            where, tokens, arguments.get("position_ids"), mask=mask, cache=cache
-        )
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        self.current = self.gather(where, tokens, positions, mask=mask, cache=cache)
         try:
             yield self.current
         finally:
@@ -409,7 +410,8 @@ class Positions:
     def _fault(self, tokens: Tensor | None, position_ids: Any, mask: Any, cache: Any) -> str | None:
         """Return the key of `_FAULTS` for the arguments on this rank; None if they are right."""
         if cache is not None:
-            if cache in self._caches or cache.get_seq_length() > 0:
+            length = getattr(cache, "get_seq_length", None)  # a paged cache and a tuple have none
+            if length is None or cache in self._caches or length() > 0:
                 return "cache"
             self._caches.add(cache)
         if not isinstance(position_ids, Tensor):

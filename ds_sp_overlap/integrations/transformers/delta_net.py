@@ -78,9 +78,12 @@ SEPARATE: Sources = (
 )  # fmt: skip
 # By the digest of the forward, and of the method of the class that it calls.
 KNOWN = {
-    "0e32b04f43722526": FUSED,  # Qwen3-Next
-    "3efda038042d9626": SPLIT,  # Qwen3.5, dense and MoE
-    "5cc8d6823a28852b": SEPARATE,  # OLMo Hybrid
+    "0e32b04f43722526": FUSED,  # Qwen3-Next, transformers 5.23
+    "dc97d3f7c19cffa1": FUSED,  # Qwen3-Next, 5.24, which renames the cache
+    "3efda038042d9626": SPLIT,  # Qwen3.5, dense and MoE, 5.23
+    "0cfc669969de8f28": SPLIT,  # Qwen3.5, dense and MoE, 5.24
+    "5cc8d6823a28852b": SEPARATE,  # OLMo Hybrid, 5.23
+    "9bc3a4822def144a": SEPARATE,  # OLMo Hybrid, 5.24
 }
 
 
@@ -168,9 +171,9 @@ def _bind(
     )
     original = layer.forward
 
-    def forward(hidden_states, cache_params=None, attention_mask=None, **kwargs):
+    def forward(hidden_states, *, attention_mask=None, **kwargs):
         if off_in_eval(model):
-            return original(hidden_states, cache_params, attention_mask, **kwargs)
+            return original(hidden_states, attention_mask=attention_mask, **kwargs)
         sequence, _ = forwards.of(name, layer, hidden_states, mask=attention_mask, kwargs=kwargs)
         mix = functools.partial(_mix, layer, sequence)
         return net(hidden_states, mix, sequence.lengths)

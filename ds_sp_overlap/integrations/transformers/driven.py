@@ -18,9 +18,9 @@ from ...attention.self_attention import SelfAttention
 from ...profiling.steps import in_backward
 from ...rotary import Rotary
 from ..inspect.attention import Reader, Reading
-from ..inspect.library import own_class
+from ..inspect.library import CACHES, own_class
 from ..inspect.probe import refuse_difference
-from ..inspect.symbolic_trace import CACHES, UNUSED
+from ..inspect.symbolic_trace import UNUSED
 from ..layers import OverlapSettings
 from ..sequence.masks import Pattern
 from ..sequence.positions import GlobalSequence

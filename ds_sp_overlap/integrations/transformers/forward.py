@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...config import SpOverlapConfig
 from ...exchange.sp_group import SPGroup
 from ..chains import ForwardPasses
+from ..inspect.library import CACHES
 from ..sequence.masks import Masks, Pattern
 from ..sequence.positions import GlobalSequence, Positions
 from .checkpoints import Checkpoints
@@ -123,10 +124,11 @@ class Host:
             return self._original(*args, **kwargs)
         self.watched.refuse_changed()
         arguments = {**dict(zip(self._parameters, args)), **kwargs}
+        cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
         implementation = self._first_layer.config._attn_implementation
         with (
             self.checkpoints.keeping(),
-            positions.forward(self.name, arguments) as sequence,
+            positions.forward(self.name, arguments, cache) as sequence,
             _witnessed(self.forwards, self.unseen),
             self.forwards.running(sequence.lengths),
             masks.for_attention(self.name, sequence, implementation, configs=self.configs),

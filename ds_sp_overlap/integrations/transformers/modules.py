@@ -13,13 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from ..inspect.library import attention_functions, functions_of, once
+from ..inspect.library import CACHES, attention_functions, functions_of, once
 from .registration import refusal_of
 
 # Arguments of a forward that only a module which mixes tokens takes.
 _SEQUENCE_ARGUMENTS = {
-    "past_key_values", "past_key_value", "cache_params", "layer_past", "cache", "state",
-    "use_cache", "attention_mask", "padding_mask", "conv_mask", "alibi",
+    *CACHES, "state", "use_cache", "attention_mask", "padding_mask", "conv_mask", "alibi",
 }  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
-from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.sequence.layer import DistributedAttention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -776,30 +775,6 @@ def test_our_class_in_place_of_deepspeeds_trains_alike_with_the_section_and_with
         # Of two heads a rank; beside them one call that shows the shape, and after `disable` the default of the class.
         calls = {case: found[case][2] for case in found}
         assert calls["section"].count(1) > 2 * 2 * 3 and calls["own config"].count(1) == calls["no section"].count(1) == 0
-
-
-# What stock refuses or crashes on, as README says.
-
-
-def stock_refuses(rank):
-    """What DeepSpeed's loader says to rows whose lengths differ between ranks, to `cu_seq_lens` of packed rows, and to others."""
-    group = torch.distributed.group.WORLD
-
-    def loaded(length, **more):
-        row = torch.arange(length)[None]
-        batch = {"input_ids": row, "labels": row, "position_ids": row, **more}
-        return next(UlyssesSPDataLoaderAdapter([batch], rank, group, 2, torch.device("cpu")))
-
-    packed = refusal(loaded, 8, cu_seq_lens_q=torch.tensor([0, 8]))
-    return refusal(loaded, 8 + 2 * rank), packed, refusal(loaded, 8)
-
-
-def test_stock_fails_on_what_the_readme_says_and_with_these_words():
-    """Should one pass, DeepSpeed has mended it: tell README and docs/loss_and_gradients.md."""
-    for unequal, packed, fine in on_ranks(2, stock_refuses):
-        assert unequal[0] == "RuntimeError" and "invalid tensor size at index" in unequal[1]
-        assert packed == ("IndexError", "tuple index out of range")
-        assert fine is None
 
 
 # Several models, and recomputation.

@@ -38,8 +38,8 @@ TESTS = {
 }
 HEAD = """# Versions
 
-What was run with what, on CPU, by `make versions` (`tests/harness/versions.py`), which installs each combination in a venv of its own. A row is of the day
-on which it was run; what has no row was not run. Some failures are of tests that use what a version of transformers has not (`get_interface` in 5.0).
+**What to do.** Take the versions of a row, all run on CPU. What has no row was not run: `make versions` tries it, in a venv of its own. Some failures are of tests that use
+what a version of transformers has not (`get_interface` in 5.0).
 
 """
 

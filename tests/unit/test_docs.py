@@ -100,8 +100,9 @@ def test_a_message_that_is_explained_is_one_of_the_packages():
     table = next(rows for _, rows in read(ROOT / "README.md").tables if rows[0][0].content == "message")
     assert len(table) > 5
     for message, _ in table[1:]:
-        for piece in code(message)[0].split("..."):
-            assert piece.strip() in source, piece
+        if not message.content.startswith("DeepSpeed's: "):  # `frameworks/test_mistakes.py` provokes these
+            for piece in code(message)[0].split("..."):
+                assert piece.strip() in source, piece
 
 
 def test_the_runs_of_make_convergence_have_the_names_that_the_docs_give_them():

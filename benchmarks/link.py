@@ -8,7 +8,7 @@ output projection (`variants.py`). First the layer's arithmetic is timed, then t
 take the wanted multiple of it. Parity before timing: a variant that gives other outputs or gradients than DeepSpeed's class
 stops the run. All variants run in turn inside one loop, each step after a barrier; a step takes as long as its slowest rank.
 
-    compute        the fastest of DeepSpeed's class and ours with each number of groups, over a wire that costs nothing
+    compute        the fastest of DeepSpeed's class, VeOmni's and ours with each number of groups, over a wire that costs nothing
     exchange       the eight exchanges alone, all under way at once
     limit          max(compute, exchange); exposed ms is step - compute
     phase limit    the same for forward and backward apart, and added up: a forward exchange can't hide behind the backward. Half
@@ -17,6 +17,9 @@ stops the run. All variants run in turn inside one loop, each step after a barri
     no order below of a block: by the planner's arithmetic, what waits for what, see `ds_sp_overlap.tools.planner.limit`
     side by side   compute and exchange of unrelated data at once: what is above the limit here is the processor time that
                    moving bytes takes from a rank's core, and no schedule can win it back
+
+With --veomni, VeOmni's async Ulysses runs beside them, from a checkout of theirs: its functions of one layer, unchanged, around
+the same attention. Its list all-to-all, which gloo has not, moves by the same plain TCP, so that it is charged no copy of ours.
 
 The figures are of a rate-limited link. They compare schedules, and say nothing about any fabric. More ranks than cores share
 cores: such figures show that the schedule works there, and support no claim about time.
@@ -28,6 +31,7 @@ import argparse
 import itertools
 import json
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -47,13 +51,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--blocks", type=int, nargs="+", metavar="C", help="three layers with an MLP, and these in C chunks")
+    tried = "https://github.com/ByteDance-Seed/VeOmni, tried at revision d9774494f5d8 (August 2026)"
+    parser.add_argument("--veomni", type=Path, metavar="CHECKOUT", help=f"time VeOmni's async Ulysses, too: {tried}")
     parser.add_argument("--no-switches", action="store_true", help="leave out the variants with one switch turned off")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write OUT.csv, OUT.json and OUT.png")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--only-compute", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.veomni and args.blocks:
+        parser.error("--veomni has one layer; leave out --blocks")
+    if args.veomni and not (args.veomni / "veomni").is_dir():
+        parser.error(f"--veomni: no folder veomni in {args.veomni}; give a checkout of {tried}")
+    return args
 
 
 def configs(args: argparse.Namespace) -> dict[str, dict]:
@@ -142,13 +153,16 @@ def work(args: argparse.Namespace) -> None:
     shape = Shape(args.seq, args.heads, args.head_dim, args.kv_heads or args.heads, args.batch)
     layer = (Stack if args.blocks else Layer)(shape, args.rank, args.ranks, dist.group.WORLD)
     stock, silent = layer.stock(), {g: layer.ours(Silent(), head_groups=g) for g in args.groups}
+    others = {"DeepSpeed": stock}
+    if args.veomni:
+        others["VeOmni"] = layer.veomni(args.veomni)
 
-    def stock_alone():
+    def over_free_wire(run):
         with free_wire():
-            layer.step(stock)
+            layer.step(run)
 
     variants = {
-        "compute: DeepSpeed": stock_alone,
+        **{f"compute: {name}": lambda run=run: over_free_wire(run) for name, run in others.items()},
         **{f"compute: G = {g}": lambda run=run: layer.step(run) for g, run in silent.items()},
         "forward": lambda: layer.forward(silent[args.groups[0]]),
     }
@@ -159,7 +173,7 @@ def work(args: argparse.Namespace) -> None:
             ours[name] = lambda mover=None, c=chunks, g=groups: layer.block(c, mover, head_groups=g)
         if not args.blocks:
             ours["five of eight"] = layer.five_of_eight
-        runs = {"DeepSpeed": stock} | {name: make() for name, make in ours.items()}
+        runs = others | {name: make() for name, make in ours.items()}
         if not args.blocks:
             runs["G = auto"], kept = layer.auto()
         expected = layer.step(stock)
@@ -167,7 +181,7 @@ def work(args: argparse.Namespace) -> None:
             check_parity(name, layer.step(run), expected)
         del expected
         with free_wire():  # memory that other threads give back would not be seen
-            peak = {"DeepSpeed": layer.peak_bytes(stock)}
+            peak = {name: layer.peak_bytes(run) for name, run in others.items()}
             peak |= {name: layer.peak_bytes(make(Silent())) for name, make in ours.items()}
             if kept is not None:
                 peak["G = auto"] = layer.peak_bytes(stock if kept == "off" else layer.ours(Silent(), head_groups=kept))
@@ -181,13 +195,13 @@ def work(args: argparse.Namespace) -> None:
 
         variants |= {"exchange": lambda: launch()(), "side by side": side_by_side}
         variants |= {name: lambda run=run: layer.step(run) for name, run in runs.items()}
-    times, others = measure(variants, args)
+    times, thread_ms = measure(variants, args)
     if args.rank == 0:
         result = {
             "times_ms": times,
             "wire_bytes": shape.wire_bytes(args.ranks) * (LAYERS if args.blocks else 1),
             "peak_bytes": peak,
-            "thread_ms": others,
+            "thread_ms": thread_ms,
             "plan_ms": predicted,
             "limit_ms": limits,
             "kept": kept,
@@ -240,6 +254,9 @@ def main() -> None:
     from benchmarks import pictures, record
 
     words, rows, notes = sys.argv, [], []
+    if args.veomni:
+        asked = ["git", "-c", "safe.directory=*", "-C", args.veomni, "rev-parse", "HEAD"]
+        notes.append(f"VeOmni at revision {subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()}")
     with Wire(args.ranks) as wire:
         kind = f"{wire.kind}, fp32"
         wire.limit(10_000)

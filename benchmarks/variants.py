@@ -2,6 +2,7 @@
 
 stock                 deepspeed.sequence.layer.DistributedAttention between whole projections
 five of eight         in the order below: what DeepSpeed's PR 5691 with Megatron-DeepSpeed's PR 415 overlaps, and no more
+VeOmni                its async Ulysses, from a checkout of theirs; it waits at once for v, o and dv
 ours                  ds_sp_overlap.SelfAttention with a config of its own
 compute only          any of them over a wire that costs nothing
 exchange only         the eight exchanges alone, all under way at once, waited for in the order of their start
@@ -13,9 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import deepspeed.sequence.layer
@@ -171,6 +176,21 @@ class Layer:
 
         return run
 
+    def veomni(self, checkout: Path) -> Callable[[Tensor], Tensor]:
+        theirs = load_veomni(checkout, self.group)
+        weights = {kind: self.projections[f"{kind}_proj"].weight for kind in "qkvo"}
+        axes = dict(seq_dimension=1, head_dimension=2, unpadded_dim_size=self.shape.seq)
+
+        def run(x):  # batch first inside; with one row, each transpose is a view of contiguous memory
+            qkv = theirs.async_ulysses_qkv_projection(
+                x.transpose(0, 1), q_weight=weights["q"], k_weight=weights["k"], v_weight=weights["v"],
+                head_dim=self.shape.head_dim, **axes,
+            )  # fmt: skip
+            o = self.local(*(t.transpose(0, 1) for t in qkv)).transpose(0, 1)
+            return theirs.async_ulysses_output_projection(o, proj_weight=weights["o"], **axes).transpose(0, 1)
+
+        return run
+
     def auto(self) -> tuple[Callable[[Tensor], Tensor], int | str]:
         """Ours with ``"head_groups": "auto"`` after its steps of trying, stock among the candidates; and what it keeps."""
         block, stock = self.ours(head_groups="auto"), self.stock()
@@ -212,14 +232,36 @@ class Layer:
         return launch
 
 
+ASYNC_ULYSSES = "veomni.distributed.sequence_parallel.async_ulysses"  # in VeOmni
+
+
+def load_veomni(checkout: Path, group) -> ModuleType:
+    """Import VeOmni's async Ulysses, over ``group``, and no more than it imports itself.
+
+    The packages above it are empty stand-ins, since their own files patch kernels and load models.
+    """
+    sequence_parallel = ASYNC_ULYSSES.rpartition(".")[0]
+    for name in ("veomni", "veomni.utils", "veomni.distributed", sequence_parallel):
+        sys.modules[name] = package = ModuleType(name)
+        package.__path__ = [str(checkout / name.replace(".", "/"))]
+    importlib.import_module(f"{sequence_parallel}.comm").set_ulysses_sequence_parallel_group(group)
+    return importlib.import_module(ASYNC_ULYSSES)
+
+
 @contextlib.contextmanager
 def free_wire():
-    """DeepSpeed's class over a wire that costs nothing."""
+    """DeepSpeed's class and VeOmni's over a wire that costs nothing."""
 
     def all_to_all_single(output, *args, **kwargs):
         output.zero_()
 
-    with mock.patch.object(deepspeed.sequence.layer.dist, "all_to_all_single", all_to_all_single):
+    def all_to_all(outputs, *args, **kwargs):
+        for output in outputs:
+            output.zero_()
+        return Silent()
+
+    stock = mock.patch.object(deepspeed.sequence.layer.dist, "all_to_all_single", all_to_all_single)
+    with stock, mock.patch.object(dist, "all_to_all", all_to_all):
         yield
 
 

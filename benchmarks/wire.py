@@ -165,14 +165,18 @@ class Streams:
 
     def all_to_all_single(self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
         """In the form of ``torch.distributed.all_to_all_single``, over all ranks."""
+        ends = ((output, output_split_sizes), (input, input_split_sizes))
+        outputs, inputs = (x.split(sizes or [x.shape[0] // self.ranks] * self.ranks) for x, sizes in ends)
+        return self.all_to_all(outputs, inputs, group, async_op)
+
+    def all_to_all(self, output_tensor_list, input_tensor_list, group=None, async_op=False):
+        """In the form of ``torch.distributed.all_to_all``, over all ranks; the tensors are contiguous."""
         work = _Work()
-        ends = ((output, output_split_sizes, self.receives), (input, input_split_sizes, self.sends))
-        (of, _), (to, _) = parts = [(x.split(sizes or [x.shape[0] // self.ranks] * self.ranks), jobs) for x, sizes, jobs in ends]
-        for tensors, jobs in parts:
+        for tensors, jobs in ((output_tensor_list, self.receives), (input_tensor_list, self.sends)):
             for peer in self.peers:
-                view = memoryview(tensors[peer].detach().reshape(-1).view(torch.uint8).numpy())
+                view = memoryview(tensors[peer].detach().view(-1).view(torch.uint8).numpy())
                 jobs[peer].put((view, work.more()))
-        of[self.rank].copy_(to[self.rank])
+        output_tensor_list[self.rank].copy_(input_tensor_list[self.rank])
         if async_op:
             return work
         work.wait()
@@ -200,4 +204,5 @@ def join(rank: int, ranks: int, per_node: int = 1) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # there is nothing to share, and it takes a build
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
     sys.setswitchinterval(1e-4)  # the threads hold Python's lock for moments only, and ask for no more
-    dist.all_to_all_single = Streams(rank, ranks, per_node).all_to_all_single
+    streams = Streams(rank, ranks, per_node)
+    dist.all_to_all_single, dist.all_to_all = streams.all_to_all_single, streams.all_to_all

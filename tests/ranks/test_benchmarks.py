@@ -1,6 +1,8 @@
 """The benchmarks' own parts: the five-of-eight schedule, and scripts that must run where there is no GPU and no root."""
 
+import contextlib
 import csv
+import io
 import json
 import os
 import re
@@ -9,19 +11,20 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import link, pictures, record
-from benchmarks.variants import Layer, Shape, check_parity
+from benchmarks import link, pictures, record, wire
+from benchmarks.variants import ASYNC_ULYSSES, Layer, Shape, check_parity
 from benchmarks.wire import Wire
 from ds_sp_overlap.relayout import kernels
 from ds_sp_overlap.schedule import order
 from ds_sp_overlap.tools.cli import main
 from ds_sp_overlap.tools.planner.plan import UPSTREAM
 from tests.harness.cases import full
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import RankError, on_ranks
 from tests.harness.transports import Recording
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -170,6 +173,83 @@ def test_link_says_that_it_needs_root():
 def test_link_turns_switches_off_at_the_groups_that_were_asked_for():
     named = link.configs(SimpleNamespace(groups=[4, 8], no_switches=False))
     assert list(named) == ["G = 4", "G = 8", "G = 4, projections off", "G = 4, wgrad off"]
+
+
+# With the names that `Layer.veomni` calls, and its list all-to-all.
+PEER = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from . import comm
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scatter, gather):
+        ctx.back = gather, scatter
+        sends = [part.contiguous() for part in x.chunk(dist.get_world_size(comm.group), scatter)]
+        received = [torch.empty_like(part) for part in sends]
+        dist.all_to_all(received, sends, group=comm.group, async_op=True).wait()
+        return torch.cat(received, gather)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return Exchange.apply(dy, *ctx.back), None, None
+
+
+def async_ulysses_qkv_projection(
+    hidden_states, seq_dimension, head_dimension, q_weight, k_weight, v_weight, unpadded_dim_size, head_dim
+):
+    assert unpadded_dim_size == hidden_states.shape[seq_dimension] * dist.get_world_size(comm.group)
+    for weight in (q_weight, k_weight, v_weight):
+        heads = F.linear(hidden_states, weight).unflatten(-1, (-1, head_dim))
+        yield Exchange.apply(heads, head_dimension, seq_dimension)
+
+
+def async_ulysses_output_projection(hidden_states, seq_dimension, head_dimension, proj_weight, unpadded_dim_size):
+    return F.linear(Exchange.apply(hidden_states, seq_dimension, head_dimension).flatten(2), proj_weight)
+"""
+PEER_FAULTS = {
+    "output": ("yield Exchange.apply(heads,", "yield Exchange.apply(1.001 * heads,"),
+    "no gradient": ("(q_weight, k_weight, v_weight)", "(q_weight, k_weight.detach(), v_weight)"),
+    "gradient": ("return Exchange.apply(dy,", "return Exchange.apply(1.001 * dy,"),
+}
+
+
+def beside_a_peer(rank, size, checkout, port):
+    """What rank 0 of `link.py` prints, over connections of this machine in place of a slow link."""
+    words = f"link.py --veomni {checkout} --seq 32 --heads 4 --head-dim 8 --groups 1 --steps 1 --warmup 0 --no-switches"
+    with mock.patch.object(wire, "PORT", port), mock.patch.object(wire.Wire, "host", lambda rank: "127.0.0.1"):
+        streams = wire.Streams(rank, size, 1)
+    exchanges = mock.patch.multiple(
+        torch.distributed, all_to_all=streams.all_to_all, all_to_all_single=streams.all_to_all_single,
+        destroy_process_group=lambda: None,
+    )  # fmt: skip
+    argv = mock.patch.object(sys, "argv", f"{words} --rank {rank} --ranks {size}".split())
+    printed, modules = io.StringIO(), mock.patch.dict(sys.modules)  # another checkout is read anew
+    with exchanges, argv, modules, mock.patch.object(link, "join"), contextlib.redirect_stdout(printed):
+        link.main()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("fault", [None, "gradient", full("output"), full("no gradient")])
+def test_link_times_a_peer_only_if_it_computes_what_deepspeed_does(fault, tmp_path):
+    path = tmp_path / (ASYNC_ULYSSES.replace(".", "/") + ".py")
+    path.parent.mkdir(parents=True)
+    (path.parent / "comm.py").write_text("def set_ulysses_sequence_parallel_group(own):\n    global group\n    group = own\n")
+    for package in path.parent, path.parents[1], path.parents[2]:
+        (package / "__init__.py").write_text("raise AssertionError('more of the checkout runs than is needed')")
+    path.write_text(PEER.replace(*PEER_FAULTS[fault]) if fault else PEER)
+    port = 20000 + 4 * (os.getpid() % 2500)  # of this test process alone
+    if fault:
+        with pytest.raises(RankError, match="VeOmni"):
+            on_ranks(2, beside_a_peer, 2, tmp_path, port)
+        return
+    result = json.loads(on_ranks(2, beside_a_peer, 2, tmp_path, port)[0].splitlines()[-1])
+    rows = {row["variant"]: row for row in link.rows_of(1, 1, result)}
+    assert rows["VeOmni"]["DeepSpeed / step"] > 0 and result["peak_bytes"]["VeOmni"] > 0
+    assert rows["compute: VeOmni"]["median ms"] > 0
 
 
 HOST = {

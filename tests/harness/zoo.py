@@ -699,6 +699,7 @@ PROGRAMS = {
     "k is v": Program("attention", (("v = self.v_proj(x).view(shape)", "v = k"),)),
     "a list of projections": Program("attention", (("self.q_proj(x)", "self.all[0](x)"),), lambda m: setattr(m, "all", nn.ModuleList([m.q_proj]))),
     "rotated where there are tables": Program("attention", (ROTATES_IF_GIVEN,), given={"position_embeddings": None}, expected="whole"),
+    "rotated at one length alone": Program("attention", (("    q, k = apply_rotary", "    if q.shape[2] > 8:\n        q, k = apply_rotary"),)),
     "scaled where there are no tables": Program("attention", (ROTATES_IF_GIVEN, ("    attend =", "    q = q if position_embeddings is not None else q * 2\n    attend =")), given={"position_embeddings": None}),
     "keywords that are counted": Program("attention", (("    cos, sin =", "    q = q * (2 if len(kwargs) > 1 else 1)\n    cos, sin ="),), given={"a": 1, "b": 2}),
     "a keyword that is dropped": Program("attention", (("    cos, sin =", "    kwargs.pop('factor', None)\n    cos, sin ="),), given={"factor": 1}),

@@ -252,7 +252,7 @@ def _read(module: Any, training: bool) -> Read:
     readings: list[Reading] = []
     lookups: dict[Any, Lookup] = {}
     loaded_globals: dict[Any, LoadedGlobal] = {}
-    with_tables = cases(training)
+    with_tables, is_optional = cases(training), False
     for case in [*with_tables, dataclasses.replace(with_tables[0], gives_tables=False)]:
         try:
             trace = Trace(module, case, keywords if case.gives_optional else set())
@@ -262,21 +262,23 @@ def _read(module: Any, training: bool) -> Read:
             if case.gives_tables:
                 raise
             break  # a forward that always rotates takes None apart
-        readings.append(_Interpreter(trace).reading())
+        reading = _Interpreter(trace).reading()
+        is_optional = not case.gives_tables and reading.rotary is None
+        if is_optional:
+            reading = dataclasses.replace(reading, rotary=readings[0].rotary)
+        readings.append(reading)
         for path, value in trace.lookups:
             lookups[path, type(value)] = path, value
         for loaded in trace.loaded_globals:
             loaded_globals[id(loaded.namespace), loaded.name] = loaded
         keywords |= trace.constants
-    first, without_tables = readings[0], readings[-1]
-    if first.rotary is not None and without_tables.rotary is None:
-        readings[-1] = dataclasses.replace(without_tables, rotary=first.rotary)
+    first = readings[0]
     alike = all(x == first and _same_options(x.options, first.options) for x in readings)
     if not alike:  # guard: in every case
         raise Unknown(
             "its forward is another one without a mask, for other tokens or in another dtype"
         )
-    if readings[-1] is not without_tables:
+    if is_optional and first.rotary is not None:
         first = dataclasses.replace(first, rotary={**first.rotary, "optional": True})
     norms = {}
     for source in first.sources.values():

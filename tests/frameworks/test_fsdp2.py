@@ -5,6 +5,10 @@ fp64, large weights (`EXACT`): what remains are roundings (1e-16) in sums of ano
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -28,6 +32,7 @@ from tests.harness.models import EXACT, batches, cut, tiny, worst
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import relative_error
 
+ROOT = Path(__file__).parents[2]
 EQUAL, LAYERS, MICROBATCHES = 1e-12, 3, 2
 BLOCK = {"scope": "block", "on_unsupported": "error", "token_chunks": 2}
 
@@ -212,8 +217,12 @@ def test_every_gradient_equals_the_whole_sequences(case):
     check(case, on_ranks(2, trained, case))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", [case for case in CASES if case.units == "layers" and case.policy != "stays"], ids="-".join)
+ON_A_MESH = [case for case in CASES if case.units == "layers" and case.policy != "stays"]
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == ("enable", "layers", "block", "accumulates") else full(case) for case in ON_A_MESH], ids="-".join
+)
 def test_on_a_mesh_of_replicas_and_sp_ranks_every_gradient_equals_the_whole_sequences(case):
     check(case, on_ranks(4, trained, case))
 
@@ -221,14 +230,16 @@ def test_on_a_mesh_of_replicas_and_sp_ranks_every_gradient_equals_the_whole_sequ
 # Where exchanges stand beside FSDP's collectives.
 
 
-def order(rank, way, units):
+def order(rank, way, first):
     """The log of a second step without FSDP, then with it."""
     logs = []
     for sharded in (False, True):
         model = tiny(**EXACT, layers=LAYERS)
+        if sharded and first == "fully_shard":
+            shard(model, "layers")
         ds_sp_overlap.enable(model, WAYS[way][0], dist.group.WORLD)
-        if sharded:
-            shard(model, units)
+        if sharded and first == "enable":
+            shard(model, "layers")
         for _ in range(2):
             with recorded() as log:
                 share(model, cut(tokens_of(0)[0], rank, 2)).backward()
@@ -237,9 +248,10 @@ def order(rank, way, units):
     return logs
 
 
-@pytest.mark.parametrize("way", ["block", full("layer")])
-def test_exchanges_stay_where_they_are_drawn_and_weights_are_gathered_beside_them(way):
-    for without, log in on_ranks(2, order, way, "layers"):
+@pytest.mark.parametrize("first", ["enable", full("fully_shard")])
+@pytest.mark.parametrize("way", ["block", full("layer"), full("window")])
+def test_exchanges_stay_where_they_are_drawn_and_weights_are_gathered_beside_them(way, first):
+    for without, log in on_ranks(2, order, way, first):
         assert [entry for entry in log if entry[0] in "<>"] == without
         if (
             way == "block"
@@ -396,7 +408,8 @@ def test_weights_that_two_layers_share_and_units_that_are_made_later_are_gathere
 
 
 def one_step(rank, folder):
-    """A step of clipped SGD with the sum of all gradients, saved; then loaded by a model that knows neither FSDP nor the overlap."""
+    """A step of clipped SGD with the sum of all gradients, saved; then loaded by the model itself, whose weights were spoiled, and by one
+    that knows neither FSDP nor the overlap."""
     expected, tokens = whole_gradients(1, 1), tokens_of(0)[0]
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     model = tiny(**EXACT, layers=LAYERS)
@@ -409,12 +422,21 @@ def one_step(rank, folder):
         found = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        state = {"model": get_model_state_dict(model)}
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state["model"])
+        resumed = {name: p.full_tensor() for name, p in model.named_parameters()}
     plain = tiny(**EXACT, layers=LAYERS, seed=1)
     state = {"model": plain.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(plain, state["model"])
     after = {name: p - 0.1 * expected[name] / norm for name, p in before.items()}
-    errors = worst(dict(plain.named_parameters()), after), relative_error(found.full_tensor(), norm)
+    loaded = dict(plain.named_parameters())
+    errors = worst(loaded, after), relative_error(found.full_tensor(), norm)
+    assert all(torch.equal(resumed[name], parameter) for name, parameter in loaded.items())
     return list(state["model"]) == list(tiny(**EXACT, layers=LAYERS).state_dict()), errors
 
 
@@ -422,6 +444,16 @@ def test_a_clipped_step_is_the_whole_sequences_and_checkpoints_are_those_of_the_
     """1e-5: clipping adds 1e-6 to the norm, which is far above 1."""
     for same_names, (step, norm) in on_ranks(2, one_step, str(tmp_path)):
         assert same_names and step < 1e-5 and norm < EQUAL
+
+
+@pytest.mark.full
+def test_the_example_trains_where_deepspeed_cannot_be_imported(tmp_path):
+    (tmp_path / "deepspeed.py").write_text("raise AssertionError('DeepSpeed is imported')")
+    words = "-m torch.distributed.run --standalone --nproc_per_node 2 examples/fsdp2/train.py --sequence 64 --steps 2"
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    ran = subprocess.run([sys.executable, *words.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "2 of 2 layers overlapped" in ran.stdout and "step 2: loss" in ran.stdout
 
 
 # What can't run in a block.

@@ -150,9 +150,8 @@ class LatentAttention:
             return run.end(self._projected.overlapped(call, q, k, v, attend_group))
 
         # In the projection's own call, so that ZeRO-3 has gathered its weight.
-        return call_through(
-            [projection], body, query, latent, rotated
-        )  # guard: its weight is whole
+        tensors = query, latent, rotated
+        return call_through([projection], body, *tensors)  # guard: its weight is whole
 
     def _expanded(
         self, latent: Tensor, rotated: Tensor, rows: Tensor, per_head: int

@@ -176,10 +176,8 @@ class LayerRuntime:
             The call; in one head group where the local attention needs all heads at once.
         """
         # A torch without CUDA can't say whether a stream is captured.
-        cuda = torch.cuda
-        if (
-            cuda.is_initialized() and cuda.is_current_stream_capturing()
-        ):  # guard: no graph of a call
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if is_captured:  # guard: no graph of a call
             raise RuntimeError(
                 f"{self.where}: called while a CUDA graph is captured, but a layer waits on the "
                 "host (to compare calls over the ranks), which no graph can hold; capture what "

@@ -352,9 +352,8 @@ class _Attention(Gathering):
         tokens = tuple(here.tokens.pop(key) for key in keys)
         (arrived,) = run_halves([Half(ChunkedExchange(exchanges), tokens)])
         self.values.update(zip(steps[0].parts, arrived))
-        if (
-            here.is_recomputed and here.saved_attention is not None
-        ):  # the node saves its tensors again
+        # The node saves its tensors again.
+        if here.is_recomputed and here.saved_attention is not None:
             self._attend_saved(steps[0].group, {})
 
     def _heads(self, group: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,10 +46,6 @@ class Started:
     grad: tuple[bool, bool]
     ahead: Any = None
 
-    @classmethod
-    def of(cls, begun: LayerCall, hidden: Tensor) -> Started:
-        return cls(begun, hidden, hidden._version, (torch.is_grad_enabled(), hidden.requires_grad))
-
     def serves(
         self, layer: BlockLayer, hidden: Tensor, options: Options, recompute: Recompute
     ) -> bool:
@@ -106,9 +102,8 @@ class Started:
         node, at, last, nodes = hidden.grad_fn, hidden.output_nr, self.hidden.grad_fn, []
         while node is not last:
             made_by = getattr(getattr(type(node), "_forward_cls", None), "__module__", "")
-            if not made_by.startswith(
-                tuple(linear.harmless - {FSDP})
-            ):  # guard: only harmless nodes between
+            is_harmless = made_by.startswith(tuple(linear.harmless - {FSDP}))
+            if not is_harmless:  # guard: only harmless nodes between
                 return None
             nodes.append((node, at))
             node, at = node.next_functions[0]  # type: ignore[union-attr]
@@ -233,7 +228,8 @@ class Chain:
             here, following, hidden, recompute, None if started is None else started.watch
         )
         if following is not None:
-            self._started = Started.of(following, out)
+            grad = torch.is_grad_enabled(), out.requires_grad
+            self._started = Started(following, out, out._version, grad)
         return out
 
     def _may_start(self, successor: BlockLayer) -> bool:

@@ -68,8 +68,10 @@ class CheckpointCache:
 
     def offloaded(self) -> list[OffloadedTensor]:
         """Return the saved tensors that are offloaded."""
-        tensors = [x for entry in self.entries for x in entry.tensors]
-        return [x for x in tensors if isinstance(x, OffloadedTensor)]
+        offloaded = []
+        for entry in self.entries:
+            offloaded += [x for x in entry.tensors if isinstance(x, OffloadedTensor)]
+        return offloaded
 
     def register_as_most_recent(self) -> None:
         """Register this checkpoint as the most recently offloaded one.

@@ -148,11 +148,10 @@ class Attended:
             The gradients of q, k and v and of ``learned``, None for those that have none.
         """
         has_strides = all(self.strides[kind] == x.stride() for kind, x in zip("qkv", heads))
-        if self.edges is None or not has_strides:
+        lacks_o = self.reads_o and (o is None or o.dtype != do.dtype)
+        if self.edges is None or not has_strides or lacks_o:
             return self._recompute(attend, heads, needs_grad, do=do, learned=learned)
-        if self.reads_o:
-            if o is None or o.dtype != do.dtype:
-                return self._recompute(attend, heads, needs_grad, do=do, learned=learned)
+        if self.reads_o and o is not None:
             first = 0
             for index, (length, strides) in enumerate(self.pieces):
                 piece = o.narrow(self.seq_dim, first, length) if len(self.pieces) > 1 else o

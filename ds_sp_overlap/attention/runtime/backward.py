@@ -155,9 +155,8 @@ class BackwardRunner(ForwardRunner):
                 so_far = self.learned_gradients[index]
                 self.learned_gradients[index] = gradient if so_far is None else so_far + gradient
         if needs_grad[0]:
-            self.grads["q", group] = (
-                torch.zeros_like(q) if dq is None else dq
-            )  # guard: others may exchange one
+            dq = torch.zeros_like(q) if dq is None else dq  # guard: others may exchange one
+            self.grads["q", group] = dq
         for kind, dx, x, is_needed in zip(("k", "v"), (dk, dv), heads[1:], needs_grad[1:]):
             if is_needed:
                 self._add_to_pieces(kind, group, torch.zeros_like(x) if dx is None else dx)

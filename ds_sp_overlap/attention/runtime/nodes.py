@@ -64,9 +64,8 @@ class _StartInputs(Node):
         norm_parameters = parameters[linear:] if norm_inputs else ()
         ctx.sizes, ctx.norm_inputs = (linear, len(norm_parameters), len(tables)), list(norm_inputs)
         saved_x = x if any(weights_need_grad) else None
-        ctx.save_for_backward(
-            saved_x, *weights, *norm_parameters, *tables, *norm_inputs.values()
-        )  # guard: unchanged
+        saved_tensors = saved_x, *weights, *norm_parameters, *tables, *norm_inputs.values()
+        ctx.save_for_backward(*saved_tensors)  # guard: unchanged
         return tuple(tokens.values())
 
     @staticmethod

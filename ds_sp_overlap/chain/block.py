@@ -412,7 +412,7 @@ def _segment(
     def body(hidden: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
         given.update(zip(given, tokens))
         late = [] if done is None or done.mlp_wgrads is None else [done.mlp_wgrads]
-        known = late[0].slots if late else ()
+        known = late[0].modules if late else ()
         plain = here.layer.attention.plain
         wgrads = Wgrads(roots, here.call.where, plain, at_once=not late, besides=known)
         shadows = Shadows(*late, wgrads)

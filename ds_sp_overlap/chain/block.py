@@ -332,7 +332,7 @@ class _Attention(Gathering):
         super().__init__(here.call, here.block)
         attention, call, options = here.layer.attention, here.call, here.options
         args, kwargs = options.args, options.kwargs
-        attend = bind_arguments(attention.local_attention, call.geometry, args, kwargs)
+        attend = bind_arguments(attention.local_attention, call, args, kwargs)
         self.here, self.attend_group = here, attend
         self.watched = attention.local_of(call, hidden, attend, args, kwargs)
         self.attended: tuple[Tensor, ...] = ()

@@ -96,10 +96,12 @@ class SpOverlapConfig(_Section):
             over a communicator of our own where NCCL carries the group. "copy_engine": the GPUs'
             copy engines, in one node.
         max_ctas: The most blocks, and so SMs, of NCCL's kernels in the communicator of our own.
-            "auto": `transport.MAX_CTAS`.
+            "auto": 16 in one node, 4 over several; see Note [Blocks of a communicator] in
+            `transport`.
         min_ctas: The least blocks. "auto": as NCCL chooses.
         cga_cluster_size: Blocks in a cluster of NCCL's kernels. "auto": as NCCL chooses.
-        sm_carveout: How many SMs products leave free while an exchange is under way on a GPU.
+        sm_carveout: How many SMs products leave free while an exchange is under way on a GPU, and
+            flash-attn 3 in each call.
         on_unsupported: For a layer that can't be overlapped, "warn" and leave the layer as it is,
             or "error".
         documents: Where documents of a packed sequence may begin. "anywhere": where position_ids

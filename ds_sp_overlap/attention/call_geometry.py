@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ..config import SpOverlapConfig
 from ..exchange.geometry import Geometry, shares_for
 from ..exchange.shares import QueryChunks
-from .heads import PerHead, takes_queries
+from .heads import PerHead, takes
 from .layer import LayerRuntime
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
@@ -113,7 +113,7 @@ def shares_of(
         lacks = attend
     elif config.transport == "copy_engine":
         lacks = 'sp_overlap.transport "copy_engine" moves equal parts only'
-    elif not takes_queries(attend):
+    elif not takes(attend, "queries"):
         name = getattr(attend, "__qualname__", type(attend).__name__)
         lacks = (
             f"{name} has no parameter queries=, a range (a, b) of the tokens that it is called with"

@@ -57,13 +57,19 @@ class PerHead:
 
 
 def bind_arguments(
-    local_attention: Callable[..., Any], geometry: Geometry, args: tuple, kwargs: dict[str, Any]
+    local_attention: Callable[..., Any], call: Call, args: tuple, kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
     """Bind the arguments of a local attention beside q, k and v.
+
+    A local attention with a parameter ``sm_margin`` (flash-attn 3) leaves as many SMs free as
+    products do, see `carve_out`. Unlike theirs its number is for forward and backward alike.
 
     Returns:
         An `execution.Attend`.
     """
+    geometry, carve_out = call.geometry, call.sp_group.carve_out
+    if carve_out is not None and takes(local_attention, "sm_margin"):
+        kwargs = {"sm_margin": carve_out.sms, **kwargs}
     if any(isinstance(x, PerHead) for x in (*args, *kwargs.values())):
 
         def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Any:
@@ -84,14 +90,14 @@ def _named(queries: tuple[Range, ...]) -> dict[str, Range]:
     return {"queries": queries[0]} if queries else {}
 
 
-def takes_queries(local_attention: Any) -> bool:
-    """Return whether a local attention can attend with a range of the queries.
+def takes(local_attention: Any, name: str) -> bool:
+    """Return whether a local attention has a parameter, for instance ``queries``.
 
-    It then has a parameter ``queries``; one that takes any keyword would ignore it.
+    One that takes any keyword has none: it would ignore it.
     """
     attend = local_attention.forward if isinstance(local_attention, nn.Module) else local_attention
     try:
-        return "queries" in inspect.signature(attend).parameters  # guard: no keyword is swallowed
+        return name in inspect.signature(attend).parameters  # guard: no keyword is swallowed
     except (TypeError, ValueError):
         return False
 

@@ -140,7 +140,7 @@ class LatentAttention:
             own = [call.geometry.query_range(call.geometry.sp_rank, group) for group in call.groups]
             parts: list[Ranges] = [((start * per_head, stop * per_head),) for start, stop in own]
             rows = cut(weight, 0, parts)  # guard: rows of its heads
-            local = bind_arguments(local_attention, call.geometry, args, kwargs or {})
+            local = bind_arguments(local_attention, call, args, kwargs or {})
 
             def attend_group(group: int, q: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
                 k, v = self._expanded(latent, rotated, rows[group], per_head=per_head)

@@ -150,7 +150,7 @@ class ProjectedAttention:
         if call is None:
             assert baseline is not None
             return run.end(baseline(q, k, v))
-        local = bind_arguments(local_attention, call.geometry, args, kwargs)
+        local = bind_arguments(local_attention, call, args, kwargs)
         return run.end(self.overlapped(call, q, k, v, local, arrive))
 
     def overlapped(

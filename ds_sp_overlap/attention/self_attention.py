@@ -287,7 +287,7 @@ class SelfAttention:
         if tables is None:
             split = [module for module in split if module is self.o_proj]
         call.by_rank = self._by_rank(call, hidden_states, split)
-        attend = bind_arguments(self.local_attention, call.geometry, args, kwargs)
+        attend = bind_arguments(self.local_attention, call, args, kwargs)
         can_window = self._can_window(split)
         is_windowed = isinstance(call.schedule, Windowed)
         if is_windowed and not can_window:

@@ -332,7 +332,7 @@ class _Attention(Gathering):
         super().__init__(here.call, here.block)
         attention, call, options = here.layer.attention, here.call, here.options
         args, kwargs = options.args, options.kwargs
-        attend = bind_arguments(attention.local_attention, call.geometry, args, kwargs)
+        attend = bind_arguments(attention.local_attention, call, args, kwargs)
         self.here, self.attend_group = here, attend
         self.watched = attention.local_of(call, hidden, attend, args, kwargs)
         self.attended: tuple[Tensor, ...] = ()
@@ -411,7 +411,7 @@ def _segment(
     def body(hidden: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
         given.update(zip(given, tokens))
         late = [] if done is None or done.mlp_wgrads is None else [done.mlp_wgrads]
-        known = late[0].slots if late else ()
+        known = late[0].modules if late else ()
         plain = here.layer.attention.plain
         wgrads = Wgrads(roots, here.call.where, plain, at_once=not late, besides=known)
         shadows = Shadows(*late, wgrads)

@@ -12,8 +12,8 @@ Note [Two communicators]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 Collectives of one NCCL communicator run in the order of their launch. What others launch in the sp
 group (a gather of weights, a reduction of gradients) would therefore stand in front of an exchange.
-So exchanges have a communicator of their own: at high priority, and with at most `MAX_CTAS` blocks,
-since each block takes an SM from the kernels that hide the exchange.
+So exchanges have a communicator of their own: at high priority, and with few blocks, since each
+block takes an SM from the kernels that hide the exchange (Note [Blocks of a communicator]).
 
 Two communicators hang where one rank's GPU begins their kernels in another order than another
 rank's. NCCL begins them in the host's order if `LAUNCH_ORDER` is set before its first launch
@@ -42,9 +42,16 @@ from torch.distributed.distributed_c10d import AllToAllOptions, all_to_all_singl
 from ..warn import say, warn_once
 from .launch_order import LAUNCH_ORDER
 
-# SMs that a communicator of our own may take; NCCL's send and receive takes up to 32. Not yet
-# measured.
+# Note [Blocks of a communicator]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Each block of NCCL's kernels takes an SM from what hides the exchange, so a communicator of our own
+# takes as many as its slowest link needs. Inside a node, over NVLink, 16; NCCL's send and receive
+# would take up to 32. Where the sp group spans nodes its network card is the slowest link, which
+# blocks beyond its bandwidth don't fill faster. NCCL counts 14 GB/s a block and network
+# (P2P_PER_CHANNEL_NET_BW in its src/graph/paths.cc), so 4 blocks fill a card of 400 Gbit/s a GPU,
+# which is 50 GB/s. Not measured by us; ``sp_overlap.max_ctas`` wins.
 MAX_CTAS = 16
+NETWORK_CTAS = 4
 
 
 class Handle(Protocol):
@@ -118,14 +125,13 @@ class C10d:
     Args:
         own: Whether tensors on a GPU go over a communicator of our own, see
             Note [Two communicators].
-        settings: Fields of NCCL's configuration for that communicator, beside ``max_ctas``, which
-            is `MAX_CTAS` unless given.
+        settings: Fields of NCCL's configuration for that communicator; ``max_ctas`` follows
+            Note [Blocks of a communicator] unless given.
     """
 
     def __init__(self, own: bool = False, settings: dict[str, int] | None = None):
         self.own = own
-        most = max(MAX_CTAS, (settings or {}).get("min_ctas", 0))
-        self.settings = {"max_ctas": most, **(settings or {})}
+        self.settings = dict(settings or {})
         # The group for tensors on a GPU; None: the sp group.
         self.group: Any = None
         # Whether NCCL carries tensors on a GPU. From torch 2.8 on NCCL works in the current stream
@@ -135,6 +141,10 @@ class C10d:
     def prepare(self, sp_group: Any) -> None:
         self.on_stream = sp_group.group is not None and backend_of(sp_group.group, "cuda") == "nccl"
         if self.own and self.on_stream:
+            if "max_ctas" not in self.settings:
+                sp_group.find_nodes()  # alike on all ranks
+                blocks = MAX_CTAS if len(set(sp_group.nodes)) == 1 else NETWORK_CTAS
+                self.settings["max_ctas"] = max(blocks, self.settings.get("min_ctas", 0))
             self.group = communicator(sp_group.group, **self.settings)
             if LAUNCH_ORDER not in os.environ:
                 warn_once(

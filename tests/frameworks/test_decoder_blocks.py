@@ -24,6 +24,7 @@ from tests.harness.cases import everything, full
 from tests.harness.chains import Runs, ran, whole_chain
 from tests.harness.families import tiny_model
 from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.launches import Made
 from tests.harness.listening import listening
 from tests.harness.models import (
     EXACT,
@@ -31,6 +32,7 @@ from tests.harness.models import (
     batches,
     cut,
     document_by_document,
+    mean_loss,
     of_all_ranks,
     outcome,
     packed,
@@ -525,12 +527,12 @@ def test_mixtures_of_experts_equal_the_whole_sequences(chunks):
 def said_of_experts(rank):
     """What the table says of layers with experts, by how they are implemented, and the MiB of their experts in a layer."""
     found = {}
-    for implementation in ("eager", "grouped_mm"):
+    for implementation in ("eager", "grouped_mm", "batched_mm"):
         options = {**MIXTURES["mixtral"], "layers": 2, "experts_implementation": implementation}
         with sequence_parallel_model(2, **options) as (model, _), block(model) as (report, _):
             experts = model.model.layers[0].mlp.experts
             size = sum(weight.nbytes for weight in experts.parameters()) / 2**20
-            found[implementation] = [layer.lacks for layer in report.layers], f"({size:,.0f} MiB more)"
+            found[implementation] = [layer.lacks for layer in report.layers], f"({size:,.0f} MiB more"
     return found
 
 
@@ -539,8 +541,38 @@ def test_the_table_says_what_chunks_cost_a_mixture_of_experts():
         for implementation, (remarks, size) in found.items():
             assert len(remarks) == 2
             for remark in remarks:
-                assert remark.startswith(f"experts' weight gradients are made by chunk and summed {size}")
+                summed = f"weight gradients of batched_mm experts are made by chunk and summed {size}"
+                assert remark.startswith(summed) == (implementation == "batched_mm")
                 assert ("make the host wait in each chunk" in remark) == (implementation == "eager")
+                assert bool(remark) == (implementation != "grouped_mm")
+
+
+def stacks_made(rank):
+    """By implementation: weight gradients of experts that a layer's backward makes, in a block and one by one, and how far the two are off."""
+    tokens, figures = batches(1)[0], {}
+    for implementation in ("eager", "grouped_mm"):
+        options = {**MIXTURES["mixtral"], "layers": LAYERS, "experts_implementation": implementation, "initializer_range": 0.2}
+        counts, gradients = [], []
+        for scope in ("block", "layer"):
+            with sequence_parallel_model(2, **options) as (model, group), block(model, scope=scope, token_chunks=4) as (_, runs):
+                experts = model.model.layers[0].mlp.experts
+                for _ in range(2):
+                    model.zero_grad()
+                    loss = mean_loss(model, cut(tokens, rank, 2), group)
+                    with Made(*experts.parameters()) as made:
+                        loss.backward()
+                counts.append(made.count)
+                gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        figures[implementation] = counts, worst(*gradients), runs.forwards
+    return figures
+
+
+def test_experts_weight_gradients_are_made_once_in_a_block():
+    """One by one, eager experts make a whole gradient for each expert, and sums."""
+    for figures in on_ranks(2, stacks_made):
+        for implementation, ((mine, stock), off, _) in figures.items():
+            assert mine == 2 * LAYERS and off < 1e-5, (implementation, figures)  # in fp32
+            assert (stock > 3 * mine) == (implementation == "eager"), figures
 
 
 def routed(model, tokens, rank, size, group, record):

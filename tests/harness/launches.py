@@ -157,3 +157,18 @@ def of_block(size, heads, kv_heads, chunks, dtype=torch.float32, tokens=8, head_
     for layer in stack.layers:
         layer.sp_group = sp_group
     return counted_step(stack, stack.block(chunks, **config), stack.projections.parameters())
+
+
+class Made(TorchDispatchMode):
+    """Counts how often memory of the shape of one of ``tensors`` is made, whatever the order of its dims."""
+
+    def __init__(self, *tensors):
+        super().__init__()
+        self.shapes, self.count = {tuple(sorted(x.shape)) for x in tensors}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        y = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        if isinstance(y, torch.Tensor) and tuple(sorted(y.shape)) in self.shapes and y.untyped_storage().data_ptr() not in given:
+            self.count += 1
+        return y

@@ -206,6 +206,32 @@ def test_so_they_do_not_behind_an_exchange_that_was_abandoned():
     no_faults(2, carved_and_abandoned)
 
 
+def margins(rank):
+    """``sm_margin`` of the calls of a local attention that has the parameter, with and without the key, and of one that has it not."""
+    found = []
+    for config in ({"sm_carveout": 6}, {}):
+        shape, calls = Shape(config={"head_groups": 2, **config}), []
+        with_margin = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+        local = with_margin.local_attention
+
+        def flash_attn_func(q, k, v, sm_margin=0, local=local, calls=calls):
+            calls.append(sm_margin)
+            return local(q, k, v)
+
+        with_margin.local_attention = flash_attn_func
+        without = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+        x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+        same = torch.equal(layers.call_block(shape, with_margin, rank, x), layers.call_block(shape, without, rank, x))
+        if not same or calls[-2:] != [config.get("sm_carveout", 0)] * 2:
+            found.append(f"{config}: {same} {calls}")
+    return found
+
+
+def test_a_local_attention_with_a_margin_leaves_as_many_sms_as_products():
+    with Carved():
+        no_faults(2, margins)
+
+
 def test_a_torch_without_a_carve_out_refuses_the_key(monkeypatch):
     monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental", raising=False)
     with pytest.raises(ValueError, match="sp_overlap.sm_carveout: 77, but torch .* has no SM carve-out"):

@@ -42,6 +42,22 @@ def test_a_weight_is_copied_for_products_that_sum_over_its_slices_alone(size, he
     assert counts.launched["products"] >= 12
 
 
+@pytest.mark.parametrize("heads,width,copied_mb,cheaper_from", [(32, 4096, 34, 293), (64, 8192, 134, 586)])
+def test_copying_slices_moves_fewer_bytes_than_products_that_would_not(heads, width, copied_mb, cheaper_from):
+    """Llama-8B and 70B, 8 KV heads, P = 8, G = 2: the figures of Note [Slices of weights], by the slices that the layer cuts."""
+    tokens, copied, added = 8192, [], []
+    geometry = Geometry(8, 0, (tokens,) * 8, 1, heads, 8, 2)
+    for kind in "qkvo":
+        for group in range(2):
+            ranges = [(128 * start, 128 * stop) for start, stop in geometry.heads_of("q" if kind == "o" else kind, group)]
+            if len(ranges) > 1:
+                copied.append(2 * sum(stop - start for start, stop in ranges) * width * 2)
+                added.append(2 * (len(ranges) - 1) * tokens * width * 2)
+    assert [round(n_bytes / 1e6) for n_bytes in copied] == [copied_mb] * 4
+    assert all(tokens * mine / others == pytest.approx(cheaper_from, abs=1) for mine, others in zip(copied, added))
+    assert sum(copied) < sum(added) / 10
+
+
 def test_a_copy_of_a_weight_or_of_its_gradient_is_seen(monkeypatch):
     """The negative control: products over copies, as they were."""
     plain = launches.of_layer(8, 32, 8, head_groups=2).written["weights"]
@@ -70,19 +86,20 @@ def test_a_copy_of_a_weight_or_of_its_gradient_is_seen(monkeypatch):
 #                   nothing packs what a GEMM writes as it travels (slices of weights), or what arrives as it is read
 #     activations   none in a layer; of a block of three layers, chunks of tokens: cut, joined for wgrads of all chunks
 #
-# None of them grows with the number of ranks.
+# None of them grows with the number of ranks, nor do the bytes that they write: those of weights in units of Wq, the others in units of
+# a rank's q. KV heads that ranks share are packed once for each of them.
 BUDGET = {
-    ("layer", 1, "fewer"): (0, 10, 0),
-    ("layer", 1, "as many"): (0, 8, 0),
-    ("layer", 1, "more"): (0, 8, 0),
-    ("layer", 2, "fewer"): (4, 10, 0),
-    ("layer", 2, "as many"): (4, 8, 0),
-    ("layer", 2, "more"): (0, 18, 0),
+    ("layer", 1, "fewer"): ((0, 10, 0), (0, 6.5, 0)),
+    ("layer", 1, "as many"): ((0, 8, 0), (0, 6, 0)),
+    ("layer", 1, "more"): ((0, 8, 0), (0, 8, 0)),
+    ("layer", 2, "fewer"): ((4, 10, 0), (2, 4.5, 0)),
+    ("layer", 2, "as many"): ((4, 8, 0), (2, 4, 0)),
+    ("layer", 2, "more"): ((0, 18, 0), (0, 11, 0)),
     # Four chunks, three layers: for each 6 exchanges of q, k, v, o, do and their gradients, of 4 chunks. The sums of the first
-    # layer's dWq, dWk and dWv are in fp32, and are cast once.
-    ("block", 4, "fewer"): (3, 192, 80),
-    ("block", 4, "as many"): (3, 144, 80),
-    ("block", 4, "more"): (3, 144, 80),
+    # layer's dWq, dWk and dWv are in fp32, and are cast once. Half of the activations' bytes are operands of the MLP's wgrads.
+    ("block", 4, "fewer"): ((3, 192, 80), (1.5, 37.5, 59.75)),
+    ("block", 4, "as many"): ((3, 144, 80), (2, 36, 60.75)),
+    ("block", 4, "more"): ((3, 144, 80), (3, 48, 62.75)),
 }
 # As ("block", 4, "fewer"), where two ranks share each query head: q goes to every other rank, so that q, k and v are packed, and their
 # gradients unpacked, each by itself.
@@ -94,7 +111,7 @@ SLOW = [full(*case, size) for case in BUDGET for size in (16, 64) if (*case, siz
 
 
 @pytest.mark.parametrize("form,parts,kv,size", [*QUICK, *SLOW])
-def test_a_step_launches_what_its_budget_says(form, parts, kv, size):
+def test_a_step_launches_and_copies_what_its_budget_says(form, parts, kv, size):
     """``kv`` tells whether there are fewer KV heads than ranks, as many or more; a rank has two query heads."""
     heads = {"fewer": size // 2, "as many": size, "more": 2 * size}
     shape = dict(size=size, heads=2 * size, kv_heads=heads[kv], head_dim=4, dtype=torch.bfloat16)
@@ -102,8 +119,11 @@ def test_a_step_launches_what_its_budget_says(form, parts, kv, size):
         counts = launches.of_layer(head_groups=parts, **shape)
     else:
         counts = launches.of_block(chunks=parts, head_groups=1, **shape)
-    launched = tuple(counts.launched[kind] for kind in ("weights", "joins", "activations"))
-    assert launched == BUDGET[form, parts, kv]
+    width, kinds = 4 * shape["heads"], ("weights", "joins", "activations")
+    q = (4 if form == "layer" else 8) * width * 2
+    launched = tuple(counts.launched[kind] for kind in kinds)
+    written = tuple(counts.written[kind] / unit for kind, unit in zip(kinds, (width * width * 2, q, q)))
+    assert (launched, written) == BUDGET[form, parts, kv]
 
 
 @pytest.mark.parametrize("size", [16, full(64)])

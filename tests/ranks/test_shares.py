@@ -410,7 +410,7 @@ def changes_keys(rank):
 
 def swallowed():
     """The faults of an attention that takes any keyword."""
-    return [] if ds_sp_overlap.attention.heads.takes_queries(whole_only) is False else ["swallowed"]
+    return [] if ds_sp_overlap.attention.heads.takes(whole_only, "queries") is False else ["swallowed"]
 
 
 def unshared(rank):

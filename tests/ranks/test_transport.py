@@ -21,6 +21,7 @@ import torch.distributed._symmetric_memory as symmetric
 import ds_sp_overlap
 from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange import copy_engines, launch_order, transport
+from ds_sp_overlap.exchange import sp_group as sp_group_module
 from ds_sp_overlap.exchange.sp_group import SPGroup, by_name
 from ds_sp_overlap.exchange.transport import C10d, OneRank, backend_of
 from ds_sp_overlap.tools import doctor
@@ -168,6 +169,21 @@ def with_section(rank, section):
 ])  # fmt: skip
 def test_the_section_decides_how_many_blocks_the_communicator_takes(section, settings):
     assert on_ranks(2, with_section, section) == [settings] * 2
+
+
+def over_nodes(rank, hosts, section):
+    with mock.patch.object(sp_group_module, "hostname", lambda: hosts[rank]):
+        return with_section(rank, section)["max_ctas"]
+
+
+@pytest.mark.parametrize("hosts,section,blocks", [
+    (["a", "a", "a", "a"], {}, 16),
+    (["a", "a", "b", "b"], {}, 4),  # also on ranks with a neighbour in their node
+    (["a", "b", "a", "a"], {"max_ctas": 12}, 12),
+    (["a", "b", "a", "b"], {"min_ctas": 6}, 6),
+], ids=str)  # fmt: skip
+def test_a_communicator_over_a_network_card_takes_fewer_blocks_on_all_ranks(hosts, section, blocks):
+    assert on_ranks(4, over_nodes, hosts, section) == [blocks] * 4
 
 
 def test_a_copy_engine_gives_the_rest_to_such_a_communicator():

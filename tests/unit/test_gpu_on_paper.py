@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ds_sp_overlap.autotune.costs import Costs, LayerShape, Rates
+from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange.streams import SideStream
 from ds_sp_overlap.schedule import Op, schedule_of
 from ds_sp_overlap.tools.cli import main
@@ -15,7 +16,7 @@ from ds_sp_overlap.tools.planner.gpu.deadlocks import search
 from ds_sp_overlap.tools.planner.gpu.expected import expect, without_gate
 from ds_sp_overlap.tools.planner.gpu.launches import COMPUTE, GATE, TRANSFER, Attention, Gemm, Move, Record, Transfer, Wait
 from ds_sp_overlap.tools.planner.gpu.player import Player, play
-from ds_sp_overlap.tools.planner.gpu.recorder import Recorder, record
+from ds_sp_overlap.tools.planner.gpu.recorder import LAYERS, Recorder, record
 
 # Four SMs, exchanges of one, a host and events that cost nothing. `product`, `attention`, `exchange` take what they say.
 FIGURES = dict(
@@ -34,7 +35,7 @@ def product(tiles, us, stream=COMPUTE, beside=True):
 
 def attention(tiles, us, backward=False):
     """2.5 times ``us`` in backward."""
-    return Attention(COMPUTE, 1, tiles, us, backward, True)
+    return Attention(COMPUTE, 1, 1, tiles, us, backward, True)
 
 
 def exchange(us, name="q", stream=TRANSFER):
@@ -202,6 +203,50 @@ def test_what_a_layer_launches_ends_and_nothing_is_waited_for_that_was_not_recor
     assert found["free wire"] < found["step"] and found["host"] > 0
 
 
+WHOLE = replace(LAYER, intermediate=768)
+
+
+def products(launches):
+    return [each for each in launches if isinstance(each, Gemm)]
+
+
+@pytest.mark.parametrize("shares", [1, 2])
+@pytest.mark.parametrize("chunks", [0, 4])
+def test_whole_layers_launch_their_products_and_in_a_block_those_of_the_mlp_hide_exchanges(chunks, shares):
+    launches, tokens = record(replace(WHOLE, shares=shares), 1, chunks), LAYER.seq // LAYER.sp_size
+    weights = LAYERS * (256 * (2 * 512 + 2 * 256) + 3 * 256 * 768)  # q and o, k and v, MLP
+    assert sum(2 * each.m * each.n * each.k * each.batch for each in products(launches)) == 3 * 2 * tokens * weights
+    of_mlp = [each for each in products(launches) if 768 in (each.m, each.n, each.k)]
+    beside = {each.beside for each in of_mlp}
+    assert beside == ({True, False} if chunks else {False})
+    sent = [each.name for each in launches if isinstance(each, Transfer)]
+    assert len(sent) == LAYERS * (4 * chunks if chunks else 8)  # qkv together in a block
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_ranks_that_share_heads_attend_with_as_many_queries_and_keys_as_others(groups):
+    calls = {}
+    for shares in (1, 2):
+        launches = record(replace(LAYER, shares=shares), groups)
+        calls[shares] = [each for each in launches if isinstance(each, Attention) and not each.backward]
+    assert all(each.keys == each.seq for each in calls[1])
+    assert [(each.seq, each.keys) for each in calls[2][:2]] == [(512, 512), (512, 2048)]  # the first and the last quarter
+    work = {shares: sum(each.seq * (each.keys - each.seq / 2) * each.heads for each in of) for shares, of in calls.items()}
+    assert work[1] == work[2]
+    whole, pieces = (sum(paper().grid(each).tiles * paper().grid(each).tile_us for each in calls[shares]) for shares in (1, 2))
+    assert whole == pytest.approx(pieces)
+
+
+def test_the_number_of_groups_with_which_auto_begins_is_the_best_under_a_persistent_attention():
+    """Llama-8B on eight GPUs over a card: an attention takes the SMs that exchanges give back, with a margin or without one."""
+    layer = LayerShape(width=4096, heads=32, kv_heads=8, head_dim=128, seq=65536, sp_size=8)
+    first = SpOverlapConfig().groups_for(layer.heads, layer.sp_size)
+    on_paper = gpu("h100").given("test", wire_gbs=45)
+    found = {groups: expect(record(layer, groups), on_paper) for groups in (1, 2, 4)}
+    for way in ("step", "and margin 16"):
+        assert min(found, key=lambda groups: found[groups][way]) == first == 2
+
+
 PLAN = "plan --hidden 256 --heads 16 --kv-heads 8 --seq 2048 --sp 4"
 
 
@@ -210,6 +255,12 @@ def test_the_command_prints_what_it_expects_with_the_source_of_each_figure(capsy
     out = capsys.readouterr().out
     assert "on a GPU on paper (no GPU has run it)" in out and "random delays: no deadlock" in out
     assert "wire_gbs = 45: given" in out and "launch_us = 6: assumed" in out and "G = 4" in out
+
+
+def test_with_an_mlp_it_expects_whole_layers_and_a_block(capsys):
+    assert main(f"{PLAN} --intermediate 512 --shares 2 --gpu h100 --bandwidth 45".split()) == 0
+    out = capsys.readouterr().out
+    assert "3 layers with MLP, one behind the other" in out and "block, C = 4" in out and "G = 4" in out
 
 
 def test_measured_figures_win_over_the_table(capsys, tmp_path):

@@ -12,8 +12,9 @@ The weight gradients of all linear layers wait in one node of autograd (`_Weight
 before any chunk. Autograd runs nodes that are ready in the reverse order of their creation. So the
 node runs behind the backward of everything that is made after the node: if it is made between an
 attention and the chunks of its output, behind the backward of the chunks and in front of that of
-the attention. All other parameters, for instance of a norm, are left to autograd, which sums the
-gradients of a parameter before it delivers the sum, once.
+the attention. The weights of experts wait in the same way, each in a node of its own, since a
+forward may leave them out; see `stacks`. All other parameters, for instance of a norm, are left to
+autograd, which sums the gradients of a parameter before it delivers the sum, once.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from torch import Tensor, nn
 from ...exchange.exchange import Node, new_token, refuse_second_derivatives
 from . import sharded
 from .linear import Plain, autocast, can_split, without_hooks
+from .stacks import Stack, StackedWeight, stacks_of
+from .waiting import Waiting
 
 
 class _Chunk(NamedTuple):
@@ -38,7 +41,7 @@ class _Chunk(NamedTuple):
     x: Tensor | None
 
 
-class _Slot:
+class _Slot(Waiting):
     """A linear layer in one call, with the operands of its weight gradients.
 
     Args:
@@ -58,7 +61,7 @@ class _Slot:
         self.trains = [dtype is not None for dtype in self.dtypes]
         # Weight and bias, between `open` and `Shadows.end`.
         self.operands: Sequence[Tensor | None] = ()
-        self._start(-1)
+        super().__init__()
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -82,18 +85,12 @@ class _Slot:
             return y
         return y, self.module.bias if self.leaves_bias else None
 
-    def _start(self, backward: int) -> None:
-        self.backward = backward
-        self.chunks: list[_Chunk] = []
+    def start(self, backward: int) -> None:
+        super().start(backward)
         self.sums: list[Tensor | None] = [None, None]
 
-    def add(self, dy: Tensor, x: Tensor | None) -> None:
-        """Add a `_Chunk`, which belongs to the backward that runs."""
-        now = torch._C._current_graph_task_id()
-        # What an earlier backward has left, which did not reach the weights, is dropped.
-        if now != self.backward:  # guard: of this backward alone
-            self._start(now)
-        self.chunks.append(_Chunk(dy, x))
+    def add(self, chunk: _Chunk) -> None:
+        super().add(chunk)
         if self.at_once:
             self._sum()
 
@@ -120,11 +117,11 @@ class _Slot:
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients of weight and bias; None if this backward reached no chunk."""
-        if self.backward != torch._C._current_graph_task_id():
+        if not self.is_reached:
             return [None, None]
         self._sum()
         gradients = [x if x is None else x.to(dtype) for x, dtype in zip(self.sums, self.dtypes)]
-        self._start(-1)
+        self.start(-1)
         return gradients
 
 
@@ -134,12 +131,12 @@ class Wgrads:
     See Note [Deferred wgrads].
 
     Args:
-        roots: The linear layers, or modules that contain them.
+        roots: The linear layers and experts, or modules that contain them.
         where: Name of the attention layer, for errors.
         plain: Forwards of linear layers, see `linear.Plain`.
         at_once: Whether to compute a chunk's gradients right behind the chunk, where the waits
             between chunks are longer than the wait behind all of them.
-        besides: Linear layers to leave out, since their gradients wait elsewhere.
+        besides: Modules to leave out, since their gradients wait elsewhere.
         here: Whether to leave out linear layers whose weights are not in memory, or are computed
             from other tensors; these come with their hooks. And those of FSDP's units in ``roots``:
             their gradients are reduced once backward is through the chunks.
@@ -155,18 +152,32 @@ class Wgrads:
         here: bool = False,
     ):
         self.slots: dict[nn.Module, _Slot] = {}
+        # Of modules that hold the weights of experts: by name, each with its token.
+        self.stacks: dict[nn.Module, dict[str, tuple[Stack, Tensor]]] = {}
         modules = [module for root in roots for module in root.modules()]
         if here:
             units = filter(sharded.is_unit, modules)
             in_units = {module for unit in units for module in unit.modules()}
             besides = in_units.union(besides)  # guard: gradients before FSDP reduces
         for module in modules:
-            if module in besides or not can_split(module, plain) or here and _is_away(module):
+            if module in besides:
+                continue
+            if stacks := stacks_of(module, where):
+                self.stacks[module] = {
+                    name: (stack, _Weights.apply([stack], *stack.parameters))
+                    for name, stack in stacks.items()
+                }
+            if not can_split(module, plain) or here and _is_away(module):
                 continue
             leaves_bias = plain[type(module).forward](module)
             self.slots[module] = _Slot(module, where, at_once, leaves_bias=leaves_bias)
         parameters = [x for slot in self.slots.values() for x in slot.parameters]
         self.token = _Weights.apply(list(self.slots.values()), *parameters) if parameters else None
+
+    @property
+    def modules(self) -> set[nn.Module]:
+        """Return the modules whose gradients wait here."""
+        return {*self.slots, *self.stacks}
 
 
 def _is_away(module: Any) -> bool:
@@ -187,6 +198,7 @@ class Shadows:
         self.slots = {
             module: (slot, node.token) for node in wgrads for module, slot in node.slots.items()
         }
+        self.stacks = {module: of for node in wgrads for module, of in node.stacks.items()}
         self._shadows: dict[nn.Module, nn.Module] = {}
 
     def of(self, module: nn.Module) -> nn.Module:
@@ -203,6 +215,12 @@ class Shadows:
                     for name, child in module._modules.items()
                 }
                 vars(copy)["_modules"] = children
+            if module in self.stacks:
+                stacked = {
+                    name: StackedWeight.of(stack.parameters[0], stack, token, None, False)
+                    for name, (stack, token) in self.stacks[module].items()
+                }
+                vars(copy)["_parameters"] = {**module._parameters, **stacked}
         return self._shadows[module]
 
     def end(self) -> None:
@@ -251,7 +269,7 @@ class _Linear(Node):
         refuse_second_derivatives(ctx.slot.where)
         weight, x = ctx.saved_tensors
         if any(ctx.slot.trains):
-            ctx.slot.add(_by_token(dy), None if x is None else _by_token(x))
+            ctx.slot.add(_Chunk(_by_token(dy), None if x is None else _by_token(x)))
         dx = None if weight is None else dy @ weight
         # The token has no gradient: it only makes `_Weights` wait for this node.
         return None, dx, None

@@ -12,10 +12,25 @@ Note [Groups first] in `heads`). Products of two kinds read or write them:
     dx += dy w_g, y += o_g w_g^T                the slices are summed over
 
 A product of the first kind is one batched product over a view of the slices, [slices, .., ..]; it
-copies no weight (`mm_of_slices`, `mm_to_slices`). A product of the second kind would be one product
-a slice, each of which reads and writes all of dx or y, and rounds half precision once more. That
-moves more bytes than a copy of the slices as soon as a rank has more tokens than a slice has rows.
-So a product of the second kind copies the slices (`cut_ranges`).
+copies no weight (`mm_of_slices`, `mm_to_slices`).
+
+A product of the second kind copies the slices (`cut_ranges`), since that moves the fewest bytes.
+No strided view joins slices along the dimension that is summed over. The ways, for a group of K
+rows in S slices, t tokens of the rank, model dim m; in elements beyond those of one product:
+
+    copy the slices                             2 K m           read once, written once
+    one product a slice, added in place         2 (S - 1) t m   reads and writes dx or y each time
+    one batched product, then a sum             2 S t m         writes and reads S terms of dx or y
+
+So the copy is the cheapest from t > K / (S - 1) tokens on. For Llama at P = 8 and G = 2, 8192
+tokens a rank, bf16, MB a product; there are four of them a layer and step (dgrad of q and merge of
+o, for each group; with 8 KV heads, k and v of a group are one slice):
+
+              K      copy   added in place   batched and summed   copy is cheaper from
+    8B     2048        34              939                 1074             293 tokens
+    70B    4096       134             1879                 2147             586 tokens
+
+Adding in place would also round half precision once a slice.
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@ function and is given q, k and v that the layer has projected and rotated itself
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...attention.call_geometry import shares_of
-from ...attention.heads import PerHead
+from ...attention.heads import PerHead, takes
 from ...attention.latent import LatentAttention
 from ...attention.layer import LayerRuntime
 from ...attention.projected import ProjectedAttention
@@ -102,6 +103,29 @@ def _aligns_top_left() -> bool:
     return getattr(library, "flash_attn_supports_top_left_mask", bool)()
 
 
+@contextlib.contextmanager
+def _leaving_sms(name: str, sms: int) -> Iterator[None]:
+    """Leave SMs free in transformers' flash attention, if it is one that can: flash-attn 3.
+
+    transformers passes on the keywords that it knows, so the functions that it calls are bound.
+
+    Args:
+        name: The attention function.
+        sms: How many.
+    """
+    library = sys.modules["transformers.modeling_flash_attention_utils"]
+    library.lazy_import_flash_attention(name)
+    names = "_flash_fn", "_flash_varlen_fn"
+    functions = {each: getattr(library, each) for each in names}
+    try:
+        for each, function in functions.items():
+            if takes(function, "sm_margin"):
+                setattr(library, each, functools.partial(function, sm_margin=sms))
+        yield
+    finally:
+        vars(library).update(functions)
+
+
 def _joined(x: Tensor, first: list[int]) -> Tensor:
     """Join the rows of ``x`` [b, s, h, d] into one, each from its first token on."""
     return torch.cat([row[start:] for row, start in zip(x, first)])[None]
@@ -123,6 +147,7 @@ def local_attention(
     sequence: GlobalSequence,
     pattern: Pattern,
     queries: Range | None = None,
+    sm_margin: int = 0,
     **options: Any,
 ) -> Tensor:
     """Attend over the whole sequence with some heads, by the layer's own attention function.
@@ -137,6 +162,7 @@ def local_attention(
         sequence: The global sequence.
         pattern: The pattern of the layer's mask.
         queries: The range of tokens whose queries ``q`` holds; None for all tokens.
+        sm_margin: SMs that flash-attn 3 leaves free.
         options: Further keywords of the attention function.
 
     Returns:
@@ -147,6 +173,7 @@ def local_attention(
             of queries.
     """
     name, function = _core(module)
+    leaves_sms = sm_margin > 0 and _takes_edges(function)
     if queries is not None:
         if reason := why_no_share(module):
             raise ValueError(f"{type(module).__name__}: {reason}, and ranks share query heads")
@@ -158,7 +185,8 @@ def local_attention(
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return function(module, q, k, v, mask, **{**options, **more})[0]
+        with _leaving_sms(name, sm_margin) if leaves_sms else contextlib.nullcontext():
+            return function(module, q, k, v, mask, **{**options, **more})[0]
 
     def document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length, keys, window = q.shape[1], k.shape[1], pattern.window

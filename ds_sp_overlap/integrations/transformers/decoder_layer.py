@@ -18,6 +18,10 @@ from ..inspect.symbolic_trace import UNUSED
 from .driven import Driven
 from .forward import Forwards
 
+# Implementations of experts whose weight gradients are made once for all chunks, see
+# Note [Products with stacks] in `stacks`.
+_MADE_ONCE = {"eager", "grouped_mm"}
+
 
 class DecoderLayer(ChainedLayer):
     """A decoder layer whose attention is driven whole (`driven`).
@@ -83,11 +87,15 @@ def _remarks_on_experts(module: Any) -> list[str]:
     experts = [part for part in module.modules() if hasattr(part, "_apply_gate")]
     if not experts:
         return []
-    size = sum(weight.nbytes for part in experts for weight in part.parameters())
-    remarks = [
-        f"experts' weight gradients are made by chunk and summed ({size / 2**20:,.0f} MiB more)"
-    ]
-    if any(part.config._experts_implementation == "eager" for part in experts):
+    remarks = []
+    implementations = {part.config._experts_implementation for part in experts}
+    if unknown := implementations - _MADE_ONCE:
+        size = sum(weight.nbytes for part in experts for weight in part.parameters())
+        remarks.append(
+            f"weight gradients of {'/'.join(map(str, sorted(unknown, key=str)))} experts are made by "
+            f'chunk and summed ({size / 2**20:,.0f} MiB more; not so with "grouped_mm")'
+        )
+    if "eager" in implementations:
         remarks.append(
             'eager experts make the host wait in each chunk (experts_implementation="grouped_mm" '
             "does not)"

@@ -241,8 +241,9 @@ def drive(
         return local_attention(module, q, k, v, **options, **per_head)
 
     # By the parameter ``queries``, ranks may share query heads.
-    def attend(q, k, v, options, queries=None, **per_head):
-        return local_attention(module, q, k, v, queries=queries, **options, **per_head)
+    def attend(q, k, v, options, queries=None, sm_margin=0, **per_head):
+        own = dict(queries=queries, sm_margin=sm_margin)
+        return local_attention(module, q, k, v, **own, **options, **per_head)
 
     norms = [getattr(module, norm) for norm in children.norms.values()]
     block = SelfAttention(

@@ -103,7 +103,8 @@ class Gpu:
             return Grid(ctas, ctas, -(-tiles // ctas) * tile_us)
         if isinstance(launch, Attention):
             tiles = launch.heads * -(-launch.seq // int(self["attention_tile"]))
-            flops = 2 * launch.seq**2 * launch.heads * launch.head_dim
+            seen = launch.seq * (launch.keys - launch.seq / 2)
+            flops = 4 * seen * launch.heads * launch.head_dim
             if launch.backward:
                 tile_us = 2.5 * flops / tiles / (per_sm * self["backward_share"])
                 return Grid(tiles, tiles, tile_us)

@@ -8,11 +8,12 @@ from dataclasses import replace
 from tabulate import tabulate
 
 from ....autotune.costs import LayerShape
+from ....config import SpOverlapConfig
 from .constants import Gpu
 from .deadlocks import WEIGHTS, search, with_gathers
 from .launches import GATE, Launch, Move, Record, Wait
 from .player import play
-from .recorder import record
+from .recorder import LAYERS, record
 
 # Random delays that are tried for two communicators, and the SMs of the second: the most that
 # NCCL's send and receive takes.
@@ -46,30 +47,35 @@ def expect(launches: Sequence[Launch], gpu: Gpu) -> dict[str, float]:
 
 
 def describe(layer: LayerShape, gpu: Gpu, groups: Sequence[int]) -> str:
-    """Return the expectations as text."""
-    recorded = {g: record(layer, g) for g in groups}
-    found = {g: expect(launches, gpu) for g, launches in recorded.items()}
+    """Return the expectations as text, of the attention layer; with an MLP, of whole layers."""
+    recorded = {f"G = {g}": record(layer, g) for g in groups}
+    last = recorded[f"G = {groups[-1]}"]
+    what = "attention layer"
+    if layer.intermediate:
+        chunks = SpOverlapConfig().chunks_for()
+        recorded[f"block, C = {chunks}"] = record(layer, 1, chunks)
+        what = f"{LAYERS} layers with MLP, one behind the other"
+    found = {way: expect(launches, gpu) for way, launches in recorded.items()}
     rows = [
-        (f"G = {g}", *(f"{ms:.3f}" for ms in found[g].values()), len(launches), _copied(launches))
-        for g, launches in recorded.items()
+        (way, *(f"{ms:.3f}" for ms in found[way].values()), len(launches), _copied(launches))
+        for way, launches in recorded.items()
     ]
-    best = min(groups, key=lambda g: found[g]["step"])
-    last = recorded[groups[-1]]
+    best = min(found, key=lambda way: found[way]["step"])
     gathered = with_gathers(last, layer.width**2 * layer.element_bytes // layer.sp_size)
     both = replace(gpu, ctas={WEIGHTS: OTHER_CTAS})
     stuck = search([both] * 2, [gathered] * 2, SEEDS)
     figures = "\n".join(f"  {name} = {k.value:g}: {k.source}" for name, k in gpu.known.items())
     return "\n".join(
         (
-            "attention layer, forward and backward, by the launches that it makes, on a GPU on "
-            "paper (no GPU has run it); ms",
+            f"{what}, forward and backward, by the launches made, on a GPU on paper (no GPU has "
+            "run it); ms",
             tabulate(
                 rows,
                 headers=("", *found[best], "launches", "copied MB"),
                 tablefmt="simple",
                 stralign="right",
             ),
-            f"shortest: G = {best}, {found[best]['step'] - found[best]['free wire']:.3f} ms longer "
+            f"shortest: {best}, {found[best]['step'] - found[best]['free wire']:.3f} ms longer "
             "than over a wire that costs nothing",
             f"two communicators (exchanges and gathers of weights, {int(gpu['nccl_ctas'])} and "
             f"{OTHER_CTAS} SMs), two ranks, {len(SEEDS)} random delays: "

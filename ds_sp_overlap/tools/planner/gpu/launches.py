@@ -24,10 +24,16 @@ class Gemm(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Causal attention over ``seq`` tokens of ``heads`` heads, the batch included; or backward."""
+    """Causal attention of ``heads`` heads, the batch included; or its backward.
+
+    Attributes:
+        seq: Tokens whose queries attend.
+        keys: Tokens that the last query sees.
+    """
 
     stream: str
     seq: int
+    keys: int
     heads: int
     head_dim: int
     backward: bool

@@ -24,6 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ....attention.self_attention import SelfAttention
 from ....autotune.costs import LayerShape
+from ....chain.block_layer import BlockLayer
+from ....chain.chain import Chain
+from ....exchange.layout import Range
 from ....exchange.sp_group import SPGroup
 from ....exchange.streams import SideStream
 from ....exchange.transport import DONE, Done
@@ -40,6 +43,8 @@ from .launches import (
     Wait,
 )
 
+# Layers that are recorded where there is an MLP: enough for a block to have a middle.
+LAYERS = 3
 # Operators whose last two arguments are multiplied.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
@@ -147,11 +152,12 @@ class Recorder(TorchDispatchMode):
         elif n_bytes := sum(x.numel() * x.element_size() for x in tensors.values()):
             self.launches.append(Move(on, name, n_bytes))
 
-    def attention(self, q: Tensor, backward: bool) -> None:
-        """Record one launch for attention of q, [s, b, h, d]."""
+    def attention(self, q: Tensor, keys: int, backward: bool) -> None:
+        """Record one launch for attention of q, [s, b, h, d], whose last query sees ``keys``."""
         seq, batch, heads, head_dim = q.shape
         beside = bool(self._under_way)
-        self.launches.append(Attention(COMPUTE, seq, batch * heads, head_dim, backward, beside))
+        of_heads = batch * heads, head_dim
+        self.launches.append(Attention(COMPUTE, seq, keys, *of_heads, backward, beside))
 
 
 def _to_meta(value: Any) -> Any:
@@ -167,17 +173,35 @@ def _unwritten(value: Any) -> Any:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder, keys: int) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.recorder = recorder
-        recorder.attention(q, backward=False)
+        ctx.of_call = recorder, keys
+        recorder.attention(q, keys, backward=False)
         return torch.empty_like(q)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
-        recorder, inputs = ctx.recorder, ctx.saved_tensors
-        recorder.attention(inputs[0], backward=True)
-        return (*(torch.empty_like(each) for each in inputs), None)
+        (recorder, keys), inputs = ctx.of_call, ctx.saved_tensors
+        recorder.attention(inputs[0], keys, backward=True)
+        return (*(torch.empty_like(each) for each in inputs), None, None)
+
+
+class _Norm(nn.Module):
+    """Stands for a norm, which is one kernel in forward and one in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.neg(x)
+
+
+class _MLP(nn.Module):
+    """A gated MLP; one kernel stands for what lies between its products."""
+
+    def __init__(self, up: nn.Linear, gate: nn.Linear, down: nn.Linear):
+        super().__init__()
+        self.up, self.gate, self.down = up, gate, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.mul(self.gate(x), self.up(x)))
 
 
 class _Alone(SPGroup):
@@ -195,41 +219,69 @@ class _Alone(SPGroup):
         return [what] * self.size
 
 
-def record(layer: LayerShape, groups: int) -> list[Launch]:
-    """Return the launches of forward and backward of an attention layer on rank 0.
+def record(layer: LayerShape, groups: int, chunks: int = 0) -> list[Launch]:
+    """Return the launches of forward and backward on rank 0.
 
     Args:
-        layer: Shape of the layer; its MLP is left out.
+        layer: Shape of the layer. Without an MLP one attention layer runs; with one, `LAYERS`
+            whole layers, one behind the other.
         groups: Head groups, G.
+        chunks: Chunks of tokens, C, in which the layers run as a block; 0 for layers one by one.
     """
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
     recorder = Recorder()
+    sp_group = _Alone(layer.sp_size, recorder)
 
     def linear(inside: int, out: int) -> nn.Linear:
         return skip_init(nn.Linear, inside, out, bias=False, dtype=dtype)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _Attend.apply(q, k, v, recorder)
+    def attend(q: Tensor, k: Tensor, v: Tensor, queries: Range | None = None) -> Tensor:
+        return _Attend.apply(q, k, v, recorder, queries[1] if queries else len(q))
 
     rows, kv_rows = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-    attention = SelfAttention(
-        local_attention=attend,
-        num_heads=layer.heads,
-        num_kv_heads=layer.kv_heads,
-        head_dim=layer.head_dim,
-        q_proj=linear(layer.width, rows),
-        k_proj=linear(layer.width, kv_rows),
-        v_proj=linear(layer.width, kv_rows),
-        o_proj=linear(rows, layer.width),
-        batch_first=False,
-        heads_alike=True,
-        config={"head_groups": groups},
-        name="layer",
-    )
-    attention.layer.sp_group = _Alone(layer.sp_size, recorder)
+
+    def attention(at: int) -> SelfAttention:
+        made = SelfAttention(
+            local_attention=attend,
+            num_heads=layer.heads,
+            num_kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
+            q_proj=linear(layer.width, rows),
+            k_proj=linear(layer.width, kv_rows),
+            v_proj=linear(layer.width, kv_rows),
+            o_proj=linear(rows, layer.width),
+            batch_first=False,
+            heads_alike=True,
+            config={"head_groups": groups, "shares": layer.shares},
+            name=f"layer {at}" if layer.intermediate else "layer",
+        )
+        made.layer.sp_group = sp_group
+        return made
+
+    def whole(at: int) -> BlockLayer:
+        wide = layer.width, layer.intermediate
+        mlp = _MLP(linear(*wide), linear(*wide), linear(*wide[::-1]))
+        return BlockLayer(attention(at), _Norm(), _Norm(), mlp)
+
+    def run(x: Tensor) -> Tensor:
+        if chunks:
+            chain = Chain(chunks)
+            for one, successor in zip(layers, [*layers[1:], None]):
+                x = chain.run(one, successor, x)
+            return x
+        for one in layers:
+            x = x + one.attention(one.norm_in(x))
+            x = x + one.mlp(one.norm_mid(x))
+        return x
+
+    forward = run if layer.intermediate else attention(0)
+    layers = [whole(at) for at in range(LAYERS)] if layer.intermediate else []
     shape = (layer.seq // layer.sp_size, layer.batch, layer.width)
-    x = torch.empty(shape, dtype=dtype, requires_grad=True)
     with recorder:
-        y = attention(x)
-        y.backward(torch.empty_like(y))
+        # In the first forward of a block the ranks compare, and nothing starts ahead.
+        for _ in range(2 if chunks else 1):
+            recorder.launches.clear()
+            x = torch.empty(shape, dtype=dtype, requires_grad=True)
+            y = forward(x)
+            y.backward(torch.empty_like(y))
     return recorder.launches

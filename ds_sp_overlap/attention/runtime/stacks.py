@@ -1,0 +1,281 @@
+"""Weight gradients of experts, which are made once for all chunks of tokens.
+
+A mixture of experts holds the weights of all its experts in one parameter, a *stack* [experts, ..,
+..]. Autograd would make a whole gradient of the stack for each chunk of tokens, and for each expert
+where a forward takes the experts one by one; and add all of these up.
+
+    Before:  y_c = grouped_mm(x_c, w^T)         dw = sum over c of grouped_mm(dy_c^T, x_c)
+    Now:     the same y_c                       dw = grouped_mm(dy^T, x), tokens of all chunks
+
+Note [Products with stacks]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The forward of the experts is not known, and need not be. In a shadow of the experts (see
+`deferred`) the parameter is a tensor of the class `StackedWeight`, which torch tells of each
+function that is called with it. A product whose weight gradient can wait runs as a `_Product`:
+
+    F.linear(x, w[expert]), x @ w[expert]       experts one by one
+    grouped_mm(x, w, offs)                      tokens in the order of their experts
+
+Every other function gets the parameter itself, and autograd sums that gradient as ever. Both may
+happen in one forward.
+
+The operands of all chunks wait as long as they are smaller than the stack. So where experts have
+few tokens, the gradient is made once; and never more memory is held than autograd would need, which
+holds the sum and the gradient of a chunk. Where experts have many tokens, gradients are made by
+chunk, and are small next to the rest of the work.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...exchange.exchange import Node, refuse_second_derivatives
+from .linear import autocast
+from .waiting import Waiting
+
+
+class _Operands(NamedTuple):
+    """Of one product: dw = left^T right.
+
+    Attributes:
+        left: [tokens, rows of the weight].
+        right: [tokens, columns of the weight].
+        expert: Whose tokens they are; None for those of all experts, in their order.
+        offs: [experts]. Behind the last token of each expert.
+    """
+
+    left: Tensor
+    right: Tensor
+    expert: int | None
+    offs: Tensor | None
+
+
+class Stack(Waiting):
+    """The weights of all experts in one call, with the operands of their gradients.
+
+    Args:
+        parameter: [experts, .., ..].
+        where: Name of the attention layer, for errors.
+    """
+
+    def __init__(self, parameter: Tensor, where: str):
+        super().__init__()
+        self.parameters, self.where = (parameter,), where
+
+    def start(self, backward: int) -> None:
+        super().start(backward)
+        self.held_bytes = 0
+        self.sum: Tensor | None = None
+
+    def add(self, chunk: _Operands) -> None:
+        super().add(chunk)
+        self.held_bytes += chunk.left.nbytes + chunk.right.nbytes
+        if self.held_bytes > self.parameters[0].nbytes:
+            self._sum()
+
+    def _sum(self) -> None:
+        """Multiply what waits, and add the products to the sum."""
+        chunks, self.chunks, self.held_bytes = self.chunks, [], 0
+        grouped = [chunk for chunk in chunks if chunk.expert is None]
+        if grouped:
+            left, right, offs = _in_order_of_experts(grouped)
+            dw = F.grouped_mm(left.t(), right, offs=offs)
+            self.sum = dw if self.sum is None else self.sum.add_(dw)
+        of_experts: dict[int, list[_Operands]] = defaultdict(list)
+        for chunk in chunks:
+            if chunk.expert is not None:
+                of_experts[chunk.expert].append(chunk)
+        for expert, of_expert in of_experts.items():
+            if self.sum is None:
+                self.sum = torch.zeros_like(self.parameters[0])
+            # One product, so that no sum over chunks is rounded.
+            left = torch.cat([chunk.left for chunk in of_expert])
+            self.sum[expert] += left.t() @ torch.cat([chunk.right for chunk in of_expert])
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradient of the parameter; None if this backward reached no product."""
+        if not self.is_reached:
+            return [None]
+        self._sum()
+        dw = self.sum
+        self.start(-1)
+        return [dw]
+
+
+def stacks_of(module: nn.Module, where: str) -> dict[str, Stack]:
+    """Return the stacks that a module holds itself and that train, by the names of parameters."""
+    if not torch.is_grad_enabled():
+        return {}
+    return {
+        name: Stack(weight, where)
+        for name, weight in module._parameters.items()
+        if weight is not None and weight.dim() == 3 and weight.numel() and weight.requires_grad
+    }
+
+
+def _in_order_of_experts(chunks: list[_Operands]) -> tuple[Tensor, Tensor, Tensor]:
+    """Join the tokens of chunks, so that those of an expert lie together; the host need not wait.
+
+    Returns:
+        Left and right operand of all tokens, and behind which token each expert ends.
+    """
+    if len(chunks) == 1:
+        left, right, _, offs = chunks[0]
+        assert offs is not None
+        return left, right, offs
+    experts: list[Tensor] = []
+    ends = [chunk.offs for chunk in chunks if chunk.offs is not None]
+    for chunk, offs in zip(chunks, ends):
+        tokens = torch.arange(len(chunk.left), device=offs.device, dtype=offs.dtype)
+        # Tokens behind the last expert belong to none, and stay behind the last one.
+        experts.append(torch.searchsorted(offs, tokens, right=True))
+    places = torch.cat(experts).argsort(stable=True).argsort()
+    of_chunks = places.split([len(chunk.left) for chunk in chunks])
+    left = chunks[0].left.new_empty(len(places), chunks[0].left.shape[1])
+    right = chunks[0].right.new_empty(len(places), chunks[0].right.shape[1])
+    for chunk, place in zip(chunks, of_chunks):
+        left.index_copy_(0, place, chunk.left)
+        right.index_copy_(0, place, chunk.right)
+    return left, right, torch.stack(ends).sum(0, dtype=torch.int32)
+
+
+class _Product(Node):
+    """y = x w, of one expert's tokens or of tokens in the order of experts.
+
+    Args:
+        stack: Where the operands of dw wait.
+        x: [.., k].
+        weight: [k, n], or [experts, k, n] with ``offs``. Has no gradient here.
+        expert: Whose weight it is; None for all.
+        offs: [experts], see `_Operands`.
+        is_transposed: Whether the stack holds the weight as [n, k].
+        token: Of the node `deferred._Weights`.
+    """
+
+    @staticmethod
+    def forward(ctx, stack, x, weight, expert, offs, is_transposed, token):
+        ctx.of_call = stack, expert, is_transposed
+        _, of_x, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x, weight if of_x else None, offs)
+        return _multiply(x, weight, offs)
+
+    @staticmethod
+    def backward(ctx, dy):
+        stack, expert, is_transposed = ctx.of_call
+        refuse_second_derivatives(stack.where)
+        x, weight, offs = ctx.saved_tensors
+        left, right = (y.reshape(-1, y.shape[-1]) for y in ((dy, x) if is_transposed else (x, dy)))
+        stack.add(_Operands(left, right, expert, offs))
+        dx = None if weight is None else _multiply(dy, weight.transpose(-2, -1), offs)
+        # The token has no gradient: it only makes `_Weights` wait for this node.
+        return None, dx, None, None, None, None, None
+
+
+def _multiply(x: Tensor, weight: Tensor, offs: Tensor | None) -> Tensor:
+    return x @ weight if offs is None else F.grouped_mm(x, weight, offs=offs)
+
+
+class StackedWeight(Tensor):
+    """A stack in a forward, or a view of it; see Note [Products with stacks].
+
+    Attributes:
+        stack: The stack.
+        token: Of the node `deferred._Weights`.
+        expert: The expert whose weight this is; None for all.
+        is_transposed: Whether the two last dims are swapped.
+    """
+
+    stack: Stack
+    token: Tensor
+    expert: int | None
+    is_transposed: bool
+
+    @staticmethod
+    def of(
+        x: Tensor, stack: Stack, token: Tensor, expert: int | None, is_transposed: bool
+    ) -> StackedWeight:
+        """Return ``x`` as such a tensor."""
+        made = x.as_subclass(StackedWeight)
+        made.stack, made.token, made.expert, made.is_transposed = (
+            stack,
+            token,
+            expert,
+            is_transposed,
+        )
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _call(func, args, kwargs or {})
+
+
+def _call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a function that a forward calls with a `StackedWeight`."""
+    if len(args) > 1 and isinstance(args[0], StackedWeight):
+        weight = args[0]
+        if func is Tensor.__getitem__ and weight.dim() == 3:
+            if (expert := _number(args[1])) is not None and not weight.is_transposed:
+                return StackedWeight.of(weight[expert], weight.stack, weight.token, expert, False)
+        elif func in (Tensor.transpose, torch.transpose):
+            y = func(*args, **kwargs)
+            # Of all three dims, only the two last change places.
+            if weight.dim() == 2 or {dim % 3 for dim in args[1:]} == {1, 2}:
+                of_weight = weight.stack, weight.token, weight.expert
+                return StackedWeight.of(y, *of_weight, not weight.is_transposed)
+            return y
+    elif len(args) > 1 and isinstance(args[1], StackedWeight):
+        x, weight = args[:2]
+        if func is F.linear and weight.dim() == 2:
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            if (y := _multiplied(x, weight, None, swap=True)) is not None:
+                return y if bias is None else y + bias
+        elif func in (Tensor.__matmul__, Tensor.matmul, torch.matmul) and weight.dim() == 2:
+            if (y := _multiplied(x, weight, None)) is not None:
+                return y
+        elif func is torch._grouped_mm and weight.dim() == 3 and x.dim() == 2:
+            more = {name: value for name, value in kwargs.items() if value is not None}
+            if len(args) == 2 and list(more) == ["offs"]:
+                return _multiplied(x, weight, more["offs"])
+    return func(*args, **kwargs)
+
+
+def _number(index: Any) -> int | None:
+    """Return an index that takes one expert as a number; None for any other."""
+    if isinstance(index, Tensor) and index.dim() == 0 and not index.dtype.is_floating_point:
+        return None if index.dtype is torch.bool else int(index)
+    return index if type(index) is int else None
+
+
+def _multiplied(
+    x: Tensor, weight: StackedWeight, offs: Tensor | None, swap: bool = False
+) -> Tensor | None:
+    """Return the product of ``x`` and a stacked weight; None for operands of two dtypes.
+
+    Args:
+        x: [.., k].
+        weight: [k, n], or [experts, k, n] with ``offs``.
+        offs: [experts], see `_Operands`.
+        swap: Whether the weight is [n, k].
+    """
+    w = weight.detach().as_subclass(Tensor)
+    if offs is None:  # grouped products know no autocast
+        x, w = autocast(x, w)
+    if isinstance(x, StackedWeight) or x.dtype != w.dtype:
+        return None
+    if swap:
+        w = w.transpose(-2, -1)
+    is_transposed = weight.is_transposed != swap
+    return _Product.apply(weight.stack, x, w, weight.expert, offs, is_transposed, weight.token)

@@ -1,0 +1,41 @@
+"""Operands of weight gradients, which wait until backward is through all chunks of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Waiting:
+    """Operands that the backward of chunks left, to be multiplied behind all of them.
+
+    Attributes:
+        backward: The backward that the operands belong to.
+        chunks: The operands of each product that was not yet multiplied.
+    """
+
+    def __init__(self) -> None:
+        self.start(-1)
+
+    def start(self, backward: int) -> None:
+        """Drop everything, and wait for the operands of another backward."""
+        self.backward, self.chunks = backward, []  # type: int, list[Any]
+
+    def add(self, chunk: Any) -> None:
+        """Add the operands of a chunk, which belong to the backward that runs."""
+        now = torch._C._current_graph_task_id()
+        # What an earlier backward has left, which did not reach the weights, is dropped.
+        if now != self.backward:  # guard: of this backward alone
+            self.start(now)
+        self.chunks.append(chunk)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the backward that runs has left operands."""
+        return self.backward == torch._C._current_graph_task_id()
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients, and drop the operands."""
+        raise NotImplementedError

@@ -22,8 +22,6 @@ from ..attention.runtime.runner import LocalAttention
 from ..exchange.exchange import Exchange, Node, new_token, refuse_second_derivatives
 from ..schedule import Exchanged
 
-# o of a head group, of a chunk.
-Chunk = Exchanged
 # For each head group, what attention's backward reads beside q, k, v and o.
 Saved = dict[int, list[Tensor]]
 
@@ -38,9 +36,9 @@ class SavedAttention:
         flights: Exchanges of o and do that are under way.
     """
 
-    def __init__(self, beside: Callable[[Chunk], Exchange]):
+    def __init__(self, beside: Callable[[Exchanged], Exchange]):
         self.beside, self.reads_o, self.foreign = beside, False, ""
-        self.flights: dict[Chunk, Exchange] = {}
+        self.flights: dict[Exchanged, Exchange] = {}
 
     def agree(self, local: LocalAttention) -> None:
         """Make ``reads_o`` alike on all ranks. Collective on the first call of a kind.
@@ -64,7 +62,7 @@ class OutputExchange(Exchange):
     # o, where the finish is recomputed and nothing travels.
     received: Tensor | None = None
 
-    def __init__(self, saved: SavedAttention, chunk: Chunk, *exchange: Any):
+    def __init__(self, saved: SavedAttention, chunk: Exchanged, *exchange: Any):
         super().__init__(*exchange)
         self.saved, self.chunk = saved, chunk
 
@@ -91,7 +89,7 @@ def attend_saved(
     group: int,
     attend: AttendGroup,
     local: LocalAttention,
-    exchanges: dict[Chunk, Exchange],
+    exchanges: dict[Exchanged, Exchange],
     *heads: Tensor,
 ) -> tuple[Tensor, ...]:
     """Attend with a head group, and start the exchanges of its o.

@@ -85,7 +85,9 @@ class BackwardRunner(ForwardRunner):
     def start(self, step: Step) -> None:
         exchange, parts = self.exchanges.get(step.exchange), step.parts
         if exchange is None:
-            exchange = self._new_exchange(step)
+            # Forward used the exchange and let go of it.
+            dims = (self.inputs.projections.head_dim,) * (len(step.beside) + len(step.tensors))
+            exchange = self.exchanges[step.exchange] = self.call.exchange(step, dims)
         if not step.grad:
             exchange.start_forward([self.values.pop(part) for part in parts])
             return
@@ -180,9 +182,3 @@ class BackwardRunner(ForwardRunner):
                 self._owned.add(part)
             else:
                 self.grads[part] = gradient
-
-    def _new_exchange(self, step: Step) -> Exchange:
-        """Make the exchange of a step, which forward used and let go of."""
-        dims = (self.inputs.projections.head_dim,) * (len(step.beside) + len(step.tensors))
-        exchange = self.exchanges[step.exchange] = self.call.exchange(step, dims)
-        return exchange

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
 from ds_sp_overlap.attention.delta_net import DeltaNet
-from ds_sp_overlap.attention.latent import LatentAttention
 from ds_sp_overlap.attention.layer import LayerRuntime
 from ds_sp_overlap.attention.projected import ProjectedAttention
 from ds_sp_overlap.config import SpOverlapConfig
@@ -317,14 +316,6 @@ def drop_in_of(local, heads=1, **config):
 
 def runtime(**config):
     return LayerRuntime(SPGroup(torch.distributed.group.WORLD), SpOverlapConfig.parse(config), "layers.3")
-
-
-def latent_attention(heads):
-    attend = LatentAttention(runtime(), lambda: nn.Linear(4, 8 * heads, bias=False), 4)
-    q, latent, rotated = torch.randn(1, 4, heads, 4), torch.randn(1, 4, 1, 4), torch.randn(1, 4, 1, 2)
-    kinds = dict(batch_first=True, sequence_lengths=None, baseline=None)
-    # One head is no latent but k and v of all heads.
-    return attend(reference.attention, q, latent, rotated, **kinds)
 
 
 def delta_net(heads):

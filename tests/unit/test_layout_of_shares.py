@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap.exchange.geometry import Geometry, shares_for
-from ds_sp_overlap.exchange.joined import join, runs_of, split
+from ds_sp_overlap.exchange.joined import join, split
 from ds_sp_overlap.exchange.layout import Patches, chunk_of
+from ds_sp_overlap.exchange.runs import runs_of
 from ds_sp_overlap.exchange.shares import possible_shares
 from tests.harness.cases import examples
 from tests.harness.pages import ROOT, read

@@ -159,6 +159,14 @@ def test_half_precision_is_summed_in_one_product(multiply):
     assert of_mine < 1.2 * of_plain < 0.1
 
 
+def test_a_grouped_product_of_two_dtypes_fails_as_torchs_own():
+    module = Experts(grouped).to(torch.bfloat16)
+    shadow = Shadows(Wgrads([module], "layers.0", PLAIN)).of(module)
+    for run in (module, shadow):
+        with pytest.raises(RuntimeError, match="dtype"):
+            run(torch.zeros(8, WIDTH))
+
+
 def test_weights_that_are_not_reached_get_no_gradient():
     module = Experts(one_by_one)
     x = torch.zeros(0, WIDTH, requires_grad=True)

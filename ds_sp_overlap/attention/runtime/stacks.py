@@ -67,6 +67,8 @@ class Stack(Waiting):
     def __init__(self, parameter: Tensor, where: str):
         super().__init__()
         self.parameters, self.where = (parameter,), where
+        # Of the whole parameter, which ZeRO-3 may have partitioned again.
+        self.shape, self.dtype, self.n_bytes = parameter.shape, parameter.dtype, parameter.nbytes
 
     def start(self, backward: int) -> None:
         super().start(backward)
@@ -76,7 +78,7 @@ class Stack(Waiting):
     def add(self, chunk: _Operands) -> None:
         super().add(chunk)
         self.held_bytes += chunk.left.nbytes + chunk.right.nbytes
-        if self.held_bytes > self.parameters[0].nbytes:
+        if self.held_bytes > self.n_bytes:
             self._sum()
 
     def _sum(self) -> None:
@@ -92,11 +94,11 @@ class Stack(Waiting):
             if chunk.expert is not None:
                 of_experts[chunk.expert].append(chunk)
         for expert, of_expert in of_experts.items():
-            if self.sum is None:
-                self.sum = torch.zeros_like(self.parameters[0])
             # One product, so that no sum over chunks is rounded.
             left = torch.cat([chunk.left for chunk in of_expert])
-            self.sum[expert] += left.t() @ torch.cat([chunk.right for chunk in of_expert])
+            if self.sum is None:
+                self.sum = left.new_zeros(self.shape, dtype=self.dtype)
+            self.sum[expert].add_(left.t() @ torch.cat([chunk.right for chunk in of_expert]))
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradient of the parameter; None if this backward reached no product."""
@@ -112,11 +114,13 @@ def stacks_of(module: nn.Module, where: str) -> dict[str, Stack]:
     """Return the stacks that a module holds itself and that train, by the names of parameters."""
     if not torch.is_grad_enabled():
         return {}
-    return {
-        name: Stack(weight, where)
-        for name, weight in module._parameters.items()
-        if weight is not None and weight.dim() == 3 and weight.numel() and weight.requires_grad
-    }
+    stacks = {}
+    for name, weight in module._parameters.items():
+        if weight is None or type(weight) is not nn.Parameter:  # quantised, or distributed
+            continue
+        if weight.dim() == 3 and weight.numel() and weight.requires_grad:
+            stacks[name] = Stack(weight, where)
+    return stacks
 
 
 def _in_order_of_experts(chunks: list[_Operands]) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,8 +251,9 @@ def _call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
                 return y
         elif func is torch._grouped_mm and weight.dim() == 3 and x.dim() == 2:
             more = {name: value for name, value in kwargs.items() if value is not None}
-            if len(args) == 2 and list(more) == ["offs"]:
-                return _multiplied(x, weight, more["offs"])
+            is_known = len(args) == 2 and list(more) == ["offs"]
+            if is_known and (y := _multiplied(x, weight, more["offs"])) is not None:
+                return y
     return func(*args, **kwargs)
 
 

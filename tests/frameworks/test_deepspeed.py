@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sp_overlap
 import ds_sp_overlap.attention.runtime.linear
 import ds_sp_overlap.integrations.deepspeed.initialize
-from ds_sp_overlap.attention.runtime import output, projections
+from ds_sp_overlap.attention.runtime import input_gradients, output, projections
 from tests.harness.cases import everything, full
 from tests.harness.listening import listening
 from tests.harness.models import (
@@ -138,7 +138,7 @@ def weights_read(rank, born_partitioned, **section):
         reads.append((phase[0], parameter.ds_status.name, parameter.numel() == parameter.ds_numel))
         return cutter(weight, dim, parts)
 
-    projections.cutter = output.cutter = reading
+    projections.cutter = input_gradients.cutter = output.cutter = reading
     try:
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=born_partitioned):
             model = tiny(pad_token_id=None)  # transformers would zero the padding row of a weight that isn't there
@@ -164,7 +164,7 @@ def weights_read(rank, born_partitioned, **section):
         engine.destroy()
         return reads[:before], after, control
     finally:
-        projections.cutter = output.cutter = cutter
+        projections.cutter = input_gradients.cutter = output.cutter = cutter
         forget_sequence_parallel()
 
 

@@ -235,6 +235,19 @@ def test_no_other_argument_may():
     assert list(other_names()) == []
 
 
+IF_GIVEN = "if position_embeddings is not None:\n        cos, sin = position_embeddings\n        q, k = apply_rotary_pos_emb(q, k, cos, sin)"
+ELSE_BY_POSITIONS = f"{IF_GIVEN}\n    elif position_ids is not None:\n        q = q * position_ids[:, None, :, None]"
+
+
+@pytest.mark.parametrize(("rotation", "optional"), [(IF_GIVEN, True), (ELSE_BY_POSITIONS, None)])
+def test_tables_are_optional_where_nothing_else_tells_positions(rotation, optional):
+    found = reading(
+        ("attention_mask=None, past", "attention_mask=None, position_ids=None, past"),
+        ("cos, sin = position_embeddings\n    q, k = apply_rotary_pos_emb(q, k, cos, sin)", rotation),
+    )
+    assert found.rotary.get("optional") is optional
+
+
 def test_another_default_device_makes_no_difference():
     found = reading()
     with torch.device("meta"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_sp_overlap.attention.runtime.deferred import Shadows, Wgrads
 from ds_sp_overlap.attention.runtime.linear import PLAIN
@@ -104,6 +105,51 @@ def test_what_is_not_known_is_left_to_autograd(multiply):
     plain, *_ = gradients(module, chunks, together=True)
     mine, _, called = gradients(module, chunks)
     assert off(mine, plain) < FP32 and called == ["down", "up"]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_inside_loses_no_gradient(use_reentrant):
+    """A reentrant one runs a backward of its own, between two products of the backward around it."""
+
+    def multiply(x, stack, ends, is_transposed):
+        y = checkpoint(lambda x: one_by_one(x, stack, ends, is_transposed), x, use_reentrant=use_reentrant)
+        return y + one_by_one(x, stack, ends, is_transposed)
+
+    torch.manual_seed(0)
+    module = Experts(multiply)
+    plain, *_ = gradients(module, CHUNKS[:3], together=True)
+    mine, *_ = gradients(module, CHUNKS[:3])
+    assert off(mine, plain) < FP32
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("multiply", [grouped, one_by_one])
+def test_weights_may_be_let_go_until_backward(multiply, is_transposed):
+    """As ZeRO-3 does, which gathers them elsewhere for backward: a view would be of the old memory, and keep it."""
+    torch.manual_seed(0)
+    module = Experts(multiply, is_transposed)
+    plain, *_ = gradients(module, CHUNKS, together=True)
+    module.zero_grad()
+    xs = [x.clone().requires_grad_() for x in CHUNKS]
+    shadows = Shadows(Wgrads([module], "layers.0", PLAIN))
+    ys = [shadows.of(module)(x) for x in xs]
+    shadows.end()
+    for parameter in module.parameters():
+        gathered, parameter.data = parameter.data, parameter.data.clone()
+        gathered.fill_(float("nan"))
+    torch.cat(ys).float().square().sum().backward()
+    mine = {name: p.grad for name, p in module.named_parameters()} | {str(at): x.grad for at, x in enumerate(xs)}
+    assert off(mine, plain) < FP32
+
+
+def test_a_product_with_a_bias_is_rounded_as_torchs_own():
+    torch.manual_seed(0)
+    module, bias = Experts(one_by_one), torch.randn(INSIDE)
+    shadow = Shadows(Wgrads([module], "layers.0", PLAIN)).of(module)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for args, kwargs in (((bias,), {}), ((), {"bias": bias})):
+            mine, plain = (F.linear(CHUNKS[0], of.up[0], *args, **kwargs) for of in (shadow, module))
+            assert mine.dtype == plain.dtype == torch.bfloat16 and torch.equal(mine, plain)
 
 
 def test_tokens_of_no_expert_give_no_gradient():

@@ -166,17 +166,21 @@ class _Product(Node):
     def forward(ctx, stack, x, weight, expert, offs, is_transposed, token):
         ctx.of_call = stack, expert, is_transposed
         _, of_x, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x, weight if of_x else None, offs)
+        # Not the weight, a view, which would keep a stack that ZeRO-3 has gathered.
+        ctx.save_for_backward(x, stack.parameters[0] if of_x else None, offs)
         return _multiply(x, weight, offs)
 
     @staticmethod
     def backward(ctx, dy):
         stack, expert, is_transposed = ctx.of_call
         refuse_second_derivatives(stack.where)
-        x, weight, offs = ctx.saved_tensors
+        x, parameter, offs = ctx.saved_tensors
         left, right = (y.reshape(-1, y.shape[-1]) for y in ((dy, x) if is_transposed else (x, dy)))
         stack.add(_Operands(left, right, expert, offs))
-        dx = None if weight is None else _multiply(dy, weight.transpose(-2, -1), offs)
+        dx = None
+        if parameter is not None:
+            weight = (parameter if expert is None else parameter[expert]).to(dy.dtype)
+            dx = _multiply(dy, weight if is_transposed else weight.transpose(-2, -1), offs)
         # The token has no gradient: it only makes `_Weights` wait for this node.
         return None, dx, None, None, None, None, None
 
@@ -243,9 +247,9 @@ def _call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     elif len(args) > 1 and isinstance(args[1], StackedWeight):
         x, weight = args[:2]
         if func is F.linear and weight.dim() == 2:
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            if (y := _multiplied(x, weight, None, swap=True)) is not None:
-                return y if bias is None else y + bias
+            is_known = len(args) == 2 and not kwargs  # a bias is rounded with the product
+            if is_known and (y := _multiplied(x, weight, None, swap=True)) is not None:
+                return y
         elif func in (Tensor.__matmul__, Tensor.matmul, torch.matmul) and weight.dim() == 2:
             if (y := _multiplied(x, weight, None)) is not None:
                 return y

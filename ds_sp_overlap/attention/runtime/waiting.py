@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 
 class Waiting:
@@ -26,9 +28,12 @@ class Waiting:
     def add(self, chunk: Any) -> None:
         """Add the operands of a chunk, which belong to the backward that runs."""
         now = torch._C._current_graph_task_id()
-        # What an earlier backward has left, which did not reach the weights, is dropped.
         if now != self.backward:  # guard: of this backward alone
+            # A reentrant checkpoint runs a backward inside of another one, which then goes on with
+            # what it had. What has not reached the weights by then is dropped.
+            before = dict(vars(self))
             self.start(now)
+            Variable._execution_engine.queue_callback(partial(vars(self).update, before))
         self.chunks.append(chunk)
 
     @property

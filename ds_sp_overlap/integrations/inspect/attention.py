@@ -253,7 +253,8 @@ def _read(module: Any, training: bool) -> Read:
     lookups: dict[Any, Lookup] = {}
     loaded_globals: dict[Any, LoadedGlobal] = {}
     with_tables, is_optional = cases(training), False
-    for case in [*with_tables, dataclasses.replace(with_tables[0], gives_tables=False)]:
+    # In the last case there are position_ids, of which a forward may make tables itself.
+    for case in [*with_tables, dataclasses.replace(with_tables[-1], gives_tables=False)]:
         try:
             trace = Trace(module, case, keywords if case.gives_optional else set())
         except Unknown:

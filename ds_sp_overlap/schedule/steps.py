@@ -183,7 +183,7 @@ class Schedule:
 
     @cached_property
     def beside(self) -> Tensors:
-        """What travels beside do: o, where attention's backward reads o; empty for nothing."""
+        """Return the tensors that travel beside do: o, if the backward of attention reads o."""
         return next((step.beside for step in self.backward if step.beside), ())
 
     @cached_property

@@ -41,7 +41,7 @@ from .waiting import Waiting
 
 
 class _Operands(NamedTuple):
-    """Of one product: dw = left^T right.
+    """Operands of the weight gradient of one product: dw = left^T right.
 
     Attributes:
         left: [tokens, rows of the weight].

@@ -38,7 +38,7 @@ class Waiting:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the backward that runs has left operands."""
+        """Return whether the backward that runs has left operands."""
         return self.backward == torch._C._current_graph_task_id()
 
     def gradients(self) -> list[Tensor | None]:

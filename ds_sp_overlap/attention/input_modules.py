@@ -154,7 +154,7 @@ class InputModules:
     def tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
         """Return the tables by which q and k are rotated.
 
-        Empty for no rotation, or for one that is not a `Rotary`; None if the tables learn.
+        Empty if no `Rotary` rotates; None if the tables need a gradient.
         """
         if not isinstance(self.rope, Rotary):
             return ()

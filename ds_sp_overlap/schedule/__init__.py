@@ -59,7 +59,9 @@ travel in one exchange, since attention hides it anyway.
 Which code reads a schedule:
 
 - `Runner.walk` of ``attention.runtime.runner`` is the one loop over steps. Subclasses of `Runner`
-  perform the steps. `schedule_of` makes the schedule of a layer by itself, and the loop is entered
+  perform the steps. ``attention.layer`` calls the function that was passed as ``schedule=``, by
+  default `by_head_groups`; with few groups live at a time, `schedule_of` makes a `Windowed` in its
+  place. The loop is entered
 
       schedule     made by            in forward by                  in backward by
       `Schedule`   `by_head_groups`   `ForwardRunner` for the ends   `BackwardRunner` for the ends,
@@ -73,11 +75,13 @@ Which code reads a schedule:
   ``attention.runtime.nodes``), which walks its section of both programs. `Recorded` walks any other
   end, too. It joins a start of o and the finishes of the next q, k, v to one node.
 - In ``attention.runtime.window`` a whole layer is one node, which walks both programs of a
-  `Windowed`, and sums dk and dv itself.
+  `Windowed`, and sums dk and dv itself. When a checkpoint that saved attention reruns the layer,
+  `ForwardRunner` walks ``recompute`` instead of forward.
 - In ``chain.block``, `_Segment` walks what lies between two attentions, and `_Attention` what is
-  around one. In backward a `RecomputeRegion` has both walk ``recompute``: behind the last attention
-  when the gradient of its output arrives, elsewhere when do is about to be waited for. Autograd
-  runs all other steps of backward in the order that is drawn, which tests check.
+  around one. In backward a `RecomputeRegion` has `_Segment` walk its part of ``recompute``, then
+  `_Attention` the rest: behind the last attention when the gradient of its output arrives,
+  elsewhere when do is about to be waited for. Autograd runs the other steps of backward in the
+  order that is drawn, but for the wgrads that ``schedule.block`` names; tests check the order.
 - `tools.planner.plan` simulates programs with the cost of each step, and `memory_bytes` computes
   the bytes in memory meanwhile.
 - `profiling.timeline` names measured bars by the steps.

@@ -124,7 +124,9 @@ class Block(Schedule):
         return crossings
 
     def chain(self, layers: int, follows: bool = False, is_followed: bool = False) -> Schedule:
-        """Return the schedule of some successive layers of a chain.
+        """Return one schedule of successive layers, to be drawn and simulated.
+
+        Layers themselves walk the schedule of one segment after the other.
 
         Args:
             layers: Number of layers.

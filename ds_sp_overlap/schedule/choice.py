@@ -1,4 +1,4 @@
-"""The choice of the schedule of a layer that is not passed one."""
+"""Chooses between `by_head_groups` and `by_window` for a layer that was passed no schedule."""
 
 from __future__ import annotations
 

@@ -11,8 +11,10 @@ from typing import NamedTuple
 class Op(Enum):
     """Kind of work of a step.
 
-    START and FINISH are the two ends of an exchange; all other steps compute. The value is the
-    word that messages use, and in lower case the method of a runner that performs the step.
+    START and FINISH are the two ends of an exchange; all other steps compute. PROJECT makes q, k
+    and v; ATTEND is attention, of a head group; MERGE is the output projection, which adds up the
+    head groups; DGRAD and WGRAD make the gradients of input and weight of a product. The value is
+    the word that messages use, and in lower case the method of a runner that performs the step.
     """
 
     PROJECT = "project"
@@ -57,10 +59,10 @@ class Step(_Fields):
         tensors: Names of the tensors. An exchange moves one of q, k, v, o, or several of q, k, v
             together. A product belongs to one projection, to the three of q, k and v (in a chain
             of layers), or to the MLP. The tensor of attention is o.
-        grad: Whether the step moves or makes gradients of these tensors. Always True for DGRAD and
-            WGRAD.
+        grad: Whether the step makes, moves or reads gradients of these tensors. Always True for
+            DGRAD and WGRAD; False where backward recomputes.
         group: Head group; 0 for steps of all groups at once.
-        chunk: Chunk of every rank's tokens, in a chain of layers.
+        chunk: Chunk of every rank's tokens, in a chain of layers; 0 for steps of all chunks.
         beside: Tensors whose values travel in the same exchange, in front of the gradients.
     """
 
@@ -117,7 +119,8 @@ MLP = Step(Op.MLP, (), False, 0)
 class Schedule:
     """The programs of a layer.
 
-    Each program has three sections. Forward has them in this order, backward in the reverse order:
+    Each program of a plain schedule has three sections; `Windowed` and `Block` interleave them.
+    Forward has them in this order, backward in the reverse order:
 
     section     forward                           backward
     inputs      project and start q, k, v         finish dq, dk, dv, dgrad and wgrad of each
@@ -131,9 +134,10 @@ class Schedule:
     Attributes:
         forward: The program of forward.
         backward: The program of backward.
-        recompute: The steps of forward that are repeated before backward. Of a `Windowed`, the
-            merges, where a checkpoint around the layer saved attention. Of a `Block`, what backward
-            recomputes by itself, empty for nothing. Empty for other schedules: an activation
+        recompute: The steps of forward that run again and that ``backward`` does not list. Of a
+            `Windowed`, the merges, where a checkpoint around the layer saved attention (its
+            ``backward`` lists the projections that it recomputes). Of a `Block`, all that backward
+            recomputes, within backward; empty for nothing. Empty for other schedules: an activation
             checkpoint repeats all of forward.
     """
 

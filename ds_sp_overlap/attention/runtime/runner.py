@@ -7,7 +7,8 @@ that autograd differentiates.
 Note [Two ways to differentiate]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A layer is differentiated in one of two ways. Its modules and its schedule decide which one when a
-call begins.
+call begins. In a chain (``chain.block``) autograd differentiates every chunk, and a
+`RecomputeRegion` reruns what was not saved.
 
 By autograd (`Recorded`). Exchanges and local attention are nodes of autograd. Autograd runs the
 nodes backward in the reverse order of their creation. `schedule.check` requires this order of the
@@ -15,7 +16,7 @@ backward program's attention section. Where projections are computed part by par
 ends of the layer is one node (`nodes`), which walks its own section of both programs.
 
 By hand (`window`). The whole layer is one node of autograd. Forward saves no q, k, v. Backward
-walks the whole backward program: it recomputes q, k and v and exchanges them once more. It asks
+walks the backward program (the wgrads of o alone, if nothing else needs a gradient): it recomputes q, k and v and exchanges them once more. It asks
 autograd only for the backward of local attention, one head group at a time.
 """
 
@@ -63,7 +64,11 @@ class Runner:
         cls._functions = {op: getattr(cls, name) for op, name in names.items() if name in dir(cls)}
 
     def walk(self, program: Program) -> None:
-        """Perform the steps of a program in their order; no other loop performs steps."""
+        """Pass each step of a program to its method, in order.
+
+        This is the one loop over programs. A runner may gather starts and finishes, to perform them
+        together in one node.
+        """
         functions, profiled = self._functions, is_profiled()
         for step in program:
             if profiled:

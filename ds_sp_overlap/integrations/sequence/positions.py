@@ -449,8 +449,8 @@ class Positions:
     def _refuse_restart(self, where: str, position_ids: np.ndarray, lengths: list[int]) -> None:
         """Raise ValueError for positions that start anew on every rank and nowhere else.
 
-        Such positions are a mistake in the first forward. Once other positions were seen, they mean
-        documents that end where ranks end.
+        Such positions are a mistake in the first forward. Once other positions were seen, which
+        this method remembers, they mean documents that end where ranks end.
         """
         starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]
         if self._may_restart or len(starts) == 1:

@@ -225,7 +225,7 @@ class Driven:
 def drive(
     name: str, module: Any, reader: Reader, forwards: Forwards, settings: OverlapSettings
 ) -> Driven:
-    """Make the `Driven` of a layer, with the `SelfAttention` that replaces the layer's forward.
+    """Make the `Driven` of a layer and its `SelfAttention`; the caller rebinds the forward.
 
     Args:
         name: The layer's name.

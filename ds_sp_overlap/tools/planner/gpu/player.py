@@ -106,7 +106,7 @@ class Player:
         gpus: The GPU of each rank.
         launches: What each host launches, in its order.
         delay: Called with a rank; returns more time in us for one launch of its host.
-        stretch: Called with a rank; returns a factor for the time of one kernel.
+        stretch: Called with a rank; returns a factor for the time of each tile of a compute kernel.
     """
 
     def __init__(

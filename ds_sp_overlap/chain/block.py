@@ -362,6 +362,7 @@ class _Attention(Gathering):
         return q, k, with_kv(geometry, "v", group, self.values)
 
     def attend(self, step: Step) -> None:
+        """Attend with a head group; saved attention is run in `leave`, and saved again in `arrive`."""
         self.flush()
         if self.here.saved_attention is None:
             heads = self._heads(step.group)

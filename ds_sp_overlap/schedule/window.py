@@ -56,7 +56,7 @@ from .steps import O, Op, Program, Schedule, Step, Tensors
 class Windowed(Schedule):
     """A schedule whose backward starts from x, o and dy, and recomputes q, k and v of each group.
 
-    Backward has two kinds of steps that other schedules do not have there: ``project q``,
+    Backward has two kinds of steps that a plain schedule does not have there: ``project q``,
     ``start q``, ``finish q``, as in forward; and ``start odo``, the exchange of do with the local o
     `Step.beside` it, which the backward of local attention reads.
 
@@ -208,5 +208,6 @@ def without_o(schedule: _Kind) -> _Kind:
     """Return the schedule in which no o travels beside do.
 
     For local attention whose backward reads o on no rank, for instance since it recomputes o.
+    ``attention.runtime.window`` and ``chain.block`` call it after forward, once ranks have agreed.
     """
     return replace(schedule, backward=tuple(step._replace(beside=()) for step in schedule.backward))

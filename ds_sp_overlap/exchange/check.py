@@ -6,6 +6,8 @@ code with pack, unpack or the transport. It is slow, and meant to be.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,19 @@ from .layout import Layout, Patches, Side
 from .sp_group import SPGroup
 
 
+class Expected(NamedTuple):
+    """What an exchange must deliver.
+
+    Attributes:
+        values: The tensor.
+        atol: By how much sums of replicas may differ, which have no fixed order. 0 for up to two
+            addends, whose order changes nothing.
+    """
+
+    values: Tensor
+    atol: float
+
+
 def plain_exchange(
     sp_group: SPGroup,
     layout: Layout,
@@ -22,7 +37,7 @@ def plain_exchange(
     name: str,
     rope: tuple[Tensor, Tensor] | None,
     rope_back: tuple[Tensor, Tensor] | None,
-) -> Tensor:
+) -> Expected:
     """Return what the exchange of ``x`` must deliver to this rank.
 
     Collective.
@@ -58,6 +73,7 @@ def plain_exchange(
         )
     target = layout.target
     out = torch.zeros(target.shape, dtype=x.dtype)
+    sizes, addends = torch.zeros_like(out), torch.zeros_like(out, dtype=torch.int32)
     for peer, (sender, tensor) in enumerate(zip(layouts, tensors)):
         places = blocks_of(out, target, peer)
         blocks = blocks_of(tensor, sender.source, sp_group.rank)
@@ -65,29 +81,39 @@ def plain_exchange(
             blocks = blocks[0].split([x.shape[target.seq_dim] for x in places], target.seq_dim)
         elif isinstance(sender.source, Patches) and blocks:
             blocks = [torch.cat(blocks, sender.source.seq_dim)]
+        bounds = zip(blocks_of(sizes, target, peer), blocks_of(addends, target, peer))
         # Replicas that several ranks send are summed.
-        for place, block in zip(places, blocks):
-            place.add_(block.reshape(place.shape))
+        for place, block, (size, count) in zip(places, blocks, bounds):
+            block = block.reshape(place.shape)
+            place.add_(block)
+            size.add_(block.abs())
+            count.add_(1)
+    # Either sum is off by at most (n - 1) eps times the sum of the addends' sizes.
+    most = int(addends.max()) if addends.numel() else 0
+    atol = 0.0
+    if most > 2:
+        largest = sizes.nan_to_num(posinf=0.0).max().item()
+        atol = 2 * (most - 1) * torch.finfo(x.dtype).eps * largest
     if rope_back is not None:
         # The transpose of a rotation is the rotation by the opposite angle.
         cos, sin = (table.unsqueeze(-2).cpu() for table in rope_back)
         out = rotate(out, cos, -sin).to(out.dtype)
-    return out.to(x.device)
+    return Expected(out.to(x.device), atol)
 
 
 def compare(
-    sp_group: SPGroup, got: Tensor, expected: Tensor, name: str, rotated: bool, target: Side
+    sp_group: SPGroup, got: Tensor, of_plain: Expected, name: str, rotated: bool, target: Side
 ) -> None:
     """Compare what the exchange ``name`` delivered with what it should have delivered.
 
-    Collective. Compares bit for bit, with two exceptions. Sums of replicas in half precision have
-    no fixed order of rounding. A rotated element is two products and a sum: three roundings of
+    Collective. Compares bit for bit, with two exceptions. Sums of replicas have no fixed order, and
+    in half precision none of rounding. A rotated element is two products and a sum: three roundings of
     numbers no larger than sqrt(2) times the largest.
 
     Args:
         sp_group: The sp group.
         got: What this rank received.
-        expected: What `plain_exchange` returned.
+        of_plain: What `plain_exchange` returned.
         name: Name of the exchange.
         rotated: Whether the exchange rotated.
         target: The parts of ``got`` that were written.
@@ -95,11 +121,13 @@ def compare(
     Raises:
         RuntimeError: on all ranks, if some rank received anything else.
     """
+    expected = of_plain.values
     if not target.covers:
         got, expected = _parts(got, target), _parts(expected, target)
     half = got.dtype in (torch.float16, torch.bfloat16)
     rtol = torch.finfo(got.dtype).eps if half or rotated else 0.0
     atol = 3 * 2**0.5 * rtol * expected.abs().max().item() if rotated and expected.numel() else rtol
+    atol = max(atol, of_plain.atol)
     fine = torch.allclose(got, expected, rtol=rtol, atol=atol, equal_nan=True)
     worst = 0.0 if fine else (got - expected).abs().max().item()
     faults = []

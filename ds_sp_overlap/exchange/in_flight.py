@@ -65,7 +65,7 @@ class InFlight:
     """
 
     # In check mode, what has to arrive.
-    expected: list[Tensor] | tuple[()] = ()
+    expected: list[check.Expected] | tuple[()] = ()
     handle: Any = None
     # The mark of the transfer stream, between launch and finish.
     received: Any = None

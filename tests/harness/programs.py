@@ -588,7 +588,9 @@ class Layer:
         if self.raises:
             where, after = self.raises
             self.first = self.first or queries
-            if queries == self.first:  # of a group, which ranks that share heads attend in one range or in several
+            # Of a group, which ranks that share heads attend in one range or in several. Heads are probed first, by all ranks in one
+            # range; what raised there raises in each rank's next call.
+            if after < 0 or queries == self.first:
                 self.raises = where, after - 1
                 if where == "attention" and after <= 0:
                     raise Deliberate

@@ -15,7 +15,8 @@ from tests.harness.guards import SEEN_BY_PROGRAMS, removed
 from tests.harness.programs import Backward, Call, ChangeInput, Hook, InPlace, Mix, Raises, Step
 
 SEEDS = range(1000)
-RUN = SEEDS if everything() else SEEDS[:60]
+# One more that once failed: in check mode, three replicas are summed in another order.
+RUN = SEEDS if everything() else (*SEEDS[:60], 751)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -15,8 +15,7 @@ from tests.harness.guards import SEEN_BY_PROGRAMS, removed
 from tests.harness.programs import Backward, Call, ChangeInput, Hook, InPlace, Mix, Raises, Step
 
 SEEDS = range(1000)
-# One more that once failed: in check mode, three replicas are summed in another order.
-RUN = SEEDS if everything() else (*SEEDS[:60], 751)
+RUN = SEEDS if everything() else SEEDS[:60]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -28,6 +27,13 @@ def test_random_programs_do_what_they_do_on_the_whole_sequence(size):
         assert acted[what] > len(seeds) / 4, f"{what}: {dict(acted)}"  # a program that does nothing is right as well
     assert size == 2 or acted["two legs"], dict(acted)  # of two ranks, few programs have one KV head
     assert acted["magnifies"] <= len(seeds) / 30, "the tolerance is loosened for a few programs, not for all"
+
+
+@pytest.mark.parametrize("seed", [294, 751])
+def test_a_program_that_once_failed_is_right(seed):
+    """Of 294 one rank alone raised behind a probe. In 751 check mode compares sums of three replicas, added in another order."""
+    reports, _ = programs.check([seed])
+    assert not reports, reports
 
 
 def layers_with(**wanted):

@@ -18,7 +18,7 @@ from .sp_group import SPGroup
 
 
 class Expected(NamedTuple):
-    """What an exchange must deliver.
+    """Holds the tensor that an exchange must deliver, and how exactly.
 
     Attributes:
         values: The tensor.

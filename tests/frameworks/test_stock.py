@@ -1,4 +1,4 @@
-"""What README and docs say of DeepSpeed (0.19.8) itself, where no other test holds it; the plugin takes no part.
+"""Hold what README and docs say of DeepSpeed (0.19.8) itself, where no other test holds it; the plugin takes no part.
 
 Should one of these fail, DeepSpeed has changed: tell the page that says so.
 """
@@ -50,7 +50,7 @@ def query_in_another_loss(attend, q, k, v):
 
 
 def own_overlap(rank, use, heads, kv_heads, trained):
-    """What the use raises without the overlap and with it, and then the largest error of a gradient."""
+    """Return what the use raises without the overlap and with it, and then the largest error of a gradient."""
     x = torch.randn(6, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
     found = {}
     for stream in (None, mock.Mock()):

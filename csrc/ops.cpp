@@ -314,7 +314,7 @@ void* current_stream(const Tensor& x) {
   if (aoti_torch_get_current_cuda_stream == nullptr)
     throw std::runtime_error("ds_sp_overlap: a CUDA tensor, but a torch without CUDA");
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
   return stream;
 }
 #endif

@@ -1,4 +1,4 @@
-"""Probes whether local attention treats all heads alike, which nobody can see from outside.
+"""Probes whether local attention treats all heads alike, since its code can't tell.
 
 Note [Heads alike]
 ~~~~~~~~~~~~~~~~~~
@@ -6,9 +6,9 @@ Head groups call the local attention with some of a rank's heads at a time. If t
 value for each head (ALiBi slopes, a scale of each KV head, a sink), every group silently gets the
 values of the first heads. So before anything is exchanged the attention is called on random q, k
 and v, over all heads and group by group, and the two results are compared. The results of the ranks
-are compared as well, on the same q, k and v: with head groups a rank attends with other heads than
-without (`Geometry.groups_first`), so that an attention made for the heads of its rank would get
-those of another rank.
+are compared as well, on the same q, k and v: with head groups a rank may get other heads than
+without them (`Geometry.groups_first`), and an attention that was built for its rank's heads would
+be applied to another rank's.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _named(queries: tuple[Range, ...]) -> dict[str, Range]:
 def takes(local_attention: Any, name: str) -> bool:
     """Return whether a local attention has a parameter, for instance ``queries``.
 
-    One that takes any keyword has none: it would ignore it.
+    ``**kwargs`` does not count, since the value might be ignored.
     """
     attend = local_attention.forward if isinstance(local_attention, nn.Module) else local_attention
     try:
@@ -105,7 +105,7 @@ def takes(local_attention: Any, name: str) -> bool:
 def _slice_per_head(
     heads: Range, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[list, dict[str, Any]]:
-    """Replace every `PerHead` by its slices of ``heads``."""
+    """Replace every `PerHead` among the arguments by its slices of the query heads ``heads``."""
 
     def sliced(x: Any) -> Any:
         return x.tensor[slice(*heads)] if isinstance(x, PerHead) else x

@@ -4,8 +4,8 @@ Note [Agreement of the ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Ranks that exchange different things hang, or train on wrong numbers. So the ranks compare what they
 are about to do before anything is exchanged, and a fault of one rank becomes the same ValueError on
-all ranks. The comparison costs a collective that waits, so that it is made for the first call of a
-layer only, or for the first call of a kind (`kind_of`); later calls use its outcome. Whatever
+all ranks. The comparison costs a collective that the host waits for, so it is made for the first
+call of a layer only, or for the first call of a kind (`kind_of`); later calls use its outcome. Whatever
 decides about such a comparison is therefore the same on every rank.
 """
 
@@ -79,10 +79,10 @@ class LayerRuntime:
         self.agreed = False
         # The name by which the ranks compare calls; it counts the layers that were called.
         self._name_of_calls = where
-        # For each number of query and KV heads, r and the default G; what an attention can do is
-        # asked once.
+        # For each number of query and KV heads, r and the default G: what the attention supports is
+        # looked up once.
         self.shares_and_groups: dict[tuple[int, int], tuple[int, int]] = {}
-        # For each kind of call, whether attention may be called with some of a rank's heads.
+        # For each kind of call, the verdict of `_may_call_by_group`.
         self._may_group: dict[tuple, bool] = {}
         # For each kind of call, whether the backward of attention reads o on any rank.
         self._reads_o: dict[tuple, bool] = {}
@@ -195,9 +195,11 @@ class LayerRuntime:
     def _may_call_by_group(
         self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]
     ) -> bool:
-        """Return whether the local attention may be called group by group.
+        """Return whether the local attention may be called with one head group at a time.
 
-        Probed on all ranks for the first call of a kind, see Note [Agreement of the ranks].
+        Collective for the first call of a kind, which probes the attention and warns of a fault;
+        later calls use the verdict, see Note [Agreement of the ranks]. Tensors that may have a
+        slice for each head are looked for earlier, in `call_geometry`.
         """
         kind = kind_of(call, inputs)
         if kind not in self._may_group:
@@ -207,7 +209,8 @@ class LayerRuntime:
             if fault:
                 warn_once(
                     f"sp_overlap: {attention.name}, called with some of a rank's heads at a time, "
-                    f"is not what it is over all of them, and runs in one head group ({fault}). "
+                    f"computes something else than with all of them, and runs in one head group "
+                    f"({fault}). "
                     "If it treats all heads alike, say so with heads_alike=True"
                 )
         return self._may_group[kind]

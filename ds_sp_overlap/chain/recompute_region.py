@@ -3,9 +3,9 @@
     with region.watched(): y = f(x)      what autograd would save is let go
     backward                             f is run again, once, and its tensors are saved anew
 
-Beyond an activation checkpoint, the region may run in several parts, with other work between them,
-and a node of autograd may have it recomputed before the node waits for an exchange, which is hidden
-by that.
+Beyond an activation checkpoint, the region may run in several parts, with other work between them.
+A node of autograd may start the recomputation before it waits for an exchange, to hide that
+exchange.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class _Saved:
 class RecomputeRegion(ABC):
     """A part of a forward that can be recomputed.
 
-    It lives as long as a node of autograd would save something of it. Nothing else in a graph may
-    hold it, or the tensors that it holds.
+    Only the hooks of its saved tensors keep it alive: it is freed with the last node that saved
+    one. So nothing else in a graph may hold it, or the tensors that it holds.
 
     Args:
         where: Name of the layer, for errors.
@@ -87,7 +87,8 @@ class RecomputeRegion(ABC):
             return
         self._backward, waiting = now, iter(self._saved)
 
-        def give(x: Tensor) -> None:
+        def save_anew(x: Tensor) -> None:
+            # Tensors of the two runs belong together by their order alone.
             stand_in = next(waiting, None)
             if stand_in is None:
                 raise RuntimeError(
@@ -95,15 +96,17 @@ class RecomputeRegion(ABC):
                     "let it do the same both times"
                 )
             saved = stand_in()
+            # None where the node is gone, and nobody needs the tensor.
             if saved is not None:
-                # Detached, a gathered weight of ZeRO-3 goes when the module's call is over.
+                # Keeps the memory of a gathered weight, which ZeRO-3 takes from the parameter when
+                # the module's call is over.
                 saved.x = x.detach()
 
         def refuse(_: Any) -> Tensor:
             raise AssertionError("nobody runs backward through the second run")
 
         with (
-            saved_tensors_hooks(give, refuse),
+            saved_tensors_hooks(save_anew, refuse),
             torch.enable_grad(),
             torch.autocast(**self._autocast),
         ):
@@ -128,7 +131,7 @@ class RecomputeRegion(ABC):
         region, is asked for its gradient.
 
         ZeRO-3 gathers a module's weights for backward when the module's output gets its gradient,
-        and lets go of them where the module has been called again.
+        and frees them when a second call of the module ends. So the second call must come first.
         """
         recompute = self.when_needed
         if y.grad_fn is not None:

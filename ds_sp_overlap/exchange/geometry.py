@@ -19,8 +19,8 @@ from .shares import QueryChunks, common, possible_shares
 def shares_for(sp_size: int, heads: int, kv_heads: int) -> int:
     """Return r for "auto", see Note [Shares] in `shares`.
 
-    The smallest r by which heads divide evenly. 1 where that is possible, and where k and v would
-    grow by more than q and o shrink, in elements that the busiest rank receives.
+    1 if heads divide evenly without sharing, else the smallest r by which they do. But 1 if sharing
+    makes k and v grow by more than q and o shrink, in elements that the busiest rank receives.
     """
     even = next(r for r in possible_shares(sp_size, heads) if heads % (sp_size // r) == 0)
     if even == 1 or heads < sp_size:
@@ -30,7 +30,7 @@ def shares_for(sp_size: int, heads: int, kv_heads: int) -> int:
     return even if shared.most_received <= alone.most_received else 1
 
 
-# Two geometries are never compared; by its identity one is found quickly in the caches of methods.
+# Hashed by identity, so that looking one up in a method's cache is fast.
 @dataclass(frozen=True, eq=False)
 class Geometry(Heads):
     """Heads, tokens and ranks of one call of an attention layer.
@@ -155,17 +155,19 @@ class Geometry(Heads):
         group: int,
         head_dim: int,
         sent: Sequence[Range],
-        wanted: Sequence[tuple[Range, ...]],
+        room: Sequence[tuple[Range, ...]],
         by_rank: bool = False,
     ) -> Layout:
-        """Lay out an exchange of q, k or v: every rank receives some tokens of some heads.
+        """Lay out an exchange of q, k or v.
 
         Args:
             kind: "q", "k" or "v".
             group: The head group.
             head_dim: ``d``.
-            sent: The tokens that every rank sends: its local sequence, or a chunk of it.
-            wanted: The tokens that every rank has room for. It receives those that are sent.
+            sent: For each rank, the range of tokens that it sends, counted in the whole sequence:
+                its local sequence, or a chunk of it.
+            room: For each rank, the ranges of tokens that its global tensor has room for. It
+                receives those of them that are sent.
             by_rank: As in `exchange`.
         """
         # Where each head lies in the local tensor.
@@ -176,13 +178,14 @@ class Geometry(Heads):
         first, last = sent[self.sp_rank]
         parts: list[Range] = []
         tokens: list[tuple[Range, ...]] = []
-        # An empty part stands where the part before it ends, so that parts can be tiles.
+        # An empty part begins and ends where the part before it ends: parts lie end to end.
         edge = 0
         for rank in range(self.sp_size):
             begin, end = self.sent_range(kind, rank, group)
-            of_rank = common(wanted[rank], (first, last))
+            of_rank = common(room[rank], (first, last))
             tokens.append(tuple((low - first, high - first) for low, high in of_rank))
-            if begin >= end or first < last and not of_rank:
+            # No head goes there, or none of the tokens. Without tokens the heads stay as they are.
+            if begin >= end or (first < last and not of_rank):
                 parts.append((edge, edge))
                 continue
             edge = place[begin] + end - begin
@@ -196,7 +199,7 @@ class Geometry(Heads):
         local = Side(shape, 2, tuple(parts))
         if any(0 < _before(ranges, last - first) < last - first for ranges in tokens):
             local = Patches(shape, 2, tuple(parts), self.seq_dim, tuple(tokens))
-        own = wanted[self.sp_rank]
+        own = room[self.sp_rank]
         received = Side(
             self.shape(_before(own, sum(self.seq_lens)), max(stop - start, 0), head_dim),
             self.seq_dim,

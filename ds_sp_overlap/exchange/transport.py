@@ -19,10 +19,10 @@ Two communicators hang where one rank's GPU begins their kernels in another orde
 rank's. NCCL begins them in the host's order if `LAUNCH_ORDER` is set before its first launch
 (`launch_order`).
 
-Ranks make the communicator at their first call, between collectives of others. Two things may wait
-for one another then. NCCL allocates memory while it connects, and the allocation may wait for a
+Ranks make the communicator at their first call, while others may have collectives under way. Two
+deadlocks are possible. NCCL allocates memory while it connects, and the allocation may wait for a
 kernel that runs; that kernel may be a collective that waits for a rank which is already here. So
-nothing else may be under way on the device (`_connected`). And a default group that is bound to a
+nothing else may be under way on the device (`_make_connected`). And a default group that is bound to a
 device (DeepSpeed passes ``device_id``) makes torch split its communicator at once, which waits for
 all ranks of the world; so the group is unbound meanwhile (`_unbound`).
 """
@@ -281,17 +281,20 @@ def communicator(group: Any, **settings: int) -> Any:
         say(f"sp_overlap: the sp group's ranks {ranks} are not ascending; it is used as it is")
     else:
         try:
-            own = _connected(group, ranks, settings)
+            own = _make_connected(group, ranks, settings)
         except NotImplementedError as error:
             say(f"sp_overlap: no communicator of our own ({error}); the sp group is used as it is")
     _communicators[key] = group, own
     return own
 
 
-def _connected(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
+def _make_connected(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
     """Make a communicator and connect its ranks by one all-to-all.
 
     Waits for the device before and after, see Note [Two communicators].
+
+    Raises:
+        NotImplementedError: if this torch can't make such a group.
     """
     device = _device()
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 from ds_sp_overlap.integrations.sequence import masks
-from tests.harness.cases import full, singles
+from tests.harness.cases import full, since_transformers, singles
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import (
     BATCH,
@@ -69,6 +69,7 @@ def check(cases):
             assert max(errors) < FP64, (case, errors)
 
 
+@since_transformers("5.1")
 def test_windows_and_chunks_that_only_the_mask_knows_are_those_of_the_whole_sequence():
     """Chunks of 12 and a scale by position in Llama 4, whose layers are not handed position_ids at all."""
     check([WINDOW, {**WINDOW, "sliding_window": 20}, LLAMA4])
@@ -84,6 +85,7 @@ def faults_of_length(rank):
     return [f"{error}" for error in against_whole(rank, [LONGROPE])[0][1:] if error > FP64]
 
 
+@since_transformers("5.1")
 def test_rope_that_goes_by_length_goes_by_that_of_the_whole_sequence():
     check([LONGROPE, DYNAMIC, dict(family="qwen2", **DYNAMIC), dict(family="bitnet", **DYNAMIC)])
 
@@ -219,6 +221,7 @@ UNFIT = {
 }
 
 
+@since_transformers("5.1")
 @pytest.mark.parametrize("cases", [MIXING, UNFIT], ids=["mixing", "unfit"])
 def test_layers_that_nobody_exchanges_are_refused_by_name_whatever_on_unsupported_says(cases):
     for said in on_ranks(2, refused_at_enable, {family: options for family, (options, _) in cases.items()}):
@@ -256,6 +259,7 @@ def local_attention(rank, family):
         return first, refusal(model, **inputs, use_cache=False)
 
 
+@since_transformers("5.1")
 def test_a_layer_that_runs_without_its_attention_function_is_found_in_the_first_forward():
     for first, second in on_ranks(2, local_attention, "bitnet"):
         assert first[0] == "RuntimeError"
@@ -348,6 +352,7 @@ def many_documents(rank, options):
     return seen
 
 
+@since_transformers("5.1")
 @pytest.mark.parametrize(
     "options", [{}, dict(family="mistral", sliding_window=2), full(dict(family="bitnet", kv_heads=1))], ids=str
 )
@@ -365,7 +370,7 @@ def test_many_short_documents_are_right_and_take_few_calls(options):
 WATCHED = [
     Watched(Guard("windows are read", without="pass"), faults_of_window),
     Watched(
-        Guard("the longest of all ranks", without="longest = torch.full_like(position_ids[..., :1], position_ids.max().item())"),
+        Guard("the longest of all ranks", without="largest = torch.full_like(position_ids[..., :1], position_ids.max().item())"),
         faults_of_length,
     ),
     Watched(Guard("padding is a document", without="if False:"), faults_of_padding),
@@ -377,6 +382,7 @@ WATCHED = [
 ]
 
 
+@since_transformers("5.1")
 @pytest.mark.parametrize("watched", WATCHED, ids=str)
 def test_the_suite_notices_without_the_guard(watched):
     must_notice(watched)

@@ -1,11 +1,13 @@
 """Products of options take hours: by default each pair of options is tried, with ``--all`` every combination."""
 
+import importlib.metadata
 import itertools
 import os
 from collections import Counter
 from dataclasses import fields, is_dataclass
 
 import pytest
+from packaging.version import Version
 
 ALL = "DS_SP_OVERLAP_TEST_ALL"  # in the environment, so that ranks and scripts of a test know too
 
@@ -18,6 +20,12 @@ def everything():
 def examples(count):
     """Return how many examples hypothesis draws: ``count`` with ``--all``, else a fifth."""
     return count if everything() else count // 5
+
+
+def since_transformers(version):
+    """Skip a test with an older transformers: what its cases are made of is not there, or is something else."""
+    old = Version(importlib.metadata.version("transformers")) < Version(version)
+    return pytest.mark.skipif(old, reason=f"its cases are written for transformers {version} and newer")
 
 
 def full(*case):

@@ -18,6 +18,7 @@ from ds_sp_overlap.integrations.sequence.positions import GlobalSequence
 from ds_sp_overlap.integrations.transformers import attention_function
 from ds_sp_overlap.integrations.transformers.attention_function import local_attention
 from tests.harness import flash
+from tests.harness.cases import since_transformers
 from tests.harness.guards import Guard, Watched, must_notice
 
 SEQ, FP64 = 48, 1e-12
@@ -93,6 +94,7 @@ def test_sdpa_gives_what_the_whole_sequence_gives(h_kv):
     assert not faults([(rows, pattern, "sdpa", h_kv) for rows, pattern in itertools.product(PACKED, PATTERNS)])
 
 
+@since_transformers("5.1")
 @pytest.mark.parametrize("h_kv", [2, 4])
 def test_flash_attention_gives_what_the_whole_sequence_gives(h_kv):
     patterns = [pattern for pattern in PATTERNS if pattern.chunk is None]
@@ -132,6 +134,7 @@ def test_padding_is_kept_apart():
     assert error_of(got, expected) < FP64
 
 
+@since_transformers("5.1")
 def test_sinks_are_those_of_the_whole_sequence():
     sinks = torch.linspace(-1, 2, 4, dtype=torch.float64)
     with flash.flash_attention():
@@ -142,6 +145,7 @@ def test_sinks_are_those_of_the_whole_sequence():
             assert error_of(got, expected) < FP64, (rows, pattern)
 
 
+@since_transformers("5.1")
 def test_flash_attention_is_called_once_a_chunk_with_edges_that_the_host_knows():
     with flash.flash_attention() as calls:
         sequence = sequence_of(PACKED["short and long"])
@@ -230,6 +234,7 @@ def test_flash_attention_that_aligns_at_the_top_left_is_refused_by_name(monkeypa
         attend(Layer(flash.NAME), pattern=Pattern())
 
 
+@since_transformers("5.1")
 def test_flash_attention_refuses_chunks_on_every_rank():
     """Also with queries that lie within the first chunk."""
     with flash.flash_attention(), pytest.raises(ValueError, match="no attention in chunks of 9"):

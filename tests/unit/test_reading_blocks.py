@@ -16,6 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from ds_sp_overlap.integrations.inspect.accounting import Unknown
 from ds_sp_overlap.integrations.inspect.decoder_layer import BlockReader, BlockReading
+from tests.harness.cases import since_transformers
 
 CONFIG = LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2)
 FORWARD = """
@@ -273,11 +274,13 @@ def with_experts(*changes, implementation="eager", config=MOE):
     return made
 
 
+@since_transformers("5.1")
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_a_mixture_of_experts_that_goes_token_by_token_is_read(implementation):
     assert BlockReader(with_experts(implementation=implementation), "self_attn").reading == reading()
 
 
+@since_transformers("5.1")
 def test_large_experts_are_tried_out_in_little_memory():
     large = copy.deepcopy(MOE)
     large.intermediate_size, large.num_local_experts = 2**20, 64  # 38 GB
@@ -298,6 +301,7 @@ WRONG_MIXTURES = {
 }  # fmt: skip
 
 
+@since_transformers("5.1")
 @pytest.mark.parametrize("what", WRONG_MIXTURES)
 def test_a_mixture_of_experts_whose_tokens_meet_is_not_known(what):
     change, message = WRONG_MIXTURES[what]
@@ -311,6 +315,7 @@ def twin(module):
     return copy.deepcopy(module, {id(config): config for config in configs})
 
 
+@since_transformers("5.1")
 @pytest.mark.parametrize("made", [layer, with_experts])
 def test_a_layer_like_one_that_was_read_is_not_read_again(made, monkeypatch):
     known, one = [], made()
@@ -351,6 +356,7 @@ def lose_the_mlp(module):
     module.mlp = None
 
 
+@since_transformers("5.1")
 @pytest.mark.parametrize("change", [lose_the_mlp, make_noisy, let_tokens_meet, widen, set_multiplier, set_p, mix_tokens])
 def test_a_layer_unlike_one_that_was_read_is_read_by_itself(change):
     known, one = [], with_experts()

@@ -5,10 +5,11 @@ import pytest
 from ds_sp_overlap.attention.self_attention import SelfAttention
 from ds_sp_overlap.integrations.inspect import accounting
 from tests.harness import zoo
-from tests.harness.cases import full
+from tests.harness.cases import full, since_transformers
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.zoo import OPERATIONS, PROGRAMS, judge, random_program
 
+pytestmark = since_transformers("5.1")  # `get_interface`
 INSERTED = [name for name in PROGRAMS if name.endswith((", of q", ", of the residual"))]
 WRITTEN = [name for name in PROGRAMS if name not in INSERTED]
 SOME = {*WRITTEN[::2], *(name for name in WRITTEN if PROGRAMS[name].expected), *INSERTED[: len(OPERATIONS) : 6]}

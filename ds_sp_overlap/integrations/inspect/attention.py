@@ -175,7 +175,7 @@ class Reader:
         return _read(module, training)
 
     def _safe_read(self, module: Any, training: bool) -> Read:
-        """Read a layer without side effects; any error of its code becomes Unknown."""
+        """Read a layer on the CPU, and restore torch's random state; any error becomes Unknown."""
         if has_own_call(module):
             raise Unknown("it has a __call__ of its own")
         try:
@@ -183,7 +183,7 @@ class Reader:
                 return self.read(module, training)
         except Unknown:
             raise
-        except Exception as error:  # of any kind: the code was not made for labels
+        except Exception as error:  # of any kind: the code was not written for a symbolic trace
             message = f"{type(error).__name__}: {error}"
             raise Unknown(f"its forward computes what is not known here ({message})") from error
 

@@ -322,7 +322,7 @@ def _check_parts(name: str, module: nn.Module, form: Form, norm: bool) -> bool:
 
 
 def fixed_state(module: nn.Module) -> list[tuple]:
-    """Return what may not change in a module after it was probed.
+    """Return what must stay the same in a module for its probe to hold.
 
     For each part: its code, the probability of a dropout, and all that code may look at that is
     neither torch's nor transformers'.
@@ -385,7 +385,10 @@ def _state(copy: nn.Module) -> list[tuple[dict[str, Any], list[Tensor]]]:
 
 
 def _is_same_state(before: list, after: list) -> bool:
-    """Return whether two results of `_state` are the same."""
+    """Return whether attributes are the same objects, and buffers have the same values.
+
+    A list or dict that was changed in place goes unnoticed.
+    """
     for (attributes, buffers), (attributes_after, buffers_after) in zip(before, after):
         if attributes.keys() != attributes_after.keys():
             return False

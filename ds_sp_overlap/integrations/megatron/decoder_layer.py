@@ -40,7 +40,7 @@ CHECKPOINTED = "_checkpointed_forward"
 
 # Translates the arguments of an attention by name into keywords of its driver. The second argument
 # holds values that the layers of one forward of the model share.
-Ask = Callable[[dict[str, Any], dict], dict[str, Any]]
+TranslateArguments = Callable[[dict[str, Any], dict], dict[str, Any]]
 
 
 def _width(attention: Any) -> int:
@@ -57,7 +57,7 @@ class ParallelTransformerLayer(ChainedLayer):
         module: The layer.
         child: The name of the attention in the layer.
         attention: What drives the attention.
-        ask: Translates the arguments of the attention.
+        translate: Translates the arguments of the attention.
         stack: The module that has the layer in its list of layers; None if there is none.
         is_linear: Returns whether a module is a linear layer of Megatron without extras.
         forward_passes: The forwards of the model.
@@ -72,7 +72,7 @@ class ParallelTransformerLayer(ChainedLayer):
         module: Any,
         child: str,
         attention: SelfAttention,
-        ask: Ask,
+        translate: TranslateArguments,
         stack: nn.Module | None,
         is_linear: Callable[[nn.Module], bool],
         forward_passes: ForwardPasses,
@@ -95,7 +95,7 @@ class ParallelTransformerLayer(ChainedLayer):
         # On a CPU, its fused norm prints a message in every call.
         with contextlib.redirect_stdout(io.StringIO()):
             reader = BlockReader(module, child, form, known=forward_passes.known)
-        self.ask, self.stack = ask, stack
+        self.translate, self.stack = translate, stack
         super().__init__(name, module, reader, attention, forward_passes)
 
     @property
@@ -113,7 +113,7 @@ class ParallelTransformerLayer(ChainedLayer):
     def chain_arguments(
         self, forward_pass: ForwardPass, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        return self.ask(arguments, forward_pass.shared)
+        return self.translate(arguments, forward_pass.shared)
 
 
 def stack_of(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:

@@ -7,7 +7,8 @@ has ``query_linear``, ``key_linear`` and ``value_linear`` in place of the fused 
 layer is driven whole if its forward is known (`megatron.reading`). Megatron is never imported from
 here.
 
-A layer that is driven whole computes the right results where HEAD fails:
+A layer that is driven whole computes the right results where Megatron-DeepSpeed at 4efb479d
+("HEAD") fails:
 
 - The attention mask reaches core attention; HEAD passes it as ``batch_dim_idx``.
 - Attention may return [s, b, h d].
@@ -38,7 +39,7 @@ from ..inspect.attention import Reader
 from ..inspect.probe import refuse_difference
 from ..layers import FoundLayer, HostModule, OverlapSettings
 from ..rebinding import rebind
-from .decoder_layer import Ask, ParallelTransformerLayer, hosts_of, stack_of
+from .decoder_layer import ParallelTransformerLayer, TranslateArguments, hosts_of, stack_of
 from .probe import difference
 from .reading import AttentionReader
 
@@ -73,7 +74,8 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Ten
     q, k, v = (x.contiguous() for x in (q, k, v))
     if module.use_flash_attn:
         return local(q, k, v)
-    # The width of all heads of a rank, but q has the heads of one head group only.
+    # The width of all heads of a rank, but q has the heads of one head group only: its width is set
+    # for the call.
     width = local.hidden_size_per_partition
     local.hidden_size_per_partition = q.shape[2] * q.shape[3]
     try:
@@ -138,12 +140,12 @@ class _Driven(NamedTuple):
     Attributes:
         block: What drives it.
         forward: Takes the place of the layer's forward.
-        ask: Translates the arguments of the layer into keywords of the block's call.
+        translate: Checks the arguments of the layer, and translates them into keywords of the block's call.
     """
 
     block: SelfAttention
     forward: Callable
-    ask: Ask
+    translate: TranslateArguments
 
 
 def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSettings) -> _Driven:
@@ -180,7 +182,8 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
         heads_alike=True,
     )
 
-    def ask(arguments: dict[str, Any], shared: dict) -> dict[str, Any]:
+    def translate(arguments: dict[str, Any], shared: dict) -> dict[str, Any]:
+        # Collective where a probe is due, and in the first call, whose errors reach all ranks.
         hidden, mask = arguments["hidden_states"], arguments.get("attention_mask")
         rotary = arguments.get("rotary_pos_emb")
         error: Exception | None = None
@@ -206,7 +209,8 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
                 shared[key] = rotary, tables
         except (RuntimeError, ValueError) as raised:
             error = raised
-        # If the layer's own forward refuses these arguments, there is nothing to compare.
+        # An error waits for the probe, for which the other ranks wait. If the layer's own forward
+        # refuses these arguments, there is nothing to compare.
         comparable = error is None and not reader.reading.refuses
         _probe(name, module, reader, block, arguments, settings=settings, comparable=comparable)
         if error is not None:
@@ -227,7 +231,7 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
             encoder_output=encoder_output, inference_params=inference_params,
             rotary_pos_emb=rotary_pos_emb,
         )  # fmt: skip
-        keywords = ask(arguments, {})
+        keywords = translate(arguments, {})
 
         def baseline_attention(x):
             return original(x, attention_mask, encoder_output, inference_params, rotary_pos_emb)
@@ -239,7 +243,7 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
             # HEAD would call again after a TypeError, on this rank alone.
             raise RuntimeError(f"{name}: {error}") from error
 
-    return _Driven(block, forward, ask)
+    return _Driven(block, forward, translate)
 
 
 def _probe(
@@ -387,7 +391,7 @@ def find_layers(
             modules[parent],
             child,
             attention=driven.block,
-            ask=driven.ask,
+            translate=driven.translate,
             stack=stack_of(parent, modules),
             is_linear=_is_plain,
             forward_passes=forward_passes,

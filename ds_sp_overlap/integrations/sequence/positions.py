@@ -77,9 +77,9 @@ class GlobalSequence:
         where: The name of the model, for errors.
 
     Attributes:
-        longest: The largest position.
+        largest_position: Of all ranks.
         bounds: [n, 3]. Row, start and stop of each document; None if every row is one document.
-        padded: Whether the attention mask alone tells some documents apart.
+        padded: Whether the beginning of some document is known from the attention mask alone.
 
     Raises:
         ValueError: if there is padding between the tokens of a document.
@@ -95,7 +95,7 @@ class GlobalSequence:
         where: str,
     ):
         self.lengths, self.rows, self.device = lengths, rows, device
-        self.longest, seq = int(position_ids.max()), sum(lengths)
+        self.largest_position, seq = int(position_ids.max()), sum(lengths)
         starts = np.zeros((rows, seq), bool)
         starts[:, 0] = True
         # Positions on three axes are those of images, which tell no documents.
@@ -114,7 +114,7 @@ class GlobalSequence:
         self._masks: dict[tuple[int, int, int], Tensor] = {}
 
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
-        """Return the first tokens of documents [b, s] if padding in front is a document, too."""
+        """Return the first tokens of documents [b, s]; padding before a document is one, too."""
         token = np.arange(mask.shape[1])
         # For each token, the number of tokens before it that are not padding.
         real_before = mask.cumsum(1) - mask
@@ -153,11 +153,11 @@ class GlobalSequence:
         return np.stack([row, start, np.minimum(start + chunk, stop)], 1)
 
     @functools.cached_property
-    def recurrences(self) -> Documents | None:
-        """The documents as a recurrence needs them; None if every row is one document.
+    def recurrent_documents(self) -> Documents | None:
+        """The documents as linear attention needs them, which begins each with an empty state.
 
-        A recurrence may run on into padding behind a document. So padding there begins no document,
-        and a document begins with a token that is not padding.
+        Padding behind a document belongs to it, since the state may run on into it. Padding at the
+        beginning of a row is a document of its own. None if every row is one document.
         """
         starts = self._starts if self._mask is None else self._starts & self._mask
         starts[:, 0] = True

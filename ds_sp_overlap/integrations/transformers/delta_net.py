@@ -255,7 +255,7 @@ def _mix(
         )
         return output
 
-    documents = sequence.recurrences  # guard: an empty state
+    documents = sequence.recurrent_documents  # guard: an empty state
     if documents is None:
         return document(vba, k, q)
     return documents.attend(document, None, vba, k=k, v=q)

@@ -123,8 +123,7 @@ class Host:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather positions and masks of all ranks, and run the model's own forward. Collective."""
         positions, masks = self.forwards.positions, self.forwards.masks
-        # Within the forward of an outer model, which has gathered already, or where stock Ulysses
-        # leaves evaluation alone.
+        # An outer model has gathered already, or stock Ulysses is off in evaluation.
         if positions.current is not None or off_in_eval(self._first_layer):
             return self._original(*args, **kwargs)
         self.watched.refuse_changed()
@@ -178,6 +177,8 @@ def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[Non
 def stretched(module: nn.Module, forwards: Forwards) -> Callable:
     """Return a forward for a rotary embedding whose frequencies depend on the largest position.
 
+    Its ``rope_type`` is dynamic or longrope (`modules.goes_by_length`).
+
     The embedding is given the largest position of the global sequence as one more token, and the
     table row of this token is cut off.
 
@@ -187,7 +188,7 @@ def stretched(module: nn.Module, forwards: Forwards) -> Callable:
     """
     original = module.forward
 
-    def forward(x, position_ids, *args, **kwargs):
+    def with_largest_position(x, position_ids, *args, **kwargs):
         sequence = forwards.positions.current
         if sequence is None:
             if off_in_eval(module):
@@ -197,10 +198,12 @@ def stretched(module: nn.Module, forwards: Forwards) -> Callable:
                 "of the whole sequence, which is known in the model's forward only; call the model"
             )
         token = position_ids[..., :1]
-        longest = torch.full_like(token, sequence.longest)  # guard: the longest of all ranks
-        tables = original(x, torch.cat([position_ids, longest], -1), *args, **kwargs)
+        largest = torch.full_like(
+            token, sequence.largest_position
+        )  # guard: the longest of all ranks
+        tables = original(x, torch.cat([position_ids, largest], -1), *args, **kwargs)
         if not isinstance(tables, tuple):
             return tables[..., :-1, :].contiguous()
         return tuple(table[..., :-1, :].contiguous() for table in tables)
 
-    return forward
+    return with_largest_position

@@ -88,12 +88,31 @@ class DeltaNet:
         Raises:
             ValueError: for tensors that don't fit; on all ranks alike in the layer's first call.
         """
-        run, call = self.layer.begin(
-            lambda: self._describe(hidden_states, sequence_lengths),
-            (hidden_states,),
-            None,
-            has_baseline=False,
-        )
+
+        def describe() -> tuple[Geometry, Callable[[], tuple]]:
+            if hidden_states.dim() != 3:
+                got = list(hidden_states.shape)
+                raise ValueError(f"hidden_states must be 3-D, [b, s/P, m], got {got}")
+            geometry = geometry_of(
+                self.layer,
+                hidden_states,
+                self.heads,
+                self.key_heads,
+                True,
+                lengths=sequence_lengths,
+                extra=(),
+                attend="a gated delta net needs all queries at once",
+            )
+
+            def types() -> tuple:
+                trained = (hidden_states.requires_grad, *self.trained())
+                learns = [torch.is_grad_enabled() and one_learns for one_learns in trained]
+                words = "gradients of hidden states and parameters"
+                return str(hidden_states.dtype), self.key_dim, self.head_dim, words, learns
+
+            return geometry, types
+
+        run, call = self.layer.begin(describe, (hidden_states,))
         # Nothing else computes a delta net.
         assert call is not None
         (x,) = run.inputs
@@ -137,30 +156,6 @@ class DeltaNet:
         start, stop = geometry.query_range(geometry.sp_rank, group)
         of_v = 2 * keys + start * self.head_dim, 2 * keys + stop * self.head_dim
         return (*of_q, *of_k, of_v)
-
-    def _describe(
-        self, hidden: Tensor, lengths: list[int] | None
-    ) -> tuple[Geometry, Callable[[], tuple]]:
-        if hidden.dim() != 3:
-            raise ValueError(f"hidden_states must be 3-D, [b, s/P, m], got {list(hidden.shape)}")
-        geometry = geometry_of(
-            self.layer,
-            hidden,
-            self.heads,
-            self.key_heads,
-            True,
-            lengths=lengths,
-            extra=(),
-            attend="a gated delta net needs all queries at once",
-        )
-
-        def types() -> tuple:
-            trained = (hidden.requires_grad, *self.trained())
-            learns = [torch.is_grad_enabled() and one_learns for one_learns in trained]
-            words = "gradients of hidden states and parameters"
-            return str(hidden.dtype), self.key_dim, self.head_dim, words, learns
-
-        return geometry, types
 
 
 def _travelling(kind: str, projected: Callable[[str], Tensor]) -> Tensor:

@@ -124,16 +124,32 @@ class LatentAttention:
                 baseline=baseline,
             )
         projection: Any = self.projection()
-        extra = (*args, *(kwargs or {}).values())
 
         def body(query: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
             inputs, weight = (query, latent, rotated), projection.weight
-            run, call = self.layer.begin(
-                lambda: self._describe(*inputs, weight, batch_first, sequence_lengths, extra),
-                inputs,
-                None,
-                has_baseline=False,
-            )
+
+            def describe() -> tuple[Geometry, Callable[[], tuple]]:
+                _check(*inputs)
+                geometry = geometry_of(
+                    self.layer,
+                    query,
+                    query.shape[2],
+                    1,
+                    batch_first,
+                    lengths=sequence_lengths,
+                    extra=(*args, *(kwargs or {}).values()),
+                    attend="latent attention needs all queries at once",
+                )
+
+                def types() -> tuple:
+                    grads = [torch.is_grad_enabled() and x.requires_grad for x in (*inputs, weight)]
+                    dims = [x.shape[3] for x in inputs]
+                    learned = "gradients of q, latent, rotated key and projection"
+                    return str(query.dtype), *dims, learned, grads
+
+                return geometry, types
+
+            run, call = self.layer.begin(describe, inputs)
             # There is no baseline for latents.
             assert call is not None
             per_head = weight.shape[0] // query.shape[2]
@@ -143,7 +159,10 @@ class LatentAttention:
             local = bind_arguments(local_attention, call, args, kwargs or {})
 
             def attend_group(group: int, q: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
-                k, v = self._expanded(latent, rotated, rows[group], per_head=per_head)
+                # k and v of the global sequence, see Note [Gradients of parts].
+                kv = F.linear(latent.squeeze(2), rows[group]).unflatten(-1, (-1, per_head))
+                k, v = kv.split([self.nope_dim, per_head - self.nope_dim], -1)
+                k = torch.cat([k, rotated.expand(*k.shape[:-1], -1)], -1)
                 return local(group, q, k, v)
 
             q, k, v = run.inputs
@@ -153,55 +172,18 @@ class LatentAttention:
         tensors = query, latent, rotated
         return call_through([projection], body, *tensors)  # guard: its weight is whole
 
-    def _expanded(
-        self, latent: Tensor, rotated: Tensor, rows: Tensor, per_head: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return k and v [.., .., h_g/P, ..] of the global sequence.
 
-        See Note [Gradients of parts].
-        """
-        kv = F.linear(latent.squeeze(2), rows).unflatten(-1, (-1, per_head))
-        k, v = kv.split([self.nope_dim, per_head - self.nope_dim], -1)
-        return torch.cat([k, rotated.expand(*k.shape[:-1], -1)], -1), v
-
-    def _describe(
-        self,
-        query: Tensor,
-        latent: Tensor,
-        rotated: Tensor,
-        weight: Tensor,
-        batch_first: bool,
-        lengths: list[int] | None,
-        extra: tuple,
-    ) -> tuple[Geometry, Callable[[], tuple]]:
-        one_head = latent.shape[2] == rotated.shape[2] == 1
-        if not (query.shape[:2] == latent.shape[:2] == rotated.shape[:2] and one_head):
-            raise ValueError(
-                f"query, latent and rotated key don't belong together: query {list(query.shape)}, "
-                f"latent {list(latent.shape)}, rotated key {list(rotated.shape)}; give the latter "
-                "one head each"
-            )
-        if not query.dtype == latent.dtype == rotated.dtype:
-            raise ValueError(
-                f"query is {query.dtype}, latent {latent.dtype}, rotated key {rotated.dtype}; "
-                "give all one dtype"
-            )
-        geometry = geometry_of(
-            self.layer,
-            query,
-            query.shape[2],
-            1,
-            batch_first,
-            lengths=lengths,
-            extra=extra,
-            attend="latent attention needs all queries at once",
+def _check(query: Tensor, latent: Tensor, rotated: Tensor) -> None:
+    """Check that q, latent and rotated key belong together."""
+    one_head = latent.shape[2] == rotated.shape[2] == 1
+    if not (query.shape[:2] == latent.shape[:2] == rotated.shape[:2] and one_head):
+        raise ValueError(
+            f"query, latent and rotated key don't belong together: query {list(query.shape)}, "
+            f"latent {list(latent.shape)}, rotated key {list(rotated.shape)}; give the latter "
+            "one head each"
         )
-
-        def types() -> tuple:
-            tensors = (query, latent, rotated, weight)
-            grads = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
-            dims = [x.shape[3] for x in (query, latent, rotated)]
-            learned = "gradients of q, latent, rotated key and projection"
-            return str(query.dtype), *dims, learned, grads
-
-        return geometry, types
+    if not query.dtype == latent.dtype == rotated.dtype:
+        raise ValueError(
+            f"query is {query.dtype}, latent {latent.dtype}, rotated key {rotated.dtype}; "
+            "give all one dtype"
+        )

@@ -108,8 +108,8 @@ class LayerRuntime:
         self,
         describe: Describe,
         inputs: tuple[Tensor, ...],
-        local: Callable[[], Local] | None,
-        has_baseline: bool,
+        local: Callable[[], Local] | None = None,
+        has_baseline: bool = False,
         head_dim: int = 0,
     ) -> tuple[TimedCall, Call | None]:
         """Begin a call, with the number of head groups that the policy chooses.
@@ -152,13 +152,12 @@ class LayerRuntime:
                 has_replicas=has_replicas,
             )
         candidate = geometry.groups if candidates is None else candidates.default
-        trial = None
         if policy is not None:
             trial = policy.trial(geometry, inputs[0], has_baseline, tried=candidates)
-        if policy is not None and trial is not None:
-            candidate = trial.candidate(self.index)
-            tokens = geometry.batch * sum(geometry.seq_lens)
-            policy.follow(run, trial, candidate, tokens=tokens)
+            if trial is not None:
+                candidate = trial.candidate(self.index)
+                tokens = geometry.batch * sum(geometry.seq_lens)
+                policy.follow(run, trial, candidate, tokens=tokens)
         if isinstance(candidate, str):
             return run, None
         groups, window = candidate if isinstance(candidate, tuple) else (candidate, None)

@@ -124,27 +124,34 @@ class ProjectedAttention:
             ValueError: for tensors that don't fit; on all ranks alike in the layer's first call.
         """
         kwargs = kwargs or {}
-        extra = (*args, *kwargs.values())
 
         def local_of_call() -> Local:
             q_dim, v_dim = query.shape[3], value.shape[3]
             return Local(local_attention, args, kwargs, q_dim, v_dim, query.dtype)
 
-        run, call = self.layer.begin(
-            lambda: self._describe(
+        def describe() -> tuple[Geometry, Callable[[], tuple]]:
+            _check(query, key, value, num_kv_heads)
+            geometry = geometry_of(
+                self.layer,
                 query,
-                key,
-                value,
+                query.shape[2],
+                key.shape[2],
                 batch_first,
-                num_kv_heads,
                 lengths=sequence_lengths,
-                extra=extra,
+                extra=(*args, *kwargs.values()),
                 attend=local_attention,
                 query_chunks=query_chunks,
-            ),
-            (query, key, value),
-            local_of_call,
-            has_baseline=baseline is not None,
+            )
+
+            def types() -> tuple:
+                grads = [torch.is_grad_enabled() and x.requires_grad for x in (query, key, value)]
+                dims = query.shape[3], value.shape[3]
+                return str(query.dtype), *dims, "gradients of q, k, v", grads
+
+            return geometry, types
+
+        run, call = self.layer.begin(
+            describe, (query, key, value), local_of_call, has_baseline=baseline is not None
         )
         q, k, v = run.inputs
         if call is None:
@@ -190,60 +197,34 @@ class ProjectedAttention:
         o = join_heads(call, runner.outputs)
         return o.flatten(2) if is_flat[0] else o
 
-    def _describe(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        batch_first: bool,
-        num_kv_heads: int | None,
-        lengths: list[int] | None,
-        extra: tuple,
-        attend: Callable[..., Any] | str,
-        query_chunks: QueryChunks | None,
-    ) -> tuple[Geometry, Callable[[], tuple]]:
-        def shapes() -> str:
-            return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
 
-        if not query.dim() == key.dim() == value.dim() == 4:
-            raise ValueError(
-                "query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], "
-                f"got {shapes()}"
-            )
-        if not query.dtype == key.dtype == value.dtype:
-            raise ValueError(
-                f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; give all three one "
-                "dtype"
-            )
-        if (
-            query.shape[:2] != key.shape[:2]
-            or key.shape[:3] != value.shape[:3]
-            or query.shape[3] != key.shape[3]
-        ):
-            raise ValueError(
-                f"query, key and value don't belong together: {shapes()}; give them one batch and "
-                "sequence, query and key one head dim, key and value one number of heads"
-            )
-        heads, kv_heads = query.shape[2], key.shape[2]
-        if num_kv_heads not in (None, kv_heads):
-            raise ValueError(
-                f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange "
-                f"({shapes()}); pass num_kv_heads={kv_heads}, or leave it out"
-            )
-        geometry = geometry_of(
-            self.layer,
-            query,
-            heads,
-            kv_heads,
-            batch_first,
-            lengths=lengths,
-            extra=extra,
-            attend=attend,
-            query_chunks=query_chunks,
+def _check(query: Tensor, key: Tensor, value: Tensor, num_kv_heads: int | None) -> None:
+    """Check that q, k and v belong together; the arguments are those of a call."""
+
+    def shapes() -> str:
+        return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise ValueError(
+            f"query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], got {shapes()}"
         )
-
-        def types() -> tuple:
-            grads = [torch.is_grad_enabled() and x.requires_grad for x in (query, key, value)]
-            return str(query.dtype), query.shape[3], value.shape[3], "gradients of q, k, v", grads
-
-        return geometry, types
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; give all three one "
+            "dtype"
+        )
+    if (
+        query.shape[:2] != key.shape[:2]
+        or key.shape[:3] != value.shape[:3]
+        or query.shape[3] != key.shape[3]
+    ):
+        raise ValueError(
+            f"query, key and value don't belong together: {shapes()}; give them one batch and "
+            "sequence, query and key one head dim, key and value one number of heads"
+        )
+    kv_heads = key.shape[2]
+    if num_kv_heads not in (None, kv_heads):
+        raise ValueError(
+            f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange "
+            f"({shapes()}); pass num_kv_heads={kv_heads}, or leave it out"
+        )

@@ -45,7 +45,6 @@ from .runtime.linear import (
     can_split,
 )
 from .runtime.nodes import finish_projected, start_projected
-from .runtime.projections import Projections
 from .runtime.recorded import Recorded, join_heads
 from .runtime.runner import LocalAttention
 from .runtime.window import windowed
@@ -189,26 +188,14 @@ class SelfAttention:
         split = list(self.inputs.projections) if self.inputs.can_split() else []
         return [*split, self.o_proj] if can_split(self.o_proj, self.plain) else split
 
-    def _can_window(self, split: list[nn.Module]) -> bool:
+    def can_window(self, split: list[nn.Module]) -> bool:
         """Return whether a call can run by a window that computes ``split`` part by part."""
         return self.inputs.projections[0] in split and self.o_proj in split
-
-    def window_of(self, groups: int, split: list[nn.Module]) -> int | None:
-        """Return W for a call in ``groups`` head groups.
-
-        Args:
-            groups: G.
-            split: The projections that the call computes part by part.
-
-        Returns:
-            W; None if all groups are live at a time.
-        """
-        return self.layer.config.window_of(groups) if self._can_window(split) else None
 
     def saves_over_checkpoints(self) -> bool:
         """Return whether the results of attention are saved over a checkpoint."""
         is_asked = self.layer.config.checkpointing != "recompute"
-        return is_asked and self.window_of(1, self.split_projections()) is not None
+        return is_asked and self.can_window(self.split_projections())
 
     # As torch.compiler.disable, which would load torch._dynamo with this file: a second.
     @torch._disable_dynamo
@@ -246,14 +233,8 @@ class SelfAttention:
         """
         extra = (*args, *kwargs.values())
 
-        def local() -> Local:
-            dtype = autocast(hidden_states)[0].dtype
-            return Local(
-                self.local_attention, args, kwargs, self.head_dim, v_dim=self.head_dim, dtype=dtype
-            )
-
         head_dim = 0
-        if self.layer.config.memory == "auto" and self._can_window(self.split_projections()):
+        if self.layer.config.memory == "auto" and self.can_window(self.split_projections()):
             head_dim = self.head_dim
         run, call = self.layer.begin(
             lambda: self.describe(
@@ -264,7 +245,7 @@ class SelfAttention:
                 query_chunks=query_chunks,
             ),
             (hidden_states,),
-            local,
+            partial(self.local_to_probe, hidden_states, args, kwargs),
             has_baseline=baseline is not None,
             head_dim=head_dim,
         )
@@ -288,7 +269,7 @@ class SelfAttention:
             split = [module for module in split if module is self.o_proj]
         call.by_rank = self._by_rank(call, hidden_states, split)
         attend = bind_arguments(self.local_attention, call, args, kwargs)
-        can_window = self._can_window(split)
+        can_window = self.can_window(split)
         is_windowed = isinstance(call.schedule, Windowed)
         if is_windowed and not can_window:
             raise ValueError(
@@ -310,7 +291,13 @@ class SelfAttention:
             projections = self.inputs.split(call, tables)
             if is_windowed:
                 attention = self.local_of(call, hidden_states, attend, args=args, kwargs=kwargs)
-                return self._windowed(call, projections, attention, hidden_states)
+                mode = self.layer.config.checkpointing
+                checkpoint = None if mode == "recompute" else current_pass(self.layer.where)
+                offload = mode == "offload"
+                run = partial(
+                    windowed, call, projections, attention, self.o_proj, checkpoint, offload
+                )
+                return call_through([*projections.called, self.o_proj], run, hidden_states)
             tokens = call_through(
                 projections.called, partial(start_projected, call, projections), hidden_states
             )
@@ -323,35 +310,16 @@ class SelfAttention:
         runner.walk(call.schedule.attention)
         if self.o_proj in split:
             of_groups = [runner.tokens[O, group, 0] for group in call.groups]
-            finish = partial(finish_projected, call, self.o_proj, self._leaves_bias())
+            leaves_bias = self.plain[type(self.o_proj).forward](self.o_proj)
+            finish = partial(finish_projected, call, self.o_proj, leaves_bias)
             return call_through([self.o_proj], finish, *of_groups)
         runner.walk(call.schedule.output)
         return self.o_proj(join_heads(call, runner.outputs).flatten(2))
 
-    def _windowed(
-        self, call: Call, projections: Projections, local: LocalAttention, x: Tensor
-    ) -> Tensor:
-        """Run a call by its `Windowed` schedule."""
-        mode = self.layer.config.checkpointing
-        checkpoint = None if mode == "recompute" else current_pass(self.layer.where)
-
-        def body(x: Tensor) -> Any:
-            return windowed(
-                call,
-                projections,
-                local,
-                checkpoint=checkpoint,
-                offload=mode == "offload",
-                o_proj=self.o_proj,
-                leaves_bias=self._leaves_bias(),
-                x=x,
-            )
-
-        return call_through([*projections.called, self.o_proj], body, x)
-
-    def _leaves_bias(self) -> bool | None:
-        """Return what `linear.Plain` tells of the output projection."""
-        return self.plain[type(self.o_proj).forward](self.o_proj)
+    def local_to_probe(self, x: Tensor, args: tuple, kwargs: dict) -> Local:
+        """Return the local attention of a call with hidden states ``x``, to probe it."""
+        dim, dtype = self.head_dim, autocast(x)[0].dtype
+        return Local(self.local_attention, args, kwargs, dim, v_dim=dim, dtype=dtype)
 
     def local_of(
         self, call: Call, x: Tensor, attend: Attend, args: tuple, kwargs: dict

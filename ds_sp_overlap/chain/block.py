@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..attention.heads import bind_arguments
 from ..attention.runtime import sharded
 from ..attention.runtime.deferred import Shadows, Wgrads
-from ..attention.runtime.execution import Call, attend_group, attend_in_pieces, with_kv
+from ..attention.runtime.execution import Call, attend_group, attend_in_pieces
 from ..attention.runtime.linear import call_through
 from ..attention.runtime.recorded import Gathering, join_heads
 from ..attention.runtime.runner import Runner
@@ -35,7 +35,6 @@ from ..schedule import (
     Exchanged,
     O,
     Op,
-    Program,
     Recompute,
     Step,
     by_chunks,
@@ -45,7 +44,7 @@ from ..schedule import (
 )
 from .block_layer import BlockLayer, Options
 from .recompute_region import RecomputeRegion
-from .saved_attention import OutputExchange, Saved, SavedAttention, attend_saved
+from .saved_attention import AttendSaved, OutputExchange, Saved, SavedAttention
 
 Watch = Callable[[Any, Tensor], None]
 
@@ -90,12 +89,8 @@ class LayerCall:
     def recomputed(self) -> LayerCall:
         """Return the call that recomputes this one."""
         made = LayerCall(self.layer, self.call, self.block, self.options)
-        made.saved_attention, made.saved_tensors, made.received_o, made.is_recomputed = (
-            self.saved_attention,
-            self.saved_tensors,
-            self.received_o,
-            True,
-        )
+        made.saved_attention, made.saved_tensors = self.saved_attention, self.saved_tensors
+        made.received_o, made.is_recomputed = self.received_o, True
         return made
 
     def finish_o(self, step: Step) -> Tensor:
@@ -188,12 +183,8 @@ class _Region(RecomputeRegion):
             here.run_by(by_chunks(here.call.geometry.kinds, here.block.chunks, "all"))
         with self.watched():
             _attend(here, hidden)
-        here.region, here.received_o, self.attends, self.following = (
-            None,
-            {},
-            True,
-            here.recomputed(),
-        )
+        self.attends, self.following = True, here.recomputed()
+        here.region, here.received_o = None, {}
 
     def run(self) -> None:
         if self.hidden._version != self.version:  # guard: held, and not changed
@@ -312,9 +303,10 @@ def _attend(here: LayerCall, hidden: Tensor) -> None:
         runner.walk(here.block.recomputed_attention)
         return
     runner.walk(here.block.attention_steps)
-    if here.saved_attention is not None:
-        here.saved_attention.agree(runner.watched)
-        if not here.saved_attention.reads_o:
+    saved = here.saved_attention
+    if saved is not None:
+        saved.reads_o = runner.watched.agree(saved.reads_o, saved.foreign)
+        if not saved.reads_o:
             here.run_by(without_o(here.block))
 
 
@@ -329,7 +321,7 @@ class _Attention(Gathering):
     """
 
     def __init__(self, here: LayerCall, hidden: Tensor):
-        super().__init__(here.call, here.block)
+        super().__init__(here.call)
         attention, call, options = here.layer.attention, here.call, here.options
         args, kwargs = options.args, options.kwargs
         attend = bind_arguments(attention.local_attention, call, args, kwargs)
@@ -356,16 +348,11 @@ class _Attention(Gathering):
         if here.is_recomputed and here.saved_attention is not None:
             self._attend_saved(steps[0].group, {})
 
-    def _heads(self, group: int) -> tuple[Tensor, Tensor, Tensor]:
-        q, geometry = self.values.pop(("q", group)), self.call.geometry
-        k = with_kv(geometry, "k", group, self.values)
-        return q, k, with_kv(geometry, "v", group, self.values)
-
     def attend(self, step: Step) -> None:
         """Attend with a head group; saved attention is run in `leave`, and saved again in `arrive`."""
         self.flush()
         if self.here.saved_attention is None:
-            heads = self._heads(step.group)
+            heads = self.heads(step.group)
             o = attend_group(self.call, self.attend_group, step.group, *heads)
             self.attended = o, *heads
 
@@ -388,7 +375,7 @@ class _Attention(Gathering):
         here, one = self.here, partial(attend_in_pieces, self.call, self.attend_group, group)
         assert here.saved_attention is not None
         of_call = here.saved_attention, here.saved_tensors, group, one, self.watched, exchanges
-        return attend_saved(*of_call, *self._heads(group))
+        return AttendSaved.apply(*of_call, *self.heads(group), *self.watched.learned)
 
 
 def _segment(
@@ -412,13 +399,18 @@ def _segment(
     def body(hidden: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
         given.update(zip(given, tokens))
         late = [] if done is None or done.mlp_wgrads is None else [done.mlp_wgrads]
-        known = late[0].modules if late else ()
+        known = {*late[0].slots, *late[0].stacks} if late else ()
         plain = here.layer.attention.plain
         wgrads = Wgrads(roots, here.call.where, plain, at_once=not late, besides=known)
         shadows = Shadows(*late, wgrads)
         runner = _Segment(done, following, shadows, hidden, watch)
-        runner.walk(_program(done, following))
-        outs = [] if done is None else [runner.hidden()]
+        segment = here.block.recomputed_segment if here.is_recomputed else here.block.segment
+        if done is None:
+            segment = head(segment)
+        elif following is None:
+            segment = tail(segment)
+        runner.walk(segment)
+        outs = [] if done is None else [join(runner.xs, runner.seq_dim, runner.ranges)]
         shadows.end()
         if following is not None:
             outs += following.tokens.values()
@@ -457,7 +449,7 @@ class _Segment(Runner):
     ):
         here = done or following
         assert here is not None
-        super().__init__(here.call, here.block)
+        super().__init__(here.call)
         self.done, self.following, self.shadows = done, following, shadows
         self.seq_dim = here.call.geometry.seq_dim
         self.ranges: list[Ranges] = [(tokens,) for tokens in here.ranges()]
@@ -513,25 +505,11 @@ class _Segment(Runner):
         if not following.is_idle:
             following.tokens[step.exchange] = following.exchange(step).start(*sent)
 
-    def hidden(self) -> Tensor:
-        """Return the hidden states of all chunks."""
-        return join(self.xs, self.seq_dim, self.ranges)
-
 
 def _units(*calls: LayerCall | None) -> list[Any]:
     """Return the units of FSDP that calls belong to, see Note [Units of FSDP2] in `sharded`."""
     units = [call.layer.unit for call in calls if call is not None]
     return [unit for unit in units if unit is not None]
-
-
-def _program(done: LayerCall | None, following: LayerCall | None) -> Program:
-    """Return the steps of a segment between these calls."""
-    here = done or following
-    assert here is not None
-    segment = here.block.recomputed_segment if here.is_recomputed else here.block.segment
-    if done is None:
-        return head(segment)
-    return tail(segment) if following is None else segment
 
 
 def _with_bias(y: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.heads import Local
 from ..attention.runtime import linear
-from ..attention.runtime.linear import autocast
 from ..attention.runtime.sharded import FSDP
 from ..exchange.shares import QueryChunks
 from ..schedule import Recompute, by_chunks
@@ -254,9 +252,6 @@ class Chain:
                 raise ValueError(f"a block of layers: {fault}; run the layer by itself")
             return geometry, lambda: (*types(), f"a block in {chunks} chunks")
 
-        def local() -> Local:
-            dim, dtype = attention.head_dim, autocast(hidden)[0].dtype
-            return Local(attention.local_attention, args, kwargs, dim, v_dim=dim, dtype=dtype)
-
+        local = partial(attention.local_to_probe, hidden, args, kwargs)
         call = attention.layer.counted_call(describe, (hidden,), local)
         return LayerCall(layer, call, by_chunks(call.geometry.kinds, chunks, recompute), options)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..attention.memory.random_state import Random
+from ..attention.memory.random_state import Random, drawing_again
+from ..attention.runtime.linear import autocast_of
 
 
 class _Saved:
@@ -48,11 +49,7 @@ class RecomputeRegion(ABC):
         self._saved: list[Callable[[], _Saved | None]] = []
         # The random numbers at the beginning of each part that draws some.
         self._random: list[Random | None] = []
-        self._autocast: dict[str, Any] = dict(
-            device_type=device.type,
-            dtype=torch.get_autocast_dtype(device.type),
-            enabled=torch.is_autocast_enabled(device.type),
-        )
+        self._autocast = autocast_of(device)
         self._backward = -1
 
     @abstractmethod
@@ -67,18 +64,9 @@ class RecomputeRegion(ABC):
             yield
         self._random.append(None if Random.now(self.device) == before else before)
 
-    @contextlib.contextmanager
-    def as_before(self, part: int) -> Iterator[None]:
+    def as_before(self, part: int) -> contextlib.AbstractContextManager[None]:
         """Run the body as a part that is recomputed, with its random numbers of the first time."""
-        if (random := self._random[part]) is None:
-            yield
-            return
-        now = Random.now(self.device)
-        random.set()  # guard: the same random numbers again
-        try:
-            yield
-        finally:
-            now.set()
+        return drawing_again(self._random[part])
 
     def recompute(self) -> None:
         """Recompute the region, unless this backward has done so."""

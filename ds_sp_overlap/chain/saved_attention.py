@@ -1,6 +1,6 @@
 """Attention of a chain that is saved, though the layers around it are recomputed.
 
-    tokens = attend_saved(..)              attention, and a start of every chunk of o
+    tokens = AttendSaved.apply(..)         attention, and a start of every chunk of o
     o_c = OutputExchange(..).finish(token) a chunk of o, local; its backward sends o and do
 
 q, k and v are recomputed. Of attention, only a log-sum-exp is saved, beside o, which is saved for
@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention.memory.recompute import AttendGroup, attend_once
-from ..attention.runtime.runner import LocalAttention
+from ..attention.memory.recompute import attend_once
 from ..exchange.exchange import Exchange, Node, new_token, refuse_second_derivatives
 from ..schedule import Exchanged
 
@@ -39,14 +38,6 @@ class SavedAttention:
     def __init__(self, beside: Callable[[Exchanged], Exchange]):
         self.beside, self.reads_o, self.foreign = beside, False, ""
         self.flights: dict[Exchanged, Exchange] = {}
-
-    def agree(self, local: LocalAttention) -> None:
-        """Make ``reads_o`` alike on all ranks. Collective on the first call of a kind.
-
-        Raises:
-            ValueError: if attention learns something on a rank that it was not told of.
-        """
-        self.reads_o = local.agree(self.reads_o, self.foreign)
 
 
 class OutputExchange(Exchange):
@@ -83,36 +74,21 @@ class OutputExchange(Exchange):
             flight.start_forward([*received, *dys])
 
 
-def attend_saved(
-    saved: SavedAttention,
-    tensors_of_groups: Saved,
-    group: int,
-    attend: AttendGroup,
-    local: LocalAttention,
-    exchanges: dict[Exchanged, Exchange],
-    *heads: Tensor,
-) -> tuple[Tensor, ...]:
-    """Attend with a head group, and start the exchanges of its o.
+class AttendSaved(Node):
+    """Attends with a head group, and starts the exchanges of its o.
 
-    Args:
-        saved: What is saved of the call.
-        tensors_of_groups: Takes the tensors that are saved.
-        group: The head group.
-        attend: The attention of the group.
-        local: The local attention of the call.
-        exchanges: Exchanges of all chunks of o; empty where q, k and v are recomputed, and the node
-            only saves its tensors once more.
-        heads: q, k and v.
+    Takes, and returns a token for each exchange:
 
-    Returns:
-        A token for each exchange.
+    saved              what is saved of the call
+    tensors_of_groups  takes the tensors that are saved
+    group              the head group
+    attend             the attention of the group
+    local              the local attention of the call
+    exchanges          those of all chunks of o; empty where q, k and v are recomputed, and the node
+                       only saves its tensors once more
+    tensors            q, k and v, then the tensors that attention learns
     """
-    return _Attend.apply(
-        saved, tensors_of_groups, group, attend, local, exchanges, *heads, *local.learned
-    )
 
-
-class _Attend(Node):
     @staticmethod
     def forward(ctx, saved, tensors_of_groups, group, attend, local, exchanges, *tensors):
         heads = tensors[:3]
@@ -121,9 +97,7 @@ class _Attend(Node):
             return (new_token(heads[0]),)
         ctx.parts = saved, attend, local, exchanges
         wanted = ctx.wanted = ctx.needs_input_grad[6:9]
-        o, ctx.attended, tensors_of_groups[group] = attend_once(
-            attend, heads, wanted, local.arguments, local.learned, local.seq_dim
-        )
+        o, ctx.attended, tensors_of_groups[group] = attend_once(attend, heads, wanted, local)
         ctx.save_for_backward(*heads, *tensors_of_groups[group])
         saved.reads_o = saved.reads_o or ctx.attended.reads_o
         saved.foreign = saved.foreign or ctx.attended.foreign

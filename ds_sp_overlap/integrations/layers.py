@@ -170,7 +170,7 @@ class OverlapSettings(NamedTuple):
             ``got`` and ``lacks`` of its `FoundLayer`.
         """
         split = block.split_projections()
-        windowed = block.window_of(groups, split) is not None
+        windowed = self.config.window_of(groups) is not None and block.can_window(split)
         overlapped = [name for name, child in linear.items() if child in split]
         whole = [
             f"{name} ({type(child).__name__})"

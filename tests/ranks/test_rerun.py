@@ -227,7 +227,7 @@ def unrefused(rank):
 
 WATCHED = [
     Watched(Guard("once in a backward", without="if False:"), functools.partial(wrong_counts, recompute="all", groups=2, chunks=2)),
-    Watched(Guard("the same random numbers again", without="pass"), functools.partial(with_dropout, recompute="all")),
+    Watched(Guard("the same random numbers", without="pass"), functools.partial(with_dropout, recompute="all")),
     Watched(Guard("run again, then waits for do", without="pass"), functools.partial(out_of_order, recompute="all")),
     Watched(Guard("held, and not changed", without="if False:"), unrefused),
 ]  # fmt: skip

@@ -1,7 +1,9 @@
-"""Holds states of random generators, for attention that is computed a second time."""
+"""Holds states of random generators, for what is computed a second time."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,3 +42,17 @@ class Random:
     def _bytes(self) -> list[bytes]:
         # States lie in host memory, also those of a device.
         return [state.numpy().tobytes() for state in self.states]
+
+
+@contextlib.contextmanager
+def drawing_again(before: Random | None) -> Iterator[None]:
+    """Run the body with the random numbers that were drawn from ``before`` on, if any were."""
+    if before is None:
+        yield
+        return
+    now = Random.now(before.device)
+    before.set()  # guard: the same random numbers
+    try:
+        yield
+    finally:
+        now.set()  # guard: what is drawn next is as before

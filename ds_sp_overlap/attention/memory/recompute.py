@@ -28,13 +28,33 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from .random_state import Random
+from .random_state import Random, drawing_again
 
 # q, k, v -> o of successive ranges of tokens.
 AttendGroup = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
 # The most bytes that are saved beside q, k, v and o, as a share of the bytes of o. A log-sum-exp
 # has 4 bytes per head and token.
 MAX_SAVED = 0.5
+
+
+class LocalAttention(NamedTuple):
+    """The local attention of one call.
+
+    Attributes:
+        attend: Computes o of a head group from the group's number and its q, k and v.
+        arguments: The tensors among the other arguments that attention is called with.
+        learned: The tensors among ``arguments``, and the parameters, that require a gradient.
+        agree: Takes whether the backward of attention reads o on this rank, and a description of a
+            tensor that attention learns but ``learned`` lacks ("" for none). Refuses such a tensor
+            on all ranks. Returns whether o must travel in backward, since some rank reads it.
+        seq_dim: The dimension of the sequence in q, k, v and o.
+    """
+
+    attend: Callable[..., Any]
+    arguments: list[Tensor]
+    learned: list[Tensor]
+    agree: Callable[[bool, str], bool]
+    seq_dim: int
 
 
 class _Source(torch.autograd.Function):
@@ -142,7 +162,7 @@ class Attended:
             o: The output, received again; None if it is not read.
             do: The gradient of o.
             saved: The tensors that `attend_once` returned.
-            learned: As for `attend_once`.
+            learned: Those of `LocalAttention`.
 
         Returns:
             The gradients of q, k and v and of ``learned``, None for those that have none.
@@ -177,20 +197,12 @@ class Attended:
         learned: Sequence[Tensor],
     ) -> list[Tensor | None]:
         sources, edges = _sources(heads, needs_grad)
-        after = None
-        if self.before is not None:
-            after = Random.now(self.before.device)
-            self.before.set()  # guard: the same random numbers
-        try:
-            # In place of the hooks of a checkpoint or an offload around this layer.
-            hooks = saved_tensors_hooks(  # guard: a checkpoint or offload around is not asked
-                Tensor.detach, lambda x: x
-            )
-            with torch.enable_grad(), hooks:
-                o = join_pieces(attend(*sources), self.seq_dim)
-        finally:
-            if after is not None:
-                after.set()  # guard: what is drawn next is as before
+        # In place of the hooks of a checkpoint or an offload around this layer.
+        hooks = saved_tensors_hooks(  # guard: a checkpoint or offload around is not asked
+            Tensor.detach, lambda x: x
+        )
+        with drawing_again(self.before), torch.enable_grad(), hooks:
+            o = join_pieces(attend(*sources), self.seq_dim)
         del sources, heads
         if not o.requires_grad:
             # Attention computed o from nothing that needs a gradient.
@@ -243,9 +255,7 @@ def attend_once(
     attend: AttendGroup,
     heads: Sequence[Tensor],
     needs_grad: Sequence[bool],
-    given: Sequence[Tensor],
-    learned: Sequence[Tensor],
-    seq_dim: int,
+    local: LocalAttention,
 ) -> tuple[Tensor, Attended, list[Tensor]]:
     """Run the attention of a head group, see Note [Saved tensors by name].
 
@@ -253,10 +263,8 @@ def attend_once(
         attend: The attention.
         heads: q, k and v.
         needs_grad: For each of q, k and v, whether it needs a gradient.
-        given: Tensors that attention is called with beside q, k and v. They live on anyhow, so that
-            saving them costs no memory.
-        learned: Tensors with a gradient that attention reads beside q, k and v.
-        seq_dim: The dimension of the tokens.
+        local: The local attention of the call. The tensors that it is called with beside q, k and v
+            live on anyhow, so that saving them costs no memory.
 
     Returns:
         o without a graph; what backward needs; and the tensors that backward needs beside q, k, v
@@ -264,10 +272,11 @@ def attend_once(
     """
     device = heads[0].device
     strides = {kind: x.stride() for kind, x in zip("qkv", heads)}
+    seq_dim = local.seq_dim
     attended = Attended(strides=strides, seq_dim=seq_dim)
     sources, edges = _sources(heads, needs_grad)
     kinds = {_storage(x): kind for kind, x in zip("qkv", heads)}
-    free = {_storage(x) for x in given}
+    free = {_storage(x) for x in local.arguments}
     saved: list[Tensor] = []
     q, _, v = heads
     # For o, and for the tensors beside it.
@@ -292,7 +301,7 @@ def attend_once(
     if Random.now(device) != before:
         attended.before = before
     attended.pieces = [(piece.shape[seq_dim], piece.stride()) for piece in pieces]
-    attended.foreign = _foreign(o, edges, learned)
+    attended.foreign = _foreign(o, edges, local.learned)
     changed = [x._version for x in sources] != versions  # guard: changed, so run again
     beside = None
     if o.requires_grad and not changed and saved_bytes <= max_bytes:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ...exchange.exchange import Exchange
 from ...schedule import Exchanged, O, Part, Step
-from ..memory.recompute import Attended
+from ..memory.recompute import Attended, LocalAttention
 from .execution import Call, attend_in_pieces, with_kv
 from .linear import matrix
 from .output import OutputProjection
-from .runner import ForwardRunner, LocalAttention
+from .runner import ForwardRunner
+from .slices import Pieces
 
 
 class BackwardRunner(ForwardRunner):
@@ -67,7 +68,7 @@ class BackwardRunner(ForwardRunner):
         """
         self.output, self.dy_transposed, self.outputs = output, matrix(dy).t(), outputs
         self.o_needs_grad, self.weight_needs_grad = o_needs_grad, weight_needs_grad
-        self.pieces = output.pieces(late=late)
+        self.pieces = Pieces(output.shape, 1, output.columns, late=late)
         self.output_dgrad = None if weight is None else output.dgrads(dy, weight)
 
     def take_attention_gradient(
@@ -141,8 +142,7 @@ class BackwardRunner(ForwardRunner):
         """Run the backward of the attention of a group."""
         call, group, attend = self.call, step.group, self.local.attend
         needs_grad = self.qkv_need_grad(group)
-        q = self.values.pop(("q", group))
-        heads = [q, *(with_kv(call.geometry, kind, group, self.values) for kind in ("k", "v"))]
+        heads = self.heads(group)
         dq, dk, dv, *learned_gradients = self.attended[group].backward(
             partial(attend_in_pieces, call, attend, group),
             heads,
@@ -157,7 +157,7 @@ class BackwardRunner(ForwardRunner):
                 so_far = self.learned_gradients[index]
                 self.learned_gradients[index] = gradient if so_far is None else so_far + gradient
         if needs_grad[0]:
-            dq = torch.zeros_like(q) if dq is None else dq  # guard: others may exchange one
+            dq = torch.zeros_like(heads[0]) if dq is None else dq  # guard: others may exchange one
             self.grads["q", group] = dq
         for kind, dx, x, is_needed in zip(("k", "v"), (dk, dv), heads[1:], needs_grad[1:]):
             if is_needed:

@@ -64,7 +64,7 @@ class _Slot(Waiting):
         super().__init__()
 
     @property
-    def parameters(self) -> tuple[Tensor, Tensor | None]:
+    def parameters(self) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         """Weight and bias of the product; no bias if the layer leaves it to its caller."""
         return self.module.weight, None if self.leaves_bias else self.module.bias
 
@@ -115,14 +115,9 @@ class _Slot(Waiting):
                 db = chunk_db if db is None else db.add_(chunk_db)
         self.sums = [dw, db]
 
-    def gradients(self) -> list[Tensor | None]:
-        """Return the gradients of weight and bias; None if this backward reached no chunk."""
-        if not self.is_reached:
-            return [None, None]
+    def summed(self) -> list[Tensor | None]:
         self._sum()
-        gradients = [x if x is None else x.to(dtype) for x, dtype in zip(self.sums, self.dtypes)]
-        self.start(-1)
-        return gradients
+        return [x if x is None else x.to(dtype) for x, dtype in zip(self.sums, self.dtypes)]
 
 
 class Wgrads:
@@ -174,11 +169,6 @@ class Wgrads:
         parameters = [x for slot in self.slots.values() for x in slot.parameters]
         self.token = _Weights.apply(list(self.slots.values()), *parameters) if parameters else None
 
-    @property
-    def modules(self) -> set[nn.Module]:
-        """Return the modules whose gradients wait here."""
-        return {*self.slots, *self.stacks}
-
 
 def _is_away(module: Any) -> bool:
     """Return whether the weight is partitioned, or no parameter."""
@@ -217,7 +207,7 @@ class Shadows:
                 vars(copy)["_modules"] = children
             if module in self.stacks:
                 stacked = {
-                    name: StackedWeight.of(stack.parameters[0], stack, token, None, False)
+                    name: StackedWeight.of(stack.parameter, stack, token, None, False)
                     for name, (stack, token) in self.stacks[module].items()
                 }
                 vars(copy)["_parameters"] = {**module._parameters, **stacked}

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...exchange.geometry import Geometry
 from .execution import Call
 from .linear import autocast, by_rank, matrix
-from .slices import Parts, Pieces, batched, cutter, mm_of_slices, parts_of
+from .slices import Parts, batched, cutter, mm_of_slices, parts_of
 
 
 class OutputProjection:
@@ -83,10 +83,6 @@ class OutputProjection:
             return do.view(*tokens, *parts, width // head_dim, head_dim)
 
         return dgrad
-
-    def pieces(self, late: bool = False) -> Pieces:
-        """Return the empty gradient of the weight, to which each group adds its columns."""
-        return Pieces(self.shape, 1, self.columns, late=late)
 
 
 @lru_cache(maxsize=4096)

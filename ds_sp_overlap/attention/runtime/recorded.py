@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...exchange.exchange import Half, run_halves
 from ...exchange.layout import Range
-from ...schedule import Op, Part, Program, Schedule, Step
-from .execution import Attend, Call, attend_group, with_kv
+from ...schedule import Op, Part, Program, Step
+from .execution import Attend, Call, attend_group
 from .runner import Runner
 from .slices import cut, join
 
@@ -29,8 +29,8 @@ class Gathering(Runner):
     any other step it calls `flush`.
     """
 
-    def __init__(self, call: Call, schedule: Schedule | None = None):
-        super().__init__(call, schedule)
+    def __init__(self, call: Call):
+        super().__init__(call)
         self._gathered: list[Step] = []
 
     @abstractmethod
@@ -116,11 +116,8 @@ class Recorded(Gathering):
 
     def attend(self, step: Step) -> None:
         self.flush()
-        group, geometry = step.group, self.call.geometry
-        q = self.values.pop(("q", group))
-        k = with_kv(geometry, "k", group, self.values)
-        v = with_kv(geometry, "v", group, self.values)
-        self._attended[group] = attend_group(self.call, self._attend, group, q, k, v), q, k, v
+        group, heads = step.group, self.heads(step.group)
+        self._attended[group] = attend_group(self.call, self._attend, group, *heads), *heads
 
     def merge(self, step: Step) -> None:
         self.outputs[step.group] = self.values.pop(("o", step.group))

@@ -24,15 +24,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ...exchange.exchange import new_token
 from ...profiling.ranges import NOTHING, is_profiled, named
-from ...schedule import Exchanged, Op, Part, Program, Schedule, Step
-from ..memory.recompute import Attended, attend_once
-from .execution import Attend, Call, attend_group, attend_in_pieces, with_kv
+from ...schedule import Exchanged, Op, Part, Program, Step
+from ..memory.recompute import Attended, LocalAttention, attend_once
+from .execution import Call, attend_group, attend_in_pieces, with_kv
 from .input_gradients import InputGradients
 from .linear import matrix
 from .output import OutputProjection
@@ -43,14 +43,13 @@ class Runner:
 
     Attributes:
         call: The call of a layer that the steps belong to.
-        schedule: The schedule that labels the steps for profilers; by default that of the call.
         values: q, k, v and o of head groups: the local tensors, then the received ones.
         tokens: For each exchange that is in flight, an empty tensor that stands for it.
         outputs: For each head group that is merged, the local o.
     """
 
-    def __init__(self, call: Call, schedule: Schedule | None = None):
-        self.call, self.schedule = call, schedule or call.schedule
+    def __init__(self, call: Call):
+        self.call = call
         self.values: dict[Part, Tensor] = {}
         self.tokens: dict[Exchanged, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
@@ -79,27 +78,13 @@ class Runner:
 
     def range(self, step: Step) -> Any:
         """Open a profiler range, named as in the drawing; an exchange opens ranges of its own."""
-        return NOTHING if step.on_wire else named(self.call.where, self.schedule.label(step))
+        return NOTHING if step.on_wire else named(self.call.where, self.call.schedule.label(step))
 
-
-class LocalAttention(NamedTuple):
-    """The local attention of one call.
-
-    Attributes:
-        attend: Computes o of a head group from the group's number and its q, k and v.
-        arguments: The tensors among the other arguments that attention is called with.
-        learned: The tensors among ``arguments``, and the parameters, that require a gradient.
-        agree: Takes whether the backward of attention reads o on this rank, and a description of a
-            tensor that attention learns but ``learned`` lacks ("" for none). Refuses such a tensor
-            on all ranks. Returns whether o must travel in backward, since some rank reads it.
-        seq_dim: The dimension of the sequence in q, k, v and o.
-    """
-
-    attend: Attend
-    arguments: list[Tensor]
-    learned: list[Tensor]
-    agree: Callable[[bool, str], bool]
-    seq_dim: int
+    def heads(self, group: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Take q of a group, and k and v that it attends to, out of ``values``."""
+        q, geometry = self.values.pop(("q", group)), self.call.geometry
+        k = with_kv(geometry, "k", group, self.values)
+        return q, k, with_kv(geometry, "v", group, self.values)
 
 
 class ForwardRunner(Runner):
@@ -169,8 +154,18 @@ class ForwardRunner(Runner):
         self.values.update(zip(step.parts, exchange.finish_forward()))
 
     def attend(self, step: Step) -> None:
-        group, last_use = step.group, self.call.geometry.last_use
-        self.values["o", group] = self._attend(group)
+        call, group, local = self.call, step.group, self.local
+        if self.is_recorded:
+            o, self.attended[group], self.saved[group] = attend_once(
+                partial(attend_in_pieces, call, local.attend, group),
+                self.heads(group),
+                self.qkv_need_grad(group),
+                local,
+            )
+        else:
+            o = attend_group(call, local.attend, group, *self.heads(group))
+        self.values["o", group] = o
+        last_use = call.geometry.last_use
         for earlier in range(group + 1):
             if last_use[earlier] == group:  # guard: let go when no group needs them
                 self.values.pop(("k", earlier), None), self.values.pop(("v", earlier), None)
@@ -178,24 +173,6 @@ class ForwardRunner(Runner):
     def merge(self, step: Step) -> None:
         o = self.values.pop(("o", step.group))
         self.y, self.outputs[step.group] = self.merge_group(self.y, step.group, o)
-
-    def _attend(self, group: int) -> Tensor:
-        """Compute o of a head group; with a backward, also note what that backward needs."""
-        call, attend = self.call, self.local.attend
-        q = self.values.pop(("q", group))
-        k = with_kv(call.geometry, "k", group, self.values)
-        v = with_kv(call.geometry, "v", group, self.values)
-        if not self.is_recorded:
-            return attend_group(call, attend, group, q, k, v)
-        o, self.attended[group], self.saved[group] = attend_once(
-            partial(attend_in_pieces, call, attend, group),
-            (q, k, v),
-            self.qkv_need_grad(group),
-            self.local.arguments,
-            self.local.learned,
-            self.local.seq_dim,
-        )
-        return o
 
     def qkv_need_grad(self, group: int) -> list[bool]:
         """Return for each of q, k and v that a group attends to whether it needs a gradient."""

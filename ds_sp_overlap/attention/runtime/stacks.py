@@ -66,7 +66,8 @@ class Stack(Waiting):
 
     def __init__(self, parameter: Tensor, where: str):
         super().__init__()
-        self.parameters, self.where = (parameter,), where
+        self.parameter, self.where = parameter, where
+        self.parameters = (parameter,)
         # Of the whole parameter, which ZeRO-3 may have partitioned again.
         self.shape, self.dtype, self.n_bytes = parameter.shape, parameter.dtype, parameter.nbytes
 
@@ -100,14 +101,9 @@ class Stack(Waiting):
                 self.sum = left.new_zeros(self.shape, dtype=self.dtype)
             self.sum[expert].add_(left.t() @ torch.cat([chunk.right for chunk in of_expert]))
 
-    def gradients(self) -> list[Tensor | None]:
-        """Return the gradient of the parameter; None if this backward reached no product."""
-        if not self.is_reached:
-            return [None]
+    def summed(self) -> list[Tensor | None]:
         self._sum()
-        dw = self.sum
-        self.start(-1)
-        return [dw]
+        return [self.sum]
 
 
 def stacks_of(module: nn.Module, where: str) -> dict[str, Stack]:
@@ -167,7 +163,7 @@ class _Product(Node):
         ctx.of_call = stack, expert, is_transposed
         _, of_x, *_ = ctx.needs_input_grad
         # Not the weight, a view, which would keep a stack that ZeRO-3 has gathered.
-        ctx.save_for_backward(x, stack.parameters[0] if of_x else None, offs)
+        ctx.save_for_backward(x, stack.parameter if of_x else None, offs)
         return _multiply(x, weight, offs)
 
     @staticmethod
@@ -210,12 +206,8 @@ class StackedWeight(Tensor):
     ) -> StackedWeight:
         """Return ``x`` as such a tensor."""
         made = x.as_subclass(StackedWeight)
-        made.stack, made.token, made.expert, made.is_transposed = (
-            stack,
-            token,
-            expert,
-            is_transposed,
-        )
+        made.stack, made.token = stack, token
+        made.expert, made.is_transposed = expert, is_transposed
         return made
 
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,13 +12,16 @@ from torch import Tensor
 from torch.autograd import Variable
 
 
-class Waiting:
+class Waiting(ABC):
     """Operands that the backward of chunks left, to be multiplied behind all of them.
 
     Attributes:
+        parameters: The operands are those of their gradients.
         backward: The backward that the operands belong to.
         chunks: The operands of each product that was not yet multiplied.
     """
+
+    parameters: Sequence[Tensor | None]
 
     def __init__(self) -> None:
         self.start(-1)
@@ -36,11 +41,17 @@ class Waiting:
             Variable._execution_engine.queue_callback(partial(vars(self).update, before))
         self.chunks.append(chunk)
 
-    @property
-    def is_reached(self) -> bool:
-        """Return whether the backward that runs has left operands."""
-        return self.backward == torch._C._current_graph_task_id()
-
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients, and drop the operands."""
-        raise NotImplementedError
+        """Return the gradients of ``parameters``, and drop the operands.
+
+        None for each if the backward that runs has left no operands.
+        """
+        if self.backward != torch._C._current_graph_task_id():
+            return [None] * len(self.parameters)
+        gradients = self.summed()
+        self.start(-1)
+        return gradients
+
+    @abstractmethod
+    def summed(self) -> list[Tensor | None]:
+        """Multiply what waits, and return the gradients."""

@@ -169,10 +169,9 @@ def windowed(
     call: Call,
     projections: Projections,
     local: LocalAttention,
+    o_proj: nn.Linear,
     checkpoint: CheckpointPass | None,
     offload: bool,
-    o_proj: nn.Linear,
-    leaves_bias: bool | None,
     x: Tensor,
 ) -> Tensor | tuple[Tensor, Tensor | None]:
     """Run a layer by its `Windowed` schedule.
@@ -183,17 +182,17 @@ def windowed(
         call: The call.
         projections: The projections of q, k and v.
         local: The local attention.
+        o_proj: The output projection.
         checkpoint: The pass through the checkpoint around the layer, if the checkpoint saves
             attention; else None.
         offload: Whether the checkpoint saves attention in host memory.
-        o_proj: The output projection.
-        leaves_bias: Whether ``o_proj`` leaves its bias to its caller to add; None if it returns y
-            alone.
         x: [.., m]. The layer's input.
 
     Returns:
-        What ``o_proj`` returns: y; or (y, the bias to add or None) unless ``leaves_bias`` is None.
+        What ``o_proj`` returns: y, or (y, the bias to add or None).
     """
+    # Whether the layer leaves its bias to its caller; None if it returns y alone.
+    leaves_bias = projections.plain[type(o_proj).forward](o_proj)
     parameters = projections.parameters()
     linear = 2 * len(projections.modules)
     bias = None if leaves_bias else o_proj.bias

@@ -128,11 +128,12 @@ class SelfAttention:
         self.local_attention, self.batch_first = local_attention, batch_first
         self.plain = plain
         parsed = SpOverlapConfig.parse(config or {})
-        if schedule is not by_head_groups and parsed.window_of(1) is not None:
+        may_window = parsed.window_of(1) is not None or parsed.memory == "auto"
+        if schedule is not by_head_groups and may_window:
             raise ValueError(
-                f"{name}: schedule= beside sp_overlap.window or checkpointing: such a layer makes "
-                "q, k and v again in backward, in an order of its own (schedule.by_window); leave "
-                "out one of the two"
+                f"{name}: schedule= beside sp_overlap.window, checkpointing or memory: such a "
+                "layer makes q, k and v again in backward, in an order of its own "
+                "(schedule.by_window); leave out one of the two"
             )
         self.inputs = InputModules(
             name,

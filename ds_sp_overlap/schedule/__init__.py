@@ -21,7 +21,8 @@ A schedule has two programs, forward and backward. A program is a tuple of steps
     finish q 0     the compute row waits for the exchange
 
 ``start`` packs and ``finish`` unpacks, on the compute row. ``finish dq`` also computes the backward
-of RoPE and of the norm. Where the kernel that packs also rotates, ``start`` rotates q and k, and
+of RoPE and of the norm, for which it computes the norm again from its saved input; in a `Block` the
+dgrad of ``project`` does this. Where the kernel that packs also rotates, ``start`` rotates q and k, and
 ``finish`` rotates dq and dk back.
 
 The drawings below are printed by `draw`, first for two head groups. The length of a bar is the
@@ -37,8 +38,8 @@ product per group, and ``Wq0`` in backward for dgrad and wgrad.
     compute | Wo1 dgrad Wo0 dgrad Wo wgrad attention 1 attention 0 Wv1 Wk1 Wq1 Wv0 Wk0 Wq0
     wire    |           do1       do0                  dqkv1       dv0 dk0 dq0
 
-The last o travels under Wo of the groups before, the first do under their dgrad: with two groups
-every exchange has work to hide it.
+o of the last group travels under the output projection of the groups before it, do of the last
+group under their dgrad: with two groups every exchange has work to hide it.
 
 With one head group nothing hides the exchanges of v, o and dv. A rank that attends with one query
 head has no other choice:
@@ -60,8 +61,8 @@ Which code reads a schedule:
 
 - `Runner.walk` of ``attention.runtime.runner`` is the one loop over steps. Subclasses of `Runner`
   perform the steps. ``attention.layer`` calls the function that was passed as ``schedule=``, by
-  default `by_head_groups`; with few groups live at a time, `schedule_of` makes a `Windowed` in its
-  place. The loop is entered
+  default `by_head_groups`; with few groups live at a time, ``attention.self_attention`` asks
+  `schedule_of` for a `Windowed` in its place. These classes walk a schedule:
 
       schedule     made by            in forward by                  in backward by
       `Schedule`   `by_head_groups`   `ForwardRunner` for the ends   `BackwardRunner` for the ends,
@@ -72,15 +73,16 @@ Which code reads a schedule:
 
 - Ends of a layer are the projections of q, k and v, and the output projection. An end that is
   computed part by part is one node of autograd (`_StartInputs`, `_FinishOutput` of
-  ``attention.runtime.nodes``), which walks its section of both programs. `Recorded` walks any other
-  end, too. It joins a start of o and the finishes of the next q, k, v to one node.
+  ``attention.runtime.nodes``), which walks its section of both programs. `Recorded` walks an end
+  that is not computed part by part. It makes one node of a start of o and the finishes of q, k, v
+  that follow it, unless RoPE comes after the exchange.
 - In ``attention.runtime.window`` a whole layer is one node, which walks both programs of a
   `Windowed`, and sums dk and dv itself. When a checkpoint that saved attention reruns the layer,
   `ForwardRunner` walks ``recompute`` instead of forward.
 - In ``chain.block``, `_Segment` walks what lies between two attentions, and `_Attention` what is
   around one. In backward a `RecomputeRegion` has `_Segment` walk its part of ``recompute``, then
-  `_Attention` the rest: behind the last attention when the gradient of its output arrives,
-  elsewhere when do is about to be waited for. Autograd runs the other steps of backward in the
+  `_Attention` the rest: just before backward waits for do; or, if the region ends without a next
+  layer, when the gradient of its output arrives. Autograd runs the other steps of backward in the
   order that is drawn, but for the wgrads that ``schedule.block`` names; tests check the order.
 - `tools.planner.plan` simulates programs with the cost of each step, and `memory_bytes` computes
   the bytes in memory meanwhile.
@@ -96,15 +98,15 @@ the last ``merge``; and autograd orders the backward of that end. The drop-in ap
 exchange. A step whose result nobody needs is left out.
 
 For another order, pass another function ``(kinds, wgrad_last) -> Schedule`` as
-``SelfAttention(schedule=...)``, the same on every rank; `by_head_groups` is an example. The layer
-calls the function for each number of head groups that it tries, and checks every schedule that it
-returns.
+``SelfAttention(schedule=...)``, the same on every rank; `by_head_groups` is an example. The
+function may also return a `Windowed` or a `Block`. The layer calls it for each number of head
+groups that it tries, and checks every schedule that it returns. The config must then leave out
+``window``, ``checkpointing`` and ``memory``.
 """
 
 from .block import Block, Recompute, by_chunks, head, periods, tail
 from .by_groups import by_head_groups, by_starts
 from .checked import check, needs_of
-from .choice import schedule_of
 from .memory import Tensor, memory_bytes
 from .simulation import Bar, Simulation, draw, order, simulate
 from .steps import (
@@ -122,7 +124,7 @@ from .steps import (
     Tensors,
     stop_of,
 )
-from .window import Windowed, by_window, without_o
+from .window import Windowed, by_window, schedule_of, without_o
 
 __all__ = [
     "MLP", "O", "OF_MLP", "QKV", "Bar", "Block", "Exchanged", "Needs", "Op", "Part", "Program",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from .block import Block, Recompute, recomputed
+from .block import Block, recomputed
 from .steps import OF_MLP, QKV, Needs, O, Op, Program, Q, Schedule, Step, Tensors, section_of
 from .window import Windowed
 
@@ -17,9 +17,12 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
 
     Every step of the layer must be there once, after the steps that it needs. The sections of
     `Schedule` must be three pieces in their order, and the attention section of backward must be
-    the mirror image of that of forward. A `Windowed` schedule has no sections; instead, no more
-    groups than its window may be in memory. In a `Block` all of backward but the weight gradients
-    must be the mirror image of forward.
+    the mirror image of that of forward. A `Windowed` has no sections; it attends to its groups in
+    order, in backward in reverse, and has no more groups in memory than its window. A `Block` goes
+    group by group and then chunk by chunk, and all of its backward but the weight gradients must be
+    the mirror image of forward; autograd places the weight gradients, wherever backward has them.
+
+    A layer calls this for schedules that it was passed as ``schedule=`` alone.
 
     Args:
         schedule: The schedule.
@@ -85,8 +88,8 @@ def _check_program(name: str, program: Program, needs: Needs) -> None:
 def _check_window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
     """Check both programs of a window.
 
-    A window needs more than any schedule does (``forward`` and ``backward``): backward recomputes
-    q, k and v. k and v are freed with the last group that attends to them, which in backward is the
+    Backward has more steps than that of any schedule (``backward``): it recomputes q, k and v. Its
+    wgrad of o comes before do starts, which takes o along. k and v are freed with the last group that attends to them, which in backward is the
     group that they came with, see Note [Shared KV heads] in `window`. At most ``window`` groups are
     in memory.
     """
@@ -103,6 +106,8 @@ def _check_window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
     for group in range(schedule.groups):
         if group:
             forward[Step(Op.ATTEND, O, False, group)].append(Step(Op.ATTEND, O, False, group - 1))
+        if schedule.beside:
+            backward[Step(Op.START, O, True, group)].append(Step(Op.WGRAD, O, True, group))
         attend_needs = backward[Step(Op.ATTEND, O, True, group)]
         if group < last:
             attend_needs.append(Step(Op.ATTEND, O, True, group + 1))
@@ -131,6 +136,11 @@ def _check_window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
                 )
             if step.op is Op.ATTEND:
                 live.discard(step.group)
+    if schedule.recompute != tuple(step for step in schedule.forward if step.op is Op.MERGE):
+        raise ValueError(
+            f"schedule, recompute: {', '.join(map(str, schedule.recompute)) or 'empty'}; where a "
+            "checkpoint saved attention, the merges of forward run again, and nothing else"
+        )
 
 
 def _check_block(block: Block, kinds: tuple[str, ...]) -> None:
@@ -164,7 +174,13 @@ def _check_block(block: Block, kinds: tuple[str, ...]) -> None:
         started = [Step(Op.START, sent[group], False, group, c) for group in groups]
         forward |= {start: [project] for start in started}
     _check_program("forward", block.forward, forward)
-    _check_recompute(block)
+    if block.recompute != recomputed(block, block.recomputes):
+        raise ValueError(
+            f"schedule, recompute: {', '.join(map(str, block.recompute))} is neither all of a "
+            "layer but the exchange of o, nor that without attention; see `by_chunks`"
+        )
+    if block.recomputes != "but attention" and block.beside:
+        raise ValueError("schedule, backward: o travels beside do, but attention is not saved")
     in_reverse = (*reversed(block.segment), *reversed(block.attention_steps))
     mirrored = [_with(block.beside, step.mirror) for step in in_reverse]
     backward: Needs = {mirrored[0]: []}
@@ -179,24 +195,6 @@ def _check_block(block: Block, kinds: tuple[str, ...]) -> None:
         else:
             backward[Step(Op.WGRAD, tensors, True, 0)] = dgrads
     _check_program("backward", block.backward, backward)
-
-
-def _check_recompute(block: Block) -> None:
-    """Check that a block recomputes something that `by_chunks` knows.
-
-    o may travel beside do only if attention is not recomputed.
-    """
-    known: tuple[Recompute, ...] = ("none", "all", "but attention")
-    for kind in known:
-        if block.recompute == recomputed(block, kind):
-            break
-    else:
-        raise ValueError(
-            f"schedule, recompute: {', '.join(map(str, block.recompute))} is neither all of a "
-            "layer but the exchange of o, nor that without attention; see `by_chunks`"
-        )
-    if kind != "but attention" and block.beside:
-        raise ValueError("schedule, backward: o travels beside do, but attention is not saved")
 
 
 def _with(beside: Tensors, step: Step) -> Step:

@@ -16,14 +16,14 @@ backward makes. The backward of a window recomputes q, k and v, so its forward f
     rows q 0     [h_0, m]     wgrad q 0     into dW q, at the end
     y, dx, dW q               the first step that adds to it; the layer's caller reads it
 
-There is no ``send`` where ``local`` already has the layout of the transfer, and no ``recv`` where
-``global`` has. lse is the log-sum-exp, one number per head and token. work is the memory that the
+There is no ``send`` where ``local`` already has the layout of the transfer: ``local`` then lives to
+``finish``. There is no ``recv`` where ``global`` has: ``start`` then allocates ``global``. lse is the log-sum-exp, one number per head and token. work is the memory that the
 backward of local attention allocates for itself. rows exist only in a window; elsewhere they are
 written into dW at once.
 
-do, dq, dk and dv have the same tensors as o, q, k and v. x, dy and the weights are not counted,
-since they exist before. Three things are left out: inputs of norms, KV heads that are repeated for
-attention, and blocks.
+Gradients have the same roles in the other direction: ``dgrad o`` makes local do, ``attend do`` makes
+global dq. x, dy and the weights are not counted, since they exist before. Left out are inputs of
+norms, KV heads that are repeated for attention, blocks, and what a checkpoint runs again.
 """
 
 from __future__ import annotations

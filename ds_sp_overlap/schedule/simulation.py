@@ -79,7 +79,7 @@ def simulate(
     """Simulate a program.
 
     The compute row performs one step after another. The wire carries one exchange after another, in
-    the order of their starts.
+    the order of their starts. Packing and unpacking take no time.
 
     Args:
         schedule: The schedule, for the names of steps.

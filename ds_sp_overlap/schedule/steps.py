@@ -134,11 +134,10 @@ class Schedule:
     Attributes:
         forward: The program of forward.
         backward: The program of backward.
-        recompute: The steps of forward that run again and that ``backward`` does not list. Of a
-            `Windowed`, the merges, where a checkpoint around the layer saved attention (its
-            ``backward`` lists the projections that it recomputes). Of a `Block`, all that backward
-            recomputes, within backward; empty for nothing. Empty for other schedules: an activation
-            checkpoint repeats all of forward.
+        recompute: The steps of forward that run again and that ``backward`` does not list.
+            `Windowed`: the merges, which a checkpoint that saved attention repeats. `Block`: all
+            that backward recomputes; empty for nothing. Any other schedule: empty, since an
+            activation checkpoint repeats all of forward.
     """
 
     forward: Program

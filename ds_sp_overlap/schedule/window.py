@@ -2,8 +2,10 @@
 backward.
 
 Forward saves the layer's input, the local o, and the tensors that the backward of local attention
-reads beside q, k, v and o (the log-sum-exp). Let W be the window, the number of groups in memory.
-Group g + W is projected when group g has been attended. Four groups, W = 2:
+reads beside q, k, v and o (the log-sum-exp). If local attention saves more, or changes q, k or v in
+place, its backward computes attention again. Let W be the window: the most groups between ``project
+q`` and the end of their attention. Group g + W is projected when group g has been attended. Four
+groups, W = 2, `by_window` without ``products_last``:
 
     forward
     compute | Wq0 Wk0 Wv0 Wq1 Wk1 Wv1 attention 0 Wq2 Wk2 Wv2 attention 1 Wo0 Wq3 Wk3 Wv3 attention 2 Wo1 attention 3 Wo2 Wo3
@@ -23,15 +25,17 @@ q, k and v travel under the attention of the group before. o, and o with do, tra
 projections and the attention of another group; dq, dk and dv under the products of another group or
 under its attention. From W = 2 on, every exchange has work to hide it.
 
-A layer in an activation checkpoint that saves attention runs in this order too, with
-W = max(1, G // 2) unless the config sets a window. When the checkpoint recomputes the layer, the
-layer merges the saved o and does nothing else: no q, k, v, no attention, no exchange. Backward then
-runs as drawn. A checkpoint that does not save attention repeats all of forward.
+A layer runs in this order if the config sets a window; if it sets ``checkpointing`` to "keep" or
+"offload", then with W = max(1, G // 2) unless it sets a window too; or if ``"memory": "auto"``
+chooses it. When a checkpoint that saved attention reruns the layer, the layer merges the saved o
+and does nothing else: no q, k, v, no attention, no exchange. Backward then runs as drawn. Any other
+checkpoint repeats all of forward.
 
-With W = 1 the gradients of a group are finished before the next group is begun, and there is one
-send buffer: each exchange of backward but those of dq, dk and dv is finished before the next one is
-started. o with do travels under Wq, q under Wk, k under Wv. Nothing hides v and dv of each group in
-backward; nor, in forward, v of the first group and o of the last.
+With W = 1, do with o, q, k and v are sent one at a time in backward, each finished before the next
+one is started; dq, dk and dv of a group are started together, and finished before the next group
+begins. o with do travels under Wq, q under Wk, k under Wv. Nothing hides v and dv of each group in
+backward; nor, in forward, v of the first group and o of the last. A group that sends q alone
+exposes q and dq instead.
 
 Note [Shared KV heads]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -46,9 +50,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from .by_groups import products
+from .by_groups import by_head_groups, products
 from .steps import O, Op, Program, Schedule, Step, Tensors
 
 
@@ -70,8 +74,25 @@ class Windowed(Schedule):
 
     @cached_property
     def last_attended(self) -> int:
-        """No group (-1): backward attends in another order."""
+        """No group may change k and v in place (-1), since backward attends in another order."""
         return -1
+
+
+def schedule_of(geometry: Any, window: int | None = None, wgrad_last: bool = True) -> Schedule:
+    """Return the schedule of a layer that was passed none.
+
+    Args:
+        geometry: The `exchange.geometry.Geometry` of a call, or what has its ``heads``,
+            ``kv_heads``, ``kinds`` and ``last_use``.
+        window: The most groups that are in memory at a time; None for all of them.
+        wgrad_last: As for `by_head_groups` and `by_window`.
+    """
+    kinds = geometry.kinds
+    if window is None:
+        return by_head_groups(kinds, wgrad_last)
+    # dq, dk and dv of few KV heads take less memory than dx and the weight gradients.
+    few_kv = geometry.heads >= 4 * geometry.kv_heads
+    return by_window(kinds, geometry.last_use, window, wgrad_last, products_last=few_kv)
 
 
 @cache
@@ -163,23 +184,22 @@ def by_window(
         input_gradients, deferred = [], []
         for tensors in reversed(starts[group]):
             input_gradients.append(Step(Op.FINISH, tensors, True, group))
-            if products_last:
+            if products_last and group > 0:
                 products_at_end += products(tensors, group)
             else:
                 input_gradients += products(tensors, group)
         if window > 1 and group > 0:
             finish(group - 1)
-        if window == 1:
+        if window == 1 and group > 0:
             backward += input_gradients
-            if group > 0:
-                begin(group - 1)
+            begin(group - 1)
         elif group >= window:
             begin(group - window, before_project=tuple(input_gradients))
         else:
             deferred = input_gradients
-    backward += deferred
     recompute = tuple(step for step in forward if step.op is Op.MERGE)
-    programs = tuple(forward), (*backward, *products_at_end)
+    # Products that were left to the end hide the last input gradients.
+    programs = tuple(forward), (*backward, *products_at_end, *deferred)
     return Windowed(*programs, last_use, window, recompute=recompute)
 
 

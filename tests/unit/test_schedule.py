@@ -246,6 +246,7 @@ REFUSED_OF_A_WINDOW = {
     "keys let go in forward that another attends to": ("forward", "attend o 1", "attend o 0", "attend o 1 comes before"),
     "sent again before it is made again": ("backward", "start q 0", "project q 0", "start q 0 comes before project q 0"),
     "attention before o is there": ("backward", "attend do 2", "finish odo 2", "attend do 2 comes before finish odo 2"),
+    "o sent before the product that reads it": ("backward", "start odo 3", "wgrad o 3", "start odo 3 comes before wgrad o 3"),
 }  # fmt: skip
 
 
@@ -274,6 +275,13 @@ def test_what_is_not_made_again_is_missed():
         check(replace(made, backward=without), ("qkv", "qkv"))
 
 
+def test_a_checkpoint_that_saved_attention_merges_and_does_nothing_else():
+    made = by_window(("qkv", "qkv"), (0, 1), 1)
+    for recompute, said in (((), "empty"), (made.forward[:1], "project q 0")):
+        with pytest.raises(ValueError, match=f"^schedule, recompute: {said}; .* the merges of forward"):
+            check(replace(made, recompute=recompute), ("qkv", "qkv"))
+
+
 def test_q_k_and_v_travel_one_by_one_where_a_windowed_backward_begins():
     """Nothing else would hide them; those of other groups travel together."""
     begun = [
@@ -294,18 +302,19 @@ def test_a_window_of_one_holds_one_send_buffer_in_backward_but_for_dq_dk_and_dv(
         assert len(under_way) <= 1
 
 
-@given(geometry=st.sampled_from(GEOMETRIES), most=st.integers(2, 5))
-def test_a_wider_window_computes_something_under_every_exchange_but_the_first_and_the_last(geometry, most):
+@given(geometry=st.sampled_from(GEOMETRIES), most=st.integers(2, 5), products_last=st.booleans())
+def test_a_wider_window_computes_something_under_every_exchange_but_the_first_and_the_last(geometry, most, products_last):
     """In backward attention or a product lies between start and finish of all of them but those of the group that is begun with, and
-    of the one that is ended with."""
-    made = by_window(geometry.kinds, geometry.last_use, most)
+    o beside do of the one that is ended with."""
+    made = by_window(geometry.kinds, geometry.last_use, most, products_last=products_last)
     for program, ends in ((made.forward, (made.groups - 1,)), (made.backward, (made.groups - 1, 0))):
         begun: dict = {}
         for step in program:
             if step.op is Op.START:
                 begun[step[1:]] = False
             elif step.op is Op.FINISH:
-                assert begun[step[1:]] or step.group in (0, *ends), step
+                is_input_gradient = step.grad and step.payload != "o"
+                assert begun[step[1:]] or step.group in (0, *ends) and not (is_input_gradient and made.groups > 1), step
             else:
                 begun = dict.fromkeys(begun, True)
 

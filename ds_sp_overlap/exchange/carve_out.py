@@ -15,6 +15,7 @@ which "auto" begins, are the fastest with and without one, as a test holds.
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 import torch
 
@@ -22,30 +23,34 @@ import torch
 class CarveOut:
     """The SMs that products leave free while any exchange is under way.
 
-    All layers of a process share one object, since the number belongs to the process. Outside of
-    exchanges the number is what it was before.
+    The number belongs to the process: it is the largest of the exchanges that are under way, and
+    otherwise what it was before.
 
     Args:
         sms: How many SMs to leave free.
     """
 
+    # Of all objects: the SMs of each exchange that is under way.
+    _under_way: ClassVar[list[int]] = []
+    _before: ClassVar[int | None] = None
+
     def __init__(self, sms: int):
         self.sms = sms
-        self._exchanges = 0
-        self._before: int | None = None
 
     def begin(self) -> None:
         """Note that an exchange was launched."""
-        if self._exchanges == 0:
-            self._before = torch._C._get_sm_carveout_experimental()
+        if not self._under_way:
+            CarveOut._before = torch._C._get_sm_carveout_experimental()
+        if self.sms > max(self._under_way, default=0):
             torch._C._set_sm_carveout_experimental(self.sms)
-        self._exchanges += 1
+        self._under_way.append(self.sms)
 
     def end(self) -> None:
         """Note that an exchange was finished, or abandoned."""
-        self._exchanges -= 1
-        if self._exchanges == 0:
-            torch._C._set_sm_carveout_experimental(self._before)  # guard: given back to products
+        self._under_way.remove(self.sms)
+        most = max(self._under_way, default=0)
+        if self.sms > most:
+            torch._C._set_sm_carveout_experimental(most or self._before)  # guard: given back
 
 
 @functools.cache

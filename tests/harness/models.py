@@ -71,7 +71,8 @@ def sequence_parallel(model, size, implementation="sdpa", **more):
 def forget_sequence_parallel():
     """Back to a process that never heard of sequence parallelism."""
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
-    parallel_state_sp._release_sequence_parallel_groups()
+    # As in `_release_sequence_parallel_groups` of DeepSpeed 0.19.8.
+    parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
     deepspeed.utils.groups.mpu = None
     deepspeed.utils.groups.mesh_device = None
     gc.collect()

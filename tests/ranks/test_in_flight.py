@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ds_sp_overlap.exchange.calls import Calls
+from ds_sp_overlap.exchange.carve_out import CarveOut
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
@@ -206,6 +207,17 @@ def test_so_they_do_not_behind_an_exchange_that_was_abandoned():
     no_faults(2, carved_and_abandoned)
 
 
+def test_two_models_with_two_carve_outs_leave_the_larger_one_and_give_both_back():
+    with Carved(3) as torchs:
+        few, many = CarveOut(4), CarveOut(8)
+        for change in (few.begin, many.begin, few.begin, few.end, few.end, many.end):
+            change()
+        assert torchs.said == [4, 8, 3]
+        for change in (many.begin, few.begin, many.end, few.end):
+            change()
+        assert torchs.said[3:] == [8, 4, 3]
+
+
 def margins(rank):
     """``sm_margin`` of the calls of a local attention that has the parameter, with and without the key, and of one that has it not."""
     found = []
@@ -318,7 +330,7 @@ WATCHED = [
     Watched(Guard("freed, waits for nothing", without="pass"), stream_order),
     Watched(Guard("forward is let go", without="in_flight = self.forward"), nothing_stays_in_flight),
     Watched(Guard("gradient is let go", without="in_flight = self.gradient"), nothing_stays_in_flight),
-    Watched(Guard("given back to products", without="pass"), carved),
+    Watched(Guard("given back", without="pass"), carved),
     Watched(Guard("this half belongs here", without="if False:"), finished_twice),
     Watched(Guard("a failed launch has a name", without="except LookupError as error:"), launch_that_fails),
 ]

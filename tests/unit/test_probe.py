@@ -1,5 +1,9 @@
 """A comparison of a layer's own forward with its driver leaves the layer as it was."""
 
+import re
+
+import pytest
+import torch
 from torch import nn
 
 from ds_sp_overlap.integrations.inspect import probe
@@ -11,3 +15,22 @@ def test_dropouts_are_off_in_a_comparison_and_as_they_were_behind_it():
     with probe._without_dropout(module):
         assert [part.training for part in dropouts] == [False] * 3
     assert [part.training for part in dropouts] == [True, False, True]
+
+
+BIG = 0.75 * torch.finfo(torch.float16).max
+
+
+@pytest.mark.parametrize(
+    "driven, expected",
+    [
+        ([1.0, -2.0, torch.inf, torch.nan, BIG], ""),
+        ([1.0, -2.0, BIG, torch.inf, torch.inf], ""),  # another order of a sum may overflow
+        ([1.0, -2.1, torch.inf, torch.nan, torch.inf], r" differs by [34].\de-02"),
+        ([torch.inf, -2.0, torch.inf, torch.nan, torch.inf], " overflows in one of the two alone"),
+        ([1.0, -2.0, torch.inf, 1.0, torch.inf], " overflows in one of the two alone"),
+    ],
+)
+def test_a_comparison_leaves_out_what_overflows_in_both(driven, expected):
+    """The first loss scale of fp16 may overflow, and so may gradients of a comparison, whose size is another one."""
+    own = torch.tensor([1.0, -2.0, torch.inf, torch.nan, torch.inf], dtype=torch.float16)
+    assert re.fullmatch(expected, probe._describe_difference(own, torch.tensor(driven, dtype=torch.float16)))

@@ -52,6 +52,13 @@ def unknown(x, stack, ends, is_transposed):
     return torch.einsum("ti,tio->to" if is_transposed else "ti,toi->to", x, weights)
 
 
+def swapped_with_itself(x, stack, ends, is_transposed):
+    """A transposition that moves nothing."""
+    starts = [0, *ends.tolist()]
+    products = [F.linear(x[a:b], stack[at].transpose(1, -1)) for at, (a, b) in enumerate(zip(starts, ends.tolist()))]
+    return torch.cat(products)
+
+
 def both(x, stack, ends, is_transposed):
     return grouped(x, stack, ends, is_transposed) + 0.5 * unknown(x, stack, ends, is_transposed)
 
@@ -97,7 +104,7 @@ def test_gradients_of_all_chunks_are_made_once(multiply, is_transposed):
     assert called == ["down", "up"]
 
 
-@pytest.mark.parametrize("multiply", [unknown, both])
+@pytest.mark.parametrize("multiply", [unknown, both, swapped_with_itself])
 def test_what_is_not_known_is_left_to_autograd(multiply):
     torch.manual_seed(0)
     module = Experts(multiply)

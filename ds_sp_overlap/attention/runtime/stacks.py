@@ -231,8 +231,8 @@ def _call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
                 return StackedWeight.of(weight[expert], weight.stack, weight.token, expert, False)
         elif func in (Tensor.transpose, torch.transpose):
             y = func(*args, **kwargs)
-            # Of all three dims, only the two last change places.
-            if weight.dim() == 2 or {dim % 3 for dim in args[1:]} == {1, 2}:
+            # Only a swap of the two last dims.
+            if {dim % y.dim() for dim in args[1:]} == {y.dim() - 2, y.dim() - 1}:
                 of_weight = weight.stack, weight.token, weight.expert
                 return StackedWeight.of(y, *of_weight, not weight.is_transposed)
             return y

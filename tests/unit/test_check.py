@@ -1,0 +1,43 @@
+"""Check mode's comparison, of numbers of any size: what an exchange delivered, and what it should have."""
+
+import pytest
+import torch
+
+from ds_sp_overlap.exchange.check import Expected, compare
+from ds_sp_overlap.exchange.layout import Side
+from ds_sp_overlap.exchange.sp_group import SPGroup
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def compared(got, expected, rotated, atol=0.0):
+    compare(SPGroup(None), got, Expected(expected, atol), "layer dq0", rotated, Side(tuple(got.shape), 0, ((0, len(got)),)))
+
+
+def numbers(dtype, size):
+    return (torch.randn(64, generator=torch.Generator().manual_seed(0)) * size).to(dtype)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e3])  # a mean loss has gradients of the first size
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_lost_or_exchanged_is_seen_whatever_its_size(dtype, rotated, size):
+    expected = numbers(dtype, size)
+    rounded = expected * (1 + torch.finfo(dtype).eps / 2) if rotated or dtype.itemsize == 2 else expected
+    compared(rounded.to(dtype), expected, rotated)
+    for wrong in (torch.zeros_like(expected), expected.roll(1), expected.where(expected != expected.max(), 0)):
+        with pytest.raises(RuntimeError, match="^layer dq0: sp_overlap.check: .* differs from the plain one .sp rank 0 by"):
+            compared(wrong, expected, rotated)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("overflow", [torch.inf, -torch.inf, torch.nan])
+def test_beside_a_number_that_overflows_the_others_are_compared(overflow, rotated):
+    """As with fp16's first loss scale, whose step is skipped: nothing is raised, and a fault does not hide."""
+    expected = numbers(torch.float16, 1.0)
+    expected[3] = overflow
+    compared(expected.clone(), expected, rotated)
+    wrong = expected.clone()
+    wrong[5] += 1
+    with pytest.raises(RuntimeError, match="differs from the plain one"):
+        compared(wrong, expected, rotated)

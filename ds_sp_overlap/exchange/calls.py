@@ -94,10 +94,10 @@ def _ask_whether_alike(sp_group: Any, text: str, device: torch.device) -> Callab
         if not side.blocks:
             work.wait()
             edges = edges.to("cpu", non_blocking=True)
-    done = side.event()
+    done = None if side.blocks else side.event()
 
     def alike() -> bool:
-        work.wait() if side.blocks else done.synchronize()
+        done.synchronize() if done else work.wait()
         largest, smallest = edges.tolist()
         return largest == -smallest
 

@@ -25,13 +25,15 @@ class ChunkedExchange(Exchange):
     Args:
         exchanges: Exchanges of q, k and v or some of them, or of o, in the order of their chunks
             (`Geometry.joint_exchange`).
-        meanwhile: Called in backward, while the gradients of o are under way.
+
+    Attributes:
+        meanwhile: Called in backward, while the gradients of o are under way; may be None.
     """
 
-    def __init__(
-        self, exchanges: Sequence[Exchange], meanwhile: Callable[[], object] = lambda: None
-    ):
-        self.exchanges, self.meanwhile, self.tokens = exchanges, meanwhile, len(exchanges)
+    meanwhile: Callable[[], object] | None = None
+
+    def __init__(self, exchanges: Sequence[Exchange]):
+        self.exchanges, self.tokens = exchanges, len(exchanges)
         first = exchanges[0]
         self.layout, self.where, self.needed = first.layout, first.where, first.needed
 
@@ -50,7 +52,8 @@ class ChunkedExchange(Exchange):
             exchange.start_gradient(dys)
 
     def finish_gradient(self, into: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
-        self.meanwhile()  # guard: run again, then waits for do
+        if self.meanwhile is not None:
+            self.meanwhile()  # guard: run again, then waits for do
         received: tuple[Tensor | None, ...] = tuple(into)
         for exchange in reversed(self.exchanges):
             received = exchange.finish_gradient([x for x in received if x is not None])

@@ -115,11 +115,10 @@ class InFlight:
                 f"got {_listed(shapes)}"
             )
         if checked:
-            self.expected = []
-            for each, tensor in zip(layout.each, xs):
-                ropes = self.rope, self.rope_back
-                plain = check.plain_exchange(sp_group, each, tensor, self.name, *ropes)
-                self.expected.append(plain)
+            self.expected = [
+                check.plain_exchange(sp_group, each, tensor, self.name, self.rope, self.rope_back)
+                for each, tensor in zip(layout.each, xs)
+            ]
         self.side = sp_group.streams(x.device)
         self.sources = xs
         ready = None

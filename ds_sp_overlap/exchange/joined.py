@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..relayout import ops
-from .layout import Place, Side, Sides
+from .layout import Side, Sides
 from .runs import runs_of
 
 
@@ -27,23 +27,15 @@ def join(tensors: Sequence[Tensor], sides: Sides, new_empty: Callable[..., Tenso
     Returns:
         The flat buffer that travels.
     """
-    wire = new_empty(sides.elements)
-    places = sides.places()
-    if places and not sides.is_repeated:
+    wire, places = new_empty(sides.elements), sides.places()
+    if len(tensors) > 1 and places and not sides.is_repeated:
         # One kernel packs all parts.
         tiles = [_tile(x, side) for x, side in zip(tensors, sides.each)]
-        whole = wire.as_strided(*places[0])
-        if len(tiles) > 1:
-            whole, *tiles = ops.widened(whole, *tiles)
-            torch.cat(tiles, 3, out=whole)
-        else:
-            ops.copy(whole, tiles[0])
-    elif places:
-        for x, side, view in zip(tensors, sides.each, places[1:]):
-            ops.copy(_by_piece(wire, side, view), _tile(x, side).unsqueeze(side.dim + 1))
-    else:
-        for part, place in _views(tensors, sides, wire):
-            ops.copy(place, part)
+        whole, *tiles = ops.widened(wire.as_strided(*places[0]), *tiles)
+        torch.cat(tiles, 3, out=whole)
+        return wire
+    for part, place in _views(tensors, sides, wire):
+        ops.copy(place, part)
     return wire
 
 
@@ -53,31 +45,26 @@ def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
     Slices that several parts hold are summed, in fp32 for half precision. Slices that no part holds
     keep their values.
     """
-    places = sides.places()
-    if places:
-        for x, side, view in zip(tensors, sides.each, places[1:]):
-            if side.is_repeated:
-                parts = _by_piece(wire, side, view)
-                total = parts.sum(side.dim + 1, dtype=_exact(x.dtype))
-                _tile(x, side).copy_(total)  # guard: repeated parts are summed
-            else:
-                ops.copy(_tile(x, side), wire.as_strided(*view))
-        return
-    if all(side.tiles or not side.covers for side in sides.each):  # guard: joined tiles need no sum
-        for part, place in _views(tensors, sides, wire):
-            ops.copy(part, place)
-        return
-    totals = [torch.zeros_like(x, dtype=_exact(x.dtype)) for x in tensors]
+    # Whether no two views of a tensor overlap.
+    tiled = all(side.tiles or not side.covers for side in sides.each)
+    apart = tiled or bool(sides.places())  # guard: joined tiles need no sum
+    totals = tensors
+    if not apart:
+        totals = [torch.zeros_like(x, dtype=_exact(x.dtype)) for x in tensors]
     for part, place in _views(totals, sides, wire):
         # Peers that have the same slice are dimensions along which the part does not move.
         same = [dim for dim, step in enumerate(part.stride()) if step == 0]
         if same:
-            place = place.sum(same, dtype=part.dtype)
+            place = place.sum(same, dtype=_exact(part.dtype))  # guard: repeated parts are summed
             for dim in reversed(same):
                 part = part.select(dim, 0)
-        part.add_(place)  # guard: joined replicas are summed
-    for x, total in zip(tensors, totals):
-        x.copy_(total)
+        if apart:
+            ops.copy(part, place)
+        else:
+            part.add_(place)  # guard: joined replicas are summed
+    if not apart:
+        for x, total in zip(tensors, totals):
+            x.copy_(total)
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
@@ -92,16 +79,12 @@ def split_copies(wire: Tensor, sides: Sides) -> tuple[Tensor, ...]:
     """
     outs = []
     for (place, has_final_shape), shape in zip(sides.copied, sides.shapes):
-        outs.append(_copy(wire.as_strided(*place), shape, has_final_shape))
+        x = wire.as_strided(*place)
+        out = x if has_final_shape else x.reshape(shape)
+        if out.data_ptr() == x.data_ptr():  # guard: a copy, no view
+            out = out.clone(memory_format=torch.contiguous_format)
+        outs.append(out)
     return tuple(outs)
-
-
-def _copy(x: Tensor, shape: Sequence[int], has_final_shape: bool) -> Tensor:
-    """Copy ``x`` into a contiguous tensor of ``shape``."""
-    copy = x if has_final_shape else x.reshape(shape)
-    if copy.data_ptr() == x.data_ptr():  # guard: a copy, no view
-        return copy.clone(memory_format=torch.contiguous_format)
-    return copy
 
 
 def _tile(x: Tensor, side: Side) -> Tensor:
@@ -117,13 +100,6 @@ def _tile(x: Tensor, side: Side) -> Tensor:
     pieces, _, piece, (start, stop) = side.spaced
     parts = x.unflatten(side.dim, (pieces, piece)).narrow(side.dim + 1, start, stop - start)
     return parts.flatten(3)
-
-
-def _by_piece(wire: Tensor, side: Side, view: Place) -> Tensor:
-    """Return the place of a tensor in the wire, with a dimension for the peers of each piece."""
-    assert side.spaced is not None
-    pieces, repeats, *_ = side.spaced
-    return wire.as_strided(*view).unflatten(side.dim, (pieces, repeats))
 
 
 def _views(

@@ -80,8 +80,14 @@ class Side:
     @cached_property
     def split_sizes(self) -> list[int]:
         """Elements per peer, as ``all_to_all_single`` wants them."""
-        row = math.prod(self.shape) // max(self.shape[self.dim], 1)
-        return [(stop - start) * row for start, stop in self.parts]
+        return [math.prod(self.part_shape(peer)) for peer in range(len(self.parts))]
+
+    def part_shape(self, peer: int) -> list[int]:
+        """Return the shape of a peer's part."""
+        shape = list(self.shape)
+        start, stop = self.parts[peer]
+        shape[self.dim] = stop - start
+        return shape
 
     @cached_property
     def elements(self) -> int:
@@ -190,14 +196,10 @@ class Patches(Side):
     tiles = covers = is_wire_layout = is_cut_into_slices = False
     spaced = None
 
-    @cached_property
-    def split_sizes(self) -> list[int]:
-        row = math.prod(self.shape) // max(self.shape[self.dim] * self.shape[self.seq_dim], 1)
-        sizes = []
-        for tokens, (start, stop) in zip(self.tokens, self.parts):
-            count = sum(last - first for first, last in tokens)
-            sizes.append(count * (stop - start) * row)
-        return sizes
+    def part_shape(self, peer: int) -> list[int]:
+        shape = super().part_shape(peer)
+        shape[self.seq_dim] = sum(last - first for first, last in self.tokens[peer])
+        return shape
 
     def blocks(self, peer: int) -> tuple[Block, ...]:
         heads = (self.dim, *self.parts[peer])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .layout import Patches, Side, Sides
+from .layout import Patches, Sides
 
 
 class Run(NamedTuple):
@@ -57,10 +57,10 @@ def _blocks_in_wire(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[
     place = 0
     for peer, size in enumerate(sides.sizes):
         # Elements between two tokens in the wire, if parts of several tensors alternate.
-        of_all = sum(math.prod(_shape(side, peer)[2:]) for side in sides.each)
+        of_all = sum(math.prod(side.part_shape(peer)[2:]) for side in sides.each)
         before = 0
         for tensor, side in enumerate(sides.each):
-            shape = _shape(side, peer)
+            shape = side.part_shape(peer)
             own = math.prod(shape[2:])
             width = of_all if sides.by_token else own
             steps = [shape[1] * width, width]
@@ -80,16 +80,6 @@ def _blocks_in_wire(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[
             before += own if sides.by_token else side.split_sizes[peer]
         place += size
     return blocks
-
-
-def _shape(side: Side, peer: int) -> list[int]:
-    """Return the shape of a peer's part."""
-    shape = list(side.shape)
-    start, stop = side.parts[peer]
-    shape[side.dim] = stop - start
-    if isinstance(side, Patches):
-        shape[side.seq_dim] = sum(stop - start for start, stop in side.tokens[peer])
-    return shape
 
 
 def _merged(runs: list[Run]) -> list[Run]:

@@ -101,11 +101,6 @@ class SPGroup:
         """The ranks of the world that are in the group."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
-    @property
-    def holds_first_rank(self) -> bool:
-        """Whether rank 0 of the world, which reports, is in the group."""
-        return self.ranks[0] == 0
-
     def prepare(self) -> None:
         """Prepare the transport, the first time.
 

@@ -63,9 +63,6 @@ class HostStream:
     def mark(self) -> Any:
         pass
 
-    def event(self) -> Any:
-        pass
-
     def before_compute(self, mark: Any) -> None:
         pass
 

@@ -143,7 +143,7 @@ class Timeline:
     def of(cls, config: SpOverlapConfig, sp_group: Any) -> Timeline | None:
         """Return the timeline that a config asks for; None outside of the first sp group."""
         section = config.timeline
-        if section is None or not sp_group.holds_first_rank:
+        if section is None or sp_group.ranks[0] != 0:
             return None
         if section.path not in _open:
             first, last = section.steps

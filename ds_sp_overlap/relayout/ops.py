@@ -10,9 +10,9 @@
 All operators write into tensors of the caller, so that the caller decides which stream allocates.
 
 The functions here are PyTorch's own copies and serve every device. They are the reference for the
-compiled operators of csrc/, which `kernels` loads as ``torch.ops.ds_sp_overlap``. The compiled
-operators refuse the same arguments in the same words. Their CPU kernels only show that the index
-maps of the CUDA kernels are right; PyTorch's copies are faster.
+compiled operators of csrc/, which `kernels` loads as ``torch.ops.ds_sp_overlap``, and which refuse
+arguments that don't fit. Their CPU kernels only show that the index maps of the CUDA kernels are
+right; PyTorch's copies are faster. All arguments of an exchange come from one `Layout`, so they fit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ..rotary import rotate, rotate_back
 from . import kernels
-from .arguments import check_relayout, check_rotated, refuse
 
 
 def _parts(
@@ -111,12 +110,15 @@ def _in_16_bytes(x: Tensor) -> Tensor | None:
 
 
 def pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
-    """Copy the parts of ``x`` along ``dim``, each contiguous, end to end into the flat ``out``."""
-    _copy_out(x, check_relayout("pack", x, "x", out, "out", dim, starts, stops), starts, stops, out)
+    """Copy the parts of ``x`` along ``dim``, each contiguous, end to end into the flat ``out``.
 
-
-def _copy_out(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
-    """Pack without checks, for arguments that fit: those of an exchange come from one `Layout`."""
+    Args:
+        x: Any shape.
+        dim: The dimension of the parts, counted from the front.
+        starts: Start of each part.
+        stops: Stop of each part.
+        out: Flat, with the elements of all parts.
+    """
     tiled = _equal_tiles(x, dim, starts, stops)
     if tiled is not None:
         # One copy kernel instead of one per part.
@@ -135,12 +137,6 @@ def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Ten
 
     Slices that several parts hold are summed, in fp32 for half precision.
     """
-    dim = check_relayout("unpack", out, "out", wire, "wire", dim, starts, stops)
-    _copy_in(wire, dim, starts, stops, out)
-
-
-def _copy_in(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
-    """Unpack without checks, for arguments that fit."""
     half = out.dtype in (torch.float16, torch.bfloat16)  # guard: halves are summed in fp32
     exact = torch.float32 if half else out.dtype
     tiled = _equal_tiles(out, dim, starts, stops)
@@ -176,19 +172,18 @@ def rotate_pack(
         stops: The head behind each part.
         out: Flat.
     """
-    dim = check_rotated("rotate_pack", x, "x", out, "out", cos, sin, starts, stops)
     exact = _accumulator(x.dtype)
-    _copy_out(rotate(x.to(exact), *_of_heads(cos, sin, exact)).to(x.dtype), dim, starts, stops, out)
+    rotated = rotate(x.to(exact), *_of_heads(cos, sin, exact)).to(x.dtype)
+    pack(rotated, x.dim() - 2, starts, stops, out)
 
 
 def unpack_rotate_back(
     wire: Tensor, cos: Tensor, sin: Tensor, starts: list[int], stops: list[int], out: Tensor
 ) -> None:
     """Unpack the gradient of rotated heads and rotate it back: the backward of `rotate_pack`."""
-    dim = check_rotated("unpack_rotate_back", out, "out", wire, "wire", cos, sin, starts, stops)
     exact = _accumulator(out.dtype)
     total = torch.empty(out.shape, dtype=exact, device=out.device)
-    _copy_in(wire.to(exact), dim, starts, stops, total)
+    unpack(wire.to(exact), out.dim() - 2, starts, stops, total)
     out.copy_(rotate_back(total, *_of_heads(cos, sin, exact)))
 
 
@@ -220,10 +215,10 @@ class Relayout(NamedTuple):
 
         Not on a GPU, where `copy` is faster.
         """
-        return self.pack is _copy_out and not x.is_cuda
+        return self.pack is pack and not x.is_cuda
 
 
-_TORCH = Relayout(_copy_out, _copy_in, rotate_pack, unpack_rotate_back, folds=False)
+_TORCH = Relayout(pack, unpack, rotate_pack, unpack_rotate_back, folds=False)
 
 
 def implementation(which: str) -> Relayout:
@@ -239,8 +234,6 @@ def implementation(which: str) -> Relayout:
     """
     if which in ("auto", "torch"):
         return _TORCH
-    if which != "compiled":
-        refuse("implementation", f'kernels must be "auto", "compiled" or "torch", got {which!r}')
     library = kernels.demanded()
     if not library.cuda:
         raise ValueError(f'sp_overlap.kernels: "compiled", but {library.reason}; {kernels.REMEDY}')

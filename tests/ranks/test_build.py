@@ -195,9 +195,7 @@ def test_the_config_takes_each_kind_of_kernels_and_no_other():
 
 def test_torch_is_the_reference_and_so_is_auto_until_a_gpu_has_run_the_others():
     assert ops.implementation("torch") == ops.implementation("auto")
-    assert ops.implementation("torch").pack is ops._copy_out and not ops.implementation("torch").folds
-    with pytest.raises(ValueError, match="'best'"):
-        ops.implementation("best")
+    assert ops.implementation("torch").pack is ops.pack and not ops.implementation("torch").folds
 
 
 def exchanged(rank, kind):

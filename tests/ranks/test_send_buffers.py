@@ -111,7 +111,9 @@ def rotated_one_way(rank, name):
     """The faults of a layer whose kernels forget to rotate, in one direction."""
 
     def straight(source, cos, sin, *parts_and_out):
-        (ops.pack if name == "rotate_pack" else ops.unpack)(source, -2, *parts_and_out)
+        (ops.pack if name == "rotate_pack" else ops.unpack)(
+            source, (source if name == "rotate_pack" else parts_and_out[-1]).dim() - 2, *parts_and_out
+        )
 
     seen = Counter()
     with counted(seen, True):

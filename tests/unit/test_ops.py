@@ -135,7 +135,7 @@ def test_unpack_undoes_pack_for_parts_that_tile(data):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_overlapping_halves_are_summed_in_fp32(dtype):
-    """Guard: `_copy_in` sums in fp32. 64 times 1/128 of the spacing at 1 is lost if each addition rounds to half."""
+    """Guard: `unpack` sums in fp32. 64 times 1/128 of the spacing at 1 is lost if each addition rounds to half."""
     assert halves_summed_in_fp32(dtype) == []
 
 
@@ -269,7 +269,7 @@ def test_tensors_with_other_strides_are_packed_and_unpacked_alike(parts):
 def test_a_wire_buffer_of_another_size_is_refused_with_both_sizes(op, elements):
     x, wire = tensor((4, 6)), tensor([elements])
     first, second = (x, wire) if op is pack else (wire, x)
-    with pytest.raises(ValueError, match=rf"hold 24 elements, the wire buffer has shape \[{elements}\]"):
+    with pytest.raises(RuntimeError, match=str(elements)):
         op(first, 1, [0, 1], [1, 6], second)
 
 
@@ -330,8 +330,8 @@ def test_of_unequal_parts_only_tiles_are_copied_as_they_are(check):
 WATCHED = [
     Watched(Guard("tiles need no sum", without="if False:"), UNEQUAL[0], ranks=0),
     Watched(Guard("tiles need no sum", without="if True:"), UNEQUAL[1], ranks=0),
-    Watched(Guard("joined tiles need no sum", without="if False:"), UNEQUAL[0], ranks=0),
-    Watched(Guard("joined tiles need no sum", without="if any(side.tiles for side in sides.each):"), UNEQUAL[2], ranks=0),
+    Watched(Guard("joined tiles need no sum", without="apart = False"), UNEQUAL[0], ranks=0),
+    Watched(Guard("joined tiles need no sum", without="apart = any(side.tiles for side in sides.each)"), UNEQUAL[2], ranks=0),
     Watched(Guard("halves are summed in fp32", without="half = False"), halves_summed_in_fp32, ranks=0),
     Watched(
         Guard("tiles lie in order", without="if tiles * size == shape[dim] and rest == 0:"),

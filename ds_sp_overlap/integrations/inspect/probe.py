@@ -298,11 +298,13 @@ def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:
         return f" is {list(own.shape)} {own.dtype}, not {list(driven.shape)} {driven.dtype}"
     if not own.numel() or own.is_meta:
         return ""
+    # Detached, since a checkpoint around the module counts the tensors that are saved.
+    own, driven = own.detach(), driven.detach()
     # Numbers that overflow in one of the two only must be near to it in the other.
     largest, finite = torch.finfo(own.dtype).max, own.isfinite() & driven.isfinite()
     if bool(((own.abs() < largest / 2) | (driven.abs() < largest / 2))[~finite].any()):
         return " overflows in one of the two alone"
-    own, driven = (x.detach().where(finite, 0) for x in (own, driven))
+    own, driven = own.where(finite, 0), driven.where(finite, 0)
     error, size = (x.double().norm() for x in (own - driven, own))
     relative = float(error / size) if size else float(error)
     # Norms of fp64 tensors may compute in fp32.

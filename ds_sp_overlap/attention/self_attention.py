@@ -232,8 +232,6 @@ class SelfAttention:
         Raises:
             ValueError: for arguments that don't fit; on all ranks alike in the layer's first call.
         """
-        extra = (*args, *kwargs.values())
-
         head_dim = 0
         if self.layer.config.memory == "auto" and self.can_window(self.split_projections()):
             head_dim = self.head_dim
@@ -242,7 +240,7 @@ class SelfAttention:
                 hidden_states,
                 position_embeddings,
                 lengths=sequence_lengths,
-                extra=extra,
+                extra=(*args, *kwargs.values()),
                 query_chunks=query_chunks,
             ),
             (hidden_states,),

@@ -98,7 +98,7 @@ class Sizes:
         self.layer, self.geometry = layer, layer.geometry(groups)
 
     def memory_bytes(self, schedule: Schedule, is_baseline: bool = False) -> list[int]:
-        """Return the bytes in memory while each step runs, beside x, dy and the weights.
+        """Return the most bytes in memory during each step, without x, dy and the weights.
 
         Args:
             schedule: The order of the steps.
@@ -106,48 +106,48 @@ class Sizes:
                 and v, so that they live until forward returns.
 
         Returns:
-            Bytes for each step of forward, for the rest of the layer, and for each step of
-            backward.
+            Bytes for each step of forward; then what waits for backward while the rest of the model
+            runs; then bytes for each step of backward.
         """
 
-        def attended_groups(group: int) -> list[int]:
+        def kv_groups_of(group: int) -> list[int]:
             return [sent for sent, _, _ in self.geometry.kv_pieces(group)]
 
-        return memory_bytes(schedule, cache(self.size), attended_groups, is_baseline)
+        return memory_bytes(schedule, cache(self.size), kv_groups_of, is_baseline)
 
     def size(self, tensor: Tensor) -> int:
-        """Return the bytes of a tensor that `schedule.memory` names; 0 for kinds not listed."""
-        what, name, group, _, exchange = tensor
+        """Return the bytes of a tensor that `schedule.memory` names; 0 for other roles."""
+        role, name, group, _, exchange = tensor
         layer = self.layer
         if exchange is not None:
             layout = self._exchange(exchange)
-            end = layout.source if what == "send" else layout.target
+            end = layout.source if role == "send" else layout.target
             if not layout.also and end.is_wire_layout:
                 return 0
-            sides = layout.sources if what == "send" else layout.targets
+            sides = layout.sources if role == "send" else layout.targets
             return sides.elements * layer.element_bytes
         x = self._tokens * layer.width * layer.element_bytes
-        if what in ("y", "dx"):
+        if role in ("y", "dx"):
             return x
         # The dx of several groups is summed in place.
-        if what == "more dx" and self.geometry.groups == 1:
+        if role == "more dx" and self.geometry.groups == 1:
             return x
         # Bytes of one head of one token.
         head = layer.head_dim * layer.element_bytes
-        if what == "dW":
+        if role == "dW":
             return layer.width * head * (layer.kv_heads if name in ("k", "v") else layer.heads)
-        if what not in ("local", "rows", "global", "more global", "lse", "work"):
+        if role not in ("local", "rows", "global", "more global", "lse", "work"):
             return 0
         kind = "q" if name == "o" else name
-        if what == "rows":
+        if role == "rows":
             return layer.width * self._local_heads(kind, group) * head
-        if what == "local":
+        if role == "local":
             return self._tokens * self._local_heads(kind, group) * head
         start, stop = self.geometry.sent_range(kind, 0, group)
         heads = self._global_tokens(kind) * layer.batch * max(stop - start, 0)
-        if what == "lse":
+        if role == "lse":
             return heads * max(4, layer.element_bytes)
-        if what == "work":
+        if role == "work":
             return self._work(heads * layer.head_dim)
         return heads * head
 

@@ -28,7 +28,7 @@ def candidates_for(max_groups: int, off: bool) -> tuple[Candidate, ...]:
 def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | None]]:
     """Merge the reports of several ranks: for each candidate the time of the slowest rank.
 
-    A rank that has not timed all remaining candidates of a trial does not count.
+    The candidates are those of `Trial.left`. A rank that has not timed all of them does not count.
 
     Returns:
         For each key of a trial: the shape in words, and the time of each remaining candidate; None

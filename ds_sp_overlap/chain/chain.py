@@ -213,7 +213,7 @@ class Chain:
             here.run_by(by_chunks(here.call.geometry.kinds, self.chunks, recompute))
         else:
             self.in_step = self.in_step and started is None
-            here, started = self._begun(layer, hidden, options, recompute), None
+            here, started = self._new_call(layer, hidden, options, recompute), None
             run_segment(None, here, hidden, recompute)
         if started is not None:
             started.ahead = next(iter(here.tokens.values())).grad_fn
@@ -221,7 +221,7 @@ class Chain:
         attend(here, hidden, recompute)
         following = None
         if successor is not None and self._may_start(successor):
-            following = self._begun(successor, hidden, options, recompute)
+            following = self._new_call(successor, hidden, options, recompute)
         out = run_segment(
             here, following, hidden, recompute, None if started is None else started.watch
         )
@@ -238,9 +238,19 @@ class Chain:
         # Tensors of inference mode don't tell when they are changed.
         return self.in_step and not compares and not torch.is_inference_mode_enabled()
 
-    def _begun(
+    def _new_call(
         self, layer: BlockLayer, hidden: Tensor, options: Options, recompute: Recompute
     ) -> LayerCall:
+        """Make the call of a layer, and check that it fits a chain; nothing is started.
+
+        Collective where ranks compare calls: not with exchanges under way, see `_may_start`.
+
+        Args:
+            layer: The layer.
+            hidden: Hidden states of its shape; for a successor, those of the layer before it.
+            options: What it is called with.
+            recompute: What is recomputed in backward.
+        """
         attention, chunks = layer.attention, self.chunks
         positions, lengths, queries, args, kwargs = options
 

@@ -116,9 +116,7 @@ class Exchange:
 
         Args:
             tensors: What is sent, in the shapes of the sources of ``layout.each``; kept alive until
-                the exchange is finished. For o, the q, k and v that it was computed from follow.
-                The token then depends on them, whatever local attention does with them on one rank,
-                so that every rank takes part in the exchanges of do, dq, dk and dv.
+                the exchange is finished.
 
         Returns:
             An empty tensor that autograd tracks; pass it to `finish`.
@@ -194,7 +192,10 @@ class Half(NamedTuple):
 
     Attributes:
         exchange: The exchange.
-        given: For a start, the tensors that `Exchange.start` takes; for a finish, the tokens.
+        given: For a finish, the tokens. For a start, the tensors that are sent; behind o, the q, k
+            and v that it was computed from. These are not sent, but the token depends on them,
+            whatever local attention does with them on one rank, so that every rank takes part in
+            the exchanges of do, dq, dk and dv.
         starts: Whether this is the start.
     """
 

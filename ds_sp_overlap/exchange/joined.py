@@ -45,24 +45,23 @@ def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
     Slices that several parts hold are summed, in fp32 for half precision. Slices that no part holds
     keep their values.
     """
-    # Whether no two views of a tensor overlap.
     tiled = all(side.tiles or not side.covers for side in sides.each)
-    apart = tiled or bool(sides.places())  # guard: joined tiles need no sum
+    # Whether no two views of a tensor overlap.
+    disjoint = tiled or bool(sides.places())  # guard: joined tiles need no sum
     totals = tensors
-    if not apart:
+    if not disjoint:
         totals = [torch.zeros_like(x, dtype=_exact(x.dtype)) for x in tensors]
     for part, place in _views(totals, sides, wire):
-        # Peers that have the same slice are dimensions along which the part does not move.
         same = [dim for dim, step in enumerate(part.stride()) if step == 0]
         if same:
             place = place.sum(same, dtype=_exact(part.dtype))  # guard: repeated parts are summed
             for dim in reversed(same):
                 part = part.select(dim, 0)
-        if apart:
+        if disjoint:
             ops.copy(part, place)
         else:
             part.add_(place)  # guard: joined replicas are summed
-    if not apart:
+    if not disjoint:
         for x, total in zip(tensors, totals):
             x.copy_(total)
 
@@ -105,7 +104,10 @@ def _tile(x: Tensor, side: Side) -> Tensor:
 def _views(
     tensors: Sequence[Tensor], sides: Sides, wire: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views that hold all parts of ``tensors``, each with its place in the wire."""
+    """Yield pairs of strided views of one shape, few for all parts: of a tensor, and of the wire.
+
+    A stride of 0 in the first is a dimension over peers that share one slice.
+    """
     for run in runs_of(sides, tuple(x.stride() for x in tensors)):
         x = tensors[run.tensor]
         part = x.as_strided(run.shape, run.strides, x.storage_offset() + run.offset)

@@ -20,9 +20,11 @@ A schedule has two programs, forward and backward. A program is a tuple of steps
     start q 0      launch an exchange, which proceeds beside the compute row
     finish q 0     the compute row waits for the exchange
 
-``start`` packs and ``finish`` unpacks, on the compute row. ``finish dq`` also computes the backward
-of RoPE and of the norm, for which it computes the norm again from its saved input; in a `Block` the
-dgrad of ``project`` does this. Where the kernel that packs also rotates, ``start`` rotates q and k, and
+The compute row is the stream on which everything is computed; exchanges run on another one. ``start``
+packs and ``finish`` unpacks, on the compute row. Where projections are computed part by part,
+``finish dq`` also computes the backward of RoPE and of the norm, and computes the norm again from
+its input, which forward saved or a `Windowed` recomputes; elsewhere autograd differentiates both.
+Where the kernel that packs also rotates, ``start`` rotates q and k, and
 ``finish`` rotates dq and dk back.
 
 The drawings below are printed by `draw`, first for two head groups. The length of a bar is the
@@ -74,18 +76,18 @@ Which code reads a schedule:
 - Ends of a layer are the projections of q, k and v, and the output projection. An end that is
   computed part by part is one node of autograd (`_StartInputs`, `_FinishOutput` of
   ``attention.runtime.nodes``), which walks its section of both programs. `Recorded` walks an end
-  that is not computed part by part. It makes one node of a start of o and the finishes of q, k, v
-  that follow it, unless RoPE comes after the exchange.
+  that is not computed part by part. It joins a start of o and the finishes of q, k, v that follow
+  it into one node, unless RoPE comes after the exchange.
 - In ``attention.runtime.window`` a whole layer is one node, which walks both programs of a
   `Windowed`, and sums dk and dv itself. When a checkpoint that saved attention reruns the layer,
   `ForwardRunner` walks ``recompute`` instead of forward.
 - In ``chain.block``, `_Segment` walks what lies between two attentions, and `_Attention` what is
-  around one. In backward a `RecomputeRegion` has `_Segment` walk its part of ``recompute``, then
-  `_Attention` the rest: just before backward waits for do; or, if the region ends without a next
-  layer, when the gradient of its output arrives. Autograd runs the other steps of backward in the
+  around one. In backward, just before the wait for do, a `RecomputeRegion` has `_Segment` and then
+  `_Attention` walk ``recompute``. A region without a next layer does so when the gradient of its
+  output arrives. Autograd runs the other steps of backward in the
   order that is drawn, but for the wgrads that ``schedule.block`` names; tests check the order.
-- `tools.planner.plan` simulates programs with the cost of each step, and `memory_bytes` computes
-  the bytes in memory meanwhile.
+- `tools.planner.plan`, and `autotune.choices` for ``"memory": "auto"``, simulate programs with the
+  cost of each step, and `memory_bytes` computes the bytes in memory meanwhile.
 - `profiling.timeline` names measured bars by the steps.
 - Tests compare the order that a layer recorded with its schedule.
 
@@ -93,7 +95,8 @@ Which code reads a schedule:
 from the attention of one layer to the attention of the next in chunks of tokens.
 
 A projection may have to be called whole, or the caller may have called it (the drop-in). Then the
-first ``project`` calls the module, or slices the caller's tensor; the output projection comes after
+first ``project`` of a module calls it; in the drop-in it slices the caller's tensor. The output
+projection comes after
 the last ``merge``; and autograd orders the backward of that end. The drop-in applies RoPE after the
 exchange. A step whose result nobody needs is left out.
 

@@ -21,26 +21,28 @@ Two layers of one head group, C = 2:
     wire    |           dqkv.1 dqkv.0
 
 In forward, the first chunk of o and the last of q, k, v are exposed. Backward has the reverse
-order. Weight gradients wait for all chunks (Note [Deferred wgrads] in ``attention.runtime.deferred``).
+order. Weight gradients of plain linear layers and of experts wait for all chunks (Note [Deferred
+wgrads] in ``attention.runtime.deferred``); those of other parameters are left to autograd.
 Those of the projections are computed under the last exchange of do, and those of the MLP under the
 first exchange of dq, dk and dv, which nothing else hides. But MLP weights that ZeRO-3 partitions,
 that belong to a unit of FSDP inside the MLP, or that are computed from other tensors, have their
-gradients with those of the projections. The weight gradients of the projections in front of the
-first attention are computed chunk by chunk, although the drawing has them at the end; so are all
-weight gradients of a layer that runs by itself.
+gradients with those of the projections. Where a layer starts its own q, k and v, the weight
+gradients of these projections are computed chunk by chunk, although the drawing has them at the
+end; so are all weight gradients of a layer that runs by itself.
 
 The layer before starts a layer's q, k and v. A layer starts its own if it is the first one, in its
 first call, in which the ranks compare their calls, wherever else `Chain._may_start` forbids the
-layer before to start them, or if its input is not the output of the layer before.
+layer before to start them, or if `Started.serves` denies that they fit the call.
 
 With ``recompute`` (gradient checkpointing), backward recomputes the segment in front of an
 attention, and the attention, under the last exchange of do; forward saves the hidden states and the
 local o. What lies behind the last attention is recomputed first, while nothing travels. q, k and v travel once more; o does not, since it was
 saved. Weight gradients are computed chunk by chunk, so that none is left to hide the first dq, dk
 and dv. With "but attention" the attention is not recomputed, since the log-sum-exp was saved too,
-and o travels beside do (``odo.c``); where q, k and v need no gradient, it is. A chain of one layer,
-C = 2, "but attention". Wo.0 MLP.0 Wo.1 MLP.1 at the beginning, and Wqkv.0 Wqkv.1 before the
-attention, are recomputed. After each wgrad, the bar of the same name is the dgrad:
+and o travels beside do (``odo.c``); where q, k and v need no gradient, or attention saves more, it is
+recomputed nevertheless. A chain of one layer, C = 2, "but attention". Wo.0 MLP.0 Wo.1 MLP.1 at the
+beginning, and Wqkv.0 Wqkv.1 before the attention, are recomputed. MLP.1 after MLP wgrad is the
+dgrad of chunk 1:
 
     backward
     compute | Wo.0 MLP.0 Wo.1 MLP.1 MLP wgrad MLP.1 Wo wgrad Wo.1 MLP wgrad MLP.0 Wo wgrad Wo.0 Wqkv.0 Wqkv.1 ......attention

@@ -22,7 +22,8 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
     group by group and then chunk by chunk, and all of its backward but the weight gradients must be
     the mirror image of forward; autograd places the weight gradients, wherever backward has them.
 
-    A layer calls this for schedules that it was passed as ``schedule=`` alone.
+    A layer checks what its ``schedule=`` returns, by default `by_head_groups`; schedules that the
+    config leads to are not checked.
 
     Args:
         schedule: The schedule.
@@ -89,9 +90,9 @@ def _check_window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
     """Check both programs of a window.
 
     Backward has more steps than that of any schedule (``backward``): it recomputes q, k and v. Its
-    wgrad of o comes before do starts, which takes o along. k and v are freed with the last group that attends to them, which in backward is the
-    group that they came with, see Note [Shared KV heads] in `window`. At most ``window`` groups are
-    in memory.
+    wgrad of o comes before do starts, which takes o along. k and v are freed after the last group
+    that attends to them, in the order of the program: in backward, after the group that they came
+    with, see Note [Shared KV heads] in `window`. At most ``window`` groups are in memory.
     """
     restarts = [step for step in schedule.backward if step.op is Op.START and not step.grad]
     for start in restarts:

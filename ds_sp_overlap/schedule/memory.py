@@ -14,16 +14,18 @@ backward makes. The backward of a window recomputes q, k and v, so its forward f
     work do 0                 attend do 0   attend do 0
     local o 0    [s/P, h_0]   finish o 0    merge o 0, wgrad o 0, start odo 0
     rows q 0     [h_0, m]     wgrad q 0     into dW q, at the end
-    y, dx, dW q               the first step that adds to it; the layer's caller reads it
+    y, dx, dW q               the first step that adds to it; read by the layer's caller, at the end
 
 There is no ``send`` where ``local`` already has the layout of the transfer: ``local`` then lives to
-``finish``. There is no ``recv`` where ``global`` has: ``start`` then allocates ``global``. lse is the log-sum-exp, one number per head and token. work is the memory that the
+``finish``. There is no ``recv`` where ``global`` has that layout: ``start`` then allocates
+``global``. lse is the log-sum-exp, one number per head and token. work is the memory that the
 backward of local attention allocates for itself. rows exist only in a window; elsewhere they are
 written into dW at once.
 
 Gradients have the same roles in the other direction: ``dgrad o`` makes local do, ``attend do`` makes
 global dq. x, dy and the weights are not counted, since they exist before. Left out are inputs of
-norms, KV heads that are repeated for attention, blocks, and what a checkpoint runs again.
+norms, KV heads that are repeated for attention, and what a checkpoint runs again. A `Block` has
+other steps, which nothing here knows.
 """
 
 from __future__ import annotations

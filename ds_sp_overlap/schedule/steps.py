@@ -181,7 +181,7 @@ class Schedule:
 
     @cached_property
     def last_attended(self) -> int:
-        """The group that may change k and v in place, since no later group reads them."""
+        """The only group that may change KV heads in place that several groups attend to."""
         return [step.group for step in self.forward if step.op is Op.ATTEND][-1]
 
     @cached_property

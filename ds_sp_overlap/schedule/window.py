@@ -27,15 +27,16 @@ under its attention. From W = 2 on, every exchange has work to hide it.
 
 A layer runs in this order if the config sets a window; if it sets ``checkpointing`` to "keep" or
 "offload", then with W = max(1, G // 2) unless it sets a window too; or if ``"memory": "auto"``
-chooses it. When a checkpoint that saved attention reruns the layer, the layer merges the saved o
-and does nothing else: no q, k, v, no attention, no exchange. Backward then runs as drawn. Any other
-checkpoint repeats all of forward.
+chooses it. If projections can't be computed part by part, the layer warns and holds all groups; a
+`Windowed` from ``schedule=`` raises. When a checkpoint that saved attention reruns the layer, the
+layer merges the saved o and does nothing else: no q, k, v, no attention, no exchange. Backward then
+runs as drawn. A checkpoint that saves no attention repeats all of forward.
 
 With W = 1, do with o, q, k and v are sent one at a time in backward, each finished before the next
-one is started; dq, dk and dv of a group are started together, and finished before the next group
-begins. o with do travels under Wq, q under Wk, k under Wv. Nothing hides v and dv of each group in
-backward; nor, in forward, v of the first group and o of the last. A group that sends q alone
-exposes q and dq instead.
+one is started; dq, dk and dv of a group are three exchanges, started one after another, and finished
+before the next group begins. o with do travels under Wq, q under Wk, k under Wv. Exposed are v and
+dv of each group in backward (q and dq of a group that sends q alone), and in forward v of the first
+group and o of the last.
 
 Note [Shared KV heads]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -74,7 +75,7 @@ class Windowed(Schedule):
 
     @cached_property
     def last_attended(self) -> int:
-        """No group may change k and v in place (-1), since backward attends in another order."""
+        """None (-1), since backward attends in another order."""
         return -1
 
 

@@ -3,6 +3,7 @@
 In fp64, also what the models compute in fp32 (`in_double`). What remains are roundings.
 """
 
+import copy
 import gc
 import weakref
 
@@ -393,6 +394,22 @@ def test_g_is_chosen_by_timing():
     for said, off in on_ranks(2, chosen, timeout_s=200):
         assert any("4 query and 1 KV heads" in line and "kept: G = " in line for line in said), said
         assert max(off[0, False]) < FP32, off
+
+
+def copied(rank):
+    """What a copy of one attention says, whose latents nobody would exchange."""
+    with in_double():
+        model = tiny_model("deepseek_v3", **heads(4))
+        enabled(model)
+        attention = attention_of(model)
+        x = torch.zeros(1, 16, attention.config.hidden_size).double()
+        tables = [torch.zeros(1, 16, ROTATED).double()] * 2
+        return refusal(copy.deepcopy(attention), x, tables, None)
+
+
+def test_a_copy_of_an_attention_refuses_to_attend_alone():
+    for kind, message in on_ranks(2, copied):
+        assert kind == "RuntimeError" and "this is a copy of one that is overlapped" in message
 
 
 # Guards.

@@ -155,6 +155,10 @@ class Attended:
     ) -> list[Tensor | None]:
         """Run the backward of attention.
 
+        It goes through the graph that `attend_once` recorded. Attention is computed again where
+        there is none, where q, k or v have other strides than in forward, or where the graph reads
+        o and ``o`` is missing or of another dtype (that of autocast).
+
         Args:
             attend: As for `attend_once`.
             heads: q, k and v, recomputed.

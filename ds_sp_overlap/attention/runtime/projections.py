@@ -102,8 +102,8 @@ class Projections:
         Args:
             x: [tokens, m].
             tokens: (s/P, b). The dimensions of the tokens in the result.
-            parameters: Weight and bias of each linear layer, as in `parameters`, or as autocast
-                casts them.
+            parameters: Weight and bias of each linear layer in turn, of the layer or cast by
+                autocast; what follows them is left out.
 
         Returns:
             A function from a part to [s/P, b, h_g, d]; or to [s/P, b, P, h_g/P, d] in the memory
@@ -118,10 +118,12 @@ class Projections:
             bias = biases[module]
             weight, added, _ = pairs[module]
             if ranks:
+                # The product writes the send buffer.
                 added = None if added is None else batched(added, 0, rows, ranks)
                 y = by_rank(x, batched(weight, 0, rows, ranks), added)
                 return y.view(*tokens, ranks, y.shape[-1] // self.head_dim, self.head_dim)
             if len(rows) > 1:
+                # Rows in several slices, see Note [Slices of weights].
                 y = mm_of_slices(x, weight.t(), rows, added)
             elif bias is None:
                 y = torch.mm(x, weights[module](rows))

@@ -444,7 +444,7 @@ class _Interpreter:
         """
         trace = self.trace
         for output in trace.outputs:
-            before = output.input_of(heads)
+            before = output.input_rows(heads)
             if before is None:
                 continue
             norm, size = getattr(trace.module, output.name), heads.shape[-1:]

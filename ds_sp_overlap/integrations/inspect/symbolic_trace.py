@@ -95,15 +95,15 @@ class TracedOutput:
         index = x - self.first
         return torch.where((index >= 0) & (index < self.count), index, -1)
 
-    def input_of(self, x: Tensor) -> Tensor | None:
-        """Return the input at the places of the output where ``x`` lies.
+    def input_rows(self, x: Tensor) -> Tensor | None:
+        """Return the rows of the input that lie where the rows of ``x`` lie in the output.
 
         Args:
-            x: [.., d]. Rows of numbers.
+            x: [.., d]. Rows of labels, in any order.
 
         Returns:
-            [.., d]. None unless each row of ``x`` is one row of the labels with its numbers in
-            order, and labels and input have as many numbers. The rows may come in any order.
+            [.., d]. None unless each row of ``x`` is a whole row of the output, in order, and the
+            call returned as many numbers as it was given.
         """
         index, width = self.find(x), self.input.shape[-1]
         if x.shape[-1] != width or self.count != self.input.numel() or (index < 0).any():

@@ -1,4 +1,4 @@
-"""The patterns (sliding windows, chunks) that a transformers model asks its masks to have.
+"""Reads which patterns (sliding windows, chunks) the masks of a transformers model have.
 
 A mask of one rank is of no use where the sequence is split over ranks: transformers would make the
 mask for the rank's own tokens. This file reads the pattern off the mask functions instead, and
@@ -128,7 +128,11 @@ class Masks:
     def _placeholder(
         self, shape: tuple[int, ...], device: Any, sequence: GlobalSequence, pattern: Pattern
     ) -> Tensor:
-        """Make a placeholder of ``shape``, and remember its sequence and its pattern."""
+        """Make a placeholder of ``shape``, which masks nothing; remember sequence and pattern.
+
+        The weak reference lets the memory go but keeps its ``_cdata`` from being used again, so
+        that no later mask is taken for this one. `for_attention` drops what is gone.
+        """
         mask = torch.ones((), dtype=torch.bool, device=device).expand(shape)
         storage = mask.untyped_storage()
         self._placeholders[storage._cdata] = _Placeholder(

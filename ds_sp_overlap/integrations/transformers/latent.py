@@ -26,7 +26,7 @@ from ..layers import OverlapSettings
 from ..rebinding import Undo, rebind
 from .attention_function import bind_function
 from .forward import Forwards
-from .modules import off_in_eval
+from .modules import off_in_eval, refuse_copy
 
 EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
 # Digests of the sources of ``expand_kv`` that compute the same as `LatentAttention`.
@@ -125,6 +125,7 @@ def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -
 
     def expand(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         splits = can_expand_rows(getattr(module, PROJECTION))
+        # An adapter around the projection expands all latents itself; then k and v travel.
         if off_in_eval(module) or not splits:  # guard: adapters are heard
             return type(module).expand_kv(module, latent, rotated)
         return latent, rotated
@@ -138,7 +139,7 @@ def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -
         finally:
             vars(module).pop(EXPAND, None)
 
-    undo_forward = rebind(module, forward, whole=False)
+    undo_forward = rebind(module, forward, whole=False, of_copy=refuse_copy)
 
     def undo(module: nn.Module) -> None:
         undo_forward(module)

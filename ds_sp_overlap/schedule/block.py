@@ -79,7 +79,7 @@ class Block(Schedule):
 
     @cached_property
     def _cut(self) -> int:
-        """Index in forward of the first step of the segment."""
+        """Index in forward of the first step of the segment: behind the last start of o."""
         starts_o = [step.op is Op.START and step.tensors == O for step in self.forward]
         return len(starts_o) - starts_o[::-1].index(True)
 
@@ -95,7 +95,7 @@ class Block(Schedule):
 
     @cached_property
     def recomputes(self) -> Recompute:
-        """What is computed again in backward."""
+        """What is computed again in backward, read off the steps of ``recompute``."""
         if not self.recompute:
             return "none"
         is_whole = any(step.op is Op.ATTEND for step in self.recompute)
@@ -126,9 +126,9 @@ class Block(Schedule):
         return crossings
 
     def chain(self, layers: int, follows: bool = False, is_followed: bool = False) -> Schedule:
-        """Return one schedule of successive layers, to be drawn and simulated.
+        """Return one schedule of successive layers, to be drawn, simulated and named in a timeline.
 
-        Layers themselves walk the schedule of one segment after the other.
+        A layer that runs walks the parts of its own `Block` instead.
 
         Args:
             layers: Number of layers.
@@ -137,6 +137,7 @@ class Block(Schedule):
         """
         finishes_do = [step.op is Op.FINISH and step.tensors == O for step in self.backward]
         cut = finishes_do.index(True)
+        # Backward goes through the segment behind an attention, then through the attention.
         segment, attention = self.backward[:cut], self.backward[cut:]
         forward = self.segment if follows else head(self.segment)
         forward += (self.attention_steps + self.segment) * (layers - 1) + self.attention_steps
@@ -149,9 +150,11 @@ class Block(Schedule):
         return replace(self, forward=forward, backward=backward)
 
     def name(self, step: Step) -> str:
+        """Return the name of an exchange, with its chunk."""
         return f"{super().name(step)}.{step.chunk}"
 
     def label(self, step: Step) -> str:
+        """Return the text on the bar of a step of the compute row, with its chunk."""
         if step.op is Op.ATTEND:
             return super().label(step)
         weights = "MLP" if step.tensors == OF_MLP else f"W{''.join(step.tensors)}"
@@ -179,7 +182,7 @@ def head(segment: Program) -> Program:
 
 @cache
 def by_chunks(kinds: tuple[str, ...], chunks: int, recompute: Recompute = "none") -> Block:
-    """Return the schedule of a layer in a chain, in chunks of tokens.
+    """Return the schedule of a layer in a chain, in chunks of tokens; drawn above.
 
     Args:
         kinds: The tensors that travel with each head group, as for `by_head_groups`; here in one
@@ -238,10 +241,11 @@ def recomputed(block: Block, recompute: Recompute) -> Program:
 def periods(kinds: tuple[str, ...], chunks: int) -> tuple[Needs, Needs]:
     """Return one period of a chain in forward and in backward: steps, with those they come after.
 
-    A period of forward goes from the end of the last group's attention in one layer to the same
-    point in the next layer. A period of backward goes from group 0 to group 0. Only those steps are
-    in it that every order must place there. Left out are exchanges of the other groups of o, or of
-    dq, dk and dv, and weight gradients.
+    A plan computes from it the time that no order of a long chain can beat. A period of forward
+    goes from the end of the last group's attention in one layer to the same point in the next
+    layer. A period of backward goes from group 0 to group 0. Only those steps are in it that every
+    order must place there. Left out are exchanges of the other groups of o, or of dq, dk and dv,
+    and weight gradients.
 
     Args:
         kinds: The tensors that travel with each head group, as for `by_head_groups`.

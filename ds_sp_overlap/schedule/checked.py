@@ -13,7 +13,7 @@ from .window import Windowed
 
 
 def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
-    """Return ``schedule`` if a layer can run by it.
+    """Return ``schedule`` if a layer can run by it; raise ValueError if not.
 
     Every step of the layer must be there once, after the steps that it needs. The sections of
     `Schedule` must be three pieces in their order, and the attention section of backward must be
@@ -72,7 +72,10 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
 
 
 def _check_program(name: str, program: Program, needs: Needs) -> None:
-    """Check that every step of ``needs`` is there once, after those that it needs, and no other."""
+    """Check that every step of ``needs`` is there once, after those that it needs, and no other.
+
+    Raises ValueError for the first fault; ``name`` is that of the program, for the message.
+    """
     done: set[Step] = set()
     for step in program:
         if step not in needs or step in done:
@@ -89,10 +92,11 @@ def _check_program(name: str, program: Program, needs: Needs) -> None:
 def _check_window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
     """Check both programs of a window.
 
-    Backward has more steps than that of any schedule (``backward``): it recomputes q, k and v. Its
-    wgrad of o comes before do starts, which takes o along. k and v are freed after the last group
-    that attends to them, in the order of the program: in backward, after the group that they came
-    with, see Note [Shared KV heads] in `window`. At most ``window`` groups are in memory.
+    Backward recomputes q, k and v, so it has more steps than the needs of any schedule
+    (``backward``), to which they are added here. wgrad o comes before start do, which frees the o
+    that it reads. In backward a group attends after the finishes of the recomputed q, k and v that
+    it reads, shared ones among them (Note [Shared KV heads] in `window`). At most ``window`` groups
+    are in memory.
     """
     restarts = [step for step in schedule.backward if step.op is Op.START and not step.grad]
     for start in restarts:
@@ -126,6 +130,7 @@ def _check_window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
         ("backward", schedule.backward, backward_beside),
     ):
         _check_program(name, program, needs)
+        # The groups between their projection of q and the end of their attention.
         live: set[int] = set()
         for step in program:
             if step.op is Op.PROJECT and step.tensors == Q:
@@ -199,13 +204,15 @@ def _check_block(block: Block, kinds: tuple[str, ...]) -> None:
 
 
 def _with(beside: Tensors, step: Step) -> Step:
-    """Return the step, with ``beside`` if it is an end of the exchange of do."""
+    """Return the step; with ``beside`` if it starts or finishes the exchange of do."""
     sends_do = step.on_wire and step.tensors == O and step.grad
     return step._replace(beside=beside) if sends_do else step
 
 
 def needs_of(kinds: tuple[str, ...], starts: Program) -> tuple[Needs, Needs]:
-    """Return the steps of forward and of backward, each with the steps that it comes after.
+    """Return the steps of forward and of backward, each with the steps that it must come after.
+
+    They hold for any schedule but a `Block`; `check` and the `limit` of a plan start from them.
 
     Args:
         kinds: The tensors that travel with each head group, as for `by_head_groups`.

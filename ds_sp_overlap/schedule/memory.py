@@ -70,10 +70,10 @@ def memory_bytes(
     kv_groups_of: Callable[[int], Sequence[int]],
     caller_has_qkv: bool,
 ) -> list[int]:
-    """Return the most bytes in memory during each step.
+    """Return the most bytes in memory during each step, without running any.
 
     Args:
-        schedule: The schedule.
+        schedule: The schedule; no `Block`.
         size_bytes: Bytes of a tensor. 0 for a send buffer if the transfer reads the source where it
             is, and for a receive buffer if the transfer writes to the target.
         kv_groups_of: For a group, the groups with which the KV heads travelled that it attends to.
@@ -95,6 +95,7 @@ def memory_bytes(
         for name in (*QKV, *O):
             rows = [Tensor("rows", name, step.group) for step in wgrads if name in step.tensors]
             uses.append((last_index, _Use(rows, [Tensor("dW", name)])))
+    # `returned` is the use of `MLP`, the first behind forward.
     end, returned = len(uses), [index for index, _ in uses].index(len(schedule.forward))
     # When each tensor was made; and for each time that it was made, when it is read last.
     made: dict[Tensor, int] = {}
@@ -103,6 +104,7 @@ def memory_bytes(
         made.update((tensor, now) for tensor in use.makes)
         for tensor in (*use.makes, *use.reads):
             last_read[tensor, made[tensor]] = now
+    # The bytes that are freed after each use; at `end`, those that the caller reads.
     freed = [0] * (end + 1)
     for (tensor, _), now in last_read.items():
         if tensor.role in ("y", "dx", "dW"):
@@ -123,7 +125,10 @@ def _uses(
     size_bytes: Callable[[Tensor], int],
     kv_groups_of: Callable[[int], Sequence[int]],
 ) -> Iterator[Sequence[_Use]]:
-    """Yield the uses of each step."""
+    """Yield the uses of each step of forward, of `MLP`, and of each step of backward.
+
+    An exchange that is finished has two uses, any other step one.
+    """
     sums: set[Tensor] = set()
 
     def add(tensor: Tensor, *terms: Tensor) -> _Use:
@@ -182,7 +187,7 @@ def _exchange_uses(step: Step, size_bytes: Callable[[Tensor], int]) -> Sequence[
     unpacks = size_bytes(recv) > 0
     if step.op is Op.START:
         return [_Use(sources, [send, recv] if unpacks else [send, *targets])]
-    # The sent tensors are freed before memory for the received tensors is allocated.
+    # Two uses: what was sent is freed before memory for the unpacked tensors is allocated.
     return [
         _Use([send] if size_bytes(send) else sources, ()),
         _Use([recv], targets) if unpacks else _Use(targets, ()),

@@ -118,6 +118,7 @@ def draw(schedule: Schedule, program: Program) -> str:
     label = None
 
     def columns(step: Step) -> int:
+        """Return as the duration of a step the characters that its bar needs."""
         nonlocal label
         if step.op is Op.START:
             return len(schedule.name(step)) + 1
@@ -142,5 +143,5 @@ def _short(label: str) -> str:
 
 
 def order(schedule: Schedule, program: Program) -> list[str]:
-    """Return the starts and finishes of a program: ``>q0`` and ``<q0``."""
+    """Return the starts and finishes of a program in its order: ``>q0`` and ``<q0``."""
     return [stop_of(schedule, step) for step in program if step.on_wire]

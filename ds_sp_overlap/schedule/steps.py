@@ -83,7 +83,10 @@ class Step(_Fields):
 
     @cached_property
     def to_tokens(self) -> bool:
-        """Whether the exchange is a sequence scatter, from the heads of this rank to its tokens."""
+        """Whether the exchange is a sequence scatter, from the heads of this rank to its tokens.
+
+        o goes there in forward, and dq, dk and dv in backward.
+        """
         return ("o" in self.tensors) != self.grad
 
     @cached_property
@@ -93,7 +96,10 @@ class Step(_Fields):
 
     @cached_property
     def mirror(self) -> Step:
-        """The step with which autograd mirrors this step of forward in backward."""
+        """The step with which autograd mirrors this step of forward in backward.
+
+        A start becomes the finish of the gradient's exchange, a product its dgrad.
+        """
         return self._replace(op=_MIRRORED.get(self.op, Op.DGRAD), grad=True)
 
     @cached_property
@@ -181,12 +187,18 @@ class Schedule:
 
     @cached_property
     def last_attended(self) -> int:
-        """The only group that may change KV heads in place that several groups attend to."""
+        """The group that attends last in forward.
+
+        It alone may change KV heads in place that several groups attend to.
+        """
         return [step.group for step in self.forward if step.op is Op.ATTEND][-1]
 
     @cached_property
     def beside(self) -> Tensors:
-        """Return the tensors that travel beside do: o, if the backward of attention reads o."""
+        """The tensors that travel beside do.
+
+        o, where the backward of attention reads o and forward saved the local o; else none.
+        """
         return next((step.beside for step in self.backward if step.beside), ())
 
     @cached_property
@@ -210,7 +222,7 @@ class Schedule:
 
     @cached_property
     def names_of_values(self) -> dict[Exchanged, str]:
-        """Names of the exchanges of values.
+        """Names of the exchanges of values, by which their gradients are found as well.
 
         Computed once, since a layer asks for them in every call.
         """

@@ -75,12 +75,12 @@ class Windowed(Schedule):
 
     @cached_property
     def last_attended(self) -> int:
-        """None (-1), since backward attends in another order."""
+        """-1, no group: backward attends in another order, so none may change shared k and v."""
         return -1
 
 
 def schedule_of(geometry: Any, window: int | None = None, wgrad_last: bool = True) -> Schedule:
-    """Return the schedule of a layer that was passed none.
+    """Return the schedule of a layer that was passed no ``schedule=``.
 
     Args:
         geometry: The `exchange.geometry.Geometry` of a call, or what has its ``heads``,
@@ -104,7 +104,7 @@ def by_window(
     wgrad_last: bool = True,
     products_last: bool = False,
 ) -> Windowed:
-    """Return the schedule in which few groups are in memory at a time.
+    """Return the schedule in which few groups are in memory at a time; drawn above for W = 2.
 
     Args:
         kinds: The tensors that travel with each head group, as for `by_head_groups`.
@@ -122,6 +122,7 @@ def by_window(
     forward: list[Step] = []
 
     def project(program: list[Step], tensors: Tensors, group: int) -> None:
+        """Add the projections of tensors that travel together, and the start of their exchange."""
         program += [Step(Op.PROJECT, (kind,), False, group) for kind in tensors]
         program += [Step(Op.START, tensors, False, group)]
 
@@ -157,6 +158,7 @@ def by_window(
             recomputed[last_use[group]].append((("k", "v"), group))
 
     def begin(group: int, before_project: Program = ()) -> None:
+        """Add the steps of a group before its attention; from W = 2 on, `finish` has finishes."""
         dgrad, wgrad = Step(Op.DGRAD, O, True, group), Step(Op.WGRAD, O, True, group)
         start = Step(Op.START, O, True, group, beside=O)
         program = [*((dgrad, wgrad) if wgrad_last else (wgrad, dgrad)), start, *before_project]
@@ -165,6 +167,7 @@ def by_window(
         backward.extend(_one_at_a_time(program) if window == 1 else program)
 
     def finish(group: int) -> None:
+        """Add the finishes of do with o, and of the recomputed q, k and v of a group."""
         backward.append(Step(Op.FINISH, O, True, group, beside=O))
         for tensors, owner in recomputed[group]:
             backward.append(Step(Op.FINISH, tensors, False, owner))
@@ -205,7 +208,10 @@ def by_window(
 
 
 def _one_at_a_time(program: list[Step]) -> list[Step]:
-    """Finish each exchange before the next one is started, so that there is one send buffer."""
+    """Return the steps with a finish of each exchange before the next is started, and of the last.
+
+    So there is one send buffer at a time.
+    """
     steps: list[Step] = []
     finishes: list[Step] = []
     for step in program:

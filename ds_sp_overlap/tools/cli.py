@@ -100,7 +100,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, parser: Parser) -> int:
-    """Run a training script, or module, as Python would."""
+    """Run a training script, or module, as Python would, in this process.
+
+    An error of the script is raised again, after advice where the Megatron bridge has some. The
+    parser ends the process for arguments that can't be run. Returns the exit status 0.
+    """
     if args.timeline_steps and not args.timeline:
         parser.error("--timeline-steps needs --timeline FOLDER")
     script = Path(args.script)
@@ -110,7 +114,9 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
         from ..integrations.deepspeed import initialize as deepspeed
 
         steps = {"steps": args.timeline_steps} if args.timeline_steps else {}
+        # Merged into the section when the script calls deepspeed.initialize.
         deepspeed.from_command_line["timeline"] = {"path": args.timeline, **steps}
+    # The launcher's argument, which `main` has taken, is the script's.
     local_rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
     sys.argv = [args.script, *local_rank, *args.args]
     # The folder of the script, as for python SCRIPT. For a module's name this is the current
@@ -135,7 +141,10 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
 
 
 def _why_not_run(name: str) -> str | None:
-    """Return why ``python -m`` could not run a module; None if it could."""
+    """Return why ``python -m`` could not run a module; None if it could.
+
+    Imports the packages around the module. An error in one of these is raised.
+    """
     try:
         spec = None if "" in name.split(".") else importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:

@@ -64,10 +64,12 @@ class _Faulty(C10d):
     def launch(
         self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str
     ) -> Handle:
+        """Launch an exchange; the wait for that of dv adds the fault."""
         work = super().launch(send, recv, send_sizes, recv_sizes, group, name)
         if "dv" not in name:
             return work
 
+        # The values are there only after the wait, so the fault is planted then.
         class Late:
             def wait(self) -> None:
                 work.wait()
@@ -77,11 +79,13 @@ class _Faulty(C10d):
 
 
 def _local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend causally; q, k, v and o are [b, s, heads, d]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def _projections(device: torch.device) -> nn.ModuleDict:
+    """Return q_proj, k_proj, v_proj and o_proj with the same weights on every rank."""
     torch.manual_seed(0)
     width = HEADS * HEAD_DIM
     rows = {"q": width, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM, "o": width}
@@ -94,7 +98,17 @@ def _projections(device: torch.device) -> nn.ModuleDict:
 def _errors(
     rank: int, size: int, device: torch.device, groups: int, faulty: bool
 ) -> dict[str, float]:
-    """Return the relative error of the output and of each gradient, the largest over the ranks."""
+    """Return the relative error of the output and of each gradient, the largest over the ranks.
+
+    Collective. Each rank also computes the whole sequence by itself, which is the expectation.
+
+    Args:
+        rank: This rank.
+        size: The number of ranks, P.
+        device: Where this rank computes.
+        groups: Head groups, G.
+        faulty: Whether the exchanges have the planted fault of `_Faulty`.
+    """
     layer = _projections(device)
     torch.manual_seed(1)
     shape = (2, BATCH, size * LOCAL_SEQ, HEADS * HEAD_DIM)
@@ -131,7 +145,14 @@ def _errors(
 
 
 def _rank(rank: int, size: int, store: str, result: str) -> None:
-    """One rank of the self-check; rank 0 saves the errors."""
+    """Run one rank of the self-check in a process of its own; rank 0 saves the errors.
+
+    Args:
+        rank: This rank.
+        size: The number of ranks, P.
+        store: The file by which the ranks find each other.
+        result: The file for the errors of `_errors` by run, as `verdict` takes them.
+    """
     on_gpu = torch.cuda.device_count() >= size
     torch.set_num_threads(1)
     if on_gpu:
@@ -171,7 +192,8 @@ def doctor(ranks: int) -> int:
         ranks: The ranks of the self-check.
 
     Returns:
-        The exit status; 0 if the self-check passed.
+        The exit status: 0 if the self-check passed, 1 if not, 2 for a number of ranks that it
+        can't run with.
     """
     if not 1 <= ranks <= HEADS:
         print(

@@ -40,7 +40,7 @@ def costs(rows: list) -> dict[tuple, tuple[float, ...]]:
     """Sum the costs of each exchange of one rank.
 
     Returns:
-        By (step, layer, what): calls, bytes, and the milliseconds of `HEADERS`.
+        By (step, layer, name of the exchange): calls, bytes, then the milliseconds of `HEADERS`.
     """
     by_exchange: dict[tuple, dict[str, list]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -48,10 +48,11 @@ def costs(rows: list) -> dict[tuple, tuple[float, ...]]:
     table: dict[tuple, tuple[float, ...]] = {}
     for key, kinds in by_exchange.items():
         if "transfer" not in kinds:
-            continue
+            continue  # computing, or the bar of a whole layer
         took = {kind: sum(row.end - row.begin for row in bars) for kind, bars in kinds.items()}
         relayout = took["pack"] + took["unpack"]
         exchange = took["transfer"] + relayout
+        # The compute row packs; its wait lasts until it has unpacked.
         exposed = min(exchange, took["wait"] + took["pack"])
         size = sum(row.bytes for row in kinds["transfer"])
         table[key] = len(kinds["transfer"]), size, exchange, exposed, exchange - exposed, relayout
@@ -61,12 +62,13 @@ def costs(rows: list) -> dict[tuple, tuple[float, ...]]:
 def tables(every: list[list]) -> str:
     """Return tables: sums per step, and means of a step per exchange and per layer.
 
-    Milliseconds are means over the ranks.
+    All numbers are means over the ranks.
     """
     of_ranks = [costs(rows) for rows in every]
     steps = sorted({step for rank in of_ranks for step, *_ in rank})
 
     def table(title: str, name: str, index: int, per: int) -> str:
+        """Return a table with a line for each value at ``index`` of the keys, sums over ``per``."""
         sums: dict[Any, list[float]] = {}
         for rank in of_ranks:
             for key, values in rank.items():
@@ -88,10 +90,10 @@ def tables(every: list[list]) -> str:
 
 
 def lanes(rows: Iterable) -> list[tuple[int, Any]]:
-    """Place rows that are in flight together into different lanes.
+    """Place rows that are in flight together into different lanes, each row in the first free one.
 
     Returns:
-        (lane, row) for each row, by their begin.
+        (lane, row) for each row, sorted by begin.
     """
     busy_until: list[float] = []
     placed = []
@@ -106,7 +108,8 @@ def lanes(rows: Iterable) -> list[tuple[int, Any]]:
 def trace(every: list[list]) -> dict:
     """Return the trace in the JSON format of chrome://tracing, which Perfetto reads.
 
-    Each rank is a process, each of its lines a thread.
+    Each rank is a process. Its threads are the compute row, the lanes of transfers, and one for
+    packing and unpacking.
     """
     events = []
     for rank, rows in enumerate(every):
@@ -190,7 +193,10 @@ def panels(every: list[list]) -> list[Panel]:
 
 
 def bars(every: list[list], panel: Panel) -> tuple[list[str], list[tuple[int, float, float, Any]]]:
-    """Place the bars of a panel.
+    """Place the bars of a panel, cut where the panel begins and ends.
+
+    Each rank has a compute line and a side line; below them are lines without a name for further
+    lanes of transfers. Packing and unpacking are drawn on the side line.
 
     Returns:
         The names of the lines; and (line, begin, end, row) of every bar, in ms since the begin of
@@ -229,6 +235,7 @@ def draw(every: list[list]) -> Any:
         alike: dict[tuple[int, str], list] = defaultdict(list)
         for line, begin, end, row in placed:
             alike[line, row.kind].append((begin, end - begin))
+            # A letter takes about 0.8 % of the width.
             fits = end - begin > 0.008 * len(row.what) * panel.duration
             if row.kind in ("compute", "transfer") and fits:
                 axis.text((begin + end) / 2, line, row.what, ha="center", va="center", fontsize=7)
@@ -275,7 +282,7 @@ def page(figure: Any, text: str) -> str:
 
 
 def write(folder: str, every: list[list]) -> None:
-    """Write the timeline of all ranks into a folder.
+    """Write the timeline of all ranks into a folder; sp rank 0 does so after the recorded steps.
 
     Writes timeline.txt, exchanges.csv and trace.json; with matplotlib also timeline.html and
     timeline.png.

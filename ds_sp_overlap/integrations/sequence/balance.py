@@ -13,12 +13,12 @@ import numpy as np
 from ...exchange.layout import chunk_of
 from ...exchange.shares import QueryChunks
 
-# Chunks for each share: more balance better, and are more calls of attention.
+# Chunks for each share. More chunks balance better, but each is a call of attention of its own.
 _CHUNKS = 8
 
 
 def balanced(work: np.ndarray, shares: int) -> QueryChunks:
-    """Deal the tokens of the sequence to shares.
+    """Deal the tokens of the sequence to shares; the same on every rank.
 
     All shares get equally many chunks, so that q and o stay equally large.
 
@@ -32,6 +32,7 @@ def balanced(work: np.ndarray, shares: int) -> QueryChunks:
     chunks = min(_CHUNKS, len(work) // shares)
     ranges = [chunk_of(len(work), at, chunks * shares) for at in range(chunks * shares)]
     of_chunks = np.add.reduceat(work, [start for start, _ in ranges]).tolist()
+    # The work that each share was dealt so far, and its chunks.
     loads, dealt = [0] * shares, [[] for _ in range(shares)]  # type: ignore[var-annotated]
     for chunk in sorted(range(len(ranges)), key=lambda chunk: -of_chunks[chunk]):
         free = [share for share in range(shares) if len(dealt[share]) < chunks]

@@ -41,6 +41,8 @@ def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
 class Documents:
     """The documents of every row of a batch, sorted by the way in which attention takes them.
 
+    `GlobalSequence` makes it on the host, once for all layers of a forward of the model.
+
     Args:
         bounds: [n, 3]. Row, start and stop of each document, sorted by row and start.
         rows: The number of rows, b.
@@ -72,6 +74,7 @@ class Documents:
     ):
         self.rows, self.queries = rows, queries or (0, seq)
         first, last = self.queries
+        # From here on, a row is its queries alone, and a place in it counts from the first of them.
         seq = last - first
         bounds = bounds[(bounds[:, 1] < last) & (bounds[:, 2] > first)]
         bounds[:, 2] = np.minimum(bounds[:, 2], last)
@@ -89,10 +92,12 @@ class Documents:
 
         index_arrays: list[np.ndarray] = []
         starts, power = bounds[:, 0] * seq + bounds[:, 1] - first, 2
+        # Calls on documents of more than power / 2 and at most ``power`` tokens; none is long.
         while power // 2 * _LONG <= seq:
             (similar,) = np.nonzero(~is_long & (length > power // 2) & (length <= power))
             for begin in range(0, len(similar), _BATCH):
                 batch = similar[begin : begin + _BATCH]
+                # A shorter document repeats its last token, whose further results are not real.
                 nth, lengths = np.arange(power), length[batch, None]
                 index, real = starts[batch, None] + np.minimum(nth, lengths - 1), nth < lengths
                 index_arrays += [index, real.ravel().nonzero()[0]]
@@ -101,6 +106,7 @@ class Documents:
 
         alone = starts[~is_long & (length == 1)]
         tokens = np.concatenate([*tokens_of_calls, alone])
+        # The inverse of ``tokens``: where to find the result of each query.
         order = np.empty_like(tokens)
         order[tokens] = np.arange(len(tokens))
         *short, self.alone, self.order = to_device([*index_arrays, alone, order], device)
@@ -134,7 +140,7 @@ class Documents:
         k: Tensor,
         v: Tensor,
     ) -> Tensor:
-        """Attend within each document.
+        """Attend within each document; runs in each call of a layer, once per head group.
 
         Args:
             attention: Attends to documents q, k, v [n, length, h, d]; returns o [n, length, h, d].

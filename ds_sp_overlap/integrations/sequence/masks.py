@@ -47,7 +47,7 @@ class Pattern:
 
 
 def read(function: Callable) -> Pattern:
-    """Read the pattern off one of transformers' mask functions.
+    """Read the pattern off one of transformers' mask functions, as a model makes its masks.
 
     Raises:
         ValueError: for a mask function that is not known here, or is not causal.
@@ -62,7 +62,9 @@ def read(function: Callable) -> Pattern:
 def _read_into(clauses: dict[str, Any], function: Callable) -> None:
     """Add to ``clauses`` the restrictions that a mask function and its parts make.
 
-    Their names are "causal" and those of `Pattern`, which `transformers.attention_function` obeys.
+    transformers makes mask functions by nesting closures. Each is known by the name of the function
+    that made it, and its variables give the numbers. The restrictions are called "causal" or as in
+    `Pattern`, which `transformers.attention_function` obeys.
 
     Raises:
         ValueError: for a function that is not known.
@@ -96,15 +98,16 @@ _FIND_DOCUMENTS, RECURRENT = "find_packed_sequence_indices", "create_recurrent_a
 
 
 def _documents_of(position_ids: Tensor) -> Tensor:
-    """Number the documents of each token [b, s/P], without a wait for the device.
+    """Return the number of each token's document [b, s/P], without a wait for the device.
 
-    transformers' own function waits for the device, to return None for a single document.
+    Takes the place of a function of transformers while `Masks.for_attention` runs. That function
+    waits for the device, to return None for a single document.
     """
     return (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
 
 class _Placeholder(NamedTuple):
-    """A placeholder's memory, the sequence of its forward and the pattern of its mask."""
+    """The memory of a placeholder, the sequence of its forward, and the pattern of its mask."""
 
     storage: StorageWeakRef
     sequence: GlobalSequence
@@ -190,6 +193,7 @@ class Masks:
 
         @torch.compiler.disable
         def create_mask(*args: Any, **kwargs: Any) -> Any:
+            """Return a placeholder for a model of ``configs``, a mask for any other model."""
             if id(kwargs.get("config")) not in config_ids:
                 return original(*args, **kwargs)
             try:
@@ -205,7 +209,8 @@ class Masks:
             shape = kwargs["batch_size"], 1, queries, kwargs["kv_length"]
             return self._placeholder(shape, device, sequence, pattern=pattern)
 
-        # The table has global entries, and entries of this process that hide them.
+        # An assignment to transformers' table makes an entry that hides the library's own. An
+        # earlier such entry must come back; without one, the new entry must go.
         hiding = functions._local_mapping.get(implementation)
         find_documents = getattr(library, _FIND_DOCUMENTS, None)
         functions[implementation] = create_mask

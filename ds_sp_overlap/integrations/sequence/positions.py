@@ -66,7 +66,8 @@ _CODES = [None, *_FAULTS]
 class GlobalSequence:
     """The facts about the global sequence that attention needs in one forward.
 
-    Computed on the host; the tensors are made when they are first asked for.
+    `Positions.gather` makes one in each forward, the same on every rank. Computed on the host; the
+    tensors are made when they are first asked for, and cached for all layers. No collective.
 
     Args:
         position_ids: [b or 1, s] or [axes, b or 1, s]. Those of all ranks.
@@ -98,7 +99,8 @@ class GlobalSequence:
         self.largest_position, seq = int(position_ids.max()), sum(lengths)
         starts = np.zeros((rows, seq), bool)
         starts[:, 0] = True
-        # Positions on three axes are those of images, which tell no documents.
+        # A document starts where positions don't go on by 1. Positions on three axes are those of
+        # images, which tell no documents; of four axes, the first has the positions of the text.
         if position_ids.ndim == 2:
             starts[:, 1:] = np.diff(position_ids) != 1
         elif len(position_ids) != 3:
@@ -114,7 +116,11 @@ class GlobalSequence:
         self._masks: dict[tuple[int, int, int], Tensor] = {}
 
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
-        """Return the first tokens of documents [b, s]; padding before a document is one, too."""
+        """Return where documents start [b, s]; padding in front of a document is a document, too.
+
+        Adds to ``starts`` the first tokens behind padding; if there are any, `padded` becomes true.
+        Raises ValueError for padding between the tokens of a document.
+        """
         token = np.arange(mask.shape[1])
         # For each token, the number of tokens before it that are not padding.
         real_before = mask.cumsum(1) - mask
@@ -142,10 +148,14 @@ class GlobalSequence:
         return self._documents[key]
 
     def _bounds_of(self, chunk: int | None) -> np.ndarray | None:
-        """Return the `bounds` of the documents, cut into chunks of a length in tokens."""
+        """Return the `bounds` of the documents, cut into chunks of a length in tokens.
+
+        None if every row is one document and one chunk.
+        """
         if chunk is None or chunk >= sum(self.lengths):
             return self.bounds
         row, start, stop = self._documents_or_rows()
+        # The chunks of each document, and the number of each chunk in its document.
         count = (stop - start + chunk - 1) // chunk
         nth = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
         row, stop = row.repeat(count), stop.repeat(count)
@@ -154,7 +164,7 @@ class GlobalSequence:
 
     @functools.cached_property
     def recurrent_documents(self) -> Documents | None:
-        """The documents as linear attention needs them, which begins each with an empty state.
+        """The documents as a recurrent layer needs them, which begins each with an empty state.
 
         Padding behind a document belongs to it, since the state may run on into it. Padding at the
         beginning of a row is a document of its own. None if every row is one document.
@@ -180,7 +190,7 @@ class GlobalSequence:
         return rows, np.zeros_like(rows), np.full_like(rows, sum(self.lengths))
 
     def for_flash(self, queries: Range) -> tuple[list[int], dict[str, Any]]:
-        """Return how transformers' flash attention keeps the documents of a range apart.
+        """Return how transformers' own flash attention keeps the documents of a range apart.
 
         Given ``position_ids`` instead, flash attention would ask the device in every call how many
         documents there are.
@@ -189,9 +199,9 @@ class GlobalSequence:
             queries: The range of tokens whose queries attend.
 
         Returns:
-            For each row, the first token of the keys: that of the first document in the range. The
-            keys end where the queries end. And the keywords that give the edges of the documents in
-            all rows joined; empty if every row is one document.
+            For each row, the first token of the keys, which is that of the first document in the
+            range; the keys end where the queries end. Then the keywords that give the edges of the
+            documents, in all rows joined; {} if every row is one document.
         """
         if self.bounds is None:
             return [0] * self.rows, {}
@@ -214,10 +224,11 @@ class GlobalSequence:
         return self._for_flash[queries]
 
     def query_chunks(self, shares: int) -> QueryChunks | None:
-        """Return the tokens whose queries each share attends with; None for those of `Geometry`.
+        """Return the tokens whose queries each share attends with, balanced by work.
 
-        They are the same for all layers, whatever windows these have: each query of a small window
-        sees about as many keys as any other.
+        None if every row is one document, or no ranks share heads: then `Geometry` chooses. The
+        tokens are the same for all layers, whatever windows these have: each query of a small
+        window sees about as many keys as any other.
 
         Args:
             shares: The ranks that share query heads, r.
@@ -227,13 +238,14 @@ class GlobalSequence:
             return None
         if shares not in self._query_chunks:
             row, start, stop = self.bounds.T
+            # The keys that each query sees: its place in its document, counted from 1.
             seen = np.arange(1, self.rows * seq + 1) - (row * seq + start).repeat(stop - start)
             self._query_chunks[shares] = balanced(seen.reshape(self.rows, seq).sum(0), shares)
         return self._query_chunks[shares]
 
     @functools.cached_property
     def position_ids(self) -> Tensor:
-        """[b, s]. Positions that count from 0 in each document."""
+        """[b, s]. Positions that count from 0 in each document; for flash attentions of others."""
         seq, (row, start, stop) = sum(self.lengths), self._documents_or_rows()
         positions = np.arange(self.rows * seq) - (row * seq + start).repeat(stop - start)
         return to_device([positions.reshape(self.rows, seq)], self.device)[0]
@@ -241,7 +253,7 @@ class GlobalSequence:
     def window_mask(self, queries: int, keys: int, window: int) -> Tensor:
         """Return the causal mask [1, 1, queries, keys] of a sliding window, in tokens.
 
-        The queries are the last ones of the keys.
+        The queries are those of the last tokens of the keys.
         """
         key = queries, keys, window
         if key not in self._masks:
@@ -260,6 +272,7 @@ def _bounds(starts: np.ndarray) -> np.ndarray | None:
     row, start = starts.nonzero()
     if len(row) == rows:
         return None
+    # A document stops where the next one of its row starts; the last of a row, at the row's end.
     stop = np.where(np.diff(row, append=rows) == 0, np.roll(start, -1), seq)
     return np.stack([row, start, stop], 1)
 
@@ -285,7 +298,7 @@ class _Header(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """The number of lines of ``length`` positions."""
+        """The number of lines of ``length`` positions: one for each axis and row."""
         return max(self.axes, 1) * self.rows
 
     @property
@@ -349,7 +362,8 @@ class Positions:
     ) -> GlobalSequence:
         """Gather the global sequence of one call.
 
-        Collective; errors are raised on all ranks.
+        Collective; errors are raised on all ranks. `forward` calls it, and `Forwards.of` for a
+        layer that is called by itself. The host waits for the device once.
 
         Args:
             where: The name of the model or layer, for errors.
@@ -366,6 +380,7 @@ class Positions:
                 sequence.
             RuntimeError: for a KV cache that is in use.
         """
+        # A rank with a fault sends a header all the same, so that no other rank waits for it.
         header = _Header(_CODES.index(self._fault(tokens, position_ids, mask, cache=cache)))
         values: list[Tensor] = []
         if not header.fault:
@@ -408,7 +423,10 @@ class Positions:
         )
 
     def _fault(self, tokens: Tensor | None, position_ids: Any, mask: Any, cache: Any) -> str | None:
-        """Return the key of `_FAULTS` for the arguments on this rank; None if they are right."""
+        """Return the key of `_FAULTS` for the arguments on this rank; None if they are right.
+
+        Remembers the KV cache, which the next forward may not be given again.
+        """
         if cache is not None:
             length = getattr(cache, "get_seq_length", None)  # a paged cache and a tuple have none
             if length is None or cache in self._caches or length() > 0:
@@ -427,7 +445,10 @@ class Positions:
         return "mask length" if mask is not None and mask.shape != shape else None
 
     def _refuse(self, where: str, headers: list[_Header]) -> None:
-        """Raise the error of a fault on any rank, or of forms that differ between ranks."""
+        """Raise the error of a fault on any rank, or of forms that differ between ranks.
+
+        All ranks have the headers of all, so that they raise alike.
+        """
         faults = [_CODES[header.fault] for header in headers]
         faulty = {rank: fault for rank, fault in enumerate(faults) if fault}
         if faulty:
@@ -450,13 +471,15 @@ class Positions:
         """Raise ValueError for positions that start anew on every rank and nowhere else.
 
         Such positions are a mistake in the first forward. Once other positions were seen, which
-        this method remembers, they mean documents that end where ranks end.
+        this method remembers, they mean documents that end where ranks end. All ranks raise alike.
         """
+        # The first token of each rank that has tokens.
         starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]
         if self._may_restart or len(starts) == 1:
             return
         continues = bool(position_ids[..., starts].any())
         restarts_elsewhere = False
+        # Each row restarts on all ranks but the first; further restarts are elsewhere.
         if position_ids.ndim == 2:
             restarts = (np.diff(position_ids) != 1).sum()
             restarts_elsewhere = bool(restarts > len(position_ids) * (len(starts) - 1))
@@ -472,7 +495,7 @@ class Positions:
         """Gather the messages of all ranks [P, len(header) + room] on the host. Collective.
 
         The host waits for the device here and nowhere else. Values that don't fit into the room are
-        replaced by zeros.
+        replaced by zeros; the header tells their number, so that `gather` asks again.
         """
         (head,) = to_device([np.array(header)], device)
         flat = head.new_zeros(0)

@@ -56,7 +56,11 @@ from .registration import refusal_of
 
 
 def _core(module: Any) -> tuple[str, Callable]:
-    """Return name and function of the layer's attention, without sequence parallelism around it."""
+    """Return name and function of the layer's attention, without sequence parallelism around it.
+
+    The function is the one inside stock Ulysses, or the one whose place a `Dispatch` took. Raises
+    ValueError if the layer now has an implementation that can't be overlapped.
+    """
     name = module.config._attn_implementation
     # The implementation may have changed since `enable`.
     if (reason := unfit(name)) is not None:
@@ -69,14 +73,20 @@ def _core(module: Any) -> tuple[str, Callable]:
 
 
 def _takes_edges(function: Callable) -> bool:
-    """Return whether a flash attention, or the function of a partial, is transformers' own."""
+    """Return whether a function is transformers' own flash attention, which takes document edges.
+
+    Looks into a ``functools.partial``.
+    """
     function = getattr(function, "func", function)
     module = getattr(function, "__module__", "")
     return module == "transformers.integrations.flash_attention"
 
 
 def why_no_share(module: Any) -> str:
-    """Explain why a layer's attention can't attend with a range of the queries; empty if it can."""
+    """Explain why a layer's attention can't attend with a range of the queries; empty if it can.
+
+    Only where ranks share query heads must it attend so. See Note [Queries of a share].
+    """
     name, function = _core(module)
     if name == "sdpa":
         return ""
@@ -90,7 +100,10 @@ def why_no_share(module: Any) -> str:
 
 
 def attention_of(name: str, module: Any) -> Callable | str:
-    """Return the local attention of a layer; or the reason why it needs all queries at once."""
+    """Return the local attention of a layer; or the reason why it needs all queries at once.
+
+    The result is the argument ``attend`` of `shares_of`, by which `enable` decides on shares.
+    """
     why = why_no_share(module)
     return f"{name}: {why}" if why else local_attention
 
@@ -99,19 +112,20 @@ def attention_of(name: str, module: Any) -> Callable | str:
 def _aligns_top_left() -> bool:
     """Return whether transformers' flash attention aligns queries with the first keys."""
     library = sys.modules["transformers.modeling_flash_attention_utils"]
-    # Gone from the library once none that it takes does.
+    # A library without this function takes no flash-attn that does; ``bool()`` is False.
     return getattr(library, "flash_attn_supports_top_left_mask", bool)()
 
 
 @contextlib.contextmanager
 def _leaving_sms(name: str, sms: int) -> Iterator[None]:
-    """Leave SMs free in transformers' flash attention, if it is one that can: flash-attn 3.
+    """Have transformers' flash attention leave SMs free for exchanges while the body runs.
 
-    transformers passes on the keywords that it knows, so the functions that it calls are bound.
+    Only flash-attn 3 can, by its keyword ``sm_margin``; for others nothing changes. transformers
+    does not pass this keyword on, so it is bound to the kernels' functions in transformers' file.
 
     Args:
-        name: The attention function.
-        sms: How many.
+        name: The attention implementation, whose functions transformers loads.
+        sms: The number of SMs to leave free.
     """
     library = sys.modules["transformers.modeling_flash_attention_utils"]
     library.lazy_import_flash_attention(name)
@@ -127,7 +141,10 @@ def _leaving_sms(name: str, sms: int) -> Iterator[None]:
 
 
 def _joined(x: Tensor, first: list[int]) -> Tensor:
-    """Join the rows of ``x`` [b, s, h, d] into one, each from its first token on."""
+    """Join the rows of ``x`` [b, s, h, d] into one row [1, n, h, d].
+
+    Of each row the tokens from its entry of ``first`` on are taken.
+    """
     return torch.cat([row[start:] for row, start in zip(x, first)])[None]
 
 
@@ -152,11 +169,12 @@ def local_attention(
 ) -> Tensor:
     """Attend over the whole sequence with some heads, by the layer's own attention function.
 
-    As on one rank, sdpa follows the pattern of the mask, and a flash attention its own options.
+    Runs between the exchanges, once per head group; no collective. As on one rank, sdpa takes the
+    sliding window from the mask (``pattern``), and a flash attention from ``options``.
 
     Args:
         module: The layer.
-        q: [b, n, h/P, d]. The queries, all s of them or a range.
+        q: [b, n, h', d]. The queries of one head group on this rank, all s of them or a range.
         k: [b, s, h_kv', d]. The KV heads that the query heads need.
         v: [b, s, h_kv', d].
         sequence: The global sequence.
@@ -166,7 +184,7 @@ def local_attention(
         options: Further keywords of the attention function.
 
     Returns:
-        o [b, n, h/P, d].
+        o [b, n, h', d].
 
     Raises:
         ValueError: if the attention function can't attend in the pattern's chunks, or with a range
@@ -180,15 +198,18 @@ def local_attention(
         k, v = k[:, : queries[1]], v[:, : queries[1]]
     own_groups = vars(module).get("num_key_value_groups")
     heads_per_kv = q.shape[2] // k.shape[2]
-    # Ranks may share KV heads, so that this rank's number differs from the layer's.
+    # The attention function reads the attribute. Ranks may share KV heads, so that this rank's
+    # number differs from the layer's.
     module.num_key_value_groups = heads_per_kv
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Tensor:
+        """Call the layer's attention function, which takes [b, h, n, d]."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         with _leaving_sms(name, sm_margin) if leaves_sms else contextlib.nullcontext():
             return function(module, q, k, v, mask, **{**options, **more})[0]
 
     def document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend by sdpa within a document, whose last tokens are the queries."""
         length, keys, window = q.shape[1], k.shape[1], pattern.window
         if window is not None and window < keys:
             # The keys before the window of the first query are seen by no query.
@@ -223,6 +244,7 @@ def local_attention(
         # See Note [Documents in flash attention].
         if _takes_edges(function):
             first, edges = sequence.for_flash(queries or (0, q.shape[1]))
+            # Rows whose first keys differ are cut to different lengths, so they must be joined.
             if len(set(first)) == 1:
                 k, v = k[:, first[0] :], v[:, first[0] :]
                 return attention(q, k, v, None, **edges)  # guard: edges, no positions
@@ -253,10 +275,11 @@ def baseline_applies(
     sp_group: SPGroup,
     keywords: dict[str, Any],
 ) -> bool:
-    """Return whether stock Ulysses could serve a call as well, as the baseline of a timing.
+    """Return whether stock Ulysses computes the same, so that the policy may time it as baseline.
 
-    Stock Ulysses must be registered over the same ranks, take the shape, and drop nothing of the
-    call: it knows no packed documents, windows or uneven local lengths.
+    Asked in each call of a layer with a policy. Stock Ulysses must be registered over the same
+    ranks, take the shape, be given position_ids, and drop nothing of the call: it knows no packed
+    documents, windows or uneven local lengths.
 
     Args:
         module: The layer.
@@ -283,7 +306,10 @@ def baseline_applies(
 
 
 class _Bound(NamedTuple):
-    """A layer that is overlapped at its attention function: by which attention, in which model."""
+    """What a `Dispatch` keeps for a layer: its overlapped attention, and its model's forwards.
+
+    ``forwards`` gives the sequence and the pattern of a call; ``where`` is the layer's name.
+    """
 
     attend: ProjectedAttention | LatentAttention
     forwards: Forwards
@@ -293,11 +319,14 @@ class _Bound(NamedTuple):
 class Dispatch:
     """An attention function that overlaps some layers, and passes on the calls of all others.
 
+    transformers calls it in every forward of every layer of its implementation, in all models of
+    the process. It stands in the table from `bind_function` until its last layer is given back.
+
     Args:
         before: The attention function whose place it takes.
 
     Attributes:
-        attend: The layers that it overlaps.
+        attend: The layers that it overlaps. Weak, so that it keeps no model alive.
     """
 
     def __init__(self, before: Callable):
@@ -306,17 +335,20 @@ class Dispatch:
 
     @torch._disable_dynamo
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
-        """Attend to q, k, v [b, h, s/P, d]; return o [b, s/P, h, d] and None."""
+        """Attend to q, k, v [b, h, s/P, d]; return o [b, s/P, h, d] and None, no weights.
+
+        Collective for a layer that it overlaps.
+        """
         if module not in self.attend or off_in_eval(module):
             return self.before(module, query, key, value, attention_mask, **kwargs)
         attend, forwards, where = self.attend[module]
         forwards.attended.add(where)
-        # `kwargs` loses keywords below.
+        # Stock Ulysses needs all keywords, of which `kwargs` loses some below.
         keywords = dict(kwargs)
         per_head = {}
         if kwargs.get("s_aux") is not None:
             per_head["s_aux"] = PerHead(kwargs.pop("s_aux"))
-        # Norms and rotations may have left fp32.
+        # Under autocast, norms and rotations may have returned fp32.
         q, k, v = autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         sequence, pattern = forwards.of(where, module, q, mask=attention_mask, kwargs=kwargs)
         sp_group = attend.layer.sp_group
@@ -328,13 +360,15 @@ class Dispatch:
         def local_of_all(q, k, v, **per_head):
             return local(q, k, v, **per_head)
 
-        # Ranks may share query heads by a parameter ``queries``.
+        # `shares_of` lets ranks share query heads if the attention has a parameter ``queries``,
+        # which `local_of_all` hides.
         attention = local_of_all if why_no_share(module) else local
         shares = shares_of(
             attend.layer.config, sp_group.size, q.shape[2], k.shape[2], attend=attention
         )
 
         def stock_attention(q, k, v):
+            """Attend by stock Ulysses, which joins heads and head dim of o."""
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             o = self.before(module, q, k, v, attention_mask, **keywords)[0]
             return o.unflatten(-1, (query.shape[1], -1)) if o.dim() == 3 else o
@@ -364,7 +398,8 @@ class Dispatch:
 def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: int) -> Tensor:
     """Correct the scale by position that Llama 4 gives to q [b, s/P, h, d] of layers without RoPE.
 
-    Llama 4 counts positions from the first token of this rank, instead of the global sequence.
+    The layer has scaled q already, with positions that it counts from the first token of this rank.
+    Returns q with the scale of its positions in the global sequence; q of other layers as it is.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q
@@ -388,6 +423,8 @@ def bind_function(
 ) -> Undo:
     """Overlap the attention function of a layer; the projections stay the layer's own.
 
+    Runs in `enable`, once the ranks have agreed.
+
     Args:
         name: The layer's name.
         module: The layer.
@@ -396,7 +433,7 @@ def bind_function(
         attention: Makes the overlapped attention of the layer.
 
     Returns:
-        The function that undoes the rebinding.
+        The function that undoes the rebinding, for `disable`.
     """
     functions, implementation = attention_functions(), module.config._attn_implementation
     if not isinstance(functions[implementation], Dispatch):
@@ -406,11 +443,13 @@ def bind_function(
         overlap.sp_group, overlap.config, name, policy=overlap.policy, heads_alike=True
     )
     dispatch.attend[module] = _Bound(attention(layer), forwards, name)
+    # The forward stays the same. It is rebound so that a copy, which `attend` lacks, is refused.
     undo_forward = rebind(module, module.forward, whole=False, of_copy=refuse_copy)
 
     def undo(module: nn.Module) -> None:
         undo_forward(module)
         del dispatch.attend[module]
+        # The last layer is gone, and nobody has put another function over this one.
         if not dispatch.attend and functions[implementation] is dispatch:
             functions[implementation] = dispatch.before
 

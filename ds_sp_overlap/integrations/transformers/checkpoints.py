@@ -25,13 +25,17 @@ FUNCTION = "_gradient_checkpointing_func"
 
 
 class Checkpoints:
-    """The modules of a model whose checkpoints must save attention.
+    """The modules of a model whose checkpoints must save attention; one object per `Host`.
 
     Args:
         name: The name of the model, for errors.
         model: The model.
         layers: The attention layers whose results are saved over checkpoints.
         sp_group: The sp group.
+
+    Attributes:
+        around: The modules around those layers that can be checkpointed, by name.
+        agreed: Whether the ranks have compared their checkpoints, in the first forward with gradients.
     """
 
     def __init__(
@@ -52,15 +56,16 @@ class Checkpoints:
     def keeping(self) -> Iterator[None]:
         """Have checkpoints save attention while the body runs a forward of the model.
 
-        Collective the first time.
+        Collective in the first forward that records gradients.
 
         Raises:
-            ValueError: on all ranks, before any exchange, if a layer is checkpointed by a function
-                that can't save attention.
+            ValueError: before any exchange, if a layer is checkpointed by a function that can't
+                save attention; in that first forward on all ranks, if any rank has such a layer.
         """
         originals: dict[nn.Module, Callable] = {}
         if self.around and torch.is_grad_enabled():
             if not self.agreed:
+                # The ranks compare {} (nothing is checkpointed) or None (something is).
                 self.sp_group.agree(
                     self.name, lambda: self._saving_functions() and None
                 )  # guard: refused on all ranks
@@ -77,7 +82,7 @@ class Checkpoints:
     def _saving_functions(self) -> dict[nn.Module, Callable]:
         """Return, for each module that is checkpointed, a checkpoint function that saves attention.
 
-        Raises ValueError for a function that can't save attention.
+        Raises ValueError, on this rank, for a function that can't save attention.
         """
         functions: dict[nn.Module, Callable] = {}
         for at, module in self.around.items():
@@ -98,7 +103,7 @@ class Checkpoints:
 def can_keep(model: nn.Module) -> bool:
     """Return whether all checkpoints that ``model`` has now can save attention.
 
-    False for a model without checkpoints.
+    False for a model without checkpoints. `enable` asks, to choose "keep" for ``"memory": "auto"``.
     """
     checkpointed = [
         module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
@@ -108,7 +113,11 @@ def can_keep(model: nn.Module) -> bool:
 
 
 def _why_not(function: Any) -> str:
-    """Explain why a checkpoint function can't save attention; empty if it can."""
+    """Explain why a checkpoint function can't save attention; empty if it can.
+
+    The reason continues the words "is checkpointed". Only a non-reentrant checkpoint takes a
+    ``context_fn``, and it takes one only.
+    """
     keywords, inner = {}, function
     if isinstance(function, functools.partial):
         keywords, inner = function.keywords, function.func

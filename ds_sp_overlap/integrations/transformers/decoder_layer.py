@@ -18,13 +18,13 @@ from ..inspect.symbolic_trace import UNUSED
 from .driven import Driven
 from .forward import Forwards
 
-# Implementations of experts whose weight gradients are made once for all chunks, see
+# Implementations of experts whose weight gradients are computed once for all chunks, see
 # Note [Products with stacks] in `stacks`.
 _MADE_ONCE = {"eager", "grouped_mm"}
 
 
 class DecoderLayer(ChainedLayer):
-    """A decoder layer whose attention is driven whole (`driven`).
+    """A decoder layer whose attention is driven whole (`driven`); made by `enable`.
 
     Args:
         name: The layer's name in the model.
@@ -46,10 +46,12 @@ class DecoderLayer(ChainedLayer):
 
     @property
     def own_forward(self) -> Callable[..., Any]:
+        """The forward of the class without its gradient checkpointing; a comparison runs it."""
         return forward_of(type(self.module), beside=CHECKPOINTING)
 
     @property
     def lacks(self) -> str:
+        """Remarks for the report: why training runs the layer alone, or what its experts cost."""
         remarks = _remarks_on_experts(self.module)
         if _is_checkpointed(self.module):
             reason = _why_chain_cant_recompute(self.module, self.forward_passes.config)
@@ -59,14 +61,20 @@ class DecoderLayer(ChainedLayer):
 
     @property
     def recompute(self) -> Recompute:
+        """The part of the layer that the chain recomputes in place of the layer's checkpoint."""
         if not self._recomputes():
             return "none"
         return "all" if self.forward_passes.config.checkpointing == "recompute" else "but attention"
 
     def use(self) -> None:
+        """Let the attention use the layer's submodules as they are now."""
         self.attention.use()
 
     def why_recomputed(self) -> str:
+        """Explain why the chain must leave this call to the layer's own checkpoint; may be empty.
+
+        The chain asks in each call. A checkpoint that the chain can do itself is no reason.
+        """
         if not self._recomputes():
             return ""
         return _why_chain_cant_recompute(self.module, self.forward_passes.config)
@@ -78,12 +86,16 @@ class DecoderLayer(ChainedLayer):
     def chain_arguments(
         self, forward_pass: ForwardPass, arguments: dict[str, Any]
     ) -> dict[str, Any]:
+        """Return the keywords that the attention takes, from its arguments by name.
+
+        Collective at times, see `Driven.block_arguments`.
+        """
         return self.attention.block_arguments(arguments).keywords()
 
 
 def _remarks_on_experts(module: Any) -> list[str]:
     """Say what chunks of tokens cost a mixture of experts; empty for other layers."""
-    # What transformers' `use_experts_implementation` gives to experts.
+    # transformers' `use_experts_implementation` gives this method to experts.
     experts = [part for part in module.modules() if hasattr(part, "_apply_gate")]
     if not experts:
         return []
@@ -109,7 +121,10 @@ def _is_checkpointed(module: Any) -> bool:
 
 
 def _why_chain_cant_recompute(module: Any, config: SpOverlapConfig) -> str:
-    """Explain why a chain can't do the gradient checkpointing of a layer; empty if it can."""
+    """Explain why a chain can't do the gradient checkpointing of a layer; empty if it can.
+
+    For a layer whose checkpointing is on.
+    """
     function = getattr(module, "_gradient_checkpointing_func", None)
     keywords = function.keywords if isinstance(function, functools.partial) else {}
     if config.checkpointing == "offload":
@@ -117,6 +132,7 @@ def _why_chain_cant_recompute(module: Any, config: SpOverlapConfig) -> str:
     if getattr(function, "func", None) is not checkpoint:
         return "gradient checkpointing that is not torch's"
     context_fn = keywords.get("context_fn", noop_context_fn)
+    # During a forward of the model, `Checkpoints.keeping` has set `keep_attention`.
     if context_fn not in (noop_context_fn, keep_attention) or keywords.get("debug"):
         return "gradient checkpointing with a context_fn or debug"
     return ""

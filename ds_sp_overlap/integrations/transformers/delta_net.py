@@ -88,12 +88,16 @@ KNOWN = {
 
 
 def sources_of(module: nn.Module) -> Sources | None:
-    """Return the projections of a gated delta net; None for any module that is not a known one."""
+    """Return the projections of a gated delta net; None for any module that is not a known one.
+
+    `enable` asks for every module of the model.
+    """
     kind, convolution = type(module), getattr(module, "conv1d", None)
     if "forward" in vars(module) or not kind.__module__.startswith("transformers.models."):
         return None
     if type(convolution) is not nn.Conv1d or convolution.bias is not None:
         return None
+    # The model must make its masks by the function that `Masks.for_recurrent` replaces.
     if RECURRENT not in names_around(module):
         return None
     return KNOWN.get(_digest(kind))
@@ -106,24 +110,24 @@ def _digest(kind: type[nn.Module]) -> str:
 
 
 def names_around(layer: nn.Module) -> dict[str, Any]:
-    """Return the globals of the file that defines the layer's forward, and its model's."""
+    """Return the globals of the file that defines the layer's forward and its model."""
     return inspect.unwrap(type(layer).forward).__globals__
 
 
 def describe(
     name: str, layer: Any, model: Any, forwards: Forwards, overlap: OverlapSettings
 ) -> FoundLayer:
-    """Describe a gated delta net, and how to overlap it.
+    """Describe a gated delta net, and how to overlap it; nothing is rebound yet.
 
     Args:
         name: The layer's name.
-        layer: The layer.
-        model: The model that it is in.
+        layer: The layer, for which `sources_of` isn't None.
+        model: The innermost transformers model around it.
         forwards: The forwards of the model.
         overlap: The settings of the model's layers.
 
     Raises:
-        ValueError: if a rank would have no head.
+        ValueError: if a rank would have no head, or the section asks for too many head groups.
     """
     heads, key_heads, size = layer.num_v_heads, layer.num_k_heads, overlap.sp_group.size
     if heads < size:
@@ -151,10 +155,15 @@ def _bind(
     forwards: Forwards,
     overlap: OverlapSettings,
 ) -> Undo:
-    """Rebind a gated delta net; return the function that undoes the rebinding."""
+    """Rebind a gated delta net; return the function that undoes the rebinding.
+
+    Runs in `enable`, once the ranks have agreed.
+    """
+    # OLMo Hybrid has the second pair of names.
     norm, out = ("norm", "out_proj") if hasattr(layer, "out_proj") else ("o_norm", "o_proj")
 
     def merge(o: Tensor, z: Tensor) -> Tensor:
+        """Apply the gated norm and the output projection to o and z [b, s/P, h, d_v]."""
         y = getattr(layer, norm)(o.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
         return getattr(layer, out)(y.view(o.shape).flatten(2))
 
@@ -172,6 +181,7 @@ def _bind(
     original = layer.forward
 
     def forward(hidden_states, *, attention_mask=None, **kwargs):
+        """Take the place of the layer's forward [b, s/P, m] -> [b, s/P, m]. Collective."""
         if off_in_eval(model):
             return original(hidden_states, attention_mask=attention_mask, **kwargs)
         sequence, _ = forwards.of(name, layer, hidden_states, mask=attention_mask, kwargs=kwargs)
@@ -184,6 +194,8 @@ def _bind(
 class _Projected:
     """The projections of one call; each runs when one of its results is first asked for.
 
+    `DeltaNet` makes one for each call of the layer.
+
     Args:
         layer: The layer.
         sources: Its projections.
@@ -195,7 +207,7 @@ class _Projected:
         self._results: dict[str, Tensor] = {}
 
     def __call__(self, name: str) -> Tensor:
-        """Return a result once: q, k, v or z [b, s/P, heads, d], b or a [b, s/P, heads]."""
+        """Return and forget a result: q, k, v or z [b, s/P, heads, d]; b or a [b, s/P, heads]."""
         if name not in self._results:
             source = next(source for source in self.sources if name in source.names)
             self._results.update(zip(source.names, source.project(self.layer, self.x)))
@@ -218,6 +230,9 @@ def _mix(
 ) -> Tensor:
     """Compute the convolution and the delta rule of some heads, as the layer's forward does.
 
+    Runs between the exchanges, once per head group; h' and h_k' count the heads of the group on
+    this rank.
+
     Args:
         layer: The layer.
         sequence: The global sequence.
@@ -236,6 +251,7 @@ def _mix(
     allow_negative = getattr(layer, "allow_neg_eigval", False)
 
     def document(vba: Tensor, k: Tensor, q: Tensor) -> Tensor:
+        """Mix the tokens of documents of one length, from an empty state."""
         v, (b, a) = vba[..., : layer.head_v_dim], vba[..., layer.head_v_dim :].unbind(-1)
         q_flat, k_flat, v_flat = q.flatten(2), k.flatten(2), v.flatten(2)
         widths = [q_flat.shape[-1], k_flat.shape[-1], v_flat.shape[-1]]
@@ -258,4 +274,5 @@ def _mix(
     documents = sequence.recurrent_documents  # guard: an empty state
     if documents is None:
         return document(vba, k, q)
+    # As in the exchanges, v takes the place of q.
     return documents.attend(document, None, vba, k=k, v=q)

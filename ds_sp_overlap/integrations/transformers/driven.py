@@ -35,7 +35,7 @@ class BlockArguments(NamedTuple):
 
     Attributes:
         x: [b, s/P, m]. The hidden states.
-        tables: The position embeddings.
+        tables: The position embeddings of this rank's tokens, as the model made them; may be None.
         sequence: The global sequence.
         pattern: The pattern of the layer's mask.
         options: The keywords of `local_attention`, among them ``sequence`` and ``pattern``.
@@ -75,6 +75,8 @@ class _Children:
 
     Attributes:
         fused: Whether one projection makes q, k and v.
+        projections: The names of the submodules that each projection calls one after the other.
+        norms: The submodules that norm q, k or v by head.
     """
 
     def __init__(self, module: Any, reading: Reading):
@@ -92,7 +94,11 @@ class _Children:
         self._joined = functools.lru_cache(maxsize=4)(_join)
 
     def current(self) -> dict[str, Any]:
-        """Return the submodules as they are now."""
+        """Return the submodules as they are now, since somebody may have replaced some.
+
+        Returns:
+            By ``o_proj``, ``q_norm`` and so on: the keywords of `SelfAttention`.
+        """
         children = {"o_proj": getattr(self.module, self.output)}
         for name, chain in self.projections.items():
             children[name] = self._joined(*(getattr(self.module, part) for part in chain))
@@ -107,7 +113,7 @@ def _join(*modules: nn.Module) -> nn.Module:
 
 
 class Driven:
-    """An attention layer whose forward `SelfAttention` replaces.
+    """An attention layer whose forward `SelfAttention` replaces; made by `enable`.
 
     Args:
         where: The layer's name.
@@ -145,10 +151,16 @@ class Driven:
     def block_arguments(self, arguments: dict[str, Any]) -> BlockArguments:
         """Translate the arguments of the layer into those of the block.
 
-        Collective if the layer is called by itself, or its forward must be compared with the block.
+        Runs in each call, by `forward` or, in a chain, by `DecoderLayer`. Collective if the layer
+        is called by itself, or its forward must be compared with the block.
 
         Args:
-            arguments: The arguments by name. KV caches in it are set to None.
+            arguments: The arguments by name. KV caches in it are set to None; the model's forward
+                refuses one that is in use.
+
+        Raises:
+            ValueError: for a mask that can't be honoured (`Forwards.of`).
+            RuntimeError: on all ranks, if the comparison finds a difference on any rank.
         """
         for cache in CACHES:
             if cache in arguments:
@@ -164,6 +176,7 @@ class Driven:
             options |= rest
         options |= read_options
         is_due = self.reader.probes.is_due(self.where, self.settings.config.check, sequence.lengths)
+        # In backward a checkpoint recomputes the call, which is not compared.
         if is_due and not in_backward():
             tensors = {"hidden_states": x, "position_embeddings": tables, "attention_mask": mask}
             self._refuse_difference({**arguments, **tensors})
@@ -179,7 +192,7 @@ class Driven:
         )
 
     def _refuse_difference(self, arguments: dict[str, Any]) -> None:
-        """Raise RuntimeError if the layer's own forward and the block differ. Collective."""
+        """Raise RuntimeError, on all ranks, if own forward and block differ on any. Collective."""
         if not self._takes_keywords:
             arguments = {key: value for key, value in arguments.items() if key in self._names}
         compare = functools.partial(
@@ -200,13 +213,17 @@ class Driven:
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block in place of the layer's own forward. Collective."""
+        """Run the block in place of the layer's own forward; return y [b, s/P, m] and no weights.
+
+        Collective.
+        """
         if off_in_eval(self.module):
             return self._original(*args, **kwargs)
         arguments = {**dict(zip(self._names, args)), **kwargs}
         call = self.block_arguments(arguments)
 
         def baseline_attention(x: Tensor) -> Tensor:
+            """Run the layer's own forward, in which stock Ulysses exchanges."""
             return self._original(**{**arguments, "hidden_states": x})[0]
 
         baseline = None
@@ -227,6 +244,8 @@ def drive(
 ) -> Driven:
     """Make the `Driven` of a layer and its `SelfAttention`; the caller rebinds the forward.
 
+    Runs in `enable`, for a layer whose forward could be read.
+
     Args:
         name: The layer's name.
         module: The layer.
@@ -240,7 +259,7 @@ def drive(
     def attend_with_all(q, k, v, options, **per_head):
         return local_attention(module, q, k, v, **options, **per_head)
 
-    # By the parameter ``queries``, ranks may share query heads.
+    # `shares_of` lets ranks share query heads if the attention has a parameter ``queries``.
     def attend(q, k, v, options, queries=None, sm_margin=0, **per_head):
         own = dict(queries=queries, sm_margin=sm_margin)
         return local_attention(module, q, k, v, **own, **options, **per_head)
@@ -268,5 +287,8 @@ def drive(
 
 
 def _is_transformers_norm(norm: nn.Module) -> bool:
-    """Return whether a norm is transformers', hence a function of input and weight alone."""
+    """Return whether a norm is transformers', hence a function of input and weight alone.
+
+    Backward may compute such a norm again.
+    """
     return own_class(type(norm)).__module__.startswith("transformers.")

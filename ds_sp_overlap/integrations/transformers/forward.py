@@ -30,7 +30,7 @@ _LOCAL_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length
 
 
 class Forwards(ForwardPasses):
-    """The forwards of a model, with the global sequence of each.
+    """The forwards of a model, with the global sequence of each; made by `enable`.
 
     A layer's call belongs to the forward that is running, to an earlier forward if a checkpoint
     recomputes the layer, or to no forward if the layer is called by itself.
@@ -38,7 +38,8 @@ class Forwards(ForwardPasses):
     Attributes:
         positions: Gathers positions and masks.
         masks: The placeholders that layers are given in place of masks.
-        attended: The names of the layers that have called their attention function.
+        attended: The names of the layers that have called their attention function, as a `Dispatch`
+            notes them for `_witnessed`.
     """
 
     def __init__(self, sp_group: SPGroup, config: SpOverlapConfig):
@@ -51,7 +52,9 @@ class Forwards(ForwardPasses):
     ) -> tuple[GlobalSequence, Pattern]:
         """Return the global sequence and the pattern of a layer's call.
 
-        Collective if the layer is called by itself.
+        A placeholder in place of the mask tells both, and no mask means plain causal attention.
+        Collective if no forward of the model is running and there is no placeholder: the layer is
+        called by itself, and positions are gathered for this call.
 
         Args:
             where: The name of the layer, for errors.
@@ -92,12 +95,15 @@ class Forwards(ForwardPasses):
 class Host:
     """A model that holds overlapped layers, with the forward that takes the place of its own.
 
+    Models inside of each other have a host each; the outermost that is called gathers.
+
     Attributes:
         name: The model's name, for errors.
         model: The model.
         forwards: Its forwards.
         layers: The layers that are overlapped, by name.
-        unseen: The layers among them that must still be seen to call their attention function.
+        unseen: The layers among them, overlapped at their attention function, that must still be
+            seen to call it.
         configs: The configs whose models make masks for these layers.
         namespaces: The globals of the models that make masks for recurrent layers.
         checkpoints: The checkpoints in the model.
@@ -121,7 +127,10 @@ class Host:
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather positions and masks of all ranks, and run the model's own forward. Collective."""
+        """Gather positions and masks of all ranks, and run the model's own forward.
+
+        Collective. Returns what the model's own forward returns.
+        """
         positions, masks = self.forwards.positions, self.forwards.masks
         # An outer model has gathered already, or stock Ulysses is off in evaluation.
         if positions.current is not None or off_in_eval(self._first_layer):
@@ -144,10 +153,10 @@ class Host:
 
 @contextlib.contextmanager
 def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[None]:
-    """Check that each layer that runs in the body calls its attention function.
+    """Check that each layer of ``unseen`` that runs in the body calls its attention function.
 
-    Layers that do are removed from ``unseen``. Raises RuntimeError, behind the body, for a layer
-    that doesn't: its tokens were not exchanged.
+    A layer that does is removed from ``unseen``, so that it is checked once. Raises RuntimeError,
+    after the body, for a layer that doesn't: its tokens were not exchanged.
     """
     if not unseen:
         yield
@@ -177,14 +186,16 @@ def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[Non
 def stretched(module: nn.Module, forwards: Forwards) -> Callable:
     """Return a forward for a rotary embedding whose frequencies depend on the largest position.
 
-    Its ``rope_type`` is dynamic or longrope (`modules.goes_by_length`).
-
-    The embedding is given the largest position of the global sequence as one more token, and the
-    table row of this token is cut off.
+    Its ``rope_type`` is dynamic or longrope (`modules.goes_by_length`). The positions of one rank
+    would give other frequencies than those of the whole sequence. So the embedding is given the
+    largest position of the global sequence as one more token, whose table row is cut off again.
 
     Args:
         module: The rotary embedding.
         forwards: The forwards of its model.
+
+    Returns:
+        The forward that `enable` binds. Raises RuntimeError outside of the model's forward.
     """
     original = module.forward
 

@@ -34,7 +34,10 @@ KNOWN = {"596e3777c27d516d"}
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Return whether a layer expands latents in a way that is known here."""
+    """Return whether a layer expands latents in a way that is known here.
+
+    Not if somebody replaced ``forward`` or ``expand_kv`` of this layer object.
+    """
     return not vars(module).keys() & {"forward", EXPAND} and _only_passes_to_attention(type(module))
 
 
@@ -70,6 +73,7 @@ def _only_passes_to_attention(kind: type[nn.Module]) -> bool:
             uses.append(node.id)
         elif isinstance(node, ast.Call):
             calls.append([ast.unparse(argument) for argument in node.args])
+    # attention_function(self, q, k, v, ..)
     attends = [args for args in calls if args[:1] == ["self"] and args[2:4] == [k, v]]
     expands = ast.unparse(body).count(f".{EXPAND}")
     # Each name is used twice: where it is assigned, and in the call of the attention function.
@@ -78,7 +82,7 @@ def _only_passes_to_attention(kind: type[nn.Module]) -> bool:
 
 
 def why_not(layer: Any, size: int) -> str | None:
-    """Explain why the latents of a layer don't travel.
+    """Explain why the latents of a layer don't travel; asked by `enable`.
 
     Args:
         layer: The layer.
@@ -105,6 +109,8 @@ def why_not(layer: Any, size: int) -> str | None:
 def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -> Undo:
     """Rebind a layer so that its latents travel instead of its k and v.
 
+    Runs in `enable`, once the ranks have agreed, for a layer for which `why_not` is empty.
+
     Args:
         name: The layer's name.
         module: The layer.
@@ -119,11 +125,13 @@ def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -
     nope_dim, original = module.qk_nope_head_dim, module.forward
 
     def attention(layer: LayerRuntime) -> LatentAttention:
+        """Make the attention that `bind_function` puts in place of the layer's."""
         return LatentAttention(layer, lambda: getattr(module_reference(), PROJECTION), nope_dim)
 
     unbind_function = bind_function(name, module, forwards, overlap=overlap, attention=attention)
 
     def expand(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the place of ``expand_kv``: return what travels in place of k and v."""
         splits = can_expand_rows(getattr(module, PROJECTION))
         # An adapter around the projection expands all latents itself; then k and v travel.
         if off_in_eval(module) or not splits:  # guard: adapters are heard
@@ -132,6 +140,7 @@ def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -
 
     @torch._disable_dynamo(recursive=False)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward, which calls `expand` in place of ``expand_kv``."""
         # The attribute is there only while the layer's forward runs.
         vars(module)[EXPAND] = expand
         try:

@@ -46,7 +46,10 @@ from .modules import (
 
 
 def find_group(model: nn.Module) -> Any:
-    """Return the sp group that stock Ulysses was registered with; None if it was not registered."""
+    """Return the sp group that stock Ulysses was registered with for the attention of ``model``.
+
+    None if it was not registered, or for a model that is not of transformers.
+    """
     functions, config = attention_functions(), getattr(model, "config", None)
     if functions is None or config is None:
         return None
@@ -62,12 +65,16 @@ def is_pretrained(model: nn.Module) -> bool:
 
 
 def unregister(model: nn.Module) -> None:
-    """Undo ``register_with_transformers`` for the attention implementations of ``model``."""
+    """Undo ``register_with_transformers`` for the attention implementations of ``model``.
+
+    `disable` calls it if asked to. Concerns all models of the process with these implementations.
+    """
     functions = attention_functions()
     if functions is None:
         return
     configs = [getattr(module, "config", None) for module in model.modules()]
     for name in {getattr(config, "_attn_implementation", None) for config in configs}:
+        # Each registration wraps the one before.
         while (stock := stock_of(function := functions.get(name))) is not None:
             if isinstance(function, Dispatch):
                 # It overlaps layers of another model, which stays overlapped.
@@ -91,18 +98,24 @@ def find_layers(
 ) -> tuple[list[FoundLayer], list[HostModule]]:
     """Find the attention layers of a transformers model, and the modules around them.
 
+    `enable` calls it on every rank, and rebinds what it returns once the ranks have agreed. Nothing
+    is changed in the model here.
+
     Args:
         model: The model.
         overlap: The settings of its layers.
 
     Returns:
-        The layers, and the modules around them whose forward must be rebound.
+        The layers, and the modules around them whose forward must be rebound; both empty for a
+        model of another framework.
 
     Raises:
-        ValueError: if ``head_groups`` is out of range, or tokens meet outside an exchange.
+        ValueError: if ``head_groups`` is out of range, tokens meet outside an exchange, or a layer
+            can be served neither here nor by stock Ulysses.
     """
     if attention_functions() is None:
         return [], []
+    # Under "memory": "auto" attention is kept over checkpoints, unless the section says otherwise.
     chosen = overlap.config.model_fields_set
     if overlap.config.memory == "auto" and "checkpointing" not in chosen and can_keep(model):
         config = overlap.config.model_copy(update={"checkpointing": "keep"})
@@ -120,15 +133,15 @@ def find_layers(
 
 
 class _Search:
-    """The attention layers of one model, as far as they were found.
+    """Collects the attention layers of one model; `find_layers` calls its methods in their order.
 
     Attributes:
         modules: The modules of the model by name.
         delta_nets: The gated delta nets by name, each with the name and module of the innermost
             model around it.
         layers: The layers that were found.
-        whole: The layers that are driven whole, by name.
-        hosted: The overlapped layers by name, by the name of each model around them.
+        whole: The layers whose forward a `Driven` replaces, by name.
+        hosted: For the name of each model around overlapped layers, these layers by name.
         unseen: The names of layers that must be seen to call their attention function.
         saving: The layers whose attention is saved over checkpoints.
         known: The readings of forwards; layers that are alike share a reading.
@@ -151,7 +164,14 @@ class _Search:
         self.known: list[Reader] = []
 
     def add_attention(self, name: str, module: Any) -> None:
-        """Find out how an attention layer is overlapped. Raises ValueError if nobody can do so."""
+        """Find out how an attention layer is overlapped, and add it to ``layers``.
+
+        It is driven whole if its forward can be read, else overlapped at its attention function.
+        It is added without a ``bind`` if it needs no exchange, or if stock Ulysses must exchange.
+
+        Raises:
+            ValueError: if neither this package nor stock Ulysses can exchange for it.
+        """
         models = models_around(name, self.modules)
         if models and not takes_tokens(models[0][1]):
             lacks = "not of the sequence that is split"
@@ -194,7 +214,7 @@ class _Search:
                 ) from None
 
     def _add_driven(self, name: str, module: Any, reader: Reader) -> None:
-        """Add a layer that is driven whole."""
+        """Add a layer whose forward a `Driven` replaces."""
         heads = reader.reading.heads
         groups = self.overlap.groups_for(heads["q"], heads["k"], attention_of(name, module))
         driven = drive(name, module, reader, forwards=self.forwards, settings=self.overlap)
@@ -220,6 +240,7 @@ class _Search:
         if (here := heads_here(module)) is not None:
             heads, kv_heads = here
         no_latents = latent.why_not(module, overlap.sp_group.size)
+        # Not None, which stands for a layer without latents.
         if no_latents == "":
             why = f"{name} ({type(module).__name__}): latent attention needs all queries at once"
             groups = overlap.groups_for(heads, 1, why)
@@ -237,7 +258,13 @@ class _Search:
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
 
     def join_chains(self) -> list[HostModule]:
-        """Join the decoder layers around layers that are driven whole; return their rebinding."""
+        """Join the decoder layers around layers that are driven whole into chains.
+
+        Updates the words about these layers in ``layers``.
+
+        Returns:
+            The decoder layers, each with the binding of its forward in the chain.
+        """
         wanted: dict[str, Callable[[], ChainedLayer]] = {}
         for name, driven in self.whole.items():
             parent, _, child = name.rpartition(".")
@@ -252,7 +279,11 @@ class _Search:
         ]
 
     def add_delta_nets(self) -> None:
-        """Add the gated delta nets. Raises ValueError if no attention layer is in their model."""
+        """Add the gated delta nets, once the models that host attention layers are known.
+
+        Raises:
+            ValueError: if their model hosts none and so gathers no positions, or AutoTP cut them.
+        """
         for name, (at, model) in self.delta_nets.items():
             module = self.modules[name]
             if at not in self.hosted:
@@ -311,6 +342,8 @@ class _Search:
 def layer_shape(model: str) -> dict[str, int | None]:
     """Return the sizes of a layer, and the number of layers, from a model's config.
 
+    ``ds-sp-overlap plan --model`` asks for them.
+
     Args:
         model: A name, a folder or a file.
 
@@ -337,6 +370,8 @@ def layer_shape(model: str) -> dict[str, int | None]:
 
 def parameters(model: str) -> int:
     """Return the number of parameters of a config's model, without making the parameters.
+
+    ``ds-sp-overlap plan --memory`` asks for it.
 
     Args:
         model: A name, a folder or a file.

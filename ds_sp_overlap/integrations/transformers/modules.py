@@ -30,6 +30,7 @@ def stock_of(function: Any) -> Any:
     """
     # An `attention_function.Dispatch` holds the function that it replaced.
     function = getattr(function, "before", function)
+    # DeepSpeed puts a closure over the instance into the table.
     for cell in getattr(function, "__closure__", None) or ():
         if type(cell.cell_contents).__name__ == "UlyssesSPAttentionHF":
             return cell.cell_contents
@@ -37,7 +38,10 @@ def stock_of(function: Any) -> Any:
 
 
 def off_in_eval(module: Any) -> bool:
-    """Return whether ``module`` is in evaluation, which stock Ulysses was told to leave alone."""
+    """Return whether ``module`` is in evaluation, which stock Ulysses was told to leave alone.
+
+    Asked in every call. Each rank then attends to its own tokens, here as well.
+    """
     stock = stock_of(attention_functions().get(module.config._attn_implementation))
     return stock is not None and stock.disable_in_eval and not module.training
 
@@ -45,7 +49,8 @@ def off_in_eval(module: Any) -> bool:
 def refuse_copy(module: Any) -> None:
     """Raise RuntimeError for a copy of an overlapped module, unless stock Ulysses exchanges for it.
 
-    Nobody else exchanges for a copy, which would attend to the tokens of this rank alone.
+    `rebind` calls it before the forward of a copy, such as an EMA model (``of_copy``). Nobody else
+    exchanges for a copy, which would attend to the tokens of this rank alone.
     """
     stock = stock_of(attention_functions().get(module.config._attn_implementation))
     if stock is None:  # guard: no rank attends alone
@@ -89,15 +94,15 @@ class Watched:
         self.functions = {name: modules[name] for name in names if name in functions}
 
     def refuse_changed(self) -> None:
-        """Check the layers.
+        """Check the layers, without a collective.
 
         Raises:
-            RuntimeError: on every rank alike, if a module was replaced by one that attends without
-                exchanges, or a layer calls another attention function.
+            RuntimeError: on each rank whose model was changed, if a module was replaced by one that
+                attends without exchanges, or a layer calls another attention function.
         """
         for name, (parent, child, module) in self.edges.items():
             current = parent._modules.get(child)
-            # A layer may be left out.
+            # A layer that was removed is not called.
             if current is module or current is None:
                 continue
             unknown = [part for part in current.modules() if part not in self.layers]
@@ -120,7 +125,7 @@ class Watched:
 
 
 def unfit(implementation: str) -> str | None:
-    """Explain why an attention implementation can't be overlapped; None if it can."""
+    """Explain why an attention implementation ("eager") can't be overlapped; None if it can."""
     if implementation == "sdpa" or "flash" in implementation:
         return None
     return (
@@ -179,13 +184,14 @@ def takes_tokens(model: nn.Module) -> bool:
 
 def goes_by_length(module: nn.Module) -> bool:
     """Return whether the frequencies of a rotary embedding depend on the largest position."""
+    # A dict where layers of several kinds have a type each.
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds or ""]
     return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
 
 def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]) -> None:
-    """Refuse a model in which tokens meet outside an exchange.
+    """Refuse a model in which tokens meet outside an exchange; `find_layers` calls it first.
 
     Args:
         modules: The modules of the model by name.
@@ -196,6 +202,7 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
         ValueError: if another module mixes tokens.
     """
     attention = {name for name, module in modules.items() if is_attention(module)}
+    # The innermost models around attention layers. A convolution elsewhere (of images) is harmless.
     decoders = set()
     for name in attention:
         if models := models_around(name, modules):
@@ -216,6 +223,7 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
             if models[0][1] not in decoders:
                 continue
             name = name.rpartition(".")[0]
+        # A module around one of these takes the arguments of a sequence to pass them on.
         explained = (*attention, *exchanged, *mixing)
         if not any(inner.startswith(name + ".") for inner in explained):
             mixing[name] = modules[name]
@@ -229,20 +237,23 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
 
 
 def _only_holds(module: nn.Module) -> bool:
-    """Return whether a module takes a sequence's arguments only to pass them to its children."""
+    """Return whether a module takes a sequence's arguments only to pass them to its children.
+
+    So do decoder layers and whole models.
+    """
     library = sys.modules.get("transformers.modeling_layers")
     block = getattr(library, "GradientCheckpointingLayer", ())
     return isinstance(module, (block, pretrained()))
 
 
 def first_of(name: str, module: nn.Module, count: int) -> str:
-    """Name the first of ``count`` modules for an error."""
+    """Return the words that name the first of ``count`` modules in an error."""
     more = f", and {count - 1} more" if count > 1 else ""
     return f"{name} ({type(module).__name__}{more})"
 
 
 def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str | None:
-    """Explain why nobody can exchange for a layer; None if somebody can.
+    """Explain why neither this package nor stock Ulysses can exchange for a layer; None if one can.
 
     Args:
         name: The layer's name.

@@ -22,7 +22,10 @@ def difference(
     arguments: dict[str, Any],
     options: dict[str, Any],
 ) -> str:
-    """Compare a layer's own forward with ``block``.
+    """Compare a layer's own forward with ``block``, on this rank's tokens; no collective.
+
+    `Driven` calls it in the first call of one layer of each kind, before anything is exchanged.
+    Both run with the same made-up o in place of attention.
 
     Args:
         module: The layer.
@@ -39,6 +42,7 @@ def difference(
     own_options: dict[str, Any] = {}
 
     def run_own(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the made-up o; and q, k, v and the output of the layer's own forward."""
         recorded: list[Tensor] = []
         with _recording(module, recorded, own_options):
             y = forward(**{**arguments, "hidden_states": x})[0]
@@ -46,6 +50,7 @@ def difference(
         return o, [*heads, y]
 
     def run_driven(x: Tensor, o: Tensor) -> list[Tensor]:
+        """Return q, k, v and the output that the block makes of the same o."""
         heads = [heads.transpose(1, 2) for heads in block.project_locally(x, tables)]
         y = output(o.flatten(2))
         return [*heads, y[0] if isinstance(y, tuple) else y]
@@ -61,7 +66,7 @@ def difference(
 
 @contextlib.contextmanager
 def _recording(module: Any, recorded: list[Tensor], options: dict[str, Any]) -> Iterator[None]:
-    """Let attention return a made-up o in the body.
+    """Have attention return a made-up o, and record what it is given, while the body runs.
 
     Args:
         module: The layer.

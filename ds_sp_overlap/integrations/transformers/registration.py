@@ -26,7 +26,10 @@ def refusal_of(stock: Any) -> str | None:
 
 
 def _refuse(stock: Any, module: nn.Module) -> None:
-    """Raise ValueError if ``stock`` is to exchange for ``module``, and can't."""
+    """Raise ValueError if ``stock`` is to exchange for ``module``, and can't.
+
+    Runs before each attention of stock Ulysses.
+    """
     is_off = stock.disable_in_eval and not module.training
     if stock in _refusals and not is_off:  # guard: no exchange of heads that don't divide
         raise ValueError(
@@ -37,7 +40,11 @@ def _refuse(stock: Any, module: nn.Module) -> None:
 
 
 def install() -> None:
-    """Defer the refusal of head counts from stock's registration to its first attention."""
+    """Defer the refusal of head counts from stock's registration to its first attention.
+
+    Called where ``deepspeed.initialize`` is patched. Replaces ``__init__`` and ``forward`` of
+    stock's class.
+    """
     try:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     except ImportError:  # einops is missing, without which nobody can register it
@@ -54,10 +61,12 @@ def install() -> None:
             arguments = bound.arguments
             size = dist.get_world_size(arguments["process_group"])
             heads, kv_heads = arguments["attn_head_count"], arguments["kv_head_count"]
+            # DeepSpeed takes these counts, so it refused something else.
             if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
                 raise
             reason = str(error)
-        # With counts that it takes, it makes everything but what its own exchange needs.
+        # Run again with counts that it takes, so that everything is made but what its own exchange
+        # needs; then set the true counts.
         arguments["attn_head_count"] = arguments["kv_head_count"] = size
         original_init(*bound.args, **bound.kwargs)
         stock.attn_head_count, stock.global_kv_head_count = heads, kv_heads

@@ -129,6 +129,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _layer(args: argparse.Namespace) -> LayerShape:
     """Return the layer's shape, from --model and single values.
 
+    Sets ``args.layers`` from --model as well, for `_model`.
+
     Raises:
         ValueError: if a value is missing, or the values are no layer.
     """
@@ -199,13 +201,25 @@ def _model(args: argparse.Namespace) -> Model | None:
 def _measuring_rank(
     rank: int, size: int, init: str, layer: LayerShape, result: str | None
 ) -> Rates:
-    """Measure the rates on one rank; rank 0 saves them to the file ``result``."""
+    """Measure the rates on one rank, collectively; rank 0 saves them to a file.
+
+    Args:
+        rank: This rank.
+        size: The number of ranks, P.
+        init: The ``init_method`` of the process group; "env://" on ranks of a launcher.
+        layer: Shape of the layer.
+        result: The file; None to save nothing.
+
+    Returns:
+        The rates, the same on every rank.
+    """
     import torch
     import torch.distributed as dist
 
     from . import measure
 
     local = int(os.environ.get("LOCAL_RANK", rank))
+    # Processes of this machine need a GPU each; a launcher's ranks may be on several machines.
     on_gpu = torch.cuda.device_count() > local and (
         init == "env://" or torch.cuda.device_count() >= size
     )
@@ -226,7 +240,12 @@ def _measuring_rank(
 
 
 def _measured(layer: LayerShape) -> Rates:
-    """Measure the rates on the launcher's ranks, or on processes that are started here."""
+    """Measure the rates on the launcher's ranks, or on processes that are started here.
+
+    Raises:
+        ValueError: if the launcher started another number of ranks.
+        RuntimeError: if a process that was started here failed.
+    """
     import torch
 
     if "WORLD_SIZE" in os.environ:
@@ -287,7 +306,11 @@ def _gpu(args: argparse.Namespace) -> Gpu | None:
 
 
 def _rates(args: argparse.Namespace, layer: LayerShape, on_paper: Gpu | None) -> tuple[Rates, str]:
-    """Return the rates, and a line with each rate and its source."""
+    """Return the rates, and a line with each rate and its source.
+
+    Raises:
+        ValueError: if a rate is neither given nor measured.
+    """
     if on_paper is not None:
         known = Rates(
             1e12 * on_paper["tflops"] * on_paper["gemm_share"],
@@ -306,6 +329,7 @@ def _rates(args: argparse.Namespace, layer: LayerShape, on_paper: Gpu | None) ->
     def rate(
         option: str, unit: float, measured: str, otherwise: tuple[float, str]
     ) -> tuple[float, str]:
+        """Return a rate and its source: given, else measured, else ``otherwise``."""
         if (given := getattr(args, option)) is not None:
             return unit * given, "given"
         return otherwise if found is None else (getattr(found, measured), "measured")
@@ -367,7 +391,10 @@ def describe(layer: LayerShape, rates: str, result: Plan) -> str:
 
 
 def _describe_fits(layer: LayerShape, model: Model, best: int, gib: float) -> str:
-    """Return the table of the longest sequences that fit into ``gib`` GiB."""
+    """Return the table of the longest sequences that fit into ``gib`` GiB.
+
+    ``best`` is the number of head groups that the plan advises.
+    """
     ways = [
         Way(0),
         Way(best),
@@ -391,7 +418,10 @@ def _describe_fits(layer: LayerShape, model: Model, best: int, gib: float) -> st
 
 
 def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Print the plan; exit with argparse's error where it can't be planned or measured."""
+    """Print the plan, under a launcher on rank 0; return the exit status 0.
+
+    Exits with argparse's error where nothing can be planned or measured.
+    """
     try:
         layer = _layer(args)
         model = _model(args)

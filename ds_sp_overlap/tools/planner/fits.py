@@ -55,6 +55,8 @@ class Way(NamedTuple):
 def held_by_model(layer: LayerShape, model: Model, way: Way) -> dict[str, int]:
     """Return the most bytes of a training step on one rank, by what is done with activations.
 
+    The keys of the result, of which only a window has "keep" and "offload":
+
     all kept         everything that backward reads is saved
     checkpointed     each layer's input is saved, and the layer is recomputed
     keep             o and the log-sum-exp are saved too (``"checkpointing": "keep"``); for a window
@@ -65,7 +67,7 @@ def held_by_model(layer: LayerShape, model: Model, way: Way) -> dict[str, int]:
     schedule = schedule_of(sizes.geometry, way.window) if way.groups else BASELINE
     held, forward = sizes.memory_bytes(schedule, is_baseline=not way.groups), len(schedule.forward)
     x = sizes.size(Tensor("y"))
-    # Without y, which is a term of the next layer's input.
+    # What a layer saves for backward, without y, which is a term of the next layer's input.
     waits = held[forward] - x
     states = STATES * model.parameters // layer.sp_size
     # A layer that is recomputed from its input, and dy. The inputs of all layers are added below.
@@ -85,6 +87,8 @@ def held_by_model(layer: LayerShape, model: Model, way: Way) -> dict[str, int]:
 
 def longest(layer: LayerShape, model: Model, way: Way, memory: int) -> dict[str, int]:
     """Return the longest sequence whose training step fits into ``memory`` bytes.
+
+    ``steps`` below counts multiples of 1024 tokens per rank.
 
     Returns:
         Tokens, in multiples of 1024 per rank, for each name of `held_by_model`; 0 where no sequence

@@ -25,12 +25,15 @@ def limit(needs: Needs, ms: Callable[[Step], float]) -> float:
         for each in before:
             behind[each].append(step)
     took = {step: 0.0 if step.op is Op.FINISH else ms(step) for step in needs}
+    # For each step the longest path in front of it, and behind it.
     head, tail = _longest(needs, took), _longest(behind, took)
     longest = 0.0
     for on_wire in (False, True):
         row = [
             step for step in needs if (step.op is Op.START) is on_wire and step.op is not Op.FINISH
         ]
+        # The largest sums have all steps of a row with at least some path in front of them, and at
+        # least some path behind them.
         for first in {head[step] for step in row}:
             together = 0.0
             for step in sorted(
@@ -46,6 +49,7 @@ def _longest(edges: Needs, took: dict[Step, float]) -> dict[Step, float]:
     found: dict[Step, float] = {}
 
     def way(step: Step) -> float:
+        """Return the path of one step; each is computed once."""
         if step not in found:
             found[step] = max((way(each) + took[each] for each in edges[step]), default=0.0)
         return found[step]

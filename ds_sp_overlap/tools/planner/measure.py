@@ -18,7 +18,7 @@ LONGEST = 8192
 
 
 def _seconds(run: Callable[[], Any], group: Any, device: torch.device) -> float:
-    """Return the median time of ``run`` on the slowest rank.
+    """Return the median time of ``run`` in seconds, on the slowest rank; collective over ``group``.
 
     Runs for about half a second, 5 to 100 times. Synchronises the device.
     """
@@ -29,6 +29,7 @@ def _seconds(run: Callable[[], Any], group: Any, device: torch.device) -> float:
         return time.perf_counter()
 
     def median(repeat: int) -> float:
+        """Return the largest of the ranks' medians over ``repeat`` runs."""
         times = []
         for _ in range(repeat):
             if group is not None:
@@ -54,7 +55,7 @@ def rates(layer: LayerShape, group: Any, device: torch.device) -> Rates:
     backward of the rank's heads, over at most `LONGEST` tokens. Wire: the exchange of q, and an
     exchange of one element per peer.
 
-    Collective over ``group``; the slowest rank decides.
+    Collective over ``group``; the slowest rank decides, so that all ranks return the same.
 
     Args:
         layer: Shape of the layer.
@@ -70,6 +71,7 @@ def rates(layer: LayerShape, group: Any, device: torch.device) -> Rates:
     )
     matmul = 2 * tokens * layer.width**2 / _seconds(lambda: F.linear(x, weight), group, device)
 
+    # Attention must divide query heads by KV heads; where a rank's don't, it has one for each.
     seq, heads = min(layer.seq, LONGEST), max(layer.heads // layer.sp_size, 1)
     kv_heads = (
         heads
@@ -86,6 +88,7 @@ def rates(layer: LayerShape, group: Any, device: torch.device) -> Rates:
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
         torch.autograd.grad(o, (q, k, v), do)
 
+    # Causal: two products in forward over half of s x s, and 2.5 times as much in backward.
     flops = 3.5 * 2 * seq**2 * layer.batch * heads * layer.head_dim
     attention = flops / _seconds(attend, group, device)
     if group is None or layer.sp_size == 1:

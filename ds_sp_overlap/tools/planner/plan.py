@@ -78,9 +78,11 @@ class BlockCosts(Costs):
         self.block = by_chunks(self.geometry.kinds, chunks, recompute)
 
     def ms(self, step: Step) -> float:
+        """Return the duration of a step on the compute row; of the transfer, for a start."""
         if step.op in (Op.START, Op.ATTEND):
             return super().ms(step)
         layer, length = self.layer, self.layer.seq // self.layer.sp_size
+        # Weight gradients wait for all chunks, unless backward recomputes.
         of_all_chunks = step.op is Op.WGRAD and not self.block.recompute
         start, stop = (0, length) if of_all_chunks else chunk_of(length, step.chunk, self.chunks)
         width = {
@@ -90,6 +92,7 @@ class BlockCosts(Costs):
         return 1e3 * 2 * (stop - start) * layer.batch * layer.width * width / self.rates.matmul
 
     def _exchange(self, step: Step) -> Layout:
+        """Return the layout of the exchange of one chunk."""
         # o beside do goes to attention, as q does.
         kinds = ("q", "q") if step.beside else step.tensors
         dims = (self.layer.head_dim,) * len(kinds)
@@ -97,7 +100,11 @@ class BlockCosts(Costs):
         return layout.inverse if step.grad and not step.beside else layout
 
     def in_a_chain(self) -> Simulation:
-        """Return the times that one more layer adds to a chain, one bar for each row."""
+        """Return the times that one more layer adds to a chain, one bar for each row.
+
+        They are the difference between four layers and three: a first and a last layer have other
+        steps than those between.
+        """
         four, three = (self.simulate(self.block.chain(layers)) for layers in (4, 3))
         compute, wire = (Bar("layer", by, 0.0, more - less) for by, more, less in (
             (self.block.forward[0], four.compute_ms, three.compute_ms),
@@ -106,7 +113,7 @@ class BlockCosts(Costs):
         return Simulation([compute], [wire], four.step_ms - three.step_ms, [])
 
     def simulate(self, schedule: Schedule, is_baseline: bool = False) -> Simulation:
-        """Simulate forward and backward, without memory."""
+        """Simulate forward and backward, without memory; ``is_baseline`` changes nothing here."""
         return simulate(schedule, (*schedule.forward, *schedule.backward), self.ms)
 
     def limit(self) -> float:
@@ -122,7 +129,7 @@ def _forward(text: str) -> Program:
 
 
 def _backward(text: str) -> Program:
-    """Read a program of gradients from text: ``start q`` sends dq."""
+    """Read a program of backward from text: ``start q`` sends dq."""
     return tuple(step._replace(grad=True) for step in _forward(text))
 
 
@@ -227,6 +234,7 @@ class Plan:
     @property
     def smallest(self) -> str:
         """The schedule with the smallest peak, of those whose step is close to the shortest."""
+        # Blocks are simulated without memory, and have a peak of 0.
         shortest = min(of.step_ms for of in self.results.values() if of.peak)
         close = {
             name: of.peak
@@ -238,6 +246,8 @@ class Plan:
 
 def plan(layer: LayerShape, rates: Rates) -> Plan:
     """Simulate schedules, windows and blocks; choose the head groups among the former.
+
+    Plain arithmetic: nothing is measured or exchanged.
 
     Args:
         layer: Shape of the layer.

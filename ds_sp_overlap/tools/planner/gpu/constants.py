@@ -128,7 +128,7 @@ class Gpu:
         return self["launch_us"] if is_work else self["event_us"]
 
     def priority(self, stream: str) -> int:
-        """Return 1 for the streams of exchanges, 0 for the compute stream."""
+        """Return 0 for the compute stream, 1 for all others, those of exchanges."""
         return int(stream != COMPUTE)
 
     def given(self, source: str, **values: float | None) -> Gpu:

@@ -21,13 +21,15 @@ DELAY_US, STRETCH = 30.0, (0.5, 2.0)
 def with_gathers(launches: Sequence[Launch], n_bytes: int) -> list[Launch]:
     """Return the launches with those of ZeRO-3, which gathers the weights of each matrix product.
 
-    A gather is launched before the product in front of it, over the communicator `WEIGHTS`.
+    The gather for a product is launched just before the product in front of it, over the
+    communicator `WEIGHTS`, and the product waits for it.
 
     Args:
         launches: What the layer launches.
         n_bytes: What a rank sends in a gather.
     """
     mixed: list[Launch] = []
+    # Numbers of events below 0, which the layer's own events don't have.
     event, pending = -1, None
     for launch in launches:
         if isinstance(launch, Gemm):
@@ -42,7 +44,13 @@ def with_gathers(launches: Sequence[Launch], n_bytes: int) -> list[Launch]:
 def search(
     gpus: Sequence[Gpu], launches: Sequence[Sequence[Launch]], seeds: Sequence[int]
 ) -> dict[int, str]:
-    """Return for each seed that ends in a deadlock what rank 0 waits for."""
+    """Return for each seed that ends in a deadlock what rank 0 waits for.
+
+    Args:
+        gpus: The GPU of each rank.
+        launches: What each rank's host launches.
+        seeds: Of the random delays; each is one try.
+    """
     found = {}
     for seed in seeds:
         rng = random.Random(seed)

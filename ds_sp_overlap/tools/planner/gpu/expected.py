@@ -31,7 +31,10 @@ def without_gate(launches: Sequence[Launch]) -> list[Launch]:
 
 
 def expect(launches: Sequence[Launch], gpu: Gpu) -> dict[str, float]:
-    """Return the ms of a step on ``gpu``, and what they would be if one thing were different."""
+    """Return the ms of a step on ``gpu``, and what they would be if one thing were different.
+
+    The keys are columns of `describe`. "and margin" comes on top of the carve-out before it.
+    """
     ctas = int(gpu["nccl_ctas"])
     ways = {
         "step": gpu,
@@ -90,4 +93,5 @@ def describe(layer: LayerShape, gpu: Gpu, groups: Sequence[int]) -> str:
 
 
 def _copied(launches: Sequence[Launch]) -> str:
+    """Return the MB that kernels other than products and attention copy: read once, written once."""
     return f"{sum(each.n_bytes for each in launches if isinstance(each, Move)) / 2e6:.0f}"

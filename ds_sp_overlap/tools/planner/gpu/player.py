@@ -72,6 +72,7 @@ class _Running:
 
     @property
     def is_resident(self) -> bool:
+        """Whether no block waits for an SM any more."""
         return self.waiting == 0
 
 
@@ -149,6 +150,7 @@ class Player:
         rank.issued += 1
 
         def arrive() -> None:
+            """Put the launch into the queue of its stream, once the host's time for it is over."""
             queue = rank.queue_of.setdefault(launch.stream, len(rank.queue_of) % rank.gpu.queues)
             rank.queues[queue].append(launch)
             rank.arrived += 1
@@ -162,7 +164,7 @@ class Player:
         self._at(self.now + rank.gpu.host_us(launch) + self.delay(index), arrive)
 
     def _pump(self, index: int) -> None:
-        """Let leave their queues all launches that can."""
+        """Let all launches that can leave their queues do so; note when the GPU falls idle."""
         rank = self.ranks[index]
         is_moving = True
         while is_moving:
@@ -175,7 +177,7 @@ class Player:
             rank.idle_since = self.now
 
     def _leaves(self, index: int, number: int) -> bool:
-        """Let the head of a queue leave it; return whether it could."""
+        """Let the head of queue ``number`` leave it; return whether it could."""
         rank, launch = self.ranks[index], self.ranks[index].queues[number][0]
         last = rank.last.get(launch.stream)
         if isinstance(launch, Record):
@@ -192,6 +194,7 @@ class Player:
         else:
             if last is not None and not last.done:
                 return False
+            # A collective leaves after those before it in the host's order, once they have SMs.
             if isinstance(launch, Transfer) and rank.gpu.in_order:
                 first = rank.collectives[len(rank.begun)]
                 if launch is not first or not all(each.is_resident for each in rank.begun):
@@ -201,6 +204,7 @@ class Player:
         return True
 
     def _begin(self, index: int, launch: Launch) -> None:
+        """Begin a kernel or a collective, whose blocks now wait for SMs."""
         rank = self.ranks[index]
         if isinstance(launch, Transfer):
             ctas, _ = rank.gpu.transfer(launch)
@@ -227,6 +231,7 @@ class Player:
             count = min(rank.free, each.waiting, each.left)
             if isinstance(each.launch, Transfer):
                 cluster = int(rank.gpu["nccl_cluster"])
+                # Blocks of a cluster get their SMs together.
                 count -= count % cluster if each.grid.ctas % cluster == 0 else 0
             if count:
                 if each.placed == 0 and each.waiting == each.grid.ctas:
@@ -288,6 +293,7 @@ class Player:
         self._at(self.now + rank.gpu.transfer(launch)[1], over)
 
     def _end(self, index: int, each: _Running) -> None:
+        """Note that a kernel or a collective is over; its SMs were given back before."""
         rank = self.ranks[index]
         each.done = True
         rank.running.remove(each)

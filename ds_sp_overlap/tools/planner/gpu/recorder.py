@@ -50,10 +50,14 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class _Event:
+    """Stands for a CUDA event; ``number`` is that of its latest record, -1 before it."""
+
     number = -1
 
 
 class _Stream:
+    """Stands for a CUDA stream; what happens on it goes into the recorder's list."""
+
     def __init__(self, recorder: Recorder, name: str):
         self.recorder, self.name = recorder, name
 
@@ -120,6 +124,8 @@ class Recorder(TorchDispatchMode):
     def launch(
         self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str
     ) -> Done:
+        """Note an exchange on the current stream; nothing is moved, and nothing needs a wait."""
+        # Part 0 stays on this rank.
         remote = max(sum(send_sizes[1:]), sum(recv_sizes[1:]))
         name = name.removeprefix("layer ")
         self.launches.append(Transfer(self.current.name, name, remote * send.element_size()))
@@ -128,6 +134,7 @@ class Recorder(TorchDispatchMode):
     # Kernels.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note an operator that launches a kernel; return results of its shapes, not computed."""
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or "empty" in name or name in ("_unsafe_view", "detach", "set_"):
@@ -141,6 +148,7 @@ class Recorder(TorchDispatchMode):
         return returned
 
     def _kernel(self, name: str, args: Any, returned: Any) -> None:
+        """Add a matrix product, or a kernel that moves the bytes of its tensors, to the list."""
         on, beside = self.current.name, bool(self._under_way)
         tensors = {
             id(each): each for each in tree_leaves((args, returned)) if isinstance(each, Tensor)
@@ -172,6 +180,8 @@ def _unwritten(value: Any) -> Any:
 
 
 class _Attend(torch.autograd.Function):
+    """Local attention that is noted as one launch in forward and one in backward."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder, keys: int) -> Tensor:
         ctx.save_for_backward(q, k, v)
@@ -241,6 +251,7 @@ def record(layer: LayerShape, groups: int, chunks: int = 0) -> list[Launch]:
     rows, kv_rows = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
 
     def attention(at: int) -> SelfAttention:
+        """Make the attention of layer ``at``, over the sp group that is not there."""
         made = SelfAttention(
             local_attention=attend,
             num_heads=layer.heads,
@@ -259,11 +270,13 @@ def record(layer: LayerShape, groups: int, chunks: int = 0) -> list[Launch]:
         return made
 
     def whole(at: int) -> BlockLayer:
+        """Make a layer with norms and MLP."""
         wide = layer.width, layer.intermediate
         mlp = _MLP(linear(*wide), linear(*wide), linear(*wide[::-1]))
         return BlockLayer(attention(at), _Norm(), _Norm(), mlp)
 
     def run(x: Tensor) -> Tensor:
+        """Run the layers as a chain, or one by one."""
         if chunks:
             chain = Chain(chunks)
             for one, successor in zip(layers, [*layers[1:], None]):

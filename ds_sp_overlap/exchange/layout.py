@@ -247,8 +247,10 @@ class Sides:
         tiles = [side.tiled for side in self.each]
         if not all(tiles):  # guard: a tile for each peer
             return []
-        if len(tiles) > 1 and (self.apart or len({len(side.filled) for side in self.each}) > 1):
-            return []
+        if len(tiles) > 1:
+            filled = {tuple(start < stop for start, stop in side.parts) for side in self.each}
+            if self.apart or len(filled) > 1:
+                return []
         dim, widths = self.each[0].dim, [tile[3] for tile in tiles]
         width = sum(widths)
         # The wire lies peer by peer: the stride of the peers is the largest, wherever they stand.

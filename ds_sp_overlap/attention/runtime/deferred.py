@@ -51,9 +51,16 @@ class _Slot(Waiting):
         leaves_bias: What `Plain` tells of the linear layer.
     """
 
+    gradient_count = 2
+
     def __init__(self, module: Any, where: str, at_once: bool, leaves_bias: bool | None):
         self.module, self.where = module, where
         self.at_once, self.leaves_bias = at_once, leaves_bias
+        # Weight and bias, until `Shadows.end`, where a parametrization computes any of them: it may
+        # compute something else in each access.
+        self.computed: tuple[Tensor, Tensor | None] | None = None
+        if not {"weight", "bias"} <= module._parameters.keys():  # guard: computed once
+            self.computed = self.parameters
         # Of the gradients of weight and bias; None for one that doesn't train.
         self.dtypes = [
             None if x is None or not x.requires_grad else x.dtype for x in self.parameters
@@ -64,14 +71,19 @@ class _Slot(Waiting):
         super().__init__()
 
     @property
-    def parameters(self) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+    def parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the product; no bias if the layer leaves it to its caller."""
+        if self.computed is not None:
+            return self.computed
         return self.module.weight, None if self.leaves_bias else self.module.bias
 
     def open(self) -> None:
         """Take the weights, which ZeRO-3 has gathered by now."""
+        operands: Sequence[Tensor | None] = self.parameters
+        if self.computed is not None:
+            operands = [x if x is None else x.detach() for x in operands]
         with torch.no_grad():
-            self.operands = autocast(*self.parameters)
+            self.operands = autocast(*operands)
 
     def forward(self, x: Tensor, token: Tensor | None) -> Any:
         """Run the forward of the linear layer for a chunk.
@@ -159,7 +171,7 @@ class Wgrads:
                 continue
             if stacks := stacks_of(module, where):
                 self.stacks[module] = {
-                    name: (stack, _Weights.apply([stack], *stack.parameters))
+                    name: (stack, _Weights.apply([stack], stack.parameter))
                     for name, stack in stacks.items()
                 }
             if not can_split(module, plain) or here and _is_away(module):
@@ -216,7 +228,7 @@ class Shadows:
     def end(self) -> None:
         """Release the weights; for backward, ZeRO-3 gathers them again."""
         for slot, _ in self.slots.values():
-            slot.operands = ()
+            slot.operands, slot.computed = (), None
 
 
 def _by_token(x: Tensor) -> Tensor:

@@ -56,8 +56,12 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
         return False
     if not can_call_through(module):
         return False
+    weight = module.__dict__.get("weight", module._parameters.get("weight"))
+    # A weight that a parametrization computes may be another one in each access, so it is not
+    # looked at; what it is computed from is.
+    weights = module.parameters() if weight is None else [weight]
     # A quantised or distributed tensor has another type.
-    is_plain = type(parameter_of(module, "weight")) in (nn.Parameter, Tensor)
+    is_plain = all(type(x) in (nn.Parameter, Tensor) for x in weights)
     return is_plain or sharded.is_gathered(module)
 
 

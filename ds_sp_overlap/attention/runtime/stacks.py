@@ -64,10 +64,11 @@ class Stack(Waiting):
         where: Name of the attention layer, for errors.
     """
 
+    gradient_count = 1
+
     def __init__(self, parameter: Tensor, where: str):
         super().__init__()
         self.parameter, self.where = parameter, where
-        self.parameters = (parameter,)
         # Of the whole parameter, which ZeRO-3 may have partitioned again.
         self.shape, self.dtype, self.n_bytes = parameter.shape, parameter.dtype, parameter.nbytes
 

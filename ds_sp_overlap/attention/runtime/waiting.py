@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,12 +15,12 @@ class Waiting(ABC):
     """Operands that the backward of chunks left, to be multiplied behind all of them.
 
     Attributes:
-        parameters: The operands are those of their gradients.
+        gradient_count: How many gradients the products are.
         backward: The backward that the operands belong to.
         chunks: The operands of each product that was not yet multiplied.
     """
 
-    parameters: Sequence[Tensor | None]
+    gradient_count: ClassVar[int]
 
     def __init__(self) -> None:
         self.start(-1)
@@ -42,12 +41,12 @@ class Waiting(ABC):
         self.chunks.append(chunk)
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients of ``parameters``, and drop the operands.
+        """Return the gradients, and drop the operands.
 
         None for each if the backward that runs has left no operands.
         """
         if self.backward != torch._C._current_graph_task_id():
-            return [None] * len(self.parameters)
+            return [None] * self.gradient_count
         gradients = self.summed()
         self.start(-1)
         return gradients

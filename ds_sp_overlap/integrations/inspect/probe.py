@@ -298,11 +298,14 @@ def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:
         return f" is {list(own.shape)} {own.dtype}, not {list(driven.shape)} {driven.dtype}"
     if not own.numel() or own.is_meta:
         return ""
+    if not own.is_floating_point():
+        return "" if torch.equal(own, driven) else " differs"
     # Detached, since a checkpoint around the module counts the tensors that are saved.
     own, driven = own.detach(), driven.detach()
-    # Numbers that overflow in one of the two only must be near to it in the other.
-    largest, finite = torch.finfo(own.dtype).max, own.isfinite() & driven.isfinite()
-    if bool(((own.abs() < largest / 2) | (driven.abs() < largest / 2))[~finite].any()):
+    # A number that overflows in one of the two must be near to it in the other, with its sign.
+    limit, finite = torch.finfo(own.dtype).max / 2, own.isfinite() & driven.isfinite()
+    unlike = (own.abs() < limit) | (driven.abs() < limit) | (own.sign() * driven.sign() < 0)
+    if bool(unlike[~finite].any()):
         return " overflows in one of the two alone"
     own, driven = own.where(finite, 0), driven.where(finite, 0)
     error, size = (x.double().norm() for x in (own - driven, own))

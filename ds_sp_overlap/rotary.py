@@ -18,6 +18,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> 
         cos: [..., d_rot]. Dims of ``x`` from d_rot on pass through.
         sin: As ``cos``.
         neighbours: Whether dims 2i and 2i + 1 turn together, instead of i and i + d_rot / 2.
+
+    Returns:
+        A tensor of the shape of ``x``, in the dtype that ``x`` and the tables promote to.
     """
     rotary, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     rotary = rotary * cos + _quarter(rotary, neighbours) * sin
@@ -25,7 +28,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> 
 
 
 def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> Tensor:
-    """Apply the transpose of `rotate`, which is its backward."""
+    """Apply the transpose of `rotate`, which is its backward: dx of ``dy`` [..., d]."""
     rotary, rest = dy[..., : cos.shape[-1]], dy[..., cos.shape[-1] :]
     rotary = rotary * cos - _quarter(rotary * sin, neighbours)
     return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
@@ -102,10 +105,11 @@ class Rotary:
         return y if self.rounding == "promoted" else y.to(x.dtype)
 
     def rotate_back(self, dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply `rotate_back` with the layer's order of dims."""
+        """Apply `rotate_back` with the layer's order of dims; the caller rounds the result."""
         return rotate_back(self._exact(dy), cos, sin, neighbours=self.neighbours)
 
     def _exact(self, x: Tensor) -> Tensor:
+        """Return ``x`` in the dtype to compute in, before it is promoted with the tables."""
         return x.float() if self.rounding == "fp32" else x
 
     def of(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:

@@ -29,7 +29,9 @@ def geometry_of(
     attend: Callable[..., Any] | str,
     query_chunks: QueryChunks | None = None,
 ) -> Geometry:
-    """Return the geometry of a call.
+    """Return the geometry of a call, with the default number of head groups.
+
+    Equal calls get one and the same object.
 
     Args:
         layer: The layer that is called.
@@ -75,6 +77,7 @@ def geometry_of(
         sp_group.nodes if layer.config.kv_once_per_node else None,
     )
     if groups > 1 and extra:
+        # With heads_alike, tensors inside of lists and dicts are not suspected.
         if _may_be_per_head(geometry, extra if layer.heads_alike else tree_leaves(extra)):
             geometry = geometry.in_groups(1)
     if seq_lens[sp_group.rank] != local_seq:
@@ -134,8 +137,9 @@ def shares_of(
 def _may_be_per_head(geometry: Geometry, extra: Iterable) -> bool:
     """Return whether some tensor may have a slice for each head of a rank (a bias, slopes).
 
-    Head groups would misuse such a tensor. A dimension counts that is as long as some rank has
-    heads, so that all ranks answer alike. A tensor that is suspected by mistake costs overlap only.
+    Head groups would misuse such a tensor. It is suspected if a dimension is as long as the number
+    of heads of any rank, so that all ranks answer alike. A wrong suspicion costs only overlap.
     """
+    # Ranks have the one number of query heads or the other.
     counts = {geometry.heads // geometry.parts, -(-geometry.heads // geometry.parts)}
     return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)

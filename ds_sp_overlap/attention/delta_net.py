@@ -90,6 +90,7 @@ class DeltaNet:
         """
 
         def describe() -> tuple[Geometry, Callable[[], tuple]]:
+            """Describe the call, see `layer.Describe`."""
             if hidden_states.dim() != 3:
                 got = list(hidden_states.shape)
                 raise ValueError(f"hidden_states must be 3-D, [b, s/P, m], got {got}")
@@ -113,22 +114,25 @@ class DeltaNet:
             return geometry, types
 
         run, call = self.layer.begin(describe, (hidden_states,))
-        # Nothing else computes a delta net.
+        # Only a baseline runs without a call, and a delta net has none.
         assert call is not None
         (x,) = run.inputs
         return run.end(self._overlapped(call, x, mix))
 
     def _overlapped(self, call: Call, x: Tensor, mix: Mix) -> Tensor:
+        """Walk the schedule of ``call``; return the layer's output."""
         geometry, projected = call.geometry, self.project(x)
         pieces: dict[Part, Tensor] = {}
 
         def project(kind: str, group: int) -> Tensor:
+            # Projected for all groups when the first asks.
             if (kind, group) not in pieces:
                 pieces.update(cut_heads(call, kind, _travelling(kind, projected)))
             return pieces.pop((kind, group))
 
         taps, *per_head = self.learned()
-        # For each parameter, its slices for each group on this rank.
+        # For each parameter, its slices for each group on this rank: the taps by channels, the
+        # others by heads of v.
         slices = [cut(taps, 0, [self._channels(geometry, group) for group in call.groups])]
         own = [geometry.query_range(geometry.sp_rank, group) for group in call.groups]
         parts: list[Ranges] = [(heads,) for heads in own]
@@ -139,13 +143,17 @@ class DeltaNet:
 
         runner = Recorded(call, attend, project)
         runner.walk(call.schedule.inputs)
+        # Here, under the exchanges that were started.
         z = projected("z")
         runner.walk((*call.schedule.attention, *call.schedule.output))
         o = join_heads(call, runner.outputs)
         return self.merge(o, z)
 
     def _channels(self, geometry: Geometry, group: int) -> Ranges:
-        """Return the rows of the taps for the heads of q, k and v of a group on this rank."""
+        """Return the rows of the taps for the heads of q, k and v of a group on this rank.
+
+        Heads of q and k that `with_kv` repeats have their rows repeated too.
+        """
         first, last = geometry.kv_range(geometry.sp_rank, group)
         index, keys = geometry.kv_expansion(group), self.key_heads * self.key_dim
         heads = [(first, last)]
@@ -159,7 +167,7 @@ class DeltaNet:
 
 
 def _travelling(kind: str, projected: Callable[[str], Tensor]) -> Tensor:
-    """Return the tensor that travels as ``kind``."""
+    """Return the tensor that travels as ``kind``, with a dimension of heads; see the top."""
     if kind != "q":
         return projected({"k": "k", "v": "q"}[kind])
     v, rate, decay = projected("v"), projected("b"), projected("a")

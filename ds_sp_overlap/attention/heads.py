@@ -62,10 +62,12 @@ def bind_arguments(
     """Bind the arguments of a local attention beside q, k and v.
 
     A local attention with a parameter ``sm_margin`` (flash-attn 3) leaves as many SMs free as
-    products do, see `carve_out`. Unlike theirs its number is for forward and backward alike.
+    products do, see `carve_out`; in forward and backward alike, unlike products. A value of the
+    caller goes first.
 
     Returns:
-        An `execution.Attend`.
+        An `execution.Attend`, which gives the attention the slices of each `PerHead` that belong to
+        the heads of the group.
     """
     geometry, carve_out = call.geometry, call.sp_group.carve_out
     if carve_out is not None and takes(local_attention, "sm_margin"):
@@ -141,7 +143,7 @@ class Local(NamedTuple):
 def fault_of_heads(call: Call, local: Local, device: torch.device) -> str:
     """Return why local attention needs all heads at once on some rank, see Note [Heads alike].
 
-    Collective. Empty if it may be called group by group.
+    Collective. Empty if local attention may be called group by group; the same on every rank.
     """
     faults, norms = zip(*call.sp_group.gather(probe_heads(call, local, device), call.where))
     fault = "; ".join(  # guard: what any rank found
@@ -153,7 +155,7 @@ def fault_of_heads(call: Call, local: Local, device: torch.device) -> str:
 def probe_heads(call: Call, local: Local, device: torch.device) -> tuple[str, list[float] | None]:
     """Probe on this rank whether local attention may be called group by group.
 
-    See Note [Heads alike]. The state of the random generators stays as it was.
+    See Note [Heads alike]. Not collective. The state of the random generators stays as it was.
 
     Args:
         call: The call, in several head groups.
@@ -164,8 +166,9 @@ def probe_heads(call: Call, local: Local, device: torch.device) -> tuple[str, li
         The reason why the local attention needs all heads at once, empty if it doesn't. An
         exception that it raises is a reason as well; it raises again in the layer's own call.
 
-        The norm of the output for each head, of q, k and v that are the same on every rank; None
-        where the ranks have different numbers of KV heads, and where there is a reason.
+        And the norm of the output of each head, for q, k and v that are the same on every rank;
+        None where there is a reason, and where the ranks can't be compared since they have
+        different numbers of KV heads.
     """
     devices = [] if device.type == "cpu" else [device]
     kind = device.type if devices else "cuda"
@@ -208,7 +211,7 @@ def differing_rank(norms: Sequence[list[float] | None], dtype: torch.dtype) -> s
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    # Far above rounding in another order, also that of TF32.
+    # A share of the norm. Far above rounding in another order, also that of TF32.
     return 4 * max(torch.finfo(dtype).eps, 2.5e-5)
 
 
@@ -225,6 +228,7 @@ def _difference(call: Call, local: Local, device: torch.device) -> tuple[float, 
     whole, generator = replace(groups, groups=1), torch.Generator(device).manual_seed(0)
 
     def random(kind: str, dim: int) -> Tensor:
+        # Of all heads of a rank; the same on ranks that have equally many.
         shape = whole.exchange(kind, 0, dim).target.shape
         return torch.randn(shape, generator=generator, dtype=local.dtype, device=device)
 
@@ -237,6 +241,7 @@ def _difference(call: Call, local: Local, device: torch.device) -> tuple[float, 
         return x.split([max(stop - start, 0) for start, stop in ranges], 2)[group]
 
     def attend(geometry: Geometry, group: int, q: Tensor, received: dict[Part, Tensor]) -> Tensor:
+        """Attend with a group of ``geometry``, as a call of the layer would."""
         heads = q, with_kv(geometry, "k", group, received), with_kv(geometry, "v", group, received)
         # Copies, since some attentions change q, k and v in place.
         q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in heads)

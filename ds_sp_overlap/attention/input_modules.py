@@ -60,7 +60,7 @@ class InputModules:
     ) -> None:
         """Call these modules from now on.
 
-        The arguments are those of the constructor of `SelfAttention`.
+        Called by `SelfAttention.use`. The arguments are those of its constructor.
 
         Raises:
             ValueError: unless there are either three separate projections or a fused one.
@@ -85,7 +85,7 @@ class InputModules:
         for kind, module, head in zip("qkv", of_kinds, first_heads):
             rows = head * self.head_dim if self.first_rows is None else self.first_rows[kind]
             self.of_kinds[kind] = self.projections.index(module), rows
-        # The last answer of `_rows`, behind what it was asked for.
+        # What `_rows` was asked for last, and its answer.
         self._last_rows: tuple[tuple, Any] | None = None
 
     @property
@@ -94,7 +94,7 @@ class InputModules:
         return [*self.projections, *self.norms.values()]
 
     def can_split(self) -> bool:
-        """Return whether q, k and v can be made in parts."""
+        """Return whether q, k and v can be made in parts, as the modules are now."""
         if not (self.rope is None or isinstance(self.rope, Rotary)):
             return False
         for norm in self.norms.values():
@@ -106,7 +106,7 @@ class InputModules:
         return True
 
     def split(self, call: Call, tables: tuple[Tensor, ...]) -> Projections:
-        """Return the projections to be computed part by part, with what `tables` gave."""
+        """Return the projections to be computed part by part; ``tables`` as `tables` gave them."""
         rows, parts = self._rows(call)
         return Projections(
             modules=self.projections,
@@ -123,19 +123,27 @@ class InputModules:
         )
 
     def rope_in_kernels(self, sp_group: SPGroup) -> Rotary | None:
-        """Return the rotation of q and k if the kernels that pack them rotate; else None."""
+        """Return the rotation of q and k if the kernels that pack them are to do it; else None.
+
+        Not where that costs more time, nor where a norm comes between rotation and exchange.
+        """
         rope = self.rope
         if not isinstance(rope, Rotary) or self.norm_last and self.norms:
             return None
         return rope if ops.implementation(sp_group.kernels).folds else None
 
     def rotation(self, position_embeddings: Any) -> Callable[[Tensor], Tensor] | None:
-        """Return a function that rotates q or k by ``rope``; None without ``rope``."""
+        """Return a function that rotates q or k by ``rope``; None without ``rope``.
+
+        The function raises ValueError where a ``rope`` of the caller fails, or returns something of
+        another shape.
+        """
         rope = self.rope
         if rope is None or isinstance(rope, Rotary):
             return None if rope is None else lambda heads: rope(heads, position_embeddings)
 
         def rotate(heads: Tensor) -> Tensor:
+            """Call the caller's ``rope``, and refuse a result that is no rotated heads."""
             try:
                 rotated = rope(heads, position_embeddings)
             except (AttributeError, IndexError, TypeError) as error:
@@ -154,7 +162,8 @@ class InputModules:
     def tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
         """Return the tables by which q and k are rotated.
 
-        Empty if no `Rotary` rotates; None if the tables need a gradient.
+        Empty if no `Rotary` rotates; None if the tables need a gradient, so that q and k can't be
+        made in parts.
         """
         if not isinstance(self.rope, Rotary):
             return ()
@@ -191,21 +200,25 @@ class InputModules:
     ) -> Callable[[str, int], Tensor]:
         """Return a function that gives q, k or v of a group, of projections that are called whole.
 
-        A projection is called when its first part is asked for, and its output is cut.
+        A projection is called when its first part is asked for, and its output is cut. Each part
+        can be asked for once.
 
         Args:
             call: The call.
-            x: Hidden states.
+            x: Hidden states, [b, s/P, m] or [s/P, b, m].
             rotate: Rotates q or k; None for no rotation.
-            called: Gives the function to call in place of a projection or a norm.
+            called: Gives the function to call in place of a projection or a norm; by default the
+                module itself.
         """
         rows, parts = self._rows(call)
         pieces: dict[Part, Tensor] = {}
 
         def project(kind: str, group: int) -> Tensor:
+            """Return heads [.., .., h_g, d], after the norm and the rotation."""
             module = rows[kind, group].module
             if (kind, group) not in pieces:
                 y = called(self.projections[module])(x)
+                # A bias beside y is for the caller to add, and no caller adds one to q, k and v.
                 y = y[0] if isinstance(y, tuple) else y
                 of_module = [part for part, its_rows in rows.items() if its_rows.module == module]
                 pieces.update(zip(of_module, cut(y, 2, list(parts[module]))))

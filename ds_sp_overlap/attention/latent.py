@@ -45,7 +45,7 @@ def latents_pay(sp_size: int, heads: int, latent: int, rotated: int, per_head: i
         heads: Query heads, ``h``.
         latent: Dim of the latent.
         rotated: Dim of the rotated key.
-        per_head: Numbers of k and v of one head.
+        per_head: Numbers per token of k and v of one head, d + d_v.
     """
     return 1 < sp_size <= heads and sp_size * (latent + rotated) < heads * per_head
 
@@ -53,7 +53,7 @@ def latents_pay(sp_size: int, heads: int, latent: int, rotated: int, per_head: i
 def can_expand_rows(projection: nn.Module) -> bool:
     """Return whether some rows of the projection of a latent can be computed without the others.
 
-    So it is for a plain linear layer without bias, see `linear.can_split`.
+    True for a plain linear layer without bias, see `linear.can_split`.
     """
     return can_split(projection) and projection.bias is None
 
@@ -89,8 +89,8 @@ class LatentAttention:
     ) -> Tensor:
         """Attend over the global sequence.
 
-        Collective. k and v of all heads may come in place of latent and rotated key; then
-        `ProjectedAttention` attends to them. See there for arguments that aren't listed here.
+        Collective. k and v of all heads may come in place of latent and rotated key, for instance
+        where an adapter expands all latents; then `ProjectedAttention` attends to them.
 
         Args:
             local_attention: q, k, v, *args, **kwargs -> o; called once per head group.
@@ -102,7 +102,7 @@ class LatentAttention:
             batch_first: Whether the batch comes before the sequence.
             sequence_lengths: Local sequence length of every rank; None if all are the same.
             baseline: For k and v of all heads, computes the same without overlap.
-            query_chunks: For k and v of all heads, as there.
+            query_chunks: For k and v of all heads, as for `ProjectedAttention`.
 
         Returns:
             o in the layout of ``query``, with the head dim of v.
@@ -126,9 +126,11 @@ class LatentAttention:
         projection: Any = self.projection()
 
         def body(query: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
+            """Make the call; its inputs are the tensors as hooks of the projection changed them."""
             inputs, weight = (query, latent, rotated), projection.weight
 
             def describe() -> tuple[Geometry, Callable[[], tuple]]:
+                """Describe the call, see `layer.Describe`; the latent counts as one KV head."""
                 _check(*inputs)
                 geometry = geometry_of(
                     self.layer,
@@ -150,7 +152,7 @@ class LatentAttention:
                 return geometry, types
 
             run, call = self.layer.begin(describe, inputs)
-            # There is no baseline for latents.
+            # Only a baseline runs without a call, and latents have none.
             assert call is not None
             per_head = weight.shape[0] // query.shape[2]
             own = [call.geometry.query_range(call.geometry.sp_rank, group) for group in call.groups]
@@ -159,7 +161,8 @@ class LatentAttention:
             local = bind_arguments(local_attention, call, args, kwargs or {})
 
             def attend_group(group: int, q: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
-                # k and v of the global sequence, see Note [Gradients of parts].
+                # k and v of the global sequence, for the heads of this group on this rank, see
+                # Note [Gradients of parts].
                 kv = F.linear(latent.squeeze(2), rows[group]).unflatten(-1, (-1, per_head))
                 k, v = kv.split([self.nope_dim, per_head - self.nope_dim], -1)
                 k = torch.cat([k, rotated.expand(*k.shape[:-1], -1)], -1)
@@ -174,7 +177,7 @@ class LatentAttention:
 
 
 def _check(query: Tensor, latent: Tensor, rotated: Tensor) -> None:
-    """Check that q, latent and rotated key belong together."""
+    """Check that q, latent and rotated key belong together; raise ValueError if not."""
     one_head = latent.shape[2] == rotated.shape[2] == 1
     if not (query.shape[:2] == latent.shape[:2] == rotated.shape[:2] and one_head):
         raise ValueError(

@@ -5,8 +5,8 @@ Note [Agreement of the ranks]
 Ranks that exchange different things hang, or train on wrong numbers. So the ranks compare what they
 are about to do before anything is exchanged, and a fault of one rank becomes the same ValueError on
 all ranks. The comparison costs a collective that the host waits for, so it is made for the first
-call of a layer only, or for the first call of a kind (`kind_of`); later calls use its outcome. Whatever
-decides about such a comparison is therefore the same on every rank.
+call of a layer only, or for the first call of a kind (`kind_of`); later calls use its outcome.
+Whatever decides about such a comparison is therefore the same on every rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ Describe = Callable[[], tuple[Geometry, Callable[[], tuple]]]
 
 @lru_cache(maxsize=256)
 def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bool) -> Schedule:
-    """Make a schedule; raise ValueError if a layer can't run by it."""
+    """Make a schedule; raise ValueError if a layer can't run by it.
+
+    ``kinds`` are what travels with each head group, as in `Geometry.kinds`.
+    """
     return check(make_schedule(kinds, wgrad_last), kinds)
 
 
@@ -74,6 +77,7 @@ class LayerRuntime:
         self.sp_group, self.config, self.where = sp_group, config, where
         self.heads_alike, self.schedule = heads_alike, schedule
         self.policy = policy or Policy.of(config, sp_group)
+        # The place among the layers of the policy, which try different candidates in one step.
         self.index = self.policy.join() if self.policy else 0
         sp_group.timeline = sp_group.timeline or Timeline.of(config, sp_group)
         self.agreed = False
@@ -88,7 +92,7 @@ class LayerRuntime:
         self._reads_o: dict[tuple, bool] = {}
 
     def __deepcopy__(self, memo: dict) -> LayerRuntime:
-        # A copied layer exchanges over the same group.
+        # A copied layer exchanges over the same group, with a place of its own in the policy.
         return LayerRuntime(
             self.sp_group,
             self.config,
@@ -125,11 +129,11 @@ class LayerRuntime:
             head_dim: ``d`` of a layer that can run by a window; 0 for other layers.
 
         Returns:
-            The clock of the call, whose ``inputs`` the layer must use; and the call, or None where
-            the baseline is to run.
+            The clock of the call, whose ``inputs`` the layer must use, and whose ``end`` it must
+            call with its output; and the call, or None where the baseline is to run.
         """
         call = self.counted_call(describe, inputs, local)
-        # Stock attention needs a query head for each rank.
+        # The baseline is stock attention, which needs a query head for each rank.
         has_baseline = has_baseline and call.geometry.heads >= call.geometry.sp_size
         timeline, device = self.sp_group.timeline, inputs[0].device
         run = TimedCall(inputs)
@@ -151,6 +155,7 @@ class LayerRuntime:
                 off=has_baseline and not has_replicas,
                 has_replicas=has_replicas,
             )
+        # G; or (G, W) for a window; or "off" for the baseline.
         candidate = geometry.groups if candidates is None else candidates.default
         if policy is not None:
             trial = policy.trial(geometry, inputs[0], has_baseline, tried=candidates)
@@ -171,8 +176,14 @@ class LayerRuntime:
     ) -> Call:
         """Make a call and count it; the arguments are those of `begin`.
 
+        Called by `begin`, and by `chain.chain`. Collective as `begin` is.
+
         Returns:
             The call; in one head group where the local attention needs all heads at once.
+
+        Raises:
+            RuntimeError: while a CUDA graph is captured; and as `Calls.count` does.
+            ValueError: as `call` does.
         """
         # A torch without CUDA can't say whether a stream is captured.
         is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -227,7 +238,8 @@ class LayerRuntime:
     def agree_on_o(self, kind: tuple, reads_o: bool, foreign: str) -> bool:
         """Agree whether o travels again in backward.
 
-        Collective for the first call of a kind.
+        Called after the forward of attention of a layer that recomputes q, k and v. Collective for
+        the first call of a kind.
 
         Args:
             kind: The kind of the call (`kind_of`).
@@ -239,8 +251,10 @@ class LayerRuntime:
             Whether the backward of attention reads o on any rank, in the first call of this kind.
 
         Raises:
-            ValueError: if ``foreign`` isn't empty; on all ranks alike in the first call of a kind.
+            ValueError: if ``foreign`` isn't empty; on all ranks alike in the first call of a kind,
+                later on this rank alone.
         """
+        # In later calls, only ``foreign`` counts: `_reads_o` has the answer.
         answers = [(False, foreign)]
         if kind not in self._reads_o:
             answers = self.sp_group.gather((reads_o, foreign), self.where)
@@ -260,8 +274,8 @@ class LayerRuntime:
         Note [Agreement of the ranks].
 
         Raises:
-            ValueError: on all ranks alike, if ``describe`` raises on one of them, or if the ranks
-                differ.
+            ValueError: if ``describe`` raises on any rank, or if the ranks differ; on all ranks
+                alike where this is collective. Otherwise what ``describe`` raises, on this rank.
         """
         is_first = not self.agreed
         if is_first or self.config.check:
@@ -277,6 +291,7 @@ class LayerRuntime:
         return self._call_of(geometry, is_first and self.config.check)
 
     def _call_of(self, geometry: Geometry, checked: bool) -> Call:
+        """Make a call with this geometry and the schedule for it; ``checked`` as for `Call`."""
         schedule = _checked(self.schedule, geometry.kinds, self.config.wgrad)
         if isinstance(schedule, Windowed) and schedule.last_use != geometry.last_use:
             raise ValueError(
@@ -287,7 +302,11 @@ class LayerRuntime:
         return Call(self.sp_group, geometry, schedule, self.where, checked=checked)
 
     def refuse(self, error: Exception) -> None:
-        """Raise ``error``; on every rank, if this is the layer's first call."""
+        """Raise ``error``; on every rank, if this is the layer's first call.
+
+        For arguments that are refused before `begin`. The other ranks, which call `begin`, then
+        raise too instead of waiting.
+        """
 
         def describe() -> NoReturn:
             raise error
@@ -295,7 +314,15 @@ class LayerRuntime:
         self.call(describe)
 
     def _comparable(self, geometry: Geometry, types: Callable[[], tuple]) -> str:
-        """Return what must be the same on all ranks, in words."""
+        """Return what must be the same on all ranks, in words.
+
+        Args:
+            geometry: Of the call.
+            types: The function of `Describe`; it may raise ValueError.
+
+        Raises:
+            ValueError: if this rank can't run the layer; `SPGroup.agree` raises it on all ranks.
+        """
         sp_group = self.sp_group
         world = dist.get_world_size() if sp_group.group is None and dist.is_initialized() else 1
         if world > 1:  # guard: ranks need a group
@@ -322,7 +349,8 @@ class LayerRuntime:
 def kind_of(call: Call, inputs: tuple[Tensor, ...]) -> tuple:
     """Return the kind of a call: calls of one kind need one comparison of the ranks.
 
-    The kind is the same on every rank.
+    The kind is the same on every rank. It has numbers of heads, widths of the first and the last of
+    ``inputs`` (d and d_v, or m twice), the dtype, and whether autocast is on.
     """
     geometry, first = call.geometry, inputs[0]
     sizes = geometry.heads, geometry.kv_heads, first.shape[-1], inputs[-1].shape[-1]

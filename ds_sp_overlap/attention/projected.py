@@ -46,7 +46,7 @@ class ProjectedAttention:
             ``batch_first`` and ``arrive`` of a call.
 
         Raises:
-            ValueError: for arguments that can't work.
+            ValueError: for arguments that can't work; on all ranks alike in the layer's first call.
         """
         if isinstance(batch_dim_idx, (bool, Tensor)) or batch_dim_idx not in (0, 1):
             got = repr(batch_dim_idx)
@@ -67,6 +67,7 @@ class ProjectedAttention:
         tables = rotary_pos_emb
 
         def arrive(kind: str, x: Tensor, queries: tuple[Range, ...]) -> Tensor:
+            """Rotate q or k on arrival; q holds the global sequence, or these ranges of it."""
             if kind == "v":
                 return x
             cos, sin = tables
@@ -126,10 +127,12 @@ class ProjectedAttention:
         kwargs = kwargs or {}
 
         def local_of_call() -> Local:
+            # For the probe, see Note [Heads alike] in `heads`.
             q_dim, v_dim = query.shape[3], value.shape[3]
             return Local(local_attention, args, kwargs, q_dim, v_dim, query.dtype)
 
         def describe() -> tuple[Geometry, Callable[[], tuple]]:
+            """Describe the call, see `layer.Describe`."""
             _check(query, key, value, num_kv_heads)
             geometry = geometry_of(
                 self.layer,
@@ -169,20 +172,21 @@ class ProjectedAttention:
         local: Attend,
         arrive: Arrive | None = None,
     ) -> Tensor:
-        """Walk the schedule of ``call``.
+        """Walk the forward of the schedule of ``call``; autograd derives its backward.
 
         Args:
             call: The call.
             query: As in a call of the object.
             key: As ``query``, with a number of heads and a head dim of its own.
             value: As ``key``, with a head dim of its own.
-            local: A head group and its q, k, v -> o.
+            local: A head group and its q, k, v -> o, with o 4-D, or 3-D with its heads flattened.
             arrive: As in a call of the object.
 
         Returns:
             As a call of the object.
         """
         self.layer.warn_if_window_is_ignored()
+        # For each call of the local attention, whether it returned o 3-D.
         is_flat: list[bool] = []
         pieces = cut_heads(call, "q", query) | cut_heads(call, "k", key)
         pieces |= cut_heads(call, "v", value)
@@ -199,7 +203,10 @@ class ProjectedAttention:
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, num_kv_heads: int | None) -> None:
-    """Check that q, k and v belong together; the arguments are those of a call."""
+    """Check that q, k and v belong together; raise ValueError if not.
+
+    The arguments are those of a call.
+    """
 
     def shapes() -> str:
         return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"

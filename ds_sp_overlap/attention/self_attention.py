@@ -154,6 +154,7 @@ class SelfAttention:
         )
         projections = dict(q_proj=q_proj, k_proj=k_proj, v_proj=v_proj, qkv_proj=qkv_proj)
         self.use(o_proj, **projections, q_norm=q_norm, k_norm=k_norm)
+        # Only plain linear layers are known to tell their sizes.
         sizes = {
             "q_proj.out_features": (q_proj, self.heads),
             "k_proj.out_features": (k_proj, self.kv_heads),
@@ -175,6 +176,8 @@ class SelfAttention:
     def use(self, o_proj: Any, **inputs: Any) -> None:
         """Call these modules from now on, since adapters come and go.
 
+        Integrations call this before each call with the modules that the layer has now.
+
         Args:
             o_proj: The output projection.
             **inputs: As for `InputModules.use`.
@@ -183,18 +186,24 @@ class SelfAttention:
         self.inputs.use(**inputs)
 
     def split_projections(self) -> list[nn.Module]:
-        """Return the projections that are computed part by part, see Note [Called whole]."""
+        """Return the projections that are computed part by part, see Note [Called whole].
+
+        Those of q, k and v are in the list all or not at all.
+        """
         if not self.layer.config.projections:
             return []
         split = list(self.inputs.projections) if self.inputs.can_split() else []
         return [*split, self.o_proj] if can_split(self.o_proj, self.plain) else split
 
     def can_window(self, split: list[nn.Module]) -> bool:
-        """Return whether a call can run by a window that computes ``split`` part by part."""
+        """Return whether a call that computes ``split`` part by part can run by a window.
+
+        It can if these are all projections, since its backward recomputes q, k and v by hand.
+        """
         return self.inputs.projections[0] in split and self.o_proj in split
 
     def saves_over_checkpoints(self) -> bool:
-        """Return whether the results of attention are saved over a checkpoint."""
+        """Return whether the layer, as its modules are now, saves attention in a checkpoint."""
         is_asked = self.layer.config.checkpointing != "recompute"
         return is_asked and self.can_window(self.split_projections())
 
@@ -257,6 +266,12 @@ class SelfAttention:
     def _overlapped(
         self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict
     ) -> Tensor:
+        """Run the layer in the order of a schedule, in one of four ways.
+
+        By a `Block`, in chunks of tokens. By a window, as one node of autograd (`windowed`). With
+        inputs or output, or both, as one node each where they are computed part by part. Otherwise
+        with projections that are called whole. The arguments are those of a call.
+        """
         if isinstance(call.schedule, Block):
             return wired.run_in_chunks(self, call, hidden_states, position_embeddings, args, kwargs)
         split = self.split_projections()
@@ -264,6 +279,7 @@ class SelfAttention:
         if rope is not None and not call.geometry.cuts_tokens:
             call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim)
         tables = self.inputs.tables(position_embeddings)
+        # Tables that learn: autograd differentiates the rotation.
         if tables is None:
             split = [module for module in split if module is self.o_proj]
         call.by_rank = self._by_rank(call, hidden_states, split)
@@ -316,7 +332,10 @@ class SelfAttention:
         return self.o_proj(join_heads(call, runner.outputs).flatten(2))
 
     def local_to_probe(self, x: Tensor, args: tuple, kwargs: dict) -> Local:
-        """Return the local attention of a call with hidden states ``x``, to probe it."""
+        """Return the local attention of a call with hidden states ``x``, to probe it.
+
+        See Note [Heads alike] in `heads`. q, k and v have the dtype that autocast gives ``x``.
+        """
         dim, dtype = self.head_dim, autocast(x)[0].dtype
         return Local(self.local_attention, args, kwargs, dim, v_dim=dim, dtype=dtype)
 
@@ -324,6 +343,8 @@ class SelfAttention:
         self, call: Call, x: Tensor, attend: Attend, args: tuple, kwargs: dict
     ) -> LocalAttention:
         """Return the local attention of a call, with the tensors that it reads beside q, k and v.
+
+        For layers that recompute q, k and v, and run the backward of attention by hand.
 
         Args:
             call: The call.
@@ -354,14 +375,17 @@ class SelfAttention:
         )
 
     def project_locally(self, x: Tensor, position_embeddings: Any) -> list[Tensor]:
-        """Project hidden states to q, k and v without any exchange, to compare them with others.
+        """Project hidden states to q, k and v without any exchange.
+
+        Integrations compare these with what the model's own forward makes. Not collective.
 
         Args:
             x: Hidden states of this rank.
             position_embeddings: For ``rope``.
 
         Returns:
-            q, k and v of this rank's own tokens, with all heads.
+            q, k and v of this rank's own tokens, with all heads, [b, s/P, h, d] or
+            [s/P, b, h, d].
         """
         batch, seq = x.shape[:2] if self.batch_first else (x.shape[1], x.shape[0])
         geometry = Geometry(1, 0, (seq,), batch, self.heads, self.kv_heads, 1, self.batch_first)
@@ -370,14 +394,18 @@ class SelfAttention:
         return [project(kind, 0) for kind in "qkv"]
 
     def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
-        """Return those of q, k, v and o whose GEMM writes the send buffer: nothing packs them."""
+        """Return those of q, k, v and o whose GEMM writes the send buffer: nothing packs them.
+
+        For o this is the GEMM of do. ``split`` are the projections computed part by part.
+        """
         geometry = call.geometry
 
         def is_sliced(kind: str) -> bool:
-            # One GEMM would need a copy of the slices.
+            # The rows of a group lie apart; one plain GEMM would need a copy of them, which a
+            # batched one does not.
             return len(geometry.heads_of(kind, 0)) > 1
 
-        # No part has more rows per rank than q, or has slices where q has none.
+        # Nothing then: no part has more rows per rank than q, or has slices where q has none.
         if not is_sliced("q") and not batched_pays(
             x, geometry.heads // geometry.parts * self.head_dim
         ):
@@ -387,6 +415,7 @@ class SelfAttention:
         modules["o"] = self.o_proj
         by_rank = set()
         for kind, module in modules.items():
+            # The kernel that packs q and k also rotates them.
             if call.rope_tables is not None and kind in "qk":
                 continue
             sent = "q" if kind == "o" else kind
@@ -412,7 +441,7 @@ class SelfAttention:
         """Describe a call, see `layer.Describe`.
 
         Args:
-            hidden: Hidden states.
+            hidden: Hidden states, [b, s/P, m] or [s/P, b, m].
             position_embeddings: For ``rope``.
             lengths: Local sequence length of every rank; None if all are the same.
             extra: Arguments of the local attention beside q, k and v.
@@ -439,6 +468,7 @@ class SelfAttention:
         )
 
         def types() -> tuple:
+            """Return what else must be the same on all ranks."""
             # Here, so that all ranks refuse tables that one rank can't use.
             self.inputs.tables(position_embeddings)
             grads = [

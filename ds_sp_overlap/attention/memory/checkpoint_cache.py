@@ -76,7 +76,8 @@ class CheckpointCache:
     def register_as_most_recent(self) -> None:
         """Register this checkpoint as the most recently offloaded one.
 
-        Frees the device memory of all tensors that were offloaded before.
+        Called whenever a layer in the checkpoint is about to offload. Frees the device memory of
+        all tensors that were offloaded before, by earlier layers of this checkpoint too.
         """
         most_recent = CheckpointCache._most_recent()
         if most_recent is not None:
@@ -87,7 +88,10 @@ class CheckpointCache:
             CheckpointCache._most_recent = weakref.ref(self)
 
     def prefetch(self) -> None:
-        """Begin to copy back the tensors of this checkpoint and of the previous one."""
+        """Begin to copy back the tensors of this checkpoint and of the previous one.
+
+        Called when the recompute of this checkpoint takes its first entry.
+        """
         for cache in (self, self.previous()):
             for x in cache.offloaded() if cache else ():
                 x.prefetch()
@@ -106,6 +110,7 @@ class CheckpointPass:
 
     def __init__(self, cache: CheckpointCache, is_recompute: bool):
         self.cache, self.is_recompute = cache, is_recompute
+        # The index of the entry that the next `take` returns.
         self._next_entry = 0
 
     def put(
@@ -116,11 +121,11 @@ class CheckpointPass:
         offload: bool = False,
         shared: list[Tensor] | None = None,
     ) -> None:
-        """Save what a call needs in recompute.
+        """Save what a call needs in recompute; called in forward.
 
         Args:
             where: Name of the layer; empty for a checkpoint inside this one.
-            tensors: A tree of tensors.
+            tensors: A tree of tensors (dicts, lists).
             rest: Whatever else is needed.
             offload: Whether to offload the tensors.
             shared: Tensors that stay alive anyhow; their views are not offloaded.
@@ -135,10 +140,10 @@ class CheckpointPass:
         self.cache.entries.append(_Entry(where, leaves, tree, rest))
 
     def take(self, where: str) -> tuple[Any, Any]:
-        """Load what the next call has saved.
+        """Load what the next call saved in forward; called in recompute, in the order of forward.
 
         Args:
-            where: As for `put`.
+            where: As for `put`; the name of the layer that takes.
 
         Returns:
             ``tensors`` and ``rest`` as they were given to `put`, all tensors on their device.
@@ -189,9 +194,10 @@ class _Body:
 def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
     """Make layers in an activation checkpoint save the results of attention.
 
-    The ``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``.
-    Layers with ``"checkpointing": "keep"`` or ``"offload"`` then save o and the log-sum-exp, and
-    recompute runs neither their attention nor its exchanges.
+    The ``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``, which
+    torch calls once for each forward through a checkpoint. Layers with ``"checkpointing": "keep"``
+    or ``"offload"`` then save o and the log-sum-exp, and recompute runs neither their attention nor
+    its exchanges.
 
     Returns:
         A context manager for the forward, and one for recompute.
@@ -209,6 +215,8 @@ def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 def current_pass(where: str) -> CheckpointPass | None:
     """Return the pass of the checkpoint around the call of a layer; None without a checkpoint.
+
+    Called by layers that are to save attention.
 
     Args:
         where: Name of the layer, for errors.

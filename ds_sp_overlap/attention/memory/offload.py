@@ -17,6 +17,7 @@ def copy_stream(device: torch.device) -> HostStream | SideStream:
     if device.type == "cpu":
         return HostStream()
     backend = torch.get_device_module(device)
+    # The lower the number, the sooner the device serves the stream.
     return SideStream(backend, device, backend.Stream(device, priority=-1))
 
 
@@ -41,6 +42,7 @@ class OffloadedTensor:
         self._copy(x, self.host)
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
+        """Begin a copy behind what the compute stream holds now."""
         try:
             with self.side.after_compute():  # guard: copies what is ready
                 target.copy_(source, non_blocking=True)
@@ -48,19 +50,22 @@ class OffloadedTensor:
             self.copied = self.side.mark()
 
     def free(self) -> None:
-        """Free the memory on the device."""
+        """Give the device memory back, for use after the last copy; the host does not wait."""
         if self.on_device is not None:
             self.side.before_compute(self.copied)  # guard: copied, then given back
             self.on_device = None
 
     def prefetch(self) -> None:
-        """Begin the copy back to the device."""
+        """Begin the copy back to the device, unless the tensor is there."""
         if self.on_device is None:
             self.on_device = torch.empty_like(self.host, device=self.device)
             self._copy(self.host, self.on_device)
 
     def get(self) -> Tensor:
-        """Return the tensor on its device, for the compute stream to read; keep only ``host``."""
+        """Return the tensor on its device, for the compute stream to read.
+
+        This object then references the copy in ``host`` alone, so that `get` may be called again.
+        """
         self.prefetch()
         x = self.on_device
         assert x is not None

@@ -46,7 +46,11 @@ class Random:
 
 @contextlib.contextmanager
 def drawing_again(before: Random | None) -> Iterator[None]:
-    """Run the body with the random numbers that were drawn from ``before`` on, if any were."""
+    """Run the body with the random numbers that were drawn from ``before`` on.
+
+    Afterwards the generators are as if the body had drawn none. None leaves them alone: none were
+    drawn the first time.
+    """
     if before is None:
         yield
         return

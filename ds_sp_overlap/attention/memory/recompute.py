@@ -58,7 +58,11 @@ class LocalAttention(NamedTuple):
 
 
 class _Source(torch.autograd.Function):
-    """Gives ``x`` a gradient edge; the graph does not hold ``x``."""
+    """Gives ``x`` a gradient edge; the graph does not hold ``x``.
+
+    ``x`` needs no gradient itself, so an empty ``anchor`` that does makes the result need one.
+    Its own backward never runs: ``torch.autograd.grad`` takes the gradient at the edge.
+    """
 
     @staticmethod
     def forward(ctx, anchor: Tensor, x: Tensor):
@@ -107,7 +111,7 @@ class _Views:
     tensors: dict[str | int, Tensor] = field(default_factory=dict)
 
     def unpack(self, index: int) -> Tensor:
-        """Return a saved tensor to autograd."""
+        """Return a saved tensor to autograd, by the number that ``pack`` returned for it."""
         source, size, strides, offset = self.views[index]
         x = self.tensors[source]
         if isinstance(source, int):
@@ -127,8 +131,8 @@ class Attended:
         foreign: A tensor that attention learns without being called with it, in words; empty for
             none.
         before: The states of the generators before attention, if it drew random numbers.
-        saved: What the graph holds.
-        strides: Of q, k and v.
+        saved: What the graph holds in place of saved tensors.
+        strides: Of q, k and v in forward.
         seq_dim: The dimension of the tokens.
         pieces: Length and strides of each range of o.
     """
@@ -187,6 +191,7 @@ class Attended:
         self.saved.tensors.update(zip("qkv", heads))
         self.saved.tensors.update(enumerate(saved))
         o_edge, edges = self.edges
+        # The graph holds names and no tensors: it costs nothing to keep for one more backward.
         try:
             return _gradients(o_edge, edges, do, learned=learned, retain_graph=True)
         finally:
@@ -200,6 +205,7 @@ class Attended:
         do: Tensor,
         learned: Sequence[Tensor],
     ) -> list[Tensor | None]:
+        """Compute attention again, with autograd, and run its backward; otherwise as `backward`."""
         sources, edges = _sources(heads, needs_grad)
         # In place of the hooks of a checkpoint or an offload around this layer.
         hooks = saved_tensors_hooks(  # guard: a checkpoint or offload around is not asked
@@ -221,9 +227,10 @@ def _gradients(
     learned: Sequence[Tensor],
     retain_graph: bool = False,
 ) -> list[Tensor | None]:
-    """Return the gradients for ``edges`` and of ``learned``.
+    """Return the gradients for ``edges``, then those of ``learned``; None where there is none.
 
-    Hooks on ``learned`` are not called: autograd calls them later, with the sum over the groups.
+    ``o`` is the output or its gradient edge. Hooks on ``learned`` are not called: autograd calls
+    them later, with the sum over the groups.
     """
     inputs: list[Any] = [edge for edge in edges if edge is not None] + list(learned)
     hooks = [(x._backward_hooks, dict(x._backward_hooks)) for x in learned if x._backward_hooks]
@@ -243,7 +250,10 @@ def _gradients(
 def _sources(
     heads: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[list[Tensor], list[GradientEdge | None]]:
-    """Return q, k and v as inputs of a graph, and their gradient edges."""
+    """Return q, k and v as inputs of a graph, and their gradient edges.
+
+    One that needs no gradient is returned as it is, with None as its edge.
+    """
     anchor = heads[0].new_empty(0).requires_grad_()
     sources: list[Tensor] = []
     edges: list[GradientEdge | None] = []
@@ -272,7 +282,7 @@ def attend_once(
 
     Returns:
         o without a graph; what backward needs; and the tensors that backward needs beside q, k, v
-        and o.
+        and o, none if it will recompute attention.
     """
     device = heads[0].device
     strides = {kind: x.stride() for kind, x in zip("qkv", heads)}
@@ -283,11 +293,12 @@ def attend_once(
     free = {_storage(x) for x in local.arguments}
     saved: list[Tensor] = []
     q, _, v = heads
-    # For o, and for the tensors beside it.
+    # The most for o, whose storage is not known yet, and for the tensors beside it.
     max_bytes = (1 + MAX_SAVED) * q.numel() // q.shape[-1] * v.shape[-1] * q.element_size()
     saved_bytes, versions = 0.0, [x._version for x in sources]
 
     def pack(x: Tensor) -> int:
+        """Collect a tensor that autograd saves; return its number, which the graph holds."""
         nonlocal saved_bytes
         if _storage(x) not in kinds and _storage(x) not in free:
             saved_bytes += x.numel() * x.element_size()
@@ -322,7 +333,7 @@ def attend_once(
 
 
 def join_pieces(pieces: Sequence[Tensor], seq_dim: int) -> Tensor:
-    """Join o of successive ranges of queries."""
+    """Join o of successive ranges of queries; a single piece is returned as it is."""
     return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), seq_dim)
 
 
@@ -340,12 +351,12 @@ def _note_views(
         attended: Takes the views.
         saved: The saved tensors.
         kinds: For each storage of q, k and v, its name.
-        free: Storages that cost nothing.
+        free: Storages that live on anyhow, so that saving them costs nothing.
         pieces: The output, in successive ranges of tokens.
         starts: The storage offset of each of q, k and v.
 
     Returns:
-        The tensors that are to be saved; None if they are too large.
+        The tensors that are to be saved, which are no such views; None if they are too large.
     """
     beside: list[Tensor] = []
     size, dtype = 0, pieces[0].dtype
@@ -370,7 +381,8 @@ def _note_views(
 def _foreign(o: Tensor, edges: Sequence[GradientEdge | None], learned: Sequence[Tensor]) -> str:
     """Describe a tensor that attention learns beside ``learned``; empty if there is none.
 
-    Its gradient would be lost.
+    Its gradient would be lost. It is a leaf of the graph of ``o`` that is reached past ``edges``,
+    which lead to q, k and v.
     """
     if o.grad_fn is None:
         return ""

@@ -24,14 +24,18 @@ from .slices import Pieces
 class BackwardRunner(ForwardRunner):
     """Performs the steps of backward, and the steps of forward that backward recomputes.
 
+    A node makes one for each backward: `window` walks the whole program, the two nodes of `nodes`
+    one section each, and each calls only the ``take_...`` methods that its steps need.
+
     Attributes:
-        grads: Gradients of q, k, v and o of head groups: those made or summed here, then the
-            received ones.
+        grads: do of head groups, first local and then received; and dq, dk and dv from attention
+            until they are sent. Received dq, dk and dv go to ``inputs``.
         exchanges: The exchanges of the steps: those that forward used, or new ones. Each carries
             values, and gradients in the opposite direction.
         reached: The exchanges whose gradients were started.
         sends_o: Whether o travels beside do, so that o must outlive the wgrad that reads it.
-        learned_gradients: For each tensor of ``local.learned``, the sum of its gradients.
+        learned_gradients: For each tensor of ``local.learned``, the sum of its gradients; None
+            where there is none.
     """
 
     sends_o = False
@@ -41,7 +45,8 @@ class BackwardRunner(ForwardRunner):
         self.exchanges = exchanges
         self.reached: set[Exchanged] = set()
         self.grads: dict[Part, Tensor] = {}
-        # The gradients that are sums made here, which nobody else reads.
+        # The gradients that are sums made here. Nobody else reads these tensors, so that they may
+        # be added to in place.
         self._owned: set[Part] = set()
 
     def take_output_gradient(
@@ -84,9 +89,13 @@ class BackwardRunner(ForwardRunner):
         return self.o_needs_grad[group] if kind == "o" else self.inputs.is_needed(part)
 
     def start(self, step: Step) -> None:
+        """Launch the exchange of recomputed values, of o beside do, or of gradients.
+
+        Collective. Launches nothing where no gradient of the step's parts is needed.
+        """
         exchange, parts = self.exchanges.get(step.exchange), step.parts
         if exchange is None:
-            # Forward used the exchange and let go of it.
+            # Forward kept no exchange (`window`): make it again.
             dims = (self.inputs.projections.head_dim,) * (len(step.beside) + len(step.tensors))
             exchange = self.exchanges[step.exchange] = self.call.exchange(step, dims)
         if not step.grad:
@@ -96,7 +105,8 @@ class BackwardRunner(ForwardRunner):
             do = self.grads.pop(parts[0])
             exchange.start_forward([self.outputs.pop(step.group).view(do.shape), do])
             return
-        # Asked of the modules, not of what is there: all ranks must find the same.
+        # Modules decide which gradients are sent, not the gradients that exist on this rank: all
+        # ranks must launch the same exchanges.
         needed, dys = [], []
         for part in parts:
             needed.append(self.is_needed(part))
@@ -108,6 +118,7 @@ class BackwardRunner(ForwardRunner):
             self.reached.add(step.exchange)
 
     def finish(self, step: Step) -> None:
+        """Take what arrived: values, o and do, or gradients; nothing if none were started."""
         exchange = self.exchanges[step.exchange]
         if not step.grad:
             self.values.update(zip(step.parts, exchange.finish_forward()))
@@ -123,6 +134,7 @@ class BackwardRunner(ForwardRunner):
                 del dx
 
     def dgrad(self, step: Step) -> None:
+        """Compute do of a group, or add the share of a part of q, k and v to dx."""
         (part,) = step.parts
         if step.tensors != O:
             self.inputs.dgrad(part)
@@ -131,6 +143,7 @@ class BackwardRunner(ForwardRunner):
             self.grads[part] = self.output_dgrad(step.group)
 
     def wgrad(self, step: Step) -> None:
+        """Compute a group's columns of dWo, or a part's rows of a weight gradient of q, k and v."""
         group = step.group
         if step.tensors != O:
             self.inputs.wgrad(step.parts[0])
@@ -139,7 +152,12 @@ class BackwardRunner(ForwardRunner):
             self.pieces.put(self.output.columns[group], torch.mm, self.dy_transposed, o)
 
     def attend(self, step: Step) -> None:
-        """Run the backward of the attention of a group."""
+        """Run the backward of the attention of a group.
+
+        Groups come in descending order. So the group that k and v travelled with in forward is the
+        last one that reads them, and drops them. A needed gradient that attention does not give is
+        zero, since the other ranks exchange theirs.
+        """
         call, group, attend = self.call, step.group, self.local.attend
         needs_grad = self.qkv_need_grad(group)
         heads = self.heads(group)
@@ -165,7 +183,16 @@ class BackwardRunner(ForwardRunner):
             self.values.pop((kind, group), None)  # guard: the last that attends to them, here
 
     def _add_to_pieces(self, kind: str, group: int, dx: Tensor) -> None:
-        """Add the gradient of `with_kv` to the gradients of the pieces that it joins."""
+        """Add dk or dv of a group to the gradients of the received pieces that made its k or v.
+
+        k or v of a group may be made of heads that arrived with several groups, cut, joined or
+        repeated (`with_kv`). Autograd derives how dx returns to these pieces.
+
+        Args:
+            kind: "k" or "v".
+            group: The head group that attended.
+            dx: The gradient of what `with_kv` returns.
+        """
         sent = [sent for sent, *_ in self.call.geometry.kv_pieces(group)]
         pieces = {}
         for earlier in sent:

@@ -48,7 +48,8 @@ class _Slot(Waiting):
         module: The linear layer.
         where: Name of the attention layer, for errors.
         at_once: As for `Wgrads`.
-        leaves_bias: What `Plain` tells of the linear layer.
+        leaves_bias: Whether the layer returns its bias for its caller to add; None if it returns
+            y alone, as `Plain` tells.
     """
 
     gradient_count = 2
@@ -56,21 +57,26 @@ class _Slot(Waiting):
     def __init__(self, module: Any, where: str, at_once: bool, leaves_bias: bool | None):
         self.module, self.where = module, where
         self.at_once, self.leaves_bias = at_once, leaves_bias
+<<<<<<< HEAD
         # Weight and bias, until `Shadows.end`, where a parametrization computes any of them: it may
         # compute something else in each access.
         self.computed: tuple[Tensor, Tensor | None] | None = None
         if not {"weight", "bias"} <= module._parameters.keys():  # guard: computed once
             self.computed = self.parameters
         # Of the gradients of weight and bias; None for one that doesn't train.
+=======
+        # Dtypes of the gradients of weight and bias; None for one that doesn't train.
+>>>>>>> words1
         self.dtypes = [
             None if x is None or not x.requires_grad else x.dtype for x in self.parameters
         ]
         self.trains = [dtype is not None for dtype in self.dtypes]
-        # Weight and bias, between `open` and `Shadows.end`.
+        # Weight and bias, between `open` and `Shadows.end`; empty outside of that.
         self.operands: Sequence[Tensor | None] = ()
         super().__init__()
 
     @property
+<<<<<<< HEAD
     def parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the product; no bias if the layer leaves it to its caller."""
         if self.computed is not None:
@@ -82,6 +88,14 @@ class _Slot(Waiting):
         operands: Sequence[Tensor | None] = self.parameters
         if self.computed is not None:
             operands = [x if x is None else x.detach() for x in operands]
+=======
+    def parameters(self) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """Weight and bias of the product; None as bias if the layer leaves it to its caller."""
+        return self.module.weight, None if self.leaves_bias else self.module.bias
+
+    def open(self) -> None:
+        """Take weight and bias, cast as by autocast; ZeRO-3 has gathered them by now."""
+>>>>>>> words1
         with torch.no_grad():
             self.operands = autocast(*operands)
 
@@ -91,6 +105,9 @@ class _Slot(Waiting):
         Args:
             x: [.., m].
             token: Of the node `_Weights`.
+
+        Returns:
+            What the layer returns: y, or (y, the bias to add or None).
         """
         y = _Linear.apply(self, *autocast(x), token)
         if self.leaves_bias is None:
@@ -99,6 +116,7 @@ class _Slot(Waiting):
 
     def start(self, backward: int) -> None:
         super().start(backward)
+        # The gradients of weight and bias, so far.
         self.sums: list[Tensor | None] = [None, None]
 
     def add(self, chunk: _Chunk) -> None:
@@ -107,7 +125,7 @@ class _Slot(Waiting):
             self._sum()
 
     def _sum(self) -> None:
-        """Add the gradients of the chunks to the sums."""
+        """Multiply the chunks that wait, add the products to the sums, and drop the chunks."""
         chunks, self.chunks = self.chunks, []
         is_half = bool(chunks) and chunks[0].dy.dtype in (torch.float16, torch.bfloat16)
         if len(chunks) > 1 and is_half:
@@ -117,7 +135,8 @@ class _Slot(Waiting):
         dw, db = self.sums
         for dy, x in chunks:
             if x is not None and is_half and self.at_once:
-                # Chunks come one after another: their sum is in fp32, which doesn't round it.
+                # Here one chunk comes at a time. The sum is in fp32, since half precision would
+                # round it with each chunk.
                 product = dy.t() @ x
                 dw = product.float() if dw is None else dw.add_(product)
             elif x is not None:
@@ -144,9 +163,17 @@ class Wgrads:
         at_once: Whether to compute a chunk's gradients right behind the chunk, where the waits
             between chunks are longer than the wait behind all of them.
         besides: Modules to leave out, since their gradients wait elsewhere.
-        here: Whether to leave out linear layers whose weights are not in memory, or are computed
-            from other tensors; these come with their hooks. And those of FSDP's units in ``roots``:
-            their gradients are reduced once backward is through the chunks.
+        here: Whether this is made before the roots are called. Left out then are linear layers
+            whose weights a hook of the call gathers or computes; and the modules of FSDP's units in
+            ``roots``, whose gradients FSDP reduces when backward is through the chunks, which is
+            before this node runs.
+
+    Attributes:
+        slots: For each linear layer, where the operands of its gradients wait.
+        stacks: For each module that holds weights of experts, by name: the weight, and the token of
+            its node.
+        token: Makes the node of the linear layers wait for all to which it is passed. None if there
+            are no linear layers.
     """
 
     def __init__(
@@ -159,7 +186,6 @@ class Wgrads:
         here: bool = False,
     ):
         self.slots: dict[nn.Module, _Slot] = {}
-        # Of modules that hold the weights of experts: by name, each with its token.
         self.stacks: dict[nn.Module, dict[str, tuple[Stack, Tensor]]] = {}
         modules = [module for root in roots for module in root.modules()]
         if here:
@@ -183,12 +209,12 @@ class Wgrads:
 
 
 def _is_away(module: Any) -> bool:
-    """Return whether the weight is partitioned, or no parameter."""
+    """Return whether the weight of a linear layer is partitioned (ZeRO-3), or no parameter."""
     return module._parameters.get("weight") is None or not module.weight.numel()
 
 
 class Shadows:
-    """What runs in place of modules for a chunk.
+    """Makes the shadows of modules, which run in place of the modules for each chunk.
 
     Made and used inside the modules' own calls (`linear.call_through`).
 
@@ -204,7 +230,7 @@ class Shadows:
         self._shadows: dict[nn.Module, nn.Module] = {}
 
     def of(self, module: nn.Module) -> nn.Module:
-        """Return the shadow of a module."""
+        """Return the shadow of a module, made once; its children are shadows as well."""
         if module not in self._shadows:
             copy = self._shadows[module] = without_hooks(module)
             if module in self.slots:
@@ -242,7 +268,9 @@ def _by_token(x: Tensor) -> Tensor:
 class _Weights(Node):
     """Gives out a token, and in backward delivers the weight gradients that waited in slots.
 
-    Backward runs when all nodes that were given the token have run.
+    Backward runs when all nodes that were given the token have run. ``slots`` are `_Slot`s or a
+    `Stack`; ``parameters`` are all of theirs in turn, passed so that autograd takes the gradients
+    to them.
     """
 
     @staticmethod

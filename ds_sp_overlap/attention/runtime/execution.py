@@ -61,7 +61,7 @@ class Call:
         self.exchanges: dict[Exchanged, Exchange] = {}
 
     def run_by(self, schedule: Schedule) -> None:
-        """Follow ``schedule`` from now on."""
+        """Follow ``schedule`` from now on, in the timeline too."""
         self.schedule = schedule
         if self.sp_group.timeline is not None:
             self.sp_group.timeline.follow(self.where, schedule)
@@ -74,7 +74,12 @@ class Call:
         return frozenset(part for part in self.schedule.alone if part[0] in ("q", "k"))
 
     def new_exchange(self, step: Step, tensors: Sequence[Tensor]) -> Exchange:
-        """Make and note the exchange that a step starts: of some of q, k, v of a group, or of o."""
+        """Make and note the exchange that a step of forward starts.
+
+        Args:
+            step: The start, of some of q, k and v of a group, or of o.
+            tensors: What is sent, in the order of ``step.tensors``; others may follow.
+        """
         dims = tuple([x.shape[-1] for x in tensors[: len(step.tensors)]])
         exchange = self.exchanges[step.exchange] = self.exchange(step, dims)
         return exchange
@@ -83,13 +88,15 @@ class Call:
         """Make the exchange that a step starts or finishes, and do not start it.
 
         For a step of gradients this is the exchange of the values, which carries the gradients in
-        the opposite direction. Where o travels beside do, both go to attention, as q does.
+        the opposite direction. Where o travels beside do, both are values that go to attention, as
+        q does.
 
         Args:
             step: The start or the finish.
             head_dims: ``d`` of each tensor that travels.
         """
         tables, name = None, self.schedule.names_of_values[step.exchange]
+        # The two legs of k and v where they travel once to each node; None for one leg.
         legs = None
         if self.geometry.nodes is not None:
             legs = legs_of(self.geometry, step.tensors, step.group, head_dims)
@@ -116,8 +123,9 @@ def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tens
         received: The k and v that arrived with this group and with earlier groups.
 
     Returns:
-        [s, b, heads, d]. The KV heads of the group, one after another; with one head for each query
-        head where no regular ratio assigns KV heads to query heads (`Geometry.kv_expansion`).
+        [s, b, heads, d], or [b, s, heads, d] for batch first. The KV heads that this rank's query
+        heads of the group attend to; repeated to one head for each query head where no regular
+        ratio assigns KV heads to query heads (`Geometry.kv_expansion`).
     """
     pieces = []
     for sent, start, stop in geometry.kv_pieces(group):
@@ -170,20 +178,21 @@ def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
 
 
 def attend_group(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Run the local attention of a group; otherwise as `attend_in_pieces`."""
+    """Run the local attention of a group with `attend_in_pieces`, and join its pieces to one o."""
     return join_pieces(attend_in_pieces(call, attend, group, q, k, v), call.geometry.seq_dim)
 
 
 def attend_in_pieces(
     call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor
 ) -> list[Tensor]:
-    """Run the local attention of a group, which may change its tensors in place.
+    """Run the local attention of a group, once for each range of this rank's queries.
 
-    It may not change k and v where two groups, on any rank, attend to the same KV head, unless the
-    group attends last in the schedule; nor where some rank calls it for several ranges of queries.
+    Local attention may change q, k and v in place. But it may not change k and v that are read
+    again: where ranks share query heads, by the next range; where groups share KV heads on any
+    rank, by a later group (`Schedule.last_attended` has none behind it).
 
     Returns:
-        o of each range of this rank's queries; of all of them, where no ranks share heads.
+        A list of o, one for each range; of one o for all queries, where no ranks share heads.
 
     Raises:
         RuntimeError: if attention changed k or v although it may not.
@@ -193,7 +202,8 @@ def attend_in_pieces(
     if is_last and geometry.shares == 1:
         return [with_head_dim(attend(group, q, k, v), q, call.where)]
     queries = pieces_of_queries(geometry, q)
-    is_counted = not k.is_inference()  # no version counter tells of a change in inference
+    # Inference tensors have no version counter that tells of a change: attention gets copies.
+    is_counted = not k.is_inference()
     before = (k._version, v._version) if is_counted else None
     pieces = []
     for part, *tokens in queries:
@@ -214,7 +224,7 @@ def pieces_of_queries(geometry: Geometry, q: Tensor) -> list[tuple[Tensor] | tup
     """Cut q into the ranges of tokens that local attention is called for.
 
     Returns:
-        Each piece with its range of global tokens; q alone where no ranks share heads.
+        A list of (piece of q, its range of global tokens); [(q,)] where no ranks share heads.
     """
     if geometry.shares == 1:
         return [(q,)]

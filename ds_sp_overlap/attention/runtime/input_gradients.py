@@ -18,12 +18,13 @@ from .slices import Pieces, Ranges, cutter
 class InputGradients:
     """Computes the gradients of x and of the parameters of `Projections`, one part after another.
 
-    Forward and backward of a node share this object.
+    Forward and backward of a node share this object. Each backward calls `begin`; for each part
+    `arrived`, `dgrad` and `wgrad`, as the schedule orders them; and `end`.
 
     Args:
         call: The call.
         projections: The projections.
-        x: [.., m]. The layer's input.
+        x: [.., m]. The layer's input, of which only shape, dtype and device are read.
         parameters: As in `Projections.parameters`.
         needs_grad: Whether x needs a gradient, then whether each of the parameters does.
 
@@ -48,7 +49,7 @@ class InputGradients:
             self.autocast = autocast_of(x.device)  # guard: as in forward
 
     def is_needed(self, part: Part) -> bool:
-        """Return whether a gradient of q, k or v of a group is needed."""
+        """Return whether dq, dk or dv of a group is needed: by x, its projection, or its norm."""
         projections, needs_grad = self.projections, self.parameters_need_grad
         weight = 2 * projections.rows[part].module
         of_norm = projections.norm_places.get(part[0], slice(0))
@@ -68,7 +69,8 @@ class InputGradients:
 
         Args:
             x: [.., m]. The layer's input; None if no weight needs a gradient.
-            weights: The weight of each linear layer, at its place among the parameters.
+            weights: The weight of each linear layer, at its place in `Projections.parameters`; the
+                places of biases are not read.
             tables: As in `Projections`.
             norm_parameters: The parameters of the norms.
             norm_inputs: For each part with a norm, the input of the norm.
@@ -95,7 +97,15 @@ class InputGradients:
         self._half_done: set[Part] = set()
 
     def arrived(self, part: Part, dy: Tensor) -> None:
-        """Take the gradient of the part that was sent back through its rotation and norm."""
+        """Take the gradient of a part, and send it back through the part's rotation and norm.
+
+        Leaves the gradient of the projection's output to `dgrad` and `wgrad`, and adds to the
+        gradients of the norm's parameters.
+
+        Args:
+            part: The kind and the group.
+            dy: As the part was sent: [s/P, b, h_g, d], or [s/P, b, P, h_g/P, d].
+        """
         projections = self.projections
         if part not in self.norm_inputs:
             if projections.is_rotated(part, self.tables):
@@ -128,7 +138,7 @@ class InputGradients:
             if dx is None:
                 self.dx = dy @ weight
             elif len(self.call.groups) == 1 or dx.dtype != dy.dtype:
-                dx += dy @ weight  # rounds as the layer that is replaced does
+                dx += dy @ weight  # rounds each product, as the layer that is replaced does
             else:
                 dx.addmm_(dy, weight)
 
@@ -144,20 +154,27 @@ class InputGradients:
             self.linear_gradients[bias].put(rows, torch.sum, dy, 0)
 
     def _take(self, part: Part) -> Tensor | None:
-        """Return the gradient of a part; the second of its dgrad and wgrad takes it out."""
+        """Return the gradient of a part, None if none arrived.
+
+        Dgrad and wgrad call this once each, in either order; the second call frees the gradient.
+        """
         if part in self._half_done:
             return self.gradients.pop(part, None)
         self._half_done.add(part)
         return self.gradients.get(part)
 
     def end(self) -> tuple[Tensor | None, ...]:
-        """End a backward; return the gradients of x and of the parameters."""
+        """End a backward.
+
+        Returns:
+            dx, then the gradient of each of the parameters; None for each that has none.
+        """
         linear_gradients: list[Tensor | None] = [None] * self.linear_count
         for index, pieces in self.linear_gradients.items():
             linear_gradients[index] = pieces.whole()
         dx = None if self.dx is None else self.dx.view(self.shape)
         gradients = dx, *linear_gradients, *self.norm_gradients
-        # This object outlives the backward, what belongs to the backward must not.
+        # This object outlives the backward; the tensors of the backward must not.
         del self.x, self.cut_weights, self.tables, self.norm_parameters
         del self.linear_gradients, self.norm_gradients, self.dx
         return gradients

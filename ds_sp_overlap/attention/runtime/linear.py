@@ -31,14 +31,15 @@ def _returns_one(module: nn.Module) -> None:
 
 
 PLAIN: Plain = {nn.Linear.forward: _returns_one}
-# Hooks may see parts of an output if the name of their module begins with one of these names.
+# A hook may see parts of an output if the Python module that defines it has a name that begins with
+# one of these; `deepspeed.initialize` adds DeepSpeed.
 harmless: set[str] = {sharded.FSDP}
 # Hooks of all modules.
 _EVERYWHERE = tuple(
     getattr(nn.modules.module, f"_global_{kind}_hooks")
     for kind in ("forward", "forward_pre", "backward", "backward_pre")
 )
-# The last two only refuse.
+# Calls that run hooks and ``forward`` and nothing else; those of the two containers only refuse.
 _CALLS = (nn.Module.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__)
 
 
@@ -84,14 +85,14 @@ def can_recompute(norm: object, pure: Pure = PURE) -> bool:
         return False
     if type(norm).forward not in pure:  # guard: only known norms
         return False
-    # A tensor in the place of a parameter, where FSDP leaves views of its own.
+    # A tensor stands in the place of a parameter, as FSDP's views do: ``parameters()`` lacks it.
     if any(isinstance(x, Tensor) for x in vars(norm).values()):
         return False
     hooked = any(parameter._backward_hooks for parameter in norm.parameters())
     return not hooked  # guard: its hooks run once
 
 
-# Tells of a hook that it does nothing for now.
+# Takes a hook; returns whether the hook does nothing for now.
 Idle = Callable[[Any], bool]
 
 
@@ -134,7 +135,11 @@ def hooks_are_harmless(module: nn.Module, *more: str, idle: Idle = _never) -> bo
 
 
 def _hooks(module: nn.Module) -> list[dict]:
-    """Return the hooks on the call of ``module``, kind by kind, without empty kinds."""
+    """Return the hooks that a call of ``module`` runs, its own and every module's.
+
+    Returns:
+        A dict of hooks for each kind; kinds without hooks are left out.
+    """
     own = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -149,12 +154,13 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
 
     Each module is called once: the first one is called, its forward calls the second one, and the
     innermost forward is ``body``. Inside of it all hooks for the begin of a forward have run, and
-    all weights are whole. A module without hooks is not called.
+    all weights are whole. A module that has neither hooks nor a ``__call__`` of its own is not
+    called.
 
     Args:
         modules: The modules, each of which `can_call_through` affirms.
         body: Takes ``inputs`` as the hooks have changed them.
-        *inputs: The inputs of the first module.
+        *inputs: The inputs of the first module; each module passes them on to the next.
 
     Returns:
         The result of ``body``, as the hooks have changed it.
@@ -178,7 +184,10 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
 
 
 def without_hooks(module: nn.Module) -> Any:
-    """Return a copy of a module over the same parameters and children, whose call runs no hook."""
+    """Return a copy of a module over the same parameters and children, whose call runs no hook.
+
+    Hooks of the children still run; a ``forward`` that was set on the module is not copied.
+    """
     copy = object.__new__(type(module))
     hooks: dict[str, Any] = {
         f"_{kind}_hooks": {} for kind in ("forward", "forward_pre", "backward", "backward_pre")
@@ -262,6 +271,9 @@ def autocast(*tensors: Any) -> Sequence[Any]:
 
     Args:
         *tensors: The operands, of which the first is not None.
+
+    Returns:
+        The operands in their order; unchanged without autocast.
     """
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):

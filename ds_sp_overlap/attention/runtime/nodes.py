@@ -35,11 +35,12 @@ class _StartInputs(Node):
 
     @staticmethod
     def forward(ctx, call: Call, projections: Projections, x: Tensor, *parameters: Tensor | None):
+        """Walk the inputs section of forward; save what the section of backward reads."""
         ctx.set_materialize_grads(False)
         inputs = ctx.inputs = InputGradients(
             call, projections, x, parameters=parameters, needs_grad=ctx.needs_input_grad[2:]
         )
-        # The node saves the tables, where autograd notices changes and frees them with the rest.
+        # The node saves the tables: autograd then notices changes, and frees them with the rest.
         tables, projections.tables = projections.tables, ()
         linear, norm_inputs = inputs.linear_count, dict[Part, Tensor]()
         runner = ForwardRunner(call)
@@ -47,6 +48,7 @@ class _StartInputs(Node):
         runner.take_inputs(inputs, x, parameters[:linear], tables=tables, norm_inputs=saved)
         runner.walk(call.schedule.inputs)  # guard: starts in the order drawn
         tokens, unneeded = runner.tokens, []
+        # If x needs a gradient, every part does.
         if not inputs.x_needs_grad:
             for step in call.schedule.starts:
                 call.exchanges[step.exchange].needed = needed = [
@@ -70,6 +72,7 @@ class _StartInputs(Node):
 
     @staticmethod
     def backward(ctx, *tokens):
+        """Walk the inputs section of backward; ``tokens`` are gradients without data, or None."""
         inputs, saved = ctx.inputs, iter(ctx.saved_tensors)
         x, (linear, norms, rotations) = next(saved), ctx.sizes
         weights, norm_parameters = list(islice(saved, linear)), list(islice(saved, norms))
@@ -80,6 +83,7 @@ class _StartInputs(Node):
         call = inputs.call
         runner = BackwardRunner(call, call.exchanges)
         runner.inputs = inputs
+        # A token has a gradient where the backward of the finish has started that of the exchange.
         for step, token in zip(call.schedule.starts, tokens):
             if token is not None:
                 runner.reached.add(step.exchange)
@@ -99,7 +103,7 @@ class _StartInputs(Node):
 def start_projected(call: Call, projections: Projections, x: Tensor) -> tuple[Tensor, ...]:
     """Project x and start the exchanges of q, k and v, in the order of the schedule.
 
-    To be called inside `linear.call_through`.
+    To be called inside `linear.call_through`, where the weights are whole.
 
     Args:
         call: The call.
@@ -120,13 +124,14 @@ class _FinishOutput(Node):
 
     forward    y = b + sum of o_g w_g^T; each o_g is finished before its product
     backward   do_g = dy w_g is started, last group first;
-               then, under these exchanges, dw[:, c_g] = dy^T o_g,  db = sum dy
+               dw[:, c_g] = dy^T o_g as drawn (by default under these exchanges),  db = sum dy
 
     w is [m, k], b is [m], and c_g are the columns w_g of group g.
     """
 
     @staticmethod
     def forward(ctx, call: Call, weight: Tensor, bias: Tensor | None, *_: Tensor):
+        """Walk the output section of forward; the tokens only tie this node to the starts of o."""
         ctx.call, ctx.output = call, OutputProjection(call, weight.shape)
         runner = ForwardRunner(call)
         runner.take_output(ctx.output, weight, bias)
@@ -138,9 +143,10 @@ class _FinishOutput(Node):
 
     @staticmethod
     def backward(ctx, dy):
+        """Walk the output section of backward; this node of the layer is the first to run."""
         refuse_second_derivatives(ctx.call.where)
         call, (weight, *saved) = ctx.call, ctx.saved_tensors
-        # Each tensor is freed after its use, unless the graph is retained.
+        # Each tensor is freed after its use here, unless the graph is retained.
         ctx.maybe_clear_saved_tensors()
         weight_needs_grad, bias_needs_grad, *tokens_need_grad = ctx.needs_input_grad[1:]
         outputs = dict(zip(call.groups, saved))
@@ -156,6 +162,7 @@ class _FinishOutput(Node):
         )
         runner.walk(call.schedule.backward_of_output)  # guard: the wgrad comes last
         db = matrix(dy).sum(0) if bias_needs_grad else None
+        # Empty: it only makes autograd run the exchanges' other halves.
         token = dy.new_empty(0)
         dw = runner.pieces.whole()
         return None, dw, db, *(token if needed else None for needed in tokens_need_grad)

@@ -37,9 +37,9 @@ class OutputProjection:
     ) -> Callable[[Tensor | None, int, Tensor], tuple[Tensor, Tensor]]:
         """Return the function that adds the product of a group to y.
 
-        It takes y (None for the first group), the group, and local o of the group. It returns
-        y + o_g w_g^T, or b + o_g w_g^T for the first group; and the o that was multiplied,
-        [tokens, k_g].
+        It takes y [s/P, b, m] (None for the first group), the group, and local o of the group. It
+        returns y + o_g w_g^T, in place; or b + o_g w_g^T for the first group. It also returns the o
+        that was multiplied, [tokens, k_g], which the wgrad reads.
         """
         cut = cutter(weight.t(), 0, self.columns)
         is_cast = torch.is_autocast_enabled(weight.device.type)
@@ -52,7 +52,8 @@ class OutputProjection:
             if y is not None:
                 matrix(y).addmm_(*operands)
                 return y, o
-            # No view of a product, so that the caller may update y in place.
+            # The product is written into y, so that y is no view: autograd forbids to update in
+            # place a view that a node returns.
             y = o.new_empty(*tokens, weight.shape[0])
             if bias is None:
                 torch.mm(*operands, out=matrix(y))
@@ -63,7 +64,7 @@ class OutputProjection:
         return merge
 
     def dgrads(self, dy: Tensor, weight: Tensor) -> Callable[[int], Tensor]:
-        """Return the function that computes do_g = dy w_g of a group.
+        """Return the function that computes do_g = dy w_g of a group, from dy [s/P, b, m].
 
         do_g is [s/P, b, h_g, d]; or [s/P, b, P, h_g/P, d], where o has a dimension for the ranks
         (`Call.by_rank`).

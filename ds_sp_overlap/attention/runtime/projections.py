@@ -50,7 +50,7 @@ class Projections:
         tables: (cos, sin), [.., 1, d_rot] each, that q and k are rotated by. They need no gradient.
             Empty if nothing is rotated.
         norm_last: Whether the rotation comes before the norm.
-        folded: The parts that the kernels rotate that pack them; `shape` does not rotate these.
+        folded: The parts that are rotated by the kernels that pack them, and not by `shape`.
         head_dim: ``d``.
         plain: Known forwards of plain linear layers, see `linear`.
         recorded: Whether there will be a backward.
@@ -149,17 +149,22 @@ class Projections:
         Args:
             part: The kind and the group.
             heads: What `projecting` made.
-            tables: As the attribute.
+            tables: As the attribute; not read from there, since a node saves them in between.
             norm_parameters: In backward, the saved parameters of the norms. None in forward, where
                 the norms are being called (`called`) and have their parameters in place.
+
+        Returns:
+            A tensor of the shape of ``heads``; ``heads`` itself where nothing is applied.
         """
         module, is_rotated = self.norms.get(part[0]), self.is_rotated(part, tables)
         if not (is_rotated or module):
             return heads
+        # Not the call: hooks run around all parts, once.
         norm: Callable[..., Tensor] | None = None if module is None else module.forward
         if module is not None and norm_parameters is not None:
             norm = self._with(module, self.of_norm(part[0], norm_parameters))
         ranks = self.rows[part].ranks
+        # The ranks are the first dimension in memory: moved there, heads and result are contiguous.
         heads = heads.movedim(2, 0) if ranks else heads
         heads = heads if norm is None or self.norm_last else norm(heads)
         heads = self.rope.rotate(heads, *tables) if is_rotated else heads

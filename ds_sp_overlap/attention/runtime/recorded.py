@@ -84,11 +84,13 @@ class Recorded(Gathering):
     ):
         super().__init__(call)
         self._project, self._attend, self._arrive = project, attend, arrive
-        # For each group whose o is not sent yet: o, and the q, k, v that o was computed from.
+        # For each group whose o is not sent yet: o, and the q, k, v that o was computed from, as
+        # `Half` takes them.
         self._attended: dict[int, tuple[Tensor, ...]] = {}
 
     def joins(self, gathered: list[Step], step: Step) -> bool:
-        # Work on arrival stays apart, so that it hides the exchanges that are still in flight.
+        # With work on arrival, each step is a node of its own, so that the work hides the exchanges
+        # that are still in flight.
         return self._arrive is None
 
     def project(self, step: Step) -> None:
@@ -98,6 +100,7 @@ class Recorded(Gathering):
         self.values[part] = self._project(*part)
 
     def start(self, step: Step) -> None:
+        """Start q, k or v now; leave a start of o to `perform`."""
         if step.is_local_end:
             self.flush()
             tensors = [self.values.pop(part) for part in step.parts]
@@ -106,6 +109,7 @@ class Recorded(Gathering):
             self.gather(step)
 
     def finish(self, step: Step) -> None:
+        """Finish o now; leave a finish of q, k or v to `perform`."""
         if step.is_local_end:
             self.flush()
             token = self.tokens.pop(step.exchange)
@@ -123,6 +127,7 @@ class Recorded(Gathering):
         self.outputs[step.group] = self.values.pop(("o", step.group))
 
     def perform(self, steps: list[Step]) -> None:
+        """Run starts of o and finishes of q, k, v as one node; apply ``arrive`` to the latter."""
         halves = []
         for step in steps:
             if step.op is Op.START:
@@ -142,12 +147,17 @@ class Recorded(Gathering):
 
 
 def cut_heads(call: Call, kind: str, x: Tensor) -> dict[Part, Tensor]:
-    """Cut q, k or v [.., .., heads, d] into the heads that travel with each group."""
+    """Cut local q, k or v [.., .., heads, d] into the heads that travel with each group.
+
+    Returns:
+        For each part of that kind, its heads; a group whose k and v came with an earlier group has
+        no part.
+    """
     parts = [part for part in call.schedule.parts if part[0] == kind]
     return dict(zip(parts, cut(x, 2, [call.geometry.heads_of(*part) for part in parts])))
 
 
 def join_heads(call: Call, outputs: dict[int, Tensor]) -> Tensor:
-    """Join o of each group to o of all heads, [.., .., h, d]."""
+    """Join local o of each group to local o of all heads in their order, [.., .., h, d]."""
     heads = [call.geometry.heads_of("q", group) for group in call.groups]
     return join([outputs[group] for group in call.groups], 2, heads)

@@ -16,8 +16,9 @@ backward program's attention section. Where projections are computed part by par
 ends of the layer is one node (`nodes`), which walks its own section of both programs.
 
 By hand (`window`). The whole layer is one node of autograd. Forward saves no q, k, v. Backward
-walks the backward program (the wgrads of o alone, if nothing else needs a gradient): it recomputes q, k and v and exchanges them once more. It asks
-autograd only for the backward of local attention, one head group at a time.
+walks the backward program (the wgrads of o alone, if nothing else needs a gradient): it recomputes
+q, k and v and exchanges them once more. It asks autograd only for the backward of local attention,
+one head group at a time.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Runner:
         """Pass each step of a program to its method, in order.
 
         This is the one loop over programs. A runner may gather starts and finishes, to perform them
-        together in one node.
+        together in one node. A call may walk its sections by several calls of this method.
         """
         functions, profiled = self._functions, is_profiled()
         for step in program:
@@ -77,11 +78,17 @@ class Runner:
                 functions[step.op](self, step)
 
     def range(self, step: Step) -> Any:
-        """Open a profiler range, named as in the drawing; an exchange opens ranges of its own."""
+        """Return a profiler range to enter, named as in the drawing.
+
+        It is empty for a start or a finish, since an exchange opens ranges of its own.
+        """
         return NOTHING if step.on_wire else named(self.call.where, self.call.schedule.label(step))
 
     def heads(self, group: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Take q of a group, and k and v that it attends to, out of ``values``."""
+        """Return q of a group, and the k and v that the group attends to, from ``values``.
+
+        Only q is taken out: later groups may attend to the same k and v.
+        """
         q, geometry = self.values.pop(("q", group)), self.call.geometry
         k = with_kv(geometry, "k", group, self.values)
         return q, k, with_kv(geometry, "v", group, self.values)
@@ -89,6 +96,9 @@ class Runner:
 
 class ForwardRunner(Runner):
     """Performs the steps of forward without autograd.
+
+    Whoever makes one calls, before `walk`, those of `take_inputs`, `take_attention` and
+    `take_output` whose steps the program has.
 
     Attributes:
         outputs: For each head group, the local o that the output projection read, [tokens, k_g].
@@ -130,10 +140,11 @@ class ForwardRunner(Runner):
         self.saved: dict[int, list[Tensor]] = {}
 
     def take_output(self, output: OutputProjection, weight: Tensor, bias: Tensor | None) -> None:
-        """Take what the steps MERGE need."""
+        """Take what the steps MERGE need: the output projection, its weight [m, k] and bias [m]."""
         self.merge_group = output.merging(weight, bias)
 
     def project(self, step: Step) -> None:
+        """Make a part of q, k or v, and note the input of its norm where backward reads it."""
         (part,) = step.parts
         projections, heads = self.inputs.projections, self.project_part(part)
         if (
@@ -154,6 +165,7 @@ class ForwardRunner(Runner):
         self.values.update(zip(step.parts, exchange.finish_forward()))
 
     def attend(self, step: Step) -> None:
+        """Attend with a group; then drop the k and v that no later group of any rank attends to."""
         call, group, local = self.call, step.group, self.local
         if self.is_recorded:
             o, self.attended[group], self.saved[group] = attend_once(
@@ -175,7 +187,10 @@ class ForwardRunner(Runner):
         self.y, self.outputs[step.group] = self.merge_group(self.y, step.group, o)
 
     def qkv_need_grad(self, group: int) -> list[bool]:
-        """Return for each of q, k and v that a group attends to whether it needs a gradient."""
+        """Return for each of q, k and v that a group attends to whether it needs a gradient.
+
+        k and v do if any of the pieces does that they are joined from (`with_kv`).
+        """
         is_needed = self.inputs.is_needed
         k_needs_grad = v_needs_grad = False
         for sent, *_ in self.call.geometry.kv_pieces(group):

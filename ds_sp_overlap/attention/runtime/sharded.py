@@ -37,7 +37,10 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def _gathered_by(unit: Any) -> Iterator[tuple[nn.Module, str]]:
-    """Yield module and name of each parameter that a unit gathers to a plain parameter."""
+    """Yield module and name of each parameter that a unit gathers to a plain parameter.
+
+    A parameter that several modules share is named for each of them.
+    """
     state = unit._get_fsdp_state()
     # Before torch 2.13 a unit has one group, or none.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
@@ -52,13 +55,13 @@ def _gathered_by(unit: Any) -> Iterator[tuple[nn.Module, str]]:
 
 
 def look_for_units(model: nn.Module) -> None:
-    """Remember the modules of ``model`` whose weights its units gather."""
+    """Remember the modules of ``model`` whose weights its units gather; `enable` calls this."""
     for unit in filter(is_unit, model.modules()):
         _gathered.update(module for module, name in _gathered_by(unit) if name == "weight")
 
 
 def is_gathered(module: nn.Module) -> bool:
-    """Return whether the weight of a module is away, but plain inside a call of its unit."""
+    """Return whether the weight of a module is sharded now, but plain inside a call of its unit."""
     if not (module in _gathered or is_unit(module)):
         return False
     from torch.distributed.tensor import DTensor  # which torch loads for units
@@ -69,7 +72,14 @@ def is_gathered(module: nn.Module) -> bool:
 
 
 def cast_alike(one: Any, other: Any) -> bool:
-    """Return whether ``other``, a unit or None, casts as ``one`` does, or not at all."""
+    """Return whether FSDP casts parameters and inputs of two layers alike.
+
+    Only then may the layer in front `enter` its successor, with inputs of the layer's own dtype.
+
+    Args:
+        one: The unit of the layer in front; None if it is no unit.
+        other: The unit of its successor. None, which casts nothing, goes with any ``one``.
+    """
     if other is None:
         return True
     return (
@@ -82,10 +92,11 @@ def enter(unit: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
     Args:
         unit: A unit, whose call follows.
-        inputs: The tensors through which backward goes last; of a unit that casts alike.
+        inputs: The inputs of the segment, through which its backward goes last; the layer in front
+            is a unit that casts alike (`cast_alike`).
 
     Returns:
-        The inputs for the computation.
+        The inputs to compute with: FSDP ties the end of the unit's backward to them.
     """
     for hook in unit._forward_pre_hooks.values():
         if hook.__module__.startswith(FSDP):

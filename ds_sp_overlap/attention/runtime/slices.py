@@ -68,7 +68,10 @@ def parts_of(*parts: Ranges) -> Parts:
 def _strided(
     shape: Sequence[int], strides: Sequence[int], dim: int, ranges: Ranges
 ) -> tuple | None:
-    """Return shape, strides and offset of the view that `_slices` returns; None for no view."""
+    """Return shape, strides and offset of the view that `_slices` returns; None for no view.
+
+    Takes two ranges at least; the offset counts from the first element of the tensor.
+    """
     (first, stop), (second, _), *_ = ranges
     size, step, stride = stop - first, second - first, strides[dim]
     for index, (start, end) in enumerate(ranges):
@@ -193,7 +196,7 @@ def mm_to_slices(a: Tensor, b: Tensor, whole: Tensor, part: Ranges, add: bool) -
         a: [m, k].
         b: [k, n].
         whole: [m, N].
-        part: The slices of N, n columns.
+        part: The slices of N; n columns in all.
         add: Whether to add the product instead.
     """
     for run in _runs(part):
@@ -257,7 +260,8 @@ def _disjoint_cover(parts: tuple[Ranges, ...], size: int) -> bool:
 class Pieces:
     """Joins pieces along ``dim`` to one tensor.
 
-    The tensor is the sum of the pieces where parts overlap, and zero where there is no piece.
+    The tensor is the sum of the pieces where parts overlap, and zero where there is no piece. Call
+    `put` once for each piece, then `whole`.
 
     Args:
         shape: Of the tensor.
@@ -304,11 +308,12 @@ class Pieces:
             self._whole = make(*self.shape)
         add = not self.once  # guard: shared rows are summed
         if len(part) == 1 and not add:
-            # Also for an empty part behind a part that was the whole tensor.
+            # Also where an empty part follows a part that was the whole tensor.
             self._cut = self._cut or cutter(self._whole, self.dim, self.parts)
             compute(*operands, out=self._cut(part))
         elif compute is torch.mm:
             a, b = operands
+            # Slices are of columns. Rows are the columns of the transpose, (a b)^T = b^T a^T.
             if self.dim == 0:
                 mm_to_slices(b.t(), a.t(), self._whole.t(), part, add=add)
             else:
@@ -317,7 +322,7 @@ class Pieces:
             put_ranges(self._whole, self.dim, part, compute(*operands), add=add)
 
     def whole(self) -> Tensor | None:
-        """Return the tensor; None if there was no piece."""
+        """Return the tensor, after joining the pieces that waited; None if there was no piece."""
         self.late = False
         while self._waiting:
             part, piece = self._waiting.pop()
@@ -333,9 +338,9 @@ def _copied(piece: Tensor, out: Tensor | None = None) -> Tensor:
 def _joined(
     shape: Sequence[int], dim: int, parts: Sequence[Ranges], pieces: Sequence[Tensor | None]
 ) -> Tensor | None:
-    """Join those pieces that are not None; return None if there is none."""
+    """Join those pieces that are not None; return None if all are."""
     present = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
-    # An empty piece has nothing to write, not even into a piece that is the whole.
+    # Empty pieces are left out: to write one would touch a piece that is returned as the whole.
     present = [(part, piece) for part, piece in present if piece.shape[dim]] or present[:1]
     joined = Pieces(shape, dim, tuple(part for part, _ in present))
     for part, piece in present:
@@ -351,12 +356,14 @@ class _Slices(Node):
 
     @staticmethod
     def forward(ctx, is_cut, shape, dim, parts, *tensors):
-        ctx.set_materialize_grads(not is_cut)  # a whole is never None, a part may be
+        """Cut the one tensor of ``shape`` into parts if ``is_cut``; else join the tensors to it."""
+        # The gradient of a part may stay None, and is left out; that of a whole is made zero.
+        ctx.set_materialize_grads(not is_cut)
         ctx.given = is_cut, shape, dim, parts
         if not is_cut:
             return _joined(shape, dim, parts, tensors)
-        # Copies, never views of x, which only a part of few tokens could be: norms and RoPE may
-        # work in place.
+        # Always copies: a part of one range may be a view of x, but norms and RoPE may work in
+        # place.
         pieces = (cut_ranges(tensors[0], dim, part) for part in parts)
         return tuple(piece.clone(memory_format=torch.contiguous_format) for piece in pieces)
 
@@ -387,6 +394,9 @@ def join(pieces: list[Tensor], dim: int, parts: list[Ranges]) -> Tensor:
         pieces: The pieces.
         dim: The dimension of the parts.
         parts: The part of each piece; they tile the dimension.
+
+    Returns:
+        The tensor; the piece itself if there is one.
     """
     if len(pieces) == 1:
         return pieces[0]
@@ -401,8 +411,8 @@ def batched(parameter: Tensor, dim: int, part: Ranges, count: int) -> Tensor:
     Args:
         parameter: The tensor.
         dim: The dimension of the slices.
-        part: Slices of one size, evenly spaced; several may be joined to one range.
-        count: The number of slices.
+        part: Slices of one size, evenly spaced; slices that touch may be given as one range.
+        count: The number of slices, one for each part of the ranks.
     """
     first, last = part[0][0], part[-1][1]
     size = sum(stop - start for start, stop in part) // count

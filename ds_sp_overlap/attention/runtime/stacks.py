@@ -62,6 +62,10 @@ class Stack(Waiting):
     Args:
         parameter: [experts, .., ..].
         where: Name of the attention layer, for errors.
+
+    Attributes:
+        sum: The gradient so far; None before the first product.
+        held_bytes: The size of the operands that wait.
     """
 
     gradient_count = 1
@@ -80,6 +84,7 @@ class Stack(Waiting):
     def add(self, chunk: _Operands) -> None:
         super().add(chunk)
         self.held_bytes += chunk.left.nbytes + chunk.right.nbytes
+        # Operands wait up to the size of the stack, see Note [Products with stacks].
         if self.held_bytes > self.n_bytes:
             self._sum()
 
@@ -108,7 +113,10 @@ class Stack(Waiting):
 
 
 def stacks_of(module: nn.Module, where: str) -> dict[str, Stack]:
-    """Return the stacks that a module holds itself and that train, by the names of parameters."""
+    """Return the stacks that a module holds itself and that train, by the names of parameters.
+
+    Any parameter with three dims counts as a stack. Empty where autograd does not record.
+    """
     if not torch.is_grad_enabled():
         return {}
     stacks = {}
@@ -123,8 +131,11 @@ def stacks_of(module: nn.Module, where: str) -> dict[str, Stack]:
 def _in_order_of_experts(chunks: list[_Operands]) -> tuple[Tensor, Tensor, Tensor]:
     """Join the tokens of chunks, so that those of an expert lie together; the host need not wait.
 
+    Args:
+        chunks: One or more, each of all experts.
+
     Returns:
-        Left and right operand of all tokens, and behind which token each expert ends.
+        Left and right operand of all tokens, and the ``offs`` of all tokens.
     """
     if len(chunks) == 1:
         left, right, _, offs = chunks[0]
@@ -136,6 +147,7 @@ def _in_order_of_experts(chunks: list[_Operands]) -> tuple[Tensor, Tensor, Tenso
         tokens = torch.arange(len(chunk.left), device=offs.device, dtype=offs.dtype)
         # Tokens behind the last expert belong to none, and stay behind the last one.
         experts.append(torch.searchsorted(offs, tokens, right=True))
+    # The second argsort inverts the first: for each token, its place in the order of experts.
     places = torch.cat(experts).argsort(stable=True).argsort()
     of_chunks = places.split([len(chunk.left) for chunk in chunks])
     left = chunks[0].left.new_empty(len(places), chunks[0].left.shape[1])
@@ -169,9 +181,11 @@ class _Product(Node):
 
     @staticmethod
     def backward(ctx, dy):
+        """Before: dx = dy w^T, dw = x^T dy. Now: the operands of dw wait in the stack."""
         stack, expert, is_transposed = ctx.of_call
         refuse_second_derivatives(stack.where)
         x, parameter, offs = ctx.saved_tensors
+        # dw = x^T dy for [k, n]; dw = dy^T x for [n, k].
         left, right = (y.reshape(-1, y.shape[-1]) for y in ((dy, x) if is_transposed else (x, dy)))
         stack.add(_Operands(left, right, expert, offs))
         dx = None
@@ -219,12 +233,17 @@ class StackedWeight(Tensor):
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Run a function of torch that was called with such a tensor; torch calls this instead."""
         with torch._C.DisableTorchFunctionSubclass():
             return _call(func, args, kwargs or {})
 
 
 def _call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a function that a forward calls with a `StackedWeight`."""
+    """Call a function that a forward calls with a `StackedWeight`.
+
+    An expert's weight, and a transpose, stay a `StackedWeight`. A known product runs as a
+    `_Product`. Every other call runs as it is, and autograd records it.
+    """
     if len(args) > 1 and isinstance(args[0], StackedWeight):
         weight = args[0]
         if func is Tensor.__getitem__ and weight.dim() == 3:
@@ -255,7 +274,7 @@ def _call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _number(index: Any) -> int | None:
-    """Return an index that takes one expert as a number; None for any other."""
+    """Return the index of one expert as a number; None for an index of any other kind."""
     if isinstance(index, Tensor) and index.dim() == 0 and not index.dtype.is_floating_point:
         return None if index.dtype is torch.bool else int(index)
     return index if type(index) is int else None
@@ -264,7 +283,9 @@ def _number(index: Any) -> int | None:
 def _multiplied(
     x: Tensor, weight: StackedWeight, offs: Tensor | None, swap: bool = False
 ) -> Tensor | None:
-    """Return the product of ``x`` and a stacked weight; None for operands of two dtypes.
+    """Return the product of ``x`` and a stacked weight, as a `_Product`.
+
+    None where ``x`` has another dtype or is stacked itself; the function then runs as it is.
 
     Args:
         x: [.., k].

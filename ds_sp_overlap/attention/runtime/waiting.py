@@ -16,7 +16,7 @@ class Waiting(ABC):
 
     Attributes:
         gradient_count: How many gradients the products are.
-        backward: The backward that the operands belong to.
+        backward: Autograd's id of the backward that the operands belong to; -1 for none.
         chunks: The operands of each product that was not yet multiplied.
     """
 
@@ -26,15 +26,15 @@ class Waiting(ABC):
         self.start(-1)
 
     def start(self, backward: int) -> None:
-        """Drop everything, and wait for the operands of another backward."""
+        """Drop everything, sums too, and wait for the operands of another backward; -1 for none."""
         self.backward, self.chunks = backward, []  # type: int, list[Any]
 
     def add(self, chunk: Any) -> None:
         """Add the operands of a chunk, which belong to the backward that runs."""
         now = torch._C._current_graph_task_id()
         if now != self.backward:  # guard: of this backward alone
-            # A reentrant checkpoint runs a backward inside of another one, which then goes on with
-            # what it had. What has not reached the weights by then is dropped.
+            # A reentrant checkpoint runs a backward inside of another one. When the inner one ends,
+            # the callback restores what the outer one had, and drops what the inner one left.
             before = dict(vars(self))
             self.start(now)
             Variable._execution_engine.queue_callback(partial(vars(self).update, before))
@@ -43,7 +43,8 @@ class Waiting(ABC):
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, and drop the operands.
 
-        None for each if the backward that runs has left no operands.
+        Called by the node `deferred._Weights` in backward. A list of None if this backward has left
+        no operands.
         """
         if self.backward != torch._C._current_graph_task_id():
             return [None] * self.gradient_count
@@ -53,4 +54,4 @@ class Waiting(ABC):
 
     @abstractmethod
     def summed(self) -> list[Tensor | None]:
-        """Multiply what waits, and return the gradients."""
+        """Multiply what waits; return a gradient, or None, for each of ``parameters``."""

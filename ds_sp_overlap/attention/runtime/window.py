@@ -31,7 +31,11 @@ class _Windowed(Node):
     """Computes y of x: projections, exchanges, local attention and the output projection.
 
     x is [.., m], weight [m, k] and bias [m] are those of the output projection. The rest are the
-    tensors that local attention learns, then the parameters of `Projections`.
+    tensors that local attention learns, then the parameters of `Projections`. The other arguments
+    are those of `windowed`.
+
+    Where a checkpoint saves attention, forward runs again before backward. But backward belongs to
+    the node of the first run, which takes nothing from the second but the tensors to be saved.
     """
 
     @staticmethod
@@ -47,6 +51,7 @@ class _Windowed(Node):
         bias,
         *rest,
     ):
+        """Walk the forward program, or only its merges where a checkpoint has saved attention."""
         learned = len(local.learned)
         parameters = rest[learned:]
         x_needs_grad, ctx.weight_needs_grad, ctx.bias_needs_grad = ctx.needs_input_grad[5:8]
@@ -56,13 +61,14 @@ class _Windowed(Node):
         )
         output = ctx.output = OutputProjection(call, weight.shape)
         ctx.local, ctx.autocast = local, autocast_of(x.device)
-        # The node saves the tables, where autograd notices changes and frees them with the rest.
+        # The node saves the tables: autograd then notices changes, and frees them with the rest.
         tables, projections.tables = projections.tables, ()
         forward = ForwardRunner(call)
         forward.take_inputs(inputs, x, parameters, tables=tables)
         forward.take_attention(local, projections.recorded and any(ctx.needs_input_grad))
         forward.take_output(output, weight, bias)
         if checkpoint is not None and checkpoint.is_recompute:
+            # The checkpoint has saved what attention made: only the merges run again.
             (outputs, forward.saved), (forward.attended, after) = checkpoint.take(call.where)
             head_dim = projections.head_dim
             for group, o in outputs.items():
@@ -77,7 +83,7 @@ class _Windowed(Node):
             if checkpoint is not None:
                 after = Random.now(x.device)
                 # The checkpoint saves no graphs, which may lead to the checkpoint itself. Backward
-                # uses the graphs of this node.
+                # uses the graphs of this node (``ctx.attended``).
                 attended = {}
                 for group, record in forward.attended.items():
                     attended[group] = replace(record, edges=None)  # guard: nothing circular
@@ -111,13 +117,18 @@ class _Windowed(Node):
 
     @staticmethod
     def backward(ctx, dy):
+        """Run `_gradients` in the autocast state of forward."""
         refuse_second_derivatives(ctx.inputs.call.where)
         with torch.autocast(**ctx.autocast):  # guard: q, k and v are made as before
             return None, None, None, None, None, *_gradients(ctx, dy)
 
 
 def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Walk the backward program; return the gradients of x and the inputs that follow x."""
+    """Walk the backward program of a `_Windowed`.
+
+    Returns:
+        The gradients of x and of the inputs behind x, in their order; None for each without one.
+    """
     inputs, local, attended = ctx.inputs, ctx.local, ctx.attended
     call, program = inputs.call, inputs.call.schedule.backward
     saved = iter(ctx.saved_tensors)
@@ -157,6 +168,7 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         late=True,
     )
     del x, outputs, norm_inputs, of_attention, saved
+    # Only dWo and its bias then: nothing is recomputed or exchanged.
     if not reaches_attention:
         program = tuple(step for step in program if step.op is Op.WGRAD and step.tensors == O)
     runner.walk(program)
@@ -176,7 +188,7 @@ def windowed(
 ) -> Tensor | tuple[Tensor, Tensor | None]:
     """Run a layer by its `Windowed` schedule.
 
-    To be called inside `linear.call_through`.
+    To be called inside `linear.call_through`, where the weights are whole.
 
     Args:
         call: The call.

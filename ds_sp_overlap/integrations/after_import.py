@@ -20,7 +20,8 @@ def after_import(name: str, action: Callable[[], object]) -> None:
 
     Args:
         name: The module's name.
-        action: Called without arguments, once. An error that it raises fails the import.
+        action: Called without arguments, once: after the first import that succeeds. An error that
+            it raises fails the import.
     """
     if name in sys.modules:
         action()
@@ -29,7 +30,11 @@ def after_import(name: str, action: Callable[[], object]) -> None:
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Finds a module by the other finders, and has a function run behind the module's own code."""
+    """Finds a module by the other finders, and has a function run behind the module's own code.
+
+    It stands first in ``sys.meta_path``, so that Python asks it for every module that is imported,
+    and leaves there once the function was run.
+    """
 
     def __init__(self, name: str, action: Callable[[], object]):
         self.name, self.action, self.is_searching = name, action, False
@@ -37,8 +42,10 @@ class _Watcher(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Any, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return the other finders' spec of the module, which will call the function; else None."""
         if name != self.name or self.is_searching:
             return None
+        # The search below asks all finders, this one too.
         self.is_searching = True
         try:
             spec = importlib.util.find_spec(name)
@@ -46,13 +53,16 @@ class _Watcher(importlib.abc.MetaPathFinder):
             self.is_searching = False
         if spec is None or spec.loader is None:
             return spec
-        # The loader stays the object that resources and sources of the module are asked of.
+        # One method of the loader is replaced, by an attribute of the object. A loader of our own
+        # would lack the methods by which tools read the module's source and resources.
         loader, execute = vars(spec.loader), spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
+            """Run the module's code, then the function; take the replacement out again."""
             loader.pop("exec_module", None)
             execute(module)
             if self in sys.meta_path:
+                # Before the function, which may import as it likes.
                 sys.meta_path.remove(self)
                 self.action()
 

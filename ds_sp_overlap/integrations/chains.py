@@ -47,9 +47,11 @@ from .inspect.probe import EVERY, ProbeSchedule, difference_of_block, refuse_dif
 # A chain recognises the hidden states that a layer returned by their memory and version counter.
 # An edit through ``.data`` changes numbers, but no version counter, so the q, k and v that were
 # started before the edit would be used. Comparing the numbers costs a copy of the hidden states,
-# so they are compared in a layer's first call and in every hundredth. If an edit is seen in the
-# first call, no wrong results were used yet: the layer in front starts nothing for its successor
-# from then on. If an edit is seen later, earlier results may have been wrong, which is an error.
+# so they are compared the first time that a layer follows another in a chain, and every hundredth
+# time. If an edit is seen the first time, the layer in front starts nothing for its successor from
+# the next forward on. No wrong results were used yet, if this is the first call of the successor
+# at all: its ranks compare, for which nothing may be under way, so no q, k and v were started. If
+# an edit is seen later, earlier results may have been wrong, which is an error.
 
 # Note [Layers that others recompute]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -61,8 +63,8 @@ from .inspect.probe import EVERY, ProbeSchedule, difference_of_block, refuse_dif
 
 # Modules whose hooks on saved tensors recompute a layer.
 CHECKPOINT_MODULES = ("torch.utils.checkpoint", "deepspeed.")
-# A miss: a layer started q, k and v of its successor, and they were not used. After so many misses
-# in a row it starts nothing for its successor any more.
+# A miss: a layer started q, k and v of its successor, and they were not used. After this many
+# misses in a row the layer starts nothing for its successor any more.
 MAX_MISSES = 2
 
 
@@ -72,13 +74,15 @@ class ForwardPass:
     Attributes:
         chain: Runs the layers.
         lengths: [P]. Local sequence length of every rank, in tokens.
-        recompute: The part of each layer that gradient checkpointing recomputes in backward.
-        reasons: For each layer the reason why it can't run in the chain; empty if it can.
+        recompute: The part of each layer that the chain recomputes in backward, in place of a
+            checkpoint around the layers. Set by Megatron's adapter alone; "none" until then.
+        reasons: For each layer that was asked (`ChainedLayer.why_not`), the reason why it can't run
+            in the chain; empty if it can.
         report_use: Tells the layer that last started its successor's q, k and v whether they were
             used; None if no q, k and v were started.
         shared: Values that the layers share; the first layer that needs a value computes it.
         last_output: The output of the layer that ran last, if the next layer must compare its
-            input with it.
+            input with it; else None.
     """
 
     def __init__(self, config: SpOverlapConfig, lengths: Sequence[int]):
@@ -90,14 +94,22 @@ class ForwardPass:
         self.last_output: LayerOutput | None = None
 
     def settle(self, used: bool) -> None:
-        """Tell the layer that last started q, k and v ahead whether they were used."""
+        """Tell the layer that last started q, k and v ahead whether they were used.
+
+        Does nothing if no layer waits to be told.
+        """
         report_use, self.report_use = self.report_use, None
         if report_use is not None:
             report_use(used)
 
 
 class LayerOutput:
-    """The hidden states that a layer returned, with a copy; see Note [Edits through .data]."""
+    """The hidden states that a layer returned, with a copy; see Note [Edits through .data].
+
+    Args:
+        layer: The layer that returned them.
+        hidden: [b, s/P, m] or [s/P, b, m]. They are copied now, before the model can edit them.
+    """
 
     def __init__(self, layer: ChainedLayer, hidden: Tensor):
         self.layer, self.copy = layer, hidden.detach().clone()
@@ -127,6 +139,9 @@ class ForwardPasses:
     def running(self, lengths: Sequence[int]) -> Iterator[ForwardPass]:
         """Provide a `ForwardPass` to the body, which runs one forward of the model.
 
+        The rebound forward of the model, or of Megatron's stack of layers, enters this. Layers that
+        are called outside of it run by themselves.
+
         Args:
             lengths: [P]. Local sequence length of every rank, in tokens.
         """
@@ -142,6 +157,8 @@ class ForwardPasses:
 class ChainedLayer(ABC):
     """A layer that may run in a chain, with the forward that takes the place of its own.
 
+    Made by `find_chains` in `enable`, one for each decoder layer.
+
     Args:
         name: The layer's name in the model.
         module: The layer.
@@ -150,9 +167,9 @@ class ChainedLayer(ABC):
         forward_passes: The forwards of the model.
 
     Attributes:
-        successor: The layer behind this one in the chain; None for the last.
-        choice: Chooses between the chain and single layers by timing; None if the chain is always
-            used.
+        successor: The layer behind this one in the chain; None for the last. Set by `find_chains`.
+        choice: Chooses between the chain and single layers by timing; the layers of a chain share
+            it. None if the chain is always used. Set by `find_chains`.
         unused: Names of arguments of the attention that change nothing.
 
     Raises:
@@ -180,21 +197,24 @@ class ChainedLayer(ABC):
         self.layer = BlockLayer(attention, *self._parts(), records_nothing)
         if reason := self.layer.in_the_way() or self._why_not_gathered():
             raise Unknown(reason)
+        # Misses in a row, see `MAX_MISSES`; when to copy the output, to find edits of it.
         self._misses, self._edit_checks = 0, ProbeSchedule()
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward that the layer's class has now."""
+        """Run the layer by itself: the forward that its class has now, whose attention may still
+        be overlapped.
+        """
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
     def own_forward(self) -> Callable[..., Any]:
-        """The forward of the layer's class, which a comparison runs."""
+        """The forward of the layer's class, which `probe` compares with the chain's formula."""
         return type(self.module).forward
 
     @property
     def recompute(self) -> Recompute:
-        """The part of the layer that gradient checkpointing recomputes in backward."""
+        """The part of the layer that the chain recomputes in backward; "none" between forwards."""
         forward_pass = self.forward_passes.forward_pass
         return "none" if forward_pass is None else forward_pass.recompute
 
@@ -205,14 +225,18 @@ class ChainedLayer(ABC):
 
     @abstractmethod
     def use(self) -> None:
-        """Let the overlapped attention use the layer's modules as they are now."""
+        """Let the overlapped attention use the layer's modules as they are now.
+
+        `why_not` calls this in each forward, since adapters may replace modules in between.
+        """
 
     @abstractmethod
     def why_recomputed(self) -> str:
-        """Explain why a checkpoint of the framework may recompute this call.
+        """Explain why a checkpoint of the framework, which the chain can't imitate, may recompute
+        this call.
 
         Returns:
-            The reason; empty if none may.
+            The reason; empty if no such checkpoint may. See Note [Layers that others recompute].
         """
 
     def probe(
@@ -223,7 +247,8 @@ class ChainedLayer(ABC):
     ) -> None:
         """Compare the layer's own forward with the reading of it, where a comparison is due.
 
-        Collective.
+        Collective where it is due, which is in the same calls on every rank. It runs before the
+        chain exchanges anything for the layer.
 
         Args:
             forward_pass: The forward that is running.
@@ -255,7 +280,9 @@ class ChainedLayer(ABC):
     def chain_arguments(
         self, forward_pass: ForwardPass, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the keywords of `Chain.run` for the arguments of the layer's attention.
+        """Translate the arguments of the layer's attention into keywords of `Chain.run`.
+
+        Collective where the attention itself must be compared with the layer's own forward.
 
         Args:
             forward_pass: The forward that is running.
@@ -273,6 +300,10 @@ class ChainedLayer(ABC):
 
     def why_not(self, forward_pass: ForwardPass) -> str:
         """Explain why the layer can't run in the chain now; the same on every rank.
+
+        Also gives the `BlockLayer` the modules as they are now. Called by the layer itself and by
+        the layer in front, before that starts anything; the answer is kept for the forward, except
+        for checkpoints, which are looked at in each call.
 
         Args:
             forward_pass: The forward that is running.
@@ -295,7 +326,11 @@ class ChainedLayer(ABC):
         return forward_pass.reasons[self]
 
     def _why_not_gathered(self) -> str:
-        """Explain why FSDP would not gather weights that the chain needs; empty if it does."""
+        """Explain why FSDP would not gather weights that the chain needs; empty if it does.
+
+        FSDP gathers the weights of a unit in a hook on the unit's call, but the chain calls only
+        the norms, projections and MLP, and the modules inside of these.
+        """
         parts = [self.module, *self.layer.begins, *self.layer.ends]
         called = {module for part in parts[1:] for module in part.modules()}
         for name, module in self.module.named_modules():
@@ -308,9 +343,12 @@ class ChainedLayer(ABC):
         return ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer in the chain, or by itself; takes the place of the layer's own forward."""
+        """Run the layer in the chain, or by itself; takes the place of the layer's own forward.
+
+        Collective, as the layer's attention is.
+        """
         forward_pass = self.forward_passes.forward_pass
-        # The layer is called by itself, or recomputed in backward.
+        # Called outside of a forward of the model, or recomputed in backward by a checkpoint.
         if forward_pass is None:
             return self._original(*args, **kwargs)
         if self.choice is None:
@@ -324,7 +362,11 @@ class ChainedLayer(ABC):
         return self.choice.end(output) if self.successor is None else output
 
     def _run_in_chain(self, forward_pass: ForwardPass, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run the layer in the chain of ``forward_pass`` if it can run there, else by itself."""
+        """Run the layer in the chain of ``forward_pass`` if it can run there, else by itself.
+
+        Returns:
+            What the layer's own forward returns, a tensor or a tuple.
+        """
         arguments, reading = {**dict(zip(self._names, args)), **kwargs}, self.reader.reading
         previous, forward_pass.last_output = forward_pass.last_output, None
         if reason := self.why_not(forward_pass) or self.reader.unexpected(arguments):
@@ -342,6 +384,8 @@ class ChainedLayer(ABC):
         output = forward_pass.chain.run(
             self.layer, following, hidden, recompute=self.recompute, **keywords
         )
+        # To the layer in front: this call has used its q, k and v, or dropped them. After a drop
+        # `in_step` stays False and the chain starts nothing more in this forward.
         forward_pass.settle(forward_pass.chain.in_step)
         forward_pass.report_use = None if forward_pass.chain.ahead is None else self._count_misses
         # The version counter of an inference tensor can't be read.
@@ -351,7 +395,7 @@ class ChainedLayer(ABC):
         return reading.returned(output)
 
     def _ready_successor(self, forward_pass: ForwardPass) -> ChainedLayer | None:
-        """Return the successor if this layer must start its q, k and v; else None."""
+        """Return the successor if this layer may start its q, k and v; else None."""
         successor = self.successor
         if successor is None or self._misses >= MAX_MISSES:
             return None
@@ -364,15 +408,16 @@ class ChainedLayer(ABC):
     def _check_for_edits(self, previous: LayerOutput, hidden: Tensor) -> None:
         """Stop the layer in front from starting q, k and v if ``hidden`` was edited on any rank.
 
-        Collective. See Note [Edits through .data].
+        The stop holds from the next forward on. Collective. See Note [Edits through .data].
 
         Args:
             previous: The output of the layer in front.
             hidden: [b, s/P, m] or [s/P, b, m]. The hidden states that this layer is given.
 
         Raises:
-            RuntimeError: on all ranks, if the layer in front has started q, k and v in earlier
-                forwards, which may have been edited, too.
+            RuntimeError: on all ranks, if this is not the first comparison: the layer in front has
+                started q, k and v in forwards since the last one, whose hidden states may have been
+                edited, too.
         """
         sp_group, front = self.layer.attention.layer.sp_group, previous.layer
         edited_on_ranks = sp_group.gather(previous.is_edited(hidden), self.name)
@@ -388,7 +433,10 @@ class ChainedLayer(ABC):
             warn_once(f"sp_overlap: {edited}, for which it starts nothing any more")
 
     def _count_misses(self, used: bool) -> None:
-        """Count how often in a row the q, k and v that this layer started were not used."""
+        """Count how often in a row the q, k and v that this layer started were not used.
+
+        `ForwardPass.settle` calls this once for each time that the layer started some.
+        """
         self._misses = 0 if used else self._misses + 1
         if self._misses == MAX_MISSES and self.successor is not None:
             warn_once(
@@ -407,7 +455,8 @@ class ChainTrial:
         policy: Times the candidates.
 
     Attributes:
-        candidate: The candidate of the forward that is running.
+        candidate: The candidate of the forward that is running, `BLOCK` or `LAYER`; all layers of
+            the chain follow it.
     """
 
     def __init__(self, first: ChainedLayer, policy: Policy):
@@ -420,13 +469,17 @@ class ChainTrial:
     ) -> tuple[tuple, dict[str, Any]]:
         """Choose the candidate of this forward, and start its measurement.
 
+        The first layer of the chain calls this at the begin of its forward. Collective where the
+        policy compares the ranks, after an optimizer step.
+
         Args:
             forward_pass: The forward that is running.
             args: Positional arguments of the first layer.
             kwargs: Keyword arguments of the first layer.
 
         Returns:
-            The arguments that the first layer must use instead.
+            The arguments that the first layer must use instead: its hidden states may be a view
+            that the measurement watches in backward.
         """
         hidden = args[0] if args else kwargs["hidden_states"]
         batch_first = hidden if self.first.layer.attention.batch_first else hidden.transpose(0, 1)
@@ -437,13 +490,14 @@ class ChainTrial:
             tokens = batch_first.shape[0] * sum(forward_pass.lengths)
             self.policy.follow(self._run, trial, self.candidate, tokens)
         elif not self.policy.over:
-            # Where layers have nothing else to choose, nobody else has the first step counted.
+            # The policy opens this trial only after a step, and counts a step by the backward of a
+            # call that it follows. Where layers have no G to choose, it follows no other call.
             self.policy.follow_back(self._run)
         (hidden,) = self._run.inputs
         return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
 
     def end(self, output: Any) -> Any:
-        """End the measurement, and return ``output`` of the last layer."""
+        """End the measurement, and return ``output``; the last layer of the chain calls this."""
         run, self._run = self._run, None
         return output if run is None else run.end(output)
 
@@ -457,6 +511,7 @@ def _why_recomputed(module: nn.Module) -> str:
         return "training without gradients, as under a reentrant checkpoint"
     if in_backward():
         return "a checkpoint around it"
+    # (pack, unpack), which autograd calls for saved tensors now; None if there are no hooks.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None:
         hook_module = getattr(hooks[0], "__module__", None) or ""

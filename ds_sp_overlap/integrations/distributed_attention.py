@@ -38,8 +38,8 @@ def find_group(model: nn.Module) -> Any:
     """Return the sp group of a model that contains DeepSpeed's ``DistributedAttention``, or ours.
 
     Returns:
-        The group of the first such module that has one, else the group of DeepSpeed's mesh or mpu,
-        else None.
+        The group of the first such module that has one; else the group of DeepSpeed's mesh or mpu,
+        even if the model contains no such module; else None.
     """
     for module in model.modules():
         if is_drop_in_or_stock(module) and module.spg is not None:
@@ -59,7 +59,7 @@ def is_drop_in_or_stock(module: nn.Module) -> bool:
 
 
 def has_drop_in(model: nn.Module) -> bool:
-    """Return whether ``model`` has a layer of ours, which overlaps without a section, too."""
+    """Return whether ``model`` has a `DistributedAttention` of ours, which needs no section."""
     return any(isinstance(module, drop_in.DistributedAttention) for module in model.modules())
 
 
@@ -67,7 +67,11 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
     """Find the ``DistributedAttention`` modules of ``model``, whichever module calls them.
 
     A layer that AutoSP has wrapped is found and left as it is, because AutoSP gathers the global
-    sequence around an attention of its own.
+    sequence around an attention of its own. A module whose forward somebody replaced is left as it
+    is, too.
+
+    Returns:
+        Every such module as a layer, whether it can be overlapped or not.
 
     Raises:
         ValueError: if a module was made with another sp group.
@@ -100,7 +104,10 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
 
 
 def _leave() -> Undo:
-    """Bind nothing: the layer is one of ours that overlaps as it was made."""
+    """Rebind nothing, and return an undo that does nothing.
+
+    The layer is one of ours that overlaps already, by the config or transport it was made with.
+    """
     return lambda module: None
 
 
@@ -110,8 +117,8 @@ OWN = "its forward is not DeepSpeed's"
 def has_own_forward(module: Any) -> bool:
     """Return whether a call of a ``DistributedAttention`` runs code of somebody else.
 
-    That is a forward that neither DeepSpeed nor this package wrote: a replaced one, a fork's, or a
-    ``__call__`` of the class.
+    Somebody else's code is a forward that neither DeepSpeed nor this package wrote (set on the
+    module, or defined in a fork or a subclass), or a ``__call__`` of the class.
     """
     if "forward" in vars(module) and not is_ours(module) or has_own_call(module):
         return True
@@ -122,6 +129,8 @@ def has_own_forward(module: Any) -> bool:
 
 def bind_drop_in(name: str, module: Any, overlap: OverlapSettings) -> Undo:
     """Rebind one ``DistributedAttention``, of DeepSpeed or ours, to an overlap by the section.
+
+    `enable` calls this once for each such layer.
 
     Args:
         name: The module's name, for errors and logs.
@@ -135,10 +144,11 @@ def bind_drop_in(name: str, module: Any, overlap: OverlapSettings) -> Undo:
     group = module.spg or overlap.sp_group.group
     sp_group = SPGroup(group, config.transport, module.sp_stream, **config.of_sp_group)
     is_ours_too = isinstance(module, drop_in.DistributedAttention)
+    # DeepSpeed's class doesn't tell whether all heads are treated alike: the first call probes.
     alike = is_ours_too and module.heads_alike
     layer = LayerRuntime(sp_group, config, name, overlap.policy, heads_alike=alike)
     attend = ProjectedAttention(layer)
-    # To DeepSpeed's class, no group means all ranks.
+    # To DeepSpeed's class, no group means all ranks, which need not be the sp group that is used.
     same_group = module.spg is not None or sp_group.size == dist.get_world_size()
     # The numbers of dimensions that outputs of the local attention had so far.
     output_dims: set[int] = set()
@@ -153,7 +163,10 @@ def bind_drop_in(name: str, module: Any, overlap: OverlapSettings) -> Undo:
         sequence_lengths=None,
         **kwargs,
     ):
+        """Attend over the global sequence; takes the place of the module's forward. Collective."""
+
         def deepspeed_forward(q, k, v):
+            """Run the module's own forward, which the policy may time as the candidate "off"."""
             return original(q, k, v, batch_dim_idx, rotary_pos_emb, *args, **kwargs)
 
         # DeepSpeed's own forward is timed against ours only in calls in which it is right. The

@@ -19,15 +19,20 @@ def find_chains(
 ) -> list[list[ChainedLayer]]:
     """Join decoder layers that follow each other in a list of modules into chains.
 
+    An adapter calls this once, in `enable`. Nothing is rebound yet: the caller rebinds the forward
+    of each chained layer.
+
     Args:
         modules: The modules of the model by name.
-        wanted: By the name of its attention, makes the `ChainedLayer` of a decoder layer. Raises
-            Unknown if the layer can't run in a chain.
+        wanted: For each attention layer that is driven whole, by its name and in the order of the
+            model, a function that makes the `ChainedLayer` of the decoder layer around it. The
+            function raises Unknown if that decoder layer can't run in a chain.
         layers: The attention layers of the model. Their ``got`` and ``lacks`` are updated.
         settings: The settings of the model's layers.
 
     Returns:
-        The chains, each a list of its layers in order.
+        The chains, each a list of its layers in order. A layer without neighbours is a chain of
+        its own. Empty if ``scope`` is "layer", or no layer can run in a chain.
     """
     config, policy = settings.config, settings.policy
     chains: list[list[ChainedLayer]] = []
@@ -46,6 +51,7 @@ def find_chains(
         except Unknown as error:
             reasons[name] = f"{type(modules[parent]).__name__}: {error}"
             continue
+        # A layer that can't run in a chain, or that is in another list, ends the chain before it.
         last = chains[-1][-1] if chains else None
         if last is not None and _next_in_list(modules, last.name) == parent:
             chained.choice, last.successor = last.choice, chained
@@ -67,7 +73,11 @@ def find_chains(
 
 
 def _why_no_chains(settings: OverlapSettings) -> str:
-    """Explain why the section allows no layer to run in a chain; empty if the section allows it."""
+    """Explain why no layer of the model may run in a chain; empty if layers may.
+
+    The reason lies in the section or, for scope "auto", in the lack of a policy of one sp group
+    that could time the choice.
+    """
     config, policy = settings.config, settings.policy
     if not config.projections:
         return "sp_overlap.projections is false"
@@ -79,7 +89,12 @@ def _why_no_chains(settings: OverlapSettings) -> str:
 
 
 def _next_in_list(modules: dict[str, nn.Module], name: str) -> str | None:
-    """Return the name of the module behind ``name`` in its ModuleList; None if it is in no list."""
+    """Return the name that the module behind ``name`` in its ModuleList would have.
+
+    Returns:
+        ``layers.4`` for ``layers.3``, even if that is the last of the list; None if ``name`` is in
+        no list.
+    """
     parent, _, number = name.rpartition(".")
     listed = isinstance(modules.get(parent), nn.ModuleList) and number.isdecimal()
     return f"{parent}.{int(number) + 1}" if listed else None

@@ -28,11 +28,13 @@ class FoundLayer:
     Attributes:
         name: Its qualified name in the model.
         module: The layer.
-        got: The overlapped parts, in words; empty if nothing is overlapped.
+        got: The overlapped parts, in words; empty if nothing is overlapped. Like ``lacks`` it is for
+            reports and errors: ``bind`` decides whether the layer is overlapped.
         lacks: The reason why no more is overlapped; empty if everything is.
-        bind: Rebinds the layer's forward and returns the function that undoes the rebinding; None
-            if the layer can't be overlapped.
-        inside: Submodules that must not be overlapped as layers of their own.
+        bind: Rebinds the layer's forward and returns the function that undoes the rebinding.
+            `enable` calls it once all ranks have agreed. None if the layer can't be overlapped.
+        inside: Submodules that must not be overlapped as layers of their own, such as the
+            ``dist_attn`` of a layer that is driven whole.
     """
 
     name: str
@@ -69,11 +71,17 @@ class OverlapSettings(NamedTuple):
     policy: Policy | None
 
     def shares_for(self, heads: int, kv_heads: int, attend: Callable | str) -> int:
-        """Return how many ranks share the query heads of a layer, see `shares_of`."""
+        """Return r, how many ranks share the query heads of a layer; 1 where none do.
+
+        Arguments and errors are those of `shares_of`. ``attend`` may be the reason, in words, why
+        the local attention needs all queries at once.
+        """
         return shares_of(self.config, self.sp_group.size, heads, kv_heads, attend)
 
     def groups_for(self, heads: int, kv_heads: int, attend: Callable | str) -> int:
-        """Return the number of head groups of a layer; the arguments are those of `shares_of`.
+        """Return G of a layer, or where a policy times candidates, the G that it begins with.
+
+        The arguments are those of `shares_of`.
 
         Raises:
             ValueError: if ``head_groups`` or ``shares`` is out of range, or a rank would have no
@@ -81,7 +89,7 @@ class OverlapSettings(NamedTuple):
         """
         size, shares = self.sp_group.size, self.shares_for(heads, kv_heads, attend)
         groups = self.config.groups_for(heads, max(1, size // shares))
-        # Made for the checks of its constructor.
+        # Thrown away: only the checks in its constructor are wanted, which need no tokens.
         Geometry(
             size,
             self.sp_group.rank,
@@ -101,6 +109,9 @@ class OverlapSettings(NamedTuple):
             groups: The number of head groups.
             shares: The ranks that share query heads.
             windowed: Whether only a few groups are live at a time, and are recomputed in backward.
+
+        Returns:
+            For example ``G = 4, 2 at a time, made again in backward``.
         """
         words = [f"G = {groups}"]
         if self.policy is not None:
@@ -123,7 +134,7 @@ class OverlapSettings(NamedTuple):
 
         Args:
             reason: The adapter's reason; may be empty.
-            groups: The number of head groups.
+            groups: The number of head groups; 0 leaves out the remark on the lack of heads.
             windowed: Whether the layer honours ``window`` and ``checkpointing`` of the section.
 
         Returns:
@@ -141,7 +152,7 @@ class OverlapSettings(NamedTuple):
         return "; ".join(reasons)
 
     def describe_chained(self, alone: str, block: SelfAttention, layers: int) -> str:
-        """Describe the overlapped parts of a layer that may run in a chain.
+        """Describe, for ``got`` of its `FoundLayer`, a layer that may run in a chain.
 
         Args:
             alone: The overlapped parts if the layer runs by itself, in words.
@@ -159,7 +170,7 @@ class OverlapSettings(NamedTuple):
     def of_driven(
         self, block: SelfAttention, linear: dict[str, nn.Module], groups: int
     ) -> tuple[str, str]:
-        """Describe a layer whose whole forward is replaced.
+        """Describe a layer whose whole forward is replaced: what is overlapped, and what is not.
 
         Args:
             block: The attention that takes the place of the layer's forward.

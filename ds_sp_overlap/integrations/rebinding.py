@@ -21,7 +21,11 @@ Undo = Callable[[nn.Module], None]
 
 
 def is_ours(module: nn.Module) -> bool:
-    """Return whether the forward of ``module`` is one that `rebind` put there."""
+    """Return whether the forward of ``module`` is one that `rebind` put there.
+
+    True for a deep copy of a rebound module as well, and for a wrapper around such a forward that
+    ``functools.wraps`` made, since it copies the mark.
+    """
     return getattr(vars(module).get("forward"), "__sp_overlap__", False)
 
 
@@ -33,15 +37,17 @@ def rebind(
 ) -> Undo:
     """Replace the forward of ``module`` by ``forward``.
 
-    ``forward`` drives this module object alone. A copy of the module (an EMA, a frozen reference
-    model) therefore runs the forward of its class.
+    The bind functions of the adapters call this in `enable`. ``forward`` drives this module object
+    alone. A copy of the module (an EMA, a frozen reference model) therefore runs the forward of its
+    class.
 
     Args:
         module: The module whose attribute ``forward`` is set.
         forward: Called with the arguments of the module's call, without the module.
         whole: Whether ``torch.compile`` skips the functions that ``forward`` calls, too. It always
             skips ``forward`` itself.
-        of_copy: Called with a copy of the module before the copy's forward runs; may raise.
+        of_copy: Called with a copy of the module, each time before the copy's forward runs; may
+            raise to refuse the copy.
 
     Returns:
         A function that restores the forward of the module that it is called with.
@@ -51,6 +57,8 @@ def rebind(
 
     @functools.partial(torch.compiler.disable, recursive=whole)
     def dispatch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward for ``self``: of the class, the earlier one, or the overlapped one."""
+        # A deep copy of the module holds this function as well, bound to the copy.
         if self is not original():
             of_copy(self)
             return type(self).forward(self, *args, **kwargs)
@@ -59,8 +67,10 @@ def rebind(
         return forward(*args, **kwargs)
 
     def undo(module: nn.Module) -> None:
+        """Restore the forward that ``module`` had before."""
         nonlocal active
-        # Where somebody wrapped `dispatch`, the wrapper stays and `dispatch` passes calls on.
+        # Where somebody wrapped `dispatch`, without copying its marks, the wrapper stays on the
+        # module. `dispatch` then passes calls on to the earlier forward.
         active = False
         if is_ours(module):
             # Read from the module: a reference here would keep the module alive, since the earlier

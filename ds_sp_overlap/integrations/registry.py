@@ -45,7 +45,7 @@ class Report:
     Attributes:
         layers: The attention layers.
         sp_size: The size of the sp group.
-        note: A remark below the layers, or the reason why there are none.
+        note: A remark below the layers, or, if there are no layers, the reason.
     """
 
     layers: list[FoundLayer] = field(default_factory=list)
@@ -53,6 +53,7 @@ class Report:
     note: str = ""
 
     def __str__(self) -> str:
+        """Return the report as text; neighbours that are described alike share an entry."""
         if not self.layers:
             return f"sp_overlap: {self.note}"
         overlapped = sum(layer.bind is not None for layer in self.layers)
@@ -79,6 +80,7 @@ def _wrapped(text: str) -> list[str]:
     return wrapper.wrap(text)
 
 
+# For each module that `enable` rebound, the function that restores its forward.
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()
 
 
@@ -91,7 +93,9 @@ def enable(
 ) -> Report:
     """Overlap the attention layers of ``model``.
 
-    No parameter, buffer or submodule is added or renamed. Collective over the sp group.
+    No parameter, buffer or submodule is added or renamed: only attributes ``forward`` are set. An
+    earlier overlap of the model is undone first. Collective over the sp group, unless the section
+    is disabled or the sp size is 1, where nothing is rebound.
 
     Args:
         model: A transformers or Megatron-DeepSpeed model, or any model that contains
@@ -106,8 +110,10 @@ def enable(
         The attention layers, each with its overlapped parts.
 
     Raises:
-        ValueError: on all ranks and with the model unchanged, if the model can't satisfy the
-            section, has no attention layer, or has a layer on the meta device.
+        ValueError: on all ranks and with no layer rebound, if the model can't satisfy the section,
+            has no attention layer, or has a layer on the meta device. On this rank alone, before
+            any communication, if the section is not valid, there is no sp group, or this rank is
+            not in it.
     """
     config = SpOverlapConfig.parse({} if config is None else config)
     disable(model)
@@ -132,6 +138,7 @@ def enable(
     hosts: list[HostModule] = []
 
     def find_and_describe() -> str:
+        """Fill ``layers`` and ``hosts``; return the text that must be the same on all ranks."""
         ops.check_usable(config.kernels)
         if timeline is not None:
             timeline.check()
@@ -159,12 +166,15 @@ def enable(
 
 
 def find_group(model: nn.Module) -> Any:
-    """Return the sp group that transformers or DeepSpeed hold for ``model``; None without one."""
+    """Return the sp group that transformers or DeepSpeed hold for ``model``; None without one.
+
+    `enable` and the wrapped ``deepspeed.initialize`` ask where nobody passed a group.
+    """
     return transformers.find_group(model) or distributed_attention.find_group(model)
 
 
 def _no_group(model: nn.Module) -> str:
-    """Say where the sp group of a model without one comes from."""
+    """Return the error message for a model without an sp group: how to give it one."""
     by_hand = (
         "pass sequence_process_group= to enable() (torch.distributed.group.WORLD for all ranks)"
     )
@@ -185,7 +195,14 @@ def _no_group(model: nn.Module) -> str:
 def _find_layers(
     model: nn.Module, overlap: OverlapSettings
 ) -> tuple[list[FoundLayer], list[HostModule]]:
-    """Find the attention layers of ``model`` with all adapters, and the modules around them."""
+    """Find the attention layers of ``model`` with all adapters, and the modules around them.
+
+    A ``DistributedAttention`` inside a layer that an adapter of a framework found, whether that
+    layer can be overlapped or not, is no layer of its own.
+
+    Raises:
+        ValueError: if an adapter refuses the model.
+    """
     layers: list[FoundLayer] = []
     hosts: list[HostModule] = []
     for framework in (megatron, transformers):
@@ -202,7 +219,11 @@ def _find_layers(
 def _refuse_unusable(
     model: nn.Module, layers: Sequence[FoundLayer], config: SpOverlapConfig
 ) -> None:
-    """Raise ValueError if the layers of ``model`` can't be overlapped as the section asks."""
+    """Raise ValueError if the layers of ``model`` can't be overlapped as the section asks.
+
+    Layers that can't be overlapped are no error by themselves, unless ``on_unsupported`` is
+    "error".
+    """
     left = [layer for layer in layers if layer.bind is None]
     left_around = {module: layer for layer in left for module in layer.inside}
     for layer in layers:
@@ -231,7 +252,11 @@ def _refuse_unusable(
 
 
 def _undo_and_close(undo: Undo, policy: Policy | None, timeline: Timeline | None) -> Undo:
-    """Return an undo function that closes the policy and the timeline, too."""
+    """Return an undo function that closes the policy and the timeline, too.
+
+    Both belong to the whole model, and closing them again does no harm. So the first layer that is
+    restored ends the trials and the record.
+    """
 
     def undo_and_close(module: nn.Module) -> None:
         undo(module)
@@ -249,14 +274,17 @@ def _close(policy: Policy | None, timeline: Timeline | None) -> None:
 
 
 def disable(model: nn.Module, *, stock_too: bool = False) -> None:
-    """Restore the forward of every layer of ``model``.
+    """Restore the forward of every layer of ``model``, as far as it is overlapped.
+
+    Not collective. Call it on every rank of the sp group, since a rank that still exchanges would
+    wait for the others.
 
     Args:
         model: The model that was given to `enable`, or a copy of it.
-        stock_too: Whether DeepSpeed's ``UlyssesSPAttentionHF`` is taken out, too, of the attention
-            function that ``model`` is configured for, in the whole process. Each rank then attends
-            to its own tokens, as ``generate`` needs. `enable` with ``sequence_process_group=``
-            goes back to training.
+        stock_too: Whether to take out DeepSpeed's ``UlyssesSPAttentionHF`` as well, in the whole
+            process, from the attention function that ``model`` is configured for. Each rank then
+            attends to its own tokens, as ``generate`` needs. To train again, call `enable` with
+            ``sequence_process_group=``.
     """
     for module in model.modules():
         if (undo := _undo.pop(module, None)) is not None:
@@ -268,6 +296,11 @@ def disable(model: nn.Module, *, stock_too: bool = False) -> None:
 
 
 def _has_stale_forward(module: nn.Module) -> bool:
-    """Return whether ``module`` was copied or unpickled while the original was overlapped."""
+    """Return whether ``module`` is a copy that was made while the original was overlapped.
+
+    ``copy.deepcopy`` copies the attribute ``forward`` that `rebind` set. A pickle turns this
+    attribute into a bound method of the class, which `enable` would take for a forward that
+    somebody replaced.
+    """
     forward = vars(module).get("forward")
     return is_ours(module) or getattr(forward, "__func__", None) is type(module).forward

@@ -1,8 +1,8 @@
 """Accelerate's handling of a DeepSpeed config that has an ``sp_overlap`` section.
 
-Accelerate fills every "auto" of the config in, and stops at a key that it doesn't know. Its
-launcher passes on only some keys of its YAML file. So the section must be kept out of the first,
-and the second must be detected.
+Accelerate fills in every "auto" of the config, and stops at a key that it doesn't know: `install`
+keeps it off the section. Its launcher passes on only some keys of its YAML file: a section there
+would be lost without a word, so `in_yaml` lists the keys in which it is looked for.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 def install() -> None:
     """Keep Accelerate from filling in the "auto" values of the ``sp_overlap`` section.
 
-    Called once `PLUGINS` is loaded.
+    The package has this called once `PLUGINS` is loaded (`after_import`).
     """
     DeepSpeedPlugin = sys.modules[PLUGINS].DeepSpeedPlugin
     original = DeepSpeedPlugin.fill_match
 
     @functools.wraps(original)
     def fill_match(plugin: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> Any:
+        """Fill in the key ``ds_key_long``, such as "optimizer.params.lr", unless it is ours."""
         if ds_key_long.split(".")[0] != "sp_overlap":
             return original(plugin, ds_key_long, *args, **kwargs)
 
@@ -37,6 +38,6 @@ def install() -> None:
 def in_yaml() -> dict[str, Any]:
     """Return the keys under ``deepspeed_config`` of Accelerate's YAML, each with the value None.
 
-    The launcher doesn't pass the values on.
+    The launcher passes on the names alone. Empty if the launcher is not used, or has no such keys.
     """
     return dict.fromkeys(filter(None, os.environ.get(FIELDS, "").split(",")))

@@ -46,13 +46,13 @@ from . import accelerate, op_builds
 # Most scripts call ``deepspeed.initialize``. A script that imported the function by name before
 # this package was imported holds the unwrapped function, and some frameworks construct the engine
 # themselves. So the constructor of the engine is wrapped, too. An engine that the wrapped
-# function makes must be overlapped once, and with the arguments of the function, among which are
-# those that the constructor never sees. The constructor therefore does nothing while `initialize`
-# runs.
+# function makes must be overlapped once, and with the arguments of the function, since the
+# constructor does not see all of them. The wrapped constructor therefore adds nothing while the
+# wrapped `initialize` runs.
 
 OLDEST = "0.19.7"
-# Environment variable for scripts whose JSON can't be edited: the section, or 1 or 0. Its keys take
-# precedence over those of the section.
+# Environment variable for scripts whose JSON can't be edited: a section as JSON, 1 to switch the
+# overlap on, or 0 to switch it off. Its keys take precedence over those of the section.
 VARIABLE = "DS_SP_OVERLAP"
 # Keys from ``python -m ds_sp_overlap run``, which take precedence over all others.
 from_command_line: dict[str, Any] = {}
@@ -80,10 +80,12 @@ def install() -> None:
     original_initialize, original_init = deepspeed.initialize, DeepSpeedEngine.__init__
     initialize_signature = inspect.signature(original_initialize)
     init_signature = inspect.signature(original_init)
+    # How many wrapped `initialize` are running, see Note [Two ways to an engine].
     running_calls = 0
 
     @functools.wraps(original_initialize)
     def initialize(*args: Any, **kwargs: Any) -> Any:
+        """Make an engine as DeepSpeed does, then overlap its model. Collective."""
         nonlocal running_calls
         # Errors in the section are raised before DeepSpeed starts anything.
         config = _asked_for(initialize_signature.bind(*args, **kwargs).arguments)
@@ -97,6 +99,7 @@ def install() -> None:
 
     @functools.wraps(original_init)
     def __init__(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+        """Make an engine; overlap its model unless `initialize`, which is running, will do so."""
         if running_calls:
             return original_init(engine, *args, **kwargs)
         arguments = init_signature.bind(engine, *args, **kwargs).arguments
@@ -111,7 +114,11 @@ def install() -> None:
 
 
 def _all_to_all(recv, send, recv_sizes, send_sizes, group, name):
-    """Exchange through ``deepspeed.comm``, so that DeepSpeed's comms logger sees the exchange."""
+    """Exchange through ``deepspeed.comm``, so that DeepSpeed's comms logger sees the exchange.
+
+    Called for each exchange while the logger is enabled; see `transport.Log` for the arguments and
+    the handle that is returned.
+    """
     return deepspeed.comm.all_to_all_single(
         recv, send, recv_sizes, send_sizes, group=group, async_op=True, log_name=name
     )
@@ -121,13 +128,16 @@ def _asked_for(arguments: dict[str, Any]) -> SpOverlapConfig | None:
     """Merge the section, the environment variable and the command line.
 
     Args:
-        arguments: Those of ``deepspeed.initialize``, by name.
+        arguments: Those of ``deepspeed.initialize``, or of the engine's constructor, by name. The
+            DeepSpeed config is among them.
 
     Returns:
-        The merged section; None if nothing asks for the overlap.
+        The merged section, which may have ``enabled`` false; None if there is neither a section nor
+        the variable.
 
     Raises:
-        ValueError: if the section, the variable or their combination is not valid.
+        ValueError: on this rank, before DeepSpeed starts anything, if the section, the variable or
+            their combination is not valid.
     """
     section, variable = _section(arguments), _variable()
     if section is None and variable is None:
@@ -154,7 +164,13 @@ def _asked_for(arguments: dict[str, Any]) -> SpOverlapConfig | None:
 
 
 def _variable() -> dict[str, Any] | None:
-    """Return the keys that the environment variable gives; None if it is not set."""
+    """Return the keys that the environment variable gives; None if it is unset or blank.
+
+    For "0" the result is ``{"enabled": False}``, which switches a section of the config off.
+
+    Raises:
+        ValueError: if the variable is neither 1, 0 nor a valid section.
+    """
     text = os.environ.get(VARIABLE, "").strip()
     if text in ("", "0", "1"):
         return {"enabled": text == "1"} if text else None
@@ -175,7 +191,10 @@ def _variable() -> dict[str, Any] | None:
 
 
 def _config(arguments: dict[str, Any]) -> dict:
-    """Return the DeepSpeed config, from whichever argument of ``deepspeed.initialize`` has it."""
+    """Return the DeepSpeed config, from whichever argument of ``deepspeed.initialize`` has it.
+
+    Empty if none does, since DeepSpeed refuses that by itself.
+    """
     config = (
         arguments.get("config")
         or arguments.get("config_params")
@@ -187,10 +206,12 @@ def _config(arguments: dict[str, Any]) -> dict:
 
 
 def _section(arguments: dict[str, Any]) -> Any:
-    """Return the ``sp_overlap`` section; None if there is none.
+    """Return the ``sp_overlap`` section, unchecked; None if there is none.
+
+    A flag of Megatron-DeepSpeed (`bridge.section`) stands for a section where the config has none.
 
     Raises:
-        ValueError: if the section is where nobody reads it, or under another name.
+        ValueError: if the section is in a place where nobody reads it, or under another name.
     """
     config = _config(arguments)
     if lost := next(_misplaced(accelerate.in_yaml(), "deepspeed_config."), None):
@@ -209,10 +230,16 @@ def _section(arguments: dict[str, Any]) -> Any:
 
 
 def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:
-    """Yield the keys that can only mean the section, but are misspelt or inside another section."""
+    """Yield the keys that can only mean the section, but are misspelt or inside another section.
+
+    Args:
+        config: The config, or a section of it.
+        within: The path to that section, such as "zero_optimization."; empty for the top level.
+    """
     for key, value in config.items():
         letters = re.sub("[^a-z]", "", str(key).lower())
         similarity = difflib.SequenceMatcher(None, letters, "spoverlap").ratio()
+        # Above 0.85 about one of the nine letters is wrong, or two are missing.
         typo = letters.startswith("sp") and similarity > 0.85
         synonym = re.match("(ds|deepspeed)?(sp|sequenceparallel|ulysses)overlap", letters)
         if not synonym and not typo:
@@ -243,9 +270,11 @@ def _agree(config: SpOverlapConfig | None, group: Any) -> None:
 
 
 def _warn_of_halved_gradients(engine: DeepSpeedEngine) -> None:
-    """Say that ZeRO-3's reduce-scatter divides by the sp size, too, where a loop must allow for it.
+    """Warn that ZeRO-3's reduce-scatter divides gradients by the sp size once more.
 
-    Trainer's loss does, and so does the loop that Accelerate documents.
+    The training loop must allow for that division, which has nothing to do with the overlap.
+    transformers' Trainer does, and so does the loop that Accelerate documents. So there is no
+    warning if Accelerate is on the call stack, that is, if it makes the engine.
     """
     size = getattr(engine, "sequence_parallel_size", 1)
     if size == 1 or engine.zero_optimization_stage() != 3 or not engine.zero_reduce_scatter():
@@ -264,7 +293,19 @@ def _warn_of_halved_gradients(engine: DeepSpeedEngine) -> None:
 
 
 def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
-    """Overlap the model of ``engine`` as its section asks. Collective."""
+    """Overlap the model of a new engine as its section asks; rank 0 prints the report.
+
+    Collective over the ranks that share sequence and data (``seq_data_parallel_group``), and with
+    pipeline parallelism over all ranks.
+
+    Args:
+        config: The section. Without one (None) the ranks still compare, since another rank may have
+            one, and warnings are given; the model is left alone.
+        engine: The engine.
+
+    Raises:
+        ValueError: on all ranks, if their sections differ, or as `enable` does.
+    """
     size = getattr(engine, "sequence_parallel_size", 1)
     # Layers may have an sp group that DeepSpeed wasn't told of.
     if size == 1 and (group := find_group(engine.module)) is not None:
@@ -321,12 +362,18 @@ def _enable(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
 def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
     """Overlap the stages of a pipeline that have attention layers. Collective over all ranks.
 
+    Returns:
+        The report of this rank's stage; empty, with a note, for a stage without attention layers.
+
     Raises:
         ValueError: on all ranks, if a stage can't be overlapped, or if no stage has such a layer.
     """
     report, error = Report(note="no attention layer in this stage of the pipeline"), ""
+    # A stage with an sp group is taken to have layers. The group is that of a
+    # `DistributedAttention` in it, or one that DeepSpeed itself was given.
     has_layers = find_group(engine.module) is not None
     some_stage_has = any(_gather(has_layers))
+    # If no stage has any, each tries, to find out the reason.
     if has_layers or not some_stage_has:
         try:
             report = _enable(config, engine)
@@ -341,11 +388,12 @@ def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
 
 
 def _gather(what: Any) -> list[Any]:
-    """Return ``what`` of every rank of the world."""
+    """Return ``what`` of every rank of the world, in rank order. Collective over all ranks."""
     every = [what] * dist.get_world_size()
     dist.all_gather_object(every, what)
     return every
 
 
-# At the end: whoever imports this file first imports DeepSpeed by it, and is called back then.
+# At the end of the file, not in the function that the package gives to `after_import`: where this
+# file is what first imports DeepSpeed, that function runs while this file is only half loaded.
 install()

@@ -1,7 +1,7 @@
 """Locks of op builds: a run that was killed leaves one, and later runs wait for it without a word.
 
-DeepSpeed compiles ops at first use, through torch: the first process to make a file ``lock`` beside
-the op builds it, the others wait until the file is gone.
+DeepSpeed compiles ops at first use, through torch. The first process to make a file ``lock`` beside
+the op builds the op. The others wait until that file is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _described(lock: Path) -> str:
 
 
 def remedy(lock: Path) -> str:
-    """Return what to do about a lock."""
+    """Return a sentence on what to do about a lock; for the doctor and for a process that waits."""
     return (
         f"{_described(lock)}: if no process compiles {lock.parent.name}, a run that was killed "
         "left the lock; delete the file"
@@ -39,7 +39,7 @@ def remedy(lock: Path) -> str:
 
 
 def locks() -> list[Path]:
-    """Return the locks in torch's folder of extensions."""
+    """Return the locks in torch's folder of extensions, whether a build is running or not."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
@@ -47,7 +47,10 @@ def locks() -> list[Path]:
 
 
 def install() -> None:
-    """Make a process that waits for a lock say so after `PATIENCE_S`."""
+    """Make a process that waits for a lock say so after `PATIENCE_S`, and then wait on.
+
+    Wraps the method by which torch waits; a second call does nothing.
+    """
     wait = FileBaton.wait
     if hasattr(wait, "__sp_overlap__"):
         return

@@ -51,9 +51,11 @@ _BUILTINS = frozenset(
 PACKAGES = frozenset(
     "torch transformers typing typing_extensions math collections builtins types warnings".split()
 )
-# Functions of these packages may look at anything: only their operations on tensors count.
+# Functions of these packages may look at anything: only their operations on tensors count. For
+# torch see `TORCH` as well.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "ds_sp_overlap", "peft"}
-# Python functions of these modules of torch may be called.
+# Python functions of these modules of torch may be called. Those of other modules might change
+# torch's state, or ask about it.
 TORCH = (
     "torch._tensor",
     "torch.functional",
@@ -85,7 +87,7 @@ class LoadedGlobal(NamedTuple):
 
 
 class Size(int):
-    """A size of a tensor that varies between calls.
+    """A size of a tensor that varies between calls: of the batch or the sequence, or a multiple.
 
     Code may give another tensor this size, multiply the size, or compare it with an equal one.
     Everything else fails.
@@ -94,12 +96,14 @@ class Size(int):
     accounting: Accounting
 
     def __mul__(self, other: Any) -> int:
+        """Return the product, which varies as well."""
         self.accounting.sizes.add(product := int.__mul__(self, other))
         return self.accounting.wrap_size(product)
 
     __rmul__ = __mul__
 
     def __eq__(self, other: object) -> bool:
+        """Return True for an equal `Size`; fail for anything else, so never return False."""
         same = isinstance(other, Size) and int.__eq__(self, other)
         if not same:  # guard: sizes that differ may be equal in another call
             self.accounting.fail("compares a size of its tensors")
@@ -110,6 +114,7 @@ class Size(int):
 
 
 def _refuse_arithmetic(size: Size, *_: Any) -> Any:
+    """Fail; stands for all operators of a `Size` but ``*``, ``==`` and ``!=``."""
     fail = size.accounting.fail
     return fail("computes with a size of its tensors")  # guard: nothing goes by a size
 
@@ -128,6 +133,7 @@ class HiddenDtype:
         self._accounting = accounting
 
     def __eq__(self, other: object) -> bool:
+        """Return True for this object; fail for any other."""
         return other is self or self._accounting.fail("looks at the dtype or device of a tensor")
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -137,7 +143,7 @@ class HiddenDtype:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a constant, or a tuple of constants."""
+    """Return whether a value is a constant, or a tuple of constants, which nobody can change."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
     if value is None or value is ...:
@@ -149,11 +155,12 @@ def is_plain(value: Any) -> bool:
 def forward_of(kind: type, beside: str = "") -> Callable:
     """Return the forward that runs when a module of class ``kind`` is called.
 
-    A decorator that only renames the argument of a KV cache is taken off.
+    A decorator that only renames the argument of a KV cache is taken off. A Python function that
+    another module, not torch, put around the forward stays, and is accounted for with it.
 
     Args:
         kind: The class.
-        beside: The name of a module whose decorators are taken off.
+        beside: The name of a module whose decorators are taken off as well.
 
     Raises:
         Unknown: if the forward is wrapped by torch, for instance by ``no_grad``.
@@ -170,6 +177,9 @@ def forward_of(kind: type, beside: str = "") -> Callable:
 class Accounting(TorchFunctionMode):
     """Accounts for the code that runs in the body; see Note [Operations, not numbers].
 
+    Operations come in through torch (`__torch_function__`), calls of functions through Python's
+    profiler (`_profile`). Whatever is not allowed calls `fail`.
+
     Args:
         allowed: Names of the operations on tensors that are allowed besides `MOVES`.
         sizes: The sizes that vary between calls. Multiples of a size above 2 vary as well, since
@@ -177,8 +187,9 @@ class Accounting(TorchFunctionMode):
         hidden: Whether dtypes and devices of tensors are hidden from the code.
 
     Attributes:
-        loaded_globals: The globals that the code loaded.
-        codes: The code objects that ran.
+        loaded_globals: The globals that the code loaded. The owner of a reading compares them in
+            later calls.
+        codes: The code objects that ran and belong to no library.
         fault: The reason why the code is unknown; empty if it is not.
         torch_modules: The modules of torch whose Python functions the code may call.
         allows_idle_dropout: Whether the code may call a dropout that drops nothing. True only where
@@ -202,7 +213,7 @@ class Accounting(TorchFunctionMode):
         self._hidden_dtype = HiddenDtype(self) if hidden else None
 
     def fail(self, reason: str) -> NoReturn:
-        """Raise Unknown, and raise it again when the body ends."""
+        """Raise Unknown, and raise it again when the body ends, with the first reason given."""
         self.fault = self.fault or reason
         raise Unknown(f"its forward {self.fault}")
 
@@ -223,13 +234,17 @@ class Accounting(TorchFunctionMode):
             raise Unknown(f"its forward {self.fault}") from raised[1]
 
     def possible_keywords(self) -> set[str]:
-        """Return the string constants of the code that ran which may be names of keywords."""
+        """Return the string constants of the code that ran which may be names of keywords.
+
+        Code that looks for a keyword by name contains that name. A later run therefore gives the
+        code these keywords, to see whether it uses one instead of passing it on.
+        """
         constants = [x for code in self.codes for x in code.co_consts if isinstance(x, str)]
         return {x for x in constants if x.isidentifier()}
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Account for nothing in the body."""
+        """Account for nothing in the body, which is our own code between that of the forward."""
         sys.setprofile(None)
         try:
             with torch._C.DisableTorchFunction():
@@ -238,7 +253,7 @@ class Accounting(TorchFunctionMode):
             sys.setprofile(self._profile)
 
     def look_up(self, holder: Any, name: str) -> Any:
-        """Return an attribute of ``holder``; `MISSING` if there is none.
+        """Return an attribute of ``holder``; `MISSING` if there is none. `Proxy` calls this.
 
         What a property computes is not accounted for, since its value is compared in later calls.
         """
@@ -250,7 +265,12 @@ class Accounting(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Judge an operation by its name, and return its result; torch calls this for each one.
+
+        Sizes come back as `Size`. A cast that changes nothing returns its tensor.
+        """
         name, kwargs = getattr(function, "__name__", str(function)), kwargs or {}
+        # An attribute of a tensor, such as ``x.shape``.
         if name == "__get__":
             name = function.__self__.__name__
         if name in ("shape", "size", "numel"):
@@ -280,18 +300,22 @@ class Accounting(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def dtype_or_device(self, name: str, x: Tensor) -> Any:
-        """Return the dtype or the device of a tensor, as the code sees it."""
+        """Return the dtype or the device of a tensor, as the code sees it where it isn't hidden."""
         return getattr(x, name)
 
     def is_no_cast(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Return whether a cast leaves its tensor as it is, whatever the dtypes are."""
+        """Return whether a cast leaves its tensor as it is, whatever dtype a call has.
+
+        All tensors of a run count as tensors of one dtype, so a cast to that of another tensor is
+        no cast. Where "to" is allowed, casts are operations like others.
+        """
         targets = [*args[1:], *kwargs.values()]
         return "to" not in self.allowed and all(
             isinstance(x, (Tensor, bool)) or x is self._hidden_dtype for x in targets
         )
 
     def wrap_size(self, count: int) -> int:
-        """Return ``count`` as a `Size` if it is a size that varies between calls."""
+        """Return ``count``; as a `Size` if it varies between calls (see ``sizes``)."""
         joined = any(count % size == 0 for size in self.sizes if size > 2)
         if count not in self.sizes and not joined:  # guard: joined dims too
             return count
@@ -319,7 +343,14 @@ class Accounting(TorchFunctionMode):
     # Code.
 
     def _profile(self, frame: types.FrameType, event: str, called: Any) -> None:
-        """Judge a call that the code makes; Python's profiler calls this."""
+        """Judge a call that the code makes; Python's profiler calls this.
+
+        Args:
+            frame: The frame that begins to run for ``event`` "call"; for "c_call" the frame that
+                calls a builtin.
+            event: The profiler's name for what happens. Others than these two are ignored.
+            called: The builtin.
+        """
         where = _module(frame)
         package, function = where.split(".")[0], frame.f_code.co_name
         if event == "c_call" and package not in _LIBRARIES:
@@ -328,6 +359,8 @@ class Accounting(TorchFunctionMode):
             return
         elif package != "torch":
             self._judge_names(frame)
+        # A Python function of torch. What torch itself calls belongs to the function that the code
+        # called.
         elif frame.f_back is not None:
             caller = _module(frame.f_back).split(".")[0]
             known = where.startswith(self.torch_modules) or function == "is_compiling"
@@ -335,7 +368,7 @@ class Accounting(TorchFunctionMode):
                 self.fail(f"calls {where}.{function}")
 
     def _judge_builtin(self, called: Any) -> None:
-        """Fail for a builtin that asks torch about its state or reads the number in a `Size`."""
+        """Fail for a builtin that asks torch about its state or may read the number in a `Size`."""
         module, name = getattr(called, "__module__", None) or "", called.__name__
         known = name in self.allowed or name == "dropout"
         if module.split(".")[0] == "torch" and not known:  # guard: torch is asked nothing
@@ -345,7 +378,10 @@ class Accounting(TorchFunctionMode):
             self.fail(f"calls math.{name}")
 
     def _judge_names(self, frame: types.FrameType) -> None:
-        """Fail if a function that begins to run can reach objects that may be changed later."""
+        """Judge the names in a function that begins to run, once; record the globals that it loads.
+
+        Fail if the function stores globals, or can reach objects that may be changed later.
+        """
         code = frame.f_code
         if code in self.codes:
             return
@@ -357,6 +393,7 @@ class Accounting(TorchFunctionMode):
         for name in loaded:
             value = frame.f_globals.get(name, MISSING)
             if value is MISSING:
+                # A builtin.
                 kind = getattr(builtins, name, None)
                 is_exception = isinstance(kind, type) and issubclass(kind, Exception)
                 if name not in _BUILTINS and not is_exception:
@@ -391,12 +428,13 @@ def _global_names(code: types.CodeType) -> tuple[list[str], list[str]]:
 def _is_known(value: Any, free: bool = False) -> bool:
     """Return whether code may load ``value`` from outside.
 
-    It may load constants, functions, and modules and classes of known packages.
+    It may load constants; functions whose defaults are constants; modules, classes and builtins of
+    `PACKAGES`; and objects whose class belongs to torch, typing or this package.
 
     Args:
         value: The value.
         free: Whether it is a variable of an enclosing function, not a global. Tensors, sizes and
-            all modules and classes may be loaded then.
+            all modules, classes and builtins may be loaded then.
     """
     if free and isinstance(value, (Tensor, Size)):
         return True

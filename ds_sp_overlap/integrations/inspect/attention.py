@@ -32,7 +32,7 @@ class Source:
             layer, or a norm over all heads behind one.
         rows: The first row of each head in what the chain returns.
         norm: The name of a norm over the d dims of each head; None if there is none.
-        last: Whether the norm comes behind the rotation.
+        last: Whether the norm comes behind the rotation; False without a norm or a rotation.
     """
 
     chain: tuple[str, ...]
@@ -50,7 +50,7 @@ class Reading:
         head_dim: d.
         rotary: The keywords of the `Rotary` for q and k; None if they are not rotated.
         output: The name of the output projection.
-        options: The keywords of the attention function.
+        options: The keywords of the attention function, with their values when the layer was read.
         per_head: The names of those options that are parameters of the layer with a slice for each
             query head.
         passes_keywords: Whether further keywords of the forward are passed on to the attention
@@ -83,7 +83,8 @@ class Reading:
             fused: Whether one projection makes q, k and v.
 
         Returns:
-            The rows by kind; None if they are in order.
+            The rows by kind ("q", "k", "v"); None if the heads lie one after another, which is what
+            `SelfAttention` expects.
         """
         rows_by_kind = {kind: source.rows for kind, source in self.sources.items()}
         projections = list(rows_by_kind.values())
@@ -112,7 +113,11 @@ class Read:
     norms: dict[str, list[tuple]]
 
     def changed(self, module: Any) -> list[str]:
-        """Return the names of everything that differs in ``module`` as it is now."""
+        """Return the names of everything that differs in ``module`` as it is now; empty if nothing.
+
+        Each call of the layer asks (`Reader.current`), as does the reading of another layer, which
+        may be like this one.
+        """
         names = [
             ".".join(map(str, path)) for path, x in self.lookups if has_changed(module, path, x)
         ]
@@ -127,6 +132,9 @@ class Read:
 
 class Reader:
     """Reads a layer, and reads it again when something that the reading depends on has changed.
+
+    An adapter makes one for each attention layer, in `enable`. Adapters of other frameworks
+    override `read`.
 
     Args:
         where: The layer's name.
@@ -167,7 +175,11 @@ class Reader:
         return self.readings[True].reading
 
     def read(self, module: Any, training: bool) -> Read:
-        """Read a layer in every case.
+        """Read a layer in every case. `_safe_read` calls this.
+
+        Args:
+            module: The layer.
+            training: Whether to read it as in training, whatever mode it is in.
 
         Raises:
             Unknown: if it is not known what its forward computes.
@@ -188,10 +200,10 @@ class Reader:
             raise Unknown(f"its forward computes what is not known here ({message})") from error
 
     def current(self, module: Any) -> Any:
-        """Return the reading of a layer as it is now.
+        """Return the reading of a layer as it is now. Each call of the layer asks.
 
         Raises:
-            RuntimeError: if the layer computes something else than before.
+            RuntimeError: on this rank, if the layer computes something else than before.
         """
         read = self.readings[module.training]
         if changes := read.changed(module):  # guard: read again where something changed
@@ -234,7 +246,11 @@ def has_changed(module: Any, path: tuple[Any, ...], value: Any) -> bool:
 
 
 def _form(module: Any) -> tuple:
-    """Return what a reading depends on besides lookups: module types and parameter shapes."""
+    """Return what a reading depends on besides lookups: types of modules, their numbers of output
+    features, and shapes of parameters.
+
+    Only layers of equal form may share a reading.
+    """
     parts = []
     for name, part in module.named_modules():
         parts.append((name, own_class(type(part)), out_features(part)))
@@ -247,13 +263,18 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _read(module: Any, training: bool) -> Read:
-    """Read a layer of transformers in every case; see `Reader.read`."""
+    """Read a layer of transformers in every case; see `Reader.read`.
+
+    All cases must give the same reading. Lookups and globals of all cases are collected.
+    """
+    # Strings in the code, which later cases give as keywords, see `Accounting.possible_keywords`.
     keywords: set[str] = set()
     readings: list[Reading] = []
     lookups: dict[Any, Lookup] = {}
     loaded_globals: dict[Any, LoadedGlobal] = {}
     with_tables, is_optional = cases(training), False
-    # In the last case there are position_ids, of which a forward may make tables itself.
+    # One more case, without tables: the forward may then leave out the rotation (`is_optional`). It
+    # is given position_ids, so that a forward that makes tables of them is found out: Unknown.
     for case in [*with_tables, dataclasses.replace(with_tables[-1], gives_tables=False)]:
         try:
             trace = Trace(module, case, keywords if case.gives_optional else set())
@@ -262,7 +283,7 @@ def _read(module: Any, training: bool) -> Read:
         except Exception:
             if case.gives_tables:
                 raise
-            break  # a forward that always rotates takes None apart
+            break  # a forward that always rotates: it can't take None apart into cos and sin
         reading = _Interpreter(trace).reading()
         is_optional = not case.gives_tables and reading.rotary is None
         if is_optional:
@@ -289,7 +310,7 @@ def _read(module: Any, training: bool) -> Read:
 
 
 def _same_options(options: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Return whether two sets of keywords have the same tensors and equal constants."""
+    """Return whether two sets of keywords have the same names, tensors and constants."""
     if options.keys() != others.keys():
         return False
     for name, x in options.items():
@@ -300,6 +321,9 @@ def _same_options(options: dict[str, Any], others: dict[str, Any]) -> bool:
 
 class _Interpreter:
     """Follows the labels of a trace from where they ended up back to where they came from.
+
+    `reading` says what the forward computed. All other methods serve it, and raise Unknown for
+    anything that a `Reading` can't say.
 
     Attributes:
         used: The names of the layer's children whose part in the computation is known.
@@ -327,13 +351,14 @@ class _Interpreter:
             raise Unknown("q and k are not alike, or v is like them")
         self._check_calls({source.chain for source in sources.values()})
         options = dict(trace.options)
-        # Attention finds the positions by itself.
+        # The overlapped attention finds the positions by itself, so the layer may pass them or not.
         if options.get("position_ids") is None or options["position_ids"] is trace.position_ids:
             options.pop("position_ids", None)
         passed = [options.pop(name, None) is x for name, x in trace.further_keywords.items()]
         if any(passed) and not all(passed):  # guard: keywords are passed on
             keyword = [*trace.further_keywords][passed.index(False)]
             raise Unknown(f"its forward uses the keyword {keyword}")
+        # Parameters of the layer itself with an entry for each query head.
         learned = []
         for parameter in trace.module.parameters(recurse=False):
             if _shape(parameter)[:1] == (trace.q.shape[1],):
@@ -363,7 +388,11 @@ class _Interpreter:
                 raise Unknown(f"its forward does nothing that is known here with {name}")
 
     def _check_calls(self, chains: set[tuple[str, ...]]) -> None:
-        """Raise Unknown unless `SelfAttention` would call each child as often as the forward."""
+        """Raise Unknown unless `SelfAttention` would call each child as often as the forward.
+
+        Args:
+            chains: The chains of q, k and v (`Source.chain`); one for those that share it.
+        """
         called = [output.name for output in self.trace.outputs]
         if not self.used.issuperset(called):
             raise Unknown("its forward calls more than projections and norms")
@@ -375,7 +404,7 @@ class _Interpreter:
             raise Unknown("q, k and v share some of what is in front of their projections")
 
     def _rotary(self) -> dict[str, Any]:
-        """Return the keywords of the layer's `Rotary`."""
+        """Return the keywords of the layer's `Rotary`; all calls must give the same."""
         trace = self.trace
         try:
             first, *others = (rotary_of(*call) for call in trace.rotations)
@@ -389,7 +418,11 @@ class _Interpreter:
         return {**first, "partial": first["partial"] or narrow}
 
     def _output(self) -> str:
-        """Return the name of the output projection."""
+        """Return the name of the output projection.
+
+        This is the child that was called last. It must be given o [b, s, h d], and the forward must
+        return (its output, attention weights).
+        """
         last, returned = self.trace.outputs[-1], self.trace.returned
         self.used.add(last.name)
         is_pair = isinstance(returned, tuple) and len(returned) == 2
@@ -402,7 +435,11 @@ class _Interpreter:
         return last.name
 
     def _source(self, heads: Tensor) -> tuple[Source, bool]:
-        """Return where ``heads`` [b, s, h, d] come from, and whether they are rotated."""
+        """Return where ``heads`` [b, s, h, d] come from, and whether they are rotated.
+
+        Goes back from attention: over a norm behind the rotation, the rotation, a norm in front of
+        it, the projection, and the modules between the hidden states and the projection.
+        """
         trace = self.trace
         norm, heads = self._before_norm(heads)
         unrotated = self._before_rotation(heads)
@@ -412,6 +449,7 @@ class _Interpreter:
             norm, heads = self._before_norm(heads)
         output = self._output_with(heads)
         index, width = output.find(heads), output.labels.shape[-1]
+        # The output is [b, s, rows], so that a flat index gives the row and the token of a number.
         rows, token = index % width, index // width
         first_rows = rows[0, 0, :, 0]
         expected_rows = first_rows[:, None] + torch.arange(heads.shape[-1])
@@ -431,7 +469,10 @@ class _Interpreter:
         return source, is_rotated
 
     def _output_with(self, heads: Tensor) -> TracedOutput:
-        """Return the output of a child that has the first label of ``heads``."""
+        """Return the output of the child that returned the first label of ``heads``.
+
+        Raises Unknown if none did.
+        """
         for output in self.trace.outputs:
             if (output.find(heads[:1, :1, :1, :1]) >= 0).all():
                 return output
@@ -440,7 +481,9 @@ class _Interpreter:
     def _before_norm(self, heads: Tensor) -> tuple[str | None, Tensor]:
         """Return the name of the norm that returned ``heads`` [b, s, h, d], and its input.
 
-        Returns None and ``heads`` if no norm over each head returned them.
+        Returns None and ``heads`` if no norm over each head returned them. A norm is probed the
+        first time (`probe_tokenwise`). Raises Unknown for a module that returned them and is no
+        norm.
         """
         trace = self.trace
         for output in trace.outputs:

@@ -38,8 +38,9 @@ from .tokenwise import (
 CAPTURING = "transformers.utils.output_capturing"
 # Its layers wrap their forward in gradient checkpointing, which a chain can do as well.
 CHECKPOINTING = "transformers.modeling_layers"
-# Some layers add residuals in fp32, or clamp them in fp16.
+# Some layers add residuals in fp32, or clamp them in fp16, so a layer is run in each of these.
 DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
+# Operations that a forward may use besides moves; "mul" by exactly 1 only (`_SumAccounting`).
 SUMS = "add", "add_", "__iadd__", "__radd__", "mul", "__rmul__"
 
 
@@ -47,13 +48,15 @@ def records_nothing(hook: Any) -> bool:
     """Return whether a hook is transformers' for recording outputs, and records nothing now.
 
     Such a hook records, for instance, the logits of a router, if the running forward of the model
-    collects them.
+    collects them. A chain runs what is inside of an MLP in chunks of tokens, where such a hook must
+    be idle; it asks in each forward (`BlockLayer.idle`).
     """
     if getattr(hook, "__module__", None) != CAPTURING:
         return False
     collected = sys.modules[CAPTURING]._active_collector.get()
     if not collected:
         return True
+    # What the hook records: a variable of the function in transformers that made it.
     key = inspect.getclosurevars(hook).nonlocals["key"]
     return key not in collected  # guard: nothing is recorded in parts
 
@@ -86,10 +89,10 @@ class BlockReading:
     def attention_arguments(
         self, arguments: dict[str, Any], names: frozenset[str]
     ) -> dict[str, Any]:
-        """Return the arguments of the attention, without hidden states.
+        """Return the arguments of the attention by name, without hidden states.
 
         Args:
-            arguments: The arguments that the layer was given.
+            arguments: The arguments that the layer was given, by name.
             names: The names of the parameters of the layer's forward.
         """
         result: dict[str, Any] = {}
@@ -102,14 +105,16 @@ class BlockReading:
         return result
 
     def returned(self, hidden: Tensor) -> Any:
-        """Return what the layer returns with these hidden states."""
+        """Return these hidden states as the layer's own forward does: alone, or in a tuple."""
         if self.blanks is None:
             return hidden
         return (hidden, *[None] * self.blanks, *(hidden.new_zeros(()) for _ in range(self.zeros)))
 
 
 class BlockReader:
-    """Reads a decoder layer.
+    """Reads a decoder layer, in the constructor, and later says whether the reading still holds.
+
+    An adapter makes one for each decoder layer, in `enable`.
 
     Args:
         layer: The layer.
@@ -121,6 +126,7 @@ class BlockReader:
     Attributes:
         reading: What the layer's forward computes.
         names: The names of the parameters of its forward.
+        form: As given.
         probes: The schedule of probes, which layers that are alike share.
 
     Raises:
@@ -154,7 +160,11 @@ class BlockReader:
         known.append(self)
 
     def _read(self, layer: Any, attention: str, form: Form) -> None:
-        """Run the layer's forward in every case, and probe its norms and its MLP."""
+        """Run the layer's forward in every case, and probe its norms and its MLP.
+
+        Sets the attributes. Raises Unknown if the cases give different readings, or a part is not a
+        function of one token at a time.
+        """
         size = form.size(getattr(layer, attention))
         if has_own_call(layer):
             raise Unknown("it has a __call__ of its own")
@@ -188,7 +198,7 @@ class BlockReader:
         self.form, self._signature = form, self._signature_of(layer, attention, form)
 
     def _applies_to(self, layer: Any, attention: str, form: Form) -> bool:
-        """Return whether the reading applies to ``layer``."""
+        """Return whether the reading applies to ``layer``, which is another one in `enable`."""
         if self._change(layer):
             return False
         return self._signature_of(layer, attention, form) == self._signature
@@ -198,7 +208,10 @@ class BlockReader:
         return self.reading.norm_in, self.reading.norm_mid, self.reading.mlp
 
     def _signature_of(self, layer: Any, attention: str, form: Form) -> tuple:
-        """Describe a layer by its children, and in detail by those that were probed."""
+        """Describe a layer by its children, and in detail by those that were probed.
+
+        Layers with equal signatures may share a reading.
+        """
         children = [
             (name, own_class(type(child)), any(child.children()))
             for name, child in layer.named_children()
@@ -223,13 +236,19 @@ class BlockReader:
         return [fixed_state(getattr(layer, name)) for name in self._probed_names()]
 
     def unexpected(self, arguments: dict[str, Any]) -> str:
-        """Explain why the layer can't run in a chain with these arguments; empty if it can."""
+        """Explain why the layer can't run in a chain with these arguments; empty if it can.
+
+        Arguments that were None in all runs (`Form.absent`) may be of use to the layer.
+        """
         given = [name for name in self.form.absent if arguments.get(name) is not None]
         reason = f"it is given {given[0]}" if given else ""
         return reason  # guard: what was left out when it was read is not given
 
     def why_not(self, layer: Any) -> str:
-        """Explain why the layer as it is now can't run in a chain; empty if it can."""
+        """Explain why the layer as it is now can't run in a chain; empty if it can.
+
+        `ChainedLayer.why_not` asks in each forward of the model.
+        """
         change = self._change(layer)
         is_same = not change and self._fixed_states == self._current_states(layer)
         if not is_same:  # guard: what was read is what runs
@@ -280,7 +299,10 @@ class _Call:
 
 
 class _Recorder:
-    """Stands for a child: records its input, and returns random numbers of the same shape."""
+    """Stands for a child: records its input, and returns random numbers of the same shape.
+
+    An identity returns its input, and is not recorded.
+    """
 
     def __init__(self, name: str, module: nn.Module, run: _Run):
         self._name, self._module, self._run = name, module, run
@@ -290,6 +312,10 @@ class _Recorder:
             return self._record(*args, **kwargs)
 
     def _record(self, *args: Any, **kwargs: Any) -> Any:
+        """Record the call; return what the child would: numbers, or a pair.
+
+        Attentions and, in Megatron's form, MLPs return pairs: (numbers, weights or bias).
+        """
         run, module, name = self._run, self._module, self._name
         if not kwargs and is_identity(name, module, run):
             return args[0]
@@ -300,7 +326,7 @@ class _Recorder:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             run.fail(f"gives {name} more than one tensor")
         output, bias = run.random_numbers(), None
-        # A module without children is a norm.
+        # A norm, which has no children, returns no bias.
         may_return_bias = run.form.biases and any(module.children())
         if may_return_bias and run.case.bias:
             bias = run.random_numbers()[0, 0]
@@ -324,12 +350,14 @@ class _SumAccounting(Accounting):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Hide whether a tensor requires a gradient; judge all else as `Accounting` does."""
         name = getattr(function, "__name__", "")
         if name == "__get__" and function.__self__.__name__ == "requires_grad":
             return Opaque(self)
         return super().__torch_function__(function, types, args, kwargs)
 
     def execute(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Execute a move, a sum of two, or a product with exactly 1; fail for keywords of sums."""
         if "mul" in name:
             is_by_one = len(args) > 1 and not kwargs and is_plain(args[1]) and args[1] == 1
             if not is_by_one:
@@ -340,7 +368,7 @@ class _SumAccounting(Accounting):
 
 
 class _Run:
-    """One run of a layer's forward on random numbers.
+    """One run of a layer's forward on random numbers, which the constructor makes.
 
     Args:
         layer: The layer.
@@ -348,10 +376,13 @@ class _Run:
         size: m.
         form: How layers of its framework are written.
         case: The way to run it.
-        keywords: Names of further keywords that it is given.
+        keywords: Names of further keywords that it is given if it accepts any, beside "sp_overlap",
+            which no forward knows.
 
     Attributes:
-        calls: The calls of its children.
+        x, x_before: [b, s, m]. The hidden states that it was given, and a copy made before.
+        returned: What it returned.
+        calls: The calls of its children, in order.
         arguments: The arguments of the layer by name.
         names: The names of the parameters of its forward.
         attention_arguments: The arguments of its attention by name, without hidden states.
@@ -362,6 +393,7 @@ class _Run:
         Unknown: if the forward does what is not accounted for.
     """
 
+    # For `Proxy`: the forward may not read tensors of the layer.
     takes_parameters = False
 
     def __init__(
@@ -401,6 +433,8 @@ class _Run:
         more = self.further_keywords if len(self.names) < len(parameters) else {}
         with replaced(layer, self._replacement), self.accounting:
             self.returned = forward(Proxy(layer, (), self), **self.arguments, **more)
+        # The code has loaded stand-ins for some globals. Later calls are compared with the globals
+        # themselves, which are back in place by now.
         self.loaded_globals = []
         for namespace, name, _ in self.accounting.loaded_globals:
             self.loaded_globals.append(LoadedGlobal(namespace, name, namespace.get(name, MISSING)))
@@ -409,7 +443,9 @@ class _Run:
 
     @property
     def constants(self) -> set[str]:
-        """Strings in the code of the forward that may be names of keywords."""
+        """Strings in the code of the forward that may be names of further keywords; later runs give
+        the forward keywords of these names, to see whether it uses one.
+        """
         return self.accounting.possible_keywords() - {*self.names, *self.attention_arguments}
 
     def fail(self, reason: str) -> NoReturn:
@@ -417,7 +453,11 @@ class _Run:
         self.accounting.fail(reason)
 
     def random_numbers(self) -> Tensor:
-        """Return random hidden states, one of them infinite, since some layers clamp these."""
+        """Return random hidden states [b, s, m], one number of them infinite.
+
+        A clamp, which some layers have, changes that number. It has another place for each call of
+        a child.
+        """
         numbers = torch.randn(self.shape, generator=self.generator, dtype=torch.float64)
         numbers = numbers.to(self.dtype)
         numbers.view(-1)[len(self.calls)] = torch.inf
@@ -436,7 +476,7 @@ class _Run:
         return _Recorder(name, module, self)
 
     def reading(self) -> BlockReading:
-        """Return what the forward computed.
+        """Return what the forward computed, by its results and the inputs of its children.
 
         Raises:
             Unknown: if it is anything else than a `BlockReading` can say.
@@ -479,10 +519,12 @@ class _Run:
         if any(x is not None and x is not self.weights for x in behind[:blanks]):
             raise Unknown("its forward returns more than hidden states")
         rest = dict(self.attention_arguments)
+        # All further keywords must be passed on to the attention, or none of them.
         passed = [rest.pop(name, None) is x for name, x in self.further_keywords.items()]
         if any(passed) and not all(passed):
             keyword = [*self.further_keywords][passed.index(False)]
             raise Unknown(f"its forward uses the keyword {keyword}")
+        # By the identity of what stood for an argument of the layer, the argument's name.
         opaque = {id(x): name for name, x in self.arguments.items() if isinstance(x, Opaque)}
         arguments, constants = [], []
         for name, x in rest.items():

@@ -35,7 +35,10 @@ def attention_functions() -> Any:
 
 @once
 def own_class(kind: type) -> type:
-    """Return the class that a module was made with; ``fully_shard`` puts a class before it."""
+    """Return the class that a module was made with.
+
+    ``fully_shard`` replaces it by a subclass of its own, which is passed over.
+    """
     if not hasattr(kind, "_get_fsdp_state"):
         return kind
     bases = kind.__mro__
@@ -44,7 +47,7 @@ def own_class(kind: type) -> type:
 
 @once
 def functions_of(kind: type[nn.Module]) -> list[types.FunctionType]:
-    """Return the functions of a module's class and its bases, without their decorators."""
+    """Return the functions of a module's class and its bases below ``nn.Module``, undecorated."""
     functions, bases = [], own_class(kind).__mro__
     for base in bases[: bases.index(nn.Module)]:
         for member in vars(base).values():
@@ -57,8 +60,8 @@ def functions_of(kind: type[nn.Module]) -> list[types.FunctionType]:
 def defined_in(function: Any) -> str:
     """Return the name of the module that defines a function or its outermost decorator.
 
-    ``__module__`` would not do, since functools.wraps copies it. What functools.cache returns is no
-    function and has no globals: an empty name.
+    ``__module__`` would not do, since functools.wraps copies it. The name is empty for what has no
+    globals, such as the object that functools.cache returns.
     """
     return getattr(function, "__globals__", {}).get("__name__", "")
 
@@ -76,6 +79,8 @@ def renames_cache(function: Any) -> bool:
 
 def digest(holder: Any, *names: str) -> str:
     """Return a digest of the source of some functions, without comments and line breaks.
+
+    Code that can't be read by a run, such as that of a known fork, is recognised by it.
 
     Args:
         holder: A class, or a module of functions.

@@ -1,9 +1,10 @@
 """Probes: compares a layer's own forward with what the driver makes of it, on real numbers.
 
 A reading tells what a forward computes; a probe is the second witness. In the first call of one
-layer of each kind, before anything is exchanged, q, k, v and the output are computed twice, from
-the hidden states, tables and weights of the call, and differentiated once. For a decoder layer the
-hidden states that it returns are computed twice, with a made-up attention.
+layer of each kind, before anything is exchanged, q, k, v and the output are computed by the layer's
+own forward and by the driver, from the hidden states, tables and weights of the call. Both are
+differentiated. For a decoder layer the hidden states that it returns are compared in the same way,
+with a made-up attention.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ class ProbeSchedule:
     """Says when a probe of layers of one kind is due.
 
     Attributes:
-        where: The name of the layer that is probed, the first that was called; empty before that.
-        calls: The number of its calls.
+        where: The name of the layer that is probed: the first of its kind that was called. Empty
+            before that.
+        calls: The number of its calls; 0 again after a difference, so that the next call is probed.
     """
 
     where: str = ""
     calls: int = 0
 
     def is_due(self, where: str, check: bool, lengths: Sequence[int]) -> bool:
-        """Return whether to probe this call; the same on every rank.
+        """Return whether to probe this call, and count the call; the same on every rank.
 
         Args:
             where: The name of the layer that is called.
@@ -66,7 +68,8 @@ def refuse_difference(
         where: The name of the layer.
         module: The layer.
         sp_group: The sp group.
-        compare: Returns the difference in words; empty if there is none.
+        compare: Returns the difference in words; empty if there is none. Whatever it raises counts
+            as a difference.
 
     Raises:
         RuntimeError: on all ranks, if there is a difference on any rank.
@@ -95,9 +98,11 @@ def difference(
 ) -> str:
     """Compare the tensors and gradients of a layer's own forward with those of its driver.
 
+    Nothing is exchanged: a made-up o of this rank's tokens takes the place of attention.
+
     Args:
         module: The layer.
-        x: The hidden states.
+        x: [b, s/P, m] or [s/P, b, m]. The hidden states.
         names: The names of the tensors that both compute: q, k, v, and what the layer returns.
         run_own: Runs the layer's own forward on hidden states. Returns the made-up o of attention,
             and the tensors.
@@ -119,6 +124,7 @@ def difference(
                     return f"{name} has a gradient in one of the two alone"
             trained = _unhooked_parameters(module)
             dys = [torch.randn_like(y) for y in own if y.requires_grad]
+            # The gradients go to the end of both lists, to be compared like the tensors.
             for tensors in (own, driven):
                 ys = [y for y in tensors if y.requires_grad]
                 inputs = [leaf, *trained.values()]
@@ -128,7 +134,7 @@ def difference(
 
 
 def _unhooked_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module whose gradient triggers no hook."""
+    """Return the parameters of a module, by name, whose gradient triggers no hook."""
     named = module.named_parameters()
     return {name: p for name, p in named if p.requires_grad and not p._backward_hooks and p.is_leaf}
 
@@ -154,12 +160,13 @@ def difference_of_block(
 ) -> str:
     """Compare a decoder layer's own forward with the `BlockLayer` that a chain would run.
 
-    Both run with an attention that reverses the channels. The `BlockLayer` runs on two halves of
-    the tokens, every other token each, so that a difference shows if tokens meet in the MLP.
+    Nothing is exchanged. Both run with an attention that reverses the channels. The `BlockLayer`
+    runs on two halves of the tokens, every other token each, so that a difference shows if tokens
+    meet in the MLP. `ChainedLayer.probe` calls this, in a forward of the model.
 
     Args:
         module: The decoder layer.
-        forward: Its own forward.
+        forward: Its own forward, called with the layer before the arguments.
         layer: What the chain would run.
         attention: The name of the attention in the decoder layer.
         arguments: The arguments of the decoder layer by name.
@@ -182,10 +189,12 @@ def difference_of_block(
         return hidden_states.flip(-1), None
 
     def in_parts(x: Tensor) -> list[Tensor]:
+        """Return every other token, and the rest; a single token is one part."""
         x = x.movedim(token_dim, 0)
         return [x[part::parts].movedim(0, token_dim) for part in range(parts)]
 
     with _isolated(module, arguments["hidden_states"]) as leaf:
+        # The attention of a chained layer is overlapped, so `rebind` has set this attribute.
         forward_before, vars(child)["forward"] = vars(child)["forward"], attend
         try:
             own = forward(module, **{**arguments, "hidden_states": leaf})
@@ -221,9 +230,10 @@ def _add_residual(residual: Tensor, output: Any) -> Tensor:
 
 
 def _without_outliers(own: Tensor, driven: Tensor) -> tuple[Tensor, Tensor]:
-    """Remove the sixteenth of the tokens that differ most.
+    """Remove the sixteenth of the tokens that differ most, from both tensors.
 
-    Rounding may send a token to another expert.
+    Rounding may send a token to another expert, which is no fault. Tensors of different shapes, or
+    without numbers, are returned as they are.
     """
     if own.shape != driven.shape or own.is_meta:
         return own, driven
@@ -241,7 +251,8 @@ def _isolated(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
     tensors are not called, and where modules have hooks, no gradient is recorded.
 
     Yields:
-        The hidden states ``x`` as a leaf, which requires a gradient if the body may go backward.
+        The hidden states ``x`` as a leaf. It requires a gradient if the body may go backward: in
+        all modes but inference mode, if no module has hooks.
     """
     devices = [x.device] if x.device.type != "cpu" else []
     # The hooks of ZeRO-3 and FSDP2 count backward passes.

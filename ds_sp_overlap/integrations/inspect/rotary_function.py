@@ -23,7 +23,7 @@ from .accounting import Accounting, Unknown
 
 
 def as_given(tables: Any) -> tuple[Tensor, Tensor]:
-    """Return the tables (cos, sin) as they are."""
+    """Return the tables (cos, sin) as they are, with a dim for heads."""
     cos, sin = tables
     return cos.unsqueeze(2), sin.unsqueeze(2)
 
@@ -63,7 +63,7 @@ ROUNDINGS = "promoted", "kept", "fp32"
 
 
 class Table(Enum):
-    """Arguments that stand for position embeddings."""
+    """Arguments that stand for position embeddings: both tables in one object, or one table."""
 
     WHOLE, COS, SIN = range(3)
 
@@ -85,20 +85,23 @@ def rotary_of(
         args: Its positional arguments. A `Table` stands for position embeddings. A tuple stands for
             q or k: its shape, with "batch" and "seq" in place of those sizes, and the heads in
             front of "seq" or behind it. Anything else is the argument itself.
-        kwargs: Its keyword arguments, as pairs.
+        kwargs: Its keyword arguments, as pairs, so that the call can be a key of the cache.
 
     Raises:
-        LookupError: if no `Rotary` computes the same.
+        LookupError: if no `Rotary` computes the same, or it can't be told which one does.
         Unknown: if the function does what is not accounted for.
     """
     dims = max(shape[-1] for shape in args if isinstance(shape, tuple))
     differs = functools.partial(_differs, functools.partial(function, **dict(kwargs)), args)
+    # A function that is given both tables in one object is taken to expect complex numbers.
     is_complex = Table.WHOLE in args
+    # For each kind of tables its width: the last dim of what the function is given.
     widths: dict[Callable, int] = {of_complex: dims // 2}
     if not is_complex:
         widths = {**dict.fromkeys(WIDE, dims), **dict.fromkeys(NARROW, dims // 2)}
 
     def fits(width: int, rotary: Rotary) -> bool:
+        """Return whether the function computes what ``rotary`` computes, but for rounding."""
         try:
             return not differs(width, rotary, torch.float32, torch.float32, tolerance=1e-5)
         except (RuntimeError, ValueError, TypeError):  # for tables of another width
@@ -108,17 +111,19 @@ def rotary_of(
     for (tables, width), neighbours, partial in product(
         widths.items(), (False, True), (False, True)
     ):
-        # Narrower tables rotate the first dims only.
+        # Narrower tables, which rotate the first dims only: all but the last two.
         table_width = width - 2 * width // dims if partial else width
         if fits(table_width, Rotary(tables, partial, neighbours)):
             fitting.add((tables, neighbours, partial))
+    # The same function may fit with whole tables and with narrower ones: then it can do both.
     kinds = {(tables, neighbours) for tables, neighbours, _ in fitting}
     if len(kinds) != 1:
         raise LookupError
     ((tables, neighbours),) = kinds
     partial = (tables, neighbours, True) in fitting
     low, single, double = torch.bfloat16, torch.float32, torch.float64
-    # Of q and k, and of the tables.
+    # (dtype of q and k, dtype of the tables): the results must agree bit for bit, which shows how
+    # the function rounds.
     dtypes = [(low, single), (double, single)]
     if not is_complex:
         dtypes += [(low, low), (torch.float16, torch.float16)]
@@ -144,7 +149,7 @@ def _differs(
     Args:
         function: The function.
         args: Its arguments as in `rotary_of`.
-        width: The last dim of the tables.
+        width: The last dim of the tables that the function is given.
         rotary: What it is compared with.
         dtype: The dtype of q and k.
         table_dtype: The dtype of the tables.
@@ -155,6 +160,7 @@ def _differs(
         Exception: whatever the function raises.
     """
     generator = torch.Generator().manual_seed(0)
+    # Batch and sequence must be told from the other sizes, and from each other.
     used = {width}
     for shape in args:
         if isinstance(shape, tuple):
@@ -164,6 +170,7 @@ def _differs(
     sizes = {"batch": batch, "seq": seq}
 
     def random(shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """Return random numbers; ``shape`` may name "batch" and "seq"."""
         return torch.randn([sizes.get(size, size) for size in shape], generator=generator).to(dtype)
 
     # q or k or both, by their places among the arguments.

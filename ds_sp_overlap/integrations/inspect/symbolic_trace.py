@@ -34,7 +34,7 @@ from .tokenwise import has_own_call
 
 # Arguments that change nothing in training.
 UNUSED = (*CACHES, "cache_position", "use_cache", "output_attentions")
-# The path to a layer's class, and the functions that run when a module is called.
+# The path to a layer's class, and the functions of the class that run when a module is called.
 CLASS, RUNS = ("__class__",), ("forward", "__call__")
 
 # An attribute or item that a forward looked up: its path from the layer on, and its value. Items of
@@ -44,14 +44,15 @@ Lookup = tuple[tuple[Any, ...], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A way to call a forward.
+    """A way to call a forward. `cases` gives those in which it is traced.
 
     Attributes:
         training: Whether the layer is in training.
         masked: Whether a mask is given.
-        gives_optional: Whether optional arguments are given.
+        gives_optional: Whether optional arguments are given, such as positions (for Megatron's
+            layers: the tables of RoPE).
         batch: 1, or more than 1.
-        seq_index: Selects the sequence length.
+        seq_index: Selects one of two sequence lengths, 0 or 1.
         dtype: The dtype that labels claim to have; None to hide their dtype.
         gives_tables: Whether the tables of RoPE are given.
     """
@@ -66,7 +67,11 @@ class Case:
 
 
 def cases(training: bool) -> list[Case]:
-    """Return the cases in which a forward must give the same reading."""
+    """Return the cases in which a forward must give the same reading.
+
+    Each attribute but ``gives_tables`` takes each of its values in some case. Not all combinations
+    are tried.
+    """
     return [
         Case(training, True, False, batch=1, seq_index=0, dtype=None),
         Case(training, False, True, batch=2, seq_index=1, dtype=torch.float32),
@@ -83,6 +88,9 @@ class TracedOutput:
         input: The labels that it was given.
         shape: The shape of its output.
         trace: Makes the labels.
+
+    Attributes:
+        labels: The labels, ``count`` whole numbers from ``first`` on.
     """
 
     def __init__(self, name: str, input: Tensor, shape: tuple[int, ...], trace: Trace):
@@ -102,8 +110,8 @@ class TracedOutput:
             x: [.., d]. Rows of labels, in any order.
 
         Returns:
-            [.., d]. None unless each row of ``x`` is a whole row of the output, in order, and the
-            call returned as many numbers as it was given.
+            [.., d], in the order of ``x``. None unless each row of ``x`` is a whole row of the
+            output, in order, and the call returned as many numbers as it was given.
         """
         index, width = self.find(x), self.input.shape[-1]
         if x.shape[-1] != width or self.count != self.input.numel() or (index < 0).any():
@@ -124,6 +132,7 @@ class Opaque:
         return self._trace.fail("looks at an argument")
 
     def __eq__(self, other: object) -> bool:
+        """Return True for this object; fail for any other."""
         return other is self or bool(self)
 
     __hash__ = object.__hash__
@@ -159,6 +168,11 @@ class Proxy:
         vars(self).update(_value=value, _path=path, _trace=trace)
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the object, or what stands for it.
+
+        For a layer, a child comes back as its stand-in, and a method bound to this proxy, so that
+        its code runs on stand-ins, too.
+        """
         trace, value = self._trace, self._trace.look_up(self._value, name)
         if value is MISSING:
             trace.lookups.append(((*self._path, name), MISSING))
@@ -174,6 +188,7 @@ class Proxy:
         return self._record(name, value)
 
     def __getitem__(self, key: Any) -> Any:
+        """Return an item of a list or dict, or what stands for it."""
         if type(key) not in (int, str) or not isinstance(self._value, (list, dict)):
             self._refuse()
         return self._record((key,), self._value[key])
@@ -196,10 +211,11 @@ class Proxy:
     def __setattr__(self, name: str, value: Any) -> None:
         self._trace.fail(f"sets {name}")
 
-    # For isinstance.
+    # For isinstance: a proxy of a layer is an instance of the layer's class.
     __class__ = property(lambda self: own_class(type(self._value)))
 
     def _refuse(self, *_: Any) -> Any:
+        """Fail; stands for everything else that code may do with an object."""
         return self._trace.fail(f"looks into {'.'.join(map(str, self._path))}")
 
     __eq__ = __len__ = __iter__ = __contains__ = __bool__ = _refuse
@@ -213,6 +229,7 @@ class ChildProxy:
         self._name, self._module, self._trace = name, module, trace
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return new labels in the shape of the child's output; those of ``x`` for an identity."""
         trace, module = self._trace, self._module
         if args or kwargs or not isinstance(x, Tensor):
             trace.fail(f"gives {self._name} more than one tensor")
@@ -233,9 +250,15 @@ def is_identity(name: str, module: Any, trace: Any) -> bool:
     """Return whether a child returns its input: ``nn.Identity``, or a dropout that drops nothing.
 
     What this depends on is recorded among the lookups. Fails the trace for a dropout that drops.
+
+    Args:
+        name: The name of the child.
+        module: The child.
+        trace: The running trace, or run, of this file, `decoder_layer` or `megatron.reading`.
     """
     if has_own_call(module):
         trace.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")
+    # Not for projections: adapters may wrap one between calls, which each call looks at by itself.
     if getattr(module, "out_features", None) is None:
         trace.lookups.append(((name, "__class__"), own_class(type(module))))
     if own_class(type(module)) is nn.Identity:
@@ -249,7 +272,7 @@ def is_identity(name: str, module: Any, trace: Any) -> bool:
 
 
 class _AttentionFunctions:
-    """Stands for transformers' registry of attention functions."""
+    """Stands for transformers' registry of attention functions; has one function for all names."""
 
     def __init__(self, attend: Callable):
         self._attend = attend
@@ -264,6 +287,9 @@ class _AttentionFunctions:
 @contextlib.contextmanager
 def replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) -> Iterator[None]:
     """Replace globals of the code of a module's class in the body.
+
+    The globals are those of the files that define the class and its bases, so in the body they are
+    replaced for all code of these files.
 
     Args:
         module: The module.
@@ -287,17 +313,18 @@ def replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) -> Itera
 
 
 class Trace:
-    """One run of a layer's forward on labels.
+    """One run of a layer's forward on labels, which the constructor makes.
 
     Args:
         module: The layer.
         case: The way to call it.
-        keywords: Names of further keywords that it is given.
+        keywords: Names of further keywords that it is given if it accepts any, beside "sp_overlap",
+            which no forward knows.
 
     Attributes:
         x: [b, s, m]. The hidden states that it was given.
         mask: Stands for the mask; None without one.
-        tables: The position embeddings.
+        tables: The position embeddings, (cos, sin), each labels of [b, s, 2].
         position_ids: Stands for the positions.
         further_keywords: The further keywords; empty if the forward accepts none.
         widths: How many features each child returns; None for a child that doesn't tell.
@@ -334,7 +361,8 @@ class Trace:
         self.constants: set[str] = set()
         self.further_keywords: dict[str, Opaque] = {}
         self.layer = Proxy(module, (), self)
-        # Looked up now, since ZeRO-3 runs code of its own where a weight is looked up.
+        # Looked up before anything is accounted for, since ZeRO-3 runs code of its own where a
+        # weight is looked up.
         children = module._modules.items()
         self.widths = {name: out_features(child) for name, child in children if child is not None}
         config = module.config
@@ -359,6 +387,7 @@ class Trace:
             self.returned = forward(self.layer, **arguments)
         if self.o is None:
             raise Unknown("its forward calls no attention function")
+        # Without stand-ins: later calls don't look at the globals that `_replacement` replaced.
         for loaded in self.accounting.loaded_globals:
             value = loaded.value
             if not isinstance(value, _AttentionFunctions) and not hasattr(value, "_rotary"):
@@ -375,7 +404,7 @@ class Trace:
         return self.accounting.look_up(holder, name)
 
     def new_labels(self, *shape: int) -> Tensor:
-        """Return labels of a shape that were not used before."""
+        """Return labels, whole numbers of which none was returned before, in this shape."""
         count = torch.Size(shape).numel()
         self._label_count += count
         return torch.arange(self._label_count - count, self._label_count).view(shape)
@@ -385,7 +414,11 @@ class Trace:
         return ChildProxy(name, module, self)
 
     def _arguments(self, forward: Callable, keywords: set[str]) -> dict[str, Any]:
-        """Return the arguments of the forward in this case."""
+        """Return the arguments of the forward in this case, by name.
+
+        Raises:
+            Unknown: if the forward has a parameter that is not known here.
+        """
         parameters = list(inspect.signature(forward).parameters.values())[1:]
         names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
         known: dict[str, Any] = dict.fromkeys(UNUSED)
@@ -406,7 +439,10 @@ class Trace:
         return {**{name: known[name] for name in names}, **self.further_keywords}
 
     def _replacement(self, name: str, value: Any) -> Any:
-        """Return what replaces a global: stand-ins for rotary functions and for attention."""
+        """Return what replaces a global of the layer's code; None if it stays.
+
+        Replaced are the registry of attention functions, and functions with "rotary" in their name.
+        """
         if name == "ALL_ATTENTION_FUNCTIONS":
             return _AttentionFunctions(self._attend)
         if "rotary" in name and callable(value) and not isinstance(value, type):
@@ -417,6 +453,7 @@ class Trace:
         """Return a function that records its call and returns labels in place of q and k."""
 
         def rotary(*args: Any, **kwargs: Any) -> Any:
+            """Return labels for each tensor that is no table, in the order of the arguments."""
             with torch._C.DisableTorchFunction():
                 tables = dict(zip(Table, (self.tables, *self.tables)))
                 sizes = {self.batch: "batch", self.seq: "seq"}
@@ -424,6 +461,7 @@ class Trace:
                 for argument in args:
                     for table, x in tables.items():
                         if x is argument:
+                            # Recorded as a `Table`, and no longer a tensor.
                             argument = table
                             break
                     if isinstance(argument, Tensor):
@@ -436,6 +474,7 @@ class Trace:
             labels = tuple(output.labels for output in outputs)
             return labels[0] if len(labels) == 1 else labels
 
+        # The mark of a stand-in, for `loaded_globals`.
         vars(rotary)["_rotary"] = True
         return rotary
 
@@ -448,7 +487,10 @@ class Trace:
         attention_mask: Any = None,
         **options: Any,
     ) -> tuple:
-        """Record the call of the attention function, and return labels for o."""
+        """Record the call of the attention function, and return labels for o [b, s, h, d].
+
+        Stands for every attention function. Behind o it returns what stands for the weights.
+        """
         if self.o is not None or module is not self.layer or attention_mask is not self.mask:
             self.fail(
                 "calls its attention more than once, or with a mask that is not as it is given"
@@ -472,9 +514,11 @@ class LabelAccounting(Accounting):
         self.dtype = dtype
 
     def dtype_or_device(self, name: str, x: Tensor) -> Any:
+        """Return the dtype that labels claim to have, which are integers; or their device."""
         return self.dtype if name == "dtype" else super().dtype_or_device(name, x)
 
     def is_no_cast(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Return whether a cast leaves labels alone, as one to their own dtype or a device does."""
         targets = [x for x in (*args[1:], *kwargs.values()) if x is not self.dtype]
         targets = [x for x in targets if not isinstance(x, torch.device)]
         return super().is_no_cast((*args[:1], *targets), {})

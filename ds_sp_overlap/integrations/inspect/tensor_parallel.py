@@ -24,14 +24,16 @@ def is_cut(module: nn.Module) -> bool:
 def heads_of_ranks(module: Any) -> list[tuple[int, int]]:
     """Return the query and KV heads of an attention layer on each tensor-parallel rank.
 
-    The list is empty for a layer that AutoTP did not cut.
+    Pairs (query heads, KV heads), by tensor-parallel rank. The list is empty for a layer that
+    AutoTP did not cut.
     """
     config, cut = module.config, _cut_layers(module)
     if not cut:
         return []
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    # AutoTP cuts all layers of an attention along the same KV heads. Fused layers don't tell where.
+    # AutoTP cuts all layers of an attention along the same KV heads, so one of them that tells the
+    # sizes of the slices is enough. If none does (fused layers don't), the slices are equal.
     sizes = next(filter(None, (getattr(layer, "_partition_sizes", None) for layer in cut)), None)
     sizes = sizes or (1,) * cut[0].tp_world_size
     return [(heads * size // sum(sizes), kv_heads * size // sum(sizes)) for size in sizes]
@@ -55,9 +57,14 @@ def out_features(module: Any) -> int | None:
 
 
 def refuse_shared_ranks(model: nn.Module, sp_ranks: list[int]) -> None:
-    """Raise ValueError if ranks of the sp group share a slice of ``model``'s layers.
+    """Raise ValueError if two ranks of the sp group are in one tensor-parallel group.
 
-    Tensor-parallel ranks compute with the same tokens, and sp ranks with tokens of their own.
+    Tensor-parallel ranks compute with the same tokens, sp ranks with tokens of their own, so no two
+    ranks can be both. `enable` calls this while the ranks agree.
+
+    Args:
+        model: The model, of which AutoTP may have cut layers.
+        sp_ranks: The ranks of the world in the sp group.
     """
     for name, layer in model.named_modules():
         if not _is_cut(layer):
@@ -79,9 +86,10 @@ def _is_parallel(layer: Any) -> bool:
 
 
 def _is_cut(layer: Any) -> bool:
-    """Return whether AutoTP cut a layer."""
+    """Return whether AutoTP cut this very layer, which it does not in a group of one rank."""
     return _is_parallel(layer) and layer.is_tp_parallel
 
 
 def _cut_layers(module: nn.Module) -> list[Any]:
+    """Return the layers in ``module``, itself included, that AutoTP cut."""
     return [layer for layer in module.modules() if _is_cut(layer)]

@@ -1,7 +1,7 @@
 """Probes norms and MLPs: checks that such a module is a function of one token at a time.
 
-A copy of the module with random weights runs on all tokens at once, then on the tokens in parts.
-Outputs and gradients must agree. See Note [Alike tokens].
+A copy of the module with random weights runs on all tokens at once, then on the tokens in parts, as
+a chain runs chunks of tokens. Outputs and gradients must agree. See Note [Alike tokens].
 
 Note [Alike tokens]
 ~~~~~~~~~~~~~~~~~~~
@@ -30,7 +30,7 @@ BATCH, SEQ = 2, 5
 CROWD = 32
 # A prime, which hardly divides the width of a layer.
 TOKENS = SEQ + CROWD
-# The largest parameter of a module that is probed, in numbers.
+# The most numbers in a parameter that the copy of a module may have.
 MOST = 2**26
 
 
@@ -39,7 +39,7 @@ class Form:
     """How the layers of a framework are written.
 
     Attributes:
-        size: Returns m of an attention.
+        size: Returns m of the attention module that it is called with.
         is_linear: Returns whether a module computes ``x w^T + b`` and nothing else.
         token_dim: The dim of hidden states that counts tokens.
         biases: Whether attentions, MLPs and linear layers return ``(output, bias)``. The bias is
@@ -93,12 +93,18 @@ class _TokenwiseAccounting(Accounting):
 
     def __init__(self, sizes: Collection[int]):
         super().__init__(self.NUMBERS | self.OVER_LAST | self.NORMS | self.LAST, sizes)
+        # `Accounting` allows all moves, most of which could move numbers between tokens.
         self.allowed -= MOVES - self.NUMBERS - self.LAST - self.SHAPES - {"__getitem__"}
         self.allows_idle_dropout = False
         self.torch_modules = (*self.torch_modules, "torch.nn.modules", "torch._VF")
 
     def execute(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Execute an operation; fail if it works over another dim than the last.
+
+        A tensor of one dim, such as a weight, may be used in any way that is allowed by name.
+        """
         x = args[0][0] if isinstance(args[0], (tuple, list)) else args[0]
+        # The dim that the operation works over, wherever the code gives it; None for all dims.
         if name in self.SPLITS:
             dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
         else:
@@ -121,7 +127,13 @@ class _TokenwiseAccounting(Accounting):
 
 
 class _RankOneLinear(nn.Module):
-    """Stands for a linear layer, with a weight of rank 1, which needs no memory."""
+    """Stands for a linear layer, with a random weight ``out into^T`` of rank 1.
+
+    The weight itself is made only for code that reads it, so that a wide layer needs no memory.
+
+    Attributes:
+        calls: How often it was called, by which `_run` notices a recomputation in backward.
+    """
 
     def __init__(self, linear: Any, form: Form, generator: torch.Generator, dtype: torch.dtype):
         super().__init__()
@@ -140,6 +152,7 @@ class _RankOneLinear(nn.Module):
             return torch.outer(self.out, self.into)
 
     def forward(self, x: Tensor) -> Any:
+        """Return what the linear layer would: y, or (y, bias) in Megatron's form."""
         self.calls += 1
         with torch._C.DisableTorchFunction():
             y = (x @ self.into)[..., None] * self.out
@@ -153,6 +166,7 @@ def signature(module: nn.Module) -> tuple:
     """Describe a module so that modules with equal signatures compute the same.
 
     The signature has the name, type, attributes, parameter shapes and buffer names of each part.
+    Attributes that are no constants count as equal only if they are the same object.
     """
     parts = []
     for name, part in module.named_modules():
@@ -178,13 +192,19 @@ def _random_copy(
 ) -> nn.Module:
     """Copy a module, with random numbers in parameters, buffers and linear layers, without hooks.
 
-    Experts of the copy are narrow inside.
+    Experts of the copy are narrow inside. Dropouts, which drop nothing, become identities. Buffers
+    of whole numbers are copied, since they may be indices.
+
+    Raises:
+        Unknown: if a parameter of the copy would have more than `MOST` numbers.
     """
     if form.is_linear(module):
         return _RankOneLinear(module, form, generator, dtype)
-    # `probe_tokenwise` has refused dropouts that drop, and each call looks at them again.
+    # `probe_tokenwise` has refused dropouts that drop, and each call looks at the probability again
+    # (`fixed_state`).
     if own_class(type(module)).__module__ == nn.Dropout.__module__:
         return nn.Identity()
+    # Without its constructor, which would make weights in the size of the module's own.
     copy: Any = object.__new__(own_class(type(module)))
     hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
     # Parameters, buffers and children that are None stay None.
@@ -230,7 +250,7 @@ def _narrow_shapes(module: Any) -> dict[str, torch.Size]:
     unit = math.gcd(*(shapes[name][dim] for name, dim in inside.items()))
     narrow = {name: list(shape) for name, shape in shapes.items()}
     for name, dim in inside.items():
-        # Grouped products want rows of 16 bytes.
+        # Grouped products want rows of 16 bytes, which are 4 numbers of fp32.
         narrow[name][dim] = 4 * narrow[name][dim] // unit
     return {name: torch.Size(shape) for name, shape in narrow.items()}
 
@@ -239,6 +259,9 @@ def probe_tokenwise(
     name: str, module: nn.Module, size: int, form: Form, norm: bool
 ) -> list[LoadedGlobal]:
     """Check that ``module`` is a function of one token [.., size] at a time.
+
+    Called on the CPU when a layer is read: in `enable`, or again after a change. The module itself
+    doesn't run.
 
     Args:
         name: Its name, for errors.
@@ -250,7 +273,8 @@ def probe_tokenwise(
             transformers' modules.
 
     Returns:
-        The globals that its code loaded.
+        The globals that its code loaded; empty if all its code is torch's and transformers', or
+        the form doesn't account for code.
 
     Raises:
         Unknown: if it is no such function.
@@ -271,10 +295,12 @@ def probe_tokenwise(
             noise = torch.randn(BATCH, CROWD, size, generator=generator, dtype=dtype)
             x = torch.cat((x, x[:1, :1] + 0.01 * noise), 1)
         x = x.movedim(1, dim)
+        # The parts of the tokens. One part has no tokens, as a rank's chunk may have none.
         cuts = (2, TOKENS - 2) if norm else (2, SEQ, 0, CROWD - 2)
         biases = form.biases and not norm
         accounts = form.accounted and has_own_code  # guard: code of one's own is accounted for
         accounting = _TokenwiseAccounting(x.shape[:-1]) if accounts else None
+        # A module that stores something between calls is no function of its tokens alone.
         before = _state(copy)
         whole, whole_gradients = _run(where, copy, x, biases, accounting=accounting)
         if accounting is not None:
@@ -298,8 +324,10 @@ def probe_tokenwise(
 def _check_parts(name: str, module: nn.Module, form: Form, norm: bool) -> bool:
     """Check the types and parameters of a module's parts.
 
+    Arguments are those of `probe_tokenwise`.
+
     Returns:
-        Whether it has code that is neither torch's nor transformers'.
+        Whether the module has code that is neither torch's nor transformers'.
 
     Raises:
         Unknown: as `probe_tokenwise` does.
@@ -322,10 +350,11 @@ def _check_parts(name: str, module: nn.Module, form: Form, norm: bool) -> bool:
 
 
 def fixed_state(module: nn.Module) -> list[tuple]:
-    """Return what must stay the same in a module for its probe to hold.
+    """Return what must stay the same in a module for its probe to hold, to be compared with ``==``.
 
-    For each part: its code, the probability of a dropout, and all that code may look at that is
-    neither torch's nor transformers'.
+    For each part: its class, its forward, and the probability of a dropout. For a part whose class
+    is neither torch's nor transformers' also the attributes of the class and of the part, at which
+    its code may look.
     """
     parts = []
     for part in module.modules():
@@ -344,7 +373,12 @@ def fixed_state(module: nn.Module) -> list[tuple]:
 
 
 def _constants(x: Any, depth: int = 3) -> Any:
-    """Copy the constants in ``x``, and in its dicts, lists and objects; represent others by id."""
+    """Copy the constants in ``x``, and in its dicts, lists and objects; represent others by id.
+
+    Args:
+        x: Anything.
+        depth: How many levels of dicts, lists and objects are looked into.
+    """
     if is_plain(x):
         return x
     if not depth or isinstance(x, (type, nn.Module, Tensor, types.FunctionType)):
@@ -359,9 +393,9 @@ def _constants(x: Any, depth: int = 3) -> Any:
 
 
 def has_own_call(module: nn.Module) -> bool:
-    """Return whether the class of a module does something around its forward.
+    """Return whether the class of a module has a ``__call__`` that may do more than its forward.
 
-    transformers' gradient checkpointing does not count.
+    The ``__call__`` of transformers' gradient checkpointing does not count, nor one of torch.
     """
     call = type(module).__call__
     libraries = "transformers.modeling_layers", "torch.nn."
@@ -379,7 +413,7 @@ def _is_transformers(part: nn.Module) -> bool:
 
 
 def _state(copy: nn.Module) -> list[tuple[dict[str, Any], list[Tensor]]]:
-    """Return the attributes and buffers of all parts."""
+    """Return a copy of the attributes and buffers of all parts but stand-ins of linear layers."""
     parts = [part for part in copy.modules() if not isinstance(part, _RankOneLinear)]
     return [(dict(vars(part)), [x.clone() for x in part.buffers(recurse=False)]) for part in parts]
 
@@ -412,8 +446,8 @@ def _run(
         accounting: Accounts for its forward; may be None.
 
     Returns:
-        The output and the gradient of the tokens, joined in the last dim, and the gradients of the
-        parameters.
+        The output and the gradient of the tokens, joined in the last dim: [.., 2 m]. The gradients
+        of the parameters.
 
     Raises:
         Unknown: if its forward is unknown, returns anything else, or is recomputed in backward.

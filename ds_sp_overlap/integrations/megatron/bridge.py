@@ -1,7 +1,8 @@
 """Lets Megatron-DeepSpeed's HEAD run with a current DeepSpeed.
 
-Provides a module that DeepSpeed removed, explains known errors, and reads a flag of a fork.
-Megatron is never imported from here.
+"HEAD" is the last commit of Megatron-DeepSpeed, 4efb479d. This file provides a module that
+DeepSpeed removed, explains known errors, and reads a flag of pull request 415. Megatron is never
+imported from here.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Any, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return a spec whose loader is this object; None for any other module."""
         if name not in self.names or "megatron" not in sys.modules:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=name == self.names[0])
@@ -35,6 +37,7 @@ class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module: Any) -> None:
+        """Fill ``deepspeed.compression.compress`` with functions that raise."""
         if module.__name__ == self.names[1]:
             for function in self.functions:
                 setattr(module, function, functools.partial(self._refuse, function))
@@ -50,7 +53,10 @@ class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def bridge() -> None:
-    """Let Megatron-DeepSpeed import a module that DeepSpeed has removed."""
+    """Let Megatron-DeepSpeed import a module that DeepSpeed has removed.
+
+    Called when the package is imported, whether the program uses Megatron or not.
+    """
     if not any(isinstance(finder, _Compression) for finder in sys.meta_path):
         sys.meta_path.append(_Compression())
 
@@ -89,6 +95,9 @@ HINTS = {
 def explain(error: BaseException) -> str | None:
     """Return advice for an error of Megatron-DeepSpeed under sequence parallelism.
 
+    ``python -m ds_sp_overlap run`` asks when the script has raised. An error is known by a part of
+    its message, or of the source line that raised it.
+
     Returns:
         The advice; None for an unknown error.
     """
@@ -98,12 +107,12 @@ def explain(error: BaseException) -> str | None:
 
 
 def section(args: Any) -> dict | None:
-    """Return the section that the flags of pull request 415 stand for.
+    """Return the section that a flag of pull request 415 stands for.
 
     Args:
-        args: The script's arguments, which may lack the flags.
+        args: The script's arguments, which may lack the flag; None for a script without any.
 
     Returns:
-        The ``sp_overlap`` section; None if the flag for the overlap is not set.
+        The ``sp_overlap`` section; None if the flag is not set.
     """
     return {"enabled": True} if getattr(args, "ds_sequence_parallel_overlap_comm", False) else None

@@ -44,7 +44,7 @@ TranslateArguments = Callable[[dict[str, Any], dict], dict[str, Any]]
 
 
 def _width(attention: Any) -> int:
-    """Return m of an attention."""
+    """Return m of an attention, whole even if ZeRO-3 partitioned the weight."""
     weight = attention.dense.weight
     return getattr(weight, "ds_shape", weight.shape)[0]
 
@@ -58,7 +58,7 @@ class ParallelTransformerLayer(ChainedLayer):
         child: The name of the attention in the layer.
         attention: What drives the attention.
         translate: Translates the arguments of the attention.
-        stack: The module that has the layer in its list of layers; None if there is none.
+        stack: The module that has the layer in its list of layers; with None, Unknown is raised.
         is_linear: Returns whether a module is a linear layer of Megatron without extras.
         forward_passes: The forwards of the model.
 
@@ -100,6 +100,7 @@ class ParallelTransformerLayer(ChainedLayer):
 
     @property
     def lacks(self) -> str:
+        """The reason why, in training with checkpoints, layers run one by one; may be empty."""
         reason = _why_chain_cant_recompute(self.stack, self.forward_passes.config)
         return reason and f"in training one by one: {reason}"
 
@@ -113,6 +114,7 @@ class ParallelTransformerLayer(ChainedLayer):
     def chain_arguments(
         self, forward_pass: ForwardPass, arguments: dict[str, Any]
     ) -> dict[str, Any]:
+        """Return what `translate` makes; the layers of one forward share its tables."""
         return self.translate(arguments, forward_pass.shared)
 
 
@@ -133,7 +135,8 @@ def _why_chain_cant_recompute(stack: Any, config: SpOverlapConfig) -> str:
     """Explain why a chain can't do the activation checkpointing of the layers of ``stack``.
 
     Returns:
-        The reason; empty if a chain can do it, or the layers are not checkpointed.
+        The reason; empty if a chain can do it, or the layers are not checkpointed. DeepSpeed's
+        settings for checkpoints are looked at in each call, since a program may change them.
     """
     if not _is_checkpointed(stack):
         return ""
@@ -181,7 +184,8 @@ def _chain_checkpoints(
 ) -> Iterator[None]:
     """Let the chain do the checkpointing of the layers of ``stack`` in the body, if it can.
 
-    See Note [Checkpoints of Megatron].
+    Whether it can is decided when the stack calls its method `CHECKPOINTED`. See Note [Checkpoints
+    of Megatron].
 
     Args:
         stack: The module whose forward the body runs.
@@ -189,6 +193,7 @@ def _chain_checkpoints(
         forward_pass: The forward that is running.
         config: The ``sp_overlap`` section.
     """
+    # Nothing to do for a stack without such a method, or one on which somebody has replaced it.
     original = getattr(stack, CHECKPOINTED, None)
     if original is None or CHECKPOINTED in vars(stack):
         yield
@@ -203,6 +208,11 @@ def _chain_checkpoints(
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        """Run all layers of the stack; takes the place of its method `CHECKPOINTED`.
+
+        Returns:
+            The hidden states [s/P, b, m], and the list of the MoE losses of the layers.
+        """
         layers = [stack._get_layer(number) for number in range(stack.num_layers)]
         able = (
             _is_checkpointed(stack)
@@ -242,7 +252,7 @@ def _chain_checkpoints(
 def hosts_of(
     chains: list[list[ChainedLayer]], forward_passes: ForwardPasses, sp_size: int
 ) -> list[HostModule]:
-    """Return the modules whose forward must be rebound: chained layers and their stacks.
+    """Return the modules whose forward must be rebound: stacks, then their chained layers.
 
     Args:
         chains: The chains of the model.
@@ -267,12 +277,16 @@ def hosts_of(
 def _forward_of_stack(
     stack: Any, chained_layers: list[ChainedLayer], forward_passes: ForwardPasses, sp_size: int
 ) -> Callable:
-    """Return a forward for ``stack`` that runs its layers as one forward of the model."""
+    """Return a forward for ``stack`` that runs its layers as one forward of the model.
+
+    Outside of this forward, chained layers run by themselves.
+    """
     original = stack.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        # Stages of a pipeline may be given None.
+        # The stack around this one has begun the forward already. Stages of a pipeline may be given
+        # None.
         if forward_passes.forward_pass is not None or hidden is None:
             return original(*args, **kwargs)
         config = forward_passes.config

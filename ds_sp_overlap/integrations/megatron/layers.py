@@ -52,12 +52,15 @@ SPLIT = {"q_proj": "query_linear", "k_proj": "key_linear", "v_proj": "value_line
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Tensor:
     """Attend with the local attention that the layer was built with.
 
+    The block calls this between the exchanges, once for each head group. ``h/P`` below stands for
+    the query heads of the group.
+
     Args:
         module: The layer.
         q: [s, b, h/P, d].
         k: [s, b, h_kv', d]. The KV heads that the query heads need.
         v: [s, b, h_kv', d].
-        mask: (mask,), the further arguments of core attention.
+        mask: (mask,), the further arguments of core attention; flash attention takes none.
 
     Returns:
         o, [s, b, h/P, d] or [s, b, h/P d].
@@ -74,8 +77,8 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Ten
     q, k, v = (x.contiguous() for x in (q, k, v))
     if module.use_flash_attn:
         return local(q, k, v)
-    # The width of all heads of a rank, but q has the heads of one head group only: its width is set
-    # for the call.
+    # Core attention flattens o to this width, that of all heads of a rank. q may hold only the
+    # heads of one head group, so the width of q is set for the call.
     width = local.hidden_size_per_partition
     local.hidden_size_per_partition = q.shape[2] * q.shape[3]
     try:
@@ -89,8 +92,8 @@ def _local_tables(
 ) -> tuple[Tensor, ...]:
     """Return cos and sin at the positions of this rank.
 
-    RoPE is elementwise. So the results before the exchange are bit-identical to those behind it,
-    and before the exchange its time is hidden.
+    RoPE is elementwise. So q and k can be rotated before the exchange, where the time is hidden,
+    and are bit-identical to those that the layer's own forward rotates behind the exchange.
 
     Args:
         rotary: (cos, sin) of the whole sequence, each [s, 1, 1, d_rot]; None without RoPE.
@@ -140,7 +143,9 @@ class _Driven(NamedTuple):
     Attributes:
         block: What drives it.
         forward: Takes the place of the layer's forward.
-        translate: Checks the arguments of the layer, and translates them into keywords of the block's call.
+        translate: Checks the arguments of the layer, and translates them into keywords of the
+            block's call. ``forward`` calls it for a layer by itself, a `ParallelTransformerLayer`
+            for a layer in a chain.
     """
 
     block: SelfAttention
@@ -150,6 +155,8 @@ class _Driven(NamedTuple):
 
 def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSettings) -> _Driven:
     """Make the block that drives a layer, and a forward for the layer that calls the block.
+
+    Nothing is rebound here.
 
     Args:
         name: The layer's name.
@@ -183,7 +190,20 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
     )
 
     def translate(arguments: dict[str, Any], shared: dict) -> dict[str, Any]:
-        # Collective where a probe is due, and in the first call, whose errors reach all ranks.
+        """Check the arguments, and return keywords of ``block``.
+
+        Collective where a probe is due, and for an error in the layer's first call.
+
+        Args:
+            arguments: The layer's arguments by name. ``hidden_states`` are [s/P, b, m].
+            shared: Holds the tables that layers of one forward of the model share.
+
+        Raises:
+            RuntimeError: on all ranks, if a probe finds a difference; on this rank, if the layer
+                has changed since `enable`.
+            ValueError: for arguments that can't work. In the layer's first call, every fault of one
+                rank is this error on all ranks.
+        """
         hidden, mask = arguments["hidden_states"], arguments.get("attention_mask")
         rotary = arguments.get("rotary_pos_emb")
         error: Exception | None = None
@@ -226,6 +246,7 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
         # HEAD passes this at first, and calls again without it after a TypeError.
         cpu_offloading=False,
     ):
+        """Attend over the global sequence; takes the place of the layer's forward. Collective."""
         arguments = dict(
             hidden_states=hidden_states, attention_mask=attention_mask,
             encoder_output=encoder_output, inference_params=inference_params,
@@ -234,6 +255,7 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
         keywords = translate(arguments, {})
 
         def baseline_attention(x):
+            """Run the layer's own forward, as the policy's candidate "off"."""
             return original(x, attention_mask, encoder_output, inference_params, rotary_pos_emb)
 
         baseline = baseline_attention if settings.policy and baseline_is_right else None
@@ -255,7 +277,7 @@ def _probe(
     settings: OverlapSettings,
     comparable: bool,
 ) -> None:
-    """Compare the layer's own forward with the block, where that is due. Collective.
+    """Compare the layer's own forward with the block, if that is due. Collective if it is.
 
     Args:
         name: The layer's name.
@@ -265,7 +287,7 @@ def _probe(
         arguments: The layer's arguments by name.
         settings: The settings of the model's layers.
         comparable: Whether the layer's own forward accepts the arguments on this rank, as far as is
-            known.
+            known. If not, this rank reports no difference, but still takes part.
 
     Raises:
         RuntimeError: on all ranks, if the two differ on any rank.
@@ -274,6 +296,7 @@ def _probe(
     lengths = [len(arguments["hidden_states"])] * sp_group.size
     if in_backward() or not reader.probes.is_due(name, settings.config.check, lengths):
         return
+    # ``str()`` is the empty text: no difference.
     compare = functools.partial(difference, module, block, arguments) if comparable else str
     refuse_difference(reader.probes, name, module, sp_group=sp_group, compare=compare)
 
@@ -281,7 +304,10 @@ def _probe(
 def _plain(linears: list[nn.Module]) -> Plain:
     """Return the forwards of Megatron's linear layers that compute x w^T + b and nothing else.
 
-    A layer with tensor parallelism computes more.
+    The block may compute these part by part. A layer with tensor parallelism computes more.
+
+    Returns:
+        For each such forward, a function that tells whether a layer leaves its bias to the caller.
     """
     plain: Plain = {}
     extras = (
@@ -319,8 +345,8 @@ def _why_not(module: nn.Module) -> tuple[str, bool]:
     """Explain why a layer can't be driven whole.
 
     Returns:
-        The reason, empty if the layer can be driven whole; and whether its exchanges can be
-        overlapped at least.
+        The reason, empty if the layer can be driven whole; and whether `bind_drop_in` can overlap
+        at least the exchanges in its ``dist_attn``.
     """
     children = dict(module.named_children())
     if "query_key_value" not in children and not all(child in children for child in SPLIT.values()):
@@ -343,12 +369,19 @@ def find_layers(
 ) -> tuple[list[FoundLayer], list[HostModule]]:
     """Find the ``ParallelAttention`` layers of a model, and the modules around them.
 
+    `enable` calls this for every model, and nothing is rebound yet.
+
     Args:
         model: The model.
         settings: The settings of its layers.
 
+    Returns:
+        The layers, each of which is driven whole, overlapped at its ``dist_attn`` alone, or left as
+        it is; and the decoder layers and stacks whose forward must be rebound for chains. Both are
+        empty for a model of another framework.
+
     Raises:
-        ValueError: if ``head_groups`` is out of range.
+        ValueError: if ``head_groups`` or ``shares`` is out of range.
     """
     layers, modules = [], dict(model.named_modules())
     forward_passes = ForwardPasses(settings.config)
@@ -376,7 +409,8 @@ def find_layers(
         if reason:
             layers.append(FoundLayer(name, module, got="", lacks=reason, inside=inside))
             continue
-        # In training it asserts so, and in evaluation it is not causal otherwise.
+        # So no ranks share query heads: with fewer queries than keys, Megatron's flash attention
+        # fails an assertion in training, and is not causal in evaluation.
         why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
         groups = settings.groups_for(module.num_attention_heads, module.num_key_value_heads, why)
         driven = _drive(name, module, reader, settings)

@@ -18,13 +18,14 @@ from ..inspect import probe
 def difference(module: Any, block: SelfAttention, arguments: dict[str, Any]) -> str:
     """Compare the forward of a layer's class with ``block``.
 
-    q, k and v are compared before rotation, which follows the exchange in the layer's own forward.
-    KV heads are repeated for the query heads where the layer repeats them.
+    Nothing is exchanged. q, k and v are compared before rotation, since the layer's own forward
+    leaves the rotation to ``dist_attn``. KV heads are repeated for the query heads where the layer
+    repeats them.
 
     Args:
         module: The layer.
         block: What drives it.
-        arguments: The layer's arguments by name.
+        arguments: The layer's arguments by name; hidden states are [s/P, b, m].
 
     Returns:
         The first difference, in words; empty if there is none.
@@ -37,6 +38,7 @@ def difference(module: Any, block: SelfAttention, arguments: dict[str, Any]) -> 
         arguments["rotary_pos_emb"] = tuple(arguments["rotary_pos_emb"])
 
     def run_own(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the made-up o, [s/P, b, h d]; q, k, v, and what the layer returned."""
         recorded: list[Tensor] = []
         with _recording(module, recorded, arguments):
             output = type(module).forward(module, **{**arguments, "hidden_states": x})
@@ -47,6 +49,7 @@ def difference(module: Any, block: SelfAttention, arguments: dict[str, Any]) -> 
         return o.contiguous(), [*heads, *_without_none(output)]
 
     def run_driven(x: Tensor, o: Tensor) -> list[Tensor]:
+        """Return q, k, v of the block without rotation, and the output projection of ``o``."""
         results = []
         for heads in block.project_locally(x, ()):
             repeats = block.heads // heads.shape[2]
@@ -59,7 +62,7 @@ def difference(module: Any, block: SelfAttention, arguments: dict[str, Any]) -> 
 
 
 def _without_none(output: tuple[Tensor, Tensor | None]) -> list[Tensor]:
-    """Return the output of a layer, and its bias if the layer leaves one to its caller."""
+    """Return the output of a layer, and the bias if the layer leaves one to its caller."""
     return [x for x in output if x is not None]
 
 
@@ -69,18 +72,20 @@ def _recording(module: Any, recorded: list[Tensor], arguments: dict[str, Any]) -
 
     Args:
         module: The layer.
-        recorded: An empty list.
+        recorded: An empty list. Receives that o, then q, k and v, all in the layout in which the
+            layer calls ``dist_attn``: [b, s/P, h, d] for flash attention, else [s/P, b, h, d].
         arguments: The layer's arguments by name; ``dist_attn`` may be given the tables and the mask
             among them.
     """
     attributes = vars(module.dist_attn)
 
     def recorder(q: Tensor, k: Tensor, v: Tensor, dim: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Stand in for the forward of ``dist_attn``; raise ValueError for arguments of others."""
         expected = [arguments.get("rotary_pos_emb"), arguments.get("attention_mask")]
         for x in (*args, *kwargs.values()):
             if x is not None and not any(x is argument for argument in expected):
                 raise ValueError("its forward gives dist_attn what is not known here")
-        # Pull request 415 projects on another stream.
+        # Pull request 415 projects q, k and v on another stream, which may not be done with them.
         sys.modules["deepspeed.accelerator"].get_accelerator().synchronize()
         o = torch.randn_like(q, memory_format=torch.contiguous_format)
         recorded.extend((o, q, k, v))

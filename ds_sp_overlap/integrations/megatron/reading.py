@@ -8,8 +8,9 @@ labels, and all that the forward does is accounted for. A layer is known if
 - ``dense`` is given what ``dist_attn`` returns.
 
 Two forwards are special. HEAD asserts that there are as many KV heads as query heads. Where there
-are fewer, the forward computes nothing, so that it is read with as many KV heads as query heads.
-The forward of pull request 415 runs its projections on another stream, and is known by its source.
+are fewer, the forward stops before it computes anything, so it is read as if the layer had as many
+KV heads as query heads. The forward of pull request 415 runs its projections on another stream, and
+is known by its source.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class AttentionReader(Reader):
     """Reads a ``ParallelAttention``; see `Reader`."""
 
     def read(self, module: Any, training: bool) -> Read:
+        """Run the forward in every case, in training or in evaluation; see `Reader.read`."""
         projections = SPLIT if hasattr(module, SPLIT[0]) else FUSED
         grouped = module.num_attention_heads != module.num_key_value_heads
         if not hooks_are_harmless(module.dist_attn):
@@ -82,6 +84,7 @@ class AttentionReader(Reader):
             try:
                 run = _Run(module, case, projections, refuses)
             except AssertionError:
+                # HEAD's assertion about KV heads. Any other is raised again by the second run.
                 refuses = grouped
                 run = _Run(module, case, projections, refuses)
             for path, value in run.lookups:
@@ -98,15 +101,21 @@ def _class_lookup(module: Any, name: str) -> Lookup:
 
 
 class _Run:
-    """One run of a layer's forward on labels.
+    """One run of a layer's forward on labels, which the constructor makes and checks.
 
     Args:
         module: The layer.
         case: The way to call it.
         projections: The names of its projections.
-        refuses: Whether to run it with as many KV heads as query heads.
+        refuses: Whether to run it with as many KV heads as query heads, see
+            `AttentionReading.refuses`.
 
     Attributes:
+        x: [s, b, m]. The labels that stand for hidden states.
+        tables, mask: Stand for the tables and the mask; None where the case gives none.
+        outputs: The labels that the projections and ``dense`` returned, by name.
+        o: [s, b, h d]. The labels that ``dist_attn`` returned; None until it is called.
+        bias: Stands for the bias of ``dense``; None if ``dense`` returns none.
         lookups: The attributes that the forward looked up.
         loaded_globals: The globals that it loaded.
 
@@ -114,6 +123,7 @@ class _Run:
         Unknown: if the forward computes anything else than what is known.
     """
 
+    # For `Proxy`: the forward may not read tensors of the layer.
     takes_parameters = False
 
     def __init__(self, module: Any, case: Case, projections: tuple[str, ...], refuses: bool):
@@ -144,9 +154,12 @@ class _Run:
         arguments = self._arguments(forward, case)
         with replaced(module, self._replacement), self.accounting:
             returned = forward(Proxy(module, (), self), **arguments)
+        # The code has loaded stand-ins for some globals. Later calls are compared with the globals
+        # themselves, which are back in place by now.
         self.loaded_globals = []
         for namespace, name, _ in self.accounting.loaded_globals:
             self.loaded_globals.append(LoadedGlobal(namespace, name, namespace.get(name, MISSING)))
+        # Attributes that were replaced in this run are no facts about the layer.
         self.lookups = [
             (path, value) for path, value in self.lookups if path[0] not in self.replaced_attributes
         ]
@@ -164,7 +177,11 @@ class _Run:
         }
 
     def _sizes(self, case: Case) -> tuple[int, int]:
-        """Return batch size and sequence length, which divide no size of the layer."""
+        """Return batch size and sequence length, primes that divide no size of the layer.
+
+        So neither can be mistaken for a size of the layer, or for a factor of one. The batch size
+        may be 1.
+        """
         used = [x for x in vars(self.module).values() if isinstance(x, int) and x]
         for parameter in self.module.parameters():
             used += getattr(parameter, "ds_shape", parameter.shape)
@@ -174,7 +191,11 @@ class _Run:
         return free[0] if case.batch > 1 else 1, free[1 + case.seq_index]
 
     def _arguments(self, forward: Any, case: Case) -> dict[str, Any]:
-        """Return the arguments of the forward in this case."""
+        """Return the arguments of the forward in this case, by name.
+
+        Raises:
+            Unknown: if the forward has a parameter that is not known here.
+        """
         names = list(inspect.signature(forward).parameters)[1:]
         for name in names:
             if name not in ARGUMENTS:
@@ -194,13 +215,13 @@ class _Run:
         self.accounting.fail(reason)
 
     def look_up(self, holder: Any, name: str) -> Any:
-        """Return an attribute; see `Accounting.look_up`."""
+        """Return an attribute, or what replaces it in this run; see `Accounting.look_up`."""
         if holder is self.module and name in self.replaced_attributes:
             return self.replaced_attributes[name]
         return self.accounting.look_up(holder, name)
 
     def new_labels(self, *shape: int) -> Tensor:
-        """Return labels of a shape that were not used before."""
+        """Return labels, whole numbers of which none was returned before, in this shape."""
         count = torch.Size(shape).numel()
         self._label_count += count
         return torch.arange(self._label_count - count, self._label_count).view(shape)
@@ -210,7 +231,11 @@ class _Run:
         return _ChildProxy(name, module, self)
 
     def project(self, name: str, module: Any, x: Tensor) -> tuple[Tensor, Any]:
-        """Return labels and a bias in place of a projection."""
+        """Return labels [s, b, rows] and a bias in place of a projection of ``x``.
+
+        Fail unless ``x`` holds the hidden states as they are. The bias is None unless the
+        projection leaves the bias to its caller.
+        """
         if not torch.equal(x, self.x):
             self.fail(f"gives {name} something else than the hidden states as they are")
         heads = self.kv_heads
@@ -224,8 +249,17 @@ class _Run:
     def exchange(
         self, q: Tensor, k: Tensor, v: Tensor, dim: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Return labels for o in place of ``dist_attn``; fail unless q, k and v are as expected."""
+        """Return labels for o in place of ``dist_attn``; fail unless q, k and v are as expected.
+
+        Args:
+            q: [s, b, h, d], or [b, s, h, d] for flash attention.
+            k: As ``q``, with h_kv heads, or with each repeated for its query heads.
+            v: As ``k``.
+            dim: The dimension of the batch.
+            *args: Tables and mask, as are ``kwargs``.
+        """
         self._check_arguments(dim, args, kwargs)
+        # [s, b, all q | all k | all v]; nothing in place of a projection that was not called.
         rows = torch.cat([self.outputs.get(name, self.x[..., :0]) for name in self.projections], -1)
         kv = self.kv_heads * self.head_dim
         expected_rows = rows.split((rows.shape[-1] - 2 * kv, kv, kv), -1)
@@ -244,7 +278,8 @@ class _Run:
     def _check_arguments(self, dim: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Fail unless ``dist_attn`` is given the same arguments as the driver would give.
 
-        HEAD may also pass the mask in place of ``dim``, with which ``dist_attn`` can't run.
+        Without flash attention HEAD passes the mask in place of ``dim``. Its ``dist_attn`` can't
+        run with that, so there is no result that the driver would have to reproduce.
         """
         if self.o is not None:
             self.fail("calls dist_attn more than once")
@@ -265,7 +300,10 @@ class _Run:
                 self.fail(f"gives dist_attn another {name}")
 
     def output(self, module: Any, x: Tensor) -> tuple[Tensor, Any]:
-        """Return labels and a bias in place of ``dense``."""
+        """Return labels [s, b, m] and a bias in place of ``dense``.
+
+        Fail unless ``x`` is what ``dist_attn`` returned.
+        """
         if self.o is None or not torch.equal(x, self.o):
             self.fail("gives dense something else than what dist_attn returns")
         self.outputs["dense"] = self.new_labels(*self.tokens, _width(module))
@@ -273,7 +311,9 @@ class _Run:
         return self.outputs["dense"], self.bias
 
     def _check(self, returned: Any) -> None:
-        """Raise Unknown unless the forward returned the output of ``dense`` and used all it has."""
+        """Raise Unknown unless the forward returned (output, bias) of ``dense``, and each parameter
+        and buffer of the layer belongs to a child that it called.
+        """
         if "dense" not in self.outputs:
             raise Unknown("its forward calls no dense")
         if not isinstance(returned, tuple) or len(returned) != 2 or returned[1] is not self.bias:
@@ -294,6 +334,7 @@ class _ChildProxy:
         self._name, self._module, self._run = name, module, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what stands for the child's output; fail for an unexpected child or argument."""
         run, name, module = self._run, self._name, self._module
         if name == "dist_attn":
             with torch._C.DisableTorchFunction():
@@ -316,6 +357,6 @@ class _ChildProxy:
 
 
 def _width(module: Any) -> int:
-    """Return m of a layer, or of its output projection."""
+    """Return m of a layer, or of its output projection, whole even if ZeRO-3 partitioned it."""
     weight = getattr(module, "dense", module).weight
     return getattr(weight, "ds_shape", weight.shape)[0]

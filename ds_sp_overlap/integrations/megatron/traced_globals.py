@@ -26,10 +26,19 @@ KNOWN = {"8f37e62e2c72da2a"}
 
 
 def replacement(run: Any, name: str, value: Any) -> Any:
-    """Return what replaces a global while ``run`` accounts for a forward; None if it stays."""
+    """Return what replaces a global while ``run`` accounts for a forward; None if it stays.
+
+    `symbolic_trace.replaced` calls this for each global that the code of the layer's class names.
+
+    Args:
+        run: The run of the forward, of a decoder layer or of an attention.
+        name: The name of the global.
+        value: Its value.
+    """
     if value is torch:
         return _Torch(run)
     if isinstance(value, torch.jit.ScriptFunction):
+        # The Python function that it was compiled from.
         return getattr(value, "_torchdynamo_inline", None)
     einops = sys.modules.get("einops")
     if einops is not None and value is einops.rearrange:
@@ -59,6 +68,7 @@ class _Torch:
         return getattr(torch, name)
 
     def tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
+        """Return a zero of no dims; fail for any other number or dtype."""
         same_dtype = isinstance(dtype, HiddenDtype) or dtype is self._run.dtype
         if type(data) is not float or data != 0 or not same_dtype:
             self._run.fail("makes a tensor")  # guard: a zero adds nothing
@@ -67,12 +77,16 @@ class _Torch:
 
 
 class _Package:
-    """Stands for a module of Megatron that a forward names."""
+    """Stands for a module that is neither torch's nor another known package's, such as Megatron's.
+
+    The forward may look up modules in it, and `VIEWLESS`; anything else fails the run.
+    """
 
     def __init__(self, name: str, module: Any, run: Any):
         self._name, self._module, self._run = name, module, run
 
     def __getattr__(self, name: str) -> Any:
+        """Return what stands for ``name`` in the module, and record the lookup as a global."""
         run, path = self._run, f"{self._name}.{name}"
         value = run.look_up(self._module, name)
         with run.accounting.suspended():
@@ -89,7 +103,10 @@ class _Package:
 
 
 def source_of(holder: Any, *names: str) -> str:
-    """Return the `digest` of functions of a class or a module; empty if there is no source."""
+    """Return the `digest` of functions of a class or a module.
+
+    Empty, which is in no set of known digests, if there is no source or a function is decorated.
+    """
     try:
         return digest(holder, *names)
     except (OSError, TypeError):

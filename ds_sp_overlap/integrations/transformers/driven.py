@@ -175,9 +175,9 @@ class Driven:
         if reading.passes_keywords:
             options |= rest
         options |= read_options
-        is_due = self.reader.probes.is_due(self.where, self.settings.config.check, sequence.lengths)
-        # In backward a checkpoint recomputes the call, which is not compared.
-        if is_due and not in_backward():
+        # A call that a checkpoint recomputes in backward is neither compared nor counted.
+        probes, check = self.reader.probes, self.settings.config.check
+        if not in_backward() and probes.is_due(self.where, check, sequence.lengths):
             tensors = {"hidden_states": x, "position_embeddings": tables, "attention_mask": mask}
             self._refuse_difference({**arguments, **tensors})
         per_head = {key: PerHead(options.pop(key)) for key in reading.per_head}

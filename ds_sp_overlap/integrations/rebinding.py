@@ -23,10 +23,11 @@ Undo = Callable[[nn.Module], None]
 def is_ours(module: nn.Module) -> bool:
     """Return whether the forward of ``module`` is one that `rebind` put there.
 
-    True for a deep copy of a rebound module as well, and for a wrapper around such a forward that
-    ``functools.wraps`` made, since it copies the mark.
+    True for a deep copy of a rebound module as well. Not for somebody's wrapper around such a
+    forward, to which ``functools.wraps`` copies the mark.
     """
-    return getattr(vars(module).get("forward"), "__sp_overlap__", False)
+    function = getattr(vars(module).get("forward"), "__func__", None)
+    return function is not None and getattr(function, "__sp_overlap__", None) == id(function)
 
 
 def rebind(
@@ -82,6 +83,6 @@ def rebind(
     # A pickle stores a method by its name, so that a module that is loaded from the pickle has the
     # forward of its class.
     dispatch.__name__ = "forward"
-    dispatch.__sp_overlap__, dispatch.before = True, before
+    dispatch.__sp_overlap__, dispatch.before = id(dispatch), before
     module.forward = types.MethodType(dispatch, module)
     return undo

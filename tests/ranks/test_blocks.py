@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -553,6 +554,56 @@ def test_what_would_be_a_part_of_a_gradient_is_refused(ask):
             assert kind == "RuntimeError" and words in message
 
 
+class AnotherInEachAccess(nn.Module):
+    """A parametrization as spectral_norm's or dropout's, which computes another weight whenever it is asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def forward(self, weight):
+        self.count += 1
+        return weight * (1 + self.count)
+
+
+def evaluated_again(rank):
+    """Weights that one forward and backward compute more than once, or in which the gradient is not that of the product."""
+    faults = []
+
+    def expect_once(name, parametrized, model, shape):
+        step = AnotherInEachAccess()
+        parametrize.register_parametrization(parametrized, "weight", step)
+        x, dy = layers.whole_inputs(shape)
+        for call in range(2):
+            model.zero_grad()
+            before = step.count
+            y = run(layers.my_slice(shape, rank, x).requires_grad_())
+            y.backward(layers.my_slice(shape, rank, dy))
+            if step.count != before + 1:
+                faults.append(f"{name}, call {call}: {step.count - before}")
+
+    for name in ("q_proj", "o_proj"):
+        for config in ({"head_groups": 1}, {"head_groups": 2}, {"head_groups": 2, "window": 1}):
+            shape = layers.Shape(heads=4, kv_heads=4, config=config)
+            modules = layers.projections(shape)
+            attend = layers.block(shape, modules, torch.distributed.group.WORLD)
+            run = functools.partial(layers.call_block, shape, attend, rank)
+            expect_once(f"{name} {config}", modules[name], modules, shape)
+    for name in ("mlp.up", "mlp.down", "attention.o_proj", "attention.q_proj"):
+        shape = Blocks(4, 4, 8, 2, (6, 4), chunks=2, config={"head_groups": 2})
+        run = blocks.Model(shape)
+        module = run.layers[1].mlp if name.startswith("mlp") else run.layers[1].attention
+        part = name.split(".")[1]
+        parametrized = module[part] if isinstance(module, (dict, nn.ModuleDict)) else getattr(module, part)
+        blocks.enchain(run, shape, rank, torch.distributed.group.WORLD)
+        expect_once(name, parametrized, run, shape)
+    return faults
+
+
+def test_a_weight_that_is_computed_is_computed_once_a_call():
+    no_faults(2, evaluated_again)
+
+
 # Guards.
 
 
@@ -561,6 +612,7 @@ def unrefused(rank, ask):
 
 
 WATCHED = [
+    Watched(Guard("computed once", without="if False:"), evaluated_again),
     Watched(
         Guard("of this backward alone", without="now = self.backward = torch._C._current_graph_task_id()\nif False:"),
         functools.partial(faults_of, use="grad of input, then backward"),

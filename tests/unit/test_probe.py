@@ -28,9 +28,17 @@ BIG = 0.75 * torch.finfo(torch.float16).max
         ([1.0, -2.1, torch.inf, torch.nan, torch.inf], r" differs by [34].\de-02"),
         ([torch.inf, -2.0, torch.inf, torch.nan, torch.inf], " overflows in one of the two alone"),
         ([1.0, -2.0, torch.inf, 1.0, torch.inf], " overflows in one of the two alone"),
+        ([1.0, -2.0, -torch.inf, torch.nan, torch.inf], " overflows in one of the two alone"),
+        ([1.0, -2.0, torch.inf, torch.nan, -BIG], " overflows in one of the two alone"),
     ],
 )
 def test_a_comparison_leaves_out_what_overflows_in_both(driven, expected):
     """The first loss scale of fp16 may overflow, and so may gradients of a comparison, whose size is another one."""
     own = torch.tensor([1.0, -2.0, torch.inf, torch.nan, torch.inf], dtype=torch.float16)
     assert re.fullmatch(expected, probe._describe_difference(own, torch.tensor(driven, dtype=torch.float16)))
+
+
+def test_numbers_that_are_not_floating_are_compared_one_by_one():
+    own = torch.tensor([1, 2])
+    assert probe._describe_difference(own, own.clone()) == ""
+    assert probe._describe_difference(own, own + 1) == " differs"

@@ -57,16 +57,12 @@ class _Slot(Waiting):
     def __init__(self, module: Any, where: str, at_once: bool, leaves_bias: bool | None):
         self.module, self.where = module, where
         self.at_once, self.leaves_bias = at_once, leaves_bias
-<<<<<<< HEAD
         # Weight and bias, until `Shadows.end`, where a parametrization computes any of them: it may
         # compute something else in each access.
         self.computed: tuple[Tensor, Tensor | None] | None = None
         if not {"weight", "bias"} <= module._parameters.keys():  # guard: computed once
             self.computed = self.parameters
-        # Of the gradients of weight and bias; None for one that doesn't train.
-=======
         # Dtypes of the gradients of weight and bias; None for one that doesn't train.
->>>>>>> words1
         self.dtypes = [
             None if x is None or not x.requires_grad else x.dtype for x in self.parameters
         ]
@@ -76,26 +72,17 @@ class _Slot(Waiting):
         super().__init__()
 
     @property
-<<<<<<< HEAD
     def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the product; no bias if the layer leaves it to its caller."""
+        """Weight and bias of the product; None as bias if the layer leaves it to its caller."""
         if self.computed is not None:
             return self.computed
         return self.module.weight, None if self.leaves_bias else self.module.bias
 
     def open(self) -> None:
-        """Take the weights, which ZeRO-3 has gathered by now."""
+        """Take weight and bias, cast as by autocast; ZeRO-3 has gathered them by now."""
         operands: Sequence[Tensor | None] = self.parameters
         if self.computed is not None:
             operands = [x if x is None else x.detach() for x in operands]
-=======
-    def parameters(self) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        """Weight and bias of the product; None as bias if the layer leaves it to its caller."""
-        return self.module.weight, None if self.leaves_bias else self.module.bias
-
-    def open(self) -> None:
-        """Take weight and bias, cast as by autocast; ZeRO-3 has gathered them by now."""
->>>>>>> words1
         with torch.no_grad():
             self.operands = autocast(*operands)
 

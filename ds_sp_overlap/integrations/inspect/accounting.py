@@ -152,7 +152,7 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, constants) and not isinstance(value, Size)
 
 
-def forward_of(kind: type, beside: str = "") -> Callable:
+def forward_of(kind: type, beside: str | None = None) -> Callable:
     """Return the forward that runs when a module of class ``kind`` is called.
 
     A decorator that only renames the argument of a KV cache is taken off. A Python function that

@@ -1,0 +1,40 @@
+"""A forward that takes the place of a module's own, and somebody's wrapper around it."""
+
+import copy
+import functools
+
+from torch import nn
+
+from ds_sp_overlap.integrations.rebinding import is_ours, rebind
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_a_wrapper_around_our_forward_stays_when_ours_goes():
+    """As Accelerate's hooks, which copy all attributes of what they wrap."""
+    module, calls = Doubling(), []
+    undo = rebind(module, lambda x: 10 * x)
+    assert is_ours(module) and is_ours(copy.deepcopy(module)) and module(1) == 10
+    ours = module.forward
+
+    @functools.wraps(ours)
+    def counting(x):
+        calls.append(x)
+        return ours(x)
+
+    module.forward = counting
+    assert not is_ours(module) and module(1) == 10
+    undo(module)
+    assert module.forward is counting and module(1) == 2 and calls == [1, 1]
+
+
+def test_our_forward_goes_and_gives_back_what_was_there():
+    module = Doubling()
+    module.forward = before = lambda x: 3 * x
+    undo = rebind(module, lambda x: 10 * x)
+    assert module(1) == 10
+    undo(module)
+    assert module.forward is before and module(1) == 3

@@ -21,13 +21,16 @@ class _Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _default(cls, section: Any) -> Any:
-        """Drop keys that stand for their default: null, and "auto" where it is no other value."""
+        """Drop keys that stand for their default: null, and "auto" where a key has no "auto" of its
+        own. Runs before pydantic validates the section.
+        """
         if not isinstance(section, dict):
             return section
         said = dict(section)
         for key, field in cls.model_fields.items():
             if key not in said or field.is_required():
                 continue
+            # Whether the type of the key lists no "auto".
             auto_is_default = "'auto'" not in str(field.annotation)
             if said[key] is None or auto_is_default and said[key] == "auto":
                 del said[key]
@@ -35,10 +38,10 @@ class _Section(BaseModel):
 
 
 class PolicyConfig(_Section):
-    """How ``"head_groups": "auto"`` is chosen.
+    """How "auto" of ``head_groups``, ``memory`` and ``scope`` is chosen.
 
     Attributes:
-        warmup_steps: Optimizer steps in which candidates are timed, per shape; 0: take the default.
+        warmup_steps: Optimizer steps in which candidates are tried, per shape; 0: take the default.
     """
 
     warmup_steps: int = 16
@@ -60,8 +63,8 @@ class TimelineConfig(_Section):
 class SpOverlapConfig(_Section):
     """The keys of ``sp_overlap``.
 
-    Each switch works alone, so that each gain can be measured alone. null and "auto" are the
-    default of every key.
+    Each switch works alone, so that each gain can be measured alone. null is the default of every
+    key, and so is "auto", except for ``scope`` and ``memory``, where "auto" asks for a choice.
 
     Attributes:
         enabled: False: as if the section were not there.
@@ -73,7 +76,8 @@ class SpOverlapConfig(_Section):
         token_chunks: C of "block"; "auto": 4, or as many as a rank has tokens.
         shares: r, the ranks that share their query heads, each with 1/r of the queries; divides the
             sp size. "auto": 1 where query heads divide by the sp size, else the smallest r by which
-            they divide, where local attention can attend with a range of queries.
+            they divide, where local attention can attend with a range of queries and the busiest
+            rank does not receive more for it (`shares_for`).
         kv_once_per_node: Whether k and v travel over the network once to each node, and inside it
             from rank to rank. For nodes in which several ranks need the same KV heads.
         window: W, the most head groups that are live at a time; for less memory, backward
@@ -138,6 +142,7 @@ class SpOverlapConfig(_Section):
     @field_validator("kernels", mode="before")
     @classmethod
     def _once_called(cls, name: Any) -> Any:
+        """Take the value that "compiled" was once called by."""
         return "compiled" if name == "cuda" else name
 
     @property
@@ -147,10 +152,12 @@ class SpOverlapConfig(_Section):
         return dict(kernels=self.kernels, settings=settings, sm_carveout=self.sm_carveout)
 
     def window_of(self, groups: int) -> int | None:
-        """Return W for a layer of ``groups`` head groups; None if backward does not recompute.
+        """Return W for a layer of ``groups`` head groups; None if backward does not recompute q, k
+        and v by a window.
 
-        Tensors that are saved over a checkpoint are received again in backward. Half of the groups
-        at a time then need no more memory than DeepSpeed's own layer.
+        With ``checkpointing`` "keep" or "offload" a layer always has a window: o is saved, and q, k
+        and v are received again in backward. Half of the groups at a time then need no more memory
+        than DeepSpeed's own layer.
         """
         if self.window is not None:
             return min(self.window, groups)
@@ -159,25 +166,29 @@ class SpOverlapConfig(_Section):
     def groups_for(self, heads: int, parts: int) -> int:
         """Return G for ``heads`` query heads that are dealt to ``parts`` parts of the ranks.
 
-        `Geometry` refuses a G that is too large, and shares that leave no part.
-
         "auto" begins with 2, or with 1 where a rank has one query head, and stays there where
-        nothing is timed.
+        nothing is timed. Nothing is checked here: `Geometry` refuses a G that is too large, and
+        shares that leave no part.
         """
         if self.head_groups != "auto":
             return self.head_groups
         return max(1, min(2, heads // max(parts, 1)))
 
     def chunks_for(self, lengths: Sequence[int] = ()) -> int:
-        """Return C for ranks with ``lengths`` tokens; without lengths, for long sequences."""
+        """Return C, the chunks of a block.
+
+        Args:
+            lengths: Local sequence length of every rank, in tokens; empty for long sequences.
+        """
         return max(1, min((4, *lengths))) if self.token_chunks == "auto" else self.token_chunks
 
     @classmethod
     def parse(cls, section: Any) -> SpOverlapConfig:
-        """Validate a section.
+        """Validate a section: a dict, or a config, which is returned as it is.
 
         Raises:
-            ValueError: with every fault in the section, each with its value and the valid values.
+            ValueError: with every unknown key and every wrong type, each with the valid values;
+                or, if there are none, with the first number that is out of range.
         """
         if isinstance(section, cls):
             return section
@@ -210,7 +221,7 @@ class SpOverlapConfig(_Section):
 
     @staticmethod
     def _check_numbers(config: SpOverlapConfig) -> None:
-        """Refuse numbers of blocks and SMs that NCCL or a GPU can't follow."""
+        """Refuse numbers of blocks and SMs that NCCL or a GPU can't follow, by a ValueError."""
         given = config.of_sp_group["settings"]
         for key, value in (*given.items(), ("sm_carveout", config.sm_carveout)):
             least, most = _OF_NCCL.get(key, (0, math.inf))
@@ -229,7 +240,8 @@ class SpOverlapConfig(_Section):
 
     @classmethod
     def _explain(cls, fault: ErrorDetails) -> str:
-        """Put one fault that pydantic found into words."""
+        """Put one fault that pydantic found into words, for `parse`."""
+        # The key, and behind it the key inside of a section (or a place in a list).
         first, *rest = map(str, fault["loc"])
         nested = first in _SECTIONS and rest
         key = rest[0] if nested else first

@@ -4,9 +4,9 @@ Candidates are numbers of head groups G, and windows (G, W). Only windows are ti
 time is close to the shortest prediction. Predictions are made for two networks: one with the rate
 of a network card, and one that costs nothing. No rate is measured: ranks would measure different
 rates, and data-parallel replicas, which must time the same candidates, can't ask one another before
-their first step. A window is left out by mistake only if it would be exposed on either network. A
-window that is timed by mistake is not chosen. What matters most needs no rates: how long attention
-is beside the projections, which backward recomputes with a window.
+their first step. A window is left out only if it is predicted slow on both networks. A window that
+is timed by mistake is not chosen. What matters most needs no rates: how long attention is beside
+the projections, which backward recomputes with a window.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..schedule import Simulation, schedule_of
 from .costs import WINDOWS, Costs, LayerShape, Rates
 from .trial import CLOSE, GROUPS, OFF, Candidate, candidates_for
 
+# The two networks: one of 45 GB/s a GPU, and one that costs nothing.
 RATES = (Rates(600e12, 500e12, 45e9), Rates(600e12, 500e12, float("inf"), 0.0))
 
 
@@ -29,7 +30,7 @@ class Candidates(NamedTuple):
     Attributes:
         candidates: Those that need less memory before those that need more.
         default: Of those that are predicted to take no longer than the fastest, the candidate that
-            needs least memory.
+            needs least memory. Where nothing is predicted (``head_dim`` 0): the default G.
     """
 
     candidates: tuple[Candidate, ...]
@@ -56,6 +57,7 @@ def candidates_of_call(
         off: Whether DeepSpeed's own layer is possible.
         has_replicas: Whether several sp groups choose together, each with batches of its own.
     """
+    # ``fixed``: G where the config gives it, or where only 1 is possible; None: G is open.
     size, fixed = geometry.sp_size, None
     if config.head_groups != "auto" or geometry.groups == 1:
         fixed = geometry.groups
@@ -63,8 +65,8 @@ def candidates_of_call(
         # The memory that such a layer needs is not known, but more groups need less.
         ways = candidates_for(geometry.max_groups if fixed is None else 1, off)
         return Candidates(ways[::-1] if fixed is None else (fixed,), geometry.groups)
-    # Lengths that vary are one shape to the policy. The lengths of replicas differ, and count as
-    # long ones.
+    # The next power of two, so that lengths that vary a little are one shape to the policy. The
+    # lengths of replicas differ, and count as long ones.
     local_seq, batch = 1 << (sum(geometry.seq_lens) // size).bit_length(), geometry.batch
     if has_replicas:
         local_seq, batch = 2**20, 1
@@ -85,6 +87,7 @@ def candidates_of_call(
         config.window,
         again=config.checkpointing != "recompute",
         off=off,
+        # Each candidate needs two steps, one of them untimed (`policy`).
         most=config.policy.warmup_steps // 2,
     )
 
@@ -97,12 +100,12 @@ def candidates_of(
 
     Args:
         layer: Shape of the layer.
-        groups: G, where it is given.
-        window: W, where it is given.
+        groups: G, where it is given; None: open.
+        window: W, where it is given; None: open.
         again: Whether backward recomputes q, k and v with every candidate. A G without a window
             then stands for a window of half of its groups (`SpOverlapConfig.window_of`).
         off: Whether DeepSpeed's own layer is possible; it needs most memory.
-        most: The most candidates.
+        most: The most candidates, with "off"; two at the least are taken beside it.
     """
     possible = range(1, layer.geometry(1).max_groups + 1)
     ways: list[int | tuple[int, int]]
@@ -120,7 +123,7 @@ def candidates_of(
     for way in ways:
         simulated = [_simulated(layer, rates, way, window, again) for rates in RATES]
         peaks[way], times_ms[way] = simulated[0].peak, [each.step_ms for each in simulated]
-    # Whether a candidate is close to the fastest, on each of the two networks.
+    # For each candidate: whether it is close to the fastest, on each of the two networks.
     close = {}
     fastest_ms = [min(times) for times in zip(*times_ms.values())]
     for way, times in times_ms.items():
@@ -142,7 +145,7 @@ def _simulated(
     window: int | None,
     again: bool,
 ) -> Simulation:
-    """Simulate a candidate, G or (G, W), on a machine with ``rates``."""
+    """Simulate a candidate, G or (G, W), on a machine with ``rates``; others as `candidates_of`."""
     groups, few = way if isinstance(way, tuple) else (way, window)
     if few is None and again:
         few = max(1, groups // 2)

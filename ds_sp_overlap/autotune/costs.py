@@ -79,10 +79,10 @@ class Rates:
     """Rates of one GPU.
 
     Attributes:
-        matmul: FLOP/s of projections.
-        attention: FLOP/s of causal attention; the masked half is not counted.
+        matmul: FLOP/s of projections and of the MLP.
+        attention: FLOP/s of causal attention; the masked half is not counted as work.
         wire: bytes/s that a rank sends to the others in an all-to-all, while it receives as many.
-        latency_ms: Duration of an empty exchange.
+        latency_ms: Duration of an empty exchange, in ms.
     """
 
     matmul: float
@@ -116,10 +116,13 @@ class Sizes:
         return memory_bytes(schedule, cache(self.size), kv_groups_of, is_baseline)
 
     def size(self, tensor: Tensor) -> int:
-        """Return the bytes of a tensor that `schedule.memory` names; 0 for other roles."""
+        """Return the bytes of a tensor on rank 0, whose role is one of the table in
+        `schedule.memory`; 0 for roles that take no memory.
+        """
         role, name, group, _, exchange = tensor
         layer = self.layer
         if exchange is not None:
+            # A buffer; none where the tensor itself has the layout of the transfer.
             layout = self._exchange(exchange)
             end = layout.source if role == "send" else layout.target
             if not layout.also and end.is_wire_layout:
@@ -129,7 +132,8 @@ class Sizes:
         x = self._tokens * layer.width * layer.element_bytes
         if role in ("y", "dx"):
             return x
-        # The dx of several groups is summed in place.
+        # The next term of dx takes memory until it is added; terms of several groups are added in
+        # place.
         if role == "more dx" and self.geometry.groups == 1:
             return x
         # Bytes of one head of one token.
@@ -175,6 +179,7 @@ class Sizes:
         return sum(stop - start for start, stop in self.geometry.own_queries)
 
     def _local_heads(self, kind: str, group: int) -> int:
+        """Heads of q, k or v that leave a rank with a group."""
         return sum(stop - start for start, stop in self.geometry.heads_of(kind, group))
 
     def _exchange(self, step: Step) -> Layout:
@@ -193,23 +198,28 @@ class Costs(Sizes):
         self.rates = rates
 
     def ms(self, step: Step) -> float:
-        """Return the duration of a step on the compute row; of the transfer, for a start."""
+        """Return the duration of a step, in ms: of a start, that of the transfer; of a projection
+        (also dgrad and wgrad), attention or the MLP, that of the work.
+        """
         layer, tokens = self.layer, self._tokens
         if step.op is Op.START:
+            # Without index 0, what rank 0 sends to itself.
             layout = self._exchange(step)
             sent, received = sum(layout.sources.sizes[1:]), sum(layout.targets.sizes[1:])
             moved_bytes = layer.element_bytes * max(sent, received)
             return self.rates.latency_ms + 1e3 * moved_bytes / self.rates.wire
         if step == MLP:
-            # Forward, and a backward that takes twice as long.
+            # Three matrices; forward, and a backward that takes twice as long.
             return 1e3 * 2 * tokens * layer.width * 3 * layer.intermediate * 3 / self.rates.matmul
         if step.op is Op.ATTEND:
             start, stop = self.geometry.query_range(0, step.group)
             pairs = layer.seq * self._global_tokens("q") * layer.batch
+            # Two products of 2 FLOP each; half of the pairs are masked.
             products = 1e3 * 2 * pairs * (stop - start) * layer.head_dim
             forward = products / self.rates.attention
             # The backward makes five products, the forward two.
             return forward * (2.5 if step.grad else 1)
+        # A projection, its dgrad or its wgrad.
         (kind,) = step.tensors
         heads = self._local_heads("q" if step.tensors == O else kind, step.group)
         return 1e3 * 2 * tokens * layer.width * heads * layer.head_dim / self.rates.matmul

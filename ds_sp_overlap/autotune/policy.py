@@ -126,6 +126,9 @@ class Policy:
     is then no candidate, since some batches don't allow it. A shape that a replica meets when all
     is chosen and ``warmup_steps`` are over runs the default, since the others can't know of it.
 
+    A layer's call asks for its `trial`, runs the candidate that the trial names, and has `follow`
+    time it.
+
     Args:
         sp_group: The sp group, whose ranks choose together.
         warmup_steps: Optimizer steps in which the layers of a shape may run candidates that are not
@@ -152,10 +155,11 @@ class Policy:
         self.board = Board() if replicas else None
         # Whether nothing is tried any more.
         self.over = False
+        # Made by the first trial, for the device of its call.
         self.clock: Any = None
         self.step = self._layers = 0
-        # In this step: whether there was a backward, whether there was one since the ranks last
-        # compared, and whether an optimizer has stepped.
+        # In this step: whether there was a backward, whether the next call has to compare the ranks
+        # (there was a backward since they last did), and whether an optimizer has stepped.
         self._back_since = self._due = self._stepped = False
         self._hook = Listener(self._note)
 
@@ -184,7 +188,7 @@ class Policy:
         return cls(sp_group, config.policy.warmup_steps, replicas, frugal=config.memory == "auto")
 
     def join(self) -> int:
-        """Return the index of one more layer."""
+        """Count one more layer and return its index, by which `Trial.candidate` differs."""
         self._layers += 1
         return self._layers - 1
 
@@ -193,6 +197,8 @@ class Policy:
     ) -> Trial | None:
         """Return the trial for a call.
 
+        Collective where `_look` is.
+
         Args:
             geometry: Geometry of the call, with the default G.
             x: [b, s/P, h, d] or [s/P, b, h, d], for its dtype and head dim.
@@ -200,7 +206,9 @@ class Policy:
             tried: Candidates and default instead of every number of groups.
 
         Returns:
-            The trial; None where there is a single candidate, or where nothing is tried any more.
+            The trial; None where there is a single candidate, or where nothing is tried any more:
+            the call then runs its default. Replicas have a trial also for a single candidate, since
+            each rank must count its steps (`follow`) for the others.
         """
         self._look()
         # A default of 1 where two groups are possible: the call has arguments per head.
@@ -245,7 +253,8 @@ class Policy:
         self._look()
         key = (where, x.shape[0], sum(lengths).bit_length(), x.dtype, (LAYER, BLOCK), LAYER)
         if key not in self.trials:
-            # In the first step, trials for the G of these layers begin.
+            # Not in the first step of these layers, in which the trials for their G begin; nor
+            # while such a trial goes on.
             is_first = self.step == self._first.setdefault(key, self.step)
             undecided = [trial for trial in self.trials.values() if trial.chosen is None]
             busy = is_first or any(trial.met >= self.step - 1 for trial in undecided)
@@ -263,20 +272,26 @@ class Policy:
         return Trial(what, candidates, default, self.warmup_steps, self.frugal)
 
     def _back(self, trial: Trial | None) -> None:
-        """Note that a call's backward has begun, see Note [What ranks have in common]."""
+        """Note that a call's backward has begun, see Note [What ranks have in common].
+
+        A hook on the call's output; ``trial`` is that of the call.
+        """
         if trial is not None:
             trial.met = self.step
         self._back_since = self._due = True
 
     def _note(self) -> None:
-        """Note that an optimizer of this process has stepped; tell the replicas the first time."""
+        """Note that an optimizer of this process has stepped, after a backward of a layer.
+
+        The first time in a step, tell the replicas.
+        """
         if self._back_since and not self._stepped:
             self._stepped = True
             if self.board is not None:
                 self.board.tell(self.step, self._report())
 
     def _report(self) -> Report:
-        """Return this rank's times of the trials that go on."""
+        """Return this rank's times of the trials that go on and, without replicas, were met."""
         return {
             key: (trial.what, trial.milliseconds(self.clock))
             for key, trial in self.trials.items()
@@ -286,8 +301,12 @@ class Policy:
     def _look(self) -> None:
         """Go on to the next step if every rank of the sp group has stepped.
 
-        Never during backward, see Note [One candidate in forward and backward]: a checkpointed
-        layer is recomputed there.
+        `trial` and `trial_of_block` begin with it, so each call of a layer does. Collective in the
+        first call after a backward; further calls do nothing. Never during backward, see
+        Note [One candidate in forward and backward]: a checkpointed layer is recomputed there.
+
+        Raises:
+            RuntimeError: on all ranks of the sp group, if their trials differ.
         """
         if not self._due or self.over or in_backward():  # guard: stays for its backward
             return
@@ -305,6 +324,7 @@ class Policy:
                 'sp_overlap.head_groups "auto": the ranks of the sp group would try different '
                 f"things ({'; '.join(lines)}); give a number"
             )
+        # What all ranks measured; or the ranks that made the replicas give up.
         outcome: dict | list[int] = merged(reports)
         if self.board is not None:  # guard: replicas choose together
             outcome = self.board.told(self.step)
@@ -322,7 +342,7 @@ class Policy:
             self.close()
 
     def _give_up(self, missing: list[int]) -> None:
-        """Stop trying, since the optimizers of ranks ``missing`` have not stepped."""
+        """Stop trying, since no optimizer of the world's ranks ``missing`` has stepped."""
         self.close()
         self.warn(
             f'sp_overlap.head_groups "auto": {WAIT_S} s after the others no optimizer of ranks '
@@ -337,7 +357,7 @@ class Policy:
             run: The call.
             trial: The trial that the call belongs to.
             candidate: What the call runs.
-            tokens: The tokens of the call.
+            tokens: The tokens of the call: batch times the global sequence.
         """
         if self.over or trial.chosen is not None and not self.replicas:
             return
@@ -353,7 +373,10 @@ class Policy:
         self.follow_back(run, trial)
 
     def follow_back(self, run: TimedCall, trial: Trial | None = None) -> None:
-        """Have the step of a call counted; without a trial nothing else of it is watched."""
+        """Have the backward of a call noted, so that its step counts (`_back`).
+
+        Without a trial, for a call that has nothing to choose.
+        """
 
         def watch(y: Any) -> None:
             output = output_of(y)
@@ -363,7 +386,7 @@ class Policy:
         run.at_end(watch)
 
     def close(self) -> None:
-        """Try nothing any more; what was chosen stays chosen."""
+        """Try nothing any more; what was chosen stays chosen, other trials take their default."""
         self.over = True
         for trial in self.trials.values():
             trial.chosen = trial.chosen or trial.default

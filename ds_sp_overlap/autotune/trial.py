@@ -31,8 +31,8 @@ def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | No
     The candidates are those of `Trial.left`. A rank that has not timed all of them does not count.
 
     Returns:
-        For each key of a trial: the shape in words, and the time of each remaining candidate; None
-        where no rank counts.
+        For each key of a trial: the shape in words, and the time of each remaining candidate in ms;
+        None in place of the times where no rank counts.
     """
     merged_reports: dict[tuple, tuple[str, list[float] | None]] = {}
     for key, (what, _) in itertools.chain.from_iterable(report.items() for report in reports):
@@ -44,7 +44,11 @@ def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | No
 
 
 class Trial:
-    """The candidates for layers of one shape, their times, and finally the chosen one.
+    """Keeps the candidates for layers of one shape, their times, and finally the chosen one.
+
+    Trying begins with the second optimizer step. In a round of as many steps as there are
+    candidates, each layer runs each candidate once. The first round is not timed; after each round
+    slow candidates are dropped.
 
     Args:
         what: The shape, in words.
@@ -67,8 +71,9 @@ class Trial:
         self.frugal = frugal
         # The candidates that are not pruned.
         self.left = list(candidates)
-        # The place in the round; rounds and steps that are over.
+        # The step within the round; the rounds and the steps of trying that are over.
         self.place = self.round = self.steps = 0
+        # Whether the first step, in which the default runs, is over.
         self.started = False
         self.chosen: Candidate | None = candidates[0] if len(candidates) == 1 else None
         # The last step in which a call of this rank had its backward.
@@ -90,13 +95,14 @@ class Trial:
         return self.chosen is None and self.round > 0
 
     def milliseconds(self, clock: Any) -> list[float]:
-        """Return the time of a layer on this rank for each remaining candidate; inf if untimed.
+        """Return the time of a layer on this rank for each remaining candidate, forward and
+        backward, in ms; inf if untimed.
 
         Times are medians per token, times the mean number of tokens of all calls. So no candidate
         gains by short batches in its steps, and a rank with long batches is a slow rank. There may
-        be more forwards than backwards: recomputed ones, and evaluations. Forwards therefore weigh
-        by their number for each backward over all candidates together. So no candidate loses by an
-        evaluation in its steps.
+        be more forwards than backwards: recomputed ones, and evaluations. So the time of a forward
+        is multiplied by forwards per backward, counted over all candidates together: no candidate
+        loses by an evaluation in its steps.
         """
         marks = [self.marks[candidate] for candidate in self.left]
         forwards = [mark for of_candidate, _ in marks for mark in of_candidate]
@@ -118,10 +124,11 @@ class Trial:
         return [estimate(*of_candidate) for of_candidate in marks]
 
     def next_step(self, slowest: list[float] | None) -> None:
-        """Go on by a step.
+        """Go on by an optimizer step; at the end of a round, drop candidates or choose one.
 
         Args:
-            slowest: For each remaining candidate the time on the slowest rank, see `merged`.
+            slowest: For each remaining candidate the time on the slowest rank in ms, see `merged`;
+                None if no rank has timed all.
         """
         if not self.started:
             self.started = True
@@ -135,7 +142,7 @@ class Trial:
             self.decide()
 
     def _prune(self, slowest: list[float] | None) -> None:
-        """Drop candidates that are far slower than the fastest."""
+        """Drop candidates that are far slower than the fastest; ``slowest`` as in `next_step`."""
         if slowest is None:
             return
         self.slowest_ms.update(zip(self.left, slowest))
@@ -143,7 +150,7 @@ class Trial:
         self.left = [candidate for candidate in self.left if self.slowest_ms[candidate] <= limit]
 
     def decide(self) -> None:
-        """Choose by the times that are known now."""
+        """Choose by the times that are known now: the default if there are none."""
         times = {candidate: self.slowest_ms.get(candidate, float("inf")) for candidate in self.left}
         least = (1 + CLOSE * self.frugal) * min(times.values())
         best = next(candidate for candidate in self.left if times[candidate] <= least)

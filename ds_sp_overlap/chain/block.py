@@ -1,4 +1,4 @@
-"""The exchanges of one layer's o and of the next layer's q, k, v under the MLP between them.
+"""Runs the exchanges of one layer's o and of the next layer's q, k, v under the MLP between them.
 
 Between two attentions nothing mixes tokens. So that part, a *segment*, runs in chunks of every
 rank's tokens: chunk c of o is projected, goes through the MLP, and its q, k, v of the next layer
@@ -52,18 +52,24 @@ Watch = Callable[[Any, Tensor], None]
 class LayerCall:
     """One call of a layer's attention, with the exchanges that are under way to it and from it.
 
+    The segment in front makes and starts its q, k and v, `attend` runs it and starts its o, and the
+    segment behind it finishes o. So a call is handed from one segment to the next.
+
     Attributes:
         layer: The layer.
         call: The geometry and the sp group.
         options: What the layer was called with.
         block: The schedule.
-        mlp_wgrads: Collects the weight gradients of the MLP behind it.
+        mlp_wgrads: Collects the weight gradients of the MLP behind the attention until all chunks
+            are through; None where they are computed chunk by chunk.
         exchanges: Exchanges that were started and not finished.
-        tokens: Their tokens.
-        region: The region that will recompute this attention in backward; None if none will.
-        is_recomputed: This call recomputes an earlier one.
-        is_idle: The earlier call never attended.
-        saved_attention: What was saved of attention, if it will not be recomputed.
+        tokens: The tokens of autograd of these exchanges.
+        region: The region that will recompute this attention in backward; None if none will, and
+            once the attention has run.
+        is_recomputed: Whether this call recomputes an earlier one, in backward.
+        is_idle: Whether the earlier call never attended, since its q, k and v were not used; then
+            they are not sent again.
+        saved_attention: What was saved of attention; None if attention is recomputed, or nothing.
         saved_tensors: The tensors that attention's backward reads beside q, k, v and o.
         received_o: Local chunks of o, each with whether it has a gradient; None where the segment
             behind this attention will not be recomputed.
@@ -82,12 +88,12 @@ class LayerCall:
         self.received_o: dict[Exchanged, tuple[Tensor, bool]] | None = None
 
     def run_by(self, block: Block) -> None:
-        """Follow this schedule from now on."""
+        """Follow ``block`` from now on: its steps, and the names of its exchanges."""
         self.block = block
         self.call.run_by(block)
 
     def recomputed(self) -> LayerCall:
-        """Return the call that recomputes this one."""
+        """Return a new call that recomputes this one; it shares what was saved and received."""
         made = LayerCall(self.layer, self.call, self.block, self.options)
         made.saved_attention, made.saved_tensors = self.saved_attention, self.saved_tensors
         made.received_o, made.is_recomputed = self.received_o, True
@@ -102,7 +108,11 @@ class LayerCall:
         return o
 
     def saved_o(self, step: Step) -> Tensor:
-        """Return a chunk of o that was received before, where its layer is recomputed."""
+        """Return a chunk of o that forward received, in place of `finish_o` in a recomputation.
+
+        Where attention was saved, the chunk goes through the finish of its exchange once more,
+        which sends nothing: its node then saves o anew, see `OutputExchange`.
+        """
         assert self.received_o is not None
         o, has_gradient = self.received_o[step.exchange]
         if self.saved_attention is None:
@@ -113,7 +123,7 @@ class LayerCall:
         return exchange.finish(o.new_empty(0).requires_grad_(has_gradient))
 
     def exchange(self, step: Step) -> Exchange:
-        """Make the exchange that a step starts."""
+        """Make and note the exchange that a step starts, and do not start it."""
         call, dims = self.call, (self.layer.attention.head_dim,) * len(step.tensors)
         of_chunk = step.tensors, step.group, dims, step.chunk, self.block.chunks
         layout, legs = call.geometry.joint_exchange(*of_chunk), legs_of(call.geometry, *of_chunk)
@@ -129,12 +139,12 @@ class LayerCall:
         return exchange
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Return this rank's tokens of each chunk, first and last."""
+        """Return for each chunk its range of this rank's tokens, [start, stop)."""
         length = self.call.geometry.seq_lens[self.call.geometry.sp_rank]
         return [chunk_of(length, chunk, self.block.chunks) for chunk in range(self.block.chunks)]
 
     def rotations(self) -> list[Callable[[Tensor], Tensor] | None]:
-        """Return the functions that rotate q and k of each chunk; None for no rotation."""
+        """Return for each chunk the function that rotates its q or k; None for no rotation."""
         attention = self.layer.attention
         rope = attention.inputs.rope
         if rope is None:
@@ -143,7 +153,8 @@ class LayerCall:
         tables = rope.of(self.options.position_embeddings, attention.head_dim)
         if tables is None:
             return [None] * self.block.chunks
-        dim = -3 if attention.batch_first else -4  # of the tokens, from the right
+        # The tables broadcast to [b, s/P, h, d] or [s/P, b, h, d]: the dimension of the tokens.
+        dim = -3 if attention.batch_first else -4
 
         def rotation(start: int, stop: int) -> Callable[[Tensor], Tensor]:
             mine = []
@@ -161,6 +172,11 @@ class _Region(RecomputeRegion):
 
     In backward, the MLP is recomputed under the last exchanges of do. Then q, k and v of the next
     layer travel again, each under the MLP of the next chunk.
+
+    Args:
+        done: As for `run_segment`.
+        following: As for `run_segment`.
+        hidden: As for `run_segment`.
     """
 
     def __init__(self, done: LayerCall | None, following: LayerCall | None, hidden: Tensor):
@@ -168,14 +184,22 @@ class _Region(RecomputeRegion):
         assert here is not None
         super().__init__(here.call.where, hidden.device)
         self.done = None if done is None else done.recomputed()
-        # A copy: the call itself holds this region.
+        # A copy, since the call itself holds this region: a circle would keep both alive.
         self.following = None if following is None else following.recomputed()
         self.hidden, self.has_gradient = hidden.detach(), hidden.requires_grad
         self.version = hidden._version
+        # Whether `attend` ran; not so if the q, k and v that were started are never used.
         self.attends = False
 
     def attend(self, here: LayerCall, hidden: Tensor, keep: bool) -> None:
-        """Run the attention of this region for the first time."""
+        """Run the attention of this region in forward.
+
+        Args:
+            here: The call of the attention, the region's ``following``.
+            hidden: Hidden states that the layer is given.
+            keep: Whether to save what attention's backward reads instead of recomputing attention.
+                Attention is recomputed nevertheless if q, k and v need no gradient.
+        """
         if keep and any(token.requires_grad for token in here.tokens.values()):
             head_dim = here.layer.attention.head_dim
             here.saved_attention = SavedAttention(partial(_beside, here.call, here.block, head_dim))
@@ -184,14 +208,21 @@ class _Region(RecomputeRegion):
         with self.watched():
             _attend(here, hidden)
         self.attends, self.following = True, here.recomputed()
+        # The segment behind notes the o that it receives, for its own region to recompute from.
         here.region, here.received_o = None, {}
 
     def run(self) -> None:
+        """Run the segment again, and the attention if it ran in forward.
+
+        Raises:
+            RuntimeError: if the hidden states were changed in place since forward.
+        """
         if self.hidden._version != self.version:  # guard: held, and not changed
             raise RuntimeError(
                 f"{self.where}: the hidden states in front of it were changed in place before "
                 "backward could use them"
             )
+        # New calls each time, since several backwards may run through one graph.
         done = None if self.done is None else self.done.recomputed()
         following = None if self.following is None else self.following.recomputed()
         for unit in _units(done, following):
@@ -218,10 +249,11 @@ def run_segment(
     Args:
         done: The attention that was run; None in front of the first.
         following: The next attention, whose q, k and v are started; None behind the last.
-        hidden: Hidden states in front of ``done``, or in front of the first attention.
+        hidden: Hidden states in front of ``done``, for its residual; in front of ``following`` if
+            there is no ``done``.
         recompute: Unless "none", autograd saves nothing, and the segment is recomputed in backward.
-        watch: Called with the node of autograd through which the residual gives its part of the
-            gradient of ``hidden``, and with ``hidden``.
+        watch: Called in forward with the node of autograd through which the residual gives its part
+            of the gradient of ``hidden``, and with ``hidden``; see `Started.watch`.
 
     Returns:
         Hidden states behind ``done``; ``hidden`` if that is None.
@@ -247,6 +279,19 @@ def run_alone(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """Run an attention layer by itself in the order of a `Block`, whose MLP it does not have.
+
+    For a layer whose own ``schedule=`` makes a `Block`.
+
+    Args:
+        attention: The layer.
+        call: The call, whose schedule is a `Block`.
+        hidden: [b, s/P, m], or [s/P, b, m] where the attention is not ``batch_first``.
+        position_embeddings: As for `SelfAttention`.
+        args: For the local attention, as is ``kwargs``.
+        kwargs: Keywords.
+
+    Returns:
+        The output of the layer, as ``hidden``.
 
     Raises:
         ValueError: if the layer can't run in chunks of tokens.
@@ -284,7 +329,10 @@ def attend(here: LayerCall, hidden: Tensor, recompute: Recompute) -> None:
 
 
 def _beside(call: Call, block: Block, head_dim: int, key: Exchanged) -> Exchange:
-    """Make the exchange that takes a chunk of o and do to attention."""
+    """Make the exchange that takes a chunk of o, and do with it, to attention in backward.
+
+    Both go as q does. ``key`` names the exchange of the chunk of o in forward.
+    """
     tensors, group, chunk = key
     layout = call.geometry.joint_exchange(("q", "q"), group, (head_dim,) * 2, chunk, block.chunks)
     name = block.name(Step(Op.START, tensors, True, group, chunk, beside=tensors))
@@ -292,7 +340,11 @@ def _beside(call: Call, block: Block, head_dim: int, key: Exchanged) -> Exchange
 
 
 def _attend(here: LayerCall, hidden: Tensor) -> None:
-    """Walk the program from the finishes of q, k and v to the starts of o."""
+    """Walk the program from the finishes of q, k and v to the starts of o.
+
+    In forward, and again in backward for a recomputed call. Collective in the first call of a kind
+    where attention is saved: the ranks agree whether o travels in backward.
+    """
     if here.region is None and not here.is_recomputed and not here.layer.is_attention_alone:
         # Made here, its node comes behind the starts of dq, dk and dv in backward, and hides their
         # first chunk.
@@ -315,6 +367,8 @@ class _Attention(Gathering):
     node of autograd.
 
     Attributes:
+        here: The call of the attention.
+        watched: The local attention, with the tensors that it learns.
         values: q, k, v of head groups, of the whole sequence.
         attended: o of the group that was attended last, and q, k, v that it was made of; empty
             where attention is saved, since attention and the starts are one node then.
@@ -329,6 +383,7 @@ class _Attention(Gathering):
         self.watched = attention.local_of(call, hidden, attend, args, kwargs)
         self.attended: tuple[Tensor, ...] = ()
 
+    # A step only waits here for the same step of the other chunks (`joins`); `perform` does it.
     finish = start = Gathering.gather
 
     def joins(self, gathered: list[Step], step: Step) -> bool:
@@ -344,12 +399,12 @@ class _Attention(Gathering):
         tokens = tuple(here.tokens.pop(key) for key in keys)
         (arrived,) = run_halves([Half(ChunkedExchange(exchanges), tokens)])
         self.values.update(zip(steps[0].parts, arrived))
-        # The node saves its tensors again.
+        # Attention is not recomputed: a node that does not attend saves its tensors again.
         if here.is_recomputed and here.saved_attention is not None:
             self._attend_saved(steps[0].group, {})
 
     def attend(self, step: Step) -> None:
-        """Attend with a head group; saved attention is run in `leave`, and saved again in `arrive`."""
+        """Attend with a head group; `leave` runs attention that is saved."""
         self.flush()
         if self.here.saved_attention is None:
             heads = self.heads(step.group)
@@ -371,7 +426,13 @@ class _Attention(Gathering):
         here.tokens.update(zip(exchanges, started))
 
     def _attend_saved(self, group: int, exchanges: dict[Exchanged, Exchange]) -> tuple[Tensor, ...]:
-        """Attend and start the exchanges of o, in one node; a recomputed layer starts none."""
+        """Attend and start the exchanges of o, in one node.
+
+        Without ``exchanges``, in a recomputation, the node only saves its tensors again.
+
+        Returns:
+            A token for each exchange; without exchanges, one that nobody uses.
+        """
         here, one = self.here, partial(attend_in_pieces, self.call, self.attend_group, group)
         assert here.saved_attention is not None
         of_call = here.saved_attention, here.saved_tensors, group, one, self.watched, exchanges
@@ -381,7 +442,13 @@ class _Attention(Gathering):
 def _segment(
     done: LayerCall | None, following: LayerCall | None, hidden: Tensor, watch: Watch | None = None
 ) -> Tensor:
-    """Walk the program from the finishes of o to the starts of the next layer's q, k and v."""
+    """Walk the program from the finishes of o to the starts of the next layer's q, k and v.
+
+    All modules of the segment are called once, one inside the other, and ``body`` runs the chunks
+    inside of them. The tokens are inputs and outputs of that call, since hooks on it (of FSDP, for
+    instance) must see all that leads to the modules' parameters. Arguments and result are those of
+    `run_segment`.
+    """
     here = done or following
     assert here is not None
     roots: list[nn.Module] = []
@@ -397,7 +464,9 @@ def _segment(
     given = {} if done is None else done.tokens
 
     def body(hidden: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
+        # The tokens as the hooks have changed them.
         given.update(zip(given, tokens))
+        # Where weight gradients wait: those of the MLP in ``late``, made in `_attend`; others here.
         late = [] if done is None or done.mlp_wgrads is None else [done.mlp_wgrads]
         known = {*late[0].slots, *late[0].stacks} if late else ()
         plain = here.layer.attention.plain
@@ -417,6 +486,7 @@ def _segment(
         return tuple(outs)
 
     inputs = hidden, *given.values()
+    # A recomputation has unsharded them already (`_Region.run`).
     units = [] if here.is_recomputed else _units(following)
     if done is not None:
         for unit in units:  # guard: the successor's weights are whole
@@ -455,6 +525,7 @@ class _Segment(Runner):
         self.ranges: list[Ranges] = [(tokens,) for tokens in here.ranges()]
         self.xs = list(cut(hidden, self.seq_dim, self.ranges))
         if watch is not None and self.xs[0].requires_grad:
+            # A single chunk is ``hidden`` itself; a view of it has a node of its own to watch.
             self.xs = self.xs if len(self.xs) > 1 else [hidden.view_as(hidden)]
             watch(self.xs[0].grad_fn, hidden)
         self.rotations = [] if following is None else following.rotations()
@@ -471,6 +542,7 @@ class _Segment(Runner):
         self.of_groups.append(self.done.finish_o(step))
 
     def merge(self, step: Step) -> None:
+        """Project o of a chunk, and add the residual."""
         done = self.done
         assert done is not None
         if done.is_recomputed:
@@ -490,6 +562,7 @@ class _Segment(Runner):
         self.xs[step.chunk] = x + _with_bias(y)
 
     def project(self, step: Step) -> None:
+        """Make q, k and v of a chunk for the next attention, from the hidden states behind it."""
         following, chunk = self.following, step.chunk
         assert following is not None
         x = self.shadows.of(following.layer.norm_in)(self.xs[chunk])

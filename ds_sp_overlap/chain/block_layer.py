@@ -17,17 +17,18 @@ from ..rotary import Rotary
 class BlockLayer:
     """One pre-norm transformer layer: r = h + attention(norm_in(h)), y = r + mlp(norm_mid(r)).
 
-    MLP and projections return ``y``, or ``(y, bias)`` with a bias that is yet to be added, or None.
+    MLP and projections return ``y``, or ``(y, bias)``, where the bias is yet to be added or None.
     Norms, MLP and projections are called once, with hooks, around all chunks; for each chunk their
-    class's forward runs on a copy.
+    class's forward runs on a copy without hooks.
 
     Attributes:
         attention: Drives q, k, v and the output projection.
         norm_in: In front of attention.
         norm_mid: In front of the MLP.
         mlp: Works token by token; its forward is that of its class.
-        idle: Tells whether a hook does nothing for now.
-        unit: The module of the layer if FSDP gathers its parameters when it is called; else None.
+        idle: Tells of a hook on a module whether it does nothing for now; such hooks are allowed.
+        unit: The layer's module if it is a unit of FSDP2, which gathers its parameters when it is
+            called; else None.
         is_attention_alone: There are no norms, no MLP and no residuals: y = attention(h).
     """
 
@@ -75,7 +76,7 @@ class Options(NamedTuple):
     kwargs: dict[str, Any]
 
     def is_same(self, other: Options) -> bool:
-        """Return whether both lead to the same projections."""
+        """Return whether both lead to the same q, k and v; arguments of attention don't count."""
         return _leaves_are_same(self.position_embeddings, other.position_embeddings) and (
             self.sequence_lengths == other.sequence_lengths
             and self.query_chunks == other.query_chunks
@@ -83,6 +84,7 @@ class Options(NamedTuple):
 
 
 def _leaves_are_same(one: Any, other: Any) -> bool:
+    """Return whether nested tuples and lists have the same form and the very same objects."""
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(_leaves_are_same, one, other))
     return one is other

@@ -1,4 +1,4 @@
-"""Transformer layers in a chain: each starts the q, k and v of the layer behind it.
+"""Runs transformer layers in a chain: each starts the q, k and v of the layer behind it.
 
     chain = Chain(chunks=4)                     one for each forward of a model
     for layer, successor in pairs:
@@ -31,11 +31,13 @@ class Started:
     """q, k and v of a layer that the layer before it started.
 
     Attributes:
-        begun: The call of the layer.
-        hidden: The hidden states that they were projected from.
-        version: Version of ``hidden`` then.
+        begun: The call of the layer, which has not attended yet.
+        hidden: The hidden states that the layer before it returned. q, k and v were projected from
+            their chunks, so no gradient of q, k and v goes through ``hidden``.
+        version: Version of ``hidden`` then, which a change in place increases.
         grad: Whether autograd recorded, and whether ``hidden`` needed a gradient.
-        ahead: A node of autograd on the way to q, k and v.
+        ahead: The node of autograd that started q, k and v, set when they are used; None if they
+            need no gradient.
     """
 
     begun: LayerCall
@@ -47,7 +49,10 @@ class Started:
     def serves(
         self, layer: BlockLayer, hidden: Tensor, options: Options, recompute: Recompute
     ) -> bool:
-        """Return whether these are the q, k and v of this call."""
+        """Return whether these are the q, k and v of a call with these arguments of `Chain.run`.
+
+        If not, the layer makes its own; nothing is wrong.
+        """
         return (
             layer is self.begun.layer
             and (self.begun.region is None) == (recompute == "none")
@@ -58,14 +63,20 @@ class Started:
         )
 
     def watch(self, node: Any, hidden: Tensor) -> None:
-        """Refuse to give somebody the gradient of ``hidden``.
+        """Have backward raise if somebody asks for the gradient of ``hidden``.
 
-        Through ``node``, the layer's residual gives its part of that gradient, which the asker
-        would take for the whole.
+        That gradient lacks the part through q, k and v; it is the residual's part alone, which the
+        asker would take for the whole. `run_segment` calls this in forward.
+
+        Args:
+            node: The node through which the residual gives its part.
+            hidden: The hidden states that the layer was given.
         """
         given, ahead, words = weakref.ref(hidden), self.ahead, self._refusal()
 
         def refuse(_: Any) -> None:
+            # Either ``hidden`` got a hook or retains its gradient; or ``autograd.grad`` was asked
+            # for it, so that the engine stops there and leaves out the way through q, k and v.
             asked = (x := given()) is not None and _is_watched(x)
             is_left_out = ahead is not None and not torch._C._will_engine_execute_node(ahead)
             if asked or is_left_out:  # guard: no part of a gradient
@@ -74,11 +85,11 @@ class Started:
         node.register_prehook(refuse)
 
     def watch_between(self, hidden: Tensor) -> None:
-        """Refuse to give somebody the gradient of ``hidden``, where gradients of earlier tensors
-        are asked for as well.
+        """Have backward raise if somebody asks for the gradient of ``hidden`` and, in the same
+        ``autograd.grad``, for those of earlier tensors. `watch` does not notice that.
 
         Then all of backward runs, and no node learns that somebody gets the gradient that the node
-        is given. So each node passes on a copy: if the gradient itself is still alive when backward
+        is given. So each node passes on a view: if the gradient itself is still alive when backward
         is over, somebody got it.
         """
         for node, at in self._between(hidden) or ():
@@ -95,7 +106,8 @@ class Started:
     def _between(self, hidden: Tensor) -> list[tuple[Any, int]] | None:
         """Return the nodes of autograd from ``hidden`` to the hidden states that were returned.
 
-        Each comes with the number of its output. None if one of them may change a gradient.
+        Each comes with the number of its output on this way. None if one of them may change a
+        gradient, or if ``hidden`` does not come from those hidden states.
         """
         node, at, last, nodes = hidden.grad_fn, hidden.output_nr, self.hidden.grad_fn, []
         while node is not last:
@@ -123,8 +135,18 @@ class Started:
 def _pass_on(
     at: int, words: str, gradients: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...] | None:
-    """Give a node a copy of the gradient of its output ``at``, over the same memory; raise, when
-    backward is over, if somebody has the gradient itself.
+    """Give a node a view of the gradient of its output ``at``; raise, when backward is over, if
+    somebody has the gradient itself.
+
+    A hook in front of a node (``register_prehook``).
+
+    Args:
+        at: The number of the output.
+        words: The message of the error.
+        gradients: The gradients of all outputs of the node; None for those without.
+
+    Returns:
+        The gradients for the node; None, by which they stay as they are, if output ``at`` has none.
     """
     gradient = gradients[at]
     if gradient is None:
@@ -144,7 +166,7 @@ def _is_watched(hidden: Tensor) -> bool:
     if hidden.retains_grad and not hidden.is_leaf:
         return True
     hooks = (hidden._backward_hooks or {}).values()
-    # FSDP gathers the weights of the layer that returned it.
+    # Those of FSDP are harmless: they gather the weights of the layer that returned ``hidden``.
     return not all((getattr(hook, "__module__", "") or "").startswith(FSDP) for hook in hooks)
 
 
@@ -155,7 +177,8 @@ class Chain:
         chunks: C, the parts that every rank's tokens are cut into.
 
     Attributes:
-        in_step: Whether all q, k and v that were started ahead were used so far.
+        in_step: Whether all q, k and v that were started ahead were used so far. Once some were
+            not, this forward starts none ahead any more.
     """
 
     def __init__(self, chunks: int):
@@ -165,7 +188,7 @@ class Chain:
 
     @property
     def ahead(self) -> BlockLayer | None:
-        """The layer whose q, k and v were started ahead of it."""
+        """The layer whose q, k and v were started ahead and not yet used; None for none."""
         return None if self._started is None else self._started.begun.layer
 
     @torch._disable_dynamo
@@ -195,7 +218,8 @@ class Chain:
             query_chunks: As for `SelfAttention`.
             recompute: "all": save hidden states and o, and recompute the layer in backward, as an
                 activation checkpoint does. "but attention": save what attention's backward reads
-                too, and do not recompute attention. The same for the successor.
+                too, and do not recompute attention. The same for the successor. Counts as "none"
+                where autograd does not record.
 
         Returns:
             As ``hidden``.
@@ -203,6 +227,8 @@ class Chain:
         Raises:
             RuntimeError: in backward, if gradients of hidden states between two layers of a chain
                 are asked for: q, k and v don't come from them.
+            ValueError: on all ranks alike in a layer's first call, if the layer can't run in a
+                chain or the ranks' calls differ.
         """
         options = Options(position_embeddings, sequence_lengths, query_chunks, args, kwargs)
         recompute = recompute if torch.is_grad_enabled() else "none"
@@ -233,7 +259,8 @@ class Chain:
     def _may_start(self, successor: BlockLayer) -> bool:
         """Return whether q, k and v of ``successor`` may be started ahead; alike on every rank."""
         layer = successor.attention.layer
-        # Ranks compare with nothing under way.
+        # Ranks compare calls in a layer's first call, and in each call in check mode. With q, k
+        # and v ahead, exchanges would be under way then.
         compares = not layer.agreed or layer.config.check
         # Tensors of inference mode don't tell when they are changed.
         return self.in_step and not compares and not torch.is_inference_mode_enabled()
@@ -247,8 +274,9 @@ class Chain:
 
         Args:
             layer: The layer.
-            hidden: Hidden states of its shape; for a successor, those of the layer before it.
-            options: What it is called with.
+            hidden: Hidden states of the layer's shape; for a successor, those that the layer before
+                it was given.
+            options: What the layer is called with.
             recompute: What is recomputed in backward.
         """
         attention, chunks = layer.attention, self.chunks

@@ -1,7 +1,7 @@
-"""A region of a forward that is recomputed in backward, and of which autograd saves nothing.
+"""Recomputes a region of a forward in backward; autograd saves nothing of the region.
 
-    with region.watched(): y = f(x)      what autograd would save is let go
-    backward                             f is run again, once, and its tensors are saved anew
+    with region.watched(): y = f(x)      a stand-in is saved in place of each tensor
+    backward                             f is run again, once, and fills the stand-ins
 
 Beyond an activation checkpoint, the region may run in several parts, with other work between them.
 A node of autograd may start the recomputation before it waits for an exchange, to hide that
@@ -25,8 +25,8 @@ from ..attention.runtime.linear import autocast_of
 
 
 class _Saved:
-    """Stands for a tensor that a node saves; has the tensor between the recomputation and the
-    node's backward.
+    """Stands for a tensor that a node saves; ``x`` is the tensor between the recomputation and the
+    node's backward, else None.
     """
 
     def __init__(self) -> None:
@@ -46,30 +46,38 @@ class RecomputeRegion(ABC):
 
     def __init__(self, where: str, device: torch.device):
         self.where, self.device = where, device
+        # Weak references to the stand-ins, in the order in which forward saved.
         self._saved: list[Callable[[], _Saved | None]] = []
-        # The random numbers at the beginning of each part that draws some.
+        # For each part, the states of the generators at its beginning; None if it draws nothing.
         self._random: list[Random | None] = []
         self._autocast = autocast_of(device)
+        # The id of the backward that recomputed last; -1 for none.
         self._backward = -1
 
     @abstractmethod
     def run(self) -> None:
-        """Compute every part again, each inside `as_before`."""
+        """Compute every part again, in order, each inside `as_before`; `recompute` calls this."""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Run the body as the next part of the region, for the first time."""
+        """Run the body in forward, as the next part of the region."""
         before = Random.now(self.device)
         with saved_tensors_hooks(self._leave_out, self._given):
             yield
         self._random.append(None if Random.now(self.device) == before else before)
 
     def as_before(self, part: int) -> contextlib.AbstractContextManager[None]:
-        """Run the body as a part that is recomputed, with its random numbers of the first time."""
+        """Run the body as part ``part`` again, with the random numbers of forward."""
         return drawing_again(self._random[part])
 
     def recompute(self) -> None:
-        """Recompute the region, unless this backward has done so."""
+        """Recompute the region, unless this backward has done so.
+
+        Called in backward: by `when_needed`, or at the latest when a node reads a saved tensor.
+
+        Raises:
+            RuntimeError: if the second run saves more tensors than the first.
+        """
         now = torch._C._current_graph_task_id()
         if self._backward == now:  # guard: once in a backward
             return
@@ -102,8 +110,8 @@ class RecomputeRegion(ABC):
 
     @property
     def when_needed(self) -> Callable[[], None]:
-        """`recompute`, for nodes of autograd to hold without holding the region; does nothing once
-        backward has used all that the region saves.
+        """`recompute`, as a function that nodes of autograd may hold: it does not keep the region
+        alive, and does nothing once backward has used all that the region saves.
         """
         alive = weakref.ref(self)
 
@@ -115,8 +123,8 @@ class RecomputeRegion(ABC):
         return recompute
 
     def precede(self, y: Tensor) -> None:
-        """Have this region recomputed in backward before anything that made ``y``, an output of the
-        region, is asked for its gradient.
+        """Have this region recomputed in backward when ``y``, an output of the region, has its
+        gradient, before the node that made ``y`` runs.
 
         ZeRO-3 gathers a module's weights for backward when the module's output gets its gradient,
         and frees them when a second call of the module ends. So the second call must come first.
@@ -127,12 +135,18 @@ class RecomputeRegion(ABC):
             hook(lambda _: recompute())  # guard: run again, then gathered for backward
 
     def _leave_out(self, _: Tensor) -> _Saved:
+        """Give a node a stand-in in place of a tensor to save (the pack hook)."""
         saved = _Saved()
         # The stand-in lives as long as its node.
         self._saved.append(weakref.ref(saved))
         return saved
 
     def _given(self, saved: _Saved) -> Tensor:
+        """Give a node the tensor of its stand-in in backward, once (the unpack hook).
+
+        Raises:
+            RuntimeError: if the second run has not saved this tensor.
+        """
         if saved.x is None:
             self.recompute()
         x, saved.x = saved.x, None

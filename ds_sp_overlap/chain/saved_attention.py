@@ -1,10 +1,10 @@
-"""Attention of a chain that is saved, though the layers around it are recomputed.
+"""Saves attention of a chain whose layers are recomputed otherwise.
 
     tokens = AttendSaved.apply(..)         attention, and a start of every chunk of o
     o_c = OutputExchange(..).finish(token) a chunk of o, local; its backward sends o and do
 
-q, k and v are recomputed. Of attention, only a log-sum-exp is saved, beside o, which is saved for
-the layers around it.
+Backward recomputes q, k and v, but not attention. For attention only a log-sum-exp is saved. The
+local o is saved anyway, since the layer behind it is recomputed from o.
 
 Before:  do = all_to_all(dy), and attention saves o of the whole sequence
 Now:     o, do = all_to_all(o_c, do_c) of each chunk, where attention's backward reads o
@@ -30,9 +30,12 @@ class SavedAttention:
 
     Attributes:
         beside: Makes the exchange of a chunk's o and do.
-        reads_o: Whether attention's backward reads o.
-        foreign: A tensor that attention learns and was not told of, in words; empty for none.
-        flights: Exchanges of o and do that are under way.
+        reads_o: Whether attention's backward reads o, so that o travels beside do. After attention
+            has run, the ranks agree on it: True if it reads o on any rank.
+        foreign: A tensor that attention learns without being called with it, in words; empty for
+            none. The agreement refuses it.
+        flights: Exchanges of o and do that are under way in backward, from a chunk's finish to the
+            backward of `AttendSaved`.
     """
 
     def __init__(self, beside: Callable[[Exchanged], Exchange]):
@@ -46,11 +49,12 @@ class OutputExchange(Exchange):
 
     Args:
         saved: What is saved of the call.
-        chunk: The chunk.
+        chunk: The head group and the chunk, as `Step.exchange` names them.
         exchange: Arguments of `Exchange`.
     """
 
-    # o, where the finish is recomputed and nothing travels.
+    # The chunk that forward received, where backward recomputes the finish: nothing travels, the
+    # finish returns this chunk and its node saves it. None in forward.
     received: Tensor | None = None
 
     def __init__(self, saved: SavedAttention, chunk: Exchanged, *exchange: Any):
@@ -67,6 +71,7 @@ class OutputExchange(Exchange):
         return (self.received.view_as(self.received),)
 
     def start_gradient(self, dys: Sequence[Tensor], *received: Tensor) -> None:
+        # ``received`` is o, if it is read. `AttendSaved.backward` finishes either exchange.
         if not received:
             super().start_gradient(dys)
         else:
@@ -77,15 +82,16 @@ class OutputExchange(Exchange):
 class AttendSaved(Node):
     """Attends with a head group, and starts the exchanges of its o.
 
-    Takes, and returns a token for each exchange:
+    Returns a token for each exchange, and takes:
 
-    saved              what is saved of the call
-    tensors_of_groups  takes the tensors that are saved
+    saved              the `SavedAttention` of the call
+    tensors_of_groups  for each group, the tensors that backward reads beside q, k, v and o; forward
+                       adds those of ``group``
     group              the head group
     attend             the attention of the group
     local              the local attention of the call
-    exchanges          those of all chunks of o; empty where q, k and v are recomputed, and the node
-                       only saves its tensors once more
+    exchanges          those of all chunks of o. Empty in a recomputation: the node does not attend,
+                       only saves q, k, v and the others again, and never has a backward
     tensors            q, k and v, then the tensors that attention learns
     """
 
@@ -110,9 +116,10 @@ class AttendSaved(Node):
         """Recompute q, k and v; then wait for o and do, which each chunk's finish has launched."""
         saved, attend, local, exchanges = ctx.parts
         refuse_second_derivatives(next(iter(exchanges.values())).where)
-        # Asked for before the wait: this recomputes the segment.
+        # Before the wait, which it hides: reading saved tensors recomputes the segment.
         q, k, v, *tensors_of_groups = ctx.saved_tensors
         outs: tuple[Tensor, ...] = ()
+        # All chunks are received into the same tensors: o and do, or do alone.
         for chunk, exchange in reversed(exchanges.items()):
             outs = (
                 saved.flights.pop(chunk).finish_forward(outs)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 
 class Calls:
-    """The calls of layers over one sp group in this process.
+    """Counts the calls of layers over one sp group in this process, and compares them over ranks.
 
-    Ranks that call different layers exchange tensors of the same shape and train on, wrongly. So
-    ranks compare the names of the layers that they call. A layer's first call is compared at once
-    (`LayerRuntime.call`). Later calls cost no waiting: a hash of the names of `EVERY` calls is
+    Ranks that call different layers may exchange tensors of the same shape and train on, wrongly.
+    So ranks compare the names of the layers that they call. A layer's first call is compared at
+    once (`LayerRuntime.call`). Later calls cost no waiting: a hash of the names of `EVERY` calls is
     reduced over the ranks while the next `EVERY` calls are made.
 
     The last calls of a process are not compared. Ranks that make different numbers of calls fail in
@@ -27,16 +27,17 @@ class Calls:
     _of_groups: weakref.WeakKeyDictionary[Any, Calls] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        # The number of calls, and of layers that were called.
+        # The number of calls, and of layers that were called (`LayerRuntime.call` counts them).
         self.number = self.layers = 0
         # The names of calls that are not compared yet.
         self.names: list[str] = []
-        # The names that are being compared, and a function that waits for the answer.
+        # The names that are being compared, and a function that waits for the answer: True if all
+        # ranks have called the same layers.
         self.asked: tuple[list[str], Callable[[], bool]] = ([], lambda: True)
 
     @classmethod
     def of(cls, group: Any) -> Calls:
-        """Return the calls over ``group``, by whatever layers."""
+        """Return the one object of ``group``, which all layers share; a new one for no group."""
         return cls() if group is None else cls._of_groups.setdefault(group, cls())
 
     def __deepcopy__(self, memo: dict) -> Calls:
@@ -44,7 +45,9 @@ class Calls:
         return self
 
     def count(self, sp_group: Any, name: str, device: torch.device) -> None:
-        """Count a call, and compare the names of calls every `EVERY` calls.
+        """Count a call; every `EVERY` calls, read the last comparison and begin the next.
+
+        Called at the beginning of every call of a layer. Collective in every `EVERY`-th call.
 
         Args:
             sp_group: The sp group.
@@ -52,7 +55,8 @@ class Calls:
             device: The device of the layer's tensors.
 
         Raises:
-            RuntimeError: on all ranks alike, if the previous comparison found different layers.
+            RuntimeError: on all ranks alike, if the previous comparison found different layers; or
+                if a comparison itself failed, for instance since a rank has died.
         """
         self.number += 1
         if sp_group.size == 1:
@@ -68,6 +72,7 @@ class Calls:
                 return
         except RuntimeError as error:
             raise sp_group.failed(name, "the comparison of calls", error) from error
+        # The hash only tells that calls differ; the names tell which.
         every = sp_group.gather(earlier, name)
         differs = [len(set(of_ranks)) > 1 for of_ranks in zip(*every)].index(True)
         seen = "; ".join(f"sp rank {rank}: {called[differs]}" for rank, called in enumerate(every))
@@ -83,11 +88,12 @@ def _ask_whether_alike(sp_group: Any, text: str, device: torch.device) -> Callab
     """Begin to compare ``text`` over the ranks; return a function that waits for the answer.
 
     Collective. The ranks reduce the largest and the smallest hash; both are equal if all are alike.
+    The function blocks the host, and returns whether they are equal.
     """
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     side = sp_group.streams(device)
     with side.after_compute():
-        # Reduced to the largest hash, and to minus the smallest.
+        # One reduction by MAX gives the largest hash, and minus the smallest.
         edges = torch.full((2,), number, dtype=torch.int64, device=device)
         edges[1].neg_()
         work = dist.all_reduce(edges, dist.ReduceOp.MAX, group=sp_group.group, async_op=True)

@@ -1,4 +1,4 @@
-"""Leaves SMs to exchanges, by products that are launched while an exchange is under way.
+"""Leaves SMs to exchanges: matrix products that are launched meanwhile take fewer SMs.
 
 A product spreads over all SMs of a GPU. Where the blocks of an exchange hold some of them, the last
 blocks of the product wait for a second wave (PyTorch issue 143988). cuBLASLt can be told how many
@@ -8,8 +8,8 @@ process (``_set_sm_carveout_experimental``).
 The forward of flash-attn 3 is persistent as well: its blocks take the SMs that an exchange gives
 back, so that the next exchange, though launched, begins when attention is over. The same number
 reaches it as ``sm_margin`` (`heads.bind_arguments`), and keeps as many SMs for exchanges. Without
-a margin each attention hides one exchange. On a GPU on paper (``plan --gpu``) two head groups, with
-which "auto" begins, are the fastest with and without one, as a test holds.
+a margin each attention hides one exchange. On a simulated GPU (``plan --gpu``) two head groups,
+with which "auto" begins, are the fastest with a margin and without; a test checks this.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ import torch
 class CarveOut:
     """The SMs that products leave free while any exchange is under way.
 
-    The number belongs to the process: it is the largest of the exchanges that are under way, and
-    otherwise what it was before.
+    torch has one such number for the process. While exchanges are under way, it is the largest
+    ``sms`` of theirs; after the last, it is again what it was before the first.
 
     Args:
         sms: How many SMs to leave free.
     """
 
-    # Of all objects: the SMs of each exchange that is under way.
+    # Shared by all objects: ``sms`` of each exchange that is under way.
     _under_way: ClassVar[list[int]] = []
+    # torch's number before the first of them; None if nobody had set one.
     _before: ClassVar[int | None] = None
 
     def __init__(self, sms: int):
         self.sms = sms
 
     def begin(self) -> None:
-        """Note that an exchange was launched."""
+        """Note that an exchange was launched (`SideStream.mark`); set the number if it rises."""
         if not self._under_way:
             CarveOut._before = torch._C._get_sm_carveout_experimental()
         if self.sms > max(self._under_way, default=0):
@@ -46,7 +47,10 @@ class CarveOut:
         self._under_way.append(self.sms)
 
     def end(self) -> None:
-        """Note that an exchange was finished, or abandoned."""
+        """Note that an exchange was finished, or abandoned; lower the number or restore it.
+
+        `SideStream.before_compute` calls this once for each `begin`.
+        """
         self._under_way.remove(self.sms)
         most = max(self._under_way, default=0)
         if self.sms > most:
@@ -55,10 +59,10 @@ class CarveOut:
 
 @functools.cache
 def carve_out(sms: int) -> CarveOut | None:
-    """Return the process's carve-out of ``sms`` SMs; None for 0.
+    """Return the process's one carve-out of ``sms`` SMs; None for 0.
 
     Raises:
-        ValueError: if this torch has none.
+        ValueError: if this torch cannot leave SMs free.
     """
     if not sms:
         return None

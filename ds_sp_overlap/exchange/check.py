@@ -22,8 +22,9 @@ class Expected(NamedTuple):
 
     Attributes:
         values: The tensor.
-        atol: By how much each element may differ, as a sum of replicas, which has no fixed order. 0
-            for up to two addends, whose order changes nothing.
+        atol: Of the same shape: by how much each element may differ where it is the sum of KV
+            gradients of several ranks, which has no fixed order. 0 for up to two addends, whose
+            order changes nothing.
     """
 
     values: Tensor
@@ -40,7 +41,7 @@ def plain_exchange(
 ) -> Expected:
     """Return what the exchange of ``x`` must deliver to this rank.
 
-    Collective.
+    Called by `InFlight.launch` in check mode, before the exchange itself. Collective.
 
     Args:
         sp_group: The sp group.
@@ -78,6 +79,7 @@ def plain_exchange(
     for peer, (sender, tensor) in enumerate(zip(layouts, tensors)):
         places = blocks_of(out, target, peer)
         blocks = blocks_of(tensor, sender.source, sp_group.rank)
+        # Patches hold a part in several blocks, the other end in one: cut it, or join them.
         if isinstance(target, Patches) and places:
             blocks = blocks[0].split([x.shape[target.seq_dim] for x in places], target.seq_dim)
         elif isinstance(sender.source, Patches) and blocks:
@@ -89,7 +91,8 @@ def plain_exchange(
             place.add_(block)
             size.add_(block.abs())
             count.add_(1)
-    # Either sum is off by at most (n - 1) eps times the sum of the addends' sizes.
+    # The plain sum of n addends and the exchange's sum are each off by at most (n - 1) eps times
+    # the sum of the addends' absolute values.
     roundings = torch.where(addends > 2, 2 * (addends - 1), 0)
     atol = roundings * torch.finfo(out.dtype).eps * sizes.nan_to_num(0.0, posinf=0.0)
     if rope_back is not None:
@@ -104,17 +107,18 @@ def compare(
 ) -> None:
     """Compare what the exchange ``name`` delivered with what it should have delivered.
 
-    Collective. Compares bit for bit, with two exceptions. Sums of replicas have no fixed order, and
-    in half precision each element is off by its own rounding. A rotated element is two products and
-    a sum: three roundings of numbers no larger than sqrt(2) times the largest of its head and token.
+    Called by `InFlight.finish` in check mode. Collective. Compares bit for bit, with two
+    exceptions. Sums of replicas have no fixed order, and in half precision each element is off by
+    its own rounding. A rotated element is two products and a sum: three roundings of numbers no
+    larger than sqrt(2) times the largest of its head and token.
 
     Args:
         sp_group: The sp group.
         got: What this rank received.
         of_plain: What `plain_exchange` returned.
         name: Name of the exchange.
-        rotated: Whether the exchange rotated.
-        target: The parts of ``got`` that were written.
+        rotated: Whether the exchange rotated heads (rotary embedding).
+        target: Says which parts of ``got`` were written; only these are compared.
 
     Raises:
         RuntimeError: on all ranks, if some rank received anything else.
@@ -147,6 +151,6 @@ def compare(
 
 
 def _parts(x: Tensor, side: Side) -> Tensor:
-    """Return the elements of ``x`` that belong to some peer."""
+    """Return the elements of ``x`` that belong to some peer, flat."""
     blocks = [block for peer in range(len(side.parts)) for block in blocks_of(x, side, peer)]
     return torch.cat([x.new_empty(0), *(block.flatten() for block in blocks)])

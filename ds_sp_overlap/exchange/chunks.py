@@ -27,7 +27,9 @@ class ChunkedExchange(Exchange):
             (`Geometry.joint_exchange`).
 
     Attributes:
-        meanwhile: Called in backward, while the gradients of o are under way; may be None.
+        tokens: The number of chunks: each has a token of autograd.
+        meanwhile: Called in the backward of o's start, before it waits for the gradients of o;
+            None for nothing. `chain.block` recomputes a segment there.
     """
 
     meanwhile: Callable[[], object] | None = None
@@ -42,6 +44,7 @@ class ChunkedExchange(Exchange):
             exchange.start_forward(xs)
 
     def finish_forward(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        # The first chunk allocates the whole tensors; the others receive into them.
         received = tuple(into)
         for exchange in self.exchanges:
             received = exchange.finish_forward(received)
@@ -54,6 +57,7 @@ class ChunkedExchange(Exchange):
     def finish_gradient(self, into: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
         if self.meanwhile is not None:
             self.meanwhile()  # guard: run again, then waits for do
+        # As in `finish_forward`; ``into`` has no places for tensors that need no gradient.
         received: tuple[Tensor | None, ...] = tuple(into)
         for exchange in reversed(self.exchanges):
             received = exchange.finish_gradient([x for x in received if x is not None])

@@ -10,7 +10,8 @@ There are two engines; the first one that every rank has is taken:
                    https://docs.pytorch.org/docs/2.11/symmetric_memory.html#copy-engine-collectives
 
 Both move equal parts only. Exchanges whose parts differ go through `C10d`. All ranks decide this
-alike, since uneven heads or lengths are uneven for all of them.
+alike, since uneven heads or lengths are uneven for all of them. (Layers whose ranks share query
+heads are refused, see `call_geometry`.)
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class FastUlysses:
     Costs a copy on either side, into a buffer and out of a window of its own.
     """
 
+    # The largest sp size; what the bytes of a part are a multiple of, and are less than.
     LARGEST_RANKS, ALIGNMENT_BYTES, LIMIT_BYTES = 8, 16, 2**31
 
     def __init__(self, group: Any):
@@ -53,7 +55,7 @@ class FastUlysses:
         return ""
 
     def takes(self, part: int, x: Tensor) -> bool:
-        """Return whether the engine can move parts of ``part`` elements of ``x``."""
+        """Return whether the engine can move parts of ``part`` elements of the dtype of ``x``."""
         size = part * x.element_size()
         return size % self.ALIGNMENT_BYTES == 0 and 0 < size < self.LIMIT_BYTES
 
@@ -80,6 +82,7 @@ class ZeroCta:
         policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         self.group = communicator(group, cta_policy=policy)
         symmetric.set_backend("NCCL")
+        # (source, target) pairs that no exchange uses now, by size, dtype and device.
         self.free: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
 
     @classmethod
@@ -94,11 +97,14 @@ class ZeroCta:
         return ""
 
     def takes(self, part: int, x: Tensor) -> bool:
-        """Return whether the engine can move parts of ``part`` elements of ``x``."""
+        """Return whether the engine can move parts of ``part`` elements of the dtype of ``x``."""
         return part > 0
 
     def launch(self, send: Tensor, recv: Tensor) -> Any:
-        """Launch the all-to-all of equal parts."""
+        """Launch the all-to-all of equal parts; ``recv`` is written when the handle is waited for.
+
+        Collective, also since it makes a pair of buffers if none is free.
+        """
         key = (send.numel(), send.dtype, send.device)
         pairs = self.free.setdefault(key, [])
         source, target = pairs.pop() if pairs else (self._buffer(send), self._buffer(send))
@@ -130,7 +136,11 @@ class _Then:
 
 
 class CopyEngine:
-    """Moves exchanges of equal parts by a copy engine, others by `C10d`."""
+    """Moves exchanges of equal parts by a copy engine, others by `C10d`.
+
+    Args:
+        settings: As for `C10d`.
+    """
 
     # Set by `prepare`.
     engine: FastUlysses | ZeroCta
@@ -140,11 +150,17 @@ class CopyEngine:
         self.said = False
 
     def prepare(self, sp_group: Any) -> None:
-        """Choose the engine that every rank has, see `Named.prepare`."""
+        """Choose the first engine that every rank has, see `Named.prepare`.
+
+        Raises:
+            ValueError: on all ranks alike, if some rank lacks each engine, the sp group's backend
+                is not NCCL, or the sp group spans several nodes.
+        """
         engines: dict[str, type[FastUlysses] | type[ZeroCta]] = {
             "fast-ulysses": FastUlysses,
             "NCCL": ZeroCta,
         }
+        # For each engine, why it can't work; empty if it can.
         backend = backend_of(sp_group.group, "cuda")
         if backend != "nccl":
             lacks = dict.fromkeys(engines, f"the sp group's backend is {backend}, not nccl")

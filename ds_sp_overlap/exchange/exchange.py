@@ -20,8 +20,8 @@ belong to the `Exchange`, and an `Exchange` belongs to one call of one layer.
 
 Note [Second derivatives]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-The backward of a layer uses buffers of its `Exchange`s, which autograd does not see, so that nobody
-can differentiate it. ``once_differentiable`` would raise in one node and leave the others silent.
+The backward of a layer uses buffers of its `Exchange`s, which autograd does not see, so autograd
+cannot differentiate it again. ``once_differentiable`` would raise only in the nodes that carry it.
 Instead, every backward of a layer begins in a node that calls `refuse_second_derivatives`: before
 anything is launched, and on every rank alike. No other node of the layer needs a check.
 """
@@ -57,12 +57,14 @@ def refuse_second_derivatives(where: str) -> None:
 
 
 class _Apply:
-    """``Function.apply`` without torch's preparations for functorch, where functorch is off.
+    """Gives `Node` its ``apply``: without torch's preparations for functorch, where that is off.
 
     The preparations cost the host time in every call.
     """
 
     def __get__(self, node: object, kind: type[Node]) -> Any:
+        # ``super(Node, ..)`` finds Function's own apply; ``super(Function, ..)`` skips it and finds
+        # the C implementation, which Function's own apply calls at its end.
         above = Node if torch._C._are_functorch_transforms_active() else torch.autograd.Function
         return super(above, kind).apply  # type: ignore[misc]  # untyped in torch
 
@@ -87,12 +89,13 @@ class Exchange:
             gradient back.
     """
 
-    # The transfer in flight, between start and finish.
+    # The transfers in flight, each between its start and its finish, else None.
     forward: InFlight | None = None
     gradient: InFlight | None = None
-    # How many tokens tie the finish to the start.
+    # How many tokens tie the finish to the start; a `ChunkedExchange` has one for each chunk.
     tokens = 1
-    # Whether autograd saves what was received for `start_gradient`. Such a half runs by itself.
+    # Whether autograd saves what was received, to pass it to `start_gradient`. The finish is then
+    # the only half of its node.
     saves_received = False
 
     def __init__(
@@ -106,7 +109,7 @@ class Exchange:
     ):
         self.sp_group, self.layout, self.where, self.name = sp_group, layout, where, name
         self.checked, self.rope = checked, rope
-        # For each tensor, whether its gradient will be exchanged.
+        # For each tensor, whether its gradient will be exchanged; alike on all ranks.
         self.needed: Sequence[bool] = (True,) * len(layout.each)
 
     def start(self, *tensors: Tensor) -> Tensor:
@@ -137,14 +140,24 @@ class Exchange:
         return y
 
     def start_forward(self, xs: Sequence[Tensor]) -> None:
-        """Launch the transfer without autograd, for a node that does more than exchange."""
+        """Launch the transfer without autograd; for nodes of autograd, in their own forward.
+
+        Collective, as is `start`; so is `start_gradient`.
+
+        Args:
+            xs: As for `start`.
+        """
         name = f"{self.where} {self.name}"
         self.forward = InFlight(self.sp_group, self.layout, name, self.rope).launch(
             xs, self.checked
         )
 
     def finish_forward(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """Finish what `start_forward` launched; ``into`` as in `InFlight.finish`."""
+        """Finish what `start_forward` launched, once; arguments and result as of `InFlight.finish`.
+
+        Raises:
+            RuntimeError: if nothing was launched since the last finish.
+        """
         if self.forward is None:
             raise RuntimeError(
                 f"{self.where} {self.name}: finished without having been started, or finished twice"
@@ -156,21 +169,26 @@ class Exchange:
         """Launch the transfer of the gradients of those tensors that are `needed`.
 
         Args:
-            dys: The gradients.
-            received: What was received, of an exchange that `saves_received`.
+            dys: The gradients of the tensors that were received, of those that are `needed` alone.
+            received: What was received in forward, if `saves_received`; `OutputExchange` sends it
+                along.
         """
         name, layout = f"{self.where} d{self.name}", self.layout.only(self.needed).inverse
         gradient = InFlight(self.sp_group, layout, name, rope_back=self.rope)
         self.gradient = gradient.launch(dys, self.checked)
 
     def finish_gradient(self, into: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
-        """Finish what `start_gradient` launched.
+        """Finish what `start_gradient` launched, once.
 
         Args:
             into: As in `InFlight.finish`, for those tensors that are `needed`.
 
         Returns:
-            The gradient of each tensor; None for tensors that are not `needed`.
+            The gradient of each tensor that was sent; None for tensors that are not `needed`.
+
+        Raises:
+            RuntimeError: if nothing was launched, as where a second backward asks for the rest of
+                the gradients.
         """
         if self.gradient is None:
             raise RuntimeError(
@@ -192,10 +210,10 @@ class Half(NamedTuple):
 
     Attributes:
         exchange: The exchange.
-        given: For a finish, the tokens. For a start, the tensors that are sent; behind o, the q, k
-            and v that it was computed from. These are not sent, but the token depends on them,
-            whatever local attention does with them on one rank, so that every rank takes part in
-            the exchanges of do, dq, dk and dv.
+        given: For a finish, the tokens. For a start, the tensors that are sent; for a start of o,
+            then also q, k and v that o was computed from. These are not sent. They make the token
+            depend on q, k and v even where local attention of one rank does not use them, so that
+            every rank takes part in the exchanges of do, dq, dk and dv.
         starts: Whether this is the start.
     """
 
@@ -208,10 +226,10 @@ def run_halves(halves: Sequence[Half]) -> list[tuple[Tensor, ...]]:
     """Run halves that follow one another in one node of autograd.
 
     One node instead of many costs the host less. In backward the halves run in reverse, once the
-    gradients of all outputs are known.
+    gradients of all outputs are known. Without autograd the halves run at once, with no node.
 
     Returns:
-        For each start, its tokens; for each finish, what was received.
+        For each half a tuple: the tokens of a start, the received tensors of a finish.
     """
     if not torch.is_grad_enabled():
         return [_run(half) for half in halves]
@@ -243,6 +261,8 @@ def new_token(x: Tensor) -> Tensor:
 
 
 class _Halves(Node):
+    """The node of `run_halves`. Inputs and outputs are those of all halves, one after another."""
+
     @staticmethod
     def forward(ctx, halves, *_):
         ctx.set_materialize_grads(False)
@@ -250,7 +270,7 @@ class _Halves(Node):
         outputs: list[Tensor] = []
         undifferentiable: list[Tensor] = []
         # Each half with the index of its first input and of its first output. Tokens of one half
-        # come of the same tensors, and need gradients alike.
+        # come of the same tensors, so either all need gradients or none does.
         ctx.halves = []
         # Input 0 is ``halves``.
         first = 1
@@ -258,8 +278,8 @@ class _Halves(Node):
             ctx.halves.append((exchange, starts, first, len(outputs)))
             if starts:
                 sent = len(exchange.needed)
-                # A single tensor has a gradient if its token has: o even where attention computed
-                # o from nothing that needs one.
+                # A single tensor stays `needed`: its gradient is exchanged if its token needs one.
+                # So is that of an o which needs none here, but on other ranks (`Half.given`).
                 if sent > 1:
                     exchange.needed = needs[first : first + sent]
                 exchange.start_forward(given[:sent])
@@ -292,7 +312,9 @@ class _Halves(Node):
             exchange, starts, first, first_output = half
             needed = exchange.needed
             if starts:
-                # Of several tokens each has a gradient, since what they lead to is joined.
+                # The gradient of a token is an empty tensor, or None if this backward does not
+                # reach the finish. Several tokens lead to tensors that are joined: it reaches all.
+                # Inputs that were not sent (`Half.given`) keep None.
                 if gradients[first_output] is not None or exchange.tokens > 1:
                     dxs[first : first + len(needed)] = exchange.finish_gradient()
             elif ctx.needs_input_grad[first]:

@@ -19,8 +19,9 @@ from .shares import QueryChunks, common, possible_shares
 def shares_for(sp_size: int, heads: int, kv_heads: int) -> int:
     """Return r for "auto", see Note [Shares] in `shares`.
 
-    1 if heads divide evenly without sharing, else the smallest r by which they do. But 1 if sharing
-    makes k and v grow by more than q and o shrink, in elements that the busiest rank receives.
+    1 if heads divide by the ranks, else the smallest r with which they divide by the u = P / r
+    parts. But where every rank can have a head without sharing: 1 if sharing makes k and v grow by
+    more than q and o shrink, in elements that the busiest rank receives.
     """
     even = next(r for r in possible_shares(sp_size, heads) if heads % (sp_size // r) == 0)
     if even == 1 or heads < sp_size:
@@ -37,7 +38,7 @@ class Geometry(Heads):
 
     Attributes:
         sp_size: Ranks of the sp group, ``P``.
-        sp_rank: This rank.
+        sp_rank: This rank, in the sp group.
         seq_lens: Local sequence length of every rank, in tokens.
         batch: ``b``.
         heads: Query heads, ``h``.
@@ -82,7 +83,7 @@ class Geometry(Heads):
 
     @lru_cache(maxsize=4096)
     def in_groups(self, groups: int) -> Geometry:
-        """Return the same with another number of head groups."""
+        """Return the same geometry with another number of head groups."""
         return replace(self, groups=groups)
 
     @cached_property
@@ -91,7 +92,7 @@ class Geometry(Heads):
         return 1 if self.batch_first else 0
 
     def shape(self, seq: int, heads: int, head_dim: int) -> tuple[int, ...]:
-        """Return the shape of q, k, v or o with so many tokens and heads."""
+        """Return the shape of q, k, v or o with ``seq`` tokens and ``heads`` heads."""
         first = (self.batch, seq) if self.batch_first else (seq, self.batch)
         return (*first, heads, head_dim)
 
@@ -99,6 +100,7 @@ class Geometry(Heads):
     def exchange(self, kind: str, group: int, head_dim: int, by_rank: bool = False) -> Layout:
         """Lay out the exchange of q, k, v (head scatter) or o (sequence scatter) of one group.
 
+        For a tensor that travels alone; `joint_exchange` is for several tensors, and for chunks.
         The local tensor holds the heads of `heads_of`. The global tensor holds the heads of
         `sent_range` on this rank.
 
@@ -107,9 +109,9 @@ class Geometry(Heads):
             group: The head group.
             head_dim: ``d``.
             by_rank: Give the local tensor a dimension for the parts of the ranks,
-                ``[.., u, heads, d]``. Strides can then say that the heads of each part lie
-                together, so that the tensor is the buffer that travels. Only for kinds that
-                `divides` affirms.
+                ``[.., u, heads, d]``. A projection can then write each part into memory of its own,
+                so that the tensor is the buffer that travels. Only for kinds that `divides`
+                affirms.
         """
         if kind == "o":
             return self.exchange("q", group, head_dim, by_rank).inverse
@@ -128,11 +130,13 @@ class Geometry(Heads):
         """Lay out one exchange that moves several of q, k and v of a group, for instance "qkv".
 
         Args:
-            kinds: What the exchange moves; or "o" alone, or beside another "o".
+            kinds: What the exchange moves, as "qkv" or ("q", "k", "v"). Or only "o", once or more
+                often: o and do, which travel together in the direction of o's inverse, are laid
+                out as two "q".
             group: The head group.
             head_dims: ``d`` of each.
             chunk: Which of ``chunks`` parts of every rank's tokens the local tensor holds. The
-                global tensor holds all tokens; the exchange leaves those of other chunks out.
+                global tensor has room for all tokens; the exchange leaves out other chunks'.
             chunks: The number of parts.
         """
         if set(kinds) == {"o"}:
@@ -144,7 +148,7 @@ class Geometry(Heads):
         return joint(layouts, apart=self.shares > 1)
 
     def _received(self, kind: str) -> list[tuple[Range, ...]]:
-        """Return the tokens of q, k or v that each rank receives of the whole sequence."""
+        """Return for each rank the tokens of q, k or v that it receives, of the whole sequence."""
         if kind == "q":
             return [self.query_tokens(rank) for rank in range(self.sp_size)]
         return [((0, sum(self.seq_lens)),)] * self.sp_size
@@ -184,7 +188,8 @@ class Geometry(Heads):
             begin, end = self.sent_range(kind, rank, group)
             of_rank = common(room[rank], (first, last))
             tokens.append(tuple((low - first, high - first) for low, high in of_rank))
-            # No head goes there, or none of the tokens. Without tokens the heads stay as they are.
+            # The rank is sent no head, or none of this rank's tokens. A rank that has no tokens at
+            # all keeps the ranges of heads: its parts have no elements anyway.
             if begin >= end or (first < last and not of_rank):
                 parts.append((edge, edge))
                 continue
@@ -197,6 +202,7 @@ class Geometry(Heads):
             shape = (*shape[:2], len(place) // each, each, head_dim)
             parts = [(begin // each, end // each) for begin, end in parts]
         local = Side(shape, 2, tuple(parts))
+        # Some rank is sent only some of this rank's tokens.
         if any(0 < _before(ranges, last - first) < last - first for ranges in tokens):
             local = Patches(shape, 2, tuple(parts), self.seq_dim, tuple(tokens))
         own = room[self.sp_rank]
@@ -209,7 +215,7 @@ class Geometry(Heads):
 
 
 def joint(layouts: Sequence[Layout], apart: bool) -> Layout:
-    """Return the layout of one exchange that moves several tensors."""
+    """Return the layout of one exchange that moves several tensors; ``apart`` as in `Layout`."""
     return replace(layouts[0], also=tuple(layouts[1:]), apart=apart)
 
 

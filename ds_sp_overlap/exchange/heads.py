@@ -25,9 +25,9 @@ from .shares import Shares
 
 
 class Heads(Shares):
-    """Tells the heads of each rank and head group.
+    """Tells the heads of each rank and head group; the base class of `Geometry`.
 
-    Has the attributes of `Geometry`. Ranges count the heads of the whole model.
+    Has the attributes of `Geometry`. Ranges count the heads of the whole layer.
     """
 
     kv_heads: int
@@ -50,7 +50,7 @@ class Heads(Shares):
 
     @property
     def max_groups(self) -> int:
-        """Query heads of the rank that has fewest; two groups can't share a head."""
+        """Query heads of the rank that has fewest, since two groups can't share a query head."""
         return self.heads // self.parts
 
     @cached_property
@@ -111,10 +111,14 @@ class Heads(Shares):
 
     @lru_cache(maxsize=4096)
     def divides(self, kind: str) -> bool:
-        """Return whether this rank sends equally many heads to each part, evenly spaced.
+        """Return whether this rank sends each part of the ranks equally many heads, evenly spaced.
 
-        And no head twice: k and v of a part go to each of its ranks. Not so either where q is cut
-        along tokens as well.
+        Then the local tensor may have a dimension for the parts (``by_rank``). False also where a
+        head goes to several ranks, as k and v do to all ranks of a part, and where this rank's q is
+        cut along tokens as well.
+
+        Args:
+            kind: "q", "k" or "v"; o as "q".
         """
         if self.shares > 1 and (kind != "q" or self.cuts_tokens):
             return False
@@ -136,7 +140,8 @@ class Heads(Shares):
         Args:
             kind: "q", "k" or "v"; or "o", for which the ranges are columns.
             group: The head group.
-            first: The first row of each head; or that of head 0, if the heads lie end to end.
+            first: The first row of each head (tuple); or that of head 0 (int), if the heads lie end
+                to end.
             head_dim: ``d``.
         """
         ranges = self.heads_of("q" if kind == "o" else kind, group)
@@ -175,7 +180,11 @@ class Heads(Shares):
 
     @property
     def most_received(self) -> float:
-        """Most heads of the whole sequence that a rank receives as q and k."""
+        """Heads of q and k, each of the whole sequence, that the busiest rank receives.
+
+        In one head group; a share of the queries counts as 1/r of each head. `shares_for` compares
+        these numbers: o is as large as q, and v as k.
+        """
         counts = []
         for rank in range(self.sp_size):
             queries, keys = self.query_range(rank, 0), self.kv_range(rank, 0)
@@ -184,10 +193,11 @@ class Heads(Shares):
 
     @lru_cache(maxsize=4096)
     def kv_pieces(self, group: int) -> tuple[tuple[int, int, int], ...]:
-        """Return ``(group, start, stop)`` of the received pieces that hold the heads of `kv_range`.
+        """Return where the KV heads lie that this rank attends to in ``group``.
 
-        ``start`` and ``stop`` count the heads of what travelled with that group. The heads of the
-        pieces, one piece after another, are those of `kv_range`.
+        Each piece is ``(sent, start, stop)``: heads ``start`` to ``stop`` of the k or v that this
+        rank received with group ``sent``, this one or an earlier one. One piece after another, they
+        are the heads of `kv_range`.
 
         The piece that travels with ``group`` itself is always named, even where this rank gets none
         of its heads: a rank that left the piece out of its graph would not take part in the
@@ -206,9 +216,10 @@ class Heads(Shares):
 
     @lru_cache(maxsize=4096)
     def kv_expansion(self, group: int) -> tuple[int, ...] | None:
-        """Return for each query head of the group its KV head among `kv_range`.
+        """Return for each query head of ``group`` on this rank its KV head, counted in `kv_range`.
 
-        None where a regular ratio of query heads to KV heads says the same.
+        None where each KV head serves equally many successive query heads, as local attention
+        assumes by itself. Otherwise `execution.with_kv` repeats KV heads by this index.
         """
         start, stop = self.query_range(self.sp_rank, group)
         first, last = self.kv_range(self.sp_rank, group)

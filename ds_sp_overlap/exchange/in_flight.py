@@ -6,7 +6,7 @@ A transfer reads and writes memory that the compute stream allocated, while the 
 on. The memory must not be given to anybody else before the transfer is over. So `InFlight`
 references all buffers from `launch` on, and lets them go in `finish`, after the compute stream has
 been ordered behind the transfer: the allocator then hands the memory out in the order of the
-compute stream. ``record_stream`` would do so later, and at a price for each buffer.
+compute stream. ``record_stream`` would free it later, and costs host time for each buffer.
 
 Before memory is taken for the tensors that were received, the buffer that was sent is let go.
 """
@@ -42,7 +42,7 @@ def _as_it_travels(x: Tensor, side: Side) -> Tensor | None:
         return x.contiguous().view(-1)  # guard: one piece of memory
     if not side.is_cut_into_slices:  # guard: each part together
         return None
-    # A contiguous x has its parts apart. To ask costs the host less than to look at a view.
+    # The parts of a contiguous x lie apart. Asking this costs the host less than making a view.
     if x.is_contiguous() and len(side.parts) > 1:
         return None
     front = x.movedim(side.dim, 0)
@@ -67,7 +67,7 @@ class InFlight:
     # In check mode, what has to arrive.
     expected: list[check.Expected] | tuple[()] = ()
     handle: Any = None
-    # The mark of the transfer stream, between launch and finish.
+    # What `SideStream.mark` returned, between launch and finish; else None, as with a `HostStream`.
     received: Any = None
 
     # Set by `launch`.
@@ -94,7 +94,7 @@ class InFlight:
         self.rope, self.rope_back = rope, rope_back
 
     def launch(self, xs: Sequence[Tensor], checked: bool) -> InFlight:
-        """Pack ``xs`` and launch their transfer. Collective.
+        """Pack ``xs`` and launch their transfer, once for each object. Collective.
 
         Args:
             xs: The tensors that are sent, in the shapes of ``layout.sources``.
@@ -121,6 +121,7 @@ class InFlight:
             ]
         self.side = sp_group.streams(x.device)
         self.sources = xs
+        # ``x`` as the buffer that is sent; None if it must be packed.
         ready = None
         if not joined and self.rope is None:  # guard: rotated, so packed
             ready = _as_it_travels(x, layout.source)
@@ -152,7 +153,11 @@ class InFlight:
         return self
 
     def _send(self, ready: Tensor | None, new_empty: Callable[..., Tensor]) -> None:
-        """Launch the transfer of ``ready``, or else of the sources, packed."""
+        """Launch the transfer of ``ready``, or if it is None, pack the sources and send those.
+
+        Where waiting does not block the host, the transfer stream waits for the transfer at once,
+        so that a mark behind it tells when the data has arrived.
+        """
         if ready is None:
             self.send = self._packed(new_empty)
             self.sources = ()  # guard: packed, so let go
@@ -197,10 +202,12 @@ class InFlight:
         return tuple([like.new_empty(*shape, dtype=dtype) for shape, dtype in typed])
 
     def _sent_bytes(self) -> int:
+        """Return the bytes that go to other ranks, for the timeline."""
         sizes = self.layout.sources.sizes
         return (sum(sizes) - sizes[self.sp_group.rank]) * self.recv.element_size()
 
     def _wait(self) -> None:
+        """Wait for the transfer: on the host, or on the stream that is current (`Handle`)."""
         try:
             self.handle.wait()  # guard: waits before it reads
         except RuntimeError as error:  # guard: a failed wait has a name
@@ -211,6 +218,8 @@ class InFlight:
         relayout = ops.implementation(self.sp_group.kernels)
         source, sources = self.layout.source, self.layout.sources
         x = self.sources[0]
+        # `join` takes several tensors, parts in several blocks, and what a single copy by PyTorch
+        # packs; the operators of relayout pack one tensor, and rotate.
         if (
             self.layout.also
             or not source.covers
@@ -231,6 +240,7 @@ class InFlight:
         """Unpack what was received, into the tensors ``into`` if there are any."""
         relayout = ops.implementation(self.sp_group.kernels)
         target, targets = self.layout.target, self.layout.targets
+        # On a CPU, where one copy unpacks each new tensor.
         if (
             self.rope_back is None
             and self.dtypes is None
@@ -252,9 +262,12 @@ class InFlight:
     def finish(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """Wait for the transfer and unpack what was received.
 
+        Collective in check mode. Waits on the host where `HostStream.blocks`; elsewhere the current
+        stream waits.
+
         Args:
-            into: Tensors to receive into, in place of new ones. Elements that belong to no part of
-                the target keep their values.
+            into: Tensors to receive into, in place of new ones; none for new tensors. Elements that
+                belong to no part of the target keep their values.
 
         Returns:
             The received tensors, in the order of ``layout.each``.

@@ -17,12 +17,12 @@ from .runs import runs_of
 
 
 def join(tensors: Sequence[Tensor], sides: Sides, new_empty: Callable[..., Tensor]) -> Tensor:
-    """Pack ``tensors``, each [.., .., h, d], into a new buffer.
+    """Pack ``tensors``, each [.., .., h, d], into a new buffer; `InFlight` calls it.
 
     Args:
         tensors: What is sent.
         sides: The parts of each tensor.
-        new_empty: Makes the buffer, of one dtype for all tensors.
+        new_empty: Makes the buffer from a number of elements, of one dtype for all tensors.
 
     Returns:
         The flat buffer that travels.
@@ -46,12 +46,14 @@ def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
     keep their values.
     """
     tiled = all(side.tiles or not side.covers for side in sides.each)
-    # Whether no two views of a tensor overlap.
+    # Whether no two views of a tensor overlap, so that each can be copied. Otherwise they are added
+    # to zeros.
     disjoint = tiled or bool(sides.places())  # guard: joined tiles need no sum
     totals = tensors
     if not disjoint:
         totals = [torch.zeros_like(x, dtype=_exact(x.dtype)) for x in tensors]
     for part, place in _views(totals, sides, wire):
+        # Dimensions over peers that hold the same slice: sum them before the slice is written.
         same = [dim for dim, step in enumerate(part.stride()) if step == 0]
         if same:
             place = place.sum(same, dtype=_exact(part.dtype))  # guard: repeated parts are summed
@@ -67,7 +69,7 @@ def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of ``dtype`` are summed."""
+    """Return the dtype in which tensors of ``dtype`` are summed: fp32 for half precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -87,14 +89,10 @@ def split_copies(wire: Tensor, sides: Sides) -> tuple[Tensor, ...]:
 
 
 def _tile(x: Tensor, side: Side) -> Tensor:
-    """Return the parts of ``x`` in the shape of `Side.tiled`; a view if ``x`` is contiguous.
-
-    A part that several peers share is there once.
-    """
+    """Return the parts of ``x`` in the shape of `Side.tiled`; a view if ``x`` is contiguous."""
     if side.tiles:
         return x.reshape(*side.tiled)
-    # Each piece holds all tokens of a peer, of which the part is one chunk; or heads that several
-    # peers need.
+    # The part is some of its piece, as a chunk of tokens is of all tokens of a peer.
     assert side.spaced is not None
     pieces, _, piece, (start, stop) = side.spaced
     parts = x.unflatten(side.dim, (pieces, piece)).narrow(side.dim + 1, start, stop - start)
@@ -104,7 +102,7 @@ def _tile(x: Tensor, side: Side) -> Tensor:
 def _views(
     tensors: Sequence[Tensor], sides: Sides, wire: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of strided views of one shape, few for all parts: of a tensor, and of the wire.
+    """Yield a view of a tensor and one of the wire, of one shape; a few such pairs hold all parts.
 
     A stride of 0 in the first is a dimension over peers that share one slice.
     """
@@ -118,7 +116,7 @@ def _views(
 
 
 def blocks_of(x: Tensor, side: Side, peer: int) -> list[Tensor]:
-    """Return the blocks of ``x`` that are the part of a peer."""
+    """Return the blocks of ``x`` that are the part of a peer, as views; for check mode."""
     blocks = []
     for block in side.blocks(peer):
         part = x

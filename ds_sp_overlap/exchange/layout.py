@@ -46,8 +46,10 @@ def chunk_of(length: int, chunk: int, chunks: int) -> Range:
 class Spaced(NamedTuple):
     """Parts that are evenly spaced.
 
-    The dimension falls into equal pieces. Each has the part of ``repeats`` successive peers, at the
-    same place of the piece.
+    The dimension falls into equal pieces, and each piece has one part, at the same place in each.
+    The first ``repeats`` peers share the part in the first piece, the next ones that in the second:
+
+        parts (0, 1) (0, 1) (1, 2) (1, 2) of 2 KV heads    pieces 2, repeats 2, piece 1, part (0, 1)
 
     Attributes:
         pieces: The number of pieces.
@@ -131,6 +133,7 @@ class Side:
     @cached_property
     def spaced(self) -> Spaced | None:
         """How the parts lie that are not empty, if they are evenly spaced; None if they aren't."""
+        # ``same``: how many peers from the first on share the first part.
         peers, first = len(self.filled), self.filled[0]
         same = next((peer for peer, part in enumerate(self.filled) if part != first), peers)
         for repeats in (1, same):
@@ -146,14 +149,15 @@ class Side:
 
     @cached_property
     def is_repeated(self) -> bool:
-        """Whether successive peers share parts, which are evenly spaced."""
+        """Whether the parts are evenly spaced, and successive peers share each of them."""
         return self.spaced is not None and self.spaced.repeats > 1
 
     @cached_property
     def tiled(self) -> tuple[int, ...]:
         """Shape of all parts as one tensor of four dimensions; empty where they are not `spaced`.
 
-        A dimension for the peers stands in front of the dimension that is cut; h and d are one.
+        A dimension for the peers stands in front of the dimension that is cut; h and d are one:
+        [s/P, b, P, h/P d] on the local side, [P, s/P, b, h/P d] on the global side.
         """
         if self.spaced is None:
             return ()
@@ -169,9 +173,9 @@ class Side:
 
     @cached_property
     def is_cut_into_slices(self) -> bool:
-        """Whether each part is one index of ``dim``, as where a dimension counts the ranks.
+        """Whether each part that is not empty is one index of ``dim``, which then counts ranks.
 
-        Empty parts don't count.
+        So it is with ``by_rank`` in `Geometry.exchange`.
         """
         return self.tiles and all(stop - start == 1 for start, stop in self.filled)
 
@@ -192,7 +196,8 @@ class Patches(Side):
     seq_dim: int
     tokens: tuple[tuple[Range, ...], ...]
 
-    # One cut does not make the parts, so that they are copied block by block.
+    # One cut along ``dim`` does not make the parts, so the short cuts of `Side` don't apply: parts
+    # are copied block by block.
     tiles = covers = is_wire_layout = is_cut_into_slices = False
     spaced = None
 
@@ -240,9 +245,9 @@ class Sides:
     def places(self) -> list[Place]:
         """Return views of the wire by which a few copies pack or unpack all parts.
 
-        The first view holds the `Side.tiled` of all tensors side by side. One view per tensor
-        follows, of that tensor alone. Empty if the parts of some tensor are not evenly spaced, or
-        if several tensors don't lie side by side.
+        The first view holds the parts of all tensors side by side, each as `Side.tiled`. One view
+        per tensor follows, of that tensor alone. Empty if the parts of some tensor are not evenly
+        spaced, or if several tensors don't lie side by side.
         """
         tiles = [side.tiled for side in self.each]
         if not all(tiles):  # guard: a tile for each peer
@@ -273,10 +278,10 @@ class Sides:
 
     @cached_property
     def copied(self) -> list[tuple[Place, bool]]:
-        """The `places` of tensors that one copy each unpacks; and whether their shape is final.
+        """For each tensor, its view of the wire, and whether the view has the tensor's own shape.
 
-        One copy unpacks a tensor whose parts cover it, each index once. The view has the tensor's
-        own shape where strides can say so. Empty if some tensor takes more than a copy.
+        For `split_copies`, which unpacks each tensor by one copy of its view, and reshapes the copy
+        if it must. Empty if the parts of some tensor don't tile it, so that one copy is not enough.
         """
         if not all(side.tiles for side in self.each):
             return []
@@ -330,7 +335,11 @@ class Layout:
         return Layout(self.target, self.source, also, self.apart)
 
     def only(self, wanted: Sequence[bool]) -> Layout:
-        """Return the exchange of those tensors that are ``wanted``, at least one."""
+        """Return the layout of an exchange of only those tensors that are ``wanted``, at least one.
+
+        Args:
+            wanted: For each tensor of `each`, whether it is wanted.
+        """
         if all(wanted):
             return self
         first, *also = compress(self.each, wanted)

@@ -38,7 +38,8 @@ def legs_of(
         chunks: As for `Geometry.joint_exchange`.
 
     Returns:
-        The first leg and the second; None where no rank has siblings, and there is one leg.
+        The first leg and the second; None where there is one leg: without k and v, or where no rank
+        has siblings. All ranks find the same.
     """
     relayed = [(kind, dim) for kind, dim in zip(kinds, head_dims) if kind in ("k", "v")]
     # v travels to the ranks that k travels to.
@@ -46,6 +47,7 @@ def legs_of(
     if not relayed or all(len(ranks) == 1 for ranks in siblings):
         return None
     sent = geometry.chunk_tokens(chunk, chunks)
+    # For each rank, the tokens of its piece.
     pieces = []
     for rank, ranks in enumerate(siblings):
         pieces.append(sent[ranks.index(rank) :: len(ranks)])
@@ -58,7 +60,10 @@ def legs_of(
 
 
 def _siblings(geometry: Geometry, group: int, rank: int) -> list[int]:
-    """Return the ranks of the node of ``rank`` that are sent the same heads of k and v."""
+    """Return the ranks of the node of ``rank`` that are sent the same heads of k and v.
+
+    ``rank`` is among them; alone if it is sent none, or if nodes don't count.
+    """
     nodes, heads = geometry.nodes, geometry.sent_range("k", rank, group)
     if nodes is None or heads[0] >= heads[1]:
         return [rank]
@@ -75,7 +80,14 @@ def _spread(
     siblings: list[int],
     pieces: list[tuple[Range, ...]],
 ) -> Layout:
-    """Lay out the second leg: this rank's piece, of shape ``piece``, to its siblings."""
+    """Lay out the second leg: this rank's piece goes to its siblings, and theirs come here.
+
+    Args:
+        geometry: The geometry.
+        piece: Shape of this rank's piece.
+        siblings: This rank's siblings, with itself.
+        pieces: For each rank, the tokens of its piece.
+    """
     seq_dim = geometry.seq_dim
     length, heads, head_dim = piece[seq_dim], piece[2], piece[3]
     parts, heads_of, tokens = [], [], []

@@ -42,7 +42,8 @@ class RelayedExchange(Exchange):
         exchange: Arguments of `Exchange`. Their layout says what is sent and received in all.
     """
 
-    # Where the host goes on, what the first leg reads, until the second is over.
+    # Where waiting does not block the host: what the leg that goes first reads, until the finish.
+    # The relay stream reads this memory, which the compute stream allocated.
     _sources: Sequence[Tensor] = ()
 
     def __init__(self, legs: tuple[Layout, Layout], *exchange: Any):
@@ -54,6 +55,7 @@ class RelayedExchange(Exchange):
         with side.relay() as packed:
             first = self._leg(self.first, self.name, rope=self.rope)
             self.forward = first.launch(xs, self.checked)
+            # Compute goes on behind the pack: from here on the caller may change ``xs``.
             packed()  # guard: packed, then changed
             if not side.blocks:
                 self._sources = xs  # guard: kept until it travelled
@@ -67,7 +69,10 @@ class RelayedExchange(Exchange):
         return received
 
     def _pass_on(self) -> None:
-        """Finish the first leg of forward, and launch the second."""
+        """Finish the first leg of forward, and launch the second: at the start on an accelerator.
+
+        At the finish where waiting blocks the host.
+        """
         pieces = super().finish_forward()
         self.forward = self._leg(self.second, self.name + IN_NODE).launch(pieces, self.checked)
 
@@ -88,6 +93,7 @@ class RelayedExchange(Exchange):
         return received
 
     def _leg(self, layout: Layout, name: str, **rope: Tables | None) -> InFlight:
+        """Make the transfer of a leg; only a leg to or from local tensors rotates (``rope``)."""
         return InFlight(self.sp_group, layout, f"{self.where} {name}", **rope)
 
 
@@ -99,6 +105,8 @@ class PartlyRelayed(Exchange):
         sp_group: As for `Exchange`.
         layout: As for `Exchange`; q is the first tensor.
         rest: Further arguments of `Exchange`.
+
+    Each call goes to q's exchange, then to that of k and v, each with its slice of the tensors.
     """
 
     def __init__(self, legs: tuple[Layout, Layout], sp_group: SPGroup, layout: Layout, *rest: Any):
@@ -140,7 +148,12 @@ class PartlyRelayed(Exchange):
 
 
 def relayed(legs: tuple[Layout, Layout], *exchange: Any) -> Exchange:
-    """Return the exchange whose k and v travel in two legs, with q or without."""
+    """Return the exchange whose k and v travel in two legs, with q or without.
+
+    Args:
+        legs: As for `RelayedExchange`.
+        exchange: Arguments of `Exchange`.
+    """
     _, layout, *_ = exchange
     has_query = len(layout.each) > len(legs[0].each)
     return (PartlyRelayed if has_query else RelayedExchange)(legs, *exchange)

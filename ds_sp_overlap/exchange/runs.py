@@ -36,10 +36,14 @@ class Run(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def runs_of(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[Run]:
-    """Return few views that hold all parts of tensors with these strides.
+    """Return a few views that hold all parts of tensors with these strides.
 
-    Parts of one shape that are evenly spaced, in the tensor and in the wire, are one view; such
-    views in turn, as where every r-th peer is sent some of q.
+    Successive parts of one shape that are evenly spaced, in the tensor and in the wire, are merged
+    into one view. Views that result are merged in turn, as long as there are such.
+
+    Args:
+        sides: The parts of each tensor.
+        strides: The strides of each tensor.
     """
     blocks = _blocks_in_wire(sides, strides)
     runs: list[Run] = []
@@ -54,6 +58,8 @@ def runs_of(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[Run]:
 def _blocks_in_wire(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[Run]:
     """Return a view for each block of each part, in the order of the wire."""
     blocks: list[Run] = []
+    # Offsets in the wire: of the peer; from there, of the tensor (``before``); and from there, of
+    # the block (``done``).
     place = 0
     for peer, size in enumerate(sides.sizes):
         # Elements between two tokens in the wire, if parts of several tensors alternate.
@@ -83,7 +89,7 @@ def _blocks_in_wire(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[
 
 
 def _merged(runs: list[Run]) -> list[Run]:
-    """Merge successive views of one shape that are evenly spaced."""
+    """Merge successive views of one shape that are evenly spaced, and don't overlap."""
     merged: list[Run] = []
     at = 0
     while at < len(runs):
@@ -107,7 +113,10 @@ def _merged(runs: list[Run]) -> list[Run]:
 
 
 def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether a view may hold an element twice, but for dimensions of stride 0."""
+    """Return whether a view may hold an element twice; dimensions of stride 0 don't count.
+
+    Those repeat a slice for several peers, which `joined.split` sums.
+    """
     reach = 0
     for stride, size in sorted(zip(strides, shape)):
         if stride == 0 or size == 1:

@@ -28,14 +28,15 @@ QueryChunks = tuple[tuple[Range, ...], ...]
 
 
 def possible_shares(sp_size: int, heads: int) -> list[int]:
-    """Return the numbers of shares by which every rank has a query head, in ascending order."""
+    """Return all r that divide P and leave a query head for each of P / r parts, ascending."""
     return [r for r in range(1, sp_size + 1) if sp_size % r == 0 and sp_size // r <= heads]
 
 
 class Shares:
-    """Tells of each rank the part that it belongs to, and the tokens whose queries are its share.
+    """Tells the part that each rank belongs to, and the tokens whose queries are its share.
 
-    Has the attributes of `Geometry`. Ranges count the tokens of the whole sequence.
+    Has the attributes of `Geometry`, which derives from it. Ranges count the tokens of the whole
+    sequence.
     """
 
     sp_size: int
@@ -47,7 +48,7 @@ class Shares:
     nodes: tuple[int, ...] | None
 
     def check_shares(self) -> None:
-        """Raise ValueError if a rank has no head, or a share no token."""
+        """Raise ValueError if a rank has no head, a share no token, or tokens no single share."""
         possible = possible_shares(self.sp_size, self.heads)
         if self.shares not in possible:
             listed = ", ".join(map(str, possible))
@@ -69,7 +70,7 @@ class Shares:
                     "query; give longer sequences, or fewer shares"
                 )
             return
-        # Ranges of one share that ascend, and that lie end to end with those of the others.
+        # The ranges of one share must ascend, and those of all shares must lie end to end.
         ranges = sorted(tokens for share in self.query_chunks for tokens in share)
         stops = [0, *(stop for _, stop in ranges)]
         if (
@@ -92,13 +93,17 @@ class Shares:
 
     @cached_property
     def _order(self) -> list[int]:
-        """The ranks in the order in which heads are dealt: node after node, where nodes count."""
+        """The ranks in the order in which heads are dealt: node after node, if nodes are known.
+
+        Then the ranks of a part, which need the same KV heads, are mostly on one node.
+        """
         nodes = self.nodes or (0,) * self.sp_size
         return sorted(range(self.sp_size), key=lambda rank: nodes[rank])
 
     @cached_property
     def _places(self) -> list[tuple[int, int]]:
-        """The part of every rank, and the share that is the rank's own."""
+        """For each rank: its part, and its share."""
+        # The inverse of the order: when each rank's turn comes.
         turns = sorted(range(self.sp_size), key=lambda rank: self._order[rank])
         return [divmod(turn, self.shares) for turn in turns]
 
@@ -117,6 +122,7 @@ class Shares:
 
     @cached_property
     def _tokens_of_shares(self) -> QueryChunks:
+        """The tokens of each share: as given, or chunks j and 2r - 1 - j, see Note [Shares]."""
         if self.query_chunks is not None:
             return self.query_chunks
         seq, chunks = sum(self.seq_lens), 2 * self.shares
@@ -136,11 +142,11 @@ class Shares:
 
     @cached_property
     def local_tokens(self) -> tuple[Range, ...]:
-        """The tokens of every rank's local sequence."""
+        """For each rank, the tokens of its local sequence."""
         return self.chunk_tokens(0, 1)
 
     def chunk_tokens(self, chunk: int, chunks: int) -> tuple[Range, ...]:
-        """Return the tokens of every rank's local sequence that are in one of ``chunks`` parts."""
+        """Return for each rank the tokens of one of ``chunks`` parts of its local sequence."""
         tokens, first = [], 0
         for length in self.seq_lens:
             start, stop = chunk_of(length, chunk, chunks)
@@ -150,12 +156,15 @@ class Shares:
 
     @cached_property
     def cuts_tokens(self) -> bool:
-        """Whether this rank's q is cut along tokens as well as along heads."""
+        """Whether this rank's tokens belong to several shares.
+
+        Its q is then cut along tokens as well as along heads.
+        """
         own = self.local_tokens[self.sp_rank]
         return sum(bool(common(tokens, own)) for tokens in self._tokens_of_shares) > 1
 
 
 def common(ranges: Iterable[Range], other: Range) -> list[Range]:
-    """Return what ``ranges`` have in common with another range."""
+    """Return what each of ``ranges`` has in common with another range, without empty ranges."""
     cut = [(max(start, other[0]), min(stop, other[1])) for start, stop in ranges]
     return [(start, stop) for start, stop in cut if start < stop]

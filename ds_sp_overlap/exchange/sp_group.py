@@ -20,8 +20,10 @@ from .transport import C10d, Named, OneRank, Transport, backend_of
 def by_name(name: str, size: int, settings: dict[str, int] | None = None) -> Named:
     """Return the transport that ``sp_overlap.transport`` names, for an sp group of ``size``.
 
+    It still has to be prepared (`SPGroup.prepare`).
+
     Args:
-        name: The name.
+        name: "auto", "c10d" or "copy_engine".
         size: P.
         settings: As for `C10d`.
     """
@@ -70,6 +72,7 @@ class SPGroup:
                 "sequence_process_group: this process is not a member of it; "
                 "pass the group that it belongs to"
             )
+        # A transport that we made, until `prepare`; None for a caller's own.
         self._unprepared: Named | None = None
         if transport is None or isinstance(transport, str):
             transport = self._unprepared = by_name(transport or "auto", self.size, settings)
@@ -102,9 +105,10 @@ class SPGroup:
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
     def prepare(self) -> None:
-        """Prepare the transport, the first time.
+        """Prepare the transport, the first time; later calls do nothing.
 
-        Collective then, after the ranks have agreed.
+        Collective the first time. Called after the ranks have agreed (`agree`): by ``enable``, and
+        by each layer's first call.
 
         Raises:
             ValueError: on all ranks alike, where the transport can't work.
@@ -114,16 +118,22 @@ class SPGroup:
             self._unprepared = None
 
     def find_nodes(self) -> None:
-        """Learn the node of every rank by the names of their hosts, the first time.
+        """Learn the node of every rank by the names of their hosts, for `nodes`.
 
-        Collective then.
+        Collective the first time; later calls do nothing. A node's number is the first rank on it.
         """
         if self.nodes is None:
             hosts = self.gather(hostname())
             self.nodes = tuple(hosts.index(host) for host in hosts)
 
     def failed(self, where: str, what: str, error: Exception) -> RuntimeError:
-        """Return the exception to raise for a collective, ``what``, that failed."""
+        """Return the exception to raise for a collective that failed with ``error``.
+
+        Args:
+            where: Name of the layer or the exchange.
+            what: What failed, in words.
+            error: What the collective raised.
+        """
         return RuntimeError(
             f"{where}: {what} over the sp group (size {self.size}) failed on sp rank {self.rank}; "
             f"look for the first error on the other ranks: {error}"
@@ -132,7 +142,10 @@ class SPGroup:
     def gather(self, what: Any, where: str = "sp_overlap") -> list[Any]:
         """Return ``what`` of every rank, in rank order.
 
-        Collective. Pickles, so that it is for the first step and for checks.
+        Collective. It pickles, which is slow: only for the first step and for checks.
+
+        Raises:
+            RuntimeError: on each rank on which the collective fails.
         """
         every = [what] * self.size
         if self.size > 1:
@@ -144,9 +157,13 @@ class SPGroup:
         return every
 
     def agree(self, where: str, describe: Callable[[], Any]) -> None:
-        """Compare ``describe()`` over the ranks.
+        """Compare ``describe()`` over the ranks, before they launch anything that depends on it.
 
-        Collective. An exception of ``describe`` on one rank is raised on every rank.
+        Collective. An exception of ``describe`` on one rank becomes a ValueError on every rank.
+
+        Args:
+            where: Name of the layer, or of the package, for errors.
+            describe: Returns what must be equal on all ranks.
 
         Raises:
             ValueError: on all ranks alike, if some rank raised, or if the ranks differ.

@@ -36,7 +36,7 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def one_queue() -> str:
-    """Return a warning where all streams of a device share one hardware queue; else empty."""
+    """Return a warning where all streams of a device share one hardware queue; else ""."""
     if os.environ.get(CONNECTIONS) != "1":
         return ""
     return (
@@ -47,9 +47,10 @@ def one_queue() -> str:
 
 
 class HostStream:
-    """A null object in place of streams, where waiting blocks the host (CPU; gloo for any device).
+    """A null object in place of `SideStream`, where waiting blocks the host (CPU; gloo anywhere).
 
-    Program order is the only order.
+    Program order is the only order. Methods are those of `SideStream`, and do nothing; `mark`
+    returns None.
     """
 
     # Whether waiting blocks the host. A transfer is then waited for in ``finish``.
@@ -79,7 +80,8 @@ class Mark(NamedTuple):
 
     Attributes:
         event: Recorded on the transfer stream.
-        compute: The stream that allocated the buffers of the transfer.
+        compute: The stream that allocated the buffers of the transfer: the one that was current at
+            the launch.
     """
 
     event: Any
@@ -95,8 +97,9 @@ class SideStream:
     gate       holds nothing, see Note [Gate stream]
     relay      stands in for compute between two legs, see Note [Relay stream] in `relayed`
 
-    The compute stream allocates the buffers. They are referenced until ``before_compute``, so that
-    their memory returns to the compute stream in order, without ``record_stream``.
+    The compute stream (or relay in its place) allocates the buffers. They are referenced until
+    ``before_compute``, so that their memory returns to that stream in order, without
+    ``record_stream``.
 
     Args:
         backend: ``torch.cuda``, or another accelerator's module of the same form.
@@ -124,7 +127,8 @@ class SideStream:
     def after_compute(self) -> Iterator[None]:
         """Run the body on the transfer stream, after what the compute stream holds now.
 
-        The compute stream goes on when that is over, see Note [Gate stream].
+        Behind the body, the compute stream waits for the gate stream alone, and not for transfers,
+        see Note [Gate stream].
         """
         compute = self.backend.current_stream(self.device)
         ready = self._recorded(compute)  # guard: on the stream that made it
@@ -143,8 +147,8 @@ class SideStream:
     def relay(self) -> Iterator[Callable[[], None]]:
         """Run the body on the relay stream, behind what the compute stream holds now.
 
-        The body is given a function, which makes the compute stream go on behind what the relay
-        stream holds by then.
+        The body is given a function. When the body calls it, the compute stream is made to wait for
+        what the relay stream holds by then (the pack), and for nothing later.
         """
         compute = self.backend.current_stream(self.device)
         self._order(self._relay, compute)  # guard: relays what is ready
@@ -152,9 +156,9 @@ class SideStream:
             yield lambda: self._order(compute, self._relay)
 
     def mark(self) -> Mark:
-        """Mark the end of an exchange that was launched; later exchanges come after it.
+        """Mark the end of an exchange that was just launched; later exchanges come after the mark.
 
-        Each mark is given to `before_compute`, once.
+        Each mark is given to `before_compute`, once. Until then products leave SMs free.
         """
         if self.carve_out is not None:
             self.carve_out.begin()
@@ -168,8 +172,8 @@ class SideStream:
     def before_compute(self, mark: Mark) -> None:
         """Order the compute stream after ``mark``, and not after exchanges that started since.
 
-        The current stream waits too, since it reads what was received. It is another stream only
-        where the garbage collector calls.
+        The stream that allocated the buffers waits, and the current stream too, since it reads what
+        was received. They differ behind a relay, and where the garbage collector calls.
         """
         mark.compute.wait_event(mark.event)  # guard: its own stream waits
         current = self.backend.current_stream(self.device)
@@ -180,9 +184,9 @@ class SideStream:
             self.carve_out.end()
 
     def after_unpack(self, mark: Mark) -> None:
-        """Order the stream that allocated the buffers of ``mark`` behind what unpacked them.
+        """Order the stream that allocated the buffers of ``mark`` behind the unpack.
 
-        That is the current stream, and another one only behind a relay.
+        The unpack ran on the current stream, which is another one only behind a relay.
         """
         current = self.backend.current_stream(self.device)
         if current != mark.compute:
@@ -195,6 +199,7 @@ class SideStream:
         self.events.append(event)
 
     def _recorded(self, stream: Any) -> Any:
+        """Return an event recorded on ``stream`` now, one of `events` if there are any."""
         try:
             event = self.events.pop()
         except IndexError:
@@ -205,9 +210,9 @@ class SideStream:
 
 @functools.cache
 def _streams(backend: Any, device: Any) -> tuple[Any, ...]:
-    """Make the transfer, the gate and the relay stream of a device.
+    """Make the transfer, the gate and the relay stream of a device, once for all sp groups.
 
-    Torch has 32 streams in all, so that layers with streams of their own would share some by
-    chance.
+    Torch hands out 32 streams of a priority in turn: layers with streams of their own would share
+    some by chance.
     """
     return tuple(backend.Stream(device, priority=-1) for _ in range(3))

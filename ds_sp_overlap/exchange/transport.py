@@ -22,9 +22,9 @@ rank's. NCCL begins them in the host's order if `LAUNCH_ORDER` is set before its
 Ranks make the communicator at their first call, while others may have collectives under way. Two
 deadlocks are possible. NCCL allocates memory while it connects, and the allocation may wait for a
 kernel that runs; that kernel may be a collective that waits for a rank which is already here. So
-nothing else may be under way on the device (`_make_connected`). And a default group that is bound to a
-device (DeepSpeed passes ``device_id``) makes torch split its communicator at once, which waits for
-all ranks of the world; so the group is unbound meanwhile (`_unbound`).
+nothing else may be under way on the device (`_make_connected`). And a default group that is bound
+to a device (DeepSpeed passes ``device_id``) makes torch split its communicator at once, which waits
+for all ranks of the world; so the group is unbound meanwhile (`_unbound`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .launch_order import LAUNCH_ORDER
 
 # Note [Blocks of a communicator]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# Each block of NCCL's kernels takes an SM from what hides the exchange, so a communicator of our own
+# Each block of NCCL's kernels takes an SM from what hides the exchange. So a communicator of ours
 # takes as many as its slowest link needs. Inside a node, over NVLink, 16; NCCL's send and receive
 # would take up to 32. Where the sp group spans nodes its network card is the slowest link, which
 # blocks beyond its bandwidth don't fill faster. NCCL counts 14 GB/s a block and network
@@ -88,7 +88,7 @@ class Transport(Protocol):
 
 
 class Named(Transport, Protocol):
-    """A transport that ``sp_overlap.transport`` names."""
+    """A transport that ``sp_overlap.transport`` names, which is prepared before its first use."""
 
     def prepare(self, sp_group: Any) -> None:
         """Make what the transport needs on the sp group of ``sp_group``.
@@ -101,16 +101,18 @@ class Named(Transport, Protocol):
 
 
 def backend_of(group: Any, device: str) -> str | None:
-    """Return the backend of ``group`` for tensors on ``device``, a type of devices.
+    """Return the backend of ``group`` for tensors on ``device``; None if it has none for them.
 
-    A group may have one backend for each type (cpu:gloo,cuda:nccl).
+    Args:
+        group: A process group; it may have a backend for each type (cpu:gloo,cuda:nccl).
+        device: A type of devices: "cpu", "cuda".
     """
     pairs = dist.get_backend_config(group).split(",")
     return dict(pair.split(":") for pair in pairs).get(device)
 
 
 class Done:
-    """Handle of a transfer on the current stream, which needs no waiting."""
+    """Handle of a transfer that ran in the current stream, so that nothing has to wait for it."""
 
     def wait(self) -> None:
         pass
@@ -134,8 +136,8 @@ class C10d:
         self.settings = dict(settings or {})
         # The group for tensors on a GPU; None: the sp group.
         self.group: Any = None
-        # Whether NCCL carries tensors on a GPU. From torch 2.8 on NCCL works in the current stream
-        # itself if it is called synchronously.
+        # Whether NCCL carries tensors on a GPU. It is then called synchronously, by which, from
+        # torch 2.8 on, NCCL works in the current stream itself and the host does not wait.
         self.on_stream = False
 
     def prepare(self, sp_group: Any) -> None:
@@ -210,9 +212,10 @@ log: Log | None = None
 
 
 def all_equal(send_sizes: list[int], recv_sizes: list[int]) -> bool:
-    """Return whether all ranks send one another equally much.
+    """Return whether this rank sends to and receives from every rank equally many elements.
 
-    All ranks find the same answer for an exchange of a `Geometry`.
+    All ranks find the same answer, unless ranks share query heads: q may then be even on one rank
+    and uneven on another.
     """
     first = send_sizes[0]
     return 0 < first and send_sizes.count(first) == len(send_sizes) and send_sizes == recv_sizes
@@ -240,11 +243,13 @@ class OneRank:
         pass
 
 
-# By group name and settings: the group that a communicator was made for, and the communicator.
+# By group name and settings: the group that a communicator was made for, and the communicator. The
+# group tells whether a later group has taken the name.
 _communicators: dict[tuple, tuple[Any, Any]] = {}
 
 
 def _groups_made() -> int:
+    """Return the number of groups that this rank has made, from which torch names the next one."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
@@ -289,9 +294,14 @@ def communicator(group: Any, **settings: int) -> Any:
 
 
 def _make_connected(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
-    """Make a communicator and connect its ranks by one all-to-all.
+    """Make a communicator and connect its ranks by one all-to-all. Collective.
 
     Waits for the device before and after, see Note [Two communicators].
+
+    Args:
+        group: The sp group, whose timeout the communicator takes.
+        ranks: The ranks of the world that are in ``group``.
+        settings: As for `communicator`.
 
     Raises:
         NotImplementedError: if this torch can't make such a group.

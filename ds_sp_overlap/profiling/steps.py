@@ -31,13 +31,14 @@ class Listener:
 
     @staticmethod
     def _tell(*_: Any) -> None:
+        """Call the methods of all listeners: the hook that torch runs behind each step."""
         for listener in list(Listener._all):
             method = listener.method()
             if method is not None:
                 method()
 
     def remove(self) -> None:
-        """Call the method no more."""
+        """Call the method no more; the last listener takes the hook with it."""
         Listener._all.discard(self)
         if not Listener._all and Listener._hook is not None:
             Listener._hook.remove()
@@ -66,6 +67,7 @@ class OptimizerSteps:
         self._hook = Listener(self._note)
 
     def _note(self) -> None:
+        # Called by the listener. `now` counts, so that several optimizers count as one step.
         self._stepped = True
 
     def now(self) -> int:

@@ -17,7 +17,7 @@ class Timed:
     weights where no input needs a gradient.
 
     Args:
-        clock: Makes the marks.
+        clock: Makes the marks (`clocks`).
         forward: Called with the marks of begin and end of the forward.
         backward: Called with the marks of begin and end of each backward.
     """
@@ -28,7 +28,7 @@ class Timed:
         self.clock, self.forward, self.backward = clock, forward, backward
 
     def begin(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Mark the begin of the forward; return the inputs that the forward must use."""
+        """Mark the begin of the forward; return the inputs that the forward must use instead."""
         if torch.is_grad_enabled():
             # The gradient of a view is that of this call alone.
             inputs = tuple(x.view_as(x) if x.requires_grad else x for x in inputs)
@@ -37,12 +37,13 @@ class Timed:
         return inputs
 
     def end(self, y: Any) -> None:
-        """Mark the end of the forward, which returned ``y``."""
+        """Mark the end of the forward, which returned ``y``, and have its backwards marked."""
         clock, backward = self.clock, self.backward
         self.forward(self.begun, clock.mark())
         output = output_of(y)
         last = _last_nodes(output, self.inputs, self.first) if output.requires_grad else []
-        # Of a backward that runs: the mark of its begin, and how many last nodes have not run.
+        # While a backward runs: the mark of its begin, and how many last nodes have not run. Empty
+        # otherwise.
         running: list = []
 
         def began(_: Tensor) -> None:
@@ -83,7 +84,10 @@ class TimedCall:
         self.at_end(timed.end)
 
     def at_end(self, function: Callable[[Any], None]) -> None:
-        """Have ``function`` called with the layer's output, before those that came earlier."""
+        """Have ``function`` called with the layer's output, before those that came earlier.
+
+        So what begins last ends first, and a clock inside of another one is read first.
+        """
         self._at_end.insert(0, function)
 
     def end(self, y: Any) -> Any:
@@ -93,15 +97,19 @@ class TimedCall:
         return y
 
 
-# Sequence number of the nodes that accumulate gradients, which run as soon as they can.
+# Sequence number of the nodes that accumulate gradients of leaves, which run as soon as they can
+# and are not counted as part of the forward.
 _LEAF = 2**64 - 1
 
 
 def _last_nodes(y: Tensor, inputs: tuple[Tensor, ...], first: int) -> list[Any]:
-    """Return the nodes of the graph of ``y`` that run last in backward.
+    """Return the nodes of one forward that run last in its backward: those with none behind them.
 
-    The graph reaches down to ``inputs``, or to nodes that this thread made before the sequence
-    number ``first``.
+    Args:
+        y: The output of the forward, where backward begins.
+        inputs: The inputs of the forward. The nodes that made them belong to it.
+        first: The sequence number of autograd when the forward began; nodes with a smaller number
+            are left out.
     """
     of_inputs = {x.grad_fn for x in inputs if x.requires_grad}
     last: list[Any] = []

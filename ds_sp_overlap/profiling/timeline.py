@@ -1,4 +1,4 @@
-"""Records what each exchange cost in some steps of training: time that was exposed, and hidden.
+"""Records what each exchange cost in some steps of training: exposed time, and hidden time.
 
 The marks of an exchange; ``C`` on the compute stream, ``S`` on the transfer stream, all of them on
 the host's clock on CPU:
@@ -72,6 +72,9 @@ class Track:
         step: Optimizer step, counted from 0.
         name: Name of the exchange, for instance ``layers.7 dv0``.
         bytes: Bytes that go to other ranks.
+
+    Attributes:
+        at: Each event of the drawing above, with its mark.
     """
 
     def __init__(self, clock: Any, step: int, name: str, bytes: int):
@@ -91,9 +94,9 @@ class Track:
 
 
 class Untracked:
-    """A null object that marks nothing."""
+    """A null object in place of a `Track`, where nothing is recorded."""
 
-    # A builtin costs the host less than a function that does nothing.
+    # Any builtin that takes one argument does: it costs the host less than a function.
     mark = follow = staticmethod(callable)
 
 
@@ -107,6 +110,7 @@ _open: dict[str, Timeline] = {}
 
 @atexit.register
 def _write_what_there_is() -> None:
+    """Write timelines of a process that ends before their last step."""
     for timeline in list(_open.values()):
         timeline.close()
 
@@ -129,10 +133,11 @@ class Timeline:
         name = f"sp_overlap timeline {next(self.made)}"
         # Any: the store's stub denies that the store takes bytes.
         self.store: Any = dist.PrefixStore(name, _get_default_store()) if size > 1 else None
-        # None when the recording is over.
+        # Counts optimizer steps; None when the recording is over.
         self.steps: OptimizerSteps | None = OptimizerSteps()
         self.clock: Any = None
         self.tracks: list[Track] = []
+        # Step, layer, "forward" or "backward", and the marks of its begin and end.
         self.layers: list[tuple[int, str, str, Any, Any]] = []
         # By step and layer, and whether the layer runs in a block.
         self.schedules: dict[tuple[int, str, bool], Schedule] = {}
@@ -141,7 +146,10 @@ class Timeline:
 
     @classmethod
     def of(cls, config: SpOverlapConfig, sp_group: Any) -> Timeline | None:
-        """Return the timeline that a config asks for; None outside of the first sp group."""
+        """Return the timeline that a config asks for, one for each path.
+
+        None if the config asks for none, or if this rank is not in the sp group of rank 0.
+        """
         section = config.timeline
         if section is None or sp_group.ranks[0] != 0:
             return None
@@ -151,7 +159,9 @@ class Timeline:
         return _open[section.path]
 
     def check(self) -> None:
-        """Check that the files can be written.
+        """Check on sp rank 0 that the files can be written; makes the folder.
+
+        Called where the ranks agree, which raises the error on all of them.
 
         Raises:
             ValueError: if they can't.
@@ -176,7 +186,7 @@ class Timeline:
     # While it records.
 
     def exchange(self, name: str, bytes: int, x: Tensor) -> Track | Untracked:
-        """Return the object that marks an exchange of ``x``."""
+        """Return the object that marks an exchange of ``x``: a new `Track` in a recorded step."""
         if not self.recording():
             return UNTRACKED
         self.clock = self.clock or clock_of(x.device)
@@ -207,7 +217,8 @@ class Timeline:
     def look(self) -> None:
         """Leave this rank's rows for sp rank 0, once the last step is over.
 
-        sp rank 0 writes the files once every rank has left its rows.
+        sp rank 0 writes the files once every rank has left its rows. Called in every call of a
+        layer; it waits for no rank, so sp rank 0 may have to look again.
         """
         if self.folder not in _open or self.steps is not None and self.steps.now() <= self.last:
             return
@@ -228,12 +239,14 @@ class Timeline:
         _open.pop(self.folder, None)
 
     def _stop(self) -> None:
+        """End the recording, and turn the marks into the rows that are left to be written."""
         assert self.steps is not None
         self.left = self.rows()
         self.steps.close()
         self.steps, self.tracks, self.layers, self.schedules = None, [], [], {}
 
     def _write(self) -> None:
+        """Write the rows of this rank, and of the ranks that have left theirs, into the folder."""
         every = [self.left]
         # At exit the store may be gone.
         with contextlib.suppress(RuntimeError):
@@ -245,7 +258,8 @@ class Timeline:
         profiling.write_timeline(self.folder, every)
 
     def rows(self) -> list[Row]:
-        """Return what was recorded, as bars."""
+        """Return what was recorded, as bars; waits for the device."""
+        # Without exchanges that were launched and never finished.
         complete = [track for track in self.tracks if {"done", "go"} <= track.at.keys()]
         marks = [mark for *_, begin, end in self.layers for mark in (begin, end)]
         marks += [track.at["issued"] for track in complete]
@@ -289,7 +303,8 @@ def computing(
     """Name what the compute row did between its stops.
 
     Stops are the starts and finishes of exchanges, and the begin and end of layers. Between two
-    stops the row did the work that the layer's schedule has between them.
+    stops the row did the work that the layer's schedule has between them. As in `stop_of`, ">q0" is
+    a start and "<q0" a finish; "[" and "]" are the begin and the end of a layer.
 
     Args:
         rows: All other rows of this rank.
@@ -297,8 +312,9 @@ def computing(
         schedules: By step and layer, and whether the layer runs in a block.
 
     Returns:
-        Rows of kind "compute".
+        Rows of kind "compute"; none between stops whose work is not known.
     """
+    # Begin, end, name, and the row that the stop comes from.
     stops: list[tuple[float, float, str, Row]] = []
     for row in rows:
         if row.what.endswith(IN_NODE):
@@ -314,6 +330,7 @@ def computing(
     for *_, row in stops:
         exchanged.setdefault(row.layer, set()).add(row.what)
     between = list(zip(stops, stops[1:]))
+    # By layer, then by the names of two successive stops: the work between them.
     names: dict[str, dict[tuple[str, str], str]] = {}
     for (at, layer, _), schedule in schedules.items():
         if at != step or layer not in exchanged:
@@ -348,7 +365,7 @@ def computing(
 def _between(
     schedule: Schedule, program: Program, exchanged: set[str]
 ) -> dict[tuple[str, str], str]:
-    """Return what a program computes between each two successive stops.
+    """Return what a program computes between each two successive stops, by their names.
 
     Exchanges that did not take place, because they are not in ``exchanged``, are no stops.
     """
@@ -361,14 +378,15 @@ def _between(
             names[before, stop], before, labels = ", ".join(labels), stop, []
         elif not step.on_wire and _is_done(schedule, step, exchanged):
             labels += [label for label in [schedule.label(step)] if label not in labels]
-    # A kept window that is recomputed stops nowhere.
+    # A program without any stop did not run. But where attention is kept over a checkpoint, what
+    # runs again (``recompute``) has no exchanges: it fills the layer from its begin to its end.
     if before != "[" or program == schedule.recompute:
         names[before, "]"] = ", ".join(labels)
     return names
 
 
 def _is_done(schedule: Schedule, step: Step, exchanged: set[str]) -> bool:
-    """Products of q, k and v are left out of a backward in which no gradient of them arrived."""
+    """Return whether a step ran: dgrad and wgrad of q, k and v only if their gradient arrived."""
     if step.op not in (Op.DGRAD, Op.WGRAD) or len(step.tensors) > 1:
         return True
     start = schedule.exchange_of.get(step.parts[0])

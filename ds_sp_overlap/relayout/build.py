@@ -45,6 +45,7 @@ def wish() -> str:
     Raises:
         BuildError: for other values.
     """
+    # The ``kind`` of `build`, but for "0".
     value = os.environ.get("DS_SP_OVERLAP_BUILD", "").strip().lower()
     if value not in ("", "0", "cpu", "cuda"):
         raise BuildError(f"DS_SP_OVERLAP_BUILD must be 0, cpu or cuda, got {value!r}")
@@ -52,7 +53,11 @@ def wish() -> str:
 
 
 def sources() -> Path:
-    """Return the folder csrc/: inside of an installed package, beside the package in a checkout."""
+    """Return the folder csrc/: inside of an installed package, beside the package in a checkout.
+
+    Raises:
+        BuildError: where there is none.
+    """
     for folder in (PACKAGE / "csrc", PACKAGE.parent / "csrc"):
         if (folder / "ops.cpp").is_file():
             return folder
@@ -100,7 +105,11 @@ def _torch_version(root: Path) -> dict[str, str | None]:
 
 
 def gencode(architectures: str) -> list[str]:
-    """Return the flags of nvcc for a TORCH_CUDA_ARCH_LIST."""
+    """Return the flags of nvcc for a TORCH_CUDA_ARCH_LIST such as "8.0;9.0+PTX".
+
+    Raises:
+        BuildError: for names ("Hopper") and other forms.
+    """
     flags = []
     for item in filter(None, re.split(r"[;,\s]+", architectures)):
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)
@@ -117,13 +126,15 @@ def gencode(architectures: str) -> list[str]:
 
 
 def _flags(root: Path) -> list[str]:
+    """Return the flags of both compilers, given torch's folder ``root``."""
+    # torch's headers then declare only what torch `ABI` has.
     major, minor = (int(part) for part in ABI.split("."))
     target = f"-DTORCH_TARGET_VERSION=0x{(major << 56) | (minor << 48):016x}"
     return ["-std=c++17", "-O3", target, f"-I{root / 'include'}"]
 
 
 def cuda_compile(root: Path, architecture_flags: list[str]) -> list[str]:
-    """Return the command that compiles the CUDA kernels, without its output."""
+    """Return the command that compiles the CUDA kernels; the caller adds "-c" and an output."""
     return [
         nvcc() or "nvcc",
         *_flags(root),
@@ -134,9 +145,10 @@ def cuda_compile(root: Path, architecture_flags: list[str]) -> list[str]:
 
 
 def linker(cuda: str | None, cxx: str) -> list[str]:
-    """Return the command that links: nvcc, with the CUDA runtime inside, or the C++ compiler.
+    """Return the beginning of the command that links, for `link`.
 
-    The C++ compiler links where there are no CUDA kernels.
+    nvcc, which puts the CUDA runtime inside; the C++ compiler ``cxx`` where there are no CUDA
+    kernels (``cuda`` is None).
     """
     return [cxx] if cuda is None else [cuda, "-cudart", "static"]
 
@@ -173,7 +185,12 @@ def _run(commands: list[list[str]]) -> None:
 
 
 def _wanted(root: Path, cuda: str | None) -> dict[str, str | None]:
-    """Return what decides about a library that is built now, in torch's folder ``root``."""
+    """Return all that a library built now would depend on, for its JSON file.
+
+    Args:
+        root: The folder of torch.
+        cuda: The path of nvcc; None for a library without CUDA kernels.
+    """
     digest = hashlib.sha256()
     for source in sorted(sources().iterdir()):
         if source.suffix in (".h", ".cpp", ".cu"):
@@ -188,7 +205,10 @@ def _wanted(root: Path, cuda: str | None) -> dict[str, str | None]:
 
 
 def is_current(folder: Path = PACKAGE, kind: str = "") -> bool:
-    """Return whether the library in ``folder`` is the one that `build` would make."""
+    """Return whether the library in ``folder`` is the one that `build` would make.
+
+    The version of nvcc is not compared. Arguments are those of `build`.
+    """
     try:
         built = json.loads((folder / "_kernels.json").read_text())
     except (OSError, ValueError):

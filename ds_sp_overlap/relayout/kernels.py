@@ -49,14 +49,15 @@ class Library:
 
 
 def _version(text: str) -> tuple[int, ...]:
+    """Return (major, minor) of a version such as "2.10.0+cu128"."""
     return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
 
 
 def load(path: Path) -> Library:
-    """Load a library.
+    """Load a library; a failure is no exception.
 
-    A failure is no exception: the result then says which versions the library was built against,
-    and which versions are here.
+    The ``reason`` of the result then says which versions the library was built against, and which
+    versions are here.
     """
     try:
         built = json.loads(path.with_suffix(".json").read_text())
@@ -79,11 +80,13 @@ def load(path: Path) -> Library:
     return Library(path, built, "" if built["cuda"] else f"{path.name} holds CPU kernels only")
 
 
+# What `demanded` has built and loaded, or why it failed; None before.
 _built_here: Library | None = None
 
 
 @functools.cache
 def _installed() -> Library:
+    """Load the library in the folder of the package, once; say why if there is none."""
     if build.wish() == "0":
         return Library(reason="DS_SP_OVERLAP_BUILD is 0")
     path = build.PACKAGE / build.NAME
@@ -93,7 +96,7 @@ def _installed() -> Library:
 
 
 def library() -> Library:
-    """Return the compiled operators of this process, loaded once.
+    """Return the compiled operators of this process, loaded once; builds nothing.
 
     Those that were built at first use come before those in the folder of the package.
     """
@@ -136,7 +139,8 @@ def _first_use() -> Library:
 def demanded() -> Library:
     """Return `library`, built now if nobody built compiled operators before.
 
-    If the build fails, the library's reason says why.
+    Called where ``sp_overlap.kernels`` is "compiled". If the build fails, the library's reason says
+    why, and this process does not try again.
     """
     global _built_here
     installed = library()

@@ -12,7 +12,7 @@ All operators write into tensors of the caller, so that the caller decides which
 The functions here are PyTorch's own copies and serve every device. They are the reference for the
 compiled operators of csrc/, which `kernels` loads as ``torch.ops.ds_sp_overlap``, and which refuse
 arguments that don't fit. Their CPU kernels only show that the index maps of the CUDA kernels are
-right; PyTorch's copies are faster. All arguments of an exchange come from one `Layout`, so they fit.
+right; PyTorch's copies are faster. Arguments of an exchange come from one `Layout`, so they fit.
 """
 
 from __future__ import annotations
@@ -45,10 +45,17 @@ def _tiled(
     starts: Sequence[int],
     stops: Sequence[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """Return shape, strides and repeats of a view with the tiles in front, if parts are tiles.
+    """Return shape, strides and repeats of a view with a dimension for the tiles in front.
 
-    Tiles have equal sizes and cover ``dim`` in order. Each tile may be that of several successive
-    parts (``repeats``), as where successive ranks need the same KV heads.
+    None if the parts are no tiles. Tiles have equal sizes and cover ``dim`` in order. Each tile is
+    the part of ``repeats`` successive peers, more than one where these need the same KV heads.
+
+    Args:
+        shape: Shape of the tensor.
+        strides: Strides of the tensor.
+        dim: The dimension of the parts.
+        starts: Start of each part.
+        stops: Stop of each part.
     """
     size = stops[0] - starts[0]
     tiles = shape[dim] // size if size > 0 else len(starts)
@@ -68,7 +75,7 @@ def _tiled(
 def _equal_tiles(
     tensor: Tensor, dim: int, starts: Sequence[int], stops: Sequence[int]
 ) -> tuple[Tensor, int] | None:
-    """Return the view of `_tiled` of ``tensor``, and how often each tile is repeated."""
+    """Return the view of `_tiled` of ``tensor``, and ``repeats``; None if parts are no tiles."""
     tiled = _tiled(tensor.shape, tensor.stride(), dim, tuple(starts), tuple(stops))
     if tiled is None:
         return None
@@ -100,7 +107,7 @@ def prefers_16_bytes(x: Tensor) -> bool:
 
 
 def _in_16_bytes(x: Tensor) -> Tensor | None:
-    """View ``x`` in elements of 16 bytes; None where its memory is not aligned to them."""
+    """View ``x`` in elements of 16 bytes (complex128); None where its memory is not aligned."""
     elements = 16 // x.element_size()
     if x.shape[-1] % elements or x.stride(-1) != 1 or x.data_ptr() % 16:
         return None
@@ -136,6 +143,13 @@ def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Ten
     """Copy the parts in the flat ``wire`` to their places in ``out``; the inverse of `pack`.
 
     Slices that several parts hold are summed, in fp32 for half precision.
+
+    Args:
+        wire: Flat, with the elements of all parts.
+        dim: The dimension of the parts, counted from the front.
+        starts: Start of each part.
+        stops: Stop of each part.
+        out: Any shape; the parts must cover it.
     """
     half = out.dtype in (torch.float16, torch.bfloat16)  # guard: halves are summed in fp32
     exact = torch.float32 if half else out.dtype
@@ -180,7 +194,10 @@ def rotate_pack(
 def unpack_rotate_back(
     wire: Tensor, cos: Tensor, sin: Tensor, starts: list[int], stops: list[int], out: Tensor
 ) -> None:
-    """Unpack the gradient of rotated heads and rotate it back: the backward of `rotate_pack`."""
+    """Unpack the gradient of rotated heads and rotate it back: the backward of `rotate_pack`.
+
+    ``wire`` is the flat gradient, ``out`` [tokens..., h, d] receives that of ``x``.
+    """
     exact = _accumulator(out.dtype)
     total = torch.empty(out.shape, dtype=exact, device=out.device)
     unpack(wire.to(exact), out.dim() - 2, starts, stops, total)
@@ -188,7 +205,7 @@ def unpack_rotate_back(
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which heads are rotated."""
+    """Return the dtype in which heads are rotated: at least fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -211,9 +228,10 @@ class Relayout(NamedTuple):
     folds: bool
 
     def copies(self, x: Tensor) -> bool:
-        """Return whether any of PyTorch's copies may move ``x``.
+        """Return whether pack and unpack of ``x`` are PyTorch's copies, any of which may do it.
 
-        Not on a GPU, where `copy` is faster.
+        The caller may then take the copy that costs the host least. Not on a GPU, where `copy` is
+        faster.
         """
         return self.pack is pack and not x.is_cuda
 
@@ -223,6 +241,8 @@ _TORCH = Relayout(pack, unpack, rotate_pack, unpack_rotate_back, folds=False)
 
 def implementation(which: str) -> Relayout:
     """Return the operators that ``sp_overlap.kernels`` names.
+
+    The first call for "compiled" loads the library, or builds it, which may take minutes.
 
     Args:
         which: "torch", PyTorch's copies; "compiled"; or "auto", the fastest that are known to be
@@ -249,6 +269,8 @@ def implementation(which: str) -> Relayout:
 
 def check_usable(which: str) -> None:
     """Check that this process can use the operators that ``sp_overlap.kernels`` names.
+
+    Called where the ranks agree, so that all of them raise what one raises.
 
     Raises:
         ValueError: for "compiled" without a CUDA device or without CUDA kernels.

@@ -612,7 +612,6 @@ def unrefused(rank, ask):
 
 
 WATCHED = [
-    Watched(Guard("computed once", without="if False:"), evaluated_again),
     Watched(
         Guard("of this backward alone", without="now = self.backward = torch._C._current_graph_task_id()\nif False:"),
         functools.partial(faults_of, use="grad of input, then backward"),

@@ -60,7 +60,7 @@ class _Slot(Waiting):
         # Weight and bias, until `Shadows.end`, where a parametrization computes any of them: it may
         # compute something else in each access.
         self.computed: tuple[Tensor, Tensor | None] | None = None
-        if not {"weight", "bias"} <= module._parameters.keys():  # guard: computed once
+        if not {"weight", "bias"} <= module._parameters.keys():
             self.computed = self.parameters
         # Dtypes of the gradients of weight and bias; None for one that doesn't train.
         self.dtypes = [

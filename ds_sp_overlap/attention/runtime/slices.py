@@ -362,10 +362,14 @@ class _Slices(Node):
         ctx.given = is_cut, shape, dim, parts
         if not is_cut:
             return _joined(shape, dim, parts, tensors)
-        # Always copies: a part of one range may be a view of x, but norms and RoPE may work in
-        # place.
-        pieces = (cut_ranges(tensors[0], dim, part) for part in parts)
-        return tuple(piece.clone(memory_format=torch.contiguous_format) for piece in pieces)
+        pieces = []
+        for part in parts:
+            piece = cut_ranges(tensors[0], dim, part)
+            # No view of x is returned: norms and RoPE may work in place.
+            if piece is tensors[0] or piece._is_view():
+                piece = piece.clone(memory_format=torch.contiguous_format)
+            pieces.append(piece)
+        return tuple(pieces)
 
     @staticmethod
     def backward(ctx, *gradients):

@@ -106,7 +106,12 @@ class InputModules:
         return True
 
     def split(self, call: Call, tables: tuple[Tensor, ...]) -> Projections:
-        """Return the projections to be computed part by part; ``tables`` as `tables` gave them."""
+        """Make what computes q, k and v of a call part by part; nothing is computed yet.
+
+        Args:
+            call: The call.
+            tables: What `tables` returned, not None.
+        """
         rows, parts = self._rows(call)
         return Projections(
             modules=self.projections,
@@ -236,12 +241,16 @@ class InputModules:
         return project
 
     def learns(self) -> list[bool]:
-        """Return for each of q, k and v whether its projection or its norm learns."""
+        """Return for each of q, k and v whether its projection or its norm requires a gradient.
+
+        The ranks compare this in a first call. Which gradients are computed is decided elsewhere
+        (`InputGradients.is_needed`).
+        """
         learning = []
         for kind, (index, _) in self.of_kinds.items():
             learns = False
             for module in (self.projections[index], self.norms.get(kind)):
-                # A norm may be a function.
+                # A norm may be a plain function, which has no parameters.
                 if isinstance(module, nn.Module):
                     learns = learns or any(p.requires_grad for p in module.parameters())
             learning.append(learns)

@@ -90,11 +90,15 @@ class Board:
         )
 
     def tell(self, step: int, report: Report) -> None:
-        """Post this rank's report, and merge all reports if it is the last one."""
+        """Post this rank's report, and merge all reports if it is the last one.
+
+        Called once an optimizer step while candidates are timed.
+        """
         keys = self._keys(step)
         self.store.set(keys[dist.get_rank()], pickle.dumps(report))
         if self.store.add(f"{step} told by", 1) == len(keys):
             reports = [pickle.loads(entry) for entry in self.store.multi_get(keys)]
+            # Sets the entry only if there is none: in `told` a rank may have given up.
             self.store.compare_set(str(step), "", pickle.dumps(merged(reports)))
 
     def told(self, step: int) -> dict | list[int]:

@@ -142,7 +142,10 @@ class Trial:
             self.decide()
 
     def _prune(self, slowest: list[float] | None) -> None:
-        """Drop candidates that are far slower than the fastest; ``slowest`` as in `next_step`."""
+        """Note the times of a round, and drop candidates slower than `PRUNED_ABOVE` times the best.
+
+        Does nothing where no rank has timed all candidates. ``slowest`` as in `next_step`.
+        """
         if slowest is None:
             return
         self.slowest_ms.update(zip(self.left, slowest))

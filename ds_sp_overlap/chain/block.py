@@ -71,8 +71,9 @@ class LayerCall:
             they are not sent again.
         saved_attention: What was saved of attention; None if attention is recomputed, or nothing.
         saved_tensors: The tensors that attention's backward reads beside q, k, v and o.
-        received_o: Local chunks of o, each with whether it has a gradient; None where the segment
-            behind this attention will not be recomputed.
+        received_o: For each exchange of o (a head group and a chunk), the o that this rank received,
+            and whether it has a gradient; None where the segment behind this attention will not be
+            recomputed.
     """
 
     def __init__(self, layer: BlockLayer, call: Call, block: Block, options: Options):
@@ -100,7 +101,11 @@ class LayerCall:
         return made
 
     def finish_o(self, step: Step) -> Tensor:
-        """Finish the exchange of a chunk of o."""
+        """Finish the exchange of one head group's o, for a chunk of tokens, and return it.
+
+        Called by the segment behind the attention, in forward; `saved_o` takes its place where that
+        segment is recomputed, for which o is noted.
+        """
         key = step.exchange
         o = self.exchanges.pop(key).finish(self.tokens.pop(key))
         if self.received_o is not None:

@@ -191,6 +191,11 @@ class Chain:
         """The layer whose q, k and v were started ahead and not yet used; None for none."""
         return None if self._started is None else self._started.begun.layer
 
+    def drop(self) -> None:
+        """Have the next layer make its own q, k and v, whatever was started; alike on all ranks."""
+        if self._started is not None:
+            self._started, self.in_step = None, False
+
     @torch._disable_dynamo
     def run(
         self,

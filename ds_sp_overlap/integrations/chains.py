@@ -48,10 +48,9 @@ from .inspect.probe import EVERY, ProbeSchedule, difference_of_block, refuse_dif
 # An edit through ``.data`` changes numbers, but no version counter, so the q, k and v that were
 # started before the edit would be used. Comparing the numbers costs a copy of the hidden states,
 # so they are compared the first time that a layer follows another in a chain, and every hundredth
-# time. If an edit is seen the first time, the layer in front starts nothing for its successor from
-# the next forward on. No wrong results were used yet, if this is the first call of the successor
-# at all: its ranks compare, for which nothing may be under way, so no q, k and v were started. If
-# an edit is seen later, earlier results may have been wrong, which is an error.
+# time. If an edit is seen the first time, what the layer in front has started for its successor is
+# dropped, and it starts nothing more from the next forward on: no wrong results were used. If an
+# edit is seen later, earlier results may have been wrong, which is an error.
 
 # Note [Layers that others recompute]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -374,7 +373,7 @@ class ChainedLayer(ABC):
             return self._original(*args, **kwargs)
         hidden = arguments["hidden_states"]
         if previous is not None and previous.layer.successor is self:
-            self._check_for_edits(previous, hidden)
+            self._check_for_edits(forward_pass, previous, hidden)
         attention_arguments = reading.attention_arguments(arguments, self.reader.names)
         self.probe(forward_pass, arguments, attention_arguments)
         inputs = {"hidden_states": hidden, **attention_arguments}
@@ -405,12 +404,15 @@ class ChainedLayer(ABC):
             return None  # guard: hidden states in the dtype of the successor
         return successor
 
-    def _check_for_edits(self, previous: LayerOutput, hidden: Tensor) -> None:
+    def _check_for_edits(
+        self, forward_pass: ForwardPass, previous: LayerOutput, hidden: Tensor
+    ) -> None:
         """Stop the layer in front from starting q, k and v if ``hidden`` was edited on any rank.
 
-        The stop holds from the next forward on. Collective. See Note [Edits through .data].
+        Those that it has started are dropped. Collective. See Note [Edits through .data].
 
         Args:
+            forward_pass: The forward of the model.
             previous: The output of the layer in front.
             hidden: [b, s/P, m] or [s/P, b, m]. The hidden states that this layer is given.
 
@@ -430,6 +432,7 @@ class ChainedLayer(ABC):
                     'to "layer", or edit a tensor of your own'
                 )
             front._misses = MAX_MISSES
+            forward_pass.chain.drop()
             warn_once(f"sp_overlap: {edited}, for which it starts nothing any more")
 
     def _count_misses(self, used: bool) -> None:

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import ds_sp_overlap
 from ds_sp_overlap.autotune.trial import BLOCK, LAYER, OFF
+from ds_sp_overlap.chain.chain import Chain
 from ds_sp_overlap.integrations.inspect import probe
 from tests.harness.cases import everything, full
 from tests.harness.chains import Runs, ran, whole_chain
@@ -353,6 +354,23 @@ def test_edits_through_data_between_two_layers_are_seen_in_the_first_forward(sec
     for errors, forwards, said in on_ranks(2, edited, section):
         assert max(errors) < FP64 and said == 1, (errors, said)
         assert forwards == [ran(*["-"] * LAYERS)] + [ran(">", "<", "-")] * 3
+
+
+def edited_where_something_is_started(rank):
+    """As `edited`, where layers ran by themselves before, so that the first forward of the chain starts q, k and v already."""
+    options, tokens, whole = {**EXACT, "layers": LAYERS}, batches(1)[0], tiny(**EXACT, layers=LAYERS)
+    with hooked(whole, edits):
+        expected = outcome(whole, tokens, 0, 1, None)
+    with sequence_parallel_model(2, **options) as (model, group), block(model) as (_, runs):
+        with mock.patch.object(Chain, "_may_start", lambda chain, successor: chain.in_step), hooked(model, edits):
+            errors = [worst(outcome(model, tokens, rank, 2, group), expected) for _ in range(2)]
+    return errors, runs.forwards
+
+
+def test_an_edit_is_seen_in_time_where_the_first_forward_of_a_chain_starts_something():
+    for errors, forwards in on_ranks(2, edited_where_something_is_started):
+        assert max(errors) < FP64, (errors, forwards)
+        assert forwards == [ran(">", "<>", "-"), ran(">", "<", "-")]
 
 
 def edited_later(rank):

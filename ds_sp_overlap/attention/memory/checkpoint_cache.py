@@ -88,7 +88,9 @@ class CheckpointCache:
             CheckpointCache._most_recent = weakref.ref(self)
 
     def prefetch(self) -> None:
-        """Begin to copy back the tensors of this checkpoint and of the previous one.
+        """Begin to copy back what this checkpoint, and the one before it in forward, offloaded.
+
+        Backward reaches the one before it next.
 
         Called when the recompute of this checkpoint takes its first entry.
         """

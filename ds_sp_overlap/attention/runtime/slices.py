@@ -168,7 +168,10 @@ def _runs(part: Ranges) -> tuple[_Run, ...]:
 
 
 def mm_of_slices(a: Tensor, whole: Tensor, part: Ranges, bias: Tensor | None = None) -> Tensor:
-    """Multiply by slices of the columns of a matrix, see Note [Slices of weights].
+    """Multiply by several slices of the columns of a matrix, see Note [Slices of weights].
+
+    For use inside nodes of autograd, which does not see through ``out=``. The columns are rows of a
+    projection's weight, given as ``weight.t()``, or those of the output projection in dgrad.
 
     Args:
         a: [m, k].

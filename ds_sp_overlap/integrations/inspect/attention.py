@@ -418,10 +418,10 @@ class _Interpreter:
         return {**first, "partial": first["partial"] or narrow}
 
     def _output(self) -> str:
-        """Return the name of the output projection.
+        """Return the name of the output projection, and note it as used.
 
         This is the child that was called last. It must be given o [b, s, h d], and the forward must
-        return (its output, attention weights).
+        return (its output, attention weights); else Unknown is raised.
         """
         last, returned = self.trace.outputs[-1], self.trace.returned
         self.used.add(last.name)

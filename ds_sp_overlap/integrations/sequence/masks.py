@@ -121,7 +121,10 @@ class Masks:
         self._placeholders: dict[int, _Placeholder] = {}
 
     def find(self, mask: Any) -> tuple[GlobalSequence, Pattern] | None:
-        """Return the sequence and the pattern of a placeholder; None for anything else."""
+        """Return the sequence and the pattern of a placeholder; None for anything else.
+
+        Views and detached copies of a placeholder share its memory, and are found.
+        """
         if not isinstance(mask, Tensor):
             return None
         key = mask.untyped_storage()._cdata

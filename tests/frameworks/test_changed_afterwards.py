@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import ds_sp_overlap
@@ -34,7 +35,18 @@ def eager(model):
 def patched(model):
     before = LlamaAttention.forward
     LlamaAttention.forward = lambda self, *args, **kwargs: before(self, *args, **kwargs)
-    return before
+    return lambda: setattr(LlamaAttention, "forward", before)
+
+
+def rotary_patched(model):
+    before = modeling_llama.apply_rotary_pos_emb
+
+    def scaling(*args, **kwargs):
+        q, k = before(*args, **kwargs)
+        return 3 * q, k
+
+    modeling_llama.apply_rotary_pos_emb = scaling
+    return lambda: setattr(modeling_llama, "apply_rotary_pos_emb", before)
 
 
 CHANGES = {
@@ -43,6 +55,7 @@ CHANGES = {
     "eager attention": (eager, {}, 'attention "eager" needs a mask'),
     "eager attention of a layer at its function": (eager, BITNET, 'model.layers.0.self_attn: its attention is "eager" since'),
     "the class's forward is patched": (patched, {}, "computes something else since __class__.forward changed"),
+    "the rotary function is patched": (rotary_patched, {}, "computes something else since apply_rotary_pos_emb changed"),
 }  # fmt: skip
 
 
@@ -52,12 +65,12 @@ def changed(rank, what, config):
     model, tokens, group = tiny(**EXACT, **options), batches(1)[0], torch.distributed.group.WORLD
     ds_sp_overlap.enable(model, config, group)
     outcome(model, tokens, rank, 2, group)
-    before = change(model)
+    undo = change(model)
     try:
         return refusal(outcome, model, tokens, rank, 2, group)
     finally:
-        if before is not None:
-            LlamaAttention.forward = before
+        if undo is not None:
+            undo()
 
 
 @pytest.mark.parametrize("config", [{"head_groups": 2}, {"scope": "block", "token_chunks": 2}], ids=["layer", "block"])

@@ -387,11 +387,11 @@ class Trace:
             self.returned = forward(self.layer, **arguments)
         if self.o is None:
             raise Unknown("its forward calls no attention function")
-        # Without stand-ins: later calls don't look at the globals that `_replacement` replaced.
+        # Without stand-ins: later calls look at what `_replacement` replaced.
         for loaded in self.accounting.loaded_globals:
-            value = loaded.value
-            if not isinstance(value, _AttentionFunctions) and not hasattr(value, "_rotary"):
-                self.loaded_globals.append(loaded)
+            if not isinstance(loaded.value, _AttentionFunctions):
+                value = getattr(loaded.value, "_rotary", loaded.value)
+                self.loaded_globals.append(loaded._replace(value=value))
         self.constants = self.accounting.possible_keywords() - self.options.keys()
         self.constants -= set(inspect.signature(forward).parameters)
 
@@ -474,8 +474,7 @@ class Trace:
             labels = tuple(output.labels for output in outputs)
             return labels[0] if len(labels) == 1 else labels
 
-        # The mark of a stand-in, for `loaded_globals`.
-        vars(rotary)["_rotary"] = True
+        vars(rotary)["_rotary"] = function
         return rotary
 
     def _attend(

@@ -188,15 +188,16 @@ def by_window(
         input_gradients, deferred = [], []
         for tensors in reversed(starts[group]):
             input_gradients.append(Step(Op.FINISH, tensors, True, group))
-            if products_last and group > 0:
+            if products_last and (group > 0 or window == 1):
                 products_at_end += products(tensors, group)
             else:
                 input_gradients += products(tensors, group)
         if window > 1 and group > 0:
             finish(group - 1)
-        if window == 1 and group > 0:
+        if window == 1:
             backward += input_gradients
-            begin(group - 1)
+            if group > 0:
+                begin(group - 1)
         elif group >= window:
             begin(group - window, before_project=tuple(input_gradients))
         else:

@@ -28,11 +28,15 @@ def join(tensors: Sequence[Tensor], sides: Sides, new_empty: Callable[..., Tenso
         The flat buffer that travels.
     """
     wire, places = new_empty(sides.elements), sides.places()
-    if len(tensors) > 1 and places and not sides.is_repeated:
+    if places and not sides.is_repeated:
         # One kernel packs all parts.
         tiles = [_tile(x, side) for x, side in zip(tensors, sides.each)]
-        whole, *tiles = ops.widened(wire.as_strided(*places[0]), *tiles)
-        torch.cat(tiles, 3, out=whole)
+        whole = wire.as_strided(*places[0])
+        if len(tiles) > 1:
+            whole, *tiles = ops.widened(whole, *tiles)
+            torch.cat(tiles, 3, out=whole)
+        else:
+            ops.copy(whole, tiles[0])
         return wire
     for part, place in _views(tensors, sides, wire):
         ops.copy(place, part)

@@ -58,11 +58,13 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     if not can_call_through(module):
         return False
     weight = module.__dict__.get("weight", module._parameters.get("weight"))
-    # A weight that a parametrization computes may be another one in each access, so it is not
-    # looked at; what it is computed from is.
-    weights = module.parameters() if weight is None else [weight]
-    # A quantised or distributed tensor has another type.
-    is_plain = all(type(x) in (nn.Parameter, Tensor) for x in weights)
+    if weight is not None:
+        # A quantised or distributed tensor has another type.
+        is_plain = type(weight) in (nn.Parameter, Tensor)
+    else:
+        # A parametrization may compute another weight in each access, so only what the weight is
+        # computed from is looked at.
+        is_plain = all(type(x) in (nn.Parameter, Tensor) for x in module.parameters())
     return is_plain or sharded.is_gathered(module)
 
 

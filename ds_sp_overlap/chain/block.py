@@ -71,8 +71,8 @@ class LayerCall:
             they are not sent again.
         saved_attention: What was saved of attention; None if attention is recomputed, or nothing.
         saved_tensors: The tensors that attention's backward reads beside q, k, v and o.
-        received_o: For each exchange of o (a head group and a chunk), the o that this rank received,
-            and whether it has a gradient; None where the segment behind this attention will not be
+        received_o: For each exchange of o (a head group and a chunk), the o that this rank
+            received, and whether it has a gradient; None where the segment behind this attention will not be
             recomputed.
     """
 

@@ -28,8 +28,8 @@ class FoundLayer:
     Attributes:
         name: Its qualified name in the model.
         module: The layer.
-        got: The overlapped parts, in words; empty if nothing is overlapped. Like ``lacks`` it is for
-            reports and errors: ``bind`` decides whether the layer is overlapped.
+        got: The overlapped parts, in words; empty if nothing is overlapped. Like ``lacks`` it is
+            for reports and errors: ``bind`` decides whether the layer is overlapped.
         lacks: The reason why no more is overlapped; empty if everything is.
         bind: Rebinds the layer's forward and returns the function that undoes the rebinding.
             `enable` calls it once all ranks have agreed. None if the layer can't be overlapped.

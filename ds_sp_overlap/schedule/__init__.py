@@ -20,10 +20,10 @@ A schedule has two programs, forward and backward. A program is a tuple of steps
     start q 0      launch an exchange, which proceeds beside the compute row
     finish q 0     the compute row waits for the exchange
 
-The compute row is the stream on which everything is computed; exchanges run on another one. ``start``
-packs and ``finish`` unpacks, on the compute row. Where projections are computed part by part,
-``finish dq`` also computes the backward of RoPE and of the norm, and computes the norm again from
-its input, which forward saved or a `Windowed` recomputes; elsewhere autograd differentiates both.
+The compute row is the stream on which everything is computed; exchanges run on another one.
+``start`` packs and ``finish`` unpacks, on the compute row. Where projections are computed part by
+part, ``finish dq`` also computes the backward of RoPE and of the norm, and computes the norm again
+from its input, which forward saved or a `Windowed` recomputes; elsewhere autograd differentiates both.
 Where the kernel that packs also rotates, ``start`` rotates q and k, and
 ``finish`` rotates dq and dk back.
 

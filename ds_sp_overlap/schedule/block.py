@@ -36,13 +36,13 @@ layer before to start them, or if `Started.serves` denies that they fit the call
 
 With ``recompute`` (gradient checkpointing), backward recomputes the segment in front of an
 attention, and the attention, under the last exchange of do; forward saves the hidden states and the
-local o. What lies behind the last attention is recomputed first, while nothing travels. q, k and v travel once more; o does not, since it was
-saved. Weight gradients are computed chunk by chunk, so that none is left to hide the first dq, dk
-and dv. With "but attention" the attention is not recomputed, since the log-sum-exp was saved too,
-and o travels beside do (``odo.c``); where q, k and v need no gradient, or attention saves more, it is
-recomputed nevertheless. A chain of one layer, C = 2, "but attention". Wo.0 MLP.0 Wo.1 MLP.1 at the
-beginning, and Wqkv.0 Wqkv.1 before the attention, are recomputed. MLP.1 after MLP wgrad is the
-dgrad of chunk 1:
+local o. What lies behind the last attention is recomputed first, while nothing travels. q, k and v
+travel once more; o does not, since it was saved. Weight gradients are computed chunk by chunk, so
+that none is left to hide the first dq, dk and dv. With "but attention" the attention is not
+recomputed, since the log-sum-exp was saved too, and o travels beside do (``odo.c``); where q, k and
+v need no gradient, or attention saves more, it is recomputed nevertheless. A chain of one layer, C
+= 2, "but attention". Wo.0 MLP.0 Wo.1 MLP.1 at the beginning, and Wqkv.0 Wqkv.1 before the
+attention, are recomputed. MLP.1 after MLP wgrad is the dgrad of chunk 1:
 
     backward
     compute | Wo.0 MLP.0 Wo.1 MLP.1 MLP wgrad MLP.1 Wo wgrad Wo.1 MLP wgrad MLP.0 Wo wgrad Wo.0 Wqkv.0 Wqkv.1 ......attention

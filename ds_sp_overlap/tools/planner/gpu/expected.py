@@ -93,5 +93,5 @@ def describe(layer: LayerShape, gpu: Gpu, groups: Sequence[int]) -> str:
 
 
 def _copied(launches: Sequence[Launch]) -> str:
-    """Return the MB that kernels other than products and attention copy: read once, written once."""
+    """Return the MB that kernels beside products and attention copy: read once, written once."""
     return f"{sum(each.n_bytes for each in launches if isinstance(each, Move)) / 2e6:.0f}"

@@ -30,7 +30,7 @@ from .launches import Launch, Record, Transfer, Wait
 
 
 class Bar(NamedTuple):
-    """A kernel or a collective; ``begin`` is when it left its queue, ``started`` its first block."""
+    """A kernel or collective; ``begin`` is when it left its queue, ``started`` its first block."""
 
     launch: Launch
     begin: float

@@ -49,12 +49,19 @@ def rotary_patched(model):
     return lambda: setattr(modeling_llama, "apply_rotary_pos_emb", before)
 
 
+def half_patched(model):
+    before = modeling_llama.rotate_half
+    modeling_llama.rotate_half = lambda x: 2 * before(x)
+    return lambda: setattr(modeling_llama, "rotate_half", before)
+
+
 CHANGES = {
     "the attention is replaced in its parent": (replaced_in_its_parent, {}, "model.layers.1.self_attn: the LlamaAttention there was replaced"),
     "a decoder layer is replaced": (layer_replaced, {}, "model.layers.1: the LlamaDecoderLayer there was replaced"),
     "eager attention": (eager, {}, 'attention "eager" needs a mask'),
     "eager attention of a layer at its function": (eager, BITNET, 'model.layers.0.self_attn: its attention is "eager" since'),
     "the class's forward is patched": (patched, {}, "computes something else since __class__.forward changed"),
+    "what the rotary function calls is patched": (half_patched, {}, "computes something else since rotate_half changed"),
     "the rotary function is patched": (rotary_patched, {}, "computes something else since apply_rotary_pos_emb changed"),
 }  # fmt: skip
 

@@ -386,7 +386,7 @@ class Accounting(TorchFunctionMode):
         if code in self.codes:
             return
         self.codes.add(code)
-        loaded, stored = _global_names(code)
+        loaded, stored = global_names(code)
         if stored or not _STATE.isdisjoint(code.co_names):
             reached = stored or sorted(_STATE.intersection(code.co_names))
             self.fail(f"reaches for {', '.join(reached)}")
@@ -413,7 +413,7 @@ def _module(frame: types.FrameType) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[list[str], list[str]]:
+def global_names(code: types.CodeType) -> tuple[list[str], list[str]]:
     """Return the names of the globals that code loads, and of those that it stores or deletes."""
     loaded: dict[str, None] = {}
     stored = []

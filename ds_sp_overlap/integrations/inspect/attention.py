@@ -17,7 +17,7 @@ from torch import Tensor
 from .accounting import MISSING, LoadedGlobal, Unknown, is_plain
 from .library import own_class
 from .probe import ProbeSchedule
-from .rotary_function import rotary_of
+from .rotary_function import globals_of, rotary_of
 from .symbolic_trace import Lookup, Trace, TracedOutput, cases
 from .tensor_parallel import out_features
 from .tokenwise import TRANSFORMERS, fixed_state, has_own_call, probe_tokenwise
@@ -406,6 +406,8 @@ class _Interpreter:
     def _rotary(self) -> dict[str, Any]:
         """Return the keywords of the layer's `Rotary`; all calls must give the same."""
         trace = self.trace
+        for function, *_ in trace.rotations:
+            trace.loaded_globals += globals_of(function)
         try:
             first, *others = (rotary_of(*call) for call in trace.rotations)
         except (LookupError, Unknown) as error:

@@ -7,6 +7,8 @@ a `Rotary` on random numbers, they agree on all numbers.
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import product
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...rotary import Rotary
-from .accounting import Accounting, Unknown
+from .accounting import Accounting, LoadedGlobal, Unknown, global_names
 
 # How (cos, sin) [b, s, 1, d_rot] follow from position embeddings. The given tables have the shape
 # [b, s, d_rot] or [b, s, d_rot / 2].
@@ -74,9 +76,43 @@ ARITHMETIC = (
 )
 
 
-@functools.lru_cache(maxsize=256)
+def globals_of(function: Callable) -> list[LoadedGlobal]:
+    """Return the globals that a function loads, and those that functions among them load.
+
+    For example ``rotate_half``, which somebody may patch. Functions of torch are not looked into.
+    """
+    loaded: list[LoadedGlobal] = []
+    found, todo = set(), [function]
+    while todo:
+        current = inspect.unwrap(todo.pop())
+        if not isinstance(current, types.FunctionType) or current in found:
+            continue
+        found.add(current)
+        if (current.__module__ or "").split(".")[0] == "torch":
+            continue
+        for name in global_names(current.__code__)[0]:
+            if name in current.__globals__:  # else a builtin
+                loaded.append(LoadedGlobal(current.__globals__, name, current.__globals__[name]))
+                if callable(loaded[-1].value):
+                    todo.append(loaded[-1].value)
+    return loaded
+
+
 def rotary_of(
     function: Callable, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> dict[str, Any]:
+    """Return `_rotary_of`, found once for a function and the functions that it calls."""
+    values = (value for *_, value in globals_of(function))
+    called = tuple(value for value in values if isinstance(value, types.FunctionType))
+    return _rotary_of(function, args, kwargs, called)
+
+
+@functools.lru_cache(maxsize=256)
+def _rotary_of(
+    function: Callable,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    called: tuple[Callable, ...],
 ) -> dict[str, Any]:
     """Return the keywords of the `Rotary` that computes what a call of ``function`` computes.
 
@@ -86,6 +122,7 @@ def rotary_of(
             q or k: its shape, with "batch" and "seq" in place of those sizes, and the heads in
             front of "seq" or behind it. Anything else is the argument itself.
         kwargs: Its keyword arguments, as pairs, so that the call can be a key of the cache.
+        called: The functions that it calls, for the cache alone.
 
     Raises:
         LookupError: if no `Rotary` computes the same, or it can't be told which one does.

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import ds_sp_overlap
-from ds_sp_overlap.integrations.inspect import accounting, decoder_layer
+from ds_sp_overlap.integrations.inspect import accounting, decoder_layer, probe
+from ds_sp_overlap.integrations.transformers import driven
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import EXACT, FP64, batches, outcome, tiny, worst
 from tests.harness.ranks import on_ranks, refusal
@@ -85,6 +87,21 @@ def changed(rank, what, config):
 def test_a_change_is_refused_by_name_on_both_ranks(what, config):
     for kind, message in on_ranks(2, changed, what, config):
         assert kind in ("RuntimeError", "ValueError") and CHANGES[what][2] in message, message
+
+
+def compared(rank):
+    """How often a layer's own forward is compared in four steps under a checkpoint, if every other call is due."""
+    model, tokens, group = tiny(**EXACT).train(), batches(1)[0], torch.distributed.group.WORLD
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ds_sp_overlap.enable(model, {"head_groups": 2, "check": True}, group)
+    with mock.patch.object(probe, "EVERY", 2), mock.patch.object(driven, "refuse_difference") as comparison:
+        for _ in range(4):
+            outcome(model, tokens, rank, 2, group)
+    return comparison.call_count
+
+
+def test_calls_that_a_checkpoint_runs_again_are_neither_compared_nor_counted():
+    assert on_ranks(2, compared) == [3, 3]  # the first, the second and the fourth call
 
 
 def copies(rank, options):

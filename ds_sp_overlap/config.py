@@ -38,7 +38,7 @@ class _Section(BaseModel):
 
 
 class PolicyConfig(_Section):
-    """How "auto" of ``head_groups``, ``memory`` and ``scope`` is chosen.
+    """Sets how "auto" of ``head_groups``, ``memory`` and ``scope`` is chosen.
 
     Attributes:
         warmup_steps: Optimizer steps in which candidates are tried, per shape; 0: take the default.
@@ -48,7 +48,7 @@ class PolicyConfig(_Section):
 
 
 class TimelineConfig(_Section):
-    """What is recorded (`ds_sp_overlap.timeline`).
+    """Sets what is recorded (`ds_sp_overlap.timeline`).
 
     Attributes:
         path: Folder of the files.

@@ -25,7 +25,7 @@ RATES = (Rates(600e12, 500e12, 45e9), Rates(600e12, 500e12, float("inf"), 0.0))
 
 
 class Candidates(NamedTuple):
-    """What is timed for a layer.
+    """Lists what is timed for a layer.
 
     Attributes:
         candidates: Those that need less memory before those that need more.

@@ -91,7 +91,7 @@ class Trial:
 
     @property
     def timed(self) -> bool:
-        """Whether calls are to be timed now."""
+        """Return whether calls are to be timed now."""
         return self.chosen is None and self.round > 0
 
     def milliseconds(self, clock: Any) -> list[float]:

@@ -162,7 +162,7 @@ def _pass_on(
 
 
 def _is_watched(hidden: Tensor) -> bool:
-    """Whether somebody will see, or change, the gradient of ``hidden``."""
+    """Return whether somebody will see, or change, the gradient of ``hidden``."""
     if hidden.retains_grad and not hidden.is_leaf:
         return True
     hooks = (hidden._backward_hooks or {}).values()

@@ -26,7 +26,7 @@ Saved = dict[int, list[Tensor]]
 
 
 class SavedAttention:
-    """What the attention of one call and the chunks of its o have in common.
+    """Holds what the attention of one call and the chunks of its o have in common.
 
     Attributes:
         beside: Makes the exchange of a chunk's o and do.

@@ -55,7 +55,7 @@ class Heads(Shares):
 
     @cached_property
     def groups_first(self) -> bool:
-        """Whether heads are dealt to groups before ranks, see Note [Groups first].
+        """Return whether heads are dealt to groups before ranks, see Note [Groups first].
 
         Then no two groups of a rank share a KV head.
         """
@@ -154,7 +154,7 @@ class Heads(Shares):
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """What travels with each group: "qkv", or "q" if no KV head is new to the group."""
+        """Return what travels with each group: "qkv", or "q" if no KV head is new to it."""
         return tuple("qkv" if self.heads_of("k", group) else "q" for group in range(self.groups))
 
     @cached_property
@@ -175,7 +175,7 @@ class Heads(Shares):
 
     @cached_property
     def kv_is_shared(self) -> bool:
-        """Whether two groups of some rank attend to the same KV head."""
+        """Return whether two groups of some rank attend to the same KV head."""
         return self.last_use != tuple(range(self.groups))
 
     @property

@@ -113,7 +113,7 @@ class Side:
 
     @cached_property
     def tiles(self) -> bool:
-        """Whether the parts lie end to end and cover the dimension."""
+        """Return whether the parts lie end to end and cover the dimension."""
         edges = [0, *(stop for _, stop in self.parts)]
         return edges[-1] == self.shape[self.dim] and all(
             part[0] == edge for part, edge in zip(self.parts, edges)
@@ -121,7 +121,7 @@ class Side:
 
     @cached_property
     def covers(self) -> bool:
-        """Whether every index of the dimension is in some part.
+        """Return whether every index of the dimension is in some part.
 
         Not so for a chunk of tokens, which leaves most of the whole sequence out.
         """
@@ -132,7 +132,7 @@ class Side:
 
     @cached_property
     def spaced(self) -> Spaced | None:
-        """How the parts lie that are not empty, if they are evenly spaced; None if they aren't."""
+        """Return how the parts that are not empty lie; None if they aren't evenly spaced."""
         # ``same``: how many peers from the first on share the first part.
         peers, first = len(self.filled), self.filled[0]
         same = next((peer for peer, part in enumerate(self.filled) if part != first), peers)
@@ -149,7 +149,7 @@ class Side:
 
     @cached_property
     def is_repeated(self) -> bool:
-        """Whether the parts are evenly spaced, and successive peers share each of them."""
+        """Return whether the parts are evenly spaced, and successive peers share each of them."""
         return self.spaced is not None and self.spaced.repeats > 1
 
     @cached_property
@@ -168,14 +168,14 @@ class Side:
 
     @cached_property
     def is_wire_layout(self) -> bool:
-        """Whether a contiguous tensor of this shape is the buffer that travels, without a pack."""
+        """Return whether a contiguous tensor of this shape travels as it is, without a pack."""
         return self.tiles and math.prod(self.shape[: self.dim]) == 1
 
     @cached_property
     def is_cut_into_slices(self) -> bool:
-        """Whether each part that is not empty is one index of ``dim``, which then counts ranks.
+        """Return whether each part is one index of ``dim``, which then counts ranks.
 
-        So it is with ``by_rank`` in `Geometry.exchange`.
+        Empty parts don't count. So it is with ``by_rank`` in `Geometry.exchange`.
         """
         return self.tiles and all(stop - start == 1 for start, stop in self.filled)
 
@@ -225,7 +225,7 @@ class Sides:
 
     @property
     def by_token(self) -> bool:
-        """Whether the parts of several tensors alternate, token by token."""
+        """Return whether the parts of several tensors alternate, token by token."""
         return len(self.each) > 1 and not self.apart
 
     @cached_property
@@ -273,7 +273,7 @@ class Sides:
 
     @cached_property
     def is_repeated(self) -> bool:
-        """Whether `Side.is_repeated` holds for some tensor."""
+        """Return whether `Side.is_repeated` holds for some tensor."""
         return any(side.is_repeated for side in self.each)
 
     @cached_property

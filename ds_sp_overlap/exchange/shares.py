@@ -156,7 +156,7 @@ class Shares:
 
     @cached_property
     def cuts_tokens(self) -> bool:
-        """Whether this rank's tokens belong to several shares.
+        """Return whether this rank's tokens belong to several shares.
 
         Its q is then cut along tokens as well as along heads.
         """

@@ -33,7 +33,7 @@ class Library:
 
     @property
     def cuda(self) -> bool:
-        """Whether there are compiled operators for CUDA."""
+        """Return whether there are compiled operators for CUDA."""
         return self.built is not None and self.built["cuda"] is not None
 
     def __str__(self) -> str:

@@ -95,7 +95,7 @@ class Block(Schedule):
 
     @cached_property
     def recomputes(self) -> Recompute:
-        """What is computed again in backward, read off the steps of ``recompute``."""
+        """Return what is computed again in backward, read off the steps of ``recompute``."""
         if not self.recompute:
             return "none"
         is_whole = any(step.op is Op.ATTEND for step in self.recompute)

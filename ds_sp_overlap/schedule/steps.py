@@ -68,7 +68,7 @@ class Step(_Fields):
 
     @cached_property
     def on_wire(self) -> bool:
-        """Whether the step is an end of an exchange."""
+        """Return whether the step is an end of an exchange."""
         return self.op in (Op.START, Op.FINISH)
 
     @cached_property
@@ -83,7 +83,7 @@ class Step(_Fields):
 
     @cached_property
     def to_tokens(self) -> bool:
-        """Whether the exchange is a sequence scatter, from the heads of this rank to its tokens.
+        """Return whether the exchange is a sequence scatter, from this rank's heads to its tokens.
 
         o goes there in forward, and dq, dk and dv in backward.
         """
@@ -91,7 +91,7 @@ class Step(_Fields):
 
     @cached_property
     def is_local_end(self) -> bool:
-        """Whether the step is the end of an exchange at which tensors have local sequences."""
+        """Return whether tensors have local sequences at this end of an exchange."""
         return (self.op is Op.FINISH) == self.to_tokens
 
     @cached_property

@@ -121,7 +121,7 @@ class _Views:
 
 @dataclass
 class Attended:
-    """What the backward of one head group's attention needs, beside tensors.
+    """Holds what the backward of one head group's attention needs, beside tensors.
 
     Attributes:
         saved_count: The number of tensors that backward reads beside q, k, v and o.

@@ -25,7 +25,7 @@ from .tokenwise import TRANSFORMERS, fixed_state, has_own_call, probe_tokenwise
 
 @dataclass(frozen=True)
 class Source:
-    """Where the q, k or v of a layer comes from.
+    """Tells where the q, k or v of a layer comes from.
 
     Attributes:
         chain: The names of the modules that the hidden states go through. The last is a linear
@@ -43,7 +43,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a layer's forward computes: attention over q, k, v, then an output projection.
+    """Describes a layer's forward: attention over q, k, v, then an output projection.
 
     Attributes:
         sources: Where each of "q", "k" and "v" comes from.

@@ -63,7 +63,7 @@ def records_nothing(hook: Any) -> bool:
 
 @dataclass(frozen=True)
 class BlockReading:
-    """What a decoder layer's forward computes; see the formula at the top of this file.
+    """Describes what a decoder layer computes, by the formula at the top of this file.
 
     Attributes:
         norm_in, attention, norm_mid, mlp: The names of the layer's children.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ...chain.block_layer import BlockLayer
 from ...exchange.sp_group import SPGroup
+from ...profiling.steps import in_backward
 
 # With ``sp_overlap.check``, a probe is due in every hundredth call.
 EVERY = 100
@@ -47,7 +48,10 @@ class ProbeSchedule:
             lengths: [P]. Local sequence length of every rank in this call, in tokens.
         """
         self.where = self.where or where
-        # Few forwards accept zero tokens.
+        # A call that a checkpoint recomputes in backward is neither probed nor counted. Few forwards
+        # accept zero tokens.
+        if in_backward():
+            return False
         if where != self.where or not min(lengths):
             return False
         self.calls += 1

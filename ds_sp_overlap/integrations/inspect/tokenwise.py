@@ -36,7 +36,7 @@ MOST = 2**26
 
 @dataclass(frozen=True)
 class Form:
-    """How the layers of a framework are written.
+    """Describes how the layers of a framework are written.
 
     Attributes:
         size: Returns m of the attention module that it is called with.

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from ...attention.runtime.linear import Plain
 from ...attention.self_attention import SelfAttention
-from ...profiling.steps import in_backward
 from ...rotary import Rotary
 from ..chains import ChainedLayer, ForwardPasses
 from ..distributed_attention import OWN, bind_drop_in, has_own_forward, is_stock
@@ -294,7 +293,7 @@ def _probe(
     """
     sp_group = settings.sp_group
     lengths = [len(arguments["hidden_states"])] * sp_group.size
-    if in_backward() or not reader.probes.is_due(name, settings.config.check, lengths):
+    if not reader.probes.is_due(name, settings.config.check, lengths):
         return
     # ``str()`` is the empty text: no difference.
     compare = functools.partial(difference, module, block, arguments) if comparable else str

@@ -52,7 +52,7 @@ KNOWN = {"57d3f24bba0e530c"}
 
 @dataclass(frozen=True)
 class AttentionReading:
-    """What a layer's forward computes.
+    """Describes what a layer's forward computes.
 
     Attributes:
         projections: The names of its projections.

@@ -306,7 +306,7 @@ def baseline_applies(
 
 
 class _Bound(NamedTuple):
-    """What a `Dispatch` keeps for a layer: its overlapped attention, and its model's forwards.
+    """Holds the overlapped attention of a layer and its model's forwards, for a `Dispatch`.
 
     ``forwards`` gives the sequence and the pattern of a call; ``where`` is the layer's name.
     """

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ...attention.heads import PerHead
 from ...attention.runtime.linear import PURE
 from ...attention.self_attention import SelfAttention
-from ...profiling.steps import in_backward
 from ...rotary import Rotary
 from ..inspect.attention import Reader, Reading
 from ..inspect.library import CACHES, own_class
@@ -175,9 +174,7 @@ class Driven:
         if reading.passes_keywords:
             options |= rest
         options |= read_options
-        # A call that a checkpoint recomputes in backward is neither compared nor counted.
-        probes, check = self.reader.probes, self.settings.config.check
-        if not in_backward() and probes.is_due(self.where, check, sequence.lengths):
+        if self.reader.probes.is_due(self.where, self.settings.config.check, sequence.lengths):
             tensors = {"hidden_states": x, "position_embeddings": tables, "attention_mask": mask}
             self._refuse_difference({**arguments, **tensors})
         per_head = {key: PerHead(options.pop(key)) for key in reading.per_head}

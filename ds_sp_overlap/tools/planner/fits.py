@@ -37,7 +37,7 @@ class Model(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a layer runs.
+    """Describes how a layer runs.
 
     Attributes:
         groups: G; 0 is DeepSpeed's own class.

@@ -40,7 +40,7 @@ class Bar(NamedTuple):
 
 @dataclass
 class Played:
-    """What happened on one rank; times in us.
+    """Records what happened on one rank; times in us.
 
     Attributes:
         bars: Kernels and collectives in the order of their ends.
@@ -72,7 +72,7 @@ class _Running:
 
     @property
     def is_resident(self) -> bool:
-        """Whether no block waits for an SM any more."""
+        """Return whether no block waits for an SM any more."""
         return self.waiting == 0
 
 

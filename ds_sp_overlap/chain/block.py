@@ -72,8 +72,8 @@ class LayerCall:
         saved_attention: What was saved of attention; None if attention is recomputed, or nothing.
         saved_tensors: The tensors that attention's backward reads beside q, k, v and o.
         received_o: For each exchange of o (a head group and a chunk), the o that this rank
-            received, and whether it has a gradient; None where the segment behind this attention will not be
-            recomputed.
+            received, and whether it has a gradient; None where the segment behind this attention
+            will not be recomputed.
     """
 
     def __init__(self, layer: BlockLayer, call: Call, block: Block, options: Options):

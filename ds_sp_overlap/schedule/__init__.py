@@ -23,9 +23,9 @@ A schedule has two programs, forward and backward. A program is a tuple of steps
 The compute row is the stream on which everything is computed; exchanges run on another one.
 ``start`` packs and ``finish`` unpacks, on the compute row. Where projections are computed part by
 part, ``finish dq`` also computes the backward of RoPE and of the norm, and computes the norm again
-from its input, which forward saved or a `Windowed` recomputes; elsewhere autograd differentiates both.
-Where the kernel that packs also rotates, ``start`` rotates q and k, and
-``finish`` rotates dq and dk back.
+from its input, which forward saved or a `Windowed` recomputes; elsewhere autograd differentiates
+both. Where the kernel that packs also rotates, ``start`` rotates q and k, and ``finish`` rotates dq
+and dk back.
 
 The drawings below are printed by `draw`, first for two head groups. The length of a bar is the
 length of its name, not a duration. Dots mean that the compute row waits. The wire carries one

@@ -23,8 +23,8 @@ backward of local attention allocates for itself. rows exist only in a window; e
 written into dW at once.
 
 Gradients have the same roles in the other direction: ``dgrad o`` makes local do, ``attend do``
-makes global dq. x, dy and the weights are not counted, since they exist before. Left out are inputs of
-norms, KV heads that are repeated for attention, and what a checkpoint runs again. A `Block` has
+makes global dq. x, dy and the weights are not counted, since they exist before. Left out are inputs
+of norms, KV heads that are repeated for attention, and what a checkpoint runs again. A `Block` has
 other steps, which nothing here knows.
 """
 

@@ -34,9 +34,9 @@ runs as drawn. A checkpoint that saves no attention repeats all of forward.
 
 With W = 1, do with o, q, k and v are sent one at a time in backward, each finished before the next
 one is started; dq, dk and dv of a group are three exchanges, started one after another, and
-finished before the next group begins. o with do travels under Wq, q under Wk, k under Wv. Exposed are v and
-dv of each group in backward (q and dq of a group that sends q alone), and in forward v of the first
-group and o of the last.
+finished before the next group begins. o with do travels under Wq, q under Wk, k under Wv. Exposed
+are v and dv of each group in backward (q and dq of a group that sends q alone), and in forward v of
+the first group and o of the last.
 
 Note [Shared KV heads]
 ~~~~~~~~~~~~~~~~~~~~~~

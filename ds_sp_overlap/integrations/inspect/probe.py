@@ -48,10 +48,10 @@ class ProbeSchedule:
             lengths: [P]. Local sequence length of every rank in this call, in tokens.
         """
         self.where = self.where or where
-        # A call that a checkpoint recomputes in backward is neither probed nor counted. Few forwards
-        # accept zero tokens.
+        # What a checkpoint recomputes is neither probed nor counted.
         if in_backward():
             return False
+        # Few forwards accept zero tokens.
         if where != self.where or not min(lengths):
             return False
         self.calls += 1

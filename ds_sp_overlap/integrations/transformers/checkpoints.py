@@ -35,7 +35,7 @@ class Checkpoints:
 
     Attributes:
         around: The modules around those layers that can be checkpointed, by name.
-        agreed: Whether the ranks have compared their checkpoints, in a first forward with gradients.
+        agreed: Whether the ranks have compared checkpoints, in a first forward with gradients.
     """
 
     def __init__(

@@ -28,8 +28,9 @@ from ..schedule import Part
 from .call_geometry import geometry_of
 from .layer import LayerRuntime
 from .runtime.execution import Call
+from .runtime.parts import cut
 from .runtime.recorded import Recorded, cut_heads, join_heads
-from .runtime.slices import Ranges, cut
+from .runtime.slices import Ranges
 
 # See `DeltaNet.__call__`.
 Mix = Callable[..., Tensor]

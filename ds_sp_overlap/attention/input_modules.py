@@ -15,8 +15,9 @@ from ..rotary import Rotary
 from ..schedule import Part
 from .runtime.execution import Call
 from .runtime.linear import Plain, Pure, can_recompute, can_split
+from .runtime.parts import cut
 from .runtime.projections import Projections, Rows
-from .runtime.slices import Parts, cut, parts_of
+from .runtime.slices import Parts, parts_of
 
 # What `rope` must be, for errors.
 ROPE = (

@@ -34,7 +34,8 @@ from .heads import bind_arguments
 from .layer import LayerRuntime
 from .projected import ProjectedAttention
 from .runtime.linear import call_through, can_split
-from .runtime.slices import Ranges, cut
+from .runtime.parts import cut
+from .runtime.slices import Ranges
 
 
 def latents_pay(sp_size: int, heads: int, latent: int, rotated: int, per_head: int) -> bool:

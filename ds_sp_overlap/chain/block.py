@@ -20,9 +20,10 @@ from ..attention.runtime import sharded
 from ..attention.runtime.deferred import Shadows, Wgrads
 from ..attention.runtime.execution import Call, attend_group, attend_in_pieces
 from ..attention.runtime.linear import call_through
+from ..attention.runtime.parts import cut, join
 from ..attention.runtime.recorded import Gathering, join_heads
 from ..attention.runtime.runner import Runner
-from ..attention.runtime.slices import Ranges, cut, join
+from ..attention.runtime.slices import Ranges
 from ..attention.self_attention import SelfAttention
 from ..exchange.chunks import ChunkedExchange
 from ..exchange.exchange import Exchange, Half, run_halves

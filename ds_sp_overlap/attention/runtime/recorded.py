@@ -14,8 +14,8 @@ from ...exchange.exchange import Half, run_halves
 from ...exchange.layout import Range
 from ...schedule import Op, Part, Program, Step
 from .execution import Attend, Call, attend_group
+from .parts import cut, join
 from .runner import Runner
-from .slices import cut, join
 
 # Changes q, k or v on arrival, given the kind, the tensor, and the ranges of tokens that q holds:
 # none, where q holds the whole sequence.

@@ -1,7 +1,7 @@
-"""Cuts tensors into parts along one dimension, and joins parts to tensors, differentiably.
+"""Multiplies with parts of weights, and gathers the parts of their gradients.
 
-A part is a tuple of ranges. Parts may overlap (KV heads that two ranks need); their gradients are
-summed then.
+A part is a tuple of ranges along one dimension. Parts may overlap (KV heads that two ranks need);
+their gradients are summed then. `parts` cuts and joins differentiably.
 
 Note [Slices of weights]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -42,7 +42,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...exchange.exchange import Node
 from ...exchange.layout import Range
 
 # A part.
@@ -329,87 +328,13 @@ class Pieces:
         self.late = False
         while self._waiting:
             part, piece = self._waiting.pop()
-            self.put(part, _copied, piece)
+            self.put(part, copied, piece)
         return self._whole
 
 
-def _copied(piece: Tensor, out: Tensor | None = None) -> Tensor:
+def copied(piece: Tensor, out: Tensor | None = None) -> Tensor:
     """Copy a piece to ``out``; the ``compute`` of `Pieces.put` for pieces that are there."""
     return piece if out is None else out.copy_(piece)
-
-
-def _joined(
-    shape: Sequence[int], dim: int, parts: Sequence[Ranges], pieces: Sequence[Tensor | None]
-) -> Tensor | None:
-    """Join those pieces that are not None; return None if all are."""
-    present = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
-    # Empty pieces are left out: to write one would touch a piece that is returned as the whole.
-    present = [(part, piece) for part, piece in present if piece.shape[dim]] or present[:1]
-    joined = Pieces(shape, dim, tuple(part for part, _ in present))
-    for part, piece in present:
-        joined.put(part, _copied, piece)
-    return joined.whole()
-
-
-class _Slices(Node):
-    """Cut a tensor into parts, or join parts to a tensor; each is the gradient of the other.
-
-    Gradients are made in one pass, instead of one padded sum a part.
-    """
-
-    @staticmethod
-    def forward(ctx, is_cut, shape, dim, parts, *tensors):
-        """Cut the one tensor of ``shape`` into parts if ``is_cut``; else join the tensors to it."""
-        # The gradient of a part may stay None, and is left out; that of a whole is made zero.
-        ctx.set_materialize_grads(not is_cut)
-        ctx.given = is_cut, shape, dim, parts
-        if not is_cut:
-            return _joined(shape, dim, parts, tensors)
-        pieces = []
-        for part in parts:
-            piece = cut_ranges(tensors[0], dim, part)
-            # No view of x is returned: norms and RoPE may work in place.
-            if piece is tensors[0] or piece._is_view():
-                piece = piece.clone(memory_format=torch.contiguous_format)
-            pieces.append(piece)
-        return tuple(pieces)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        is_cut, shape, dim, parts = ctx.given
-        if is_cut:
-            return None, None, None, None, _joined(shape, dim, parts, gradients)
-        pieces = (cut_ranges(gradients[0], dim, part).contiguous() for part in parts)
-        return None, None, None, None, *pieces
-
-
-def cut(x: Tensor, dim: int, parts: list[Ranges]) -> tuple[Tensor, ...]:
-    """Cut ``x`` into parts along ``dim``, differentiably; parts may overlap.
-
-    Returns:
-        A copy of each part; ``x`` itself for one part that is all of it.
-    """
-    if parts == [((0, x.shape[dim]),)]:
-        return (x,)
-    return _Slices.apply(True, x.shape, dim, parts, x)
-
-
-def join(pieces: list[Tensor], dim: int, parts: list[Ranges]) -> Tensor:
-    """Join pieces along ``dim``, differentiably: the inverse of `cut`.
-
-    Args:
-        pieces: The pieces.
-        dim: The dimension of the parts.
-        parts: The part of each piece; they tile the dimension.
-
-    Returns:
-        The tensor; the piece itself if there is one.
-    """
-    if len(pieces) == 1:
-        return pieces[0]
-    shape = list(pieces[0].shape)
-    shape[dim] = sum(piece.shape[dim] for piece in pieces)
-    return _Slices.apply(False, shape, dim, parts, *pieces)
 
 
 def batched(parameter: Tensor, dim: int, part: Ranges, count: int) -> Tensor:

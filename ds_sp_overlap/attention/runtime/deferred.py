@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from ...exchange.exchange import Node, new_token, refuse_second_derivatives
 from . import sharded
 from .linear import Plain, autocast, can_split, without_hooks
-from .stacks import Stack, StackedWeight, stacks_of
+from .stacked_weight import StackedWeight
+from .stacks import Stack, stacks_of
 from .waiting import Waiting
 
 

@@ -7,18 +7,6 @@ where a forward takes the experts one by one; and add all of these up.
     Before:  y_c = grouped_mm(x_c, w^T)         dw = sum over c of grouped_mm(dy_c^T, x_c)
     Now:     the same y_c                       dw = grouped_mm(dy^T, x), tokens of all chunks
 
-Note [Products with stacks]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The forward of the experts is not known, and need not be. In a shadow of the experts (see
-`deferred`) the parameter is a tensor of the class `StackedWeight`, which torch tells of each
-function that is called with it. A product whose weight gradient can wait runs as a `_Product`:
-
-    F.linear(x, w[expert]), x @ w[expert]       experts one by one
-    grouped_mm(x, w, offs)                      tokens in the order of their experts
-
-Every other function gets the parameter itself, and autograd sums that gradient as ever. Both may
-happen in one forward.
-
 The operands of all chunks wait as long as they are smaller than the stack. So where experts have
 few tokens, the gradient is made once; and never more memory is held than autograd would need, which
 holds the sum and the gradient of a chunk. Where experts have many tokens, gradients are made by
@@ -28,19 +16,16 @@ chunk, and are small next to the rest of the work.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...exchange.exchange import Node, refuse_second_derivatives
-from .linear import autocast
 from .waiting import Waiting
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """Operands of the weight gradient of one product: dw = left^T right.
 
     Attributes:
@@ -81,10 +66,10 @@ class Stack(Waiting):
         self.held_bytes = 0
         self.sum: Tensor | None = None
 
-    def add(self, chunk: _Operands) -> None:
+    def add(self, chunk: Operands) -> None:
         super().add(chunk)
         self.held_bytes += chunk.left.nbytes + chunk.right.nbytes
-        # Operands wait up to the size of the stack, see Note [Products with stacks].
+        # Operands wait up to the size of the stack, see the top of this file.
         if self.held_bytes > self.n_bytes:
             self._sum()
 
@@ -96,7 +81,7 @@ class Stack(Waiting):
             left, right, offs = _in_order_of_experts(grouped)
             dw = F.grouped_mm(left.t(), right, offs=offs)
             self.sum = dw if self.sum is None else self.sum.add_(dw)
-        of_experts: dict[int, list[_Operands]] = defaultdict(list)
+        of_experts: dict[int, list[Operands]] = defaultdict(list)
         for chunk in chunks:
             if chunk.expert is not None:
                 of_experts[chunk.expert].append(chunk)
@@ -128,7 +113,7 @@ def stacks_of(module: nn.Module, where: str) -> dict[str, Stack]:
     return stacks
 
 
-def _in_order_of_experts(chunks: list[_Operands]) -> tuple[Tensor, Tensor, Tensor]:
+def _in_order_of_experts(chunks: list[Operands]) -> tuple[Tensor, Tensor, Tensor]:
     """Join the tokens of chunks, so that those of an expert lie together; the host need not wait.
 
     Args:
@@ -156,149 +141,3 @@ def _in_order_of_experts(chunks: list[_Operands]) -> tuple[Tensor, Tensor, Tenso
         left.index_copy_(0, place, chunk.left)
         right.index_copy_(0, place, chunk.right)
     return left, right, torch.stack(ends).sum(0, dtype=torch.int32)
-
-
-class _Product(Node):
-    """y = x w, of one expert's tokens or of tokens in the order of experts.
-
-    Args:
-        stack: Where the operands of dw wait.
-        x: [.., k].
-        weight: [k, n], or [experts, k, n] with ``offs``. Has no gradient here.
-        expert: Whose weight it is; None for all.
-        offs: [experts], see `_Operands`.
-        is_transposed: Whether the stack holds the weight as [n, k].
-        token: Of the node `deferred._Weights`.
-    """
-
-    @staticmethod
-    def forward(ctx, stack, x, weight, expert, offs, is_transposed, token):
-        ctx.of_call = stack, expert, is_transposed
-        _, of_x, *_ = ctx.needs_input_grad
-        # Not the weight, a view, which would keep a stack that ZeRO-3 has gathered.
-        ctx.save_for_backward(x, stack.parameter if of_x else None, offs)
-        return _multiply(x, weight, offs)
-
-    @staticmethod
-    def backward(ctx, dy):
-        """Before: dx = dy w^T, dw = x^T dy. Now: the operands of dw wait in the stack."""
-        stack, expert, is_transposed = ctx.of_call
-        refuse_second_derivatives(stack.where)
-        x, parameter, offs = ctx.saved_tensors
-        # dw = x^T dy for [k, n]; dw = dy^T x for [n, k].
-        left, right = (y.reshape(-1, y.shape[-1]) for y in ((dy, x) if is_transposed else (x, dy)))
-        stack.add(_Operands(left, right, expert, offs))
-        dx = None
-        if parameter is not None:
-            weight = (parameter if expert is None else parameter[expert]).to(dy.dtype)
-            dx = _multiply(dy, weight if is_transposed else weight.transpose(-2, -1), offs)
-        # The token has no gradient: it only makes `_Weights` wait for this node.
-        return None, dx, None, None, None, None, None
-
-
-def _multiply(x: Tensor, weight: Tensor, offs: Tensor | None) -> Tensor:
-    return x @ weight if offs is None else F.grouped_mm(x, weight, offs=offs)
-
-
-class StackedWeight(Tensor):
-    """A stack in a forward, or a view of it; see Note [Products with stacks].
-
-    Attributes:
-        stack: The stack.
-        token: Of the node `deferred._Weights`.
-        expert: The expert whose weight this is; None for all.
-        is_transposed: Whether the two last dims are swapped.
-    """
-
-    stack: Stack
-    token: Tensor
-    expert: int | None
-    is_transposed: bool
-
-    @staticmethod
-    def of(
-        x: Tensor, stack: Stack, token: Tensor, expert: int | None, is_transposed: bool
-    ) -> StackedWeight:
-        """Return ``x`` as such a tensor."""
-        made = x.as_subclass(StackedWeight)
-        made.stack, made.token = stack, token
-        made.expert, made.is_transposed = expert, is_transposed
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run a function of torch that was called with such a tensor; torch calls this instead."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return _call(func, args, kwargs or {})
-
-
-def _call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a function that a forward calls with a `StackedWeight`.
-
-    An expert's weight, and a transpose, stay a `StackedWeight`. A known product runs as a
-    `_Product`. Every other call runs as it is, and autograd records it.
-    """
-    if len(args) > 1 and isinstance(args[0], StackedWeight):
-        weight = args[0]
-        if func is Tensor.__getitem__ and weight.dim() == 3:
-            if (expert := _number(args[1])) is not None and not weight.is_transposed:
-                return StackedWeight.of(weight[expert], weight.stack, weight.token, expert, False)
-        elif func in (Tensor.transpose, torch.transpose):
-            y = func(*args, **kwargs)
-            # Only a swap of the two last dims.
-            if {dim % y.dim() for dim in args[1:]} == {y.dim() - 2, y.dim() - 1}:
-                of_weight = weight.stack, weight.token, weight.expert
-                return StackedWeight.of(y, *of_weight, not weight.is_transposed)
-            return y
-    elif len(args) > 1 and isinstance(args[1], StackedWeight):
-        x, weight = args[:2]
-        if func is F.linear and weight.dim() == 2:
-            is_known = len(args) == 2 and not kwargs  # a bias is rounded with the product
-            if is_known and (y := _multiplied(x, weight, None, swap=True)) is not None:
-                return y
-        elif func in (Tensor.__matmul__, Tensor.matmul, torch.matmul) and weight.dim() == 2:
-            if (y := _multiplied(x, weight, None)) is not None:
-                return y
-        elif func is torch._grouped_mm and weight.dim() == 3 and x.dim() == 2:
-            more = {name: value for name, value in kwargs.items() if value is not None}
-            is_known = len(args) == 2 and list(more) == ["offs"]
-            if is_known and (y := _multiplied(x, weight, more["offs"])) is not None:
-                return y
-    return func(*args, **kwargs)
-
-
-def _number(index: Any) -> int | None:
-    """Return the index of one expert as a number; None for an index of any other kind."""
-    if isinstance(index, Tensor) and index.dim() == 0 and not index.dtype.is_floating_point:
-        return None if index.dtype is torch.bool else int(index)
-    return index if type(index) is int else None
-
-
-def _multiplied(
-    x: Tensor, weight: StackedWeight, offs: Tensor | None, swap: bool = False
-) -> Tensor | None:
-    """Return the product of ``x`` and a stacked weight, as a `_Product`.
-
-    None where ``x`` has another dtype or is stacked itself; the function then runs as it is.
-
-    Args:
-        x: [.., k].
-        weight: [k, n], or [experts, k, n] with ``offs``.
-        offs: [experts], see `_Operands`.
-        swap: Whether the weight is [n, k].
-    """
-    w = weight.detach().as_subclass(Tensor)
-    if offs is None:  # grouped products know no autocast
-        x, w = autocast(x, w)
-    if isinstance(x, StackedWeight) or x.dtype != w.dtype:
-        return None
-    if swap:
-        w = w.transpose(-2, -1)
-    is_transposed = weight.is_transposed != swap
-    return _Product.apply(weight.stack, x, w, weight.expert, offs, is_transposed, weight.token)

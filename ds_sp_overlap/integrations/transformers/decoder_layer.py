@@ -19,7 +19,7 @@ from .driven import Driven
 from .forward import Forwards
 
 # Implementations of experts whose weight gradients are computed once for all chunks, see
-# Note [Products with stacks] in `stacks`.
+# Note [Products with stacks] in `stacked_weight`.
 _MADE_ONCE = {"eager", "grouped_mm"}
 
 

@@ -57,8 +57,8 @@ from .integrations.deepspeed import accelerate
 from .integrations.megatron.bridge import bridge
 
 if TYPE_CHECKING:
+    from .attention.arguments import PerHead
     from .attention.drop_in import DistributedAttention
-    from .attention.heads import PerHead
     from .attention.memory.checkpoint_cache import keep_attention
     from .attention.self_attention import SelfAttention
     from .config import SpOverlapConfig
@@ -72,7 +72,7 @@ __version__ = "0.2.0"
 
 _MODULES = {
     "DistributedAttention": "attention.drop_in",
-    "PerHead": "attention.heads",
+    "PerHead": "attention.arguments",
     "Report": "integrations.registry",
     "Rotary": "rotary",
     "SelfAttention": "attention.self_attention",

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ..config import SpOverlapConfig
 from ..exchange.geometry import Geometry, shares_for
 from ..exchange.shares import QueryChunks
-from .heads import PerHead, takes
+from .arguments import PerHead, takes
 from .layer import LayerRuntime
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
@@ -54,6 +54,7 @@ def geometry_of(
     seq_lens: tuple[int, ...] = (local_seq,) * sp_group.size
     if lengths is not None:
         seq_lens = tuple(int(length) for length in lengths)
+    # The signature of the attention is looked at once a layer, not in every call.
     chosen = layer.shares_and_groups.get((heads, kv_heads))
     if chosen is None:
         shares = shares_of(layer.config, sp_group.size, heads, kv_heads, attend)
@@ -73,6 +74,7 @@ def geometry_of(
         groups,
         batch_first,
         shares,
+        # Left out where they say nothing, so that more calls share one object.
         query_chunks if shares > 1 else None,
         sp_group.nodes if layer.config.kv_once_per_node else None,
     )
@@ -123,6 +125,7 @@ def shares_of(
         )
     else:
         return shares
+    # Nobody asked for shares, and there is a head for every rank.
     if asked == "auto" and heads >= sp_size:
         return 1
     why = f"sp_overlap.shares is {asked}"
@@ -137,9 +140,9 @@ def shares_of(
 def _may_be_per_head(geometry: Geometry, extra: Iterable) -> bool:
     """Return whether some tensor may have a slice for each head of a rank (a bias, slopes).
 
-    Head groups would misuse such a tensor. It is suspected if a dimension is as long as the number
-    of heads of any rank, so that all ranks answer alike. A wrong suspicion costs only overlap.
+    Head groups would misuse such a tensor: every group would get the slices of the first heads.
     """
-    # Ranks have the one number of query heads or the other.
+    # Suspected is a dimension as long as the number of heads of any rank, so that all ranks answer
+    # alike. Ranks have one of two numbers. A wrong suspicion costs only overlap.
     counts = {geometry.heads // geometry.parts, -(-geometry.heads // geometry.parts)}
     return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)

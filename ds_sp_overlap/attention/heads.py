@@ -14,105 +14,20 @@ be applied to another rank's.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..exchange.geometry import Geometry
-from ..exchange.layout import Range
 from ..schedule import Part
+from .arguments import modules_of, named, slice_per_head
 from .memory.random_state import Random
 from .memory.recompute import join_pieces
 from .runtime.execution import Call, pieces_of_queries, with_head_dim, with_kv
-
-
-@dataclass(frozen=True)
-class PerHead:
-    """An argument of local attention that has a slice for each query head: slopes, biases, sinks.
-
-    Attributes:
-        tensor: [h, ..]. The slices of all heads. Every call of the local attention gets the slices
-            of the heads that it is called with.
-    """
-
-    tensor: Tensor
-
-    def check(self, heads: int) -> None:
-        """Check that there is a slice for each of ``heads`` heads.
-
-        Raises:
-            ValueError: if there isn't.
-        """
-        if self.tensor.dim() == 0 or len(self.tensor) != heads:
-            raise ValueError(
-                f"PerHead: a tensor of {list(self.tensor.shape)} for {heads} query heads; "
-                f"give [{heads}, ..]"
-            )
-
-
-def bind_arguments(
-    local_attention: Callable[..., Any], call: Call, args: tuple, kwargs: dict[str, Any]
-) -> Callable[..., Any]:
-    """Bind the arguments of a local attention beside q, k and v.
-
-    A local attention with a parameter ``sm_margin`` (flash-attn 3) leaves as many SMs free as
-    products do, see `carve_out`; in forward and backward alike, unlike products. A value of the
-    caller goes first.
-
-    Returns:
-        An `execution.Attend`, which gives the attention the slices of each `PerHead` that belong to
-        the heads of the group.
-    """
-    geometry, carve_out = call.geometry, call.sp_group.carve_out
-    if carve_out is not None and takes(local_attention, "sm_margin"):
-        kwargs = {"sm_margin": carve_out.sms, **kwargs}
-    if any(isinstance(x, PerHead) for x in (*args, *kwargs.values())):
-
-        def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Any:
-            heads = geometry.query_range(geometry.sp_rank, group)
-            own_args, own_kwargs = _slice_per_head(heads, args, kwargs)
-            return local_attention(q, k, v, *own_args, **own_kwargs, **_named(queries))
-
-        return attend
-    if geometry.shares == 1:
-        return lambda group, q, k, v: local_attention(q, k, v, *args, **kwargs)
-    return lambda group, q, k, v, queries: local_attention(
-        q, k, v, *args, **kwargs, queries=queries
-    )
-
-
-def _named(queries: tuple[Range, ...]) -> dict[str, Range]:
-    """Return the range of queries as local attention takes it; nothing where there is none."""
-    return {"queries": queries[0]} if queries else {}
-
-
-def takes(local_attention: Any, name: str) -> bool:
-    """Return whether a local attention has a parameter, for instance ``queries``.
-
-    ``**kwargs`` does not count, since the value might be ignored.
-    """
-    attend = local_attention.forward if isinstance(local_attention, nn.Module) else local_attention
-    try:
-        return name in inspect.signature(attend).parameters  # guard: no keyword is swallowed
-    except (TypeError, ValueError):
-        return False
-
-
-def _slice_per_head(
-    heads: Range, args: tuple, kwargs: dict[str, Any]
-) -> tuple[list, dict[str, Any]]:
-    """Replace every `PerHead` among the arguments by its slices of the query heads ``heads``."""
-
-    def sliced(x: Any) -> Any:
-        return x.tensor[slice(*heads)] if isinstance(x, PerHead) else x
-
-    return [sliced(x) for x in args], {key: sliced(x) for key, x in kwargs.items()}
 
 
 class Local(NamedTuple):
@@ -249,11 +164,11 @@ def _difference(call: Call, local: Local, device: torch.device) -> tuple[float, 
         first = sum(stop - start for start, stop in earlier)
         # Counted from 0 on every rank, so that all ranks get the same slices of a `PerHead`.
         own = first, first + q.shape[2]
-        args, kwargs = _slice_per_head(own, local.args, local.kwargs)
+        args, kwargs = slice_per_head(own, local.args, local.kwargs)
         pieces = []
         for part, *tokens in pieces_of_queries(geometry, q):
             part = part.clone(memory_format=torch.contiguous_format) if tokens else part
-            o = local.attend(part, k, v, *args, **kwargs, **_named(tuple(tokens)))
+            o = local.attend(part, k, v, *args, **kwargs, **named(tuple(tokens)))
             pieces.append(with_head_dim(o, part, call.where))
         return join_pieces(pieces, geometry.seq_dim)
 
@@ -281,24 +196,6 @@ def _difference(call: Call, local: Local, device: torch.device) -> tuple[float, 
 def _norms_of_heads(x: Tensor) -> list[float]:
     """Return the norm of each head of ``x`` [.., .., heads, d]."""
     return torch.linalg.vector_norm(x, dim=(0, 1, 3), dtype=torch.float64).tolist()
-
-
-def modules_of(attend: Any) -> list[nn.Module]:
-    """Return the modules that an attention is or is made of, as far as they can be found.
-
-    Looks into modules, partials, the object of a bound method, and closures.
-    """
-    if isinstance(attend, nn.Module):
-        return list(attend.modules())
-    if isinstance(attend, functools.partial):
-        inside = [attend.func, *attend.args, *attend.keywords.values()]
-        return [module for x in inside for module in modules_of(x)]
-    cells = getattr(attend, "__closure__", None) or ()
-    modules: list[nn.Module] = []
-    for inside in (getattr(attend, "__self__", None), *(cell.cell_contents for cell in cells)):
-        if isinstance(inside, nn.Module):
-            modules += inside.modules()
-    return modules
 
 
 @contextlib.contextmanager

@@ -129,13 +129,12 @@ class InputModules:
         )
 
     def rope_in_kernels(self, sp_group: SPGroup) -> Rotary | None:
-        """Return the rotation of q and k if the kernels that pack them are to do it; else None.
-
-        Not where that costs more time, nor where a norm comes between rotation and exchange.
-        """
+        """Return the rotation of q and k if the kernels that pack them are to do it; else None."""
         rope = self.rope
+        # A norm between rotation and exchange needs the rotated heads in memory.
         if not isinstance(rope, Rotary) or self.norm_last and self.norms:
             return None
+        # Kernels that don't fold would take more time than PyTorch's rotation.
         return rope if ops.implementation(sp_group.kernels).folds else None
 
     def rotation(self, position_embeddings: Any) -> Callable[[Tensor], Tensor] | None:
@@ -181,7 +180,8 @@ class InputModules:
     def _rows(self, call: Call) -> tuple[dict[Part, Rows], list[Parts]]:
         """Return the rows that make each part of q, k and v, and the parts of each projection."""
         asked, last = (call.geometry, call.schedule, call.by_rank), self._last_rows
-        # Mostly it is as in the call before.
+        # Mostly it is as in the call before. Only the last answer is held: a cache by geometry would
+        # grow with every new length of the sequence.
         if last is not None and last[0] == asked:
             return last[1]
         geometry, rows = call.geometry, {}
@@ -228,7 +228,7 @@ class InputModules:
                 y = y[0] if isinstance(y, tuple) else y
                 of_module = [part for part, its_rows in rows.items() if its_rows.module == module]
                 pieces.update(zip(of_module, cut(y, 2, list(parts[module]))))
-                del y
+                del y  # freed once its last part is asked for
             heads = pieces.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
             if kind == "v":
                 return heads

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from ..exchange.geometry import Geometry
 from ..exchange.shares import QueryChunks
+from .arguments import bind_arguments
 from .call_geometry import geometry_of
-from .heads import bind_arguments
 from .layer import LayerRuntime
 from .projected import ProjectedAttention
 from .runtime.linear import call_through, can_split

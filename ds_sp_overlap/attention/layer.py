@@ -92,7 +92,8 @@ class LayerRuntime:
         self._reads_o: dict[tuple, bool] = {}
 
     def __deepcopy__(self, memo: dict) -> LayerRuntime:
-        # A copied layer exchanges over the same group, with a place of its own in the policy.
+        # A process group can't be copied, so the copy exchanges over the same one. Its place in the
+        # policy is its own.
         return LayerRuntime(
             self.sp_group,
             self.config,
@@ -165,6 +166,7 @@ class LayerRuntime:
                 policy.follow(run, trial, candidate, tokens=tokens)
         if isinstance(candidate, str):
             return run, None
+        # Candidates without a window are plain numbers of head groups.
         groups, window = candidate if isinstance(candidate, tuple) else (candidate, None)
         if groups != geometry.groups:
             call = self._call_of(geometry.in_groups(groups), call.checked)
@@ -287,6 +289,7 @@ class LayerRuntime:
                 calls, self.agreed = self.sp_group.calls, True
                 calls.layers += 1
                 self._name_of_calls = f"{self.where} (layer {calls.layers})"
+        # Described once more, since the geometry depends on nodes that may have been found just now.
         geometry, _ = describe()
         return self._call_of(geometry, is_first and self.config.check)
 

@@ -12,8 +12,9 @@ from ..exchange.geometry import Geometry
 from ..exchange.layout import Range
 from ..exchange.shares import QueryChunks
 from ..rotary import check_tables, rotate
+from .arguments import bind_arguments
 from .call_geometry import geometry_of
-from .heads import Local, bind_arguments
+from .heads import Local
 from .layer import LayerRuntime
 from .runtime.execution import Attend, Call
 from .runtime.recorded import Arrive, Recorded, cut_heads, join_heads
@@ -72,7 +73,9 @@ class ProjectedAttention:
                 return x
             cos, sin = tables
             if kind == "q" and queries:  # guard: rotated by its own positions
-                cos, sin = (torch.cat([table[a:b] for a, b in queries]) for table in tables)
+                # The rows of the tables that belong to these queries, one range after another.
+                cos = torch.cat([cos[start:stop] for start, stop in queries])
+                sin = torch.cat([sin[start:stop] for start, stop in queries])
             if batch_first:
                 cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
             return rotate(x, cos, sin)

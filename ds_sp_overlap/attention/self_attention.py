@@ -28,8 +28,9 @@ from ..exchange.shares import QueryChunks
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..schedule import Block, O, Windowed, by_head_groups, schedule_of
+from .arguments import PerHead, bind_arguments, modules_of
 from .call_geometry import geometry_of
-from .heads import Local, PerHead, bind_arguments, modules_of
+from .heads import Local
 from .input_modules import InputModules
 from .layer import LayerRuntime, MakeSchedule, kind_of
 from .memory.checkpoint_cache import current_pass
@@ -154,7 +155,8 @@ class SelfAttention:
         )
         projections = dict(q_proj=q_proj, k_proj=k_proj, v_proj=v_proj, qkv_proj=qkv_proj)
         self.use(o_proj, **projections, q_norm=q_norm, k_norm=k_norm)
-        # Only plain linear layers are known to tell their sizes.
+        # Compared now, since a wrong number of heads would cut the projections at wrong rows. Only
+        # plain linear layers are known to tell their sizes.
         sizes = {
             "q_proj.out_features": (q_proj, self.heads),
             "k_proj.out_features": (k_proj, self.kv_heads),
@@ -196,10 +198,8 @@ class SelfAttention:
         return [*split, self.o_proj] if can_split(self.o_proj, self.plain) else split
 
     def can_window(self, split: list[nn.Module]) -> bool:
-        """Return whether a call that computes ``split`` part by part can run by a window.
-
-        It can if these are all projections, since its backward recomputes q, k and v by hand.
-        """
+        """Return whether a call that computes ``split`` part by part can run by a window."""
+        # All of them: backward recomputes q, k and v by hand.
         return self.inputs.projections[0] in split and self.o_proj in split
 
     def saves_over_checkpoints(self) -> bool:
@@ -241,6 +241,7 @@ class SelfAttention:
         Raises:
             ValueError: for arguments that don't fit; on all ranks alike in the layer's first call.
         """
+        # 0 tells that no window is a candidate.
         head_dim = 0
         if self.layer.config.memory == "auto" and self.can_window(self.split_projections()):
             head_dim = self.head_dim
@@ -313,6 +314,7 @@ class SelfAttention:
                     windowed, call, projections, attention, self.o_proj, checkpoint, offload
                 )
                 return call_through([*projections.called, self.o_proj], run, hidden_states)
+            # The modules are called around the node, so that their hooks run and ZeRO gathers.
             tokens = call_through(
                 projections.called, partial(start_projected, call, projections), hidden_states
             )
@@ -469,7 +471,7 @@ class SelfAttention:
 
         def types() -> tuple:
             """Return what else must be the same on all ranks."""
-            # Here, so that all ranks refuse tables that one rank can't use.
+            # Here, where all ranks refuse tables that one rank can't use.
             self.inputs.tables(position_embeddings)
             grads = [
                 torch.is_grad_enabled() and (hidden.requires_grad or trained)

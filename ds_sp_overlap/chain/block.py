@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.heads import bind_arguments
+from ..attention.arguments import bind_arguments
 from ..attention.runtime import sharded
 from ..attention.runtime.deferred import Shadows, Wgrads
 from ..attention.runtime.execution import Call, attend_group, attend_in_pieces
@@ -114,15 +114,13 @@ class LayerCall:
         return o
 
     def saved_o(self, step: Step) -> Tensor:
-        """Return a chunk of o that forward received, in place of `finish_o` in a recomputation.
-
-        Where attention was saved, the chunk goes through the finish of its exchange once more,
-        which sends nothing: its node then saves o anew, see `OutputExchange`.
-        """
+        """Return a chunk of o that forward received, in place of `finish_o` in a recomputation."""
         assert self.received_o is not None
         o, has_gradient = self.received_o[step.exchange]
         if self.saved_attention is None:
             return o.detach().requires_grad_(has_gradient)
+        # The chunk goes through the finish of its exchange once more, which sends nothing: its node
+        # then saves o anew.
         exchange = self.exchange(step)
         assert isinstance(exchange, OutputExchange)
         exchange.received = o
@@ -204,15 +202,17 @@ class _Region(RecomputeRegion):
             here: The call of the attention, the region's ``following``.
             hidden: Hidden states that the layer is given.
             keep: Whether to save what attention's backward reads instead of recomputing attention.
-                Attention is recomputed nevertheless if q, k and v need no gradient.
         """
         if keep and any(token.requires_grad for token in here.tokens.values()):
             head_dim = here.layer.attention.head_dim
             here.saved_attention = SavedAttention(partial(_beside, here.call, here.block, head_dim))
-        elif keep:  # what attention saves for parameters of its own is not known
+        elif keep:
+            # q, k and v need no gradient, so only parameters of attention may need one. What
+            # attention saves for those is not known: it is recomputed nevertheless.
             here.run_by(by_chunks(here.call.geometry.kinds, here.block.chunks, "all"))
         with self.watched():
             _attend(here, hidden)
+        # A new copy, since saved attention and the order are set by now.
         self.attends, self.following = True, here.recomputed()
         # The segment behind notes the o that it receives, for its own region to recompute from.
         here.region, here.received_o = None, {}
@@ -302,6 +302,7 @@ def run_alone(
     Raises:
         ValueError: if the layer can't run in chunks of tokens.
     """
+    # In the place of norms and MLP; none of them is called.
     nothing, block, o_proj = nn.Identity(), call.schedule, attention.o_proj
     assert isinstance(block, Block)
     layer = BlockLayer(attention, nothing, nothing, nothing, is_attention_alone=True)
@@ -451,9 +452,7 @@ def _segment(
     """Walk the program from the finishes of o to the starts of the next layer's q, k and v.
 
     All modules of the segment are called once, one inside the other, and ``body`` runs the chunks
-    inside of them. The tokens are inputs and outputs of that call, since hooks on it (of FSDP, for
-    instance) must see all that leads to the modules' parameters. Arguments and result are those of
-    `run_segment`.
+    inside of them. Arguments and result are those of `run_segment`.
     """
     here = done or following
     assert here is not None
@@ -491,6 +490,8 @@ def _segment(
             outs += following.tokens.values()
         return tuple(outs)
 
+    # The tokens are inputs and outputs of the call, since hooks on it (of FSDP, for instance) must
+    # see all that leads to the modules' parameters.
     inputs = hidden, *given.values()
     # A recomputation has unsharded them already (`_Region.run`).
     units = [] if here.is_recomputed else _units(following)
@@ -552,6 +553,7 @@ class _Segment(Runner):
         done = self.done
         assert done is not None
         if done.is_recomputed:
+            # The program of a recomputation has no finishes of o.
             finishes = (Step(Op.FINISH, O, False, at, step.chunk) for at in done.call.groups)
             self.of_groups = [done.saved_o(finish) for finish in finishes]
         o = join_heads(done.call, dict(enumerate(self.of_groups))).flatten(2)
@@ -581,6 +583,7 @@ class _Segment(Runner):
         following = self.following
         assert following is not None
         sent = [self.values.pop(part) for part in step.parts]
+        # Each rank leaves out the same: whether q, k and v were used is the same on all ranks.
         if not following.is_idle:
             following.tokens[step.exchange] = following.exchange(step).start(*sent)
 

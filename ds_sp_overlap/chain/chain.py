@@ -87,11 +87,10 @@ class Started:
     def watch_between(self, hidden: Tensor) -> None:
         """Have backward raise if somebody asks for the gradient of ``hidden`` and, in the same
         ``autograd.grad``, for those of earlier tensors. `watch` does not notice that.
-
-        Then all of backward runs, and no node learns that somebody gets the gradient that the node
-        is given. So each node passes on a view: if the gradient itself is still alive when backward
-        is over, somebody got it.
         """
+        # Then all of backward runs, and no node learns that somebody gets the gradient that the
+        # node is given. So each node passes on a view: if the gradient itself is still alive when
+        # backward is over, somebody got it.
         for node, at in self._between(hidden) or ():
             if node is not None:
                 node.register_prehook(partial(_pass_on, at, self._refusal()))
@@ -124,6 +123,7 @@ class Started:
         that change no gradient may lie between them.
         """
         if hidden is not self.hidden:
+            # Such nodes return views of the tensor that they are given.
             mine, given = (
                 (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (self.hidden, hidden)
             )
@@ -223,8 +223,7 @@ class Chain:
             query_chunks: As for `SelfAttention`.
             recompute: "all": save hidden states and o, and recompute the layer in backward, as an
                 activation checkpoint does. "but attention": save what attention's backward reads
-                too, and do not recompute attention. The same for the successor. Counts as "none"
-                where autograd does not record.
+                too, and do not recompute attention. The same for the successor.
 
         Returns:
             As ``hidden``.
@@ -236,10 +235,12 @@ class Chain:
                 chain or the ranks' calls differ.
         """
         options = Options(position_embeddings, sequence_lengths, query_chunks, args, kwargs)
+        # Without autograd nothing is saved, and there is no backward to recompute in.
         recompute = recompute if torch.is_grad_enabled() else "none"
         started, self._started = self._started, None
         if started is not None and started.serves(layer, hidden, options, recompute):
             here = started.begun
+            # Those of attention may differ from the ones that the layer in front was called with.
             here.options = options
             here.run_by(by_chunks(here.call.geometry.kinds, self.chunks, recompute))
         else:

@@ -98,6 +98,7 @@ class AttendSaved(Node):
     @staticmethod
     def forward(ctx, saved, tensors_of_groups, group, attend, local, exchanges, *tensors):
         heads = tensors[:3]
+        # A recomputation: the node never has a backward.
         if not exchanges:
             ctx.save_for_backward(*heads, *tensors_of_groups[group])
             return (new_token(heads[0]),)

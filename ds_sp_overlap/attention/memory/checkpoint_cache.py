@@ -76,10 +76,11 @@ class CheckpointCache:
     def register_as_most_recent(self) -> None:
         """Register this checkpoint as the most recently offloaded one.
 
-        Called whenever a layer in the checkpoint is about to offload. Frees the device memory of
-        all tensors that were offloaded before, by earlier layers of this checkpoint too.
+        Called whenever a layer in the checkpoint is about to offload.
         """
         most_recent = CheckpointCache._most_recent()
+        # The copies of earlier layers, also of this checkpoint, have had the time of a layer: their
+        # device memory can be freed, see Note [Order of offloaded checkpoints].
         if most_recent is not None:
             for x in most_recent.offloaded():
                 x.free()
@@ -90,10 +91,9 @@ class CheckpointCache:
     def prefetch(self) -> None:
         """Begin to copy back what this checkpoint, and the one before it in forward, offloaded.
 
-        Backward reaches the one before it next.
-
         Called when the recompute of this checkpoint takes its first entry.
         """
+        # Backward reaches the previous checkpoint next.
         for cache in (self, self.previous()):
             for x in cache.offloaded() if cache else ():
                 x.prefetch()
@@ -135,6 +135,7 @@ class CheckpointPass:
         leaves, tree = tree_flatten(tensors)
         if offload:
             self.cache.register_as_most_recent()
+            # To offload a view of a tensor that stays would free nothing.
             stay = {x.untyped_storage().data_ptr() for x in shared or ()}
             for index, x in enumerate(leaves):
                 if x.untyped_storage().data_ptr() not in stay:
@@ -172,9 +173,6 @@ class CheckpointPass:
 class _Body:
     """A context manager around the function of a checkpoint, in forward or in recompute.
 
-    Every entry begins a new `CheckpointPass`, since torch enters one context manager in each
-    recompute.
-
     Args:
         cache: What is saved for the checkpoint.
         is_recompute: As for `CheckpointPass`.
@@ -187,6 +185,7 @@ class _Body:
 
     def __enter__(self) -> None:
         self._outer.append(_current.get())
+        # A new pass in each entry: torch enters this one object in every recompute.
         _current.set(CheckpointPass(self.cache, self.is_recompute))
 
     def __exit__(self, *_: Any) -> None:
@@ -210,6 +209,8 @@ def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
         _, cache = outer.take("")
         return _Body(cache, True), _Body(cache, True)
     cache = CheckpointCache()
+    # The recompute of the checkpoint around this one makes this checkpoint once more, and takes the
+    # cache then.
     if outer is not None:
         outer.put("", [], cache)
     return _Body(cache, False), _Body(cache, True)

@@ -61,7 +61,6 @@ class _Source(torch.autograd.Function):
     """Gives ``x`` a gradient edge; the graph does not hold ``x``.
 
     ``x`` needs no gradient itself, so an empty ``anchor`` that does makes the result need one.
-    Its own backward never runs: ``torch.autograd.grad`` takes the gradient at the edge.
     """
 
     @staticmethod
@@ -74,6 +73,7 @@ class _Source(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
+        # Never runs: `torch.autograd.grad` takes the gradient at the edge and stops there.
         return None, None
 
 
@@ -175,6 +175,7 @@ class Attended:
         Returns:
             The gradients of q, k and v and of ``learned``, None for those that have none.
         """
+        # The graph holds views of q, k and v, which are taken again by these strides.
         has_strides = all(self.strides[kind] == x.stride() for kind, x in zip("qkv", heads))
         lacks_o = self.reads_o and (o is None or o.dtype != do.dtype)
         if self.edges is None or not has_strides or lacks_o:
@@ -183,6 +184,7 @@ class Attended:
             first = 0
             for index, (length, strides) in enumerate(self.pieces):
                 piece = o.narrow(self.seq_dim, first, length) if len(self.pieces) > 1 else o
+                # The graph holds views of o too.
                 if piece.stride() != strides:
                     options: Any = dict(dtype=o.dtype, device=o.device)
                     piece = torch.empty_strided(piece.shape, strides, **options).copy_(piece)
@@ -229,11 +231,11 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradients for ``edges``, then those of ``learned``; None where there is none.
 
-    ``o`` is the output or its gradient edge. Hooks on ``learned`` are not called: autograd calls
-    them later, with the sum over the groups.
+    ``o`` is the output or its gradient edge. Hooks on ``learned`` are not called.
     """
     inputs: list[Any] = [edge for edge in edges if edge is not None] + list(learned)
     hooks = [(x._backward_hooks, dict(x._backward_hooks)) for x in learned if x._backward_hooks]
+    # Autograd calls the hooks later, with the sum over the groups.
     for active, _ in hooks:
         active.clear()  # guard: hooks run once
     try:
@@ -277,8 +279,7 @@ def attend_once(
         attend: The attention.
         heads: q, k and v.
         needs_grad: For each of q, k and v, whether it needs a gradient.
-        local: The local attention of the call. The tensors that it is called with beside q, k and v
-            live on anyhow, so that saving them costs no memory.
+        local: The local attention of the call.
 
     Returns:
         o without a graph; what backward needs; and the tensors that backward needs beside q, k, v
@@ -290,6 +291,7 @@ def attend_once(
     attended = Attended(strides=strides, seq_dim=seq_dim)
     sources, edges = _sources(heads, needs_grad)
     kinds = {_storage(x): kind for kind, x in zip("qkv", heads)}
+    # What lives on anyhow costs no memory if it is saved.
     free = {_storage(x) for x in local.arguments}
     saved: list[Tensor] = []
     q, _, v = heads
@@ -365,6 +367,7 @@ def _note_views(
     for x in saved:
         source: str | int | None = kinds.get(_storage(x)) if x.dtype == dtype else None
         if source is None and x.dtype == dtype:
+            # Not by the storage alone: attention may cut o out of a larger tensor.
             for name, place in places.items():
                 if (_storage(x), x.numel()) == place and x.storage_offset() == starts[name]:
                     source = name
@@ -381,11 +384,11 @@ def _note_views(
 def _foreign(o: Tensor, edges: Sequence[GradientEdge | None], learned: Sequence[Tensor]) -> str:
     """Describe a tensor that attention learns beside ``learned``; empty if there is none.
 
-    Its gradient would be lost. It is a leaf of the graph of ``o`` that is reached past ``edges``,
-    which lead to q, k and v.
+    Its gradient would be lost: `_gradients` asks for those of q, k, v and ``learned`` alone.
     """
     if o.grad_fn is None:
         return ""
+    # Walk the graph of o. Nodes of known tensors count as visited, so that any leaf is a foreign one.
     todo, visited = [o.grad_fn], {get_gradient_edge(x).node for x in learned}
     visited |= {edge.node for edge in edges if edge is not None}
     while todo:

@@ -131,7 +131,7 @@ class BackwardRunner(ForwardRunner):
                     self.grads[part] = dx
                 elif dx is not None:
                     self.inputs.arrived(part, dx)
-                del dx
+                del dx  # before the next part is computed
 
     def dgrad(self, step: Step) -> None:
         """Compute do of a group, or add the share of a part of q, k and v to dx."""
@@ -148,16 +148,12 @@ class BackwardRunner(ForwardRunner):
         if step.tensors != O:
             self.inputs.wgrad(step.parts[0])
         elif self.weight_needs_grad:
+            # o travels beside do later on, in some schedules behind this wgrad.
             o = self.outputs[group] if self.sends_o else self.outputs.pop(group)
             self.pieces.put(self.output.columns[group], torch.mm, self.dy_transposed, o)
 
     def attend(self, step: Step) -> None:
-        """Run the backward of the attention of a group.
-
-        Groups come in descending order. So the group that k and v travelled with in forward is the
-        last one that reads them, and drops them. A needed gradient that attention does not give is
-        zero, since the other ranks exchange theirs.
-        """
+        """Run the backward of the attention of a group; groups come in descending order."""
         call, group, attend = self.call, step.group, self.local.attend
         needs_grad = self.qkv_need_grad(group)
         heads = self.heads(group)
@@ -174,19 +170,18 @@ class BackwardRunner(ForwardRunner):
             if gradient is not None:
                 so_far = self.learned_gradients[index]
                 self.learned_gradients[index] = gradient if so_far is None else so_far + gradient
+        # A needed gradient that attention does not give is zero: the other ranks exchange theirs.
         if needs_grad[0]:
             dq = torch.zeros_like(heads[0]) if dq is None else dq  # guard: others may exchange one
             self.grads["q", group] = dq
         for kind, dx, x, is_needed in zip(("k", "v"), (dk, dv), heads[1:], needs_grad[1:]):
             if is_needed:
                 self._add_to_pieces(kind, group, torch.zeros_like(x) if dx is None else dx)
+            # The group that k and v travelled with in forward is the last one that reads them.
             self.values.pop((kind, group), None)  # guard: the last that attends to them, here
 
     def _add_to_pieces(self, kind: str, group: int, dx: Tensor) -> None:
         """Add dk or dv of a group to the gradients of the received pieces that made its k or v.
-
-        k or v of a group may be made of heads that arrived with several groups, cut, joined or
-        repeated (`with_kv`). Autograd derives how dx returns to these pieces.
 
         Args:
             kind: "k" or "v".
@@ -197,6 +192,7 @@ class BackwardRunner(ForwardRunner):
         pieces = {}
         for earlier in sent:
             pieces[kind, earlier] = self.values[kind, earlier].detach().requires_grad_()
+        # Heads may be cut, joined or repeated. Autograd derives how dx returns to the pieces.
         with torch.enable_grad():
             joined = with_kv(self.call.geometry, kind, group, pieces)
         is_one = len(sent) == 1 and joined is pieces[kind, sent[0]]
@@ -205,6 +201,7 @@ class BackwardRunner(ForwardRunner):
             if part in self._owned:  # guard: others may read it
                 self.grads[part] += gradient
             elif part in self.grads:
+                # The first gradient is attention's own tensor, which may be a view of a larger one.
                 self.grads[part] = self.grads[part] + gradient
                 self._owned.add(part)
             else:

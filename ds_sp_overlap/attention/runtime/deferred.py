@@ -82,6 +82,7 @@ class _Slot(Waiting):
     def open(self) -> None:
         """Take weight and bias, cast as by autocast; ZeRO-3 has gathered them by now."""
         operands: Sequence[Tensor | None] = self.parameters
+        # Chunks take the weight as a constant: gradients go to the parametrization by `_Weights`.
         if self.computed is not None:
             operands = [x if x is None else x.detach() for x in operands]
         with torch.no_grad():
@@ -175,13 +176,15 @@ class Wgrads:
     ):
         self.slots: dict[nn.Module, _Slot] = {}
         self.stacks: dict[nn.Module, dict[str, tuple[Stack, Tensor]]] = {}
-        modules = [module for root in roots for module in root.modules()]
+        modules: list[nn.Module] = []
+        for root in roots:
+            modules += root.modules()
+        left_out = set(besides)
         if here:
-            units = filter(sharded.is_unit, modules)
-            in_units = {module for unit in units for module in unit.modules()}
-            besides = in_units.union(besides)  # guard: gradients before FSDP reduces
+            for unit in filter(sharded.is_unit, modules):
+                left_out.update(unit.modules())  # guard: gradients before FSDP reduces
         for module in modules:
-            if module in besides:
+            if module in left_out:
                 continue
             if stacks := stacks_of(module, where):
                 self.stacks[module] = {
@@ -192,7 +195,9 @@ class Wgrads:
                 continue
             leaves_bias = plain[type(module).forward](module)
             self.slots[module] = _Slot(module, where, at_once, leaves_bias=leaves_bias)
-        parameters = [x for slot in self.slots.values() for x in slot.parameters]
+        parameters: list[Tensor | None] = []
+        for slot in self.slots.values():
+            parameters += slot.parameters
         self.token = _Weights.apply(list(self.slots.values()), *parameters) if parameters else None
 
 
@@ -211,10 +216,12 @@ class Shadows:
     """
 
     def __init__(self, *wgrads: Wgrads):
-        self.slots = {
-            module: (slot, node.token) for node in wgrads for module, slot in node.slots.items()
-        }
-        self.stacks = {module: of for node in wgrads for module, of in node.stacks.items()}
+        # For each linear layer, its slot and the token of the node that the slot belongs to.
+        self.slots: dict[nn.Module, tuple[_Slot, Tensor | None]] = {}
+        self.stacks: dict[nn.Module, dict[str, tuple[Stack, Tensor]]] = {}
+        for node in wgrads:
+            self.slots.update((module, (slot, node.token)) for module, slot in node.slots.items())
+            self.stacks.update(node.stacks)
         self._shadows: dict[nn.Module, nn.Module] = {}
 
     def of(self, module: nn.Module) -> nn.Module:
@@ -268,7 +275,10 @@ class _Weights(Node):
 
     @staticmethod
     def backward(ctx, _):
-        return None, *(gradient for slot in ctx.slots for gradient in slot.gradients())
+        gradients: list[Tensor | None] = []
+        for slot in ctx.slots:
+            gradients += slot.gradients()
+        return None, *gradients
 
 
 class _Linear(Node):

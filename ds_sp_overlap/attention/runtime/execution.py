@@ -88,8 +88,7 @@ class Call:
         """Make the exchange that a step starts or finishes, and do not start it.
 
         For a step of gradients this is the exchange of the values, which carries the gradients in
-        the opposite direction. Where o travels beside do, both are values that go to attention, as
-        q does.
+        the opposite direction.
 
         Args:
             step: The start or the finish.
@@ -101,6 +100,7 @@ class Call:
         if self.geometry.nodes is not None:
             legs = legs_of(self.geometry, step.tensors, step.group, head_dims)
         if step.beside:
+            # o and do are values that go to attention, as q does.
             name = self.schedule.name(step)
             layout = self.geometry.joint_exchange(("q", "q"), step.group, head_dims)
         elif len(step.tensors) > 1:
@@ -187,9 +187,7 @@ def attend_in_pieces(
 ) -> list[Tensor]:
     """Run the local attention of a group, once for each range of this rank's queries.
 
-    Local attention may change q, k and v in place. But it may not change k and v that are read
-    again: where ranks share query heads, by the next range; where groups share KV heads on any
-    rank, by a later group (`Schedule.last_attended` has none behind it).
+    Local attention may change q, k and v in place, but not k and v that are read again.
 
     Returns:
         A list of o, one for each range; of one o for all queries, where no ranks share heads.
@@ -198,6 +196,8 @@ def attend_in_pieces(
         RuntimeError: if attention changed k or v although it may not.
     """
     geometry = call.geometry
+    # k and v are read again by a later group, where groups share KV heads on any rank; and by the
+    # next range, where ranks share query heads.
     is_last = group == call.schedule.last_attended or not geometry.kv_is_shared
     if is_last and geometry.shares == 1:
         return [with_head_dim(attend(group, q, k, v), q, call.where)]

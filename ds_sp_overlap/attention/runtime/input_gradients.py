@@ -80,11 +80,12 @@ class InputGradients:
         self.x = None if x is None else matrix(x)
         self.tables, self.norm_parameters, self.norm_inputs = tables, norm_parameters, norm_inputs
         parts = self.projections.parts
-        self.linear_gradients = {
-            index: Pieces(shape, 0, parts[index // 2], some_missing, late)
-            for index, shape in enumerate(self.shapes[: self.linear_count])
-            if shape is not None and self.parameters_need_grad[index]
-        }
+        # By the index of the weight or bias among the parameters; only those that need a gradient.
+        self.linear_gradients: dict[int, Pieces] = {}
+        for index, shape in enumerate(self.shapes[: self.linear_count]):
+            if shape is not None and self.parameters_need_grad[index]:
+                pieces = Pieces(shape, 0, parts[index // 2], some_missing, late)
+                self.linear_gradients[index] = pieces
         self.cut_weights: list[Callable[[Ranges], Tensor]] = []
         if self.x_needs_grad:
             self.cut_weights = [
@@ -109,9 +110,11 @@ class InputGradients:
         projections = self.projections
         if part not in self.norm_inputs:
             if projections.is_rotated(part, self.tables):
+                # A rotation needs nothing but its tables to go back.
                 dy = projections.rope.rotate_back(dy.flatten(2, -2), *self.tables).to(self.dtype)
             self.gradients[part] = matrix(dy)
             return
+        # The norm is computed again under autograd, since it may be any module.
         leaf = self.norm_inputs.pop(part).detach().requires_grad_()
         parameters = projections.of_norm(part[0], self.norm_parameters)
         with torch.enable_grad(), torch.autocast(**self.autocast):
@@ -140,6 +143,7 @@ class InputGradients:
             elif len(self.call.groups) == 1 or dx.dtype != dy.dtype:
                 dx += dy @ weight  # rounds each product, as the layer that is replaced does
             else:
+                # One kernel instead of two, and in half precision one rounding instead of two.
                 dx.addmm_(dy, weight)
 
     def wgrad(self, part: Part) -> None:

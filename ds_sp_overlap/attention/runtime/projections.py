@@ -92,7 +92,9 @@ class Projections:
             leaves_bias = self.plain[type(module).forward](module)
             bias = None if leaves_bias else parameter_of(module, "bias")
             parameters += [parameter_of(module, "weight"), bias]
-        return parameters + [p for norm in self.norms.values() for p in norm.parameters()]
+        for norm in self.norms.values():
+            parameters += norm.parameters()
+        return parameters
 
     def projecting(
         self, x: Tensor, tokens: Sequence[int], parameters: Sequence[Any]

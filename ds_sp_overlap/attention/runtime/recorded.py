@@ -119,6 +119,7 @@ class Recorded(Gathering):
             self.gather(step)
 
     def attend(self, step: Step) -> None:
+        # What was gathered brings the q, k and v of this group.
         self.flush()
         group, heads = step.group, self.heads(step.group)
         self._attended[group] = attend_group(self.call, self._attend, group, *heads), *heads

@@ -78,17 +78,13 @@ class Runner:
                 functions[step.op](self, step)
 
     def range(self, step: Step) -> Any:
-        """Return a profiler range to enter, named as in the drawing.
-
-        It is empty for a start or a finish, since an exchange opens ranges of its own.
-        """
+        """Return a profiler range to enter, named as in the drawing."""
+        # An exchange opens ranges of its own, for its parts.
         return NOTHING if step.on_wire else named(self.call.where, self.call.schedule.label(step))
 
     def heads(self, group: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q of a group, and the k and v that the group attends to, from ``values``.
-
-        Only q is taken out: later groups may attend to the same k and v.
-        """
+        """Return q of a group, and the k and v that the group attends to, from ``values``."""
+        # Only q is taken out: later groups may attend to the same k and v.
         q, geometry = self.values.pop(("q", group)), self.call.geometry
         k = with_kv(geometry, "k", group, self.values)
         return q, k, with_kv(geometry, "v", group, self.values)
@@ -165,7 +161,7 @@ class ForwardRunner(Runner):
         self.values.update(zip(step.parts, exchange.finish_forward()))
 
     def attend(self, step: Step) -> None:
-        """Attend with a group; then drop the k and v that no later group of any rank attends to."""
+        """Attend with a group; then drop the k and v that no later group attends to."""
         call, group, local = self.call, step.group, self.local
         if self.is_recorded:
             o, self.attended[group], self.saved[group] = attend_once(
@@ -177,6 +173,7 @@ class ForwardRunner(Runner):
         else:
             o = attend_group(call, local.attend, group, *self.heads(group))
         self.values["o", group] = o
+        # Of any rank: all ranks drop the same.
         last_use = call.geometry.last_use
         for earlier in range(group + 1):
             if last_use[earlier] == group:  # guard: let go when no group needs them

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -219,6 +220,8 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
         piece: Their new values.
         add: Whether to add the values instead.
     """
+    # One copy for all slices, where they are one view. Not for a sum: slices may overlap, and an
+    # overlapping view would lose terms.
     slices = _slices(whole, dim, ranges) if len(ranges) > 1 and not add else None
     if slices is not None:
         slices.copy_(piece.unflatten(dim, (len(ranges), -1)))
@@ -255,8 +258,12 @@ def _tiles(parts: tuple[Ranges, ...], size: int) -> tuple[list[Ranges], list[int
 @lru_cache(maxsize=4096)
 def _disjoint_cover(parts: tuple[Ranges, ...], size: int) -> bool:
     """Return whether the parts cover a dimension of ``size``, and don't overlap."""
-    ranges = sorted(one_range for part in parts for one_range in part)
-    return [start for start, _ in ranges] + [size] == [0] + [stop for _, stop in ranges]
+    covered = 0
+    for start, stop in sorted(chain.from_iterable(parts)):
+        if start != covered:
+            return False
+        covered = stop
+    return covered == size
 
 
 class Pieces:
@@ -326,6 +333,7 @@ class Pieces:
     def whole(self) -> Tensor | None:
         """Return the tensor, after joining the pieces that waited; None if there was no piece."""
         self.late = False
+        # Taken out one by one, so that each piece is freed once it is in place.
         while self._waiting:
             part, piece = self._waiting.pop()
             self.put(part, copied, piece)

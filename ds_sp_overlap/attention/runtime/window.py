@@ -34,8 +34,6 @@ class _Windowed(Node):
     tensors that local attention learns, then the parameters of `Projections`. The other arguments
     are those of `windowed`.
 
-    Where a checkpoint saves attention, forward runs again before backward. But backward belongs to
-    the node of the first run, which takes nothing from the second but the tensors to be saved.
     """
 
     @staticmethod
@@ -68,7 +66,8 @@ class _Windowed(Node):
         forward.take_attention(local, projections.recorded and any(ctx.needs_input_grad))
         forward.take_output(output, weight, bias)
         if checkpoint is not None and checkpoint.is_recompute:
-            # The checkpoint has saved what attention made: only the merges run again.
+            # The checkpoint has saved what attention made: only the merges run again. This node has
+            # no backward. It saves the tensors that the node of the first run asks for in backward.
             (outputs, forward.saved), (forward.attended, after) = checkpoint.take(call.where)
             head_dim = projections.head_dim
             for group, o in outputs.items():
@@ -104,6 +103,9 @@ class _Windowed(Node):
         if ctx.weight_needs_grad or call.schedule.beside:
             outputs = forward.outputs
         linear = inputs.linear_count
+        of_attention: list[Tensor] = []
+        for group in attended:
+            of_attention += forward.saved[group]
         ctx.sizes = linear, len(parameters) - linear, len(tables), len(outputs)
         ctx.save_for_backward(
             x,
@@ -111,7 +113,7 @@ class _Windowed(Node):
             *parameters,
             *tables,
             *outputs.values(),
-            *(tensor for group in attended for tensor in forward.saved[group]),
+            *of_attention,
         )
         return forward.y
 
@@ -167,6 +169,7 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight_needs_grad=ctx.weight_needs_grad,
         late=True,
     )
+    # The runner frees each tensor after its last step, which another reference would prevent.
     del x, outputs, norm_inputs, of_attention, saved
     # Only dWo and its bias then: nothing is recomputed or exchanged.
     if not reaches_attention:

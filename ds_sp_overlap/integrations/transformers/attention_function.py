@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...attention.arguments import PerHead, takes
 from ...attention.call_geometry import shares_of
-from ...attention.heads import PerHead, takes
 from ...attention.latent import LatentAttention
 from ...attention.layer import LayerRuntime
 from ...attention.projected import ProjectedAttention

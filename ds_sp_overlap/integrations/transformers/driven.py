@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...attention.heads import PerHead
+from ...attention.arguments import PerHead
 from ...attention.runtime.linear import PURE
 from ...attention.self_attention import SelfAttention
 from ...rotary import Rotary

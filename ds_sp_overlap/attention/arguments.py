@@ -1,0 +1,118 @@
+"""Binds the arguments of a local attention beside q, k and v, and looks for modules in it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..exchange.layout import Range
+from .runtime.execution import Call
+
+
+@dataclass(frozen=True)
+class PerHead:
+    """An argument of local attention that has a slice for each query head: slopes, biases, sinks.
+
+    Attributes:
+        tensor: [h, ..]. The slices of all heads. Every call of the local attention gets the slices
+            of the heads that it is called with.
+    """
+
+    tensor: Tensor
+
+    def check(self, heads: int) -> None:
+        """Check that there is a slice for each of ``heads`` heads.
+
+        Raises:
+            ValueError: if there isn't.
+        """
+        if self.tensor.dim() == 0 or len(self.tensor) != heads:
+            raise ValueError(
+                f"PerHead: a tensor of {list(self.tensor.shape)} for {heads} query heads; "
+                f"give [{heads}, ..]"
+            )
+
+
+def bind_arguments(
+    local_attention: Callable[..., Any], call: Call, args: tuple, kwargs: dict[str, Any]
+) -> Callable[..., Any]:
+    """Bind the arguments of a local attention beside q, k and v.
+
+    A local attention with a parameter ``sm_margin`` (flash-attn 3) leaves as many SMs free as
+    products do, see `carve_out`; in forward and backward alike, unlike products. A value of the
+    caller goes first.
+
+    Returns:
+        An `execution.Attend`, which gives the attention the slices of each `PerHead` that belong to
+        the heads of the group.
+    """
+    geometry, carve_out = call.geometry, call.sp_group.carve_out
+    if carve_out is not None and takes(local_attention, "sm_margin"):
+        kwargs = {"sm_margin": carve_out.sms, **kwargs}
+    if any(isinstance(x, PerHead) for x in (*args, *kwargs.values())):
+
+        def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Any:
+            heads = geometry.query_range(geometry.sp_rank, group)
+            own_args, own_kwargs = slice_per_head(heads, args, kwargs)
+            return local_attention(q, k, v, *own_args, **own_kwargs, **named(queries))
+
+        return attend
+    if geometry.shares == 1:
+        return lambda group, q, k, v: local_attention(q, k, v, *args, **kwargs)
+    return lambda group, q, k, v, queries: local_attention(
+        q, k, v, *args, **kwargs, queries=queries
+    )
+
+
+def named(queries: tuple[Range, ...]) -> dict[str, Range]:
+    """Return the range of queries as local attention takes it; nothing where there is none."""
+    return {"queries": queries[0]} if queries else {}
+
+
+def takes(local_attention: Any, name: str) -> bool:
+    """Return whether a local attention has a parameter, for instance ``queries``.
+
+    ``**kwargs`` does not count, since the value might be ignored.
+    """
+    attend = local_attention.forward if isinstance(local_attention, nn.Module) else local_attention
+    try:
+        return name in inspect.signature(attend).parameters  # guard: no keyword is swallowed
+    except (TypeError, ValueError):
+        return False
+
+
+def slice_per_head(
+    heads: Range, args: tuple, kwargs: dict[str, Any]
+) -> tuple[list, dict[str, Any]]:
+    """Replace every `PerHead` among the arguments by its slices of the query heads ``heads``."""
+
+    def sliced(x: Any) -> Any:
+        return x.tensor[slice(*heads)] if isinstance(x, PerHead) else x
+
+    return [sliced(x) for x in args], {key: sliced(x) for key, x in kwargs.items()}
+
+
+def modules_of(attend: Any) -> list[nn.Module]:
+    """Return the modules that an attention is or is made of, as far as they can be found.
+
+    Looks into modules, partials, the object of a bound method, and closures.
+    """
+    if isinstance(attend, nn.Module):
+        return list(attend.modules())
+    if isinstance(attend, functools.partial):
+        inside = [attend.func, *attend.args, *attend.keywords.values()]
+        found: list[nn.Module] = []
+        for x in inside:
+            found += modules_of(x)
+        return found
+    cells = getattr(attend, "__closure__", None) or ()
+    modules: list[nn.Module] = []
+    for inside in (getattr(attend, "__self__", None), *(cell.cell_contents for cell in cells)):
+        if isinstance(inside, nn.Module):
+            modules += inside.modules()
+    return modules

@@ -327,8 +327,7 @@ class SelfAttention:
         runner.walk(call.schedule.attention)
         if self.o_proj in split:
             of_groups = [runner.tokens[O, group, 0] for group in call.groups]
-            leaves_bias = self.plain[type(self.o_proj).forward](self.o_proj)
-            finish = partial(finish_projected, call, self.o_proj, leaves_bias)
+            finish = partial(finish_projected, call, self.o_proj, self.plain)
             return call_through([self.o_proj], finish, *of_groups)
         runner.walk(call.schedule.output)
         return self.o_proj(join_heads(call, runner.outputs).flatten(2))

@@ -29,7 +29,7 @@ anything is launched, and on every rank alike. No other node of the layer needs 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +73,22 @@ class Node(torch.autograd.Function):
     """A node of autograd, the base class of all nodes in this package."""
 
     apply: Any = _Apply()
+
+
+def save_groups(ctx: Any, *groups: Sequence[Tensor | None]) -> None:
+    """Save groups of tensors in a node's forward, for `saved_groups` in its backward."""
+    ctx.sizes = [len(group) for group in groups]
+    ctx.save_for_backward(*chain.from_iterable(groups))
+
+
+def saved_groups(ctx: Any) -> list[list[Any]]:
+    """Return the groups of `save_groups`.
+
+    A tensor is freed when its group is let go of, unless the graph is retained.
+    """
+    saved = iter(ctx.saved_tensors)
+    ctx.maybe_clear_saved_tensors()
+    return [list(islice(saved, size)) for size in ctx.sizes]
 
 
 class Exchange:

@@ -411,8 +411,7 @@ WATCHED = [
     Watched(
         Guard(
             "unchanged",
-            without="watched = *norm_parameters, *(table.data for table in tables), *norm_inputs.values()\n"
-            "ctx.save_for_backward(x if any(weights_need_grad) else None, *weights, *watched)",
+            without="save_groups(ctx, *saved, [table.data for table in tables], list(norm_inputs.values()))",
         ),
         tables_are_watched,
     ),

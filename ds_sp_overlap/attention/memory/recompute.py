@@ -124,7 +124,6 @@ class Attended:
     """Holds what the backward of one head group's attention needs, beside tensors.
 
     Attributes:
-        saved_count: The number of tensors that backward reads beside q, k, v and o.
         reads_o: Whether backward reads o.
         edges: The gradient edge of o, and those of q, k and v, None for one that needs no gradient.
             None where backward recomputes attention.
@@ -137,7 +136,6 @@ class Attended:
         pieces: Length and strides of each range of o.
     """
 
-    saved_count: int = 0
     reads_o: bool = False
     edges: tuple[GradientEdge, list[GradientEdge | None]] | None = None
     foreign: str = ""
@@ -328,7 +326,6 @@ def attend_once(
     saved.clear()  # guard: the graph holds `pack`
     if beside is None:
         return o.detach(), attended, []
-    attended.saved_count = len(beside)
     attended.reads_o = any(str(view.source).startswith("o") for view in attended.saved.views)
     attended.edges = get_gradient_edge(o), edges
     return o.detach(), attended, beside

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ...exchange.exchange import Node, new_token, refuse_second_derivatives
 from . import sharded
-from .linear import Plain, autocast, can_split, without_hooks
+from .linear import Plain, autocast, can_split, product_of, returned_by, without_hooks
 from .stacked_weight import StackedWeight
 from .stacks import Stack, stacks_of
 from .waiting import Waiting
@@ -49,15 +49,13 @@ class _Slot(Waiting):
         module: The linear layer.
         where: Name of the attention layer, for errors.
         at_once: As for `Wgrads`.
-        leaves_bias: Whether the layer returns its bias for its caller to add; None if it returns
-            y alone, as `Plain` tells.
+        plain: Known forwards of plain linear layers, that of ``module`` among them.
     """
 
     gradient_count = 2
 
-    def __init__(self, module: Any, where: str, at_once: bool, leaves_bias: bool | None):
-        self.module, self.where = module, where
-        self.at_once, self.leaves_bias = at_once, leaves_bias
+    def __init__(self, module: Any, where: str, at_once: bool, plain: Plain):
+        self.module, self.where, self.at_once, self.plain = module, where, at_once, plain
         # Weight and bias, until `Shadows.end`, where a parametrization computes any of them: it may
         # compute something else in each access.
         self.computed: tuple[Tensor, Tensor | None] | None = None
@@ -74,10 +72,8 @@ class _Slot(Waiting):
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the product; None as bias if the layer leaves it to its caller."""
-        if self.computed is not None:
-            return self.computed
-        return self.module.weight, None if self.leaves_bias else self.module.bias
+        """Weight and bias of the product, see `product_of`."""
+        return self.computed or product_of(self.module, self.plain)
 
     def open(self) -> None:
         """Take weight and bias, cast as by autocast; ZeRO-3 has gathered them by now."""
@@ -96,12 +92,9 @@ class _Slot(Waiting):
             token: Of the node `_Weights`.
 
         Returns:
-            What the layer returns: y, or (y, the bias to add or None).
+            What the layer returns, see `returned_by`.
         """
-        y = _Linear.apply(self, *autocast(x), token)
-        if self.leaves_bias is None:
-            return y
-        return y, self.module.bias if self.leaves_bias else None
+        return returned_by(self.module, self.plain, _Linear.apply(self, *autocast(x), token))
 
     def start(self, backward: int) -> None:
         super().start(backward)
@@ -193,8 +186,7 @@ class Wgrads:
                 }
             if not can_split(module, plain) or here and _is_away(module):
                 continue
-            leaves_bias = plain[type(module).forward](module)
-            self.slots[module] = _Slot(module, where, at_once, leaves_bias=leaves_bias)
+            self.slots[module] = _Slot(module, where, at_once, plain=plain)
         parameters: list[Tensor | None] = []
         for slot in self.slots.values():
             parameters += slot.parameters

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...schedule import Part
 from .execution import Call
 from .linear import autocast_of, matrix
-from .projections import Projections
+from .projections import ProjectionOperands, Projections
 from .slices import Pieces, Ranges, cutter
 
 
@@ -57,28 +57,18 @@ class InputGradients:
 
     def begin(
         self,
-        x: Tensor | None,
-        weights: Sequence[Any],
-        tables: tuple[Tensor, ...],
-        norm_parameters: Sequence[Tensor],
-        norm_inputs: dict[Part, Tensor],
+        operands: ProjectionOperands,
         some_missing: bool = False,
         late: bool = False,
     ) -> None:
         """Begin a backward; `end` ends it.
 
         Args:
-            x: [.., m]. The layer's input; None if no weight needs a gradient.
-            weights: The weight of each linear layer, at its place in `Projections.parameters`; the
-                places of biases are not read.
-            tables: As in `Projections`.
-            norm_parameters: The parameters of the norms.
-            norm_inputs: For each part with a norm, the input of the norm.
+            operands: Those of this backward.
             some_missing: Whether some parts may have no gradient.
             late: As in `Pieces`.
         """
-        self.x = None if x is None else matrix(x)
-        self.tables, self.norm_parameters, self.norm_inputs = tables, norm_parameters, norm_inputs
+        self.operands, self.x = operands, None if operands.x is None else matrix(operands.x)
         parts = self.projections.parts
         # By the index of the weight or bias among the parameters; only those that need a gradient.
         self.linear_gradients: dict[int, Pieces] = {}
@@ -88,9 +78,8 @@ class InputGradients:
                 self.linear_gradients[index] = pieces
         self.cut_weights: list[Callable[[Ranges], Tensor]] = []
         if self.x_needs_grad:
-            self.cut_weights = [
-                cutter(weight, 0, rows) for weight, rows in zip(weights[::2], parts)
-            ]
+            for weight, rows in zip(operands.linear[::2], parts):
+                self.cut_weights.append(cutter(weight, 0, rows))
         self.norm_gradients: list[Tensor | None] = [None] * (len(self.shapes) - self.linear_count)
         self.dx: Tensor | None = None
         self.gradients: dict[Part, Tensor] = {}
@@ -108,17 +97,18 @@ class InputGradients:
             dy: As the part was sent: [s/P, b, h_g, d], or [s/P, b, P, h_g/P, d].
         """
         projections = self.projections
-        if part not in self.norm_inputs:
-            if projections.is_rotated(part, self.tables):
+        _, _, tables, norm_parameters, norm_inputs = self.operands
+        if not norm_inputs or part not in norm_inputs:
+            if projections.is_rotated(part, tables):
                 # A rotation needs nothing but its tables to go back.
-                dy = projections.rope.rotate_back(dy.flatten(2, -2), *self.tables).to(self.dtype)
+                dy = projections.rope.rotate_back(dy.flatten(2, -2), *tables).to(self.dtype)
             self.gradients[part] = matrix(dy)
             return
         # The norm is computed again under autograd, since it may be any module.
-        leaf = self.norm_inputs.pop(part).detach().requires_grad_()
-        parameters = projections.of_norm(part[0], self.norm_parameters)
+        leaf = norm_inputs.pop(part).detach().requires_grad_()
+        parameters = projections.of_norm(part[0], norm_parameters or ())
         with torch.enable_grad(), torch.autocast(**self.autocast):
-            y = projections.shape(part, leaf, self.tables, self.norm_parameters)
+            y = projections.shape(part, leaf, tables, norm_parameters)
         place = projections.norm_places[part[0]]
         indices = range(place.start, place.stop)
         needed = [index for index in indices if self.parameters_need_grad[index]]
@@ -179,6 +169,6 @@ class InputGradients:
         dx = None if self.dx is None else self.dx.view(self.shape)
         gradients = dx, *linear_gradients, *self.norm_gradients
         # This object outlives the backward; the tensors of the backward must not.
-        del self.x, self.cut_weights, self.tables, self.norm_parameters
+        del self.operands, self.x, self.cut_weights
         del self.linear_gradients, self.norm_gradients, self.dx
         return gradients

@@ -211,6 +211,25 @@ def parameter_of(module: nn.Module, name: str) -> Any:
     return getattr(module, name)
 
 
+def product_of(module: nn.Module, plain: Plain) -> tuple[Any, Any]:
+    """Return weight and bias of the product of a plain linear layer.
+
+    The bias is None where there is none, or where the layer leaves it to its caller.
+    """
+    leaves_bias = plain[type(module).forward](module)
+    return parameter_of(module, "weight"), None if leaves_bias else parameter_of(module, "bias")
+
+
+def returned_by(module: nn.Module, plain: Plain, y: Tensor) -> Any:
+    """Return what a plain linear layer returns for its product: y; or (y, the bias to add or None),
+    where layers of its kind may leave the bias to their caller.
+    """
+    leaves_bias = plain[type(module).forward](module)
+    if leaves_bias is None:
+        return y
+    return y, parameter_of(module, "bias") if leaves_bias else None
+
+
 def matrix(x: Tensor) -> Tensor:
     """Return ``x`` [s/P, b, ..] as a matrix with a row for each token."""
     return x.reshape(-1, math.prod(x.shape[2:]))

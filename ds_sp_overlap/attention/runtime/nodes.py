@@ -7,18 +7,16 @@ Note [Two ways to differentiate] in `runner`.
 
 from __future__ import annotations
 
-from itertools import islice
-
 from torch import Tensor, nn
 
-from ...exchange.exchange import Node, refuse_second_derivatives
+from ...exchange.exchange import Node, refuse_second_derivatives, save_groups, saved_groups
 from ...schedule import Part
 from .backward import BackwardRunner
 from .execution import Call
 from .input_gradients import InputGradients
-from .linear import autocast, matrix, parameter_of
+from .linear import Plain, autocast, matrix, product_of, returned_by
 from .output import OutputProjection
-from .projections import Projections
+from .projections import ProjectionOperands, Projections
 from .runner import ForwardRunner
 
 
@@ -44,8 +42,8 @@ class _StartInputs(Node):
         tables, projections.tables = projections.tables, ()
         linear, norm_inputs = inputs.linear_count, dict[Part, Tensor]()
         runner = ForwardRunner(call)
-        saved = norm_inputs if projections.recorded else None
-        runner.take_inputs(inputs, x, parameters[:linear], tables=tables, norm_inputs=saved)
+        filled = norm_inputs if projections.recorded else None
+        runner.take_inputs(inputs, ProjectionOperands(x, parameters[:linear], tables, None, filled))
         runner.walk(call.schedule.inputs)  # guard: starts in the order drawn
         tokens, unneeded = runner.tokens, []
         # If x needs a gradient, every part does.
@@ -64,38 +62,27 @@ class _StartInputs(Node):
             weights[::2] = parameters[:linear:2]
         weights_need_grad = inputs.parameters_need_grad[:linear:2]
         norm_parameters = parameters[linear:] if norm_inputs else ()
-        ctx.sizes, ctx.norm_inputs = (linear, len(norm_parameters), len(tables)), list(norm_inputs)
-        saved_x = x if any(weights_need_grad) else None
-        saved_tensors = saved_x, *weights, *norm_parameters, *tables, *norm_inputs.values()
-        ctx.save_for_backward(*saved_tensors)  # guard: unchanged
+        ctx.normed = list(norm_inputs)
+        saved = [x if any(weights_need_grad) else None], weights, norm_parameters
+        save_groups(ctx, *saved, tables, list(norm_inputs.values()))  # guard: unchanged
         return tuple(tokens.values())
 
     @staticmethod
     def backward(ctx, *tokens):
         """Walk the inputs section of backward; ``tokens`` are gradients without data, or None."""
-        inputs, saved = ctx.inputs, iter(ctx.saved_tensors)
-        x, (linear, norms, rotations) = next(saved), ctx.sizes
-        weights, norm_parameters = list(islice(saved, linear)), list(islice(saved, norms))
-        tables = tuple(islice(saved, rotations))
-        norm_inputs = dict(zip(ctx.norm_inputs, saved))
-        del saved
-        ctx.maybe_clear_saved_tensors()
-        call = inputs.call
+        (x,), weights, norm_parameters, tables, normed = saved_groups(ctx)
+        norm_inputs = dict(zip(ctx.normed, normed))
+        operands = ProjectionOperands(x, weights, tuple(tables), norm_parameters, norm_inputs)
+        inputs, call = ctx.inputs, ctx.inputs.call
         runner = BackwardRunner(call, call.exchanges)
         runner.inputs = inputs
         # A token has a gradient where the backward of the finish has started that of the exchange.
         for step, token in zip(call.schedule.starts, tokens):
             if token is not None:
                 runner.reached.add(step.exchange)
-        inputs.begin(
-            x,
-            weights,
-            tables,
-            norm_parameters=norm_parameters,
-            norm_inputs=norm_inputs,
-            some_missing=len(runner.reached) < len(tokens),
-        )
-        del x, norm_inputs
+        inputs.begin(operands, some_missing=len(runner.reached) < len(tokens))
+        # References that would keep tensors alive behind their last step.
+        del x, weights, normed, norm_inputs, operands
         runner.walk(call.schedule.backward_of_inputs)
         return None, None, *inputs.end()
 
@@ -138,19 +125,17 @@ class _FinishOutput(Node):
         runner.walk(call.schedule.output)
         weight_needs_grad, _, *tokens_need_grad = ctx.needs_input_grad[1:]
         outputs = [runner.outputs[group] for group in call.groups] if weight_needs_grad else []
-        ctx.save_for_backward(weight if any(tokens_need_grad) else None, *outputs)
+        save_groups(ctx, [weight if any(tokens_need_grad) else None], outputs)
         return runner.y
 
     @staticmethod
     def backward(ctx, dy):
         """Walk the output section of backward; this node of the layer is the first to run."""
         refuse_second_derivatives(ctx.call.where)
-        call, (weight, *saved) = ctx.call, ctx.saved_tensors
-        # Each tensor is freed after its use here, unless the graph is retained.
-        ctx.maybe_clear_saved_tensors()
+        call, ((weight,), saved) = ctx.call, saved_groups(ctx)
         weight_needs_grad, bias_needs_grad, *tokens_need_grad = ctx.needs_input_grad[1:]
         outputs = dict(zip(call.groups, saved))
-        del saved
+        del saved  # each o is freed after its wgrad
         runner = BackwardRunner(call, call.exchanges)
         runner.take_output_gradient(
             ctx.output,
@@ -169,7 +154,7 @@ class _FinishOutput(Node):
 
 
 def finish_projected(
-    call: Call, module: nn.Linear, leaves_bias: bool | None, *tokens: Tensor
+    call: Call, module: nn.Linear, plain: Plain, *tokens: Tensor
 ) -> Tensor | tuple[Tensor, Tensor | None]:
     """Finish the exchanges of o and project o, in the order of the schedule.
 
@@ -178,14 +163,11 @@ def finish_projected(
     Args:
         call: The call.
         module: The output projection.
-        leaves_bias: Whether ``module`` leaves its bias to its caller to add; None if it returns y
-            alone.
+        plain: Known forwards of plain linear layers, that of ``module`` among them.
         tokens: The token of the exchange of o of each group.
 
     Returns:
-        What ``module`` returns: y; or (y, the bias to add or None) unless ``leaves_bias`` is None.
+        What ``module`` returns, see `returned_by`.
     """
-    bias = parameter_of(module, "bias")
-    weight, added = autocast(parameter_of(module, "weight"), None if leaves_bias else bias)
-    y = _FinishOutput.apply(call, weight, added, *tokens)
-    return y if leaves_bias is None else (y, bias if leaves_bias else None)
+    weight, bias = autocast(*product_of(module, plain))
+    return returned_by(module, plain, _FinishOutput.apply(call, weight, bias, *tokens))

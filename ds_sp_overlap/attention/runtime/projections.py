@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ...schedule import Part
-from .linear import Plain, by_rank, parameter_of, without_hooks
+from .linear import Plain, by_rank, product_of, without_hooks
 from .slices import Parts, Ranges, batched, cutter, mm_of_slices
 
 
@@ -32,6 +32,27 @@ class Rows(NamedTuple):
     module: int
     rows: Ranges
     ranks: int = 0
+
+
+class ProjectionOperands(NamedTuple):
+    """Tensors that q, k and v are computed from, in a forward or in a backward.
+
+    Attributes:
+        x: [.., m]. The layer's input; None in a backward that reads it for no gradient.
+        linear: Weight and bias of each linear layer, of the layer or cast by autocast; backward
+            reads no bias.
+        tables: As in `Projections`; not read from there, since a node saves them in between.
+        norm_parameters: In backward, the saved parameters of the norms. None in forward, where the
+            norms are being called (`Projections.called`) and have their parameters in place.
+        norm_inputs: For each part with a norm, the input of the norm. Forward fills it; None if
+            nobody needs them.
+    """
+
+    x: Any
+    linear: Sequence[Any]
+    tables: tuple[Tensor, ...]
+    norm_parameters: Sequence[Tensor] | None
+    norm_inputs: dict[Part, Tensor] | None
 
 
 @dataclass
@@ -84,14 +105,12 @@ class Projections:
     def parameters(self) -> list[Tensor | None]:
         """Return weight and bias of each linear layer, then the parameters of the norms.
 
-        `InputGradients` and the nodes of autograd count on two places for each linear layer. The
-        bias is None where there is none, or where the layer leaves it to its caller.
+        `InputGradients` and the nodes of autograd count on two places for each linear layer, see
+        `product_of`.
         """
         parameters: list[Tensor | None] = []
         for module in self.modules:
-            leaves_bias = self.plain[type(module).forward](module)
-            bias = None if leaves_bias else parameter_of(module, "bias")
-            parameters += [parameter_of(module, "weight"), bias]
+            parameters += product_of(module, self.plain)
         for norm in self.norms.values():
             parameters += norm.parameters()
         return parameters

@@ -23,7 +23,7 @@ one head group at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -37,6 +37,7 @@ from .execution import Call, attend_group, attend_in_pieces, with_kv
 from .input_gradients import InputGradients
 from .linear import matrix
 from .output import OutputProjection
+from .projections import ProjectionOperands
 
 
 class Runner:
@@ -106,28 +107,12 @@ class ForwardRunner(Runner):
 
     y: Tensor | None = None
 
-    def take_inputs(
-        self,
-        inputs: InputGradients,
-        x: Tensor,
-        parameters: Sequence[Tensor | None],
-        tables: tuple[Tensor, ...],
-        norm_parameters: Sequence[Tensor] | None = None,
-        norm_inputs: dict[Part, Tensor] | None = None,
-    ) -> None:
-        """Take what the steps PROJECT need.
-
-        Args:
-            inputs: The projections and their gradients.
-            x: [.., m]. The layer's input.
-            parameters: Weight and bias of each linear layer.
-            tables: (cos, sin) that q and k are rotated by; empty for no rotation.
-            norm_parameters: In backward, the saved parameters of the norms; None in forward.
-            norm_inputs: Receives the inputs of the norms; None where nobody needs them.
-        """
-        self.inputs, self.tables = inputs, tables
-        self.norm_parameters, self.norm_inputs = norm_parameters, norm_inputs
-        self.project_part = inputs.projections.projecting(matrix(x), x.shape[:2], parameters)
+    def take_inputs(self, inputs: InputGradients, operands: ProjectionOperands) -> None:
+        """Take what the steps PROJECT need: the projections, and what they compute with."""
+        self.inputs, self.operands = inputs, operands
+        tokens = operands.x.shape[:2]
+        project = inputs.projections.projecting
+        self.project_part = project(matrix(operands.x), tokens, operands.linear)
 
     def take_attention(self, local: LocalAttention, is_recorded: bool) -> None:
         """Take what the steps ATTEND need; ``is_recorded`` if attention will have a backward."""
@@ -143,13 +128,10 @@ class ForwardRunner(Runner):
         """Make a part of q, k or v, and note the input of its norm where backward reads it."""
         (part,) = step.parts
         projections, heads = self.inputs.projections, self.project_part(part)
-        if (
-            self.norm_inputs is not None
-            and part[0] in projections.norms
-            and self.inputs.is_needed(part)
-        ):
-            self.norm_inputs[part] = heads
-        self.values[part] = projections.shape(part, heads, self.tables, self.norm_parameters)
+        _, _, tables, norm_parameters, norm_inputs = self.operands
+        if norm_inputs is not None and part[0] in projections.norms and self.inputs.is_needed(part):
+            norm_inputs[part] = heads
+        self.values[part] = projections.shape(part, heads, tables, norm_parameters)
 
     def start(self, step: Step) -> None:
         tensors = [self.values.pop(part) for part in step.parts]

@@ -9,21 +9,20 @@ layer's input, the local o, and what the backward of local attention reads besid
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
-from ...exchange.exchange import Node, refuse_second_derivatives
-from ...schedule import O, Op, Part, without_o
+from ...exchange.exchange import Node, refuse_second_derivatives, save_groups, saved_groups
+from ...schedule import O, Op, without_o
 from ..memory.checkpoint_cache import CheckpointPass
 from ..memory.random_state import Random
 from .backward import BackwardRunner
 from .execution import Call
 from .input_gradients import InputGradients
-from .linear import autocast, autocast_of, matrix
+from .linear import autocast, autocast_of, matrix, product_of, returned_by
 from .output import OutputProjection
-from .projections import Projections
+from .projections import ProjectionOperands, Projections
 from .runner import ForwardRunner, LocalAttention
 
 
@@ -62,7 +61,7 @@ class _Windowed(Node):
         # The node saves the tables: autograd then notices changes, and frees them with the rest.
         tables, projections.tables = projections.tables, ()
         forward = ForwardRunner(call)
-        forward.take_inputs(inputs, x, parameters, tables=tables)
+        forward.take_inputs(inputs, ProjectionOperands(x, parameters, tables, None, None))
         forward.take_attention(local, projections.recorded and any(ctx.needs_input_grad))
         forward.take_output(output, weight, bias)
         if checkpoint is not None and checkpoint.is_recompute:
@@ -99,21 +98,16 @@ class _Windowed(Node):
             foreign = next((record.foreign for record in attended.values() if record.foreign), "")
             if not local.agree(reads_o, foreign):
                 call.run_by(without_o(call.schedule))
-        outputs = {}
-        if ctx.weight_needs_grad or call.schedule.beside:
-            outputs = forward.outputs
+        reads_outputs = ctx.weight_needs_grad or call.schedule.beside
         linear = inputs.linear_count
-        of_attention: list[Tensor] = []
-        for group in attended:
-            of_attention += forward.saved[group]
-        ctx.sizes = linear, len(parameters) - linear, len(tables), len(outputs)
-        ctx.save_for_backward(
-            x,
-            weight,
-            *parameters,
-            *tables,
-            *outputs.values(),
-            *of_attention,
+        save_groups(
+            ctx,
+            [x, weight],
+            parameters[:linear],
+            parameters[linear:],
+            tables,
+            list(forward.outputs.values()) if reads_outputs else [],
+            *(forward.saved[group] for group in attended),
         )
         return forward.y
 
@@ -133,44 +127,25 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     """
     inputs, local, attended = ctx.inputs, ctx.local, ctx.attended
     call, program = inputs.call, inputs.call.schedule.backward
-    saved = iter(ctx.saved_tensors)
-    # Each tensor is freed after its use, unless the graph is retained.
-    ctx.maybe_clear_saved_tensors()
-    x, weight = next(saved), next(saved)
-    linear, norms, rotations, merged = ctx.sizes
-    parameters, norm_parameters = list(islice(saved, linear)), list(islice(saved, norms))
-    tables, outputs = tuple(islice(saved, rotations)), dict(zip(call.groups, islice(saved, merged)))
-    of_attention = {}
-    for group, record in attended.items():
-        of_attention[group] = list(islice(saved, record.saved_count))
-
+    (x, weight), parameters, norm_parameters, tables, outputs, *of_attention = saved_groups(ctx)
+    operands = ProjectionOperands(x, parameters, tuple(tables), norm_parameters, {})
     runner = BackwardRunner(call, {})
-    norm_inputs: dict[Part, Tensor] = {}
-    inputs.begin(
-        x, parameters, tables, norm_parameters=norm_parameters, norm_inputs=norm_inputs, late=True
-    )
-    runner.take_inputs(
-        inputs,
-        x,
-        parameters,
-        tables=tables,
-        norm_parameters=norm_parameters,
-        norm_inputs=norm_inputs,
-    )
-    runner.take_attention_gradient(local, attended, of_attention)
+    inputs.begin(operands, late=True)
+    runner.take_inputs(inputs, operands)
+    runner.take_attention_gradient(local, attended, dict(zip(attended, of_attention)))
     reaches_attention = bool(local.learned) or any(map(inputs.is_needed, inputs.projections.rows))
     runner.sends_o = bool(call.schedule.beside)
     runner.take_output_gradient(
         ctx.output,
         dy,
         weight,
-        outputs=outputs,
+        outputs=dict(zip(call.groups, outputs)),
         o_needs_grad=[reaches_attention] * len(call.groups),
         weight_needs_grad=ctx.weight_needs_grad,
         late=True,
     )
     # The runner frees each tensor after its last step, which another reference would prevent.
-    del x, outputs, norm_inputs, of_attention, saved
+    del x, operands, outputs, of_attention
     # Only dWo and its bias then: nothing is recomputed or exchanged.
     if not reaches_attention:
         program = tuple(step for step in program if step.op is Op.WGRAD and step.tensors == O)
@@ -204,14 +179,11 @@ def windowed(
         x: [.., m]. The layer's input.
 
     Returns:
-        What ``o_proj`` returns: y, or (y, the bias to add or None).
+        What ``o_proj`` returns, see `returned_by`.
     """
-    # Whether the layer leaves its bias to its caller; None if it returns y alone.
-    leaves_bias = projections.plain[type(o_proj).forward](o_proj)
-    parameters = projections.parameters()
+    plain, parameters = projections.plain, projections.parameters()
     linear = 2 * len(projections.modules)
-    bias = None if leaves_bias else o_proj.bias
-    operands = autocast(x, o_proj.weight, bias, *parameters[:linear])
+    operands = autocast(x, *product_of(o_proj, plain), *parameters[:linear])
     y: Tensor = _Windowed.apply(
         call,
         projections,
@@ -223,4 +195,4 @@ def windowed(
         *operands[3:],
         *parameters[linear:],
     )
-    return y if leaves_bias is None else (y, o_proj.bias if leaves_bias else None)
+    return returned_by(o_proj, plain, y)

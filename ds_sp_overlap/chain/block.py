@@ -28,8 +28,6 @@ from ..attention.self_attention import SelfAttention
 from ..exchange.chunks import ChunkedExchange
 from ..exchange.exchange import Exchange, Half, run_halves
 from ..exchange.layout import chunk_of
-from ..exchange.legs import legs_of
-from ..exchange.relayed import relayed
 from ..rotary import Rotary
 from ..schedule import (
     Block,
@@ -128,18 +126,11 @@ class LayerCall:
 
     def exchange(self, step: Step) -> Exchange:
         """Make and note the exchange that a step starts, and do not start it."""
-        call, dims = self.call, (self.layer.attention.head_dim,) * len(step.tensors)
-        of_chunk = step.tensors, step.group, dims, step.chunk, self.block.chunks
-        layout, legs = call.geometry.joint_exchange(*of_chunk), legs_of(call.geometry, *of_chunk)
-        of_call = call.sp_group, layout, call.where, self.block.name(step), call.checked
-        exchange: Exchange
-        if legs is not None:
-            exchange = relayed(legs, *of_call)
-        elif self.saved_attention is None or step.tensors != O:
-            exchange = Exchange(*of_call)
-        else:
-            exchange = OutputExchange(self.saved_attention, step.exchange, *of_call)
-        self.exchanges[step.exchange] = exchange
+        make: Callable[..., Exchange] = Exchange
+        if self.saved_attention is not None and step.tensors == O:
+            make = partial(OutputExchange, self.saved_attention, step.exchange)
+        dims = (self.layer.attention.head_dim,) * len(step.tensors)
+        exchange = self.exchanges[step.exchange] = self.call.exchange(step, dims, make)
         return exchange
 
     def ranges(self) -> list[tuple[int, int]]:
@@ -205,7 +196,7 @@ class _Region(RecomputeRegion):
         """
         if keep and any(token.requires_grad for token in here.tokens.values()):
             head_dim = here.layer.attention.head_dim
-            here.saved_attention = SavedAttention(partial(_beside, here.call, here.block, head_dim))
+            here.saved_attention = SavedAttention(partial(_beside, here.call, head_dim))
         elif keep:
             # q, k and v need no gradient, so only parameters of attention may need one. What
             # attention saves for those is not known: it is recomputed nevertheless.
@@ -335,15 +326,14 @@ def attend(here: LayerCall, hidden: Tensor, recompute: Recompute) -> None:
         here.region.attend(here, hidden, keep=recompute == "but attention")
 
 
-def _beside(call: Call, block: Block, head_dim: int, key: Exchanged) -> Exchange:
+def _beside(call: Call, head_dim: int, key: Exchanged) -> Exchange:
     """Make the exchange that takes a chunk of o, and do with it, to attention in backward.
 
-    Both go as q does. ``key`` names the exchange of the chunk of o in forward.
+    ``key`` names the exchange of the chunk of o in forward.
     """
     tensors, group, chunk = key
-    layout = call.geometry.joint_exchange(("q", "q"), group, (head_dim,) * 2, chunk, block.chunks)
-    name = block.name(Step(Op.START, tensors, True, group, chunk, beside=tensors))
-    return Exchange(call.sp_group, layout, call.where, name, call.checked)
+    step = Step(Op.START, tensors, True, group, chunk, beside=tensors)
+    return call.exchange(step, (head_dim,) * 2)
 
 
 def _attend(here: LayerCall, hidden: Tensor) -> None:

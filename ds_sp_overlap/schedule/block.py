@@ -70,12 +70,7 @@ class Block(Schedule):
 
     Forward has two parts: the attention, and the segment between this attention and the next.
     ``recompute`` has the steps of the segment in front of an attention, then of that attention.
-
-    Attributes:
-        chunks: C, the number of chunks.
     """
-
-    chunks: int = 1
 
     @cached_property
     def _cut(self) -> int:
@@ -222,7 +217,7 @@ def by_chunks(kinds: tuple[str, ...], chunks: int, recompute: Recompute = "none"
         backward += [Step(Op.START, sent[group], True, group, c) for c in each_chunk_back]
     if not wgrad_by_chunk:
         backward += [Step(Op.WGRAD, OF_MLP, True, 0)]
-    block = Block(tuple(attention + segment), tuple(backward), chunks)
+    block = Block(tuple(attention + segment), tuple(backward), chunks=chunks)
     return replace(block, recompute=recomputed(block, recompute))
 
 

@@ -144,11 +144,13 @@ class Schedule:
             `Windowed`: the merges, which a checkpoint that saved attention repeats. `Block`: all
             that backward recomputes; empty for nothing. Any other schedule: empty, since an
             activation checkpoint repeats all of forward.
+        chunks: C, the chunks of every rank's tokens that a `Block` goes by; else 1.
     """
 
     forward: Program
     backward: Program
     recompute: Program = field(default=(), kw_only=True)
+    chunks: int = field(default=1, kw_only=True)
 
     @cached_property
     def groups(self) -> int:

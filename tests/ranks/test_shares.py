@@ -406,7 +406,7 @@ def changes_keys(rank):
 
 def swallowed():
     """The faults of an attention that takes any keyword."""
-    return [] if ds_sp_overlap.attention.heads.takes(whole_only, "queries") is False else ["swallowed"]
+    return [] if ds_sp_overlap.attention.arguments.takes(whole_only, "queries") is False else ["swallowed"]
 
 
 def unshared(rank):

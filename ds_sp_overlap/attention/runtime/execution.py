@@ -84,7 +84,9 @@ class Call:
         exchange = self.exchanges[step.exchange] = self.exchange(step, dims)
         return exchange
 
-    def exchange(self, step: Step, head_dims: tuple[int, ...]) -> Exchange:
+    def exchange(
+        self, step: Step, head_dims: tuple[int, ...], make: Callable[..., Exchange] = Exchange
+    ) -> Exchange:
         """Make the exchange that a step starts or finishes, and do not start it.
 
         For a step of gradients this is the exchange of the values, which carries the gradients in
@@ -93,24 +95,25 @@ class Call:
         Args:
             step: The start or the finish.
             head_dims: ``d`` of each tensor that travels.
+            make: Makes the exchange, where it travels in one leg.
         """
-        tables, name = None, self.schedule.names_of_values[step.exchange]
+        geometry, schedule, tables = self.geometry, self.schedule, None
+        name, chunks = schedule.names_of_values[step.exchange], schedule.chunks
+        of_chunk = step.group, head_dims, step.chunk, chunks
         # The two legs of k and v where they travel once to each node; None for one leg.
-        legs = None
-        if self.geometry.nodes is not None:
-            legs = legs_of(self.geometry, step.tensors, step.group, head_dims)
+        legs = None if geometry.nodes is None else legs_of(geometry, step.tensors, *of_chunk)
         if step.beside:
             # o and do are values that go to attention, as q does.
-            name = self.schedule.name(step)
-            layout = self.geometry.joint_exchange(("q", "q"), step.group, head_dims)
-        elif len(step.tensors) > 1:
-            layout = self.geometry.joint_exchange(step.tensors, step.group, head_dims)
+            name = schedule.name(step)
+            layout = geometry.joint_exchange(("q", "q"), *of_chunk)
+        elif len(step.tensors) > 1 or chunks > 1:
+            layout = geometry.joint_exchange(step.tensors, *of_chunk)
         else:
             (kind,) = step.tensors
-            layout = self.geometry.exchange(kind, step.group, head_dims[0], kind in self.by_rank)
+            layout = geometry.exchange(kind, step.group, head_dims[0], kind in self.by_rank)
             tables = self.rope_tables if kind in ("q", "k") else None
         of_call = self.sp_group, layout, self.where, name, self.checked, tables
-        return Exchange(*of_call) if legs is None else relayed(legs, *of_call)
+        return make(*of_call) if legs is None else relayed(legs, *of_call)
 
 
 def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:

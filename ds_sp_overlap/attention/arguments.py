@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -104,15 +105,16 @@ def modules_of(attend: Any) -> list[nn.Module]:
     """
     if isinstance(attend, nn.Module):
         return list(attend.modules())
-    if isinstance(attend, functools.partial):
-        inside = [attend.func, *attend.args, *attend.keywords.values()]
-        found: list[nn.Module] = []
-        for x in inside:
-            found += modules_of(x)
-        return found
-    cells = getattr(attend, "__closure__", None) or ()
     modules: list[nn.Module] = []
-    for inside in (getattr(attend, "__self__", None), *(cell.cell_contents for cell in cells)):
-        if isinstance(inside, nn.Module):
-            modules += inside.modules()
+    if isinstance(attend, functools.partial):
+        for x in (attend.func, *attend.args, *attend.keywords.values()):
+            modules += modules_of(x)
+        return modules
+    inside = [getattr(attend, "__self__", None)]
+    for cell in getattr(attend, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a variable that has no value now
+            inside.append(cell.cell_contents)
+    for x in inside:
+        if isinstance(x, nn.Module):
+            modules += x.modules()
     return modules

@@ -373,7 +373,19 @@ def partial_of_dropout():
     return functools.partial(lambda module, q, k, v: module(q, k, v), Dropout())
 
 
+def naming_a_later_variable():
+    """Attention whose closure has a variable that gets its value once training is over."""
+
+    def attend(q, k, v):
+        return report(q) if q is None else reference.attention(q, k, v)
+
+    if torch.is_grad_enabled():
+        return attend
+    report = print
+
+
 HARMLESS = {
+    "a variable without a value": (naming_a_later_variable, {}),
     "a keyword": (lambda: flagged, {"causal": True}),
     "dropout": (partial_of_dropout, {}),
     "rounding": (lambda: rounding, {}),

@@ -74,6 +74,7 @@ class InputModules:
                 f"{', '.join(given) or 'none'}"
             )
         of_kinds = [modules[name] for name in given] if qkv_proj is None else [qkv_proj] * 3
+        # A module that is given for several of q, k and v is called once.
         self.projections: list[Any] = list(dict.fromkeys(of_kinds))
         norms: dict[str, Any] = {"q": q_norm, "k": k_norm}
         self.norms = {kind: norm for kind, norm in norms.items() if norm is not None}
@@ -96,6 +97,7 @@ class InputModules:
 
     def can_split(self) -> bool:
         """Return whether q, k and v can be made in parts, as the modules are now."""
+        # Backward rotates back by hand, which is known of a `Rotary` alone.
         if not (self.rope is None or isinstance(self.rope, Rotary)):
             return False
         for norm in self.norms.values():

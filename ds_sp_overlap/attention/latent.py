@@ -155,6 +155,7 @@ class LatentAttention:
             run, call = self.layer.begin(describe, inputs)
             # Only a baseline runs without a call, and latents have none.
             assert call is not None
+            # Rows of the weight for each head: those of k without rotation, then those of v.
             per_head = weight.shape[0] // query.shape[2]
             own = [call.geometry.query_range(call.geometry.sp_rank, group) for group in call.groups]
             parts: list[Ranges] = [((start * per_head, stop * per_head),) for start, stop in own]

@@ -76,6 +76,7 @@ class ProjectedAttention:
                 # The rows of the tables that belong to these queries, one range after another.
                 cos = torch.cat([cos[start:stop] for start, stop in queries])
                 sin = torch.cat([sin[start:stop] for start, stop in queries])
+            # The tables have the sequence first, as DeepSpeed's class wants them.
             if batch_first:
                 cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
             return rotate(x, cos, sin)
@@ -160,6 +161,7 @@ class ProjectedAttention:
             describe, (query, key, value), local_of_call, has_baseline=baseline is not None
         )
         q, k, v = run.inputs
+        # The policy has chosen the baseline.
         if call is None:
             assert baseline is not None
             return run.end(baseline(q, k, v))
@@ -189,7 +191,8 @@ class ProjectedAttention:
             As a call of the object.
         """
         self.layer.warn_if_window_is_ignored()
-        # For each call of the local attention, whether it returned o 3-D.
+        # For each call of the local attention, whether it returned o 3-D. Exchanges want it 4-D, and
+        # the caller gets it back as his attention makes it.
         is_flat: list[bool] = []
         pieces = cut_heads(call, "q", query) | cut_heads(call, "k", key)
         pieces |= cut_heads(call, "v", value)

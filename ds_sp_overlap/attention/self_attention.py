@@ -130,6 +130,7 @@ class SelfAttention:
         self.plain = plain
         parsed = SpOverlapConfig.parse(config or {})
         may_window = parsed.window_of(1) is not None or parsed.memory == "auto"
+        # A window replaces the schedule of the call, so that the caller's would be lost in silence.
         if schedule is not by_head_groups and may_window:
             raise ValueError(
                 f"{name}: schedule= beside sp_overlap.window, checkpointing or memory: such a "
@@ -259,6 +260,7 @@ class SelfAttention:
             head_dim=head_dim,
         )
         (x,) = run.inputs
+        # The policy has chosen the baseline.
         if call is None:
             assert baseline is not None
             return run.end(baseline(x))
@@ -280,7 +282,7 @@ class SelfAttention:
         if rope is not None and not call.geometry.cuts_tokens:
             call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim)
         tables = self.inputs.tables(position_embeddings)
-        # Tables that learn: autograd differentiates the rotation.
+        # Tables that learn: autograd differentiates the rotation, of projections called whole.
         if tables is None:
             split = [module for module in split if module is self.o_proj]
         call.by_rank = self._by_rank(call, hidden_states, split)
@@ -325,6 +327,7 @@ class SelfAttention:
             runner = Recorded(call, attend, self.inputs.whole(call, hidden_states, rotate))
             runner.walk(call.schedule.inputs)
         runner.walk(call.schedule.attention)
+        # The node of the output takes the tokens of the starts of o, and finishes them itself.
         if self.o_proj in split:
             of_groups = [runner.tokens[O, group, 0] for group in call.groups]
             finish = partial(finish_projected, call, self.o_proj, self.plain)
@@ -365,6 +368,7 @@ class SelfAttention:
         for module in (*self.inputs.modules, self.o_proj):
             if isinstance(module, nn.Module):
                 own.update(id(parameter) for parameter in module.parameters())
+        # By identity, since a parameter may also be given as an argument.
         learned = {id(tensor): tensor for tensor in given if tensor.requires_grad}
         for module in modules_of(self.local_attention):
             for parameter in module.parameters():
@@ -389,6 +393,7 @@ class SelfAttention:
             [s/P, b, h, d].
         """
         batch, seq = x.shape[:2] if self.batch_first else (x.shape[1], x.shape[0])
+        # A group of one rank, which exchanges nothing.
         geometry = Geometry(1, 0, (seq,), batch, self.heads, self.kv_heads, 1, self.batch_first)
         call = Call(SPGroup(None), geometry, by_head_groups(geometry.kinds, True), self.layer.where)
         project = self.inputs.whole(call, x, self.inputs.rotation(position_embeddings))
@@ -422,6 +427,8 @@ class SelfAttention:
             sent = "q" if kind == "o" else kind
             start, stop = geometry.sent_range(sent, geometry.sp_rank, 0)
             rows = (stop - start) * self.head_dim
+            # Heads in an order of their own have no rows that one view could hold, and uneven parts
+            # no dimension of ranks.
             if (
                 module in split
                 and inputs.first_rows is None

@@ -46,6 +46,7 @@ class OutputProjection:
 
         def merge(y: Tensor | None, group: int, o: Tensor) -> tuple[Tensor, Tensor]:
             tokens, o = o.shape[:2], matrix(o)
+            # The weight is cast already, before the node, by `autocast`.
             if is_cast:
                 (o,) = autocast(o)
             operands = o, cut(self.columns[group])
@@ -74,6 +75,7 @@ class OutputProjection:
 
         def dgrad(group: int) -> Tensor:
             columns = self.columns[group]
+            # Three ways to the same do: into the send buffer, of several slices, of one slice.
             if "o" in self.call.by_rank:
                 do = by_rank(rows, batched(weight, 1, columns, self.call.geometry.parts))
             elif len(columns) > 1:

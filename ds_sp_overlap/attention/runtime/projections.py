@@ -131,6 +131,7 @@ class Projections:
             order in which the tensor is sent, where `Rows.ranks` is given.
         """
         pairs = list(zip(parameters[::2], parameters[1::2], self.parts))
+        # Once for all parts: views cost the host time.
         weights = [cutter(weight.t(), 1, parts) for weight, _, parts in pairs]
         biases = [None if bias is None else cutter(bias, 0, parts) for _, bias, parts in pairs]
 
@@ -198,13 +199,12 @@ class Projections:
         return norm_parameters[place.start - linear : place.stop - linear]
 
     def _with(self, norm: nn.Module, saved: Sequence[Tensor]) -> Callable[..., Tensor]:
-        """Return ``norm`` with the saved tensors in the place of its parameters.
-
-        The two differ where a caller's `functional_call` replaced the parameters in forward, and in
-        an activation checkpoint, which saves tensors of its own.
-        """
+        """Return ``norm`` with the saved tensors in the place of its parameters."""
         own = dict(norm.named_parameters())
+        # Mostly they are the norm's own, and the call below would only cost the host time.
         if all(parameter is tensor for parameter, tensor in zip(own.values(), saved)):
             return norm
+        # They differ where a caller's `functional_call` replaced the parameters in forward, and in
+        # an activation checkpoint, which saves tensors of its own.
         norm = without_hooks(norm)  # hooks of ZeRO-3 expect parameters of its own
         return lambda heads: functional_call(norm, dict(zip(own, saved)), (heads,))

@@ -73,6 +73,7 @@ def _strided(
     Takes two ranges at least; the offset counts from the first element of the tensor.
     """
     (first, stop), (second, _), *_ = ranges
+    # The first two ranges give size and step; the others must follow.
     size, step, stride = stop - first, second - first, strides[dim]
     for index, (start, end) in enumerate(ranges):
         if (start, end) != (first + index * step, first + index * step + size):
@@ -154,6 +155,7 @@ def _runs(part: Ranges) -> tuple[_Run, ...]:
     for start, stop in merged:
         size = stop - start
         last = runs[-1] if runs else None
+        # The second slice of a run gives its step; later ones must follow.
         if last is not None and size == last.size and last.slices == 1:
             runs[-1] = last._replace(slices=2, step=start - last.start)
         elif last is not None and (size, start) == (
@@ -308,6 +310,7 @@ class Pieces:
             self._waiting.append((part, compute(*operands)))
             return
         if self._whole is None:
+            # A single piece is the tensor, without a copy.
             if self.once and part == ((0, self.shape[self.dim]),):
                 self._whole = compute(*operands)
                 return

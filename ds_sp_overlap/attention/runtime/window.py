@@ -96,6 +96,7 @@ class _Windowed(Node):
         if attended:
             reads_o = any(record.reads_o for record in attended.values())
             foreign = next((record.foreign for record in attended.values() if record.foreign), "")
+            # Collective in the first call of a kind.
             if not local.agree(reads_o, foreign):
                 call.run_by(without_o(call.schedule))
         reads_outputs = ctx.weight_needs_grad or call.schedule.beside
@@ -133,6 +134,7 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     inputs.begin(operands, late=True)
     runner.take_inputs(inputs, operands)
     runner.take_attention_gradient(local, attended, dict(zip(attended, of_attention)))
+    # Alike on all ranks: which modules learn was compared in the first call.
     reaches_attention = bool(local.learned) or any(map(inputs.is_needed, inputs.projections.rows))
     runner.sends_o = bool(call.schedule.beside)
     runner.take_output_gradient(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..attention.runtime import linear
 from ..attention.runtime.sharded import FSDP
@@ -36,6 +37,7 @@ class Started:
             their chunks, so no gradient of q, k and v goes through ``hidden``.
         version: Version of ``hidden`` then, which a change in place increases.
         grad: Whether autograd recorded, and whether ``hidden`` needed a gradient.
+        positions: Versions of the position embeddings then.
         ahead: The node of autograd that started q, k and v, set when they are used; None if they
             need no gradient.
     """
@@ -44,6 +46,7 @@ class Started:
     hidden: Tensor
     version: int
     grad: tuple[bool, bool]
+    positions: tuple[int, ...]
     ahead: Any = None
 
     def serves(
@@ -58,6 +61,7 @@ class Started:
             and (self.begun.region is None) == (recompute == "none")
             and self.grad == (torch.is_grad_enabled(), hidden.requires_grad)
             and self.begun.options.is_same(options)
+            and self.positions == _versions(options.position_embeddings)
             and not _is_watched(hidden)
             and self._is_same(hidden)
         )
@@ -132,6 +136,15 @@ class Started:
         return hidden._version == self.version  # guard: hidden states as they were
 
 
+def _versions(position_embeddings: Any) -> tuple[int, ...]:
+    """Return the versions of the tensors of position embeddings, which a change in place increases.
+
+    Tensors of inference mode have none.
+    """
+    leaves = tree_leaves(position_embeddings)
+    return tuple(x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference())
+
+
 def _pass_on(
     at: int, words: str, gradients: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...] | None:
@@ -157,7 +170,10 @@ def _pass_on(
         if alive() is not None:  # guard: no part of a gradient beside others
             raise RuntimeError(words)
 
-    torch.autograd.Variable._execution_engine.queue_callback(refuse)
+    # Behind the callbacks that nodes queue later in this backward: operands that wait for weight
+    # gradients nobody asked for (`Waiting`) hold the gradient until then.
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(partial(queue, refuse))
     return *gradients[:at], gradient.view_as(gradient), *gradients[at + 1 :]
 
 
@@ -259,7 +275,8 @@ class Chain:
         )
         if following is not None:
             grad = torch.is_grad_enabled(), out.requires_grad
-            self._started = Started(following, out, out._version, grad)
+            positions = _versions(position_embeddings)
+            self._started = Started(following, out, out._version, grad, positions)
         return out
 
     def _may_start(self, successor: BlockLayer) -> bool:

@@ -25,12 +25,16 @@ from ..attention.runtime.linear import autocast_of
 
 
 class _Saved:
-    """Stands for a tensor that a node saves; ``x`` is the tensor between the recomputation and the
-    node's backward, else None.
+    """Stands for a tensor that a node saves.
+
+    Attributes:
+        x: The tensor, between the recomputation and the node's backward; else None.
+        form: Shape and dtype of the tensor in forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, x: Tensor) -> None:
         self.x: Tensor | None = None
+        self.form = x.shape, x.dtype
 
 
 class RecomputeRegion(ABC):
@@ -76,7 +80,7 @@ class RecomputeRegion(ABC):
         Called in backward: by `when_needed`, or at the latest when a node reads a saved tensor.
 
         Raises:
-            RuntimeError: if the second run saves more tensors than the first.
+            RuntimeError: if the second run saves more tensors than the first, or others.
         """
         now = torch._C._current_graph_task_id()
         if self._backward == now:  # guard: once in a backward
@@ -94,6 +98,12 @@ class RecomputeRegion(ABC):
             saved = stand_in()
             # None where the node is gone, and nobody needs the tensor.
             if saved is not None:
+                if saved.form != (x.shape, x.dtype):
+                    raise RuntimeError(
+                        f"{self.where}: run again for backward, it saves {list(x.shape)} in "
+                        f"{x.dtype} where forward saved {list(saved.form[0])} in {saved.form[1]}; "
+                        "let it do the same both times"
+                    )
                 # Keeps the memory of a gathered weight, which ZeRO-3 takes from the parameter when
                 # the module's call is over.
                 saved.x = x.detach()
@@ -134,9 +144,9 @@ class RecomputeRegion(ABC):
             hook = y.grad_fn.register_prehook
             hook(lambda _: recompute())  # guard: run again, then gathered for backward
 
-    def _leave_out(self, _: Tensor) -> _Saved:
+    def _leave_out(self, x: Tensor) -> _Saved:
         """Give a node a stand-in in place of a tensor to save (the pack hook)."""
-        saved = _Saved()
+        saved = _Saved(x)
         # The stand-in lives as long as its node.
         self._saved.append(weakref.ref(saved))
         return saved

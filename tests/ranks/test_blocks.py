@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from ds_sp_overlap.chain.chain import Chain
 from ds_sp_overlap.schedule import by_chunks, order, without_o
 from tests.harness import blocks, layers, transports
 from tests.harness.blocks import LAYERS, Blocks
@@ -311,6 +312,36 @@ def faults_of(rank, use, change="nothing", shapes=None):
 @pytest.mark.parametrize("use", USES)
 def test_right_in_every_use(use):
     no_faults(2, faults_of, use)
+
+
+def refilled(rank, shape):
+    """A chain whose layers are given one pair of tables, which are filled anew for each layer."""
+    model = blocks.Model(shape)
+    each, tables = blocks.block_layers(model, shape, torch.distributed.group.WORLD), blocks.positions(shape, rank)
+    x, outputs = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]), []
+    for ahead in (False, False, True):  # nothing is started ahead of a layer that was never called
+        chain, hidden = Chain(shape.chunks), x
+        for layer, successor in zip(each, [*each[1:], None]):
+            for table in tables:
+                table.mul_(0.9)
+            hidden = chain.run(layer, successor if ahead else None, hidden, position_embeddings=tables)
+        for table in tables:
+            table.div_(0.9**LAYERS)
+        outputs.append(hidden.detach())
+    return layers.faults(1e-12, output=(outputs[2], outputs[1]))
+
+
+def test_tables_may_be_filled_anew_between_layers():
+    no_faults(2, refilled, Blocks(4, 4, 8, 1, (6, 6), config={"head_groups": 1}))
+
+
+ASKING = "grad of input, then backward", "grad of one weight, then backward"
+
+
+@pytest.mark.parametrize("use", ASKING)
+def test_gradients_of_some_may_be_asked_for_in_one_chunk(use):
+    """The gradient between two layers is then the one that waits for the MLP's weight gradients, which nobody asks for."""
+    no_faults(2, faults_of, use, "nothing", rerun_too([dataclasses.replace(FEW[0], chunks=1)]))
 
 
 # Parameters that don't train, or are dressed up.

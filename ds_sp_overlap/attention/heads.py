@@ -13,9 +13,8 @@ be applied to another rank's.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from ..exchange.geometry import Geometry
 from ..schedule import Part
 from .arguments import modules_of, named, slice_per_head
-from .memory.random_state import Random
+from .memory.random_state import Random, in_modes
 from .memory.recompute import join_pieces
 from .runtime.execution import Call, pieces_of_queries, with_head_dim, with_kv
 
@@ -86,11 +85,12 @@ def probe_heads(call: Call, local: Local, device: torch.device) -> tuple[str, li
         different numbers of KV heads.
     """
     devices = [] if device.type == "cpu" else [device]
-    kind = device.type if devices else "cuda"
+    kind, modules = device.type if devices else "cuda", modules_of(local.attend)
     with (  # guard: takes no random numbers
         torch.no_grad(),
         torch.random.fork_rng(devices, device_type=kind),
-        _in_evaluation(local.attend),
+        # In training mode, dropout would differ in every call.
+        in_modes(modules, [False] * len(modules)),
     ):
         try:
             before = Random.now(device)
@@ -196,19 +196,3 @@ def _difference(call: Call, local: Local, device: torch.device) -> tuple[float, 
 def _norms_of_heads(x: Tensor) -> list[float]:
     """Return the norm of each head of ``x`` [.., .., heads, d]."""
     return torch.linalg.vector_norm(x, dim=(0, 1, 3), dtype=torch.float64).tolist()
-
-
-@contextlib.contextmanager
-def _in_evaluation(attend: Any) -> Iterator[None]:
-    """Run the body with the attention's modules in evaluation mode.
-
-    In training mode, dropout would differ in every call.
-    """
-    modes = [(module, module.training) for module in modules_of(attend)]
-    for module, _ in modes:
-        module.training = False  # guard: tried out in evaluation
-    try:
-        yield
-    finally:
-        for module, training in reversed(modes):
-            module.training = training  # guard: left as it was

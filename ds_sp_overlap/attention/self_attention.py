@@ -370,13 +370,20 @@ class SelfAttention:
                 own.update(id(parameter) for parameter in module.parameters())
         # By identity, since a parameter may also be given as an argument.
         learned = {id(tensor): tensor for tensor in given if tensor.requires_grad}
-        for module in modules_of(self.local_attention):
+        modules = modules_of(self.local_attention)
+        for module in modules:
             for parameter in module.parameters():
                 if id(parameter) not in own and parameter.requires_grad:
                     learned[id(parameter)] = parameter
         agree = partial(self.layer.agree_on_o, kind_of(call, (x,)))
         return LocalAttention(
-            attend, given, list(learned.values()), agree=agree, seq_dim=call.geometry.seq_dim
+            attend,
+            given,
+            list(learned.values()),
+            agree=agree,
+            seq_dim=call.geometry.seq_dim,
+            modules=modules,
+            where=self.layer.where,
         )
 
     def project_locally(self, x: Tensor, position_embeddings: Any) -> list[Tensor]:

@@ -130,6 +130,6 @@ class AttendSaved(Node):
         *front, do = outs
         o = front[0] if front else None
         gradients = ctx.attended.backward(
-            attend, (q, k, v), ctx.wanted, o, do, tensors_of_groups, local.learned
+            attend, (q, k, v), ctx.wanted, o, do, tensors_of_groups, local
         )
         return None, None, None, None, None, None, *gradients

@@ -421,7 +421,7 @@ WATCHED = [
     Watched(Guard("tried out in evaluation", without="pass"), modes_differ),
     Watched(Guard("left as it was", without="module.training = True"), modes_differ),
     Watched(
-        Guard("takes no random numbers", without="with torch.no_grad(), contextlib.nullcontext(), _in_evaluation(local.attend):"),
+        Guard("takes no random numbers", without="with torch.no_grad(), in_modes(modules, [False] * len(modules)):"),
         random_numbers_differ,
     ),
 ]

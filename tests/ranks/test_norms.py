@@ -357,3 +357,15 @@ def test_a_weight_that_is_changed_before_backward_is_an_error_as_in_pytorch(conf
         model.norm.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward(dy)
+
+
+@pytest.mark.parametrize("config", MODES)
+def test_weights_that_are_frozen_before_backward_get_no_gradient(config):
+    model, like = Alone(config), Alone(config)
+    x, dy = (layers.my_slice(model.shape, 0, t) for t in layers.whole_inputs(model.shape))
+    (expected,) = torch.autograd.grad(like(x.requires_grad_()), x, dy)
+    y = model(x)
+    model.requires_grad_(False)
+    y.backward(dy)
+    assert torch.equal(x.grad, expected) and x.grad.any()
+    assert all(parameter.grad is None for parameter in model.parameters())

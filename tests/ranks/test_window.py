@@ -281,6 +281,16 @@ def flat_output(rank):
     return (lambda q, k, v: Flash(True)(q, k, v).flatten(2)), {}
 
 
+def writes_to_an_argument(rank):
+    """Attention that writes to a tensor it is given, in every call; that is no change of somebody else."""
+
+    def attend(q, k, v, scratch):
+        scratch.add_(1)
+        return reference.attention(q, k, v) * scratch.sign()
+
+    return attend, {"scratch": torch.zeros(1, dtype=torch.float64)}
+
+
 def checkpointed_inside(rank):
     return (lambda q, k, v: checkpoint(Flash(True), q, k, v, use_reentrant=False)), {}
 
@@ -310,6 +320,7 @@ OTHERS = [
     output_is_value,
     strided_output,
     flat_output,
+    writes_to_an_argument,
     checkpointed_inside,
     leaves_the_graph,
 ]
@@ -370,6 +381,74 @@ def attention_alone_learns(rank):
 
 def test_attention_alone_may_learn():
     no_faults(2, attention_alone_learns)
+
+
+class Dropping(nn.Module):
+    """Attention that drops weights in training, adds a mask, and learns a factor."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, q, k, v, mask):
+        scores = torch.einsum("bqhd,bkhd->bhqk", q * self.factor, k.repeat_interleave(q.shape[2] // k.shape[2], 2)) + mask
+        weights = F.dropout(scores.softmax(-1), 0.5, self.training)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(q.shape[2] // v.shape[2], 2))
+
+
+def meanwhile(rank, config, change):
+    """Output and gradients of a layer for which ``change`` is called with its attention and mask between forward and backward."""
+    local, mask = Dropping(), torch.linspace(-3, 3, 144, dtype=torch.float64).reshape(12, 12)
+
+    def use(call, layer, x, dy):
+        y = call(x)
+        change(local, mask)
+        y.backward(dy)
+        return {"y": y, "dx": x.grad}
+
+    return outcome(rank, Shape(heads=8, kv_heads=2, config=config), lambda _: (local, {"mask": mask}), use)
+
+
+def changed_meanwhile(rank, change):
+    expected, got = (meanwhile(rank, {"head_groups": 4} | more, change) for more in ({}, {"window": 1}))
+    return layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected})
+
+
+def in_evaluation(local, mask):
+    local.eval()
+
+
+def with_frozen_factor(local, mask):
+    local.requires_grad_(False)
+
+
+def with_another_mask(local, mask):
+    mask.zero_()
+
+
+@pytest.mark.parametrize("change", [in_evaluation, with_frozen_factor])
+def test_attention_that_is_run_again_runs_as_in_forward(change):
+    no_faults(2, changed_meanwhile, change)
+
+
+def mask_changed(rank):
+    return refusal(meanwhile, rank, {"head_groups": 4, "window": 1}, with_another_mask)
+
+
+def test_a_mask_that_was_changed_in_place_is_not_read_by_attention_that_is_run_again():
+    for kind, message in on_ranks(2, mask_changed):
+        assert kind == "RuntimeError" and "changed in place between forward and backward" in message
+    no_faults(2, changed_meanwhile_without_a_window)
+
+
+def changed_meanwhile_without_a_window(rank):
+    """Stock, and a layer without a window, have no need of the mask in backward."""
+    expected, got = (meanwhile(rank, {"head_groups": 4}, change) for change in (lambda local, mask: None, with_another_mask))
+    return layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected if name != "learned 5"})
+
+
+def told_of_a_changed_mask(rank):
+    return [] if isinstance(mask_changed(rank), tuple) else ["another mask is read"]
 
 
 def changes_shared_keys(rank):
@@ -545,6 +624,7 @@ WATCHED = [
     Watched(Guard("others may exchange one", without="pass"), against(constant_output), raises=True),
     Watched(Guard("others may read it", without="if part in self.grads:"), against(value_that_is_query)),
     Watched(Guard("no gradient is lost", without="if False:"), told_of_foreign),
+    Watched(Guard("attention of forward", without="if False:"), told_of_a_changed_mask),
     Watched(
         Guard("q, k and v are made as before", without="if True:"),
         functools.partial(made_as_before, forward=True, backward=False),

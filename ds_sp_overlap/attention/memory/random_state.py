@@ -1,13 +1,13 @@
-"""Holds states of random generators, for what is computed a second time."""
+"""Restores states of random generators, and modes of modules, for what is computed a second time."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass
@@ -60,3 +60,17 @@ def drawing_again(before: Random | None) -> Iterator[None]:
         yield
     finally:
         now.set()  # guard: what is drawn next is as before
+
+
+@contextlib.contextmanager
+def in_modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> Iterator[None]:
+    """Run the body with each module in training mode, or in evaluation mode, as ``training`` says."""
+    before = [module.training for module in modules]
+    for module, mode in zip(modules, training):
+        module.training = mode  # guard: tried out in evaluation
+    try:
+        yield
+    finally:
+        # In reverse, since a module may be found twice.
+        for module, mode in zip(reversed(modules), reversed(before)):
+            module.training = mode  # guard: left as it was

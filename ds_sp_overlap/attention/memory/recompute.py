@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from .random_state import Random, drawing_again
+from .random_state import Random, drawing_again, in_modes
 
 # q, k, v -> o of successive ranges of tokens.
 AttendGroup = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
@@ -48,6 +48,8 @@ class LocalAttention(NamedTuple):
             tensor that attention learns but ``learned`` lacks ("" for none). Refuses such a tensor
             on all ranks. Returns whether o must travel in backward, since some rank reads it.
         seq_dim: The dimension of the sequence in q, k, v and o.
+        modules: The modules that attention is made of, as far as they can be found.
+        where: Name of the layer, for errors.
     """
 
     attend: Callable[..., Any]
@@ -55,6 +57,16 @@ class LocalAttention(NamedTuple):
     learned: list[Tensor]
     agree: Callable[[bool, str], bool]
     seq_dim: int
+    modules: list[nn.Module]
+    where: str
+
+    def versions(self) -> list[int]:
+        """Return the versions of the tensors that attention reads beside q, k and v.
+
+        A change in place increases a version. Tensors of inference mode have none.
+        """
+        given = (*self.arguments, *self.learned)
+        return [x._version for x in given if not x.is_inference()]
 
 
 class _Source(torch.autograd.Function):
@@ -130,6 +142,8 @@ class Attended:
         foreign: A tensor that attention learns without being called with it, in words; empty for
             none.
         before: The states of the generators before attention, if it drew random numbers.
+        versions: `LocalAttention.versions` in forward; None where attention itself changes them.
+        training: For each of its modules, whether attention ran in training mode.
         saved: What the graph holds in place of saved tensors.
         strides: Of q, k and v in forward.
         seq_dim: The dimension of the tokens.
@@ -140,6 +154,8 @@ class Attended:
     edges: tuple[GradientEdge, list[GradientEdge | None]] | None = None
     foreign: str = ""
     before: Random | None = None
+    versions: list[int] | None = None
+    training: list[bool] = field(default_factory=list)
     saved: _Views = field(default_factory=_Views)
     strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
     seq_dim: int = 0
@@ -153,7 +169,7 @@ class Attended:
         o: Tensor | None,
         do: Tensor,
         saved: Sequence[Tensor],
-        learned: Sequence[Tensor],
+        local: LocalAttention,
     ) -> list[Tensor | None]:
         """Run the backward of attention.
 
@@ -168,16 +184,20 @@ class Attended:
             o: The output, received again; None if it is not read.
             do: The gradient of o.
             saved: The tensors that `attend_once` returned.
-            learned: Those of `LocalAttention`.
+            local: As for `attend_once`.
 
         Returns:
-            The gradients of q, k and v and of ``learned``, None for those that have none.
+            The gradients of q, k and v and of ``local.learned``, None for those that have none.
+
+        Raises:
+            RuntimeError: if attention is computed again, and a tensor that it reads beside q, k and
+                v was changed in place since forward.
         """
         # The graph holds views of q, k and v, which are taken again by these strides.
         has_strides = all(self.strides[kind] == x.stride() for kind, x in zip("qkv", heads))
         lacks_o = self.reads_o and (o is None or o.dtype != do.dtype)
         if self.edges is None or not has_strides or lacks_o:
-            return self._recompute(attend, heads, needs_grad, do=do, learned=learned)
+            return self._recompute(attend, heads, needs_grad, do=do, local=local)
         if self.reads_o and o is not None:
             first = 0
             for index, (length, strides) in enumerate(self.pieces):
@@ -193,7 +213,7 @@ class Attended:
         o_edge, edges = self.edges
         # The graph holds names and no tensors: it costs nothing to keep for one more backward.
         try:
-            return _gradients(o_edge, edges, do, learned=learned, retain_graph=True)
+            return _gradients(o_edge, edges, do, learned=local.learned, retain_graph=True)
         finally:
             self.saved.tensors.clear()
 
@@ -203,21 +223,30 @@ class Attended:
         heads: Sequence[Tensor],
         needs_grad: Sequence[bool],
         do: Tensor,
-        learned: Sequence[Tensor],
+        local: LocalAttention,
     ) -> list[Tensor | None]:
         """Compute attention again, with autograd, and run its backward; otherwise as `backward`."""
+        changed = self.versions not in (None, local.versions())
+        if changed:  # guard: attention of forward
+            raise RuntimeError(
+                f"{local.where}: a tensor that local attention reads (a mask, a bias, a parameter) "
+                "was changed in place between forward and backward, which computes this attention "
+                "once more; give each forward a tensor of its own, or hold all head groups "
+                '(leave out sp_overlap.window, checkpointing and memory "auto")'
+            )
         sources, edges = _sources(heads, needs_grad)
         # In place of the hooks of a checkpoint or an offload around this layer.
         hooks = saved_tensors_hooks(  # guard: a checkpoint or offload around is not asked
             Tensor.detach, lambda x: x
         )
-        with drawing_again(self.before), torch.enable_grad(), hooks:
+        modes = in_modes(local.modules, self.training)
+        with drawing_again(self.before), modes, torch.enable_grad(), hooks:
             o = join_pieces(attend(*sources), self.seq_dim)
         del sources, heads
         if not o.requires_grad:
             # Attention computed o from nothing that needs a gradient.
-            return [None] * (len(needs_grad) + len(learned))
-        return _gradients(o, edges, do, learned=learned)
+            return [None] * (len(needs_grad) + len(local.learned))
+        return _gradients(o, edges, do, learned=local.learned)
 
 
 def _gradients(
@@ -231,7 +260,11 @@ def _gradients(
 
     ``o`` is the output or its gradient edge. Hooks on ``learned`` are not called.
     """
-    inputs: list[Any] = [edge for edge in edges if edge is not None] + list(learned)
+    # A tensor may have been frozen since forward: nobody then takes its gradient.
+    wanted = [edge is not None for edge in edges] + [x.requires_grad for x in learned]
+    inputs: list[Any] = [x for x, is_wanted in zip((*edges, *learned), wanted) if is_wanted]
+    if not inputs:
+        return [None] * len(wanted)
     hooks = [(x._backward_hooks, dict(x._backward_hooks)) for x in learned if x._backward_hooks]
     # Autograd calls the hooks later, with the sum over the groups.
     for active, _ in hooks:
@@ -244,7 +277,7 @@ def _gradients(
         for active, registered in hooks:
             active.update(registered)
     remaining = iter(gradients)
-    return [next(remaining) if edge is not None else None for edge in edges] + list(remaining)
+    return [next(remaining) if is_wanted else None for is_wanted in wanted]
 
 
 def _sources(
@@ -295,7 +328,7 @@ def attend_once(
     q, _, v = heads
     # The most for o, whose storage is not known yet, and for the tensors beside it.
     max_bytes = (1 + MAX_SAVED) * q.numel() // q.shape[-1] * v.shape[-1] * q.element_size()
-    saved_bytes, versions = 0.0, [x._version for x in sources]
+    saved_bytes, versions, given = 0.0, [x._version for x in sources], local.versions()
 
     def pack(x: Tensor) -> int:
         """Collect a tensor that autograd saves; return its number, which the graph holds."""
@@ -316,6 +349,8 @@ def attend_once(
     if Random.now(device) != before:
         attended.before = before
     attended.pieces = [(piece.shape[seq_dim], piece.stride()) for piece in pieces]
+    attended.versions = given if given == local.versions() else None
+    attended.training = [module.training for module in local.modules]
     attended.foreign = _foreign(o, edges, local.learned)
     changed = [x._version for x in sources] != versions  # guard: changed, so run again
     beside = None

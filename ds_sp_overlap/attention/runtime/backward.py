@@ -164,7 +164,7 @@ class BackwardRunner(ForwardRunner):
             self.values.pop(("o", group), None),
             self.grads.pop(("o", group)),
             self.saved.pop(group),
-            self.local.learned,
+            self.local,
         )
         for index, gradient in enumerate(learned_gradients):
             if gradient is not None:

@@ -111,7 +111,11 @@ class InputGradients:
             y = projections.shape(part, leaf, tables, norm_parameters)
         place = projections.norm_places[part[0]]
         indices = range(place.start, place.stop)
-        needed = [index for index in indices if self.parameters_need_grad[index]]
+        needed = []
+        for index, parameter in zip(indices, parameters):
+            # One that was frozen since forward: nobody takes its gradient.
+            if self.parameters_need_grad[index] and parameter.requires_grad:
+                needed.append(index)
         ends = [leaf, *(parameters[index - place.start] for index in needed)]
         dy, *gradients = torch.autograd.grad(y, ends, dy, allow_unused=True)
         for index, gradient in zip(needed, gradients):

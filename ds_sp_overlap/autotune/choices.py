@@ -111,7 +111,8 @@ def candidates_of(
     ways: list[int | tuple[int, int]]
     if groups is not None:
         ways = [groups]
-        ways += [(groups, few) for few in (1, 2) if few < groups and window is None]
+        if window is None:
+            ways += [(groups, few) for few in (1, 2) if few < groups]
     elif window is not None:
         ways = [count for count in (*GROUPS, 8) if count in possible]
     else:
@@ -132,10 +133,18 @@ def candidates_of(
     default = next(way for way in least_first if close[way][0])
     fastest_first = sorted(ways, key=lambda way: times_ms[way][0])
     whole = [way for way in fastest_first if isinstance(way, int)]
-    windows = [way for way in least_first if isinstance(way, tuple) and any(close[way])]
+    windows = []
+    for way in least_first:
+        if isinstance(way, tuple) and any(close[way]):
+            windows.append(way)
+    # Where these are too many, the last are given up: first the windows that need most memory, then
+    # the slowest G.
     taken = list(dict.fromkeys((default, *whole, *windows)))[: max(2, most - off)]
     candidates: list[Candidate] = [way for way in least_first if way in taken]
-    return Candidates((*candidates, *((OFF,) if off else ())), default)
+    # DeepSpeed's own layer needs most memory.
+    if off:
+        candidates.append(OFF)
+    return Candidates(tuple(candidates), default)
 
 
 def _simulated(

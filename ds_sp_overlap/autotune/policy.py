@@ -296,11 +296,12 @@ class Policy:
 
     def _report(self) -> Report:
         """Return this rank's times of the trials that go on and, without replicas, were met."""
-        return {
-            key: (trial.what, trial.milliseconds(self.clock))
-            for key, trial in self.trials.items()
-            if trial.chosen is None and (self.replicas or trial.met == self.step)
-        }
+        report: Report = {}
+        for key, trial in self.trials.items():
+            goes_on = trial.chosen is None
+            if goes_on and (self.replicas or trial.met == self.step):
+                report[key] = trial.what, trial.milliseconds(self.clock)
+        return report
 
     def _look(self) -> None:
         """Go on to the next step if every rank of the sp group has stepped.

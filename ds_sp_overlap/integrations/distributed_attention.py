@@ -90,12 +90,13 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
                 f"{name} was made with an sp group of ranks {own}, and enable() is to use "
                 f"ranks {sp_group.ranks}; give both one group"
             )
-        got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
-        lacks = overlap.why_not_more("the projections belong to its caller")
-        bind: Callable[[], Undo] = functools.partial(bind_drop_in, name, module, overlap)
         if has_own_forward(module):
             layers.append(FoundLayer(name, module, got="", lacks=OWN))
             continue
+        got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
+        lacks = overlap.why_not_more("the projections belong to its caller")
+        bind: Callable[[], Undo] = functools.partial(bind_drop_in, name, module, overlap)
+        # One of ours overlaps already, by the config or transport that it was made with.
         if getattr(module, "has_own_config", False):
             lacks = "made with a config or transport of its own, which the section leaves alone"
             bind = _leave

@@ -182,12 +182,12 @@ class OverlapSettings(NamedTuple):
         """
         split = block.split_projections()
         windowed = self.config.window_of(groups) is not None and block.can_window(split)
-        overlapped = [name for name, child in linear.items() if child in split]
-        whole = [
-            f"{name} ({type(child).__name__})"
-            for name, child in linear.items()
-            if child not in split
-        ]
+        overlapped, whole = [], []
+        for name, child in linear.items():
+            if child in split:
+                overlapped.append(name)
+            else:
+                whole.append(f"{name} ({type(child).__name__})")
         shares = self.shares_for(block.heads, block.kv_heads, block.local_attention)
         got = f"all eight exchanges, {self.describe_groups(groups, shares, windowed)}"
         if overlapped:

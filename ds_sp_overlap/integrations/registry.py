@@ -209,7 +209,11 @@ def _find_layers(
         framework_layers, framework_hosts = framework.find_layers(model, overlap)
         layers += framework_layers
         hosts += framework_hosts
-    inside = {module for layer in layers for module in layer.inside}
+    # A ``DistributedAttention`` inside a layer that an adapter of a framework found is no layer of
+    # its own, whether that layer can be overlapped or not.
+    inside: set[nn.Module] = set()
+    for layer in layers:
+        inside.update(layer.inside)
     for layer in distributed_attention.find_layers(model, overlap):
         if layer.module not in inside:
             layers.append(layer)
@@ -225,7 +229,10 @@ def _refuse_unusable(
     "error".
     """
     left = [layer for layer in layers if layer.bind is None]
-    left_around = {module: layer for layer in left for module in layer.inside}
+    # A layer that is left as it is may exchange by itself: nothing inside of it may do so again.
+    left_around: dict[nn.Module, FoundLayer] = {}
+    for layer in left:
+        left_around.update(dict.fromkeys(layer.inside, layer))
     for layer in layers:
         if layer.bind is not None and layer.module in left_around:
             outer = left_around[layer.module]
@@ -238,7 +245,10 @@ def _refuse_unusable(
             "models, Megatron-DeepSpeed and deepspeed.sequence.layer.DistributedAttention. "
             "For others use ds_sp_overlap.SelfAttention, which needs no section"
         )
-    meta = [layer.name for layer in layers if any(p.is_meta for p in layer.module.parameters())]
+    meta = []
+    for layer in layers:
+        if any(parameter.is_meta for parameter in layer.module.parameters()):
+            meta.append(layer.name)
     if meta:
         raise ValueError(
             f"{meta[0]} is on the meta device ({len(meta)} of {len(layers)} layers); "

@@ -380,10 +380,11 @@ def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
         except ValueError as refusal:
             error = str(refusal)
     errors = _gather(error)
-    if any(errors):
-        disable(engine.module)
-        rank, first = next((rank, text) for rank, text in enumerate(errors) if text)
-        raise ValueError(f"{first} (in the pipeline stage of rank {rank})")
+    for rank, text in enumerate(errors):
+        if text:
+            # Also on the ranks whose own stage was overlapped.
+            disable(engine.module)
+            raise ValueError(f"{text} (in the pipeline stage of rank {rank})")
     return report
 
 

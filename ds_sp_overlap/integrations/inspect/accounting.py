@@ -72,6 +72,19 @@ class Unknown(Exception):
     """The reason why it is not known what some code computes."""
 
 
+def primes_beside(sizes: Collection[int]) -> list[int]:
+    """Return primes for sizes that vary between calls, in ascending order.
+
+    None of them divides one of ``sizes``, so that it can't be mistaken for one, or for a factor.
+    """
+    primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
+    free = []
+    for prime in primes:
+        if all(size % prime for size in sizes):
+            free.append(prime)
+    return free
+
+
 class LoadedGlobal(NamedTuple):
     """A global that code loaded, and whose value may be changed later.
 
@@ -239,8 +252,12 @@ class Accounting(TorchFunctionMode):
         Code that looks for a keyword by name contains that name. A later run therefore gives the
         code these keywords, to see whether it uses one instead of passing it on.
         """
-        constants = [x for code in self.codes for x in code.co_consts if isinstance(x, str)]
-        return {x for x in constants if x.isidentifier()}
+        names: set[str] = set()
+        for code in self.codes:
+            for constant in code.co_consts:
+                if isinstance(constant, str) and constant.isidentifier():
+                    names.add(constant)
+        return names
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -304,15 +321,15 @@ class Accounting(TorchFunctionMode):
         return getattr(x, name)
 
     def is_no_cast(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Return whether a cast leaves its tensor as it is, whatever dtype a call has.
-
-        All tensors of a run count as tensors of one dtype, so a cast to that of another tensor is
-        no cast. Where "to" is allowed, casts are operations like others.
-        """
-        targets = [*args[1:], *kwargs.values()]
-        return "to" not in self.allowed and all(
-            isinstance(x, (Tensor, bool)) or x is self._hidden_dtype for x in targets
-        )
+        """Return whether a cast leaves its tensor as it is, whatever dtype a call has."""
+        # Where "to" is allowed, casts are operations like others.
+        if "to" in self.allowed:
+            return False
+        # All tensors of a run count as tensors of one dtype. A bool is an option of the cast.
+        for target in (*args[1:], *kwargs.values()):
+            if not isinstance(target, (Tensor, bool)) and target is not self._hidden_dtype:
+                return False
+        return True
 
     def wrap_size(self, count: int) -> int:
         """Return ``count``; as a `Size` if it varies between calls (see ``sizes``)."""

@@ -73,7 +73,9 @@ class Reading:
     @property
     def linear(self) -> list[str]:
         """The names of the projections and of the modules in front of them, without duplicates."""
-        names = [name for source in self.sources.values() for name in source.chain]
+        names: list[str] = []
+        for source in self.sources.values():
+            names += source.chain
         return list(dict.fromkeys([*names, self.output]))
 
     def first_rows(self, fused: bool) -> dict[str, tuple[int, ...]] | None:
@@ -118,9 +120,10 @@ class Read:
         Each call of the layer asks (`Reader.current`), as does the reading of another layer, which
         may be like this one.
         """
-        names = [
-            ".".join(map(str, path)) for path, x in self.lookups if has_changed(module, path, x)
-        ]
+        names: list[str] = []
+        for path, value in self.lookups:
+            if has_changed(module, path, value):
+                names.append(".".join(map(str, path)))
         for name, before in self.norms.items():
             if fixed_state(getattr(module, name)) != before:
                 names.append(name)
@@ -358,20 +361,23 @@ class _Interpreter:
         if any(passed) and not all(passed):  # guard: keywords are passed on
             keyword = [*trace.further_keywords][passed.index(False)]
             raise Unknown(f"its forward uses the keyword {keyword}")
-        # Parameters of the layer itself with an entry for each query head.
-        learned = []
-        for parameter in trace.module.parameters(recurse=False):
-            if _shape(parameter)[:1] == (trace.q.shape[1],):
-                learned.append(parameter)
-        per_head = tuple(
-            name for name, x in options.items() if any(x is parameter for parameter in learned)
-        )
-        if not all(is_plain(x) for name, x in options.items() if name not in per_head):
-            raise Unknown("its attention takes more than q, k and v")
+        own_parameters = {id(parameter) for parameter in trace.module.parameters(recurse=False)}
+        per_head = []
+        for name, option in options.items():
+            # Parameters of the layer itself with an entry for each query head.
+            if id(option) in own_parameters and _shape(option)[:1] == (trace.q.shape[1],):
+                per_head.append(name)
+            elif not is_plain(option):
+                raise Unknown("its attention takes more than q, k and v")
         self._check_parameters(options)
         rotary = self._rotary() if rotated else None
         return Reading(
-            sources, trace.q.shape[-1], rotary, output=output, options=options, per_head=per_head,
+            sources,
+            trace.q.shape[-1],
+            rotary,
+            output=output,
+            options=options,
+            per_head=tuple(per_head),
             passes_keywords=any(passed),
         )  # fmt: skip
 
@@ -396,7 +402,9 @@ class _Interpreter:
         called = [output.name for output in self.trace.outputs]
         if not self.used.issuperset(called):
             raise Unknown("its forward calls more than projections and norms")
-        names = [name for chain in chains for name in chain]
+        names: list[str] = []
+        for chain in chains:
+            names += chain
         for name in names:
             if called.count(name) > 1:
                 raise Unknown(f"its forward calls {name} more than once")

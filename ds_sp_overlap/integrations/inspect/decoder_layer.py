@@ -108,7 +108,8 @@ class BlockReading:
         """Return these hidden states as the layer's own forward does: alone, or in a tuple."""
         if self.blanks is None:
             return hidden
-        return (hidden, *[None] * self.blanks, *(hidden.new_zeros(()) for _ in range(self.zeros)))
+        zeros = [hidden.new_zeros(()) for _ in range(self.zeros)]
+        return (hidden, *[None] * self.blanks, *zeros)
 
 
 class BlockReader:
@@ -169,8 +170,11 @@ class BlockReader:
         if has_own_call(layer):
             raise Unknown("it has a __call__ of its own")
         runs: list[_Run] = []
+        # Once with the dtype hidden, so that a look at it fails.
+        dtypes = [(dtype, False) for dtype in DTYPES]
+        dtypes.append((torch.float32, True))
         for training in (True, False):
-            for dtype, hidden in (*((dtype, False) for dtype in DTYPES), (torch.float32, True)):
+            for dtype, hidden in dtypes:
                 for bias in {form.biases, False}:
                     keywords: set[str] = set()
                     if runs and hidden:
@@ -183,9 +187,12 @@ class BlockReader:
         if any(other != self.reading for other in others):
             raise Unknown("its forward is another one in evaluation, or in another dtype")
         self.names = frozenset(runs[0].names)
-        self._lookups = {path: value for run in runs for path, value in run.lookups}
+        self._lookups: dict[tuple[Any, ...], Any] = {}
         self._loaded_globals: dict[Any, LoadedGlobal] = {}
-        loaded_globals = [loaded for run in runs for loaded in run.loaded_globals]
+        loaded_globals: list[LoadedGlobal] = []
+        for run in runs:
+            self._lookups.update(run.lookups)
+            loaded_globals += run.loaded_globals
         self._fixed_states = self._current_states(layer)
         reading = self.reading
         for name, norm in ((reading.norm_in, True), (reading.norm_mid, True), (reading.mlp, False)):
@@ -212,10 +219,10 @@ class BlockReader:
 
         Layers with equal signatures may share a reading.
         """
-        children = [
-            (name, own_class(type(child)), any(child.children()))
-            for name, child in layer.named_children()
-        ]
+        children = []
+        for name, child in layer.named_children():
+            # Only a child with children of its own may return a bias, see `_Recorder`.
+            children.append((name, own_class(type(child)), any(child.children())))
         probed = [getattr(layer, name, None) for name in self._probed_names()]
         signatures = [signature(child) for child in probed if isinstance(child, nn.Module)]
         size = form.size(getattr(layer, attention))
@@ -424,9 +431,10 @@ class _Run:
         if "hidden_states" not in self.names:
             raise Unknown("its forward takes no hidden_states")
         self.x = self.random_numbers()
-        self.arguments: dict[str, Any] = {
-            name: None if name in (*UNUSED, *form.absent) else Opaque(self) for name in self.names
-        }
+        self.arguments: dict[str, Any] = {}
+        for name in self.names:
+            is_absent = name in UNUSED or name in form.absent
+            self.arguments[name] = None if is_absent else Opaque(self)
         self.arguments["hidden_states"] = self.x
         # The forward may not change its input in place.
         self.x_before, random_state = self.x.clone(), torch.get_rng_state()
@@ -514,10 +522,13 @@ class _Run:
             norm_mid.input + mlp.output,
             f"its forward doesn't return what {norm_mid.name} was given + what {mlp.name} returned",
         )
-        zeros = sum(self.form.biases and self._is_zero(x) for x in behind)
+        # Only Megatron's form has zeros: the loss of a layer without experts.
+        zeros = sum(map(self._is_zero, behind)) if self.form.biases else 0
         blanks = len(behind) - zeros
-        if any(x is not None and x is not self.weights for x in behind[:blanks]):
-            raise Unknown("its forward returns more than hidden states")
+        for x in behind[:blanks]:
+            # The attention weights are None in a chain.
+            if x is not None and x is not self.weights:
+                raise Unknown("its forward returns more than hidden states")
         rest = dict(self.attention_arguments)
         # All further keywords must be passed on to the attention, or none of them.
         passed = [rest.pop(name, None) is x for name, x in self.further_keywords.items()]

@@ -93,7 +93,10 @@ def digest(holder: Any, *names: str) -> str:
     Raises:
         OSError: if there is no source.
     """
-    functions = [getattr(holder, name) for name in names if getattr(holder, name, None) is not None]
+    functions = []
+    for name in names:
+        if getattr(holder, name, None) is not None:
+            functions.append(getattr(holder, name))
     if any(map(_is_decorated, functions)):
         return ""  # guard: what a decorator does is in no digest
     text = " ".join(inspect.getsource(inspect.unwrap(function)) for function in functions)

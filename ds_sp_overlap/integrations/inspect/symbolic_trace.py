@@ -26,6 +26,7 @@ from .accounting import (
     Unknown,
     forward_of,
     is_plain,
+    primes_beside,
 )
 from .library import CACHES, functions_of, own_class
 from .rotary_function import Table
@@ -147,8 +148,9 @@ class Tables(tuple):
         Raises:
             Unknown: if they are cast to a dtype that is written in the forward.
         """
-        if not all(isinstance(x, (HiddenDtype, torch.device)) for x in (*args, *kwargs.values())):
-            raise Unknown("its forward casts position embeddings")
+        for target in (*args, *kwargs.values()):
+            if not isinstance(target, (HiddenDtype, torch.device)):
+                raise Unknown("its forward casts position embeddings")
         return self
 
 
@@ -353,9 +355,8 @@ class Trace:
         self.outputs: list[TracedOutput] = []
         self.rotations: list[tuple[Callable, tuple, tuple]] = []
         self.rotated: list[TracedOutput] = []
-        self.lookups: list[Lookup] = [
-            ((*CLASS, name), getattr(own_class(type(module)), name)) for name in RUNS
-        ]
+        kind = own_class(type(module))
+        self.lookups: list[Lookup] = [((*CLASS, name), getattr(kind, name)) for name in RUNS]
         self._label_count = 0
         self.loaded_globals: list[LoadedGlobal] = []
         self.constants: set[str] = set()
@@ -369,9 +370,7 @@ class Trace:
         used: set[int] = set()
         for holder in (vars(config), *map(vars, module.modules())):
             used.update(x for x in holder.values() if isinstance(x, int) and x)
-        primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
-        # Sizes that divide no size of the layer, so that they can't be mistaken for it.
-        free = [prime for prime in primes if all(x % prime for x in used)]
+        free = primes_beside(used)
         self.batch, self.seq = free[0] if case.batch > 1 else 1, free[1 + case.seq_index]
         self.x = self.new_labels(self.batch, self.seq, config.hidden_size)
         cos, sin = (self.new_labels(self.batch, self.seq, 2) for _ in range(2))
@@ -431,12 +430,15 @@ class Trace:
         if self.case.gives_optional:
             known |= {name: Opaque(self) for name in UNUSED if name not in CACHES}
             known["position_ids"] = self.position_ids
+        arguments = {}
         for name in names:
             if name not in known:
                 raise Unknown(f"its forward takes {name}")
+            arguments[name] = known[name]
+        # The forward takes any keywords.
         if len(names) < len(parameters):
             self.further_keywords = {name: Opaque(self) for name in {"sp_overlap", *keywords}}
-        return {**{name: known[name] for name in names}, **self.further_keywords}
+        return arguments | self.further_keywords
 
     def _replacement(self, name: str, value: Any) -> Any:
         """Return what replaces a global of the layer's code; None if it stays.
@@ -518,6 +520,8 @@ class LabelAccounting(Accounting):
 
     def is_no_cast(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Return whether a cast leaves labels alone, as one to their own dtype or a device does."""
-        targets = [x for x in (*args[1:], *kwargs.values()) if x is not self.dtype]
-        targets = [x for x in targets if not isinstance(x, torch.device)]
+        targets = []
+        for x in (*args[1:], *kwargs.values()):
+            if x is not self.dtype and not isinstance(x, torch.device):
+                targets.append(x)
         return super().is_no_cast((*args[:1], *targets), {})

@@ -181,10 +181,10 @@ def signature(module: nn.Module) -> tuple:
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     """Return the shapes of a module's own parameters, whole even where ZeRO-3 partitioned them."""
-    return {
-        name: torch.Size(getattr(p, "ds_shape", p.shape))
-        for name, p in module.named_parameters(recurse=False)
-    }
+    shapes = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        shapes[name] = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+    return shapes
 
 
 def _random_copy(
@@ -280,7 +280,7 @@ def probe_tokenwise(
         Unknown: if it is no such function.
     """
     where = f"{name} ({type(module).__name__})"
-    if norm and (any(module.children()) or any(True for _ in module.buffers())):
+    if norm and [*module.children(), *module.buffers()]:
         raise Unknown(f"{where} has more than parameters")
     has_own_code = _check_parts(name, module, form, norm)
     # Grouped products of experts do not exist in fp64.
@@ -414,8 +414,13 @@ def _is_transformers(part: nn.Module) -> bool:
 
 def _state(copy: nn.Module) -> list[tuple[dict[str, Any], list[Tensor]]]:
     """Return a copy of the attributes and buffers of all parts but stand-ins of linear layers."""
-    parts = [part for part in copy.modules() if not isinstance(part, _RankOneLinear)]
-    return [(dict(vars(part)), [x.clone() for x in part.buffers(recurse=False)]) for part in parts]
+    states = []
+    for part in copy.modules():
+        # The stand-ins count their calls.
+        if not isinstance(part, _RankOneLinear):
+            buffers = [x.clone() for x in part.buffers(recurse=False)]
+            states.append((dict(vars(part)), buffers))
+    return states
 
 
 def _is_same_state(before: list, after: list) -> bool:

@@ -70,10 +70,11 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Ten
     grouped = k.shape[2] < q.shape[2]
     # Every other attention of Megatron wants as many KV heads as query heads.
     if grouped and flash_function != "flash_attn_varlen_func":
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+        repeats = q.shape[2] // k.shape[2]
+        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
     if flash:
-        return local(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
-    q, k, v = (x.contiguous() for x in (q, k, v))
+        return local(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)).transpose(0, 1)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if module.use_flash_attn:
         return local(q, k, v)
     # Core attention flattens o to this width, that of all heads of a rank. q may hold only the
@@ -120,8 +121,10 @@ def _local_tables(
             f"rotary_pos_emb has {length} positions, the whole sequence {seq} ({local_seq} on each "
             f"of {sp_size} ranks); give the tables of the whole sequence"
         )
-    cos, sin = (table[rank * local_seq : (rank + 1) * local_seq].to(dtype) for table in rotary)
-    return cos, sin
+    # RoPE is elementwise. So q and k can be rotated before the exchange, where the time is hidden,
+    # and are bit-identical to those that the layer's own forward rotates behind the exchange.
+    (cos, sin), own = rotary, slice(rank * local_seq, (rank + 1) * local_seq)
+    return cos[own].to(dtype), sin[own].to(dtype)
 
 
 def _check_mask(mask: Any, seq: int) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.runtime.linear import hooks_are_harmless
-from ..inspect.accounting import MISSING, LoadedGlobal, Unknown, forward_of
+from ..inspect.accounting import MISSING, LoadedGlobal, Unknown, forward_of, primes_beside
 from ..inspect.attention import Read, Reader
 from ..inspect.symbolic_trace import (  # fmt: skip
     CLASS,
@@ -186,8 +186,7 @@ class _Run:
         for parameter in self.module.parameters():
             used += getattr(parameter, "ds_shape", parameter.shape)
         used.append((self.heads + 2 * self.kv_heads) * self.head_dim)
-        primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31)
-        free = [prime for prime in primes if all(x % prime for x in used)]
+        free = primes_beside(used)
         return free[0] if case.batch > 1 else 1, free[1 + case.seq_index]
 
     def _arguments(self, forward: Any, case: Case) -> dict[str, Any]:

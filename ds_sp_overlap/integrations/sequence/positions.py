@@ -458,13 +458,13 @@ class Positions:
                 message = "; ".join(messages)
             raise error(f"{where}: {message}")
         if len({(header.axes, header.rows, header.batch) for header in headers}) > 1:
-            forms = "; ".join(
-                f"sp rank {rank}: {header.rows} of batch {header.batch}, {header.axes} axes"
-                for rank, header in enumerate(headers)
-            )
+            forms = []
+            for rank, header in enumerate(headers):
+                of_batch = f"{header.rows} of batch {header.batch}"
+                forms.append(f"sp rank {rank}: {of_batch}, {header.axes} axes")
             raise ValueError(
-                f"{where}: position_ids differ in batch or axes over the sp ranks ({forms}); "
-                "cut one batch over them"
+                f"{where}: position_ids differ in batch or axes over the sp ranks "
+                f"({'; '.join(forms)}); cut one batch over them"
             )
 
     def _refuse_restart(self, where: str, position_ids: np.ndarray, lengths: list[int]) -> None:

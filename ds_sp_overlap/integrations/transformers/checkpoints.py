@@ -42,12 +42,12 @@ class Checkpoints:
         self, name: str, model: nn.Module, layers: Collection[nn.Module], sp_group: SPGroup
     ):
         self.name, self.sp_group, self.agreed = name, sp_group, False
-        around = [
-            (at, module)
-            for at, module in model.named_modules()
-            if hasattr(module, "gradient_checkpointing")
-            and any(inner in layers for inner in module.modules())
-        ]
+        around = []
+        for at, module in model.named_modules():
+            # The attribute of every module that transformers can checkpoint.
+            if hasattr(module, "gradient_checkpointing"):
+                if any(inner in layers for inner in module.modules()):
+                    around.append((at, module))
         # The innermost modules, which run the checkpoints, come first, so that errors name them.
         around.sort(key=lambda named: -named[0].count("."))
         self.around = dict(around)
@@ -105,10 +105,10 @@ def can_keep(model: nn.Module) -> bool:
 
     False for a model without checkpoints. `enable` asks, to choose "keep" for ``"memory": "auto"``.
     """
-    checkpointed = [
-        module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
-    ]
-    functions = [vars(module)[FUNCTION] for module in checkpointed if FUNCTION in vars(module)]
+    functions = []
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) and FUNCTION in vars(module):
+            functions.append(vars(module)[FUNCTION])
     return bool(functions) and not any(map(_why_not, functions))
 
 

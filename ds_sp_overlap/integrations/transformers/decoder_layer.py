@@ -102,7 +102,9 @@ def _remarks_on_experts(module: Any) -> list[str]:
     remarks = []
     implementations = {part.config._experts_implementation for part in experts}
     if unknown := implementations - _MADE_ONCE:
-        size = sum(weight.nbytes for part in experts for weight in part.parameters())
+        size = 0
+        for part in experts:
+            size += sum(weight.nbytes for weight in part.parameters())
         remarks.append(
             f"weight gradients of {'/'.join(map(str, sorted(unknown, key=str)))} experts are made by "
             f'chunk and summed ({size / 2**20:,.0f} MiB more; not so with "grouped_mm")'

@@ -100,7 +100,8 @@ class _Children:
         """
         children = {"o_proj": getattr(self.module, self.output)}
         for name, chain in self.projections.items():
-            children[name] = self._joined(*(getattr(self.module, part) for part in chain))
+            parts = [getattr(self.module, part) for part in chain]
+            children[name] = self._joined(*parts)
         for name, norm in self.norms.items():
             children[name] = getattr(self.module, norm)
         return children

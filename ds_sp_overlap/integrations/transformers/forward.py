@@ -163,10 +163,10 @@ def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[Non
         return
     ran: set[str] = set()
     forwards.attended.clear()
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: ran.add(name))
-        for name, module in unseen.items()
-    ]
+    hooks = []
+    for name, module in unseen.items():
+        # The default binds the name of this module, not that of the last one.
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
     try:
         yield
     finally:

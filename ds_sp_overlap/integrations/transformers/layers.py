@@ -272,11 +272,12 @@ class _Search:
                 DecoderLayer, parent, self.modules[parent], child, driven, self.forwards
             )
         chains = find_chains(self.modules, wanted, self.layers, settings=self.overlap)
-        return [
-            HostModule(chained.module, functools.partial(rebind, chained.module, chained.forward))
-            for chain in chains
-            for chained in chain
-        ]
+        hosts = []
+        for chain in chains:
+            for chained in chain:
+                bind = functools.partial(rebind, chained.module, chained.forward)
+                hosts.append(HostModule(chained.module, bind))
+        return hosts
 
     def add_delta_nets(self) -> None:
         """Add the gated delta nets, once the models that host attention layers are known.
@@ -332,11 +333,12 @@ class _Search:
 
     def rotary_embeddings(self) -> list[HostModule]:
         """Return the rotary embeddings whose frequencies depend on the largest position."""
-        return [
-            HostModule(module, functools.partial(rebind, module, stretched(module, self.forwards)))
-            for module in self.modules.values()
-            if goes_by_length(module)
-        ]
+        hosts = []
+        for module in self.modules.values():
+            if goes_by_length(module):
+                bind = functools.partial(rebind, module, stretched(module, self.forwards))
+                hosts.append(HostModule(module, bind))
+        return hosts
 
 
 def layer_shape(model: str) -> dict[str, int | None]:

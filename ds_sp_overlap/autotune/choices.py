@@ -102,9 +102,8 @@ def candidates_of(
         layer: Shape of the layer.
         groups: G, where it is given; None: open.
         window: W, where it is given; None: open.
-        again: Whether backward recomputes q, k and v with every candidate. A G without a window
-            then stands for a window of half of its groups (`SpOverlapConfig.window_of`).
-        off: Whether DeepSpeed's own layer is possible; it needs most memory.
+        again: Whether backward recomputes q, k and v with every candidate.
+        off: Whether DeepSpeed's own layer is possible.
         most: The most candidates, with "off"; two at the least are taken beside it.
     """
     possible = range(1, layer.geometry(1).max_groups + 1)
@@ -156,6 +155,8 @@ def _simulated(
 ) -> Simulation:
     """Simulate a candidate, G or (G, W), on a machine with ``rates``; others as `candidates_of`."""
     groups, few = way if isinstance(way, tuple) else (way, window)
+    # Where all candidates recompute, a G without a window stands for a window of half of its groups
+    # (`SpOverlapConfig.window_of`).
     if few is None and again:
         few = max(1, groups // 2)
     costs = Costs(layer, rates, groups)

@@ -41,6 +41,7 @@ def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | No
             what_by_key[key] = what
     for key, what in what_by_key.items():
         of_ranks = [report[key][1] for report in reports if key in report]
+        # A rank that has not timed all candidates reports inf, and would decide alone.
         complete = [times for times in of_ranks if max(times) < float("inf")]
         slowest = [max(times) for times in zip(*complete)]  # guard: the slowest rank counts
         merged_reports[key] = what, slowest or None
@@ -103,10 +104,7 @@ class Trial:
         backward, in ms; inf if untimed.
 
         Times are medians per token, times the mean number of tokens of all calls. So no candidate
-        gains by short batches in its steps, and a rank with long batches is a slow rank. There may
-        be more forwards than backwards: recomputed ones, and evaluations. So the time of a forward
-        is multiplied by forwards per backward, counted over all candidates together: no candidate
-        loses by an evaluation in its steps.
+        gains by short batches in its steps, and a rank with long batches is a slow rank.
         """
         marks = [self.marks[candidate] for candidate in self.left]
         # The calls of all candidates together.
@@ -125,6 +123,8 @@ class Trial:
             if not (own_forwards and own_backwards):
                 return float("inf")
             tokens = mean(tokens for *_, tokens in forwards)
+            # There may be more forwards than backwards: recomputed ones, and evaluations. The
+            # ratio is that of all candidates, so that none loses by an evaluation in its steps.
             calls, gradients = len(forwards), len(backwards)  # guard: evaluations favour none
             forward = per_token(own_forwards) * calls / gradients
             return tokens * (forward + per_token(own_backwards))

@@ -168,8 +168,7 @@ def is_plain(value: Any) -> bool:
 def forward_of(kind: type, beside: str | None = None) -> Callable:
     """Return the forward that runs when a module of class ``kind`` is called.
 
-    A decorator that only renames the argument of a KV cache is taken off. A Python function that
-    another module, not torch, put around the forward stays, and is accounted for with it.
+    A decorator that only renames the argument of a KV cache is taken off.
 
     Args:
         kind: The class.
@@ -182,6 +181,7 @@ def forward_of(kind: type, beside: str | None = None) -> Callable:
     while (where := defined_in(forward)) == beside or renames_cache(forward):
         forward = forward.__wrapped__
     is_function = isinstance(forward, types.FunctionType)
+    # A Python function that any other module put around the forward is accounted for with it.
     if not is_function or where.split(".")[0] == "torch":  # guard: what torch does around it
         raise Unknown(f"its forward is wrapped by {where or type(forward).__name__}")
     return forward
@@ -270,10 +270,8 @@ class Accounting(TorchFunctionMode):
             sys.setprofile(self._profile)
 
     def look_up(self, holder: Any, name: str) -> Any:
-        """Return an attribute of ``holder``; `MISSING` if there is none. `Proxy` calls this.
-
-        What a property computes is not accounted for, since its value is compared in later calls.
-        """
+        """Return an attribute of ``holder``; `MISSING` if there is none. `Proxy` calls this."""
+        # What a property computes needs no account, since its value is compared in later calls.
         with self.suspended():
             return getattr(holder, name, MISSING)
 
@@ -282,10 +280,7 @@ class Accounting(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Judge an operation by its name, and return its result; torch calls this for each one.
-
-        Sizes come back as `Size`. A cast that changes nothing returns its tensor.
-        """
+        """Judge an operation by its name, and return its result; torch calls this for each one."""
         name, kwargs = getattr(function, "__name__", str(function)), kwargs or {}
         # An attribute of a tensor, such as ``x.shape``.
         if name == "__get__":
@@ -295,6 +290,7 @@ class Accounting(TorchFunctionMode):
             if isinstance(result, int):
                 return self.wrap_size(result)
             return tuple(map(self.wrap_size, result))
+        # ``len()`` returns a plain int, which no longer tells that it is a `Size`.
         if name == "__len__" and isinstance(self.wrap_size(args[0].shape[0]), Size):
             self.fail("asks for the len() of a tensor")
         if name in ("dtype", "device"):
@@ -303,6 +299,7 @@ class Accounting(TorchFunctionMode):
             return args[0]
         if name == "dropout":
             return self._dropout(*args, **kwargs)
+        # Such an index may take other numbers in another call.
         if name == "__getitem__" and not self._is_constant_index(args[1]):
             self.fail("looks up numbers by a tensor or a list")
         if name not in self.allowed:  # guard: only known operations
@@ -445,9 +442,6 @@ def global_names(code: types.CodeType) -> tuple[list[str], list[str]]:
 def _is_known(value: Any, free: bool = False) -> bool:
     """Return whether code may load ``value`` from outside.
 
-    It may load constants; functions whose defaults are constants; modules, classes and builtins of
-    `PACKAGES`; and objects whose class belongs to torch, typing or this package.
-
     Args:
         value: The value.
         free: Whether it is a variable of an enclosing function, not a global. Tensors, sizes and
@@ -462,14 +456,17 @@ def _is_known(value: Any, free: bool = False) -> bool:
         return False
     if is_plain(value) or isinstance(value, (logging.Logger, typing.TypeVar, enum.EnumMeta)):
         return True
+    # The code of a function is judged when it runs, but its defaults are objects of their own.
     if isinstance(value, types.FunctionType):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return all(map(is_plain, defaults))
+    # As variables of an enclosing function, those of any package may be loaded.
     if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
         if isinstance(value, types.ModuleType):
             module = value.__name__
         else:
             module = getattr(value, "__module__", None) or type(value).__module__
         return module.split(".")[0] in PACKAGES or free
+    # Other objects by their class, such as a dtype or a generic alias.
     packages = ("ds_sp_overlap", "typing", "torch", "typing_extensions")
     return type(value).__module__.split(".")[0] in packages

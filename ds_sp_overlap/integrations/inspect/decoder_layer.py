@@ -243,10 +243,8 @@ class BlockReader:
         return [fixed_state(getattr(layer, name)) for name in self._probed_names()]
 
     def unexpected(self, arguments: dict[str, Any]) -> str:
-        """Explain why the layer can't run in a chain with these arguments; empty if it can.
-
-        Arguments that were None in all runs (`Form.absent`) may be of use to the layer.
-        """
+        """Explain why the layer can't run in a chain with these arguments; empty if it can."""
+        # None in all runs, so that it is not known what the layer does with them.
         given = [name for name in self.form.absent if arguments.get(name) is not None]
         reason = f"it is given {given[0]}" if given else ""
         return reason  # guard: what was left out when it was read is not given
@@ -350,8 +348,8 @@ class _Recorder:
 class _SumAccounting(Accounting):
     """Accounts for code that adds numbers up and moves them.
 
-    A factor that is exactly 1 is allowed, too, since it is looked up again in later calls. Whether
-    a tensor requires a gradient may be passed on.
+    A factor that is exactly 1 is allowed, too. Whether a tensor requires a gradient may be passed
+    on.
     """
 
     def __torch_function__(
@@ -365,10 +363,12 @@ class _SumAccounting(Accounting):
 
     def execute(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Execute a move, a sum of two, or a product with exactly 1; fail for keywords of sums."""
+        # A factor that is 1 now is looked up again in later calls.
         if "mul" in name:
             is_by_one = len(args) > 1 and not kwargs and is_plain(args[1]) and args[1] == 1
             if not is_by_one:
                 self.fail(f"computes what is not known here: {name}")
+        # Such as the ``alpha`` of a sum, which is a factor.
         if kwargs and name not in MOVES:
             self.fail(f"computes what is not known here: {name} with {', '.join(kwargs)}")
         return super().execute(name, function, args, kwargs)
@@ -461,13 +461,11 @@ class _Run:
         self.accounting.fail(reason)
 
     def random_numbers(self) -> Tensor:
-        """Return random hidden states [b, s, m], one number of them infinite.
-
-        A clamp, which some layers have, changes that number. It has another place for each call of
-        a child.
-        """
+        """Return random hidden states [b, s, m], one number of them infinite."""
         numbers = torch.randn(self.shape, generator=self.generator, dtype=torch.float64)
         numbers = numbers.to(self.dtype)
+        # A clamp, which some layers have, changes the infinite number. That has another place for
+        # each call of a child.
         numbers.view(-1)[len(self.calls)] = torch.inf
         return numbers
 

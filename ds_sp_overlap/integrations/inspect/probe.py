@@ -119,6 +119,7 @@ def difference(
     with _isolated(module, x) as leaf:
         o, own = run_own(leaf)
         driven = run_driven(leaf, o)
+        # Behind q, k and v comes what the layer returns.
         if len(own) != len(driven):
             return f"it returns {len(own) - 3} tensors, not {len(driven) - 3}"
         names = names[: len(driven)]
@@ -167,9 +168,8 @@ def difference_of_block(
 ) -> str:
     """Compare a decoder layer's own forward with the `BlockLayer` that a chain would run.
 
-    Nothing is exchanged. Both run with an attention that reverses the channels. The `BlockLayer`
-    runs on two halves of the tokens, every other token each, so that a difference shows if tokens
-    meet in the MLP. `ChainedLayer.probe` calls this, in a forward of the model.
+    Nothing is exchanged. Both run with an attention that reverses the channels.
+    `ChainedLayer.probe` calls this, in a forward of the model.
 
     Args:
         module: The decoder layer.
@@ -208,6 +208,8 @@ def difference_of_block(
         finally:
             vars(child)["forward"] = forward_before
         own = own[0] if isinstance(own, tuple) else own
+        # The `BlockLayer` runs on every other token at a time, so that a difference shows if tokens
+        # meet in the MLP.
         own, pieces = torch.cat(in_parts(own), token_dim), []
         for h in in_parts(leaf):
             r = h + layer.norm_in(h).flip(-1)
@@ -235,13 +237,13 @@ def _add_residual(residual: Tensor, output: Any) -> Tensor:
 def _without_outliers(own: Tensor, driven: Tensor) -> tuple[Tensor, Tensor]:
     """Remove the sixteenth of the tokens that differ most, from both tensors.
 
-    Rounding may send a token to another expert, which is no fault. Tensors of different shapes, or
-    without numbers, are returned as they are.
+    Tensors of different shapes, or without numbers, are returned as they are.
     """
     if own.shape != driven.shape or own.is_meta:
         return own, driven
     own, driven = own.flatten(0, 1), driven.flatten(0, 1)
     by_difference = (own - driven).detach().double().norm(dim=-1).argsort()
+    # Rounding may send a token to another expert, which is no fault.
     most = by_difference[: len(own) - len(own) // 16]
     return own[most], driven[most]
 
@@ -302,6 +304,7 @@ def equal(x: Any, y: Any) -> bool:
 
 def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:
     """Describe how two tensors differ; empty if they differ by no more than rounding."""
+    # A gradient that is missing counts as zero.
     if own is None or driven is None:
         given = driven if own is None else own
         nonzero = given is not None and bool(given.any())

@@ -79,7 +79,7 @@ ARITHMETIC = (
 def globals_of(function: Callable) -> list[LoadedGlobal]:
     """Return the globals that a function loads, and those that functions among them load.
 
-    For example ``rotate_half``, which somebody may patch. Functions of torch are not looked into.
+    For example ``rotate_half``, which somebody may patch.
     """
     loaded: list[LoadedGlobal] = []
     found, todo = set(), [function]
@@ -88,6 +88,7 @@ def globals_of(function: Callable) -> list[LoadedGlobal]:
         if not isinstance(current, types.FunctionType) or current in found:
             continue
         found.add(current)
+        # Functions of torch are taken as they are.
         if (current.__module__ or "").split(".")[0] == "torch":
             continue
         for name in global_names(current.__code__)[0]:
@@ -199,7 +200,6 @@ def _differs(
         Exception: whatever the function raises.
     """
     generator = torch.Generator().manual_seed(0)
-    # Batch and sequence must be told from the other sizes, and from each other.
     used = {width}
     for shape in args:
         if isinstance(shape, tuple):
@@ -226,6 +226,7 @@ def _differs(
     accounting = Accounting(ARITHMETIC, sizes.values())
     with accounting:
         rotated = function(*inputs)
+    # The cache goes by functions alone, so it would keep what a constant gave that has changed.
     for _, name, value in accounting.loaded_globals:
         if isinstance(value, (bool, int, float)):
             raise Unknown(f"it uses the global {name}")

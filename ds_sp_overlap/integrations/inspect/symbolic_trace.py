@@ -117,6 +117,7 @@ class TracedOutput:
         index, width = self.find(x), self.input.shape[-1]
         if x.shape[-1] != width or self.count != self.input.numel() or (index < 0).any():
             return None
+        # Both hold the rows one after another, so that a flat index is the same in both.
         in_order = (index % width == torch.arange(width)).all()
         if not in_order or (index // width != index[..., :1] // width).any():
             return None
@@ -170,21 +171,20 @@ class Proxy:
         vars(self).update(_value=value, _path=path, _trace=trace)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the object, or what stands for it.
-
-        For a layer, a child comes back as its stand-in, and a method bound to this proxy, so that
-        its code runs on stand-ins, too.
-        """
+        """Return an attribute of the object, or what stands for it."""
         trace, value = self._trace, self._trace.look_up(self._value, name)
         if value is MISSING:
+            # Somebody may set the attribute before a later call.
             trace.lookups.append(((*self._path, name), MISSING))
             raise AttributeError(name)
         is_layer = not self._path
+        # The mode of the case, whatever mode the layer is in.
         if is_layer and name == "training":
             return trace.training
         if is_layer and isinstance(value, nn.Module):
             return trace.child(name, value)
         if is_layer and inspect.ismethod(value) and value.__self__ is self._value:
+            # Bound to this proxy, so that its code runs on stand-ins, too.
             trace.lookups.append(((name, "__func__"), value.__func__))
             return types.MethodType(value.__func__, self)
         return self._record(name, value)
@@ -196,18 +196,16 @@ class Proxy:
         return self._record((key,), self._value[key])
 
     def _record(self, step: Any, value: Any) -> Any:
-        """Return a value found by one more ``step``.
-
-        Constants, tensors and functions are recorded, since later calls can compare them. Any
-        other object comes back as a `Proxy`, which records what is looked up in it.
-        """
+        """Return a value found by one more ``step``, or a `Proxy` of it."""
         trace, path = self._trace, (*self._path, step)
         if isinstance(value, Tensor) and not trace.takes_parameters:
             trace.fail(f"reads {'.'.join(map(str, path))}")
+        # Later calls can compare constants, tensors and functions.
         known = is_plain(value) or value is contextlib.nullcontext
         if known or isinstance(value, (Tensor, types.FunctionType)):
             trace.lookups.append((path, value))
             return value
+        # What is looked up in any other object is recorded by its proxy.
         return Proxy(value, path, trace)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -239,6 +237,7 @@ class ChildProxy:
             return x
         width = trace.widths.get(self._name)
         with torch._C.DisableTorchFunction():
+            # A child that tells no width, such as a norm, returns the shape that it is given.
             shape = tuple(x.shape) if width is None else (*x.shape[:-1], width)
             output = TracedOutput(self._name, x, shape, trace)
         trace.outputs.append(output)
@@ -310,6 +309,7 @@ def replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) -> Itera
     try:
         yield
     finally:
+        # Backwards: a global that several functions name may have been replaced more than once.
         for namespace, name, value in reversed(before):
             namespace[name] = value
 
@@ -368,6 +368,7 @@ class Trace:
         self.widths = {name: out_features(child) for name, child in children if child is not None}
         config = module.config
         used: set[int] = set()
+        # Without zeros, which every prime divides.
         for holder in (vars(config), *map(vars, module.modules())):
             used.update(x for x in holder.values() if isinstance(x, int) and x)
         free = primes_beside(used)
@@ -476,6 +477,7 @@ class Trace:
             labels = tuple(output.labels for output in outputs)
             return labels[0] if len(labels) == 1 else labels
 
+        # The constructor looks for this attribute, to record the function in place of the stand-in.
         vars(rotary)["_rotary"] = function
         return rotary
 

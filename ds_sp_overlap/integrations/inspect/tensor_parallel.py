@@ -63,8 +63,7 @@ def out_features(module: Any) -> int | None:
 def refuse_shared_ranks(model: nn.Module, sp_ranks: list[int]) -> None:
     """Raise ValueError if two ranks of the sp group are in one tensor-parallel group.
 
-    Tensor-parallel ranks compute with the same tokens, sp ranks with tokens of their own, so no two
-    ranks can be both. `enable` calls this while the ranks agree.
+    `enable` calls this while the ranks agree.
 
     Args:
         model: The model, of which AutoTP may have cut layers.
@@ -74,6 +73,7 @@ def refuse_shared_ranks(model: nn.Module, sp_ranks: list[int]) -> None:
         if not _is_cut(layer):
             continue
         tp_ranks = dist.get_process_group_ranks(layer.mp_group)
+        # Tensor-parallel ranks compute with the same tokens, sp ranks with tokens of their own.
         if len(set(tp_ranks) & set(sp_ranks)) > 1:
             raise ValueError(
                 f"{name} is cut by AutoTP over ranks {tp_ranks}, which hold the same tokens, but "

@@ -179,12 +179,13 @@ class _Run:
     def _sizes(self, case: Case) -> tuple[int, int]:
         """Return batch size and sequence length, primes that divide no size of the layer.
 
-        So neither can be mistaken for a size of the layer, or for a factor of one. The batch size
-        may be 1.
+        The batch size may be 1.
         """
+        # Without zeros, which every prime divides.
         used = [x for x in vars(self.module).values() if isinstance(x, int) and x]
         for parameter in self.module.parameters():
             used += getattr(parameter, "ds_shape", parameter.shape)
+        # The rows of a fused projection, whose weight has other rows where KV heads are ungrouped.
         used.append((self.heads + 2 * self.kv_heads) * self.head_dim)
         free = primes_beside(used)
         return free[0] if case.batch > 1 else 1, free[1 + case.seq_index]
@@ -258,12 +259,13 @@ class _Run:
             *args: Tables and mask, as are ``kwargs``.
         """
         self._check_arguments(dim, args, kwargs)
-        # [s, b, all q | all k | all v]; nothing in place of a projection that was not called.
+        # [s, b, all q | all k | all v]; of no width in place of a projection that was not called.
         rows = torch.cat([self.outputs.get(name, self.x[..., :0]) for name in self.projections], -1)
         kv = self.kv_heads * self.head_dim
         expected_rows = rows.split((rows.shape[-1] - 2 * kv, kv, kv), -1)
         for name, heads, row in zip("qkv", (q, k, v), expected_rows):
             expected = row.unflatten(-1, (-1, self.head_dim))
+            # Some forwards repeat KV heads for their query heads, others leave that to attention.
             repeated = expected.repeat_interleave(self.heads // expected.shape[2], 2)
             heads = heads.transpose(0, 1) if self.flash else heads
             if not torch.equal(heads, expected) and not torch.equal(heads, repeated):
@@ -275,13 +277,11 @@ class _Run:
         return o.clone() if self.flash else self.o
 
     def _check_arguments(self, dim: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Fail unless ``dist_attn`` is given the same arguments as the driver would give.
-
-        Without flash attention HEAD passes the mask in place of ``dim``. Its ``dist_attn`` can't
-        run with that, so there is no result that the driver would have to reproduce.
-        """
+        """Fail unless ``dist_attn`` is given the same arguments as the driver would give."""
         if self.o is not None:
             self.fail("calls dist_attn more than once")
+        # Without flash attention HEAD passes the mask in place of ``dim``. Its ``dist_attn`` can't
+        # run with that, so there is no result that the driver would have to reproduce.
         if not self.flash and dim is self.mask and not args and not kwargs:
             return
         if type(dim) is not int or dim != (0 if self.flash else 1):
@@ -320,6 +320,7 @@ class _Run:
         output = returned[0]
         if not isinstance(output, Tensor) or not torch.equal(output, self.outputs["dense"]):
             raise Unknown("its forward doesn't return what dense returns")
+        # The forward may use any other parameter in another call.
         for name, _ in (*self.module.named_parameters(), *self.module.named_buffers()):
             if name.split(".")[0] not in {*self.outputs, "dist_attn"}:
                 message = f"its forward does nothing that is known here with {name}"

@@ -63,6 +63,7 @@ class Checkpoints:
                 save attention; in that first forward on all ranks, if any rank has such a layer.
         """
         originals: dict[nn.Module, Callable] = {}
+        # Without gradients no checkpoint has anything to save.
         if self.around and torch.is_grad_enabled():
             if not self.agreed:
                 # The ranks compare {} (nothing is checkpointed) or None (something is).
@@ -115,8 +116,7 @@ def can_keep(model: nn.Module) -> bool:
 def _why_not(function: Any) -> str:
     """Explain why a checkpoint function can't save attention; empty if it can.
 
-    The reason continues the words "is checkpointed". Only a non-reentrant checkpoint takes a
-    ``context_fn``, and it takes one only.
+    The reason continues the words "is checkpointed".
     """
     keywords, inner = {}, function
     if isinstance(function, functools.partial):
@@ -125,6 +125,7 @@ def _why_not(function: Any) -> str:
     if inner is not checkpoint and not module.startswith("transformers."):
         name = getattr(inner, "__qualname__", type(inner).__name__)
         return f"by {module or '?'}.{name}"
+    # Only a non-reentrant checkpoint takes a ``context_fn``, and it takes one only.
     if keywords.get("use_reentrant") is not False:
         return f"with use_reentrant={keywords.get('use_reentrant')}"
     if keywords.get("context_fn", noop_context_fn) is not noop_context_fn:

@@ -55,6 +55,7 @@ class DecoderLayer(ChainedLayer):
         remarks = _remarks_on_experts(self.module)
         if _is_checkpointed(self.module):
             reason = _why_chain_cant_recompute(self.module, self.forward_passes.config)
+            # Then training runs no chunks, so that its experts cost nothing more.
             if reason:
                 remarks = [f"in training one by one: {reason}"]
         return "; ".join(remarks)
@@ -127,6 +128,7 @@ def _why_chain_cant_recompute(module: Any, config: SpOverlapConfig) -> str:
 
     For a layer whose checkpointing is on.
     """
+    # transformers binds the options of a checkpoint to its function by ``functools.partial``.
     function = getattr(module, "_gradient_checkpointing_func", None)
     keywords = function.keywords if isinstance(function, functools.partial) else {}
     if config.checkpointing == "offload":

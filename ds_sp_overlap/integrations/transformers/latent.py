@@ -43,11 +43,7 @@ def is_latent(module: nn.Module) -> bool:
 
 @once
 def _only_passes_to_attention(kind: type[nn.Module]) -> bool:
-    """Return whether ``forward`` hands the results of ``expand_kv`` to attention and nowhere else.
-
-    True if ``forward`` calls ``expand_kv`` once and unconditionally, names both results, and uses
-    both names in one call alone, which is that of the attention function.
-    """
+    """Return whether ``forward`` hands the results of ``expand_kv`` to attention alone."""
     try:
         expand, forward = digest(kind, EXPAND), inspect.getsource(inspect.unwrap(kind.forward))
     # The source is not there.

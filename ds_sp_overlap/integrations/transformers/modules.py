@@ -169,6 +169,7 @@ def pretrained() -> type:
 
 def models_around(name: str, modules: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return names and modules of the transformers models around a module, innermost first."""
+    # Of "a.b.c": "a" and "a.b"; the model itself has the name "".
     parents = [name[:end] for end in range(len(name)) if name[end] == "."]
     around = [(parent, modules[parent]) for parent in ["", *parents]]
     return [(at, module) for at, module in reversed(around) if isinstance(module, pretrained())]

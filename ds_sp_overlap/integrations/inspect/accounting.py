@@ -259,6 +259,16 @@ class Accounting(TorchFunctionMode):
                     names.add(constant)
         return names
 
+    def globals_now(self) -> list[LoadedGlobal]:
+        """Return the globals that the code loaded, each with the value that it has now.
+
+        The code may have loaded stand-ins, but later calls look at the globals themselves.
+        """
+        now = []
+        for namespace, name, _ in self.loaded_globals:
+            now.append(LoadedGlobal(namespace, name, namespace.get(name, MISSING)))
+        return now
+
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Account for nothing in the body, which is our own code between that of the forward."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...attention.runtime.linear import hooks_are_harmless
 from ..rebinding import is_ours
-from .accounting import MISSING, MOVES, Accounting, LoadedGlobal, Unknown, forward_of, is_plain
+from .accounting import MOVES, Accounting, LoadedGlobal, Unknown, forward_of, is_plain
 from .attention import has_changed
 from .library import own_class
 from .probe import ProbeSchedule
@@ -441,11 +441,8 @@ class _Run:
         more = self.further_keywords if len(self.names) < len(parameters) else {}
         with replaced(layer, self._replacement), self.accounting:
             self.returned = forward(Proxy(layer, (), self), **self.arguments, **more)
-        # The code has loaded stand-ins for some globals. Later calls are compared with the globals
-        # themselves, which are back in place by now.
-        self.loaded_globals = []
-        for namespace, name, _ in self.accounting.loaded_globals:
-            self.loaded_globals.append(LoadedGlobal(namespace, name, namespace.get(name, MISSING)))
+        # Behind `replaced`, which has put the globals back into place.
+        self.loaded_globals = self.accounting.globals_now()
         if not torch.equal(random_state, torch.get_rng_state()):
             raise Unknown("its forward draws random numbers")
 

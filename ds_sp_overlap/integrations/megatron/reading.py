@@ -15,6 +15,7 @@ is known by its source.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -152,13 +153,10 @@ class _Run:
         self.accounting = LabelAccounting(case.dtype, {batch, seq, batch * seq})
         forward = forward_of(type(module))
         arguments = self._arguments(forward, case)
-        with replaced(module, self._replacement), self.accounting:
+        with replaced(module, functools.partial(replacement, self)), self.accounting:
             returned = forward(Proxy(module, (), self), **arguments)
-        # The code has loaded stand-ins for some globals. Later calls are compared with the globals
-        # themselves, which are back in place by now.
-        self.loaded_globals = []
-        for namespace, name, _ in self.accounting.loaded_globals:
-            self.loaded_globals.append(LoadedGlobal(namespace, name, namespace.get(name, MISSING)))
+        # Behind `replaced`, which has put the globals back into place.
+        self.loaded_globals = self.accounting.globals_now()
         # Attributes that were replaced in this run are no facts about the layer.
         self.lookups = [
             (path, value) for path, value in self.lookups if path[0] not in self.replaced_attributes
@@ -205,10 +203,6 @@ class _Run:
             encoder_output=Opaque(self) if case.masked else None,
         )  # fmt: skip
         return {name: values.get(name) for name in names}
-
-    def _replacement(self, name: str, value: Any) -> Any:
-        """Return what replaces a global of the layer's code; None if it stays."""
-        return replacement(self, name, value)
 
     def fail(self, reason: str) -> NoReturn:
         """Raise Unknown; see `Accounting.fail`."""

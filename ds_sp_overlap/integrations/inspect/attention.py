@@ -244,10 +244,10 @@ def has_changed(module: Any, path: tuple[Any, ...], value: Any) -> bool:
                 module = module[step[0]]
             except (LookupError, TypeError):
                 module = MISSING
+        elif step == "__class__":
+            module = own_class(type(module))
         else:
-            module = (
-                own_class(type(module)) if step == "__class__" else getattr(module, step, MISSING)
-            )
+            module = getattr(module, step, MISSING)
     # Two tensors can't be compared with ``!=``, which returns a tensor.
     return module is not value and (isinstance(value, Tensor) or module != value)
 

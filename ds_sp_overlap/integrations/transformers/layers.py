@@ -155,8 +155,8 @@ class _Search:
         self.delta_nets: dict[str, tuple[str, nn.Module]] = {}
         for name, module in self.modules.items():
             if delta_net.sources_of(module):
-                for innermost in models_around(name, self.modules)[:1]:
-                    self.delta_nets[name] = innermost
+                if models := models_around(name, self.modules):
+                    self.delta_nets[name] = models[0]
         self.layers: list[FoundLayer] = []
         self.whole: dict[str, Driven] = {}
         self.hosted: dict[str, dict[str, nn.Module]] = {}

@@ -102,16 +102,16 @@ def candidates_of(
         layer: Shape of the layer.
         groups: G, where it is given; None: open.
         window: W, where it is given; None: open.
-        again: Whether backward recomputes q, k and v with every candidate. A G without a window
-            then stands for a window of half of its groups (`SpOverlapConfig.window_of`).
-        off: Whether DeepSpeed's own layer is possible; it needs most memory.
+        again: Whether backward recomputes q, k and v with every candidate.
+        off: Whether DeepSpeed's own layer is possible.
         most: The most candidates, with "off"; two at the least are taken beside it.
     """
     possible = range(1, layer.geometry(1).max_groups + 1)
     ways: list[int | tuple[int, int]]
     if groups is not None:
         ways = [groups]
-        ways += [(groups, few) for few in (1, 2) if few < groups and window is None]
+        if window is None:
+            ways += [(groups, few) for few in (1, 2) if few < groups]
     elif window is not None:
         ways = [count for count in (*GROUPS, 8) if count in possible]
     else:
@@ -132,10 +132,18 @@ def candidates_of(
     default = next(way for way in least_first if close[way][0])
     fastest_first = sorted(ways, key=lambda way: times_ms[way][0])
     whole = [way for way in fastest_first if isinstance(way, int)]
-    windows = [way for way in least_first if isinstance(way, tuple) and any(close[way])]
+    windows = []
+    for way in least_first:
+        if isinstance(way, tuple) and any(close[way]):
+            windows.append(way)
+    # Where these are too many, the last are given up: first the windows that need most memory, then
+    # the slowest G.
     taken = list(dict.fromkeys((default, *whole, *windows)))[: max(2, most - off)]
     candidates: list[Candidate] = [way for way in least_first if way in taken]
-    return Candidates((*candidates, *((OFF,) if off else ())), default)
+    # DeepSpeed's own layer needs most memory.
+    if off:
+        candidates.append(OFF)
+    return Candidates(tuple(candidates), default)
 
 
 def _simulated(
@@ -147,6 +155,8 @@ def _simulated(
 ) -> Simulation:
     """Simulate a candidate, G or (G, W), on a machine with ``rates``; others as `candidates_of`."""
     groups, few = way if isinstance(way, tuple) else (way, window)
+    # Where all candidates recompute, a G without a window stands for a window of half of its groups
+    # (`SpOverlapConfig.window_of`).
     if few is None and again:
         few = max(1, groups // 2)
     costs = Costs(layer, rates, groups)

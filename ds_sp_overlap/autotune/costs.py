@@ -156,15 +156,13 @@ class Sizes:
         return heads * head
 
     def _work(self, elements: int) -> int:
-        """Return the bytes that the backward of attention allocates for ``elements`` of q.
-
-        flash-attn's backward, for elements of 2 bytes, sums dq in fp32. Where query heads share KV
-        heads, it makes dk and dv for each query head.
-        """
+        """Return the bytes that the backward of attention allocates for ``elements`` of q."""
         layer = self.layer
         # Other elements have no kernel for GPUs; PyTorch's kernel for CPU allocates a few blocks.
         if layer.element_bytes != 2:
             return 0
+        # flash-attn's backward sums dq in fp32, of 4 bytes. Where query heads share KV heads, it
+        # makes dk and dv for each query head.
         return elements * (4 + 2 * layer.element_bytes * (layer.heads != layer.kv_heads))
 
     @property

@@ -124,11 +124,8 @@ class Board:
 class Policy:
     """Chooses candidates for the layers of one model.
 
-    A trial is for layers of one shape: heads, sizes, dtype and candidates. In one sp group the
-    shape includes the batch, and the length in powers of two, so that lengths that vary are not
-    timed for ever. Batches of replicas differ, so beside replicas the shape includes neither. "off"
-    is then no candidate, since some batches don't allow it. A shape that a replica meets when all
-    is chosen and ``warmup_steps`` are over runs the default, since the others can't know of it.
+    A trial is for layers of one shape: heads, sizes, dtype and candidates; in one sp group also the
+    batch, and the length in powers of two.
 
     A layer's call asks for its `trial`, runs the candidate that the trial names, and has `follow`
     time it.
@@ -211,24 +208,27 @@ class Policy:
 
         Returns:
             The trial; None where there is a single candidate, or where nothing is tried any more:
-            the call then runs its default. Replicas have a trial also for a single candidate, since
-            each rank must count its steps (`follow`) for the others.
+            the call then runs its default. Replicas have a trial also for a single candidate.
         """
         self._look()
         # A default of 1 where two groups are possible: the call has arguments per head.
         most = geometry.max_groups if geometry.groups > 1 else 1
+        # Some batches don't allow "off", and those of replicas differ.
         candidates = candidates_for(most, off and not self.replicas)  # guard: no stock
         default: Candidate = geometry.groups
         if tried is not None:
             candidates, default = tried
+        # A replica must count its steps (`follow`) for the others, whatever it has to choose.
         if len(candidates) == 1 and (self.over or not self.replicas):
             return None
         batch: tuple[int, ...] = ()
+        # The length in powers of two, so that lengths that vary are not timed for ever.
         if not self.replicas:  # guard: their lengths differ
             batch = (geometry.batch, sum(geometry.seq_lens).bit_length())
         heads = geometry.heads, geometry.kv_heads, geometry.shares
         key = (*heads, x.shape[2:], x.dtype, *batch, candidates, default)
         if key not in self.trials:
+            # The other replicas can't know of a shape that this one meets when all is chosen.
             if self.over:
                 return None
             what = f"{geometry.heads} query and {geometry.kv_heads} KV heads"
@@ -243,8 +243,6 @@ class Policy:
 
     def trial_of_block(self, where: str, x: Tensor, lengths: Sequence[int]) -> Trial | None:
         """Return the trial for layers in a row, whether they run as a block.
-
-        Replicas have no such trial, since they would have to begin it in the same step.
 
         Args:
             where: Name of the first layer.
@@ -262,6 +260,7 @@ class Policy:
             is_first = self.step == self._first.setdefault(key, self.step)
             undecided = [trial for trial in self.trials.values() if trial.chosen is None]
             busy = is_first or any(trial.met >= self.step - 1 for trial in undecided)
+            # Replicas would have to begin such a trial in the same step.
             if self.replicas or self.over or busy:  # guard: one thing is timed at a time
                 return None
             dtype = str(x.dtype).removeprefix("torch.")
@@ -296,22 +295,24 @@ class Policy:
 
     def _report(self) -> Report:
         """Return this rank's times of the trials that go on and, without replicas, were met."""
-        return {
-            key: (trial.what, trial.milliseconds(self.clock))
-            for key, trial in self.trials.items()
-            if trial.chosen is None and (self.replicas or trial.met == self.step)
-        }
+        report: Report = {}
+        for key, trial in self.trials.items():
+            goes_on = trial.chosen is None
+            if goes_on and (self.replicas or trial.met == self.step):
+                report[key] = trial.what, trial.milliseconds(self.clock)
+        return report
 
     def _look(self) -> None:
         """Go on to the next step if every rank of the sp group has stepped.
 
         `trial` and `trial_of_block` begin with it, so each call of a layer does. Collective in the
-        first call after a backward; further calls do nothing. Never during backward, see
-        Note [One candidate in forward and backward]: a checkpointed layer is recomputed there.
+        first call after a backward; further calls do nothing.
 
         Raises:
             RuntimeError: on all ranks of the sp group, if their trials differ.
         """
+        # A checkpointed layer is recomputed in backward, as the candidate that its forward ran. See
+        # Note [One candidate in forward and backward].
         if not self._due or self.over or in_backward():  # guard: stays for its backward
             return
         own_report = self._report() if self._stepped and self.board is None else {}

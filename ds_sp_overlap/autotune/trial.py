@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
@@ -22,7 +21,8 @@ Report = dict[tuple, tuple[str, list[float]]]
 
 def candidates_for(max_groups: int, off: bool) -> tuple[Candidate, ...]:
     """Return the candidates for up to ``max_groups`` head groups, with OFF if it is possible."""
-    return (*((OFF,) if off else ()), *(groups for groups in GROUPS if groups <= max_groups))
+    possible = tuple(groups for groups in GROUPS if groups <= max_groups)
+    return (OFF, *possible) if off else possible
 
 
 def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | None]]:
@@ -35,8 +35,13 @@ def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | No
         None in place of the times where no rank counts.
     """
     merged_reports: dict[tuple, tuple[str, list[float] | None]] = {}
-    for key, (what, _) in itertools.chain.from_iterable(report.items() for report in reports):
+    what_by_key: dict[tuple, str] = {}
+    for report in reports:
+        for key, (what, _) in report.items():
+            what_by_key[key] = what
+    for key, what in what_by_key.items():
         of_ranks = [report[key][1] for report in reports if key in report]
+        # A rank that has not timed all candidates reports inf, and would decide alone.
         complete = [times for times in of_ranks if max(times) < float("inf")]
         slowest = [max(times) for times in zip(*complete)]  # guard: the slowest rank counts
         merged_reports[key] = what, slowest or None
@@ -99,14 +104,15 @@ class Trial:
         backward, in ms; inf if untimed.
 
         Times are medians per token, times the mean number of tokens of all calls. So no candidate
-        gains by short batches in its steps, and a rank with long batches is a slow rank. There may
-        be more forwards than backwards: recomputed ones, and evaluations. So the time of a forward
-        is multiplied by forwards per backward, counted over all candidates together: no candidate
-        loses by an evaluation in its steps.
+        gains by short batches in its steps, and a rank with long batches is a slow rank.
         """
         marks = [self.marks[candidate] for candidate in self.left]
-        forwards = [mark for of_candidate, _ in marks for mark in of_candidate]
-        backwards = [mark for _, of_candidate in marks for mark in of_candidate]
+        # The calls of all candidates together.
+        forwards: list = []
+        backwards: list = []
+        for own_forwards, own_backwards in marks:
+            forwards += own_forwards
+            backwards += own_backwards
 
         def per_token(marks: list) -> float:
             return median(
@@ -117,11 +123,13 @@ class Trial:
             if not (own_forwards and own_backwards):
                 return float("inf")
             tokens = mean(tokens for *_, tokens in forwards)
+            # There may be more forwards than backwards: recomputed ones, and evaluations. The
+            # ratio is that of all candidates, so that none loses by an evaluation in its steps.
             calls, gradients = len(forwards), len(backwards)  # guard: evaluations favour none
             forward = per_token(own_forwards) * calls / gradients
             return tokens * (forward + per_token(own_backwards))
 
-        return [estimate(*of_candidate) for of_candidate in marks]
+        return [estimate(own_forwards, own_backwards) for own_forwards, own_backwards in marks]
 
     def next_step(self, slowest: list[float] | None) -> None:
         """Go on by an optimizer step; at the end of a round, drop candidates or choose one.

@@ -26,15 +26,12 @@ def after_import(name: str, action: Callable[[], object]) -> None:
     if name in sys.modules:
         action()
     else:
+        # First, since a finder is asked only for what the finders in front of it don't find.
         sys.meta_path.insert(0, _Watcher(name, action))
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Finds a module by the other finders, and has a function run behind the module's own code.
-
-    It stands first in ``sys.meta_path``, so that Python asks it for every module that is imported,
-    and leaves there once the function was run.
-    """
+    """Finds a module by the other finders, and has a function run behind the module's own code."""
 
     def __init__(self, name: str, action: Callable[[], object]):
         self.name, self.action, self.is_searching = name, action, False

@@ -330,8 +330,9 @@ class ChainedLayer(ABC):
         FSDP gathers the weights of a unit in a hook on the unit's call, but the chain calls only
         the norms, projections and MLP, and the modules inside of these.
         """
-        parts = [self.module, *self.layer.begins, *self.layer.ends]
-        called = {module for part in parts[1:] for module in part.modules()}
+        called: set[nn.Module] = set()
+        for part in (*self.layer.begins, *self.layer.ends):
+            called.update(part.modules())
         for name, module in self.module.named_modules():
             uncalled = module is not self.module and module not in called
             if uncalled and sharded.is_unit(module):  # guard: no unit that is not called

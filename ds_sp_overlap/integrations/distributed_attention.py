@@ -49,6 +49,7 @@ def find_group(model: nn.Module) -> Any:
         return None
     try:
         return groups._get_sequence_parallel_group()
+    # There is no mesh with sp ranks, or the mpu asserts that its sp group was made.
     except (KeyError, AssertionError):
         return None
 
@@ -66,10 +67,6 @@ def has_drop_in(model: nn.Module) -> bool:
 def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
     """Find the ``DistributedAttention`` modules of ``model``, whichever module calls them.
 
-    A layer that AutoSP has wrapped is found and left as it is, because AutoSP gathers the global
-    sequence around an attention of its own. A module whose forward somebody replaced is left as it
-    is, too.
-
     Returns:
         Every such module as a layer, whether it can be overlapped or not.
 
@@ -78,6 +75,8 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
     """
     sp_group, layers = overlap.sp_group, []
     for name, module in model.named_modules():
+        # AutoSP gathers the global sequence around an attention of its own, so that this layer is
+        # reported, and left as it is.
         if type(module).__name__ == "UlyssesSPViTAttention":
             inside = tuple(module.modules())[1:]
             lacks = "DeepSpeed's AutoSP exchanges around it"
@@ -90,12 +89,13 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
                 f"{name} was made with an sp group of ranks {own}, and enable() is to use "
                 f"ranks {sp_group.ranks}; give both one group"
             )
-        got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
-        lacks = overlap.why_not_more("the projections belong to its caller")
-        bind: Callable[[], Undo] = functools.partial(bind_drop_in, name, module, overlap)
         if has_own_forward(module):
             layers.append(FoundLayer(name, module, got="", lacks=OWN))
             continue
+        got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
+        lacks = overlap.why_not_more("the projections belong to its caller")
+        bind: Callable[[], Undo] = functools.partial(bind_drop_in, name, module, overlap)
+        # One of ours overlaps already, by the config or transport that it was made with.
         if getattr(module, "has_own_config", False):
             lacks = "made with a config or transport of its own, which the section leaves alone"
             bind = _leave
@@ -104,10 +104,7 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
 
 
 def _leave() -> Undo:
-    """Rebind nothing, and return an undo that does nothing.
-
-    The layer is one of ours that overlaps already, by the config or transport it was made with.
-    """
+    """Rebind nothing, and return an undo that does nothing."""
     return lambda module: None
 
 
@@ -115,15 +112,13 @@ OWN = "its forward is not DeepSpeed's"
 
 
 def has_own_forward(module: Any) -> bool:
-    """Return whether a call of a ``DistributedAttention`` runs code of somebody else.
-
-    Somebody else's code is a forward that neither DeepSpeed nor this package wrote (set on the
-    module, or defined in a fork or a subclass), or a ``__call__`` of the class.
-    """
+    """Return whether a call of a ``DistributedAttention`` runs code of somebody else."""
+    # A forward that was set on the module, or a ``__call__`` of the class.
     if "forward" in vars(module) and not is_ours(module) or has_own_call(module):
         return True
     known = STOCK, drop_in.__name__
     where = defined_in(type(module).forward)
+    # Neither DeepSpeed nor this package wrote it: the forward of a fork or a subclass.
     return where not in known  # guard: a fork's exchange stays its own
 
 

@@ -45,6 +45,7 @@ def find_chains(
     for name, make_layer in wanted.items():
         parent, _, _ = name.rpartition(".")
         try:
+            # Reported for each decoder layer, as a reason of the layer's own would be.
             if general_reason:
                 raise Unknown(general_reason)
             chained = make_layer()
@@ -54,6 +55,7 @@ def find_chains(
         # A layer that can't run in a chain, or that is in another list, ends the chain before it.
         last = chains[-1][-1] if chains else None
         if last is not None and _next_in_list(modules, last.name) == parent:
+            # One trial for the chain, so that all its layers run the same candidate.
             chained.choice, last.successor = last.choice, chained
             chains[-1].append(chained)
         else:
@@ -61,6 +63,7 @@ def find_chains(
                 chained.choice = ChainTrial(chained, policy)
             chains.append([chained])
         chained_layers[name] = chained, chains[-1]
+    # Only now is it known how many layers each chain has.
     for layer in layers:
         if layer.name in chained_layers:
             chained, chain = chained_layers[layer.name]
@@ -73,16 +76,13 @@ def find_chains(
 
 
 def _why_no_chains(settings: OverlapSettings) -> str:
-    """Explain why no layer of the model may run in a chain; empty if layers may.
-
-    The reason lies in the section or, for scope "auto", in the lack of a policy of one sp group
-    that could time the choice.
-    """
+    """Explain why no layer of the model may run in a chain; empty if layers may."""
     config, policy = settings.config, settings.policy
     if not config.projections:
         return "sp_overlap.projections is false"
     if config.window is not None:
         return "sp_overlap.window is of layers one by one"
+    # Only a policy of one sp group could time the choice, see `Policy.trial_of_block`.
     if config.scope == "auto" and (policy is None or policy.replicas):
         return 'scope "auto" is found beside head_groups "auto", in one sp group; "block" takes it'
     return ""
@@ -91,10 +91,9 @@ def _why_no_chains(settings: OverlapSettings) -> str:
 def _next_in_list(modules: dict[str, nn.Module], name: str) -> str | None:
     """Return the name that the module behind ``name`` in its ModuleList would have.
 
-    Returns:
-        ``layers.4`` for ``layers.3``, even if that is the last of the list; None if ``name`` is in
-        no list.
+    Returns None if ``name`` is in no list.
     """
     parent, _, number = name.rpartition(".")
     listed = isinstance(modules.get(parent), nn.ModuleList) and number.isdecimal()
+    # ``layers.4`` for ``layers.3``, even if that is the last of the list: then no layer has it.
     return f"{parent}.{int(number) + 1}" if listed else None

@@ -120,6 +120,7 @@ class OverlapSettings(NamedTuple):
             words.append(f"r = {shares} ranks share query heads")
         if windowed:
             live = self.config.window
+            # With a policy, G is not known yet.
             if live is not None and self.policy is None:
                 live = min(live, groups)
             words.append(f"{live or 'all'} at a time, made again in backward")
@@ -143,10 +144,12 @@ class OverlapSettings(NamedTuple):
         """
         reasons = [reason] if reason else []
         if not windowed:
+            # Options at their defaults ask for nothing that this layer lacks.
             changed = self.config.model_dump(exclude_defaults=True)
             ignored = [f"sp_overlap.{key}" for key in ("window", "checkpointing") if key in changed]
             if ignored:
                 reasons.append(f"so {' and '.join(ignored)} can't be had")
+        # "auto" begins with more than one group wherever a rank has the heads for it.
         if groups == 1 and self.config.head_groups == "auto":
             reasons.append("one query head a rank")
         return "; ".join(reasons)
@@ -182,12 +185,12 @@ class OverlapSettings(NamedTuple):
         """
         split = block.split_projections()
         windowed = self.config.window_of(groups) is not None and block.can_window(split)
-        overlapped = [name for name, child in linear.items() if child in split]
-        whole = [
-            f"{name} ({type(child).__name__})"
-            for name, child in linear.items()
-            if child not in split
-        ]
+        overlapped, whole = [], []
+        for name, child in linear.items():
+            if child in split:
+                overlapped.append(name)
+            else:
+                whole.append(f"{name} ({type(child).__name__})")
         shares = self.shares_for(block.heads, block.kv_heads, block.local_attention)
         got = f"all eight exchanges, {self.describe_groups(groups, shares, windowed)}"
         if overlapped:

@@ -76,6 +76,7 @@ class Report:
 def _wrapped(text: str) -> list[str]:
     """Break ``text`` into lines of a report about one kind of layers."""
     wrapper = textwrap.TextWrapper(100, initial_indent="    ", subsequent_indent="      ")
+    # Names of modules and options stay in one piece.
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     return wrapper.wrap(text)
 
@@ -153,6 +154,7 @@ def enable(
         sp_group.agree("sp_overlap", find_and_describe)
         sp_group.prepare()
     except ValueError:
+        # The policy listens to the optimizers already, and the timeline may have been made here.
         _close(policy, timeline)
         raise
     for host in hosts:
@@ -197,9 +199,6 @@ def _find_layers(
 ) -> tuple[list[FoundLayer], list[HostModule]]:
     """Find the attention layers of ``model`` with all adapters, and the modules around them.
 
-    A ``DistributedAttention`` inside a layer that an adapter of a framework found, whether that
-    layer can be overlapped or not, is no layer of its own.
-
     Raises:
         ValueError: if an adapter refuses the model.
     """
@@ -209,7 +208,11 @@ def _find_layers(
         framework_layers, framework_hosts = framework.find_layers(model, overlap)
         layers += framework_layers
         hosts += framework_hosts
-    inside = {module for layer in layers for module in layer.inside}
+    # A ``DistributedAttention`` inside a layer that an adapter of a framework found is no layer of
+    # its own, whether that layer can be overlapped or not.
+    inside: set[nn.Module] = set()
+    for layer in layers:
+        inside.update(layer.inside)
     for layer in distributed_attention.find_layers(model, overlap):
         if layer.module not in inside:
             layers.append(layer)
@@ -219,13 +222,12 @@ def _find_layers(
 def _refuse_unusable(
     model: nn.Module, layers: Sequence[FoundLayer], config: SpOverlapConfig
 ) -> None:
-    """Raise ValueError if the layers of ``model`` can't be overlapped as the section asks.
-
-    Layers that can't be overlapped are no error by themselves, unless ``on_unsupported`` is
-    "error".
-    """
+    """Raise ValueError if the layers of ``model`` can't be overlapped as the section asks."""
     left = [layer for layer in layers if layer.bind is None]
-    left_around = {module: layer for layer in left for module in layer.inside}
+    # A layer that is left as it is may exchange by itself: nothing inside of it may do so again.
+    left_around: dict[nn.Module, FoundLayer] = {}
+    for layer in left:
+        left_around.update(dict.fromkeys(layer.inside, layer))
     for layer in layers:
         if layer.bind is not None and layer.module in left_around:
             outer = left_around[layer.module]
@@ -238,7 +240,10 @@ def _refuse_unusable(
             "models, Megatron-DeepSpeed and deepspeed.sequence.layer.DistributedAttention. "
             "For others use ds_sp_overlap.SelfAttention, which needs no section"
         )
-    meta = [layer.name for layer in layers if any(p.is_meta for p in layer.module.parameters())]
+    meta = []
+    for layer in layers:
+        if any(parameter.is_meta for parameter in layer.module.parameters()):
+            meta.append(layer.name)
     if meta:
         raise ValueError(
             f"{meta[0]} is on the meta device ({len(meta)} of {len(layers)} layers); "
@@ -252,14 +257,12 @@ def _refuse_unusable(
 
 
 def _undo_and_close(undo: Undo, policy: Policy | None, timeline: Timeline | None) -> Undo:
-    """Return an undo function that closes the policy and the timeline, too.
-
-    Both belong to the whole model, and closing them again does no harm. So the first layer that is
-    restored ends the trials and the record.
-    """
+    """Return an undo function that closes the policy and the timeline, too."""
 
     def undo_and_close(module: nn.Module) -> None:
         undo(module)
+        # Both belong to the whole model: the first layer that is restored ends the trials and the
+        # record. To close them again does no harm.
         _close(policy, timeline)
 
     return undo_and_close
@@ -296,11 +299,8 @@ def disable(model: nn.Module, *, stock_too: bool = False) -> None:
 
 
 def _has_stale_forward(module: nn.Module) -> bool:
-    """Return whether ``module`` is a copy that was made while the original was overlapped.
-
-    ``copy.deepcopy`` copies the attribute ``forward`` that `rebind` set. A pickle turns this
-    attribute into a bound method of the class, which `enable` would take for a forward that
-    somebody replaced.
-    """
+    """Return whether ``module`` is a copy that was made while the original was overlapped."""
     forward = vars(module).get("forward")
+    # ``copy.deepcopy`` copies the attribute that `rebind` set. A pickle turns this attribute into a
+    # bound method of the class, which `enable` would take for a forward that somebody replaced.
     return is_ours(module) or getattr(forward, "__func__", None) is type(module).forward

@@ -193,13 +193,14 @@ def _variable() -> dict[str, Any] | None:
 def _config(arguments: dict[str, Any]) -> dict:
     """Return the DeepSpeed config, from whichever argument of ``deepspeed.initialize`` has it.
 
-    Empty if none does, since DeepSpeed refuses that by itself.
+    Empty if none does.
     """
     config = (
         arguments.get("config")
         or arguments.get("config_params")
         or getattr(arguments.get("args"), "deepspeed_config", None)
     )
+    # DeepSpeed refuses a call without a config by itself.
     if config is None:
         return {}
     return config if isinstance(config, dict) else load_ds_config(config)
@@ -207,8 +208,6 @@ def _config(arguments: dict[str, Any]) -> dict:
 
 def _section(arguments: dict[str, Any]) -> Any:
     """Return the ``sp_overlap`` section, unchecked; None if there is none.
-
-    A flag of Megatron-DeepSpeed (`bridge.section`) stands for a section where the config has none.
 
     Raises:
         ValueError: if the section is in a place where nobody reads it, or under another name.
@@ -226,6 +225,7 @@ def _section(arguments: dict[str, Any]) -> Any:
             "belongs at the top level of the config (to switch it off give it "
             '"enabled": false)'
         )
+    # A flag of Megatron-DeepSpeed stands for a section where the config has none.
     return config.get("sp_overlap", megatron_bridge.section(arguments.get("args")))
 
 
@@ -273,12 +273,12 @@ def _warn_of_halved_gradients(engine: DeepSpeedEngine) -> None:
     """Warn that ZeRO-3's reduce-scatter divides gradients by the sp size once more.
 
     The training loop must allow for that division, which has nothing to do with the overlap.
-    transformers' Trainer does, and so does the loop that Accelerate documents. So there is no
-    warning if Accelerate is on the call stack, that is, if it makes the engine.
     """
     size = getattr(engine, "sequence_parallel_size", 1)
     if size == 1 or engine.zero_optimization_stage() != 3 or not engine.zero_reduce_scatter():
         return
+    # transformers' Trainer allows for the division, and so does the loop that Accelerate documents.
+    # In both, Accelerate makes the engine, so that it is on the call stack.
     frame: Any = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("accelerate."):
@@ -332,16 +332,14 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
 
 
 def _refuse_moe_of_mpu(engine: DeepSpeedEngine) -> None:
-    """Raise ValueError if DeepSpeed's MoE takes the sp ranks of the mpu for tensor-parallel ranks.
-
-    An mpu of sp ranks alone calls them model-parallel as well. The MoE then keeps a share of the
-    tokens on each sp rank, as if all sp ranks had the same tokens.
-    """
+    """Raise ValueError if DeepSpeed's MoE takes the mpu's sp ranks for tensor-parallel ranks."""
     mpu = groups.mpu
     if not hasattr(mpu, "get_sequence_parallel_group") or engine.sequence_parallel_size == 1:
         return
     if bwc_tensor_model_parallel_world_size(mpu) == 1:
         return
+    # An mpu of sp ranks alone calls them model-parallel as well. The MoE then keeps a share of the
+    # tokens on each sp rank, as if all sp ranks had the same tokens.
     sp_ranks = dist.get_process_group_ranks(mpu.get_sequence_parallel_group())
     tp_ranks = dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu))
     for name, module in engine.module.named_modules():
@@ -380,10 +378,11 @@ def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
         except ValueError as refusal:
             error = str(refusal)
     errors = _gather(error)
-    if any(errors):
-        disable(engine.module)
-        rank, first = next((rank, text) for rank, text in enumerate(errors) if text)
-        raise ValueError(f"{first} (in the pipeline stage of rank {rank})")
+    for rank, text in enumerate(errors):
+        if text:
+            # Also on the ranks whose own stage was overlapped.
+            disable(engine.module)
+            raise ValueError(f"{text} (in the pipeline stage of rank {rank})")
     return report
 
 

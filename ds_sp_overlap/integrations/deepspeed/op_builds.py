@@ -59,6 +59,7 @@ def install() -> None:
     def wait_and_say(baton: Any) -> None:
         message = f"sp_overlap: waiting for a lock: {remedy(Path(baton.lock_file_path))}"
         timer = threading.Timer(PATIENCE_S, say, [message])
+        # A process that ends does not wait for the timer.
         timer.daemon = True
         timer.start()
         try:

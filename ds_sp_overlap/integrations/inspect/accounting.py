@@ -72,6 +72,19 @@ class Unknown(Exception):
     """The reason why it is not known what some code computes."""
 
 
+def primes_beside(sizes: Collection[int]) -> list[int]:
+    """Return primes for sizes that vary between calls, in ascending order.
+
+    None of them divides one of ``sizes``, so that it can't be mistaken for one, or for a factor.
+    """
+    primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
+    free = []
+    for prime in primes:
+        if all(size % prime for size in sizes):
+            free.append(prime)
+    return free
+
+
 class LoadedGlobal(NamedTuple):
     """A global that code loaded, and whose value may be changed later.
 
@@ -155,8 +168,7 @@ def is_plain(value: Any) -> bool:
 def forward_of(kind: type, beside: str | None = None) -> Callable:
     """Return the forward that runs when a module of class ``kind`` is called.
 
-    A decorator that only renames the argument of a KV cache is taken off. A Python function that
-    another module, not torch, put around the forward stays, and is accounted for with it.
+    A decorator that only renames the argument of a KV cache is taken off.
 
     Args:
         kind: The class.
@@ -169,6 +181,7 @@ def forward_of(kind: type, beside: str | None = None) -> Callable:
     while (where := defined_in(forward)) == beside or renames_cache(forward):
         forward = forward.__wrapped__
     is_function = isinstance(forward, types.FunctionType)
+    # A Python function that any other module put around the forward is accounted for with it.
     if not is_function or where.split(".")[0] == "torch":  # guard: what torch does around it
         raise Unknown(f"its forward is wrapped by {where or type(forward).__name__}")
     return forward
@@ -239,8 +252,22 @@ class Accounting(TorchFunctionMode):
         Code that looks for a keyword by name contains that name. A later run therefore gives the
         code these keywords, to see whether it uses one instead of passing it on.
         """
-        constants = [x for code in self.codes for x in code.co_consts if isinstance(x, str)]
-        return {x for x in constants if x.isidentifier()}
+        names: set[str] = set()
+        for code in self.codes:
+            for constant in code.co_consts:
+                if isinstance(constant, str) and constant.isidentifier():
+                    names.add(constant)
+        return names
+
+    def globals_now(self) -> list[LoadedGlobal]:
+        """Return the globals that the code loaded, each with the value that it has now.
+
+        The code may have loaded stand-ins, but later calls look at the globals themselves.
+        """
+        now = []
+        for namespace, name, _ in self.loaded_globals:
+            now.append(LoadedGlobal(namespace, name, namespace.get(name, MISSING)))
+        return now
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -253,10 +280,8 @@ class Accounting(TorchFunctionMode):
             sys.setprofile(self._profile)
 
     def look_up(self, holder: Any, name: str) -> Any:
-        """Return an attribute of ``holder``; `MISSING` if there is none. `Proxy` calls this.
-
-        What a property computes is not accounted for, since its value is compared in later calls.
-        """
+        """Return an attribute of ``holder``; `MISSING` if there is none. `Proxy` calls this."""
+        # What a property computes needs no account, since its value is compared in later calls.
         with self.suspended():
             return getattr(holder, name, MISSING)
 
@@ -265,10 +290,7 @@ class Accounting(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Judge an operation by its name, and return its result; torch calls this for each one.
-
-        Sizes come back as `Size`. A cast that changes nothing returns its tensor.
-        """
+        """Judge an operation by its name, and return its result; torch calls this for each one."""
         name, kwargs = getattr(function, "__name__", str(function)), kwargs or {}
         # An attribute of a tensor, such as ``x.shape``.
         if name == "__get__":
@@ -278,6 +300,7 @@ class Accounting(TorchFunctionMode):
             if isinstance(result, int):
                 return self.wrap_size(result)
             return tuple(map(self.wrap_size, result))
+        # ``len()`` returns a plain int, which no longer tells that it is a `Size`.
         if name == "__len__" and isinstance(self.wrap_size(args[0].shape[0]), Size):
             self.fail("asks for the len() of a tensor")
         if name in ("dtype", "device"):
@@ -286,6 +309,7 @@ class Accounting(TorchFunctionMode):
             return args[0]
         if name == "dropout":
             return self._dropout(*args, **kwargs)
+        # Such an index may take other numbers in another call.
         if name == "__getitem__" and not self._is_constant_index(args[1]):
             self.fail("looks up numbers by a tensor or a list")
         if name not in self.allowed:  # guard: only known operations
@@ -304,15 +328,15 @@ class Accounting(TorchFunctionMode):
         return getattr(x, name)
 
     def is_no_cast(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Return whether a cast leaves its tensor as it is, whatever dtype a call has.
-
-        All tensors of a run count as tensors of one dtype, so a cast to that of another tensor is
-        no cast. Where "to" is allowed, casts are operations like others.
-        """
-        targets = [*args[1:], *kwargs.values()]
-        return "to" not in self.allowed and all(
-            isinstance(x, (Tensor, bool)) or x is self._hidden_dtype for x in targets
-        )
+        """Return whether a cast leaves its tensor as it is, whatever dtype a call has."""
+        # Where "to" is allowed, casts are operations like others.
+        if "to" in self.allowed:
+            return False
+        # All tensors of a run count as tensors of one dtype. A bool is an option of the cast.
+        for target in (*args[1:], *kwargs.values()):
+            if not isinstance(target, (Tensor, bool)) and target is not self._hidden_dtype:
+                return False
+        return True
 
     def wrap_size(self, count: int) -> int:
         """Return ``count``; as a `Size` if it varies between calls (see ``sizes``)."""
@@ -428,9 +452,6 @@ def global_names(code: types.CodeType) -> tuple[list[str], list[str]]:
 def _is_known(value: Any, free: bool = False) -> bool:
     """Return whether code may load ``value`` from outside.
 
-    It may load constants; functions whose defaults are constants; modules, classes and builtins of
-    `PACKAGES`; and objects whose class belongs to torch, typing or this package.
-
     Args:
         value: The value.
         free: Whether it is a variable of an enclosing function, not a global. Tensors, sizes and
@@ -445,14 +466,17 @@ def _is_known(value: Any, free: bool = False) -> bool:
         return False
     if is_plain(value) or isinstance(value, (logging.Logger, typing.TypeVar, enum.EnumMeta)):
         return True
+    # The code of a function is judged when it runs, but its defaults are objects of their own.
     if isinstance(value, types.FunctionType):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return all(map(is_plain, defaults))
+    # As variables of an enclosing function, those of any package may be loaded.
     if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
         if isinstance(value, types.ModuleType):
             module = value.__name__
         else:
             module = getattr(value, "__module__", None) or type(value).__module__
         return module.split(".")[0] in PACKAGES or free
+    # Other objects by their class, such as a dtype or a generic alias.
     packages = ("ds_sp_overlap", "typing", "torch", "typing_extensions")
     return type(value).__module__.split(".")[0] in packages

@@ -73,7 +73,9 @@ class Reading:
     @property
     def linear(self) -> list[str]:
         """The names of the projections and of the modules in front of them, without duplicates."""
-        names = [name for source in self.sources.values() for name in source.chain]
+        names: list[str] = []
+        for source in self.sources.values():
+            names += source.chain
         return list(dict.fromkeys([*names, self.output]))
 
     def first_rows(self, fused: bool) -> dict[str, tuple[int, ...]] | None:
@@ -88,6 +90,7 @@ class Reading:
         """
         rows_by_kind = {kind: source.rows for kind, source in self.sources.items()}
         projections = list(rows_by_kind.values())
+        # The rows of one projection, which should be those of q, then k, then v.
         if fused:
             projections = [sum(projections, ())]
         for rows in projections:
@@ -118,9 +121,10 @@ class Read:
         Each call of the layer asks (`Reader.current`), as does the reading of another layer, which
         may be like this one.
         """
-        names = [
-            ".".join(map(str, path)) for path, x in self.lookups if has_changed(module, path, x)
-        ]
+        names: list[str] = []
+        for path, value in self.lookups:
+            if has_changed(module, path, value):
+                names.append(".".join(map(str, path)))
         for name, before in self.norms.items():
             if fixed_state(getattr(module, name)) != before:
                 names.append(name)
@@ -154,6 +158,7 @@ class Reader:
         known = [] if known is None else known
         self.where, self._form, self.probes = where, _form(module), ProbeSchedule()
         self.readings: dict[bool, Read]
+        # Layers that are alike are read, and probed, once.
         for reader in known:
             if reader._applies_to(module, self._form):
                 self.readings, self.probes = dict(reader.readings), reader.probes
@@ -233,15 +238,17 @@ class Reader:
 def has_changed(module: Any, path: tuple[Any, ...], value: Any) -> bool:
     """Return whether there is now something else than ``value`` at ``path``, a path of a Lookup."""
     for step in path:
+        # An item of a list or dict.
         if isinstance(step, tuple):
             try:
                 module = module[step[0]]
             except (LookupError, TypeError):
                 module = MISSING
+        elif step == "__class__":
+            module = own_class(type(module))
         else:
-            module = (
-                own_class(type(module)) if step == "__class__" else getattr(module, step, MISSING)
-            )
+            module = getattr(module, step, MISSING)
+    # Two tensors can't be compared with ``!=``, which returns a tensor.
     return module is not value and (isinstance(value, Tensor) or module != value)
 
 
@@ -346,6 +353,8 @@ class _Interpreter:
                 rotated.add(kind)
         head_dims = {x.shape[-1] for x in (trace.q, trace.k, trace.v)}
         norms_last = {source.last for source in sources.values() if source.norm is not None}
+        # `SelfAttention` rotates both q and k or neither, norms them on one side of the rotation,
+        # and leaves v alone.
         alike = rotated in (set(), {"q", "k"}) and len(head_dims) == 1 and len(norms_last) < 2
         if not alike or sources["v"].norm is not None:
             raise Unknown("q and k are not alike, or v is like them")
@@ -358,32 +367,33 @@ class _Interpreter:
         if any(passed) and not all(passed):  # guard: keywords are passed on
             keyword = [*trace.further_keywords][passed.index(False)]
             raise Unknown(f"its forward uses the keyword {keyword}")
-        # Parameters of the layer itself with an entry for each query head.
-        learned = []
-        for parameter in trace.module.parameters(recurse=False):
-            if _shape(parameter)[:1] == (trace.q.shape[1],):
-                learned.append(parameter)
-        per_head = tuple(
-            name for name, x in options.items() if any(x is parameter for parameter in learned)
-        )
-        if not all(is_plain(x) for name, x in options.items() if name not in per_head):
-            raise Unknown("its attention takes more than q, k and v")
+        own_parameters = {id(parameter) for parameter in trace.module.parameters(recurse=False)}
+        per_head = []
+        for name, option in options.items():
+            # Parameters of the layer itself with an entry for each query head.
+            if id(option) in own_parameters and _shape(option)[:1] == (trace.q.shape[1],):
+                per_head.append(name)
+            elif not is_plain(option):
+                raise Unknown("its attention takes more than q, k and v")
         self._check_parameters(options)
         rotary = self._rotary() if rotated else None
         return Reading(
-            sources, trace.q.shape[-1], rotary, output=output, options=options, per_head=per_head,
+            sources,
+            trace.q.shape[-1],
+            rotary,
+            output=output,
+            options=options,
+            per_head=tuple(per_head),
             passes_keywords=any(passed),
-        )  # fmt: skip
+        )
 
     def _check_parameters(self, options: dict[str, Any]) -> None:
-        """Raise Unknown for a parameter or buffer that has no known part in the computation.
-
-        The forward may use it in another call.
-        """
+        """Raise Unknown for a parameter or buffer that has no known part in the computation."""
         passed = [x for x in options.values() if isinstance(x, Tensor)]
         module = self.trace.module
         for name, x in (*module.named_parameters(), *module.named_buffers()):
             known = name.split(".")[0] in self.used or any(x is option for option in passed)
+            # The forward may use it in another call.
             if not known:  # guard: all that learns is known
                 raise Unknown(f"its forward does nothing that is known here with {name}")
 
@@ -396,7 +406,9 @@ class _Interpreter:
         called = [output.name for output in self.trace.outputs]
         if not self.used.issuperset(called):
             raise Unknown("its forward calls more than projections and norms")
-        names = [name for chain in chains for name in chain]
+        names: list[str] = []
+        for chain in chains:
+            names += chain
         for name in names:
             if called.count(name) > 1:
                 raise Unknown(f"its forward calls {name} more than once")
@@ -406,6 +418,7 @@ class _Interpreter:
     def _rotary(self) -> dict[str, Any]:
         """Return the keywords of the layer's `Rotary`; all calls must give the same."""
         trace = self.trace
+        # Stand-ins ran in place of the functions, so that the trace has not seen their globals.
         for function, *_ in trace.rotations:
             trace.loaded_globals += globals_of(function)
         try:
@@ -416,6 +429,7 @@ class _Interpreter:
             raise Unknown(f"{name} is no rotary embedding that is known here{reason}") from None
         if any(other != first for other in others):
             raise Unknown("q and k are not alike")
+        # The forward rotates some dims of a head alone, if it gives no more to the function.
         narrow = any(output.labels.shape[-1] < trace.q.shape[-1] for output in trace.rotated)
         return {**first, "partial": first["partial"] or narrow}
 
@@ -437,18 +451,16 @@ class _Interpreter:
         return last.name
 
     def _source(self, heads: Tensor) -> tuple[Source, bool]:
-        """Return where ``heads`` [b, s, h, d] come from, and whether they are rotated.
-
-        Goes back from attention: over a norm behind the rotation, the rotation, a norm in front of
-        it, the projection, and the modules between the hidden states and the projection.
-        """
+        """Return where ``heads`` [b, s, h, d] come from, and whether they are rotated."""
         trace = self.trace
+        # Back from attention: a norm behind the rotation, the rotation, and a norm in front of it.
         norm, heads = self._before_norm(heads)
         unrotated = self._before_rotation(heads)
         is_rotated, is_last = unrotated is not None, norm is not None
         heads = heads if unrotated is None else unrotated
         if norm is None:
             norm, heads = self._before_norm(heads)
+        # The projection.
         output = self._output_with(heads)
         index, width = output.find(heads), output.labels.shape[-1]
         # The output is [b, s, rows], so that a flat index gives the row and the token of a number.
@@ -459,6 +471,7 @@ class _Interpreter:
         in_place = (token == expected_token).all() and (rows == expected_rows).all()
         if (index < 0).any() or not in_place:
             raise Unknown("heads are not rows of a projection")
+        # The modules between the hidden states and the projection.
         chain = [output]
         while not torch.equal(chain[0].input, trace.x):
             earlier = [x for x in trace.outputs if torch.equal(x.labels, chain[0].input)]
@@ -483,9 +496,8 @@ class _Interpreter:
     def _before_norm(self, heads: Tensor) -> tuple[str | None, Tensor]:
         """Return the name of the norm that returned ``heads`` [b, s, h, d], and its input.
 
-        Returns None and ``heads`` if no norm over each head returned them. A norm is probed the
-        first time (`probe_tokenwise`). Raises Unknown for a module that returned them and is no
-        norm.
+        Returns None and ``heads`` if no norm over each head returned them. Raises Unknown for a
+        module that returned them and is no norm.
         """
         trace = self.trace
         for output in trace.outputs:
@@ -497,6 +509,7 @@ class _Interpreter:
             is_norm = "norm" in type(norm).__name__.lower() and not any(norm.children())
             if not alike or not is_norm:
                 raise Unknown(f"{output.name} is no norm that is alike for all heads")
+            # Once for all of q, k and v that go through the norm.
             if output.name not in self.used:
                 trace.loaded_globals += probe_tokenwise(
                     output.name, norm, size[0], TRANSFORMERS, norm=True

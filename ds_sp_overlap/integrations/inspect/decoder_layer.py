@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...attention.runtime.linear import hooks_are_harmless
 from ..rebinding import is_ours
-from .accounting import MISSING, MOVES, Accounting, LoadedGlobal, Unknown, forward_of, is_plain
+from .accounting import MOVES, Accounting, LoadedGlobal, Unknown, forward_of, is_plain
 from .attention import has_changed
 from .library import own_class
 from .probe import ProbeSchedule
@@ -108,7 +108,8 @@ class BlockReading:
         """Return these hidden states as the layer's own forward does: alone, or in a tuple."""
         if self.blanks is None:
             return hidden
-        return (hidden, *[None] * self.blanks, *(hidden.new_zeros(()) for _ in range(self.zeros)))
+        zeros = [hidden.new_zeros(()) for _ in range(self.zeros)]
+        return (hidden, *[None] * self.blanks, *zeros)
 
 
 class BlockReader:
@@ -169,8 +170,11 @@ class BlockReader:
         if has_own_call(layer):
             raise Unknown("it has a __call__ of its own")
         runs: list[_Run] = []
+        # Once with the dtype hidden, so that a look at it fails.
+        dtypes = [(dtype, False) for dtype in DTYPES]
+        dtypes.append((torch.float32, True))
         for training in (True, False):
-            for dtype, hidden in (*((dtype, False) for dtype in DTYPES), (torch.float32, True)):
+            for dtype, hidden in dtypes:
                 for bias in {form.biases, False}:
                     keywords: set[str] = set()
                     if runs and hidden:
@@ -183,9 +187,12 @@ class BlockReader:
         if any(other != self.reading for other in others):
             raise Unknown("its forward is another one in evaluation, or in another dtype")
         self.names = frozenset(runs[0].names)
-        self._lookups = {path: value for run in runs for path, value in run.lookups}
+        self._lookups: dict[tuple[Any, ...], Any] = {}
         self._loaded_globals: dict[Any, LoadedGlobal] = {}
-        loaded_globals = [loaded for run in runs for loaded in run.loaded_globals]
+        loaded_globals: list[LoadedGlobal] = []
+        for run in runs:
+            self._lookups.update(run.lookups)
+            loaded_globals += run.loaded_globals
         self._fixed_states = self._current_states(layer)
         reading = self.reading
         for name, norm in ((reading.norm_in, True), (reading.norm_mid, True), (reading.mlp, False)):
@@ -212,10 +219,10 @@ class BlockReader:
 
         Layers with equal signatures may share a reading.
         """
-        children = [
-            (name, own_class(type(child)), any(child.children()))
-            for name, child in layer.named_children()
-        ]
+        children = []
+        for name, child in layer.named_children():
+            # Only a child with children of its own may return a bias, see `_Recorder`.
+            children.append((name, own_class(type(child)), any(child.children())))
         probed = [getattr(layer, name, None) for name in self._probed_names()]
         signatures = [signature(child) for child in probed if isinstance(child, nn.Module)]
         size = form.size(getattr(layer, attention))
@@ -236,10 +243,8 @@ class BlockReader:
         return [fixed_state(getattr(layer, name)) for name in self._probed_names()]
 
     def unexpected(self, arguments: dict[str, Any]) -> str:
-        """Explain why the layer can't run in a chain with these arguments; empty if it can.
-
-        Arguments that were None in all runs (`Form.absent`) may be of use to the layer.
-        """
+        """Explain why the layer can't run in a chain with these arguments; empty if it can."""
+        # None in all runs, so that it is not known what the layer does with them.
         given = [name for name in self.form.absent if arguments.get(name) is not None]
         reason = f"it is given {given[0]}" if given else ""
         return reason  # guard: what was left out when it was read is not given
@@ -343,8 +348,8 @@ class _Recorder:
 class _SumAccounting(Accounting):
     """Accounts for code that adds numbers up and moves them.
 
-    A factor that is exactly 1 is allowed, too, since it is looked up again in later calls. Whether
-    a tensor requires a gradient may be passed on.
+    A factor that is exactly 1 is allowed, too. Whether a tensor requires a gradient may be passed
+    on.
     """
 
     def __torch_function__(
@@ -358,10 +363,12 @@ class _SumAccounting(Accounting):
 
     def execute(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Execute a move, a sum of two, or a product with exactly 1; fail for keywords of sums."""
+        # A factor that is 1 now is looked up again in later calls.
         if "mul" in name:
             is_by_one = len(args) > 1 and not kwargs and is_plain(args[1]) and args[1] == 1
             if not is_by_one:
                 self.fail(f"computes what is not known here: {name}")
+        # Such as the ``alpha`` of a sum, which is a factor.
         if kwargs and name not in MOVES:
             self.fail(f"computes what is not known here: {name} with {', '.join(kwargs)}")
         return super().execute(name, function, args, kwargs)
@@ -424,20 +431,18 @@ class _Run:
         if "hidden_states" not in self.names:
             raise Unknown("its forward takes no hidden_states")
         self.x = self.random_numbers()
-        self.arguments: dict[str, Any] = {
-            name: None if name in (*UNUSED, *form.absent) else Opaque(self) for name in self.names
-        }
+        self.arguments: dict[str, Any] = {}
+        for name in self.names:
+            is_absent = name in UNUSED or name in form.absent
+            self.arguments[name] = None if is_absent else Opaque(self)
         self.arguments["hidden_states"] = self.x
         # The forward may not change its input in place.
         self.x_before, random_state = self.x.clone(), torch.get_rng_state()
         more = self.further_keywords if len(self.names) < len(parameters) else {}
         with replaced(layer, self._replacement), self.accounting:
             self.returned = forward(Proxy(layer, (), self), **self.arguments, **more)
-        # The code has loaded stand-ins for some globals. Later calls are compared with the globals
-        # themselves, which are back in place by now.
-        self.loaded_globals = []
-        for namespace, name, _ in self.accounting.loaded_globals:
-            self.loaded_globals.append(LoadedGlobal(namespace, name, namespace.get(name, MISSING)))
+        # Behind `replaced`, which has put the globals back into place.
+        self.loaded_globals = self.accounting.globals_now()
         if not torch.equal(random_state, torch.get_rng_state()):
             raise Unknown("its forward draws random numbers")
 
@@ -453,13 +458,11 @@ class _Run:
         self.accounting.fail(reason)
 
     def random_numbers(self) -> Tensor:
-        """Return random hidden states [b, s, m], one number of them infinite.
-
-        A clamp, which some layers have, changes that number. It has another place for each call of
-        a child.
-        """
+        """Return random hidden states [b, s, m], one number of them infinite."""
         numbers = torch.randn(self.shape, generator=self.generator, dtype=torch.float64)
         numbers = numbers.to(self.dtype)
+        # A clamp, which some layers have, changes the infinite number. That has another place for
+        # each call of a child.
         numbers.view(-1)[len(self.calls)] = torch.inf
         return numbers
 
@@ -514,10 +517,13 @@ class _Run:
             norm_mid.input + mlp.output,
             f"its forward doesn't return what {norm_mid.name} was given + what {mlp.name} returned",
         )
-        zeros = sum(self.form.biases and self._is_zero(x) for x in behind)
+        # Only Megatron's form has zeros: the loss of a layer without experts.
+        zeros = sum(map(self._is_zero, behind)) if self.form.biases else 0
         blanks = len(behind) - zeros
-        if any(x is not None and x is not self.weights for x in behind[:blanks]):
-            raise Unknown("its forward returns more than hidden states")
+        for x in behind[:blanks]:
+            # The attention weights are None in a chain.
+            if x is not None and x is not self.weights:
+                raise Unknown("its forward returns more than hidden states")
         rest = dict(self.attention_arguments)
         # All further keywords must be passed on to the attention, or none of them.
         passed = [rest.pop(name, None) is x for name, x in self.further_keywords.items()]

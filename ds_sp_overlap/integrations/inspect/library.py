@@ -35,10 +35,8 @@ def attention_functions() -> Any:
 
 @once
 def own_class(kind: type) -> type:
-    """Return the class that a module was made with.
-
-    ``fully_shard`` replaces it by a subclass of its own, which is passed over.
-    """
+    """Return the class that a module was made with."""
+    # ``fully_shard`` replaces the class by a subclass of its own, which has this method.
     if not hasattr(kind, "_get_fsdp_state"):
         return kind
     bases = kind.__mro__
@@ -60,19 +58,18 @@ def functions_of(kind: type[nn.Module]) -> list[types.FunctionType]:
 def defined_in(function: Any) -> str:
     """Return the name of the module that defines a function or its outermost decorator.
 
-    ``__module__`` would not do, since functools.wraps copies it. The name is empty for what has no
-    globals, such as the object that functools.cache returns.
+    The name is empty for what has no globals, such as the object that functools.cache returns.
     """
+    # ``__module__`` would not do, since functools.wraps copies it.
     return getattr(function, "__globals__", {}).get("__name__", "")
 
 
 def renames_cache(function: Any) -> bool:
-    """Return whether a function's outermost decorator only gives a KV cache its new name.
-
-    transformers 5.24 decorates forwards so, until callers use the new name.
-    """
+    """Return whether a function's outermost decorator only gives a KV cache its new name."""
+    # transformers 5.24 decorates forwards so, until callers use the new name.
     if defined_in(function) != "transformers.utils.deprecation":
         return False
+    # The variables of the decorator tell which argument it renames.
     names = inspect.getclosurevars(function).nonlocals
     return {names.get("old_name"), names.get("new_name")} <= set(CACHES)  # guard: only a cache
 
@@ -87,13 +84,15 @@ def digest(holder: Any, *names: str) -> str:
         names: Names of the functions; a name that ``holder`` doesn't have is skipped.
 
     Returns:
-        The digest; empty if a function has a decorator that is not transformers', since the source
-        of the function does not show what the decorator does.
+        The digest; empty if a function has a decorator that is not transformers'.
 
     Raises:
         OSError: if there is no source.
     """
-    functions = [getattr(holder, name) for name in names if getattr(holder, name, None) is not None]
+    functions = []
+    for name in names:
+        if getattr(holder, name, None) is not None:
+            functions.append(getattr(holder, name))
     if any(map(_is_decorated, functions)):
         return ""  # guard: what a decorator does is in no digest
     text = " ".join(inspect.getsource(inspect.unwrap(function)) for function in functions)

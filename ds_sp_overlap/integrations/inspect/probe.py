@@ -119,6 +119,7 @@ def difference(
     with _isolated(module, x) as leaf:
         o, own = run_own(leaf)
         driven = run_driven(leaf, o)
+        # Behind q, k and v comes what the layer returns.
         if len(own) != len(driven):
             return f"it returns {len(own) - 3} tensors, not {len(driven) - 3}"
         names = names[: len(driven)]
@@ -139,8 +140,11 @@ def difference(
 
 def _unhooked_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of a module, by name, whose gradient triggers no hook."""
-    named = module.named_parameters()
-    return {name: p for name, p in named if p.requires_grad and not p._backward_hooks and p.is_leaf}
+    unhooked: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.is_leaf and not parameter._backward_hooks:
+            unhooked[name] = parameter
+    return unhooked
 
 
 def _first_difference(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) -> str:
@@ -164,9 +168,8 @@ def difference_of_block(
 ) -> str:
     """Compare a decoder layer's own forward with the `BlockLayer` that a chain would run.
 
-    Nothing is exchanged. Both run with an attention that reverses the channels. The `BlockLayer`
-    runs on two halves of the tokens, every other token each, so that a difference shows if tokens
-    meet in the MLP. `ChainedLayer.probe` calls this, in a forward of the model.
+    Nothing is exchanged. Both run with an attention that reverses the channels.
+    `ChainedLayer.probe` calls this, in a forward of the model.
 
     Args:
         module: The decoder layer.
@@ -205,6 +208,8 @@ def difference_of_block(
         finally:
             vars(child)["forward"] = forward_before
         own = own[0] if isinstance(own, tuple) else own
+        # The `BlockLayer` runs on every other token at a time, so that a difference shows if tokens
+        # meet in the MLP.
         own, pieces = torch.cat(in_parts(own), token_dim), []
         for h in in_parts(leaf):
             r = h + layer.norm_in(h).flip(-1)
@@ -217,13 +222,9 @@ def difference_of_block(
             (dx_driven,) = torch.autograd.grad(driven, leaf, dy, **options)
             pairs.append(("gradient of the hidden states", dx_own, dx_driven))
     compared = (own_attention_arguments.keys() | attention_arguments.keys()).difference(unused)
-    others = [
-        name
-        for name in compared
-        if not equal(own_attention_arguments.get(name), attention_arguments.get(name))
-    ]
-    if others:
-        return f"{attention} is given another {min(others)}"
+    for name in sorted(compared):
+        if not equal(own_attention_arguments.get(name), attention_arguments.get(name)):
+            return f"{attention} is given another {name}"
     return _first_difference((name, *_without_outliers(a, b)) for name, a, b in pairs)
 
 
@@ -236,13 +237,13 @@ def _add_residual(residual: Tensor, output: Any) -> Tensor:
 def _without_outliers(own: Tensor, driven: Tensor) -> tuple[Tensor, Tensor]:
     """Remove the sixteenth of the tokens that differ most, from both tensors.
 
-    Rounding may send a token to another expert, which is no fault. Tensors of different shapes, or
-    without numbers, are returned as they are.
+    Tensors of different shapes, or without numbers, are returned as they are.
     """
     if own.shape != driven.shape or own.is_meta:
         return own, driven
     own, driven = own.flatten(0, 1), driven.flatten(0, 1)
     by_difference = (own - driven).detach().double().norm(dim=-1).argsort()
+    # Rounding may send a token to another expert, which is no fault.
     most = by_difference[: len(own) - len(own) // 16]
     return own[most], driven[most]
 
@@ -275,15 +276,12 @@ def _isolated(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Turn off the dropouts of a module in the body.
-
-    Dropouts of adapters would draw other numbers in each of the two runs.
-    """
-    dropouts = [
-        part
-        for part in module.modules()
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.training
-    ]
+    """Turn off the dropouts of a module in the body."""
+    # Those of adapters, which would draw other numbers in each of the two runs.
+    dropouts = []
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.training:
+            dropouts.append(part)
     for part in dropouts:
         part.training = False
     try:
@@ -306,8 +304,10 @@ def equal(x: Any, y: Any) -> bool:
 
 def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:
     """Describe how two tensors differ; empty if they differ by no more than rounding."""
+    # A gradient that is missing counts as zero.
     if own is None or driven is None:
-        nonzero = any(x is not None and bool(x.any()) for x in (own, driven))
+        given = driven if own is None else own
+        nonzero = given is not None and bool(given.any())
         return " is there for one of the two alone" if nonzero else ""
     if own.shape != driven.shape or own.dtype != driven.dtype:
         return f" is {list(own.shape)} {own.dtype}, not {list(driven.shape)} {driven.dtype}"
@@ -323,7 +323,7 @@ def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:
     if bool(unlike[~finite].any()):
         return " overflows in one of the two alone"
     own, driven = own.where(finite, 0), driven.where(finite, 0)
-    error, size = (x.double().norm() for x in (own - driven, own))
+    error, size = (own - driven).double().norm(), own.double().norm()
     relative = float(error / size) if size else float(error)
     # Norms of fp64 tensors may compute in fp32.
     rounding = 256 * torch.finfo(torch.float32).eps

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...rotary import Rotary
-from .accounting import Accounting, LoadedGlobal, Unknown, global_names
+from .accounting import Accounting, LoadedGlobal, Unknown, global_names, primes_beside
 
 # How (cos, sin) [b, s, 1, d_rot] follow from position embeddings. The given tables have the shape
 # [b, s, d_rot] or [b, s, d_rot / 2].
@@ -79,7 +79,7 @@ ARITHMETIC = (
 def globals_of(function: Callable) -> list[LoadedGlobal]:
     """Return the globals that a function loads, and those that functions among them load.
 
-    For example ``rotate_half``, which somebody may patch. Functions of torch are not looked into.
+    For example ``rotate_half``, which somebody may patch.
     """
     loaded: list[LoadedGlobal] = []
     found, todo = set(), [function]
@@ -88,6 +88,7 @@ def globals_of(function: Callable) -> list[LoadedGlobal]:
         if not isinstance(current, types.FunctionType) or current in found:
             continue
         found.add(current)
+        # Functions of torch are taken as they are.
         if (current.__module__ or "").split(".")[0] == "torch":
             continue
         for name in global_names(current.__code__)[0]:
@@ -101,10 +102,12 @@ def globals_of(function: Callable) -> list[LoadedGlobal]:
 def rotary_of(
     function: Callable, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
 ) -> dict[str, Any]:
-    """Return `_rotary_of`, found once for a function and the functions that it calls."""
-    values = (value for *_, value in globals_of(function))
-    called = tuple(value for value in values if isinstance(value, types.FunctionType))
-    return _rotary_of(function, args, kwargs, called)
+    """Return what `_rotary_of` finds, once for a function and the functions that it calls."""
+    called = []
+    for loaded in globals_of(function):
+        if isinstance(loaded.value, types.FunctionType):
+            called.append(loaded.value)
+    return _rotary_of(function, args, kwargs, tuple(called))
 
 
 @functools.lru_cache(maxsize=256)
@@ -197,13 +200,11 @@ def _differs(
         Exception: whatever the function raises.
     """
     generator = torch.Generator().manual_seed(0)
-    # Batch and sequence must be told from the other sizes, and from each other.
     used = {width}
     for shape in args:
         if isinstance(shape, tuple):
             used.update(size for size in shape if isinstance(size, int))
-    primes = (3, 5, 7, 11, 13, 17, 19, 23, 29)
-    batch, seq = [prime for prime in primes if all(size % prime for size in used)][:2]
+    batch, seq = primes_beside(used)[:2]
     sizes = {"batch": batch, "seq": seq}
 
     def random(shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
@@ -217,10 +218,15 @@ def _differs(
     tables = {Table.WHOLE: whole, Table.COS: cos, Table.SIN: sin}
     inputs = []
     for index, x in enumerate(args):
-        inputs.append(heads.get(index, tables[x] if isinstance(x, Table) else x))
+        if isinstance(x, tuple):
+            x = heads[index]
+        elif isinstance(x, Table):
+            x = tables[x]
+        inputs.append(x)
     accounting = Accounting(ARITHMETIC, sizes.values())
     with accounting:
         rotated = function(*inputs)
+    # The cache goes by functions alone, so it would keep what a constant gave that has changed.
     for _, name, value in accounting.loaded_globals:
         if isinstance(value, (bool, int, float)):
             raise Unknown(f"it uses the global {name}")

@@ -26,6 +26,7 @@ from .accounting import (
     Unknown,
     forward_of,
     is_plain,
+    primes_beside,
 )
 from .library import CACHES, functions_of, own_class
 from .rotary_function import Table
@@ -116,6 +117,7 @@ class TracedOutput:
         index, width = self.find(x), self.input.shape[-1]
         if x.shape[-1] != width or self.count != self.input.numel() or (index < 0).any():
             return None
+        # Both hold the rows one after another, so that a flat index is the same in both.
         in_order = (index % width == torch.arange(width)).all()
         if not in_order or (index // width != index[..., :1] // width).any():
             return None
@@ -147,8 +149,9 @@ class Tables(tuple):
         Raises:
             Unknown: if they are cast to a dtype that is written in the forward.
         """
-        if not all(isinstance(x, (HiddenDtype, torch.device)) for x in (*args, *kwargs.values())):
-            raise Unknown("its forward casts position embeddings")
+        for target in (*args, *kwargs.values()):
+            if not isinstance(target, (HiddenDtype, torch.device)):
+                raise Unknown("its forward casts position embeddings")
         return self
 
 
@@ -168,21 +171,20 @@ class Proxy:
         vars(self).update(_value=value, _path=path, _trace=trace)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the object, or what stands for it.
-
-        For a layer, a child comes back as its stand-in, and a method bound to this proxy, so that
-        its code runs on stand-ins, too.
-        """
+        """Return an attribute of the object, or what stands for it."""
         trace, value = self._trace, self._trace.look_up(self._value, name)
         if value is MISSING:
+            # Somebody may set the attribute before a later call.
             trace.lookups.append(((*self._path, name), MISSING))
             raise AttributeError(name)
         is_layer = not self._path
+        # The mode of the case, whatever mode the layer is in.
         if is_layer and name == "training":
             return trace.training
         if is_layer and isinstance(value, nn.Module):
             return trace.child(name, value)
         if is_layer and inspect.ismethod(value) and value.__self__ is self._value:
+            # Bound to this proxy, so that its code runs on stand-ins, too.
             trace.lookups.append(((name, "__func__"), value.__func__))
             return types.MethodType(value.__func__, self)
         return self._record(name, value)
@@ -194,18 +196,16 @@ class Proxy:
         return self._record((key,), self._value[key])
 
     def _record(self, step: Any, value: Any) -> Any:
-        """Return a value found by one more ``step``.
-
-        Constants, tensors and functions are recorded, since later calls can compare them. Any
-        other object comes back as a `Proxy`, which records what is looked up in it.
-        """
+        """Return a value found by one more ``step``, or a `Proxy` of it."""
         trace, path = self._trace, (*self._path, step)
         if isinstance(value, Tensor) and not trace.takes_parameters:
             trace.fail(f"reads {'.'.join(map(str, path))}")
+        # Later calls can compare constants, tensors and functions.
         known = is_plain(value) or value is contextlib.nullcontext
         if known or isinstance(value, (Tensor, types.FunctionType)):
             trace.lookups.append((path, value))
             return value
+        # What is looked up in any other object is recorded by its proxy.
         return Proxy(value, path, trace)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -237,6 +237,7 @@ class ChildProxy:
             return x
         width = trace.widths.get(self._name)
         with torch._C.DisableTorchFunction():
+            # A child that tells no width, such as a norm, returns the shape that it is given.
             shape = tuple(x.shape) if width is None else (*x.shape[:-1], width)
             output = TracedOutput(self._name, x, shape, trace)
         trace.outputs.append(output)
@@ -308,6 +309,7 @@ def replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) -> Itera
     try:
         yield
     finally:
+        # Backwards: a global that several functions name may have been replaced more than once.
         for namespace, name, value in reversed(before):
             namespace[name] = value
 
@@ -353,9 +355,8 @@ class Trace:
         self.outputs: list[TracedOutput] = []
         self.rotations: list[tuple[Callable, tuple, tuple]] = []
         self.rotated: list[TracedOutput] = []
-        self.lookups: list[Lookup] = [
-            ((*CLASS, name), getattr(own_class(type(module)), name)) for name in RUNS
-        ]
+        kind = own_class(type(module))
+        self.lookups: list[Lookup] = [((*CLASS, name), getattr(kind, name)) for name in RUNS]
         self._label_count = 0
         self.loaded_globals: list[LoadedGlobal] = []
         self.constants: set[str] = set()
@@ -367,11 +368,10 @@ class Trace:
         self.widths = {name: out_features(child) for name, child in children if child is not None}
         config = module.config
         used: set[int] = set()
+        # Without zeros, which every prime divides.
         for holder in (vars(config), *map(vars, module.modules())):
             used.update(x for x in holder.values() if isinstance(x, int) and x)
-        primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
-        # Sizes that divide no size of the layer, so that they can't be mistaken for it.
-        free = [prime for prime in primes if all(x % prime for x in used)]
+        free = primes_beside(used)
         self.batch, self.seq = free[0] if case.batch > 1 else 1, free[1 + case.seq_index]
         self.x = self.new_labels(self.batch, self.seq, config.hidden_size)
         cos, sin = (self.new_labels(self.batch, self.seq, 2) for _ in range(2))
@@ -431,12 +431,15 @@ class Trace:
         if self.case.gives_optional:
             known |= {name: Opaque(self) for name in UNUSED if name not in CACHES}
             known["position_ids"] = self.position_ids
+        arguments = {}
         for name in names:
             if name not in known:
                 raise Unknown(f"its forward takes {name}")
+            arguments[name] = known[name]
+        # The forward takes any keywords.
         if len(names) < len(parameters):
             self.further_keywords = {name: Opaque(self) for name in {"sp_overlap", *keywords}}
-        return {**{name: known[name] for name in names}, **self.further_keywords}
+        return arguments | self.further_keywords
 
     def _replacement(self, name: str, value: Any) -> Any:
         """Return what replaces a global of the layer's code; None if it stays.
@@ -474,6 +477,7 @@ class Trace:
             labels = tuple(output.labels for output in outputs)
             return labels[0] if len(labels) == 1 else labels
 
+        # The constructor looks for this attribute, to record the function in place of the stand-in.
         vars(rotary)["_rotary"] = function
         return rotary
 
@@ -518,6 +522,8 @@ class LabelAccounting(Accounting):
 
     def is_no_cast(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Return whether a cast leaves labels alone, as one to their own dtype or a device does."""
-        targets = [x for x in (*args[1:], *kwargs.values()) if x is not self.dtype]
-        targets = [x for x in targets if not isinstance(x, torch.device)]
+        targets = []
+        for x in (*args[1:], *kwargs.values()):
+            if x is not self.dtype and not isinstance(x, torch.device):
+                targets.append(x)
         return super().is_no_cast((*args[:1], *targets), {})

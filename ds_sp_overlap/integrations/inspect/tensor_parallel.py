@@ -7,6 +7,7 @@ So the heads of a tensor-parallel rank are those of its slices, and not those of
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -32,10 +33,13 @@ def heads_of_ranks(module: Any) -> list[tuple[int, int]]:
         return []
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    # AutoTP cuts all layers of an attention along the same KV heads, so one of them that tells the
-    # sizes of the slices is enough. If none does (fused layers don't), the slices are equal.
-    sizes = next(filter(None, (getattr(layer, "_partition_sizes", None) for layer in cut)), None)
-    sizes = sizes or (1,) * cut[0].tp_world_size
+    # If no layer tells the sizes of the slices (fused layers don't), the slices are equal.
+    sizes: Sequence[int] = (1,) * cut[0].tp_world_size
+    for layer in cut:
+        # AutoTP cuts all layers of an attention along the same KV heads, so one of them is enough.
+        if getattr(layer, "_partition_sizes", None):
+            sizes = layer._partition_sizes
+            break
     return [(heads * size // sum(sizes), kv_heads * size // sum(sizes)) for size in sizes]
 
 
@@ -59,8 +63,7 @@ def out_features(module: Any) -> int | None:
 def refuse_shared_ranks(model: nn.Module, sp_ranks: list[int]) -> None:
     """Raise ValueError if two ranks of the sp group are in one tensor-parallel group.
 
-    Tensor-parallel ranks compute with the same tokens, sp ranks with tokens of their own, so no two
-    ranks can be both. `enable` calls this while the ranks agree.
+    `enable` calls this while the ranks agree.
 
     Args:
         model: The model, of which AutoTP may have cut layers.
@@ -70,6 +73,7 @@ def refuse_shared_ranks(model: nn.Module, sp_ranks: list[int]) -> None:
         if not _is_cut(layer):
             continue
         tp_ranks = dist.get_process_group_ranks(layer.mp_group)
+        # Tensor-parallel ranks compute with the same tokens, sp ranks with tokens of their own.
         if len(set(tp_ranks) & set(sp_ranks)) > 1:
             raise ValueError(
                 f"{name} is cut by AutoTP over ranks {tp_ranks}, which hold the same tokens, but "

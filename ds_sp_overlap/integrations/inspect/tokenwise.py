@@ -129,8 +129,6 @@ class _TokenwiseAccounting(Accounting):
 class _RankOneLinear(nn.Module):
     """Stands for a linear layer, with a random weight ``out into^T`` of rank 1.
 
-    The weight itself is made only for code that reads it, so that a wide layer needs no memory.
-
     Attributes:
         calls: How often it was called, by which `_run` notices a recomputation in backward.
     """
@@ -148,6 +146,7 @@ class _RankOneLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
+        # Made only for code that reads it, so that a wide layer needs no memory.
         with torch._C.DisableTorchFunction():
             return torch.outer(self.out, self.into)
 
@@ -166,13 +165,13 @@ def signature(module: nn.Module) -> tuple:
     """Describe a module so that modules with equal signatures compute the same.
 
     The signature has the name, type, attributes, parameter shapes and buffer names of each part.
-    Attributes that are no constants count as equal only if they are the same object.
     """
     parts = []
     for name, part in module.named_modules():
         attributes = []
         for key, value in vars(part).items():
             if key not in _MODULE_ATTRIBUTES:
+                # Objects that are no constants count as equal only if they are the same.
                 attributes.append((key, value if is_plain(value) else id(value)))
         shapes, buffers = tuple(_shapes(part).items()), tuple(part._buffers)
         parts.append((name, own_class(type(part)), tuple(attributes), shapes, buffers))
@@ -181,10 +180,10 @@ def signature(module: nn.Module) -> tuple:
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     """Return the shapes of a module's own parameters, whole even where ZeRO-3 partitioned them."""
-    return {
-        name: torch.Size(getattr(p, "ds_shape", p.shape))
-        for name, p in module.named_parameters(recurse=False)
-    }
+    shapes = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        shapes[name] = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+    return shapes
 
 
 def _random_copy(
@@ -192,8 +191,7 @@ def _random_copy(
 ) -> nn.Module:
     """Copy a module, with random numbers in parameters, buffers and linear layers, without hooks.
 
-    Experts of the copy are narrow inside. Dropouts, which drop nothing, become identities. Buffers
-    of whole numbers are copied, since they may be indices.
+    Experts of the copy are narrow inside. Dropouts, which drop nothing, become identities.
 
     Raises:
         Unknown: if a parameter of the copy would have more than `MOST` numbers.
@@ -213,6 +211,7 @@ def _random_copy(
         if math.prod(shape) > MOST:
             raise Unknown(f"a {type(module).__name__} is too large to be tried out")
         numbers = torch.randn(shape, generator=generator, dtype=dtype)
+        # So that products with a matrix keep the scale of their input.
         if len(shape) > 1:
             numbers = numbers / shape[-1] ** 0.5
         parameters[name] = numbers.requires_grad_()
@@ -221,6 +220,7 @@ def _random_copy(
         if x.is_floating_point():
             buffers[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype)
         else:
+            # Whole numbers may be indices.
             buffers[name] = x.clone()
     children: dict[str, Any] = dict.fromkeys(module._modules)
     for name, child in module.named_children():
@@ -231,16 +231,13 @@ def _random_copy(
 
 
 def _narrow_shapes(module: Any) -> dict[str, torch.Size]:
-    """Return the shapes of a module's own parameters; of experts, with few numbers inside.
-
-    Weights of experts are [experts, out, in], or [experts, in, out] if they are transposed; biases
-    are [experts, out].
-    """
+    """Return the shapes of a module's own parameters; of experts, with few numbers inside."""
     shapes = _shapes(module)
     # The attributes that transformers' `use_experts_implementation` gives to experts.
     if not hasattr(module, "_apply_gate") or not hasattr(module, "is_transposed"):
         return shapes
-    # The dim of each parameter that counts the numbers inside an expert.
+    # The dim of each parameter that counts the numbers inside an expert. Weights are [experts, out,
+    # in], or [experts, in, out] if they are transposed; biases are [experts, out].
     inside: dict[str, int] = {}
     for name, shape in shapes.items():
         if len(shape) == 3:
@@ -280,7 +277,7 @@ def probe_tokenwise(
         Unknown: if it is no such function.
     """
     where = f"{name} ({type(module).__name__})"
-    if norm and (any(module.children()) or any(True for _ in module.buffers())):
+    if norm and [*module.children(), *module.buffers()]:
         raise Unknown(f"{where} has more than parameters")
     has_own_code = _check_parts(name, module, form, norm)
     # Grouped products of experts do not exist in fp64.
@@ -353,13 +350,13 @@ def fixed_state(module: nn.Module) -> list[tuple]:
     """Return what must stay the same in a module for its probe to hold, to be compared with ``==``.
 
     For each part: its class, its forward, and the probability of a dropout. For a part whose class
-    is neither torch's nor transformers' also the attributes of the class and of the part, at which
-    its code may look.
+    is neither torch's nor transformers' also the attributes of the class and of the part.
     """
     parts = []
     for part in module.modules():
         kind: Any = own_class(type(part))
         values = {}
+        # Code that is no library's may look at any attribute.
         if not _is_library_code(part):  # guard: whatever it may look at
             attributes: dict[str, Any] = {}
             for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
@@ -393,11 +390,9 @@ def _constants(x: Any, depth: int = 3) -> Any:
 
 
 def has_own_call(module: nn.Module) -> bool:
-    """Return whether the class of a module has a ``__call__`` that may do more than its forward.
-
-    The ``__call__`` of transformers' gradient checkpointing does not count, nor one of torch.
-    """
+    """Return whether the class of a module has a ``__call__`` that may do more than its forward."""
     call = type(module).__call__
+    # transformers' ``__call__`` only checkpoints the forward. Those of torch don't count either.
     libraries = "transformers.modeling_layers", "torch.nn."
     return call is not nn.Module.__call__ and not (call.__module__ or "").startswith(libraries)
 
@@ -414,8 +409,13 @@ def _is_transformers(part: nn.Module) -> bool:
 
 def _state(copy: nn.Module) -> list[tuple[dict[str, Any], list[Tensor]]]:
     """Return a copy of the attributes and buffers of all parts but stand-ins of linear layers."""
-    parts = [part for part in copy.modules() if not isinstance(part, _RankOneLinear)]
-    return [(dict(vars(part)), [x.clone() for x in part.buffers(recurse=False)]) for part in parts]
+    states = []
+    for part in copy.modules():
+        # The stand-ins count their calls.
+        if not isinstance(part, _RankOneLinear):
+            buffers = [x.clone() for x in part.buffers(recurse=False)]
+            states.append((dict(vars(part)), buffers))
+    return states
 
 
 def _is_same_state(before: list, after: list) -> bool:

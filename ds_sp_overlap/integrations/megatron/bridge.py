@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Provides ``deepspeed.compression.compress``, which HEAD imports and DeepSpeed removed.
 
-    The functions of the module raise. This is the last of all finders, so a module of DeepSpeed's
-    own comes first. It finds the module only in a process that uses Megatron.
+    The functions of the module raise.
     """
 
     names = ("deepspeed.compression", "deepspeed.compression.compress")
@@ -29,11 +28,13 @@ class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, name: str, path: Any, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return a spec whose loader is this object; None for any other module."""
+        # Other programs shall see that DeepSpeed has no such module.
         if name not in self.names or "megatron" not in sys.modules:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=name == self.names[0])
 
     def create_module(self, spec: Any) -> None:
+        # Python makes the module as it makes any other.
         return None
 
     def exec_module(self, module: Any) -> None:
@@ -58,6 +59,7 @@ def bridge() -> None:
     Called when the package is imported, whether the program uses Megatron or not.
     """
     if not any(isinstance(finder, _Compression) for finder in sys.meta_path):
+        # Last of all finders, so that a module of DeepSpeed's own comes first.
         sys.meta_path.append(_Compression())
 
 

@@ -135,8 +135,7 @@ def _why_chain_cant_recompute(stack: Any, config: SpOverlapConfig) -> str:
     """Explain why a chain can't do the activation checkpointing of the layers of ``stack``.
 
     Returns:
-        The reason; empty if a chain can do it, or the layers are not checkpointed. DeepSpeed's
-        settings for checkpoints are looked at in each call, since a program may change them.
+        The reason; empty if a chain can do it, or the layers are not checkpointed.
     """
     if not _is_checkpointed(stack):
         return ""
@@ -150,6 +149,7 @@ def _why_chain_cant_recompute(stack: Any, config: SpOverlapConfig) -> str:
         return f"{what} of {layers_at_a_time} layers at a time"
     if config.checkpointing == "offload" or config.scope == "auto":
         return f'{what}, with sp_overlap.checkpointing "offload" or scope "auto"'
+    # Looked at in each call, since a program may change these settings.
     from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 
     if (
@@ -184,8 +184,7 @@ def _chain_checkpoints(
 ) -> Iterator[None]:
     """Let the chain do the checkpointing of the layers of ``stack`` in the body, if it can.
 
-    Whether it can is decided when the stack calls its method `CHECKPOINTED`. See Note [Checkpoints
-    of Megatron].
+    See Note [Checkpoints of Megatron].
 
     Args:
         stack: The module whose forward the body runs.
@@ -214,6 +213,7 @@ def _chain_checkpoints(
             The hidden states [s/P, b, m], and the list of the MoE losses of the layers.
         """
         layers = [stack._get_layer(number) for number in range(stack.num_layers)]
+        # A chain can't leave out layers, nor cross-attend to the output of an encoder.
         able = (
             _is_checkpointed(stack)
             and not _why_chain_cant_recompute(stack, config)

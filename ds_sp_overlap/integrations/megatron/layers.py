@@ -70,10 +70,11 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Ten
     grouped = k.shape[2] < q.shape[2]
     # Every other attention of Megatron wants as many KV heads as query heads.
     if grouped and flash_function != "flash_attn_varlen_func":
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+        repeats = q.shape[2] // k.shape[2]
+        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
     if flash:
-        return local(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
-    q, k, v = (x.contiguous() for x in (q, k, v))
+        return local(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)).transpose(0, 1)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if module.use_flash_attn:
         return local(q, k, v)
     # Core attention flattens o to this width, that of all heads of a rank. q may hold only the
@@ -90,9 +91,6 @@ def _local_tables(
     rotary: Any, rank: int, local_seq: int, sp_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Return cos and sin at the positions of this rank.
-
-    RoPE is elementwise. So q and k can be rotated before the exchange, where the time is hidden,
-    and are bit-identical to those that the layer's own forward rotates behind the exchange.
 
     Args:
         rotary: (cos, sin) of the whole sequence, each [s, 1, 1, d_rot]; None without RoPE.
@@ -120,8 +118,10 @@ def _local_tables(
             f"rotary_pos_emb has {length} positions, the whole sequence {seq} ({local_seq} on each "
             f"of {sp_size} ranks); give the tables of the whole sequence"
         )
-    cos, sin = (table[rank * local_seq : (rank + 1) * local_seq].to(dtype) for table in rotary)
-    return cos, sin
+    # RoPE is elementwise. So q and k can be rotated before the exchange, where the time is hidden,
+    # and are bit-identical to those that the layer's own forward rotates behind the exchange.
+    (cos, sin), own = rotary, slice(rank * local_seq, (rank + 1) * local_seq)
+    return cos[own].to(dtype), sin[own].to(dtype)
 
 
 def _check_mask(mask: Any, seq: int) -> None:
@@ -303,12 +303,13 @@ def _probe(
 def _plain(linears: list[nn.Module]) -> Plain:
     """Return the forwards of Megatron's linear layers that compute x w^T + b and nothing else.
 
-    The block may compute these part by part. A layer with tensor parallelism computes more.
+    The block may compute these part by part.
 
     Returns:
         For each such forward, a function that tells whether a layer leaves its bias to the caller.
     """
     plain: Plain = {}
+    # With any of these a layer computes more, for tensor parallelism.
     extras = (
         "sequence_parallel",
         "async_tensor_model_parallel_allreduce",
@@ -316,6 +317,7 @@ def _plain(linears: list[nn.Module]) -> Plain:
     )
     for linear in linears:
         kind, forward = type(linear), type(linear).forward
+        # A forward that the class itself defines, and that nobody has replaced.
         own_name = f"{kind.__qualname__}.forward"
         own = forward.__module__ == kind.__module__ and forward.__qualname__ == own_name
         if not own or kind.__name__ not in ("ColumnParallelLinear", "RowParallelLinear"):
@@ -352,11 +354,13 @@ def _why_not(module: nn.Module) -> tuple[str, bool]:
         return "cross attention", False
     if has_own_forward(module.dist_attn):
         return f"dist_attn ({type(module.dist_attn).__name__}): {OWN}", False
+    # Whatever calls ``dist_attn``, the exchanges in it can be overlapped.
     if "forward" in vars(module):
         return "its forward was replaced", True
     splits_heads = module.num_attention_heads_per_partition != module.num_attention_heads
     if splits_heads or module.sequence_parallel:
         return "tensor parallelism; the projections belong to it", True
+    # Every linear layer of Megatron has this attribute.
     for name in (*SPLIT.values(), "query_key_value", "dense"):
         if name in children and not hasattr(children[name], "skip_bias_add"):
             return "its projections are not Megatron's", True
@@ -408,8 +412,9 @@ def find_layers(
         if reason:
             layers.append(FoundLayer(name, module, got="", lacks=reason, inside=inside))
             continue
-        # So no ranks share query heads: with fewer queries than keys, Megatron's flash attention
-        # fails an assertion in training, and is not causal in evaluation.
+        # Given a reason, `groups_for` lets no ranks share query heads. With fewer queries than
+        # keys, Megatron's flash attention fails an assertion in training, and is not causal in
+        # evaluation.
         why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
         groups = settings.groups_for(module.num_attention_heads, module.num_key_value_heads, why)
         driven = _drive(name, module, reader, settings)

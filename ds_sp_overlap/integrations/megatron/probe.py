@@ -18,9 +18,7 @@ from ..inspect import probe
 def difference(module: Any, block: SelfAttention, arguments: dict[str, Any]) -> str:
     """Compare the forward of a layer's class with ``block``.
 
-    Nothing is exchanged. q, k and v are compared before rotation, since the layer's own forward
-    leaves the rotation to ``dist_attn``. KV heads are repeated for the query heads where the layer
-    repeats them.
+    Nothing is exchanged.
 
     Args:
         module: The layer.
@@ -42,6 +40,7 @@ def difference(module: Any, block: SelfAttention, arguments: dict[str, Any]) -> 
         recorded: list[Tensor] = []
         with _recording(module, recorded, arguments):
             output = type(module).forward(module, **{**arguments, "hidden_states": x})
+        # Flash attention is given [b, s/P, h, d].
         if batch_first:
             recorded = [heads.transpose(0, 1) for heads in recorded]
         o, *heads = recorded
@@ -51,7 +50,9 @@ def difference(module: Any, block: SelfAttention, arguments: dict[str, Any]) -> 
     def run_driven(x: Tensor, o: Tensor) -> list[Tensor]:
         """Return q, k, v of the block without rotation, and the output projection of ``o``."""
         results = []
+        # Before rotation, which the layer's own forward leaves to ``dist_attn``.
         for heads in block.project_locally(x, ()):
+            # The layer's own forward repeats KV heads for the query heads.
             repeats = block.heads // heads.shape[2]
             results.append(heads.repeat_interleave(repeats, 2) if repeats > 1 else heads)
         return [*results, *_without_none(module.dense(o))]
@@ -92,6 +93,7 @@ def _recording(module: Any, recorded: list[Tensor], arguments: dict[str, Any]) -
         flat = not module.use_flash_attn or module.use_flash_attn_triton
         return o.flatten(2) if flat else o
 
+    # The module's call looks up this attribute, and ``dist_attn`` may have been given one before.
     forward_before = attributes.get("forward")
     attributes["forward"] = recorder
     try:

@@ -15,6 +15,7 @@ is known by its source.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.runtime.linear import hooks_are_harmless
-from ..inspect.accounting import MISSING, LoadedGlobal, Unknown, forward_of
+from ..inspect.accounting import MISSING, LoadedGlobal, Unknown, forward_of, primes_beside
 from ..inspect.attention import Read, Reader
 from ..inspect.symbolic_trace import (  # fmt: skip
     CLASS,
@@ -152,13 +153,10 @@ class _Run:
         self.accounting = LabelAccounting(case.dtype, {batch, seq, batch * seq})
         forward = forward_of(type(module))
         arguments = self._arguments(forward, case)
-        with replaced(module, self._replacement), self.accounting:
+        with replaced(module, functools.partial(replacement, self)), self.accounting:
             returned = forward(Proxy(module, (), self), **arguments)
-        # The code has loaded stand-ins for some globals. Later calls are compared with the globals
-        # themselves, which are back in place by now.
-        self.loaded_globals = []
-        for namespace, name, _ in self.accounting.loaded_globals:
-            self.loaded_globals.append(LoadedGlobal(namespace, name, namespace.get(name, MISSING)))
+        # Behind `replaced`, which has put the globals back into place.
+        self.loaded_globals = self.accounting.globals_now()
         # Attributes that were replaced in this run are no facts about the layer.
         self.lookups = [
             (path, value) for path, value in self.lookups if path[0] not in self.replaced_attributes
@@ -179,15 +177,15 @@ class _Run:
     def _sizes(self, case: Case) -> tuple[int, int]:
         """Return batch size and sequence length, primes that divide no size of the layer.
 
-        So neither can be mistaken for a size of the layer, or for a factor of one. The batch size
-        may be 1.
+        The batch size may be 1.
         """
+        # Without zeros, which every prime divides.
         used = [x for x in vars(self.module).values() if isinstance(x, int) and x]
         for parameter in self.module.parameters():
             used += getattr(parameter, "ds_shape", parameter.shape)
+        # The rows of a fused projection, whose weight has other rows where KV heads are ungrouped.
         used.append((self.heads + 2 * self.kv_heads) * self.head_dim)
-        primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31)
-        free = [prime for prime in primes if all(x % prime for x in used)]
+        free = primes_beside(used)
         return free[0] if case.batch > 1 else 1, free[1 + case.seq_index]
 
     def _arguments(self, forward: Any, case: Case) -> dict[str, Any]:
@@ -205,10 +203,6 @@ class _Run:
             encoder_output=Opaque(self) if case.masked else None,
         )  # fmt: skip
         return {name: values.get(name) for name in names}
-
-    def _replacement(self, name: str, value: Any) -> Any:
-        """Return what replaces a global of the layer's code; None if it stays."""
-        return replacement(self, name, value)
 
     def fail(self, reason: str) -> NoReturn:
         """Raise Unknown; see `Accounting.fail`."""
@@ -259,12 +253,13 @@ class _Run:
             *args: Tables and mask, as are ``kwargs``.
         """
         self._check_arguments(dim, args, kwargs)
-        # [s, b, all q | all k | all v]; nothing in place of a projection that was not called.
+        # [s, b, all q | all k | all v]; of no width in place of a projection that was not called.
         rows = torch.cat([self.outputs.get(name, self.x[..., :0]) for name in self.projections], -1)
         kv = self.kv_heads * self.head_dim
         expected_rows = rows.split((rows.shape[-1] - 2 * kv, kv, kv), -1)
         for name, heads, row in zip("qkv", (q, k, v), expected_rows):
             expected = row.unflatten(-1, (-1, self.head_dim))
+            # Some forwards repeat KV heads for their query heads, others leave that to attention.
             repeated = expected.repeat_interleave(self.heads // expected.shape[2], 2)
             heads = heads.transpose(0, 1) if self.flash else heads
             if not torch.equal(heads, expected) and not torch.equal(heads, repeated):
@@ -276,13 +271,11 @@ class _Run:
         return o.clone() if self.flash else self.o
 
     def _check_arguments(self, dim: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Fail unless ``dist_attn`` is given the same arguments as the driver would give.
-
-        Without flash attention HEAD passes the mask in place of ``dim``. Its ``dist_attn`` can't
-        run with that, so there is no result that the driver would have to reproduce.
-        """
+        """Fail unless ``dist_attn`` is given the same arguments as the driver would give."""
         if self.o is not None:
             self.fail("calls dist_attn more than once")
+        # Without flash attention HEAD passes the mask in place of ``dim``. Its ``dist_attn`` can't
+        # run with that, so there is no result that the driver would have to reproduce.
         if not self.flash and dim is self.mask and not args and not kwargs:
             return
         if type(dim) is not int or dim != (0 if self.flash else 1):
@@ -321,6 +314,7 @@ class _Run:
         output = returned[0]
         if not isinstance(output, Tensor) or not torch.equal(output, self.outputs["dense"]):
             raise Unknown("its forward doesn't return what dense returns")
+        # The forward may use any other parameter in another call.
         for name, _ in (*self.module.named_parameters(), *self.module.named_buffers()):
             if name.split(".")[0] not in {*self.outputs, "dist_attn"}:
                 message = f"its forward does nothing that is known here with {name}"

@@ -1,9 +1,7 @@
 """Megatron-DeepSpeed: replaces globals of its code while a layer's forward is read (`accounting`).
 
 A scripted function is read as the Python function that it was compiled from. A forward may name
-modules of Megatron, but the only function in them that is known is
-``core.utils.make_viewless_tensor``. It returns its tensor with storage of its own where the tensor
-is a view. It is recognised by its source code.
+modules of Megatron, but one function in them alone is known, by its source code.
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ from torch import Tensor
 from ..inspect.accounting import MISSING, PACKAGES, HiddenDtype, LoadedGlobal
 from ..inspect.library import digest
 
+# A function of ``megatron.core.utils``. It returns its tensor, with storage of its own where the
+# tensor is a view.
 VIEWLESS = "make_viewless_tensor"
 PARTS = (VIEWLESS, "MakeViewlessTensor", "_kernel_make_viewless_tensor")
 # The digest of these parts, in versions whose `VIEWLESS` returns its ``inp``.
@@ -48,12 +48,13 @@ def replacement(run: Any, name: str, value: Any) -> Any:
 
 
 class _Rearrange:
-    """Stands for einops' ``rearrange``, which only moves numbers and is not accounted for."""
+    """Stands for einops' ``rearrange``."""
 
     def __init__(self, run: Any, rearrange: Callable):
         self._run, self._rearrange = run, rearrange
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Its code needs no account: it only moves numbers.
         with self._run.accounting.suspended():
             return self._rearrange(*args, **kwargs)
 
@@ -95,6 +96,7 @@ class _Package:
         if isinstance(value, types.ModuleType):
             return _Package(path, value, run)
         is_viewless = name == VIEWLESS and value is not MISSING
+        # To read a source opens files, which is no part of the forward.
         with run.accounting.suspended():
             source = source_of(self._module, *PARTS) if is_viewless else ""
         if source not in KNOWN:

@@ -20,8 +20,6 @@ _CHUNKS = 8
 def balanced(work: np.ndarray, shares: int) -> QueryChunks:
     """Deal the tokens of the sequence to shares; the same on every rank.
 
-    All shares get equally many chunks, so that q and o stay equally large.
-
     Args:
         work: [s]. The number of keys that the query of each token sees.
         shares: r; at most s.
@@ -35,6 +33,7 @@ def balanced(work: np.ndarray, shares: int) -> QueryChunks:
     # The work that each share was dealt so far, and its chunks.
     loads, dealt = [0] * shares, [[] for _ in range(shares)]  # type: ignore[var-annotated]
     for chunk in sorted(range(len(ranges)), key=lambda chunk: -of_chunks[chunk]):
+        # All shares get equally many chunks, so that q and o stay equally large.
         free = [share for share in range(shares) if len(dealt[share]) < chunks]
         share = min(free, key=loads.__getitem__)
         loads[share] += of_chunks[chunk]

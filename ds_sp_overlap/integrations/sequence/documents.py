@@ -33,6 +33,7 @@ def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
         A tensor for each array, of the array's shape.
     """
     host = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    # Only a copy from pinned memory lets the host go on.
     host = host if device.type == "cpu" else host.pin_memory()
     parts = host.to(device, non_blocking=True).split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays)]
@@ -114,9 +115,7 @@ class Documents:
 
     @staticmethod
     def _long_calls(bounds: np.ndarray, rows: int) -> list[tuple[slice, int, int]]:
-        """Return the calls for long documents, one for each document.
-
-        Where every row has a document at the same place, one call serves all rows.
+        """Return the calls for long documents.
 
         Returns:
             For each call, the rows as a slice, and start and stop of the document.
@@ -125,7 +124,9 @@ class Documents:
         for row, start, stop in bounds.tolist():
             rows_of_place.setdefault((start, stop), []).append(row)
         calls = []
+        # In ascending order, so that their joined results may be the sequence (`in_order`).
         for (start, stop), of_place in sorted(rows_of_place.items()):
+            # Where every row has a document at this place, one call serves all rows.
             if len(of_place) == rows:
                 calls.append((slice(None), start, stop))
             else:

@@ -166,9 +166,10 @@ class GlobalSequence:
     def recurrent_documents(self) -> Documents | None:
         """The documents as a recurrent layer needs them, which begins each with an empty state.
 
-        Padding behind a document belongs to it, since the state may run on into it. Padding at the
-        beginning of a row is a document of its own. None if every row is one document.
+        None if every row is one document.
         """
+        # Padding behind a document belongs to it, since the state may run on into it. Padding at
+        # the beginning of a row is a document of its own.
         starts = self._starts if self._mask is None else self._starts & self._mask
         starts[:, 0] = True
         return self._documents_of(_bounds(starts))
@@ -191,9 +192,6 @@ class GlobalSequence:
 
     def for_flash(self, queries: Range) -> tuple[list[int], dict[str, Any]]:
         """Return how transformers' own flash attention keeps the documents of a range apart.
-
-        Given ``position_ids`` instead, flash attention would ask the device in every call how many
-        documents there are.
 
         Args:
             queries: The range of tokens whose queries attend.
@@ -226,9 +224,7 @@ class GlobalSequence:
     def query_chunks(self, shares: int) -> QueryChunks | None:
         """Return the tokens whose queries each share attends with, balanced by work.
 
-        None if every row is one document, or no ranks share heads: then `Geometry` chooses. The
-        tokens are the same for all layers, whatever windows these have: each query of a small
-        window sees about as many keys as any other.
+        None if every row is one document, or no ranks share heads: then `Geometry` chooses.
 
         Args:
             shares: The ranks that share query heads, r.
@@ -238,7 +234,8 @@ class GlobalSequence:
             return None
         if shares not in self._query_chunks:
             row, start, stop = self.bounds.T
-            # The keys that each query sees: its place in its document, counted from 1.
+            # The keys that each query sees: its place in its document, counted from 1. Layers with
+            # a small window are dealt the same tokens, as all their queries see about as many keys.
             seen = np.arange(1, self.rows * seq + 1) - (row * seq + start).repeat(stop - start)
             self._query_chunks[shares] = balanced(seen.reshape(self.rows, seq).sum(0), shares)
         return self._query_chunks[shares]
@@ -458,20 +455,20 @@ class Positions:
                 message = "; ".join(messages)
             raise error(f"{where}: {message}")
         if len({(header.axes, header.rows, header.batch) for header in headers}) > 1:
-            forms = "; ".join(
-                f"sp rank {rank}: {header.rows} of batch {header.batch}, {header.axes} axes"
-                for rank, header in enumerate(headers)
-            )
+            forms = []
+            for rank, header in enumerate(headers):
+                of_batch = f"{header.rows} of batch {header.batch}"
+                forms.append(f"sp rank {rank}: {of_batch}, {header.axes} axes")
             raise ValueError(
-                f"{where}: position_ids differ in batch or axes over the sp ranks ({forms}); "
-                "cut one batch over them"
+                f"{where}: position_ids differ in batch or axes over the sp ranks "
+                f"({'; '.join(forms)}); cut one batch over them"
             )
 
     def _refuse_restart(self, where: str, position_ids: np.ndarray, lengths: list[int]) -> None:
         """Raise ValueError for positions that start anew on every rank and nowhere else.
 
-        Such positions are a mistake in the first forward. Once other positions were seen, which
-        this method remembers, they mean documents that end where ranks end. All ranks raise alike.
+        Once other positions were seen, which this method remembers, nothing is refused any more.
+        All ranks raise alike.
         """
         # The first token of each rank that has tokens.
         starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]
@@ -483,6 +480,8 @@ class Positions:
         if position_ids.ndim == 2:
             restarts = (np.diff(position_ids) != 1).sum()
             restarts_elsewhere = bool(restarts > len(position_ids) * (len(starts) - 1))
+        # In the first forward such positions are a mistake. Behind others, they mean documents that
+        # end where ranks end.
         self._may_restart = continues or restarts_elsewhere
         if not self._may_restart:
             raise ValueError(

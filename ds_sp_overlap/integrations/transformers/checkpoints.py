@@ -42,12 +42,12 @@ class Checkpoints:
         self, name: str, model: nn.Module, layers: Collection[nn.Module], sp_group: SPGroup
     ):
         self.name, self.sp_group, self.agreed = name, sp_group, False
-        around = [
-            (at, module)
-            for at, module in model.named_modules()
-            if hasattr(module, "gradient_checkpointing")
-            and any(inner in layers for inner in module.modules())
-        ]
+        around = []
+        for at, module in model.named_modules():
+            # The attribute of every module that transformers can checkpoint.
+            if hasattr(module, "gradient_checkpointing"):
+                if any(inner in layers for inner in module.modules()):
+                    around.append((at, module))
         # The innermost modules, which run the checkpoints, come first, so that errors name them.
         around.sort(key=lambda named: -named[0].count("."))
         self.around = dict(around)
@@ -63,6 +63,7 @@ class Checkpoints:
                 save attention; in that first forward on all ranks, if any rank has such a layer.
         """
         originals: dict[nn.Module, Callable] = {}
+        # Without gradients no checkpoint has anything to save.
         if self.around and torch.is_grad_enabled():
             if not self.agreed:
                 # The ranks compare {} (nothing is checkpointed) or None (something is).
@@ -105,18 +106,17 @@ def can_keep(model: nn.Module) -> bool:
 
     False for a model without checkpoints. `enable` asks, to choose "keep" for ``"memory": "auto"``.
     """
-    checkpointed = [
-        module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
-    ]
-    functions = [vars(module)[FUNCTION] for module in checkpointed if FUNCTION in vars(module)]
+    functions = []
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) and FUNCTION in vars(module):
+            functions.append(vars(module)[FUNCTION])
     return bool(functions) and not any(map(_why_not, functions))
 
 
 def _why_not(function: Any) -> str:
     """Explain why a checkpoint function can't save attention; empty if it can.
 
-    The reason continues the words "is checkpointed". Only a non-reentrant checkpoint takes a
-    ``context_fn``, and it takes one only.
+    The reason continues the words "is checkpointed".
     """
     keywords, inner = {}, function
     if isinstance(function, functools.partial):
@@ -125,6 +125,7 @@ def _why_not(function: Any) -> str:
     if inner is not checkpoint and not module.startswith("transformers."):
         name = getattr(inner, "__qualname__", type(inner).__name__)
         return f"by {module or '?'}.{name}"
+    # Only a non-reentrant checkpoint takes a ``context_fn``, and it takes one only.
     if keywords.get("use_reentrant") is not False:
         return f"with use_reentrant={keywords.get('use_reentrant')}"
     if keywords.get("context_fn", noop_context_fn) is not noop_context_fn:

@@ -55,6 +55,7 @@ class DecoderLayer(ChainedLayer):
         remarks = _remarks_on_experts(self.module)
         if _is_checkpointed(self.module):
             reason = _why_chain_cant_recompute(self.module, self.forward_passes.config)
+            # Then training runs no chunks, so that its experts cost nothing more.
             if reason:
                 remarks = [f"in training one by one: {reason}"]
         return "; ".join(remarks)
@@ -102,7 +103,9 @@ def _remarks_on_experts(module: Any) -> list[str]:
     remarks = []
     implementations = {part.config._experts_implementation for part in experts}
     if unknown := implementations - _MADE_ONCE:
-        size = sum(weight.nbytes for part in experts for weight in part.parameters())
+        size = 0
+        for part in experts:
+            size += sum(weight.nbytes for weight in part.parameters())
         remarks.append(
             f"weight gradients of {'/'.join(map(str, sorted(unknown, key=str)))} experts are made by "
             f'chunk and summed ({size / 2**20:,.0f} MiB more; not so with "grouped_mm")'
@@ -125,6 +128,7 @@ def _why_chain_cant_recompute(module: Any, config: SpOverlapConfig) -> str:
 
     For a layer whose checkpointing is on.
     """
+    # transformers binds the options of a checkpoint to its function by ``functools.partial``.
     function = getattr(module, "_gradient_checkpointing_func", None)
     keywords = function.keywords if isinstance(function, functools.partial) else {}
     if config.checkpointing == "offload":

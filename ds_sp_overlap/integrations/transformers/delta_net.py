@@ -95,6 +95,7 @@ def sources_of(module: nn.Module) -> Sources | None:
     kind, convolution = type(module), getattr(module, "conv1d", None)
     if "forward" in vars(module) or not kind.__module__.startswith("transformers.models."):
         return None
+    # `_mix` calls the convolution with the weight alone.
     if type(convolution) is not nn.Conv1d or convolution.bias is not None:
         return None
     # The model must make its masks by the function that `Masks.for_recurrent` replaces.

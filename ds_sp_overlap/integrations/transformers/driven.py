@@ -51,11 +51,9 @@ class BlockArguments(NamedTuple):
     shares: int
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keywords of the `SelfAttention` call.
-
-        The options are one keyword, a dict. As keywords of their own, a tensor such as the labels
-        [b, s/P] of Trainer could be taken for a tensor with a slice for each head.
-        """
+        """Return the keywords of the `SelfAttention` call."""
+        # The options are one keyword, a dict. As keywords of their own, a tensor such as the labels
+        # [b, s/P] of Trainer could be taken for a tensor with a slice for each head.
         return dict(
             position_embeddings=self.tables,
             sequence_lengths=self.sequence.lengths,
@@ -93,14 +91,12 @@ class _Children:
         self._joined = functools.lru_cache(maxsize=4)(_join)
 
     def current(self) -> dict[str, Any]:
-        """Return the submodules as they are now, since somebody may have replaced some.
-
-        Returns:
-            By ``o_proj``, ``q_norm`` and so on: the keywords of `SelfAttention`.
-        """
+        """Return the submodules as they are now, as keywords of `SelfAttention`."""
+        # Somebody may have replaced some, for instance by adapters.
         children = {"o_proj": getattr(self.module, self.output)}
         for name, chain in self.projections.items():
-            children[name] = self._joined(*(getattr(self.module, part) for part in chain))
+            parts = [getattr(self.module, part) for part in chain]
+            children[name] = self._joined(*parts)
         for name, norm in self.norms.items():
             children[name] = getattr(self.module, norm)
         return children
@@ -154,13 +150,13 @@ class Driven:
         is called by itself, or its forward must be compared with the block.
 
         Args:
-            arguments: The arguments by name. KV caches in it are set to None; the model's forward
-                refuses one that is in use.
+            arguments: The arguments by name. KV caches in it are set to None.
 
         Raises:
             ValueError: for a mask that can't be honoured (`Forwards.of`).
             RuntimeError: on all ranks, if the comparison finds a difference on any rank.
         """
+        # Empty ones: the model's forward refuses a cache that is in use.
         for cache in CACHES:
             if cache in arguments:
                 arguments[cache] = None
@@ -173,6 +169,7 @@ class Driven:
         options: dict[str, Any] = {"sequence": sequence, "pattern": pattern}
         if reading.passes_keywords:
             options |= rest
+        # What the layer passes by itself goes before what its caller passes.
         options |= read_options
         if self.reader.probes.is_due(self.where, self.settings.config.check, sequence.lengths):
             tensors = {"hidden_states": x, "position_embeddings": tables, "attention_mask": mask}
@@ -190,6 +187,7 @@ class Driven:
 
     def _refuse_difference(self, arguments: dict[str, Any]) -> None:
         """Raise RuntimeError, on all ranks, if own forward and block differ on any. Collective."""
+        # The layer's own forward may lack tables or a mask, which are among the arguments here.
         if not self._takes_keywords:
             arguments = {key: value for key, value in arguments.items() if key in self._names}
         compare = functools.partial(
@@ -276,6 +274,7 @@ def drive(
         name=name,
         policy=settings.policy,
         heads_alike=True,
+        # Functions of input and weight alone, which backward may compute again.
         pure=PURE | {type(norm).forward for norm in norms if _is_transformers_norm(norm)},
     )
     return Driven(
@@ -284,8 +283,5 @@ def drive(
 
 
 def _is_transformers_norm(norm: nn.Module) -> bool:
-    """Return whether a norm is transformers', hence a function of input and weight alone.
-
-    Backward may compute such a norm again.
-    """
+    """Return whether a norm is transformers', hence a function of input and weight alone."""
     return own_class(type(norm)).__module__.startswith("transformers.")

@@ -52,7 +52,6 @@ class Forwards(ForwardPasses):
     ) -> tuple[GlobalSequence, Pattern]:
         """Return the global sequence and the pattern of a layer's call.
 
-        A placeholder in place of the mask tells both, and no mask means plain causal attention.
         Collective if no forward of the model is running and there is no placeholder: the layer is
         called by itself, and positions are gathered for this call.
 
@@ -80,6 +79,7 @@ class Forwards(ForwardPasses):
                 f"{where}: attention with position_bias (a mask for each head) can't be split "
                 "over ranks here"
             )
+        # A placeholder tells both.
         if (of_mask := self.masks.find(mask)) is not None:
             return of_mask
         if mask is not None or (sequence is not None and sequence.padded):
@@ -88,6 +88,7 @@ class Forwards(ForwardPasses):
                 "mask functions made it (for this rank's tokens, or changed on the way); it can't "
                 "be honoured on a sequence that is split over ranks"
             )
+        # No mask means plain causal attention.
         return (sequence or self.positions.gather(where, x, position_ids)), Pattern()
 
 
@@ -155,18 +156,17 @@ class Host:
 def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[None]:
     """Check that each layer of ``unseen`` that runs in the body calls its attention function.
 
-    A layer that does is removed from ``unseen``, so that it is checked once. Raises RuntimeError,
-    after the body, for a layer that doesn't: its tokens were not exchanged.
+    Raises RuntimeError, after the body, for a layer that doesn't: its tokens were not exchanged.
     """
     if not unseen:
         yield
         return
     ran: set[str] = set()
     forwards.attended.clear()
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: ran.add(name))
-        for name, module in unseen.items()
-    ]
+    hooks = []
+    for name, module in unseen.items():
+        # The default binds the name of this module, not that of the last one.
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
     try:
         yield
     finally:
@@ -179,6 +179,7 @@ def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[Non
             "attention functions, so that each rank attended to its own tokens alone; not "
             "supported with sequence parallelism"
         )
+    # Each layer is checked once.
     for name in ran:
         del unseen[name]
 
@@ -186,9 +187,7 @@ def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[Non
 def stretched(module: nn.Module, forwards: Forwards) -> Callable:
     """Return a forward for a rotary embedding whose frequencies depend on the largest position.
 
-    Its ``rope_type`` is dynamic or longrope (`modules.goes_by_length`). The positions of one rank
-    would give other frequencies than those of the whole sequence. So the embedding is given the
-    largest position of the global sequence as one more token, whose table row is cut off again.
+    Its ``rope_type`` is dynamic or longrope (`modules.goes_by_length`).
 
     Args:
         module: The rotary embedding.
@@ -208,6 +207,9 @@ def stretched(module: nn.Module, forwards: Forwards) -> Callable:
                 f"{type(module).__name__}: RoPE of type {module.rope_type} depends on the length "
                 "of the whole sequence, which is known in the model's forward only; call the model"
             )
+        # The positions of one rank would give other frequencies than those of the whole sequence.
+        # So the embedding is given the largest position of the global sequence as one more token,
+        # whose table row is cut off again.
         token = position_ids[..., :1]
         largest = torch.full_like(
             token, sequence.largest_position

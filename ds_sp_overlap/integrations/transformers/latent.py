@@ -43,11 +43,7 @@ def is_latent(module: nn.Module) -> bool:
 
 @once
 def _only_passes_to_attention(kind: type[nn.Module]) -> bool:
-    """Return whether ``forward`` hands the results of ``expand_kv`` to attention and nowhere else.
-
-    True if ``forward`` calls ``expand_kv`` once and unconditionally, names both results, and uses
-    both names in one call alone, which is that of the attention function.
-    """
+    """Return whether ``forward`` hands the results of ``expand_kv`` to attention alone."""
     try:
         expand, forward = digest(kind, EXPAND), inspect.getsource(inspect.unwrap(kind.forward))
     # The source is not there.
@@ -56,25 +52,27 @@ def _only_passes_to_attention(kind: type[nn.Module]) -> bool:
     if expand not in KNOWN:  # guard: only code that is known
         return False
     body: Any = ast.parse(textwrap.dedent(forward)).body[0]
-    targets = [
-        statement.targets[0]
-        for statement in body.body
-        if isinstance(statement, ast.Assign)
-        and ast.unparse(statement.value).startswith(f"self.{EXPAND}(")
-    ]
+    targets = []
+    # Statements of the body itself, not of a branch in it.
+    for statement in body.body:
+        if isinstance(statement, ast.Assign):
+            if ast.unparse(statement.value).startswith(f"self.{EXPAND}("):
+                targets.append(statement.targets[0])
+    # Both results must have names: ``k, v = self.expand_kv(..)``.
     if len(targets) != 1 or not isinstance(targets[0], ast.Tuple):
         return False
     if not all(isinstance(element, ast.Name) for element in targets[0].elts):
         return False
-    k, v = (ast.unparse(element) for element in targets[0].elts)
-    uses, calls = [], []
+    k, v = [ast.unparse(element) for element in targets[0].elts]
+    uses, attends = [], []
     for node in ast.walk(body):
         if isinstance(node, ast.Name) and node.id in (k, v):
             uses.append(node.id)
         elif isinstance(node, ast.Call):
-            calls.append([ast.unparse(argument) for argument in node.args])
-    # attention_function(self, q, k, v, ..)
-    attends = [args for args in calls if args[:1] == ["self"] and args[2:4] == [k, v]]
+            # attention_function(self, q, k, v, ..)
+            arguments = [ast.unparse(argument) for argument in node.args]
+            if arguments[:1] == ["self"] and arguments[2:4] == [k, v]:
+                attends.append(node)
     expands = ast.unparse(body).count(f".{EXPAND}")
     # Each name is used twice: where it is assigned, and in the call of the attention function.
     used_once = sorted(uses) == sorted([k, v] * 2)

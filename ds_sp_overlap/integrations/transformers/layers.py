@@ -85,6 +85,7 @@ def unregister(model: nn.Module) -> None:
 
 def _read(name: str, module: Any, known: list[Reader]) -> tuple[Reader | None, str]:
     """Read a layer's forward; return the reading, or None and the reason why there is none."""
+    # A reading holds for the forward of the class.
     if "forward" in vars(module):
         return None, "its forward was replaced"
     try:
@@ -154,8 +155,8 @@ class _Search:
         self.delta_nets: dict[str, tuple[str, nn.Module]] = {}
         for name, module in self.modules.items():
             if delta_net.sources_of(module):
-                for innermost in models_around(name, self.modules)[:1]:
-                    self.delta_nets[name] = innermost
+                if models := models_around(name, self.modules):
+                    self.delta_nets[name] = models[0]
         self.layers: list[FoundLayer] = []
         self.whole: dict[str, Driven] = {}
         self.hosted: dict[str, dict[str, nn.Module]] = {}
@@ -166,13 +167,11 @@ class _Search:
     def add_attention(self, name: str, module: Any) -> None:
         """Find out how an attention layer is overlapped, and add it to ``layers``.
 
-        It is driven whole if its forward can be read, else overlapped at its attention function.
-        It is added without a ``bind`` if it needs no exchange, or if stock Ulysses must exchange.
-
         Raises:
             ValueError: if neither this package nor stock Ulysses can exchange for it.
         """
         models = models_around(name, self.modules)
+        # A layer without a ``bind`` is left as it is: here no exchange is needed.
         if models and not takes_tokens(models[0][1]):
             lacks = "not of the sequence that is split"
             self.layers.append(FoundLayer(name, module, got="", lacks=lacks))
@@ -182,6 +181,7 @@ class _Search:
                 f"{name} ({type(module).__name__}): {reason}; not supported with sequence "
                 "parallelism"
             )
+        # Stock Ulysses can exchange for it, or `why_not` had a reason.
         if (reason := unfit(module.config._attn_implementation)) is not None:
             lacks = f"{reason}; DeepSpeed's exchanges stay"
             self.layers.append(FoundLayer(name, module, got="", lacks=lacks))
@@ -192,16 +192,15 @@ class _Search:
             self._add_driven(name, module, reader)
         else:
             self._add_function(name, module, unknown)
+        # Any of these may be the outermost model that is called, which gathers for the others.
         for at, outer in models:
             if takes_tokens(outer):
                 self.hosted.setdefault(at, {})[name] = module
 
     def _check_tensor_parallel(self, name: str, module: Any) -> None:
-        """Raise ValueError if a tensor-parallel rank has too few heads of a layer.
-
-        Each rank checks all of them, since a rank that is refused alone leaves the others waiting.
-        """
+        """Raise ValueError if a tensor-parallel rank has too few heads of a layer."""
         of_ranks = heads_of_ranks(module)
+        # Each rank checks all, since a rank that is refused alone leaves the others waiting.
         for rank, (heads, kv_heads) in enumerate(of_ranks):
             try:
                 if not kv_heads:
@@ -236,7 +235,9 @@ class _Search:
         """
         overlap, config = self.overlap, module.config
         heads = config.num_attention_heads
+        # A config that gives no KV heads has as many as query heads.
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        # AutoTP leaves the config as it is.
         if (here := heads_here(module)) is not None:
             heads, kv_heads = here
         no_latents = latent.why_not(module, overlap.sp_group.size)
@@ -254,6 +255,7 @@ class _Search:
             reason = no_latents or f"{type(module).__name__}: {unknown}"
             lacks = overlap.why_not_more(f"{reason}; projections stay its own", groups)
             bind = functools.partial(bind_function, name, module, self.forwards, overlap)
+        # The layer runs its own forward, and must be seen to call its attention function there.
         self.unseen.add(name)
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
 
@@ -272,11 +274,12 @@ class _Search:
                 DecoderLayer, parent, self.modules[parent], child, driven, self.forwards
             )
         chains = find_chains(self.modules, wanted, self.layers, settings=self.overlap)
-        return [
-            HostModule(chained.module, functools.partial(rebind, chained.module, chained.forward))
-            for chain in chains
-            for chained in chain
-        ]
+        hosts = []
+        for chain in chains:
+            for chained in chain:
+                bind = functools.partial(rebind, chained.module, chained.forward)
+                hosts.append(HostModule(chained.module, bind))
+        return hosts
 
     def add_delta_nets(self) -> None:
         """Add the gated delta nets, once the models that host attention layers are known.
@@ -304,6 +307,7 @@ class _Search:
     def hosts(self) -> list[HostModule]:
         """Return the models around the layers, whose forward gathers positions and masks."""
         configs = []
+        # Masks are made with the config of the model, or of the language model in it.
         for at in self.hosted:
             config: Any = self.modules[at].config
             configs += [config, config.get_text_config()]
@@ -332,11 +336,12 @@ class _Search:
 
     def rotary_embeddings(self) -> list[HostModule]:
         """Return the rotary embeddings whose frequencies depend on the largest position."""
-        return [
-            HostModule(module, functools.partial(rebind, module, stretched(module, self.forwards)))
-            for module in self.modules.values()
-            if goes_by_length(module)
-        ]
+        hosts = []
+        for module in self.modules.values():
+            if goes_by_length(module):
+                bind = functools.partial(rebind, module, stretched(module, self.forwards))
+                hosts.append(HostModule(module, bind))
+        return hosts
 
 
 def layer_shape(model: str) -> dict[str, int | None]:

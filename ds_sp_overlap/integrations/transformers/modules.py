@@ -169,9 +169,13 @@ def pretrained() -> type:
 
 def models_around(name: str, modules: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return names and modules of the transformers models around a module, innermost first."""
-    parents = [name[:end] for end in range(len(name)) if name[end] == "."]
-    around = [(parent, modules[parent]) for parent in ["", *parents]]
-    return [(at, module) for at, module in reversed(around) if isinstance(module, pretrained())]
+    around = []
+    # Around "a.b.c" are "a.b", "a", and the whole model, whose name is empty.
+    while name:
+        name, _, _ = name.rpartition(".")
+        if isinstance(modules[name], pretrained()):
+            around.append((name, modules[name]))
+    return around
 
 
 def takes_tokens(model: nn.Module) -> bool:

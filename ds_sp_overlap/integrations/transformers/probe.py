@@ -25,7 +25,6 @@ def difference(
     """Compare a layer's own forward with ``block``, on this rank's tokens; no collective.
 
     `Driven` calls it in the first call of one layer of each kind, before anything is exchanged.
-    Both run with the same made-up o in place of attention.
 
     Args:
         module: The layer.
@@ -44,6 +43,7 @@ def difference(
     def run_own(x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the made-up o; and q, k, v and the output of the layer's own forward."""
         recorded: list[Tensor] = []
+        # With a made-up o in place of attention, which the driver is given as well.
         with _recording(module, recorded, own_options):
             y = forward(**{**arguments, "hidden_states": x})[0]
         o, *heads = recorded
@@ -51,6 +51,7 @@ def difference(
 
     def run_driven(x: Tensor, o: Tensor) -> list[Tensor]:
         """Return q, k, v and the output that the block makes of the same o."""
+        # An attention function is given [b, h, s, d].
         heads = [heads.transpose(1, 2) for heads in block.project_locally(x, tables)]
         y = output(o.flatten(2))
         return [*heads, y[0] if isinstance(y, tuple) else y]
@@ -58,6 +59,7 @@ def difference(
     names = "q", "k", "v", "output"
     hidden = arguments["hidden_states"]
     text = probe.difference(module, hidden, names, run_own=run_own, run_driven=run_driven)
+    # The layer must give its attention all that was read, with these values.
     for name, value in options.items():
         if name not in own_options or not probe.equal(value, own_options[name]):
             return f"attention's {name} is {own_options.get(name)}, not {value}"

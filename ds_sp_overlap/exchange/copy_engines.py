@@ -162,6 +162,7 @@ class CopyEngine:
         }
         # For each engine, why it can't work; empty if it can.
         backend = backend_of(sp_group.group, "cuda")
+
         if backend != "nccl":
             lacks = dict.fromkeys(engines, f"the sp group's backend is {backend}, not nccl")
         else:
@@ -179,9 +180,10 @@ class CopyEngine:
                 lacks[name] = reasons[0] if reasons else ""
         chosen = next((name for name, reason in lacks.items() if not reason), None)
         if chosen is None:
+            # Where all engines lack the same, the reason is given once.
+            why = "; ".join(dict.fromkeys(lacks.values()))
             raise ValueError(
-                f'sp_overlap.transport: "copy_engine" can\'t work here: {_reasons(lacks)}; '
-                'use "auto"'
+                f'sp_overlap.transport: "copy_engine" can\'t work here: {why}; use "auto"'
             )
         try:
             self.engine = engines[chosen](sp_group.group)
@@ -210,10 +212,3 @@ class CopyEngine:
                 "aligned, which copy engines can't move; such exchanges go through c10d"
             )
         return self.rest.launch(send, recv, send_sizes, recv_sizes, group, name)
-
-
-def _reasons(lacks: dict[str, str]) -> str:
-    """Join the reasons of all engines; one reason where they are the same."""
-    if len(set(lacks.values())) == 1:
-        return next(iter(lacks.values()))
-    return "; ".join(lacks.values())

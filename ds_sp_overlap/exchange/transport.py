@@ -171,14 +171,8 @@ class C10d:
         is_replaced = dist.all_to_all_single is not all_to_all_single
         if is_replaced or send.is_complex():
             # Somebody's own function is called; torch's sends complex numbers as pairs.
-            work = dist.all_to_all_single(
-                recv,
-                send,
-                recv_sizes or None,
-                send_sizes or None,
-                group=group,
-                async_op=not on_stream,
-            )
+            sizes = recv_sizes or None, send_sizes or None
+            work = dist.all_to_all_single(recv, send, *sizes, group=group, async_op=not on_stream)
         else:
             # The call that torch's function would make, without its checks: less than half of the
             # host's time.

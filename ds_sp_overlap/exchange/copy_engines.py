@@ -70,8 +70,7 @@ class FastUlysses:
 class ZeroCta:
     """Moves an exchange by NCCL's all-to-all with the zero-CTA policy, between symmetric buffers.
 
-    Buffers are made in pairs, as many as are in flight at once. Pairs are taken and given back in
-    program order, which is the same on every rank. Costs a copy into a buffer and one out of it.
+    Costs a copy into a buffer and one out of it.
     """
 
     def __init__(self, group: Any):
@@ -82,7 +81,8 @@ class ZeroCta:
         policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         self.group = communicator(group, cta_policy=policy)
         symmetric.set_backend("NCCL")
-        # (source, target) pairs that no exchange uses now, by size, dtype and device.
+        # (source, target) pairs that no exchange uses now, by size, dtype and device; as many as
+        # were in flight at once.
         self.free: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
 
     @classmethod
@@ -106,6 +106,7 @@ class ZeroCta:
         Collective, also since it makes a pair of buffers if none is free.
         """
         key = (send.numel(), send.dtype, send.device)
+        # Pairs are taken and given back in program order, which is the same on every rank.
         pairs = self.free.setdefault(key, [])
         source, target = pairs.pop() if pairs else (self._buffer(send), self._buffer(send))
         source.copy_(send)

@@ -7,8 +7,6 @@ on. The memory must not be given to anybody else before the transfer is over. So
 references all buffers from `launch` on, and lets them go in `finish`, after the compute stream has
 been ordered behind the transfer: the allocator then hands the memory out in the order of the
 compute stream. ``record_stream`` would free it later, and costs host time for each buffer.
-
-Before memory is taken for the tensors that were received, the buffer that was sent is let go.
 """
 
 from __future__ import annotations

@@ -171,10 +171,8 @@ class Side:
 
     @cached_property
     def is_cut_into_slices(self) -> bool:
-        """Return whether each part is one index of ``dim``, which then counts ranks.
-
-        Empty parts don't count. So it is with ``by_rank`` in `Geometry.exchange`.
-        """
+        """Return whether each part is one index of ``dim``, which then counts ranks."""
+        # So it is with ``by_rank`` in `Geometry.exchange`. Empty parts don't count.
         return self.tiles and all(stop - start == 1 for start, stop in self.filled)
 
 

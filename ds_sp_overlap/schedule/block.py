@@ -226,7 +226,7 @@ def by_chunks(kinds: tuple[str, ...], chunks: int, recompute: Recompute = "none"
         backward += [Step(Op.ATTEND, O, True, group)]
         backward += [Step(Op.START, sent[group], True, group, c) for c in each_chunk_back]
     if not wgrad_by_chunk:
-        # It hides the first exchange of dq, dk and dv, which nothing else does.
+        # It hides the first exchange of dq, dk and dv, which nothing else hides.
         backward += [Step(Op.WGRAD, OF_MLP, True, 0)]
     block = Block(tuple(attention + segment), tuple(backward), chunks)
     return replace(block, recompute=recomputed(block, recompute))

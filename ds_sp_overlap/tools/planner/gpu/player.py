@@ -241,7 +241,7 @@ class Player:
                 # Blocks of a cluster get their SMs together.
                 count -= count % cluster if each.grid.ctas % cluster == 0 else 0
             if count:
-                # These are its first blocks.
+                # The first blocks of the kernel get their SMs.
                 if each.placed == 0 and each.waiting == each.grid.ctas:
                     each.started = self.now
                 rank.free -= count

@@ -148,28 +148,31 @@ class SpOverlapConfig(_Section):
     @property
     def of_sp_group(self) -> dict[str, Any]:
         """The keyword arguments of `SPGroup` that the section decides."""
-        settings = {key: value for key in _OF_NCCL if (value := getattr(self, key)) != "auto"}
+        settings = {}
+        for key in _OF_NCCL:
+            value = getattr(self, key)
+            if value != "auto":
+                settings[key] = value
         return dict(kernels=self.kernels, settings=settings, sm_carveout=self.sm_carveout)
 
     def window_of(self, groups: int) -> int | None:
         """Return W for a layer of ``groups`` head groups; None if backward does not recompute q, k
         and v by a window.
-
-        With ``checkpointing`` "keep" or "offload" a layer always has a window: o is saved, and q, k
-        and v are received again in backward. Half of the groups at a time then need no more memory
-        than DeepSpeed's own layer.
         """
         if self.window is not None:
             return min(self.window, groups)
+        # With "keep" or "offload" o is saved, and q, k and v are received again in backward. Half
+        # of the groups at a time then need no more memory than DeepSpeed's own layer.
         return None if self.checkpointing == "recompute" else max(1, groups // 2)
 
     def groups_for(self, heads: int, parts: int) -> int:
         """Return G for ``heads`` query heads that are dealt to ``parts`` parts of the ranks.
 
         "auto" begins with 2, or with 1 where a rank has one query head, and stays there where
-        nothing is timed. Nothing is checked here: `Geometry` refuses a G that is too large, and
-        shares that leave no part.
+        nothing is timed.
         """
+        # Nothing is checked here: `Geometry` refuses a G that is too large, and shares that leave
+        # no part.
         if self.head_groups != "auto":
             return self.head_groups
         return max(1, min(2, heads // max(parts, 1)))
@@ -199,7 +202,9 @@ class SpOverlapConfig(_Section):
         try:
             config = cls.model_validate(section)
         except ValidationError as error:
-            raise ValueError("; ".join(dict.fromkeys(map(cls._explain, error.errors())))) from None
+            # A key of several types has a fault for each of them; it is named once.
+            faults = dict.fromkeys(cls._explain(fault) for fault in error.errors())
+            raise ValueError("; ".join(faults)) from None
         for key in ("head_groups", "token_chunks", "shares"):
             count = getattr(config, key)
             if count != "auto" and count < 1:
@@ -249,6 +254,7 @@ class SpOverlapConfig(_Section):
         path = f"sp_overlap.{name}"
         if fault["type"] == "extra_forbidden":
             keys = (_SECTIONS[first] if nested else cls).model_fields
+            # Without a cutoff some key is always the nearest.
             near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
             return f"{path}: unknown key; did you mean {near!r}? Valid keys: {', '.join(keys)}"
         if name not in _VALID:

@@ -24,12 +24,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> 
     """
     rotary, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     rotary = rotary * cos + _quarter(rotary, neighbours) * sin
+    # Without a rest there is nothing to copy.
     return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
 
 
 def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> Tensor:
     """Apply the transpose of `rotate`, which is its backward: dx of ``dy`` [..., d]."""
     rotary, rest = dy[..., : cos.shape[-1]], dy[..., cos.shape[-1] :]
+    # `rotate` is x cos + Q(x) sin with the quarter turn Q, whose transpose is -Q.
     rotary = rotary * cos - _quarter(rotary * sin, neighbours)
     return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
 
@@ -133,13 +135,14 @@ class Rotary:
     def of_tokens(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
         """Return (cos, sin) without the dimension of heads, as `ops.rotate_pack` takes them.
 
-        None where the layer does not rotate, or where ``rotate_pack`` can't: dims that are
-        neighbours, tables that learn, or tables that differ between heads.
+        None where the layer does not rotate, or where ``rotate_pack`` can't.
         """
         tables = self.of(position_embeddings, head_dim)
         if tables is None:
             return None
         cos, sin = tables
+        # ``rotate_pack`` turns halves, has no gradient of its tables, and has one table for all
+        # heads.
         if self.neighbours or cos.requires_grad or sin.requires_grad or cos.shape[-2] != 1:
             return None
         return cos.squeeze(-2), sin.squeeze(-2)

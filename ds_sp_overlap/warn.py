@@ -15,28 +15,25 @@ def _rank() -> int:
 
 
 def say(message: str, stacklevel: int = 2) -> None:
-    """Log a message.
-
-    Rank 0 logs a warning, since DeepSpeed's logger by default passes on nothing below.
+    """Log a message, as a warning on rank 0.
 
     Args:
         message: The message.
         stacklevel: Frames from the logger to the caller whose line is logged.
     """
+    # DeepSpeed's logger by default passes on nothing below a warning.
     LOGGER.log(logging.DEBUG if _rank() else logging.WARNING, message, stacklevel=stacklevel)
 
 
 def inform(message: str) -> None:
-    """Log information that a user must see on rank 0.
-
-    It has the number of a warning, since DeepSpeed's logger by default passes on nothing below, and
-    the name INFO.
-    """
+    """Log information that a user must see on rank 0."""
     if _rank():
         LOGGER.debug(message, stacklevel=2)
     elif LOGGER.isEnabledFor(logging.WARNING):
         caller = sys._getframe(1)
         file, function = caller.f_code.co_filename, caller.f_code.co_name
+        # With the number of a warning, since DeepSpeed's logger by default passes on nothing below,
+        # and with the name INFO.
         record = LOGGER.makeRecord(
             LOGGER.name, logging.WARNING, file, caller.f_lineno, message, (), None, function
         )

@@ -87,13 +87,13 @@ class Calls:
 def _ask_whether_alike(sp_group: Any, text: str, device: torch.device) -> Callable[[], bool]:
     """Begin to compare ``text`` over the ranks; return a function that waits for the answer.
 
-    Collective. The ranks reduce the largest and the smallest hash; both are equal if all are alike.
-    The function blocks the host, and returns whether they are equal.
+    Collective. The function blocks the host.
     """
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     side = sp_group.streams(device)
     with side.after_compute():
-        # One reduction by MAX gives the largest hash, and minus the smallest.
+        # One reduction by MAX gives the largest hash, and minus the smallest. Both hashes are equal
+        # if all texts are alike.
         edges = torch.full((2,), number, dtype=torch.int64, device=device)
         edges[1].neg_()
         work = dist.all_reduce(edges, dist.ReduceOp.MAX, group=sp_group.group, async_op=True)

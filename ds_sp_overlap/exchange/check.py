@@ -81,7 +81,8 @@ def plain_exchange(
         blocks = blocks_of(tensor, sender.source, sp_group.rank)
         # Patches hold a part in several blocks, the other end in one: cut it, or join them.
         if isinstance(target, Patches) and places:
-            blocks = blocks[0].split([x.shape[target.seq_dim] for x in places], target.seq_dim)
+            lengths = [place.shape[target.seq_dim] for place in places]
+            blocks = blocks[0].split(lengths, target.seq_dim)
         elif isinstance(sender.source, Patches) and blocks:
             blocks = [torch.cat(blocks, sender.source.seq_dim)]
         bounds = zip(blocks_of(sizes, target, peer), blocks_of(addends, target, peer))
@@ -107,10 +108,8 @@ def compare(
 ) -> None:
     """Compare what the exchange ``name`` delivered with what it should have delivered.
 
-    Called by `InFlight.finish` in check mode. Collective. Compares bit for bit, with two
-    exceptions. Sums of replicas have no fixed order, and in half precision each element is off by
-    its own rounding. A rotated element is two products and a sum: three roundings of numbers no
-    larger than sqrt(2) times the largest of its head and token.
+    Called by `InFlight.finish` in check mode. Collective. Compares bit for bit, but for sums of
+    replicas and for rotated elements.
 
     Args:
         sp_group: The sp group.
@@ -123,15 +122,19 @@ def compare(
     Raises:
         RuntimeError: on all ranks, if some rank received anything else.
     """
+    # Sums of replicas have no fixed order, and in half precision each is off by its own rounding.
     half = got.dtype in (torch.float16, torch.bfloat16)
     rtol = torch.finfo(got.dtype).eps if half or rotated else 0.0
     got, expected = got.double(), of_plain.values.double()
     # Where numbers overflow, the finite ones are compared as ever.
     sizes = expected.abs().nan_to_num(0.0, posinf=0.0)
     allowed = of_plain.atol + rtol * sizes
+    # A rotated element is two products and a sum: three roundings of numbers no larger than sqrt(2)
+    # times the largest of its head and token.
     if rotated and expected.numel():
         largest = (of_plain.atol + 3 * rtol * sizes).amax(-1, keepdim=True)
         allowed = allowed + 2**0.5 * largest
+    # Equal infinities have no difference to compare: inf - inf is nan.
     wrong = ~(((got - expected).abs() <= allowed) | (got == expected))
     wrong &= ~(got.isnan() & expected.isnan())
     if not target.covers:
@@ -152,5 +155,8 @@ def compare(
 
 def _parts(x: Tensor, side: Side) -> Tensor:
     """Return the elements of ``x`` that belong to some peer, flat."""
-    blocks = [block for peer in range(len(side.parts)) for block in blocks_of(x, side, peer)]
-    return torch.cat([x.new_empty(0), *(block.flatten() for block in blocks)])
+    # With an empty part in front, since torch.cat refuses an empty list.
+    blocks = [x.new_empty(0)]
+    for peer in range(len(side.parts)):
+        blocks += [block.flatten() for block in blocks_of(x, side, peer)]
+    return torch.cat(blocks)

@@ -6,8 +6,7 @@ the end where attention is, all chunks are one `Half`:
     q, k, v = run_halves([Half(ChunkedExchange(exchanges), tokens)])
     tokens  = run_halves([Half(ChunkedExchange(exchanges), (o, q, k, v), starts=True)])
 
-In backward the roles swap, chunk by chunk, see Note [Token order] in `exchange`. The last chunk
-goes first, since its gradient is the first that the program of a block needs.
+In backward the roles swap, chunk by chunk, see Note [Token order] in `exchange`.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ class ChunkedExchange(Exchange):
         self.layout, self.where, self.needed = first.layout, first.where, first.needed
 
     def start_forward(self, xs: Sequence[Tensor]) -> None:
+        # Each sends its chunk of the same tensors.
         for exchange in self.exchanges:
             exchange.start_forward(xs)
 
@@ -51,6 +51,7 @@ class ChunkedExchange(Exchange):
         return received
 
     def start_gradient(self, dys: Sequence[Tensor], *received: Tensor) -> None:
+        # The gradient of the last chunk is the first that the program of a block needs.
         for exchange in reversed(self.exchanges):  # guard: the last chunk first
             exchange.start_gradient(dys)
 

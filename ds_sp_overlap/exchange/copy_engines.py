@@ -70,8 +70,7 @@ class FastUlysses:
 class ZeroCta:
     """Moves an exchange by NCCL's all-to-all with the zero-CTA policy, between symmetric buffers.
 
-    Buffers are made in pairs, as many as are in flight at once. Pairs are taken and given back in
-    program order, which is the same on every rank. Costs a copy into a buffer and one out of it.
+    Costs a copy into a buffer and one out of it.
     """
 
     def __init__(self, group: Any):
@@ -82,7 +81,8 @@ class ZeroCta:
         policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         self.group = communicator(group, cta_policy=policy)
         symmetric.set_backend("NCCL")
-        # (source, target) pairs that no exchange uses now, by size, dtype and device.
+        # (source, target) pairs that no exchange uses now, by size, dtype and device; as many as
+        # were in flight at once.
         self.free: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
 
     @classmethod
@@ -106,6 +106,7 @@ class ZeroCta:
         Collective, also since it makes a pair of buffers if none is free.
         """
         key = (send.numel(), send.dtype, send.device)
+        # Pairs are taken and given back in program order, which is the same on every rank.
         pairs = self.free.setdefault(key, [])
         source, target = pairs.pop() if pairs else (self._buffer(send), self._buffer(send))
         source.copy_(send)
@@ -162,6 +163,7 @@ class CopyEngine:
         }
         # For each engine, why it can't work; empty if it can.
         backend = backend_of(sp_group.group, "cuda")
+
         if backend != "nccl":
             lacks = dict.fromkeys(engines, f"the sp group's backend is {backend}, not nccl")
         else:
@@ -179,9 +181,10 @@ class CopyEngine:
                 lacks[name] = reasons[0] if reasons else ""
         chosen = next((name for name, reason in lacks.items() if not reason), None)
         if chosen is None:
+            # Where all engines lack the same, the reason is given once.
+            why = "; ".join(dict.fromkeys(lacks.values()))
             raise ValueError(
-                f'sp_overlap.transport: "copy_engine" can\'t work here: {_reasons(lacks)}; '
-                'use "auto"'
+                f'sp_overlap.transport: "copy_engine" can\'t work here: {why}; use "auto"'
             )
         try:
             self.engine = engines[chosen](sp_group.group)
@@ -210,10 +213,3 @@ class CopyEngine:
                 "aligned, which copy engines can't move; such exchanges go through c10d"
             )
         return self.rest.launch(send, recv, send_sizes, recv_sizes, group, name)
-
-
-def _reasons(lacks: dict[str, str]) -> str:
-    """Join the reasons of all engines; one reason where they are the same."""
-    if len(set(lacks.values())) == 1:
-        return next(iter(lacks.values()))
-    return "; ".join(lacks.values())

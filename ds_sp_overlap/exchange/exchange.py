@@ -164,9 +164,8 @@ class Exchange:
             xs: As for `start`.
         """
         name = f"{self.where} {self.name}"
-        self.forward = InFlight(self.sp_group, self.layout, name, self.rope).launch(
-            xs, self.checked
-        )
+        forward = InFlight(self.sp_group, self.layout, name, self.rope)
+        self.forward = forward.launch(xs, self.checked)
 
     def finish_forward(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """Finish what `start_forward` launched, once; arguments and result as of `InFlight.finish`.
@@ -249,7 +248,9 @@ def run_halves(halves: Sequence[Half]) -> list[tuple[Tensor, ...]]:
     """
     if not torch.is_grad_enabled():
         return [_run(half) for half in halves]
-    inputs = [x for half in halves for x in half.given]
+    inputs: list[Tensor] = []
+    for half in halves:
+        inputs += half.given
     outputs = _Halves.apply(halves, *inputs)  # guard: leads to each of them
     if len(halves) == 1:
         return [outputs]

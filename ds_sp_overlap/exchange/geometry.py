@@ -17,17 +17,15 @@ from .shares import QueryChunks, common, possible_shares
 
 @lru_cache(maxsize=4096)
 def shares_for(sp_size: int, heads: int, kv_heads: int) -> int:
-    """Return r for "auto", see Note [Shares] in `shares`.
-
-    1 if heads divide by the ranks, else the smallest r with which they divide by the u = P / r
-    parts. But where every rank can have a head without sharing: 1 if sharing makes k and v grow by
-    more than q and o shrink, in elements that the busiest rank receives.
-    """
+    """Return r for "auto", see Note [Shares] in `shares`."""
+    # The smallest r with which heads divide by the u = P / r parts; 1 if they divide by the ranks.
     even = next(r for r in possible_shares(sp_size, heads) if heads % (sp_size // r) == 0)
     if even == 1 or heads < sp_size:
         return even
-    lengths = (sp_size,) * sp_size
-    alone, shared = (Geometry(sp_size, 0, lengths, 1, heads, kv_heads, shares=r) for r in (1, even))
+    # Every rank can have a head without sharing. Sharing lets q and o shrink and k and v grow: it
+    # must not make the busiest rank receive more.
+    alone = Geometry(sp_size, 0, (sp_size,) * sp_size, 1, heads, kv_heads)
+    shared = replace(alone, shares=even)
     return even if shared.most_received <= alone.most_received else 1
 
 
@@ -109,9 +107,7 @@ class Geometry(Heads):
             group: The head group.
             head_dim: ``d``.
             by_rank: Give the local tensor a dimension for the parts of the ranks,
-                ``[.., u, heads, d]``. A projection can then write each part into memory of its own,
-                so that the tensor is the buffer that travels. Only for kinds that `divides`
-                affirms.
+                ``[.., u, heads, d]``. Only for kinds that `divides` affirms.
         """
         if kind == "o":
             return self.exchange("q", group, head_dim, by_rank).inverse
@@ -180,6 +176,7 @@ class Geometry(Heads):
             for head in range(start, stop):
                 place[head] = len(place)
         first, last = sent[self.sp_rank]
+        local_len = last - first
         parts: list[Range] = []
         tokens: list[tuple[Range, ...]] = []
         # An empty part begins and ends where the part before it ends: parts lie end to end.
@@ -187,6 +184,7 @@ class Geometry(Heads):
         for rank in range(self.sp_size):
             begin, end = self.sent_range(kind, rank, group)
             of_rank = common(room[rank], (first, last))
+            # Counted from this rank's first token.
             tokens.append(tuple((low - first, high - first) for low, high in of_rank))
             # The rank is sent no head, or none of this rank's tokens. A rank that has no tokens at
             # all keeps the ranges of heads: its parts have no elements anyway.
@@ -196,16 +194,19 @@ class Geometry(Heads):
             edge = place[begin] + end - begin
             parts.append((place[begin], edge))
         start, stop = self.sent_range(kind, self.sp_rank, group)
-        shape = self.shape(last - first, len(place), head_dim)
+        shape = self.shape(local_len, len(place), head_dim)
         if by_rank:
+            # A projection can write each part into memory of its own, so that the tensor is the
+            # buffer that travels.
             each = stop - start
             shape = (*shape[:2], len(place) // each, each, head_dim)
             parts = [(begin // each, end // each) for begin, end in parts]
         local = Side(shape, 2, tuple(parts))
         # Some rank is sent only some of this rank's tokens.
-        if any(0 < _before(ranges, last - first) < last - first for ranges in tokens):
+        if any(0 < _before(ranges, local_len) < local_len for ranges in tokens):
             local = Patches(shape, 2, tuple(parts), self.seq_dim, tuple(tokens))
         own = room[self.sp_rank]
+        # Tokens for which the global tensor has no room leave an empty part.
         received = Side(
             self.shape(_before(own, sum(self.seq_lens)), max(stop - start, 0), head_dim),
             self.seq_dim,
@@ -221,4 +222,4 @@ def joint(layouts: Sequence[Layout], apart: bool) -> Layout:
 
 def _before(ranges: tuple[Range, ...], token: int) -> int:
     """Return how many tokens of ``ranges`` come before ``token``."""
-    return sum(min(max(token - start, 0), stop - start) for start, stop in ranges)
+    return sum(min(token, stop) - start for start, stop in ranges if start < token)

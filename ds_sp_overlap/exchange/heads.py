@@ -68,6 +68,7 @@ class Heads(Shares):
             count = self.heads // (self.parts * self.groups)
             start = (group * self.parts + part) * count
             return start, start + count
+        # The first ``larger`` parts have a head more than the others.
         small, larger = divmod(self.heads, self.parts)
         start = part * small + min(part, larger)
         count = small + (part < larger)
@@ -82,12 +83,13 @@ class Heads(Shares):
     def sent_range(self, kind: str, rank: int, group: int) -> Range:
         """Return the heads of q, k or v that travel to ``rank`` with ``group``.
 
-        A KV head travels only with the first group that needs it. The range is empty, with its stop
-        at or before its start, where no head is new to the group.
+        The range is empty, with its stop at or before its start, where no head is new to the group.
         """
         if kind == "q":
             return self.query_range(rank, group)
         start, stop = self.kv_range(rank, group)
+        # A KV head travels only with the first group that needs it. Ranges ascend with the groups,
+        # so the group before knows what has travelled.
         if group:
             start = max(start, self.kv_range(rank, group - 1)[1])
         return start, stop
@@ -103,6 +105,7 @@ class Heads(Shares):
         for start, stop in sorted(sent):
             if start >= stop:
                 continue
+            # Ranges that overlap or touch become one.
             if ranges and start <= ranges[-1][1]:
                 ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))
             else:
@@ -113,13 +116,12 @@ class Heads(Shares):
     def divides(self, kind: str) -> bool:
         """Return whether this rank sends each part of the ranks equally many heads, evenly spaced.
 
-        Then the local tensor may have a dimension for the parts (``by_rank``). False also where a
-        head goes to several ranks, as k and v do to all ranks of a part, and where this rank's q is
-        cut along tokens as well.
+        Then the local tensor may have a dimension for the parts (``by_rank``).
 
         Args:
             kind: "q", "k" or "v"; o as "q".
         """
+        # With shares k and v go to all ranks of a part, and q may be cut along tokens as well.
         if self.shares > 1 and (kind != "q" or self.cuts_tokens):
             return False
         for group in range(self.groups):
@@ -127,6 +129,7 @@ class Heads(Shares):
             ranges = [self.sent_range(kind, rank, group) for rank in ranks]
             counts = {max(stop - start, 0) for start, stop in ranges}
             steps = {after[0] - before[0] for before, after in zip(ranges, ranges[1:])}
+            # A step that is smaller than the count: two ranks are sent the same head.
             if len(counts) > 1 or len(steps) > 1 or any(step < max(counts) for step in steps):
                 return False
         return True
@@ -145,12 +148,13 @@ class Heads(Shares):
             head_dim: ``d``.
         """
         ranges = self.heads_of("q" if kind == "o" else kind, group)
-        if isinstance(first, int):
-            return tuple(
-                (first + start * head_dim, first + stop * head_dim) for start, stop in ranges
-            )
-        heads = [head for start, stop in ranges for head in range(start, stop)]
-        return tuple((first[head], first[head] + head_dim) for head in heads)
+        elements: list[Range] = []
+        for start, stop in ranges:
+            if isinstance(first, int):
+                elements.append((first + start * head_dim, first + stop * head_dim))
+            else:
+                elements += [(row, row + head_dim) for row in first[start:stop]]
+        return tuple(elements)
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -169,6 +173,7 @@ class Heads(Shares):
                 start, stop = self.kv_range(rank, group)
                 for sent in range(group):
                     first, end = self.sent_range("k", rank, sent)
+                    # The group attends to a KV head that came with the group ``sent``.
                     if max(first, start) < min(end, stop):
                         uses[sent] = max(uses[sent], group)
         return tuple(uses)
@@ -198,16 +203,15 @@ class Heads(Shares):
         Each piece is ``(sent, start, stop)``: heads ``start`` to ``stop`` of the k or v that this
         rank received with group ``sent``, this one or an earlier one. One piece after another, they
         are the heads of `kv_range`.
-
-        The piece that travels with ``group`` itself is always named, even where this rank gets none
-        of its heads: a rank that left the piece out of its graph would not take part in the
-        exchange of its gradient.
         """
         need_start, need_stop = self.kv_range(self.sp_rank, group)
         pieces = []
         for sent in range(group + 1):
             start, stop = self.sent_range("k", self.sp_rank, sent)
             low, high = max(start, need_start), min(stop, need_stop)
+            # The piece that travels with the group itself is named even where this rank gets none
+            # of its heads: a rank that left the piece out of its graph would not take part in the
+            # exchange of the gradient.
             own = sent == group and "k" in self.kinds[group]
             if low < high or own:  # guard: read by every rank
                 first = max(low - start, 0)
@@ -218,13 +222,14 @@ class Heads(Shares):
     def kv_expansion(self, group: int) -> tuple[int, ...] | None:
         """Return for each query head of ``group`` on this rank its KV head, counted in `kv_range`.
 
-        None where each KV head serves equally many successive query heads, as local attention
-        assumes by itself. Otherwise `execution.with_kv` repeats KV heads by this index.
+        `execution.with_kv` repeats KV heads by this index; None where it has nothing to repeat.
         """
         start, stop = self.query_range(self.sp_rank, group)
         first, last = self.kv_range(self.sp_rank, group)
         shared = self.heads // self.kv_heads
         index = tuple(head // shared - first for head in range(start, stop))
+        # Local attention by itself assumes that each KV head serves equally many successive query
+        # heads.
         count, rest = divmod(stop - start, last - first)
         regular = rest == 0 and index == tuple(head // count for head in range(stop - start))
         return None if regular else index

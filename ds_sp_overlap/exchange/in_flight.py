@@ -7,8 +7,6 @@ on. The memory must not be given to anybody else before the transfer is over. So
 references all buffers from `launch` on, and lets them go in `finish`, after the compute stream has
 been ordered behind the transfer: the allocator then hands the memory out in the order of the
 compute stream. ``record_stream`` would free it later, and costs host time for each buffer.
-
-Before memory is taken for the tensors that were received, the buffer that was sent is let go.
 """
 
 from __future__ import annotations
@@ -142,7 +140,10 @@ class InFlight:
             self.recv = self.outs[0].view(-1)
         self.track = UNTRACKED
         if sp_group.timeline:
-            self.track = sp_group.timeline.exchange(self.name, self._sent_bytes(), x)
+            # The part for this rank itself is not sent.
+            sizes = layout.sources.sizes
+            sent_bytes = (sum(sizes) - sizes[sp_group.rank]) * self.recv.element_size()
+            self.track = sp_group.timeline.exchange(self.name, sent_bytes, x)
         self.track.mark("issued")
         if is_profiled():
             with named(self.name, "start"):
@@ -153,11 +154,7 @@ class InFlight:
         return self
 
     def _send(self, ready: Tensor | None, new_empty: Callable[..., Tensor]) -> None:
-        """Launch the transfer of ``ready``, or if it is None, pack the sources and send those.
-
-        Where waiting does not block the host, the transfer stream waits for the transfer at once,
-        so that a mark behind it tells when the data has arrived.
-        """
+        """Launch the transfer of ``ready``, or if it is None, pack the sources and send those."""
         if ready is None:
             self.send = self._packed(new_empty)
             self.sources = ()  # guard: packed, so let go
@@ -170,6 +167,8 @@ class InFlight:
             else:
                 with self.side.after_compute():  # guard: its mark comes after
                     self._transfer()
+                    # The transfer stream waits at once, so that a mark behind the wait tells when
+                    # the data has arrived.
                     self._wait()
                     self.track.mark("arrived")
         finally:
@@ -179,15 +178,11 @@ class InFlight:
     def _transfer(self) -> None:
         """Have the transport move the buffer, on the stream that is current."""
         sp_group, layout = self.sp_group, self.layout
+        send_sizes, recv_sizes = layout.sources.sizes, layout.targets.sizes
         self.track.mark("started")
         try:
             self.handle = sp_group.transport.launch(
-                self.send,
-                self.recv,
-                layout.sources.sizes,
-                layout.targets.sizes,
-                sp_group.group,
-                self.name,
+                self.send, self.recv, send_sizes, recv_sizes, sp_group.group, self.name
             )
         except RuntimeError as error:  # guard: a failed launch has a name
             raise sp_group.failed(self.name, "the exchange", error) from error
@@ -200,11 +195,6 @@ class InFlight:
             return tuple([like.new_empty(*shape) for shape in shapes])  # guard: memory of its own
         typed = zip(shapes, self.dtypes)
         return tuple([like.new_empty(*shape, dtype=dtype) for shape, dtype in typed])
-
-    def _sent_bytes(self) -> int:
-        """Return the bytes that go to other ranks, for the timeline."""
-        sizes = self.layout.sources.sizes
-        return (sum(sizes) - sizes[self.sp_group.rank]) * self.recv.element_size()
 
     def _wait(self) -> None:
         """Wait for the transfer: on the host, or on the stream that is current (`Handle`)."""

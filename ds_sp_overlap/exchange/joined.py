@@ -112,11 +112,10 @@ def _views(
     """
     for run in runs_of(sides, tuple(x.stride() for x in tensors)):
         x = tensors[run.tensor]
-        part = x.as_strided(run.shape, run.strides, x.storage_offset() + run.offset)
-        yield (
-            part,
-            wire.as_strided(run.shape, run.wire_strides, wire.storage_offset() + run.wire_offset),
-        )
+        # ``as_strided`` counts from the storage, which other tensors may share.
+        offset, wire_offset = x.storage_offset(), wire.storage_offset()
+        part = x.as_strided(run.shape, run.strides, offset + run.offset)
+        yield part, wire.as_strided(run.shape, run.wire_strides, wire_offset + run.wire_offset)
 
 
 def blocks_of(x: Tensor, side: Side, peer: int) -> list[Tensor]:

@@ -114,17 +114,13 @@ class Side:
     @cached_property
     def tiles(self) -> bool:
         """Return whether the parts lie end to end and cover the dimension."""
-        edges = [0, *(stop for _, stop in self.parts)]
-        return edges[-1] == self.shape[self.dim] and all(
-            part[0] == edge for part, edge in zip(self.parts, edges)
-        )
+        starts, stops = [start for start, _ in self.parts], [stop for _, stop in self.parts]
+        return [0, *stops] == [*starts, self.shape[self.dim]]
 
     @cached_property
     def covers(self) -> bool:
-        """Return whether every index of the dimension is in some part.
-
-        Not so for a chunk of tokens, which leaves most of the whole sequence out.
-        """
+        """Return whether every index of the dimension is in some part."""
+        # A chunk of tokens leaves most of the whole sequence out: the edge stays before a gap.
         edge = 0
         for start, stop in sorted(self.parts):
             edge = max(edge, stop) if start <= edge else edge
@@ -136,12 +132,14 @@ class Side:
         # ``same``: how many peers from the first on share the first part.
         peers, first = len(self.filled), self.filled[0]
         same = next((peer for peer, part in enumerate(self.filled) if part != first), peers)
+        # Each peer has a part of its own, or ``same`` successive peers share each part.
         for repeats in (1, same):
             pieces = peers // repeats
             piece, rest = divmod(self.shape[self.dim], pieces)
             start, stop = first
             if peers % repeats or rest or not 0 <= start <= stop <= piece:
                 continue
+            # How far each peer's part lies behind the first part.
             shifts = [peer // repeats * piece for peer in range(peers)]
             if list(self.filled) == [(start + shift, stop + shift) for shift in shifts]:
                 return Spaced(pieces, repeats, piece, first)
@@ -156,11 +154,11 @@ class Side:
     def tiled(self) -> tuple[int, ...]:
         """Shape of all parts as one tensor of four dimensions; empty where they are not `spaced`.
 
-        A dimension for the peers stands in front of the dimension that is cut; h and d are one:
         [s/P, b, P, h/P d] on the local side, [P, s/P, b, h/P d] on the global side.
         """
         if self.spaced is None:
             return ()
+        # The peers stand in front of the dimension that is cut; the last two, h and d, are one.
         start, stop = self.spaced.part
         front, behind = self.shape[: self.dim], self.shape[self.dim + 1 :]
         shape = (*front, len(self.filled), stop - start, *behind)
@@ -173,10 +171,8 @@ class Side:
 
     @cached_property
     def is_cut_into_slices(self) -> bool:
-        """Return whether each part is one index of ``dim``, which then counts ranks.
-
-        Empty parts don't count. So it is with ``by_rank`` in `Geometry.exchange`.
-        """
+        """Return whether each part is one index of ``dim``, which then counts ranks."""
+        # So it is with ``by_rank`` in `Geometry.exchange`. Empty parts don't count.
         return self.tiles and all(stop - start == 1 for start, stop in self.filled)
 
 
@@ -231,7 +227,8 @@ class Sides:
     @cached_property
     def sizes(self) -> list[int]:
         """Elements per peer, of all tensors."""
-        return [sum(sizes) for sizes in zip(*(side.split_sizes for side in self.each))]
+        of_each = [side.split_sizes for side in self.each]
+        return [sum(sizes) for sizes in zip(*of_each)]
 
     @cached_property
     def elements(self) -> int:
@@ -253,7 +250,10 @@ class Sides:
         if not all(tiles):  # guard: a tile for each peer
             return []
         if len(tiles) > 1:
-            filled = {tuple(start < stop for start, stop in side.parts) for side in self.each}
+            # Side by side only if each peer is sent a part of every tensor, or of none.
+            filled = set()
+            for side in self.each:
+                filled.add(tuple(start < stop for start, stop in side.parts))
             if self.apart or len(filled) > 1:
                 return []
         dim, widths = self.each[0].dim, [tile[3] for tile in tiles]
@@ -280,15 +280,16 @@ class Sides:
     def copied(self) -> list[tuple[Place, bool]]:
         """For each tensor, its view of the wire, and whether the view has the tensor's own shape.
 
-        For `split_copies`, which unpacks each tensor by one copy of its view, and reshapes the copy
-        if it must. Empty if the parts of some tensor don't tile it, so that one copy is not enough.
+        `split_copies` unpacks by them. Empty if one copy is not enough for some tensor.
         """
+        # Parts that overlap or leave a gap need more than a copy.
         if not all(side.tiles for side in self.each):
             return []
         copied = []
         for side, (shape, strides, offset) in zip(self.each, self.places()[1:]):
             peers, tokens = strides[side.dim : side.dim + 2]
-            # The tokens of a peer follow those of the peer before: the two dimensions are one.
+            # The tokens of a peer follow those of the peer before: the two dimensions are one, and
+            # the copy need not be reshaped.
             if side.dim < 2 and peers == shape[side.dim + 1] * tokens:
                 shape = side.shape
                 merged = (*strides[: side.dim], *strides[side.dim + 1 : 3])

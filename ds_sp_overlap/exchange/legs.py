@@ -47,7 +47,7 @@ def legs_of(
     if not relayed or all(len(ranks) == 1 for ranks in siblings):
         return None
     sent = geometry.chunk_tokens(chunk, chunks)
-    # For each rank, the tokens of its piece.
+    # For each rank, the tokens of its piece: those of every m-th rank.
     pieces = []
     for rank, ranks in enumerate(siblings):
         pieces.append(sent[ranks.index(rank) :: len(ranks)])
@@ -93,6 +93,7 @@ def _spread(
     parts, heads_of, tokens = [], [], []
     for rank in range(geometry.sp_size):
         is_sibling = rank in siblings
+        # Each sibling is sent the whole piece, this rank too; other ranks are sent nothing.
         parts.append((0, length if is_sibling else 0))
         heads_of.append((0, heads if is_sibling else 0))
         tokens.append(pieces[rank] if is_sibling else ())

@@ -62,6 +62,7 @@ class RelayedExchange(Exchange):
                 self._pass_on()
 
     def finish_forward(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        # Where waiting does not block the host, the start has passed the pieces on.
         if self.forward is not None and self.forward.side.blocks:
             self._pass_on()
         received = super().finish_forward(into)
@@ -69,10 +70,7 @@ class RelayedExchange(Exchange):
         return received
 
     def _pass_on(self) -> None:
-        """Finish the first leg of forward, and launch the second: at the start on an accelerator.
-
-        At the finish where waiting blocks the host.
-        """
+        """Finish the first leg of forward, and launch the second."""
         pieces = super().finish_forward()
         self.forward = self._leg(self.second, self.name + IN_NODE).launch(pieces, self.checked)
 
@@ -81,6 +79,7 @@ class RelayedExchange(Exchange):
         with side.relay() as packed:
             second = self._leg(self.second.only(self.needed).inverse, name + IN_NODE)
             second.launch(dys, self.checked)
+            # Compute goes on behind the pack, as in `start_forward`.
             packed()
             if not side.blocks:
                 self._sources = dys
@@ -113,11 +112,9 @@ class PartlyRelayed(Exchange):
         super().__init__(sp_group, layout, *rest)
         query, key, *value = layout.each
         of_query = Exchange(sp_group, Layout(query.source, query.target), *rest)
-        of_keys = Layout(key.source, key.target, tuple(value))
-        self._members = (
-            (of_query, slice(1)),
-            (RelayedExchange(legs, sp_group, of_keys, *rest), slice(1, None)),
-        )
+        keys = Layout(key.source, key.target, tuple(value))
+        of_keys = RelayedExchange(legs, sp_group, keys, *rest)
+        self._members = (of_query, slice(1)), (of_keys, slice(1, None))
 
     def start_forward(self, xs: Sequence[Tensor]) -> None:
         for exchange, place in self._members:
@@ -133,6 +130,7 @@ class PartlyRelayed(Exchange):
         remaining = iter(dys)
         for exchange, place in self._members:
             exchange.needed = self.needed[place]
+            # ``dys`` holds only the gradients that are `needed`, so each member takes its own.
             if any(exchange.needed):
                 exchange.start_gradient(list(islice(remaining, sum(exchange.needed))))
 

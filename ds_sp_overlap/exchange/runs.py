@@ -38,9 +38,6 @@ class Run(NamedTuple):
 def runs_of(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[Run]:
     """Return a few views that hold all parts of tensors with these strides.
 
-    Successive parts of one shape that are evenly spaced, in the tensor and in the wire, are merged
-    into one view. Views that result are merged in turn, as long as there are such.
-
     Args:
         sides: The parts of each tensor.
         strides: The strides of each tensor.
@@ -49,6 +46,7 @@ def runs_of(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[Run]:
     runs: list[Run] = []
     for tensor in range(len(strides)):
         of_tensor = [block for block in blocks if block.tensor == tensor]
+        # Views that were merged may be evenly spaced among themselves: they merge in turn.
         while len(merged := _merged(of_tensor)) < len(of_tensor):
             of_tensor = merged
         runs += of_tensor
@@ -69,6 +67,7 @@ def _blocks_in_wire(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[
             shape = side.part_shape(peer)
             own = math.prod(shape[2:])
             width = of_all if sides.by_token else own
+            # Strides in the wire: from token to token a ``width``; inside of a token as packed.
             steps = [shape[1] * width, width]
             steps += [math.prod(shape[dim + 1 :]) for dim in range(2, len(shape))]
             done = 0
@@ -81,6 +80,7 @@ def _blocks_in_wire(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[
                 if math.prod(cut):
                     views = strides[tensor], offset, tuple(steps), wire_offset
                     blocks.append(Run(tensor, tuple(cut), *views))
+                # Only `Patches` have several blocks in a part, one behind the other.
                 if isinstance(side, Patches):
                     done += cut[side.seq_dim] * steps[side.seq_dim]
             before += own if sides.by_token else side.split_sizes[peer]
@@ -89,7 +89,7 @@ def _blocks_in_wire(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[
 
 
 def _merged(runs: list[Run]) -> list[Run]:
-    """Merge successive views of one shape that are evenly spaced, and don't overlap."""
+    """Merge successive views of one shape that are evenly spaced in the tensor and in the wire."""
     merged: list[Run] = []
     at = 0
     while at < len(runs):
@@ -98,8 +98,10 @@ def _merged(runs: list[Run]) -> list[Run]:
             before, after = runs[end - 1], runs[end]
             alike = after[:3] == first[:3] and after.wire_strides == first.wire_strides
             shift = after.offset - before.offset, after.wire_offset - before.wire_offset
+            # The first two views set the distance. Torch has no negative strides.
             if not alike or shift[0] < 0 or end > at + 1 and shift != step:
                 break
+            # A view that overlaps itself can't be written by one copy.
             if _overlaps((end + 1 - at, *first.shape), (shift[0], *first.strides)):
                 break
             end, step = end + 1, shift

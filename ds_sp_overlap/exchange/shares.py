@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import chain
 
 from .layout import Range, chunk_of
 
@@ -70,17 +71,13 @@ class Shares:
                     "query; give longer sequences, or fewer shares"
                 )
             return
-        # The ranges of one share must ascend, and those of all shares must lie end to end.
-        ranges = sorted(tokens for share in self.query_chunks for tokens in share)
-        stops = [0, *(stop for _, stop in ranges)]
-        if (
-            len(self.query_chunks) != self.shares
-            or not all(self.query_chunks)
-            or any(list(share) != sorted(share) for share in self.query_chunks)
-            or any(start >= stop for start, stop in ranges)
-            or [start for start, _ in ranges] != stops[:-1]
-            or stops[-1] != seq
-        ):
+        is_filled = len(self.query_chunks) == self.shares and all(self.query_chunks)
+        ascend = all(list(share) == sorted(share) for share in self.query_chunks)
+        # The ranges of all shares lie end to end, from token 0 to the last one, and none is empty.
+        ranges = sorted(chain(*self.query_chunks))
+        starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
+        joined = [*starts, seq] == [0, *stops] and all(start < stop for start, stop in ranges)
+        if not (is_filled and ascend and joined):
             raise ValueError(
                 f"query_chunks: {self.query_chunks} must give each of {self.shares} shares some of "
                 f"{seq} tokens in ascending ranges, and each token to one share"
@@ -93,10 +90,8 @@ class Shares:
 
     @cached_property
     def _order(self) -> list[int]:
-        """The ranks in the order in which heads are dealt: node after node, if nodes are known.
-
-        Then the ranks of a part, which need the same KV heads, are mostly on one node.
-        """
+        """The ranks in the order in which heads are dealt: node after node, if nodes are known."""
+        # Then the ranks of a part, which need the same KV heads, are mostly on one node.
         nodes = self.nodes or (0,) * self.sp_size
         return sorted(range(self.sp_size), key=lambda rank: nodes[rank])
 
@@ -130,6 +125,7 @@ class Shares:
         for share in range(self.shares):
             start, middle = chunk_of(seq, share, chunks)
             back, stop = chunk_of(seq, chunks - 1 - share, chunks)
+            # The chunks of the last share touch: they are one range.
             both = [(start, stop)] if middle == back else [(start, middle), (back, stop)]
             filled = tuple(tokens for tokens in both if tokens[0] < tokens[1])
             of_shares.append(filled or ((0, 0),))
@@ -156,12 +152,10 @@ class Shares:
 
     @cached_property
     def cuts_tokens(self) -> bool:
-        """Return whether this rank's tokens belong to several shares.
-
-        Its q is then cut along tokens as well as along heads.
-        """
+        """Return whether this rank's q is cut along tokens as well as along heads."""
         own = self.local_tokens[self.sp_rank]
-        return sum(bool(common(tokens, own)) for tokens in self._tokens_of_shares) > 1
+        touched = [tokens for tokens in self._tokens_of_shares if common(tokens, own)]
+        return len(touched) > 1
 
 
 def common(ranges: Iterable[Range], other: Range) -> list[Range]:

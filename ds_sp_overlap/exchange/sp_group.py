@@ -89,6 +89,7 @@ class SPGroup:
         side = self._sides.get(device)
         if side is None:
             waits_on_host = device.type == "cpu"
+            # gloo carries tensors of a GPU too, and then blocks the host as well.
             if not waits_on_host and self.size > 1:
                 waits_on_host = backend_of(self.group, device.type) == "gloo"
             if waits_on_host:
@@ -120,10 +121,11 @@ class SPGroup:
     def find_nodes(self) -> None:
         """Learn the node of every rank by the names of their hosts, for `nodes`.
 
-        Collective the first time; later calls do nothing. A node's number is the first rank on it.
+        Collective the first time; later calls do nothing.
         """
         if self.nodes is None:
             hosts = self.gather(hostname())
+            # A node's number is the first rank on it.
             self.nodes = tuple(hosts.index(host) for host in hosts)
 
     def failed(self, where: str, what: str, error: Exception) -> RuntimeError:
@@ -140,9 +142,7 @@ class SPGroup:
         )
 
     def gather(self, what: Any, where: str = "sp_overlap") -> list[Any]:
-        """Return ``what`` of every rank, in rank order.
-
-        Collective. It pickles, which is slow: only for the first step and for checks.
+        """Return ``what`` of every rank, in rank order; slow, since it pickles. Collective.
 
         Raises:
             RuntimeError: on each rank on which the collective fails.
@@ -178,10 +178,12 @@ class SPGroup:
             if not isinstance(error, ValueError):
                 answer = f"{type(error).__name__}: {error}"
         answers = self.gather((is_fine, answer), where)
+        # Each rank compares the same answers, so all raise or none does.
         alike = all(other == answers[0] for other in answers)
         lines = [f"sp rank {rank}: {of_rank}" for rank, (_, of_rank) in enumerate(answers)]
         faults = [line for line, (fine, _) in zip(lines, answers) if not fine]
         if faults:  # guard: one rank's fault is everybody's
+            # One line is enough where all ranks found the same.
             raise ValueError(f"{where}: {answer if alike else '; '.join(faults)}")
         if not alike:  # guard: ranks exchange the same
             raise ValueError(

@@ -170,12 +170,10 @@ class SideStream:
         return self._recorded(self.transfer)
 
     def before_compute(self, mark: Mark) -> None:
-        """Order the compute stream after ``mark``, and not after exchanges that started since.
-
-        The stream that allocated the buffers waits, and the current stream too, since it reads what
-        was received. They differ behind a relay, and where the garbage collector calls.
-        """
+        """Order the compute stream after ``mark``, and not after exchanges that started since."""
         mark.compute.wait_event(mark.event)  # guard: its own stream waits
+        # The current stream waits too, since it reads what was received. It is another one than
+        # that of the buffers behind a relay, and where the garbage collector calls.
         current = self.backend.current_stream(self.device)
         if current != mark.compute:
             current.wait_event(mark.event)
@@ -184,10 +182,8 @@ class SideStream:
             self.carve_out.end()
 
     def after_unpack(self, mark: Mark) -> None:
-        """Order the stream that allocated the buffers of ``mark`` behind the unpack.
-
-        The unpack ran on the current stream, which is another one only behind a relay.
-        """
+        """Order the stream that allocated the buffers of ``mark`` behind the unpack."""
+        # The unpack ran on the current stream, which is another one only behind a relay.
         current = self.backend.current_stream(self.device)
         if current != mark.compute:
             self._order(mark.compute, current)
@@ -210,9 +206,7 @@ class SideStream:
 
 @functools.cache
 def _streams(backend: Any, device: Any) -> tuple[Any, ...]:
-    """Make the transfer, the gate and the relay stream of a device, once for all sp groups.
-
-    Torch hands out 32 streams of a priority in turn: layers with streams of their own would share
-    some by chance.
-    """
+    """Make the transfer, the gate and the relay stream of a device, once for all sp groups."""
+    # Torch hands out 32 streams of a priority in turn: layers with streams of their own would share
+    # some by chance.
     return tuple(backend.Stream(device, priority=-1) for _ in range(3))

@@ -171,14 +171,8 @@ class C10d:
         is_replaced = dist.all_to_all_single is not all_to_all_single
         if is_replaced or send.is_complex():
             # Somebody's own function is called; torch's sends complex numbers as pairs.
-            work = dist.all_to_all_single(
-                recv,
-                send,
-                recv_sizes or None,
-                send_sizes or None,
-                group=group,
-                async_op=not on_stream,
-            )
+            sizes = recv_sizes or None, send_sizes or None
+            work = dist.all_to_all_single(recv, send, *sizes, group=group, async_op=not on_stream)
         else:
             # The call that torch's function would make, without its checks: less than half of the
             # host's time.
@@ -266,14 +260,15 @@ def communicator(group: Any, **settings: int) -> Any:
 
     Returns:
         The communicator. Or ``group`` itself, where torch can't make a communicator, or where the
-        ranks would not meet: torch names a new group after the number of groups that a rank has
-        made.
+        ranks would not meet.
     """
     key = (group.group_name, *sorted(settings.items()))
     made_for, known = _communicators.get(key, (None, None))
     if made_for is group:
         return known
     own, ranks = group, dist.get_process_group_ranks(group)
+    # Ranks meet under the name of the new group, which torch makes of the number of groups that a
+    # rank has made.
     counts = [0] * len(ranks)
     dist.all_gather_object(counts, _groups_made(), group=group)
     if len(set(counts)) > 1:
@@ -334,12 +329,9 @@ def _device() -> torch.device:
 
 @contextlib.contextmanager
 def _unbound() -> Iterator[None]:
-    """Run the body with the default group bound to no device, see Note [Two communicators].
-
-    While the default group is bound, torch makes every group at once, by an ncclCommSplit of the
-    default group's communicator. The split waits for all ranks of the world, with
-    ``use_local_synchronization`` too.
-    """
+    """Run the body with the default group bound to no device, see Note [Two communicators]."""
+    # While it is bound, torch makes every group by an ncclCommSplit of the default group's
+    # communicator, which waits for all ranks of the world, with ``use_local_synchronization`` too.
     world: Any = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
     try:

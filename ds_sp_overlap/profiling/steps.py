@@ -32,6 +32,7 @@ class Listener:
     @staticmethod
     def _tell(*_: Any) -> None:
         """Call the methods of all listeners: the hook that torch runs behind each step."""
+        # A copy: the garbage collector may remove listeners meanwhile.
         for listener in list(Listener._all):
             method = listener.method()
             if method is not None:
@@ -59,7 +60,7 @@ class OptimizerSteps:
     The count is alike on ranks that step their optimizers alike and ask for the count between
     steps. The first call of `now` after an optimizer has stepped adds one, however often optimizers
     have stepped in between (ZeRO-3 steps once per sub-group). The count never changes during
-    backward: a checkpointed layer is recomputed there, by the count of its first computation.
+    backward.
     """
 
     def __init__(self) -> None:
@@ -72,6 +73,7 @@ class OptimizerSteps:
 
     def now(self) -> int:
         """Return the number of steps so far."""
+        # Backward recomputes a checkpointed layer, by the count of its first computation.
         if self._stepped and not in_backward():
             self._stepped, self._count = False, self._count + 1
         return self._count

@@ -84,10 +84,8 @@ class TimedCall:
         self.at_end(timed.end)
 
     def at_end(self, function: Callable[[Any], None]) -> None:
-        """Have ``function`` called with the layer's output, before those that came earlier.
-
-        So what begins last ends first, and a clock inside of another one is read first.
-        """
+        """Have ``function`` called with the layer's output, before those that came earlier."""
+        # What begins last ends first, so that a clock inside of another one is read first.
         self._at_end.insert(0, function)
 
     def end(self, y: Any) -> Any:

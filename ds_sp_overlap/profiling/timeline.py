@@ -215,10 +215,9 @@ class Timeline:
     # Afterwards.
 
     def look(self) -> None:
-        """Leave this rank's rows for sp rank 0, once the last step is over.
+        """Leave this rank's rows for sp rank 0, once the last step is over; sp rank 0 writes all.
 
-        sp rank 0 writes the files once every rank has left its rows. Called in every call of a
-        layer; it waits for no rank, so sp rank 0 may have to look again.
+        Called in every call of a layer; waits for no rank.
         """
         if self.folder not in _open or self.steps is not None and self.steps.now() <= self.last:
             return
@@ -227,6 +226,7 @@ class Timeline:
         if self.rank:
             self.store.set(str(self.rank), pickle.dumps(self.left))
             del _open[self.folder]
+        # Where a rank has not left its rows yet, sp rank 0 looks again in its next call.
         elif self.store is None or self.store.check([str(rank) for rank in range(1, self.size)]):
             self._write()
 
@@ -250,10 +250,9 @@ class Timeline:
         every = [self.left]
         # At exit the store may be gone.
         with contextlib.suppress(RuntimeError):
-            others = (str(rank) for rank in range(1, self.size))
-            every += [
-                pickle.loads(self.store.get(rank)) for rank in others if self.store.check([rank])
-            ]
+            for rank in range(1, self.size):
+                if self.store.check([str(rank)]):
+                    every.append(pickle.loads(self.store.get(str(rank))))
         del _open[self.folder]
         profiling.write_timeline(self.folder, every)
 
@@ -261,8 +260,9 @@ class Timeline:
         """Return what was recorded, as bars; waits for the device."""
         # Without exchanges that were launched and never finished.
         complete = [track for track in self.tracks if {"done", "go"} <= track.at.keys()]
-        marks = [mark for *_, begin, end in self.layers for mark in (begin, end)]
-        marks += [track.at["issued"] for track in complete]
+        marks = [track.at["issued"] for track in complete]
+        for *_, begin, end in self.layers:
+            marks += begin, end
         if not marks:
             return []
         base = marks[0]
@@ -290,11 +290,10 @@ class Timeline:
             bar("transfer", at["started"], arrived, track.bytes)
             bar("unpack", at["unpacking"], at["done"])
             bar("wait", at["wait"], at["go"])
-        return rows + [
-            row
-            for step in sorted({row.step for row in rows})
-            for row in computing(rows, step, self.schedules)
-        ]
+        computed: list[Row] = []
+        for step in sorted({row.step for row in rows}):
+            computed += computing(rows, step, self.schedules)
+        return rows + computed
 
 
 def computing(
@@ -337,13 +336,11 @@ def computing(
             continue
         if isinstance(schedule, Block):
             # Between two stops may lie the end of one layer and the beginning of the next.
-            crossed = [
-                (first.layer, second.layer)
-                for (*_, before, first), (*_, after, second) in between
-                if (before, after) in schedule.crossings
-            ]
-            follows = any(second == layer for _, second in crossed)
-            is_followed = any(first == layer for first, _ in crossed)
+            follows = is_followed = False
+            for (*_, before, first), (*_, after, second) in between:
+                if (before, after) in schedule.crossings:
+                    follows |= second.layer == layer
+                    is_followed |= first.layer == layer
             schedule = schedule.chain(1, follows, is_followed)
         # What a block recomputes is in the backward of its chain. Between the same two stops all
         # programs compute the same.
@@ -355,8 +352,9 @@ def computing(
     for (_, begin, before, first), (end, _, after, second) in between:
         layers = dict.fromkeys((first.layer, second.layer))
         known = layers if len(layers) == 1 or layers.keys() <= chained else ()
-        of_layers = (names.get(layer, {}).get((before, after), "") for layer in known)
-        name = next(filter(None, of_layers), "")
+        name = ""
+        for layer in known:
+            name = name or names.get(layer, {}).get((before, after), "")
         if name and end > begin:
             computed.append(Row(step, first.layer, name, "compute", begin, end))
     return computed
@@ -377,7 +375,9 @@ def _between(
             stop = stop_of(schedule, step)
             names[before, stop], before, labels = ", ".join(labels), stop, []
         elif not step.on_wire and _is_done(schedule, step, exchanged):
-            labels += [label for label in [schedule.label(step)] if label not in labels]
+            label = schedule.label(step)
+            if label not in labels:
+                labels.append(label)
     # A program without any stop did not run. But where attention is kept over a checkpoint, what
     # runs again (``recompute``) has no exchanges: it fills the layer from its begin to its end.
     if before != "[" or program == schedule.recompute:

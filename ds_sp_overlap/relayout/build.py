@@ -145,24 +145,19 @@ def cuda_compile(root: Path, architecture_flags: list[str]) -> list[str]:
 
 
 def linker(cuda: str | None, cxx: str) -> list[str]:
-    """Return the beginning of the command that links, for `link`.
-
-    nvcc, which puts the CUDA runtime inside; the C++ compiler ``cxx`` where there are no CUDA
-    kernels (``cuda`` is None).
-    """
+    """Return the beginning of the command that links, for `link`; ``cuda`` as in `_wanted`."""
+    # nvcc puts the CUDA runtime inside.
     return [cxx] if cuda is None else [cuda, "-cudart", "static"]
 
 
 def link(by: list[str], root: Path, objects: list[str], library: str) -> list[str]:
-    """Return the command by which ``by`` links ``objects`` into ``library``.
-
-    ops.cpp takes torch's current CUDA stream from a function of libtorch_cuda. The machine that
-    builds need not have that library, so the function is a weak symbol, null where it is not found.
-    torch loads its libraries locally: our library finds symbols only in libraries that it depends
-    on. Hence it depends on libtorch, which every torch has, and which depends on libtorch_cuda in a
-    torch with CUDA. No symbol of libtorch itself is used, so many linkers would leave libtorch out
-    without --no-as-needed. (-Xlinker, since nvcc takes no -Wl.)
-    """
+    """Return the command by which ``by`` links ``objects`` into ``library``."""
+    # ops.cpp takes torch's current CUDA stream from a function of libtorch_cuda. The machine that
+    # builds need not have that library, so the function is a weak symbol, null where it is not
+    # found. torch loads its libraries locally: our library finds symbols only in libraries that it
+    # depends on. Hence it depends on libtorch, which every torch has, and which depends on
+    # libtorch_cuda in a torch with CUDA. No symbol of libtorch itself is used, so many linkers
+    # would leave libtorch out without --no-as-needed. (-Xlinker, since nvcc takes no -Wl.)
     libraries = ["-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
     return [*by, "-shared", *objects, "-o", library, f"-L{root / 'lib'}", *libraries]
 
@@ -174,6 +169,7 @@ def _run(commands: list[list[str]]) -> None:
         BuildError: with the output of the first in the list that failed.
     """
     pipe, together = subprocess.PIPE, subprocess.STDOUT
+    # All are running before the first is waited for.
     running = [subprocess.Popen(c, stdout=pipe, stderr=together, text=True) for c in commands]
     outputs = [process.communicate()[0] for process in running]
     for command, process, output in zip(commands, running, outputs):
@@ -207,13 +203,14 @@ def _wanted(root: Path, cuda: str | None) -> dict[str, str | None]:
 def is_current(folder: Path = PACKAGE, kind: str = "") -> bool:
     """Return whether the library in ``folder`` is the one that `build` would make.
 
-    The version of nvcc is not compared. Arguments are those of `build`.
+    Arguments are those of `build`.
     """
     try:
         built = json.loads((folder / "_kernels.json").read_text())
     except (OSError, ValueError):
         return False
     wanted = _wanted(torch_root(), None if kind == "cpu" else nvcc())
+    # "cuda" is the version of nvcc, which is not compared.
     return (folder / NAME).is_file() and built == {**wanted, "cuda": built.get("cuda")}
 
 

@@ -140,7 +140,7 @@ def demanded() -> Library:
     """Return `library`, built now if nobody built compiled operators before.
 
     Called where ``sp_overlap.kernels`` is "compiled". If the build fails, the library's reason says
-    why, and this process does not try again.
+    why.
     """
     global _built_here
     installed = library()
@@ -149,6 +149,7 @@ def demanded() -> Library:
     try:
         _built_here = _first_use()
     except build.BuildError as error:
+        # A library that failed is returned by the next call: this process does not try again.
         reason = f"{installed.reason}, and building them failed: {error}"
         _built_here = Library(reason=reason, failed=True)
     return _built_here

@@ -93,12 +93,18 @@ def copy(to: Tensor, source: Tensor) -> None:
 def widened(*tensors: Tensor) -> Sequence[Tensor]:
     """View tensors of one dtype in elements of 16 bytes, on a GPU where all memory is aligned.
 
-    PyTorch's permuting copy of 2-byte elements is slow. Elsewhere return the tensors as they are.
+    Elsewhere return the tensors as they are.
     """
+    # PyTorch's permuting copy of 2-byte elements is slow.
     if not prefers_16_bytes(tensors[0]) or len({x.dtype for x in tensors}) > 1:
         return tensors
-    wide = [view for x in tensors if (view := _in_16_bytes(x)) is not None]
-    return wide if len(wide) == len(tensors) else tensors
+    wide = []
+    for x in tensors:
+        view = _in_16_bytes(x)
+        if view is None:
+            return tensors
+        wide.append(view)
+    return wide
 
 
 def prefers_16_bytes(x: Tensor) -> bool:
@@ -166,6 +172,7 @@ def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Ten
         for part, segment in _parts(out, wire, dim, starts, stops):
             part.copy_(segment)
         return
+    # Parts overlap: they are added to zeros.
     total = torch.zeros_like(out, dtype=exact)
     for part, segment in _parts(total, wire, dim, starts, stops):
         part.add_(segment)  # guard: overlaps are summed
@@ -186,6 +193,7 @@ def rotate_pack(
         stops: The head behind each part.
         out: Flat.
     """
+    # Rounded once, after the rotation.
     exact = _accumulator(x.dtype)
     rotated = rotate(x.to(exact), *_of_heads(cos, sin, exact)).to(x.dtype)
     pack(rotated, x.dim() - 2, starts, stops, out)
@@ -198,6 +206,7 @@ def unpack_rotate_back(
 
     ``wire`` is the flat gradient, ``out`` [tokens..., h, d] receives that of ``x``.
     """
+    # Rounded once, after the sum of replicas and the rotation.
     exact = _accumulator(out.dtype)
     total = torch.empty(out.shape, dtype=exact, device=out.device)
     unpack(wire.to(exact), out.dim() - 2, starts, stops, total)
@@ -230,9 +239,9 @@ class Relayout(NamedTuple):
     def copies(self, x: Tensor) -> bool:
         """Return whether pack and unpack of ``x`` are PyTorch's copies, any of which may do it.
 
-        The caller may then take the copy that costs the host least. Not on a GPU, where `copy` is
-        faster.
+        The caller may then take the copy that costs the host least.
         """
+        # Not on a GPU, where `copy` is faster.
         return self.pack is pack and not x.is_cuda
 
 

@@ -22,11 +22,10 @@ Two layers of one head group, C = 2:
 
 In forward, the first chunk of o and the last of q, k, v are exposed. Backward has the reverse
 order. Weight gradients of plain linear layers and of experts wait for all chunks (Note [Deferred
-wgrads] in ``attention.runtime.deferred``); those of other parameters are left to autograd.
-Those of the projections are computed under the last exchange of do, and those of the MLP under the
-first exchange of dq, dk and dv, which nothing else hides. But MLP weights that ZeRO-3 partitions,
-that belong to a unit of FSDP inside the MLP, or that are computed from other tensors, have their
-gradients with those of the projections. Where a layer starts its own q, k and v, the weight
+wgrads] in ``attention.runtime.deferred``); those of other parameters are left to autograd. But
+those of MLP weights that ZeRO-3 partitions,
+that belong to a unit of FSDP inside the MLP, or that are computed from other tensors, are computed
+with those of the projections. Where a layer starts its own q, k and v, the weight
 gradients of these projections are computed chunk by chunk, although the drawing has them at the
 end; so are all weight gradients of a layer that runs by itself.
 
@@ -75,8 +74,8 @@ class Block(Schedule):
     @cached_property
     def _cut(self) -> int:
         """Index in forward of the first step of the segment: behind the last start of o."""
-        starts_o = [step.op is Op.START and step.tensors == O for step in self.forward]
-        return len(starts_o) - starts_o[::-1].index(True)
+        starts_o = [step for step in self.forward if step.op is Op.START and step.tensors == O]
+        return 1 + self.forward.index(starts_o[-1])
 
     @cached_property
     def attention_steps(self) -> Program:
@@ -108,14 +107,12 @@ class Block(Schedule):
 
     @cached_property
     def crossings(self) -> set[tuple[str, str]]:
-        """Pairs of exchanges, as `stop_of` writes them, between which the next layer begins.
-
-        The first of a pair finishes the last o of a chunk, the second starts the q, k, v that the
-        next layer makes of this chunk.
-        """
+        """Pairs of exchanges, as `stop_of` writes them, between which the next layer begins."""
         stops = [step for step in self.segment if step.on_wire]
         crossings = set()
         for before, after in zip(stops, stops[1:]):
+            # The finish of the last o of a chunk, and the start of the q, k and v that the next
+            # layer makes of this chunk.
             if _is_tail(before) and not _is_tail(after):
                 crossings.add((stop_of(self, before), stop_of(self, after)))
         return crossings
@@ -130,13 +127,17 @@ class Block(Schedule):
             follows: Whether another layer comes before the first one, and computes its q, k and v.
             is_followed: Whether another layer comes after the last one.
         """
-        finishes_do = [step.op is Op.FINISH and step.tensors == O for step in self.backward]
-        cut = finishes_do.index(True)
-        # Backward goes through the segment behind an attention, then through the attention.
+        # Backward goes through the segment behind an attention, then through the attention, which
+        # begins with the first finish of do.
+        finishes_do = [step for step in self.backward if step.op is Op.FINISH and step.tensors == O]
+        cut = self.backward.index(finishes_do[0])
         segment, attention = self.backward[:cut], self.backward[cut:]
+        # At the ends of a chain a segment has no layer on one of its sides: a first layer begins
+        # with the head of a segment, a last layer ends with the tail.
         forward = self.segment if follows else head(self.segment)
         forward += (self.attention_steps + self.segment) * (layers - 1) + self.attention_steps
         forward += self.segment if is_followed else tail(self.segment)
+        # What lies behind the last attention is recomputed first, while nothing travels.
         backward = segment if is_followed else tail(self.recomputed_segment) + tail(segment)
         backward += (self.recompute + attention + segment) * (layers - 1)
         backward += self.recomputed_segment if follows else head(self.recomputed_segment)
@@ -188,7 +189,9 @@ def by_chunks(kinds: tuple[str, ...], chunks: int, recompute: Recompute = "none"
     groups, each_chunk, sent = range(len(kinds)), range(chunks), [tuple(names) for names in kinds]
     # Backward goes through groups and chunks from the last to the first.
     groups_back, each_chunk_back = groups[::-1], each_chunk[::-1]
-    beside, wgrad_by_chunk = O if recompute == "but attention" else (), recompute != "none"
+    # Where attention is saved, its backward reads o, which travels beside do.
+    beside = O if recompute == "but attention" else ()
+    wgrad_by_chunk = recompute != "none"
     attention: list[Step] = []
     segment: list[Step] = []
     backward: list[Step] = []
@@ -196,6 +199,7 @@ def by_chunks(kinds: tuple[str, ...], chunks: int, recompute: Recompute = "none"
         attention += [Step(Op.FINISH, sent[group], False, group, c) for c in each_chunk]
         attention += [Step(Op.ATTEND, O, False, group)]
         attention += [Step(Op.START, O, False, group, c) for c in each_chunk]
+    # The segment ends in the next layer, whose q, k and v it makes and sends.
     for c in each_chunk:
         segment += [Step(Op.FINISH, O, False, group, c) for group in groups]
         segment += [Step(Op.MERGE, O, False, 0, c), Step(Op.MLP, OF_MLP, False, 0, c)]
@@ -210,23 +214,26 @@ def by_chunks(kinds: tuple[str, ...], chunks: int, recompute: Recompute = "none"
             backward += [Step(Op.DGRAD, tensors, True, 0, c)]
         backward += [Step(Op.START, O, True, group, c, beside=beside) for group in groups_back]
     if not wgrad_by_chunk:
+        # They hide the last exchange of do.
         backward += [Step(Op.WGRAD, O, True, 0), Step(Op.WGRAD, QKV, True, 0)]
     for group in groups_back:
         backward += [Step(Op.FINISH, O, True, group, c, beside=beside) for c in each_chunk_back]
         backward += [Step(Op.ATTEND, O, True, group)]
         backward += [Step(Op.START, sent[group], True, group, c) for c in each_chunk_back]
     if not wgrad_by_chunk:
+        # It hides the first exchange of dq, dk and dv, which nothing else hides.
         backward += [Step(Op.WGRAD, OF_MLP, True, 0)]
     block = Block(tuple(attention + segment), tuple(backward), chunks=chunks)
     return replace(block, recompute=recomputed(block, recompute))
 
 
 def recomputed(block: Block, recompute: Recompute) -> Program:
-    """Return the program that backward recomputes, which never exchanges o, since o was saved."""
+    """Return the program that backward recomputes."""
     if recompute == "none":
         return ()
     steps = []
     for step in (*block.segment, *block.attention_steps):
+        # o was saved, so it does not travel again.
         exchanges_o = step.on_wire and step.tensors == O
         if not exchanges_o and not (step.op is Op.ATTEND and recompute == "but attention"):
             steps.append(step)
@@ -256,17 +263,18 @@ def periods(kinds: tuple[str, ...], chunks: int) -> tuple[Needs, Needs]:
             Step(Op.MLP, OF_MLP, False, 0, c),
             Step(Op.PROJECT, QKV, False, 0, c),
         ]
-        forward |= _one_after_another(steps)
+        forward |= one_after_another(steps)
         for group in groups:
             forward[Step(Op.START, sent[group], False, group, c)] = steps[-1:]
         steps = [Step(Op.START, sent[0], True, 0, c)]
         steps += [Step(Op.DGRAD, tensors, True, 0, c) for tensors in (QKV, OF_MLP, O)]
-        backward |= _one_after_another(steps)
+        backward |= one_after_another(steps)
         for group in groups:
             backward[Step(Op.START, O, True, group, c)] = steps[-1:]
     for group in groups:
         starts = []
         for source in groups[: group + 1]:
+            # KV heads that came with a group before may be attended to as well.
             if source == group or sent[source] != Q:
                 starts += [Step(Op.START, sent[source], False, source, c) for c in each_chunk]
         forward[Step(Op.ATTEND, O, False, group)] = starts
@@ -275,6 +283,7 @@ def periods(kinds: tuple[str, ...], chunks: int) -> tuple[Needs, Needs]:
     return forward, backward
 
 
-def _one_after_another(steps: list[Step]) -> Needs:
+def one_after_another(steps: list[Step]) -> Needs:
     """Return the steps, each with the step before it."""
+    # The slice is empty for the first step.
     return {step: steps[max(index - 1, 0) : index] for index, step in enumerate(steps)}

@@ -12,18 +12,16 @@ from .steps import O, Op, Schedule, Step, Tensors
 def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
     """Return the schedule that projects and starts all groups, then attends group after group.
 
-    q, k and v of later groups and o of earlier groups travel while a group is attended. q, k and v
-    of the first group travel one by one, each hidden by the next projection. q, k and v of a later
-    group travel in one exchange, since attention hides it anyway, and so fewer exchanges are
-    launched.
-
     Args:
         kinds: The tensors that travel with each head group: "qkv", or "q" if no rank needs a new
             KV head (`Geometry.kinds`).
         wgrad_last: Whether to compute dWo when the exchange of every do has started; else the part
             of each group before its dgrad.
     """
-    return by_starts((tuple(kinds[0]), *((together,) for together in kinds[1:])), wgrad_last)
+    # q, k and v of the first group travel one by one, each hidden by the next projection. Those of
+    # a later group travel in one exchange: attention hides it anyway, and fewer are launched.
+    later = [(together,) for together in kinds[1:]]
+    return by_starts((tuple(kinds[0]), *later), wgrad_last)
 
 
 def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Schedule:
@@ -34,12 +32,13 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
         wgrad_last: As for `by_head_groups`.
     """
     groups = range(len(starts))
-    exchanges = [[tuple(tensors) for tensors in of_group] for of_group in starts]
+    exchanges = [tuple(map(tuple, of_group)) for of_group in starts]
     forward, backward = [], []
     for group in groups:
         for tensors in exchanges[group]:
             forward += [Step(Op.PROJECT, (kind,), False, group) for kind in tensors]
             forward += [Step(Op.START, tensors, False, group)]
+    # While a group is attended, q, k and v of later groups and o of earlier groups travel.
     for group in groups:
         forward += [Step(Op.FINISH, tensors, False, group) for tensors in exchanges[group]]
         forward += [Step(Op.ATTEND, O, False, group), Step(Op.START, O, False, group)]
@@ -51,6 +50,7 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
             backward += [Step(Op.WGRAD, O, True, group)]
         backward += [Step(Op.DGRAD, O, True, group), Step(Op.START, O, True, group)]
     if wgrad_last:
+        # Every do travels by now, and the weight gradients hide the last of them.
         backward += [Step(Op.WGRAD, O, True, group) for group in groups]
     for group in reversed(groups):
         backward += [Step(Op.FINISH, O, True, group), Step(Op.ATTEND, O, True, group)]

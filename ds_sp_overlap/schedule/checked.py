@@ -5,10 +5,10 @@ A plan also simulates schedules that do not pass.
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, product
 
-from .block import Block, recomputed
-from .steps import OF_MLP, QKV, Needs, O, Op, Program, Q, Schedule, Step, Tensors, section_of
+from .block import Block, one_after_another, recomputed
+from .steps import OF_MLP, QKV, Needs, O, Op, Part, Program, Q, Schedule, Step, Tensors, section_of
 from .window import Windowed
 
 
@@ -35,27 +35,29 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
     if isinstance(schedule, Block):
         _check_block(schedule, kinds)
         return schedule
-    for group, expected_kinds in enumerate(kinds):
-        starts = [step for step in dict.fromkeys(schedule.starts) if step.group == group]
-        sent = [kind for step in starts for kind in step.tensors]
-        for kind in QKV:
-            if sent.count(kind) == expected_kinds.count(kind):
-                continue
-            fault = "is missing" if kind not in sent else "is there twice"
-            if kind not in expected_kinds:
-                fault = "is no step of this layer"
-            raise ValueError(f"schedule, forward: start {kind} {group} {fault}")
+    sent: list[Part] = []
+    # A start that is there twice is one step: `_check_program` refuses the second.
+    for start in dict.fromkeys(schedule.starts):
+        sent += start.parts
+    for (group, expected_kinds), kind in product(enumerate(kinds), QKV):
+        part = kind, group
+        if sent.count(part) == expected_kinds.count(kind):
+            continue
+        fault = "is missing" if part not in sent else "is there twice"
+        if kind not in expected_kinds:
+            fault = "is no step of this layer"
+        raise ValueError(f"schedule, forward: start {kind} {group} {fault}")
     forward, backward = needs_of(kinds, schedule.starts)
     if isinstance(schedule, Windowed):
         _check_window(schedule, forward, backward)
         return schedule
-    for name, program, needs in (
-        ("forward", schedule.forward, forward),
-        ("backward", schedule.backward, backward),
+    for name, program, needs, pieces in (
+        ("forward", schedule.forward, forward, ["inputs", "attention", "output"]),
+        ("backward", schedule.backward, backward, ["output", "attention", "inputs"]),
     ):
         _check_program(name, program, needs)
         sections = [section for section, _ in groupby(program, key=section_of)]
-        if sections != ["inputs", "attention", "output"][:: 1 if name == "forward" else -1]:
+        if sections != pieces:
             raise ValueError(
                 f"schedule, {name}: its sections are {', '.join(sections)}; "
                 "each is one piece, see `Schedule`"
@@ -92,30 +94,30 @@ def _check_program(name: str, program: Program, needs: Needs) -> None:
 def _check_window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
     """Check both programs of a window.
 
-    Backward recomputes q, k and v, so it has more steps than the needs of any schedule
-    (``backward``), to which they are added here. wgrad o comes before start do, which frees the o
-    that it reads. In backward a group attends after the finishes of the recomputed q, k and v that
-    it reads, shared ones among them (Note [Shared KV heads] in `window`). At most ``window`` groups
-    are in memory.
+    ``forward`` and ``backward`` are the needs of any schedule, to which those of a window are added
+    here. Raises ValueError for the first fault.
     """
+    # Backward recomputes q, k and v.
     restarts = [step for step in schedule.backward if step.op is Op.START and not step.grad]
     for start in restarts:
         projects = [start._replace(op=Op.PROJECT, tensors=(kind,)) for kind in start.tensors]
         backward |= {start: projects, start._replace(op=Op.FINISH): [start]}
         backward |= {project: [] for project in projects}
-    recomputed_parts = {part for start in restarts for part in start.parts}
     for kind, group in schedule.parts:
-        if (kind, group) not in recomputed_parts:
+        if not any((kind, group) in start.parts for start in restarts):
             raise ValueError(f"schedule, backward: start {kind} {group} is missing")
     last = schedule.groups - 1
     for group in range(schedule.groups):
         if group:
             forward[Step(Op.ATTEND, O, False, group)].append(Step(Op.ATTEND, O, False, group - 1))
+        # The start of do with o frees the local o, which wgrad o reads.
         if schedule.beside:
             backward[Step(Op.START, O, True, group)].append(Step(Op.WGRAD, O, True, group))
         attend_needs = backward[Step(Op.ATTEND, O, True, group)]
         if group < last:
             attend_needs.append(Step(Op.ATTEND, O, True, group + 1))
+        # A group reads q, k and v that are recomputed with it, and shared k and v that were
+        # recomputed with a later group, see Note [Shared KV heads] in `window`.
         for start in restarts:
             is_shared = start.group < group <= schedule.last_use[start.group]
             if start.group == group or start.tensors != Q and is_shared:
@@ -150,16 +152,13 @@ def _check_window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
 
 
 def _check_block(block: Block, kinds: tuple[str, ...]) -> None:
-    """Check all programs of a block.
-
-    Forward attends group after group, and starts all chunks of o of each. Then it performs chunk
-    after chunk: the o of all groups, and all that follows.
-    """
+    """Check all programs of a block; raise ValueError for the first fault."""
     groups, chunks = range(len(kinds)), range(block.chunks)
     sent = [tuple(names) for names in kinds]
     forward: Needs = {}
     # The starts of the previous group, then of the previous chunk.
     started: list[Step] = []
+    # Forward attends group after group, and starts all chunks of o of each.
     for group in groups:
         attend = Step(Op.ATTEND, O, False, group)
         forward[attend] = []
@@ -170,15 +169,15 @@ def _check_block(block: Block, kinds: tuple[str, ...]) -> None:
             forward[Step(Op.FINISH, sent[group], False, group, c)] = started
             forward[Step(Op.START, O, False, group, c)] = [attend]
         started = [Step(Op.START, O, False, group, c) for c in chunks]
+    # Then it performs chunk after chunk: the o of all groups, and all that follows.
     for c in chunks:
-        merge, mlp = Step(Op.MERGE, O, False, 0, c), Step(Op.MLP, OF_MLP, False, 0, c)
-        project = Step(Op.PROJECT, QKV, False, 0, c)
-        for group in groups:
-            finish = Step(Op.FINISH, O, False, group, c)
-            forward[finish], started = started, [finish]
-        forward |= {merge: started, mlp: [merge], project: [mlp]}
+        steps = [Step(Op.FINISH, O, False, group, c) for group in groups]
+        steps += [Step(Op.MERGE, O, False, 0, c), Step(Op.MLP, OF_MLP, False, 0, c)]
+        steps += [Step(Op.PROJECT, QKV, False, 0, c)]
+        forward |= one_after_another(steps)
+        forward[steps[0]] = started
         started = [Step(Op.START, sent[group], False, group, c) for group in groups]
-        forward |= {start: [project] for start in started}
+        forward |= {start: steps[-1:] for start in started}
     _check_program("forward", block.forward, forward)
     if block.recompute != recomputed(block, block.recomputes):
         raise ValueError(
@@ -188,10 +187,8 @@ def _check_block(block: Block, kinds: tuple[str, ...]) -> None:
     if block.recomputes != "but attention" and block.beside:
         raise ValueError("schedule, backward: o travels beside do, but attention is not saved")
     in_reverse = (*reversed(block.segment), *reversed(block.attention_steps))
-    mirrored = [_with(block.beside, step.mirror) for step in in_reverse]
-    backward: Needs = {mirrored[0]: []}
-    for before, step in zip(mirrored, mirrored[1:]):
-        backward[step] = [before]
+    # All of backward but the weight gradients is the mirror image of forward.
+    backward = one_after_another([_with(block.beside, step.mirror) for step in in_reverse])
     for tensors in (O, QKV, OF_MLP):
         dgrads = [Step(Op.DGRAD, tensors, True, 0, c) for c in chunks]
         if block.recompute:
@@ -225,6 +222,7 @@ def needs_of(kinds: tuple[str, ...], starts: Program) -> tuple[Needs, Needs]:
         tensors, group = start.tensors, start.group
         start_gradient = Step(Op.START, tensors, True, group)
         finish_gradient = Step(Op.FINISH, tensors, True, group)
+        # Later groups may attend to the same KV heads, and add to dk and dv.
         readers = [group] if tensors == Q else groups[group:]
         forward[start] = [Step(Op.PROJECT, (kind,), False, group) for kind in tensors]
         forward[start._replace(op=Op.FINISH)] = [start]

@@ -17,10 +17,9 @@ backward makes. The backward of a window recomputes q, k and v, so its forward f
     y, dx, dW q               the first step that adds to it; read by the layer's caller, at the end
 
 There is no ``send`` where ``local`` already has the layout of the transfer: ``local`` then lives to
-``finish``. There is no ``recv`` where ``global`` has that layout: ``start`` then allocates
-``global``. lse is the log-sum-exp, one number per head and token. work is the memory that the
-backward of local attention allocates for itself. rows exist only in a window; elsewhere they are
-written into dW at once.
+``finish``. There is no ``recv`` where ``global`` has that layout. lse is the log-sum-exp, one
+number per head and token. work is the memory that the backward of local attention allocates for
+itself. rows exist only in a window.
 
 Gradients have the same roles in the other direction: ``dgrad o`` makes local do, ``attend do``
 makes global dq. x, dy and the weights are not counted, since they exist before. Left out are inputs
@@ -115,6 +114,7 @@ def memory_bytes(
     live, most = 0, [0] * (uses[-1][0] + 1)
     for now, (index, use) in enumerate(uses):
         live += sum(map(size_bytes, use.makes))
+        # The most of all uses of the step.
         most[index] = max(most[index], live)
         live -= freed[now]
     return most
@@ -125,10 +125,8 @@ def _uses(
     size_bytes: Callable[[Tensor], int],
     kv_groups_of: Callable[[int], Sequence[int]],
 ) -> Iterator[Sequence[_Use]]:
-    """Yield the uses of each step of forward, of `MLP`, and of each step of backward.
-
-    An exchange that is finished has two uses, any other step one.
-    """
+    """Yield the uses of each step of forward, of `MLP`, and of each step of backward."""
+    # Sums that have a term already: y, dx, dW, and dk and dv of each group.
     sums: set[Tensor] = set()
 
     def add(tensor: Tensor, *terms: Tensor) -> _Use:
@@ -151,22 +149,23 @@ def _uses(
             else:
                 makes = [Tensor("global", "q", group, True), Tensor("work", "o", group, True)]
                 reads = [*qkv, *o, Tensor("global", "o", group, True)]
+                # Every group that attends to a KV head adds a term to its dk and dv.
                 for part in kv:
                     term = add(Tensor("global", *part, True))
                     reads, makes = [*reads, *term.reads], [*makes, *term.makes]
                 yield [_Use(reads, makes)]
         elif step.op is Op.MERGE:
             yield [add(Tensor("y"), *_tensors("local", step))]
-        elif step.op is Op.PROJECT:
-            yield [_Use((), _tensors("local", step))]
         elif step.op is Op.WGRAD:
             (name,) = step.tensors
             local = Tensor("local", name, step.group, grad=step.tensors != O)
             if isinstance(schedule, Windowed):
                 yield [_Use([local], [Tensor("rows", name, step.group)])]
             else:
+                # The rows are written into dW at once.
                 yield [add(Tensor("dW", name), local)]
-        elif step.tensors == O:
+        elif step.op is Op.PROJECT or step.tensors == O:
+            # The dgrad of o makes local do. The dgrads of q, k and v below are terms of dx.
             yield [_Use((), _tensors("local", step))]
         else:
             yield [add(Tensor("dx"), *_tensors("local", step))]
@@ -184,6 +183,7 @@ def _exchange_uses(step: Step, size_bytes: Callable[[Tensor], int]) -> Sequence[
     ends = ("global", "local") if step.to_tokens else ("local", "global")
     sources, targets = (_tensors(end, step) for end in ends)
     send, recv = (Tensor(role, group=step.group, start=start) for role in ("send", "recv"))
+    # Without a receive buffer the transfer writes to the target, which the start then allocates.
     unpacks = size_bytes(recv) > 0
     if step.op is Op.START:
         return [_Use(sources, [send, recv] if unpacks else [send, *targets])]

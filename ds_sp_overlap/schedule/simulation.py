@@ -78,8 +78,7 @@ def simulate(
 ) -> Simulation:
     """Simulate a program.
 
-    The compute row performs one step after another. The wire carries one exchange after another, in
-    the order of their starts. Packing and unpacking take no time.
+    Packing and unpacking take no time.
 
     Args:
         schedule: The schedule, for the names of steps.
@@ -87,6 +86,7 @@ def simulate(
         ms: Duration of a step on the compute row; of the transfer, for a start.
         memory: Bytes in memory during each step; may be empty.
     """
+    # When the compute row is free for its next step, and the wire for its next exchange.
     now = free = 0.0
     compute: list[Bar] = []
     wire: list[Bar] = []
@@ -96,6 +96,7 @@ def simulate(
         begins.append(now)
         key = step[1:]  # the same for both ends of an exchange
         if step.op is Op.START:
+            # One exchange after another, in the order of their starts.
             begin = max(now, free)
             free = arrives[key] = begin + ms(step)
             wire.append(Bar(schedule.name(step), step, begin, free))
@@ -112,8 +113,7 @@ def simulate(
 def draw(schedule: Schedule, program: Program) -> str:
     """Return the two rows of a program as text.
 
-    A bar is as long as its name, and successive steps with the same name share one bar. Dots mean
-    that the compute row waits.
+    A bar is as long as its name. Dots mean that the compute row waits.
     """
     label = None
 
@@ -122,6 +122,7 @@ def draw(schedule: Schedule, program: Program) -> str:
         nonlocal label
         if step.op is Op.START:
             return len(schedule.name(step)) + 1
+        # Successive steps with the same name share the bar of the first.
         repeats, label = schedule.label(step) == label, schedule.label(step)
         return 0 if repeats else len(_short(label)) + 1
 
@@ -131,6 +132,7 @@ def draw(schedule: Schedule, program: Program) -> str:
         row = [" "] * int(simulated.step_ms)
         for bar in bars:
             begin, end = int(bar.begin), int(bar.end)
+            # A bar is a character longer than its name, which keeps names apart.
             text = "." * (end - begin) if bar.step is None else _short(bar.label)
             row[begin : begin + len(text[: end - begin])] = text[: end - begin]
         rows.append(f"{name:<7} | {''.join(row).rstrip()}")

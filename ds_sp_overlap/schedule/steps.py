@@ -11,16 +11,16 @@ from typing import NamedTuple
 class Op(Enum):
     """Kind of work of a step.
 
-    START and FINISH are the two ends of an exchange; all other steps compute. PROJECT makes q, k
-    and v; ATTEND is attention, of a head group; MERGE is the output projection, which adds up the
-    head groups; DGRAD and WGRAD make the gradients of input and weight of a product. The value is
-    the word that messages use, and in lower case the method of a runner that performs the step.
+    START and FINISH are the two ends of an exchange; all other steps compute.
     """
 
-    PROJECT = "project"
+    # Each value is the word that messages use, and in lower case the method of a runner that
+    # performs the step.
+    PROJECT = "project"  # makes q, k and v
     ATTEND = "attend"
-    MERGE = "merge"
+    MERGE = "merge"  # the output projection, which adds up the head groups
     MLP = "MLP"
+    # The gradients of input and weight of a product.
     DGRAD = "dgrad"
     WGRAD = "wgrad"
     START = "start"
@@ -51,9 +51,6 @@ class _Fields(NamedTuple):
 class Step(_Fields):
     """One step of a program.
 
-    The base class is a tuple. This class has no ``__slots__``, so that a cached property computes
-    once per step: programs are made once, and a layer walks them in every call.
-
     Attributes:
         op: Kind of work.
         tensors: Names of the tensors. An exchange moves one of q, k, v, o, or several of q, k, v
@@ -65,6 +62,9 @@ class Step(_Fields):
         chunk: Chunk of every rank's tokens, in a chain of layers; 0 for steps of all chunks.
         beside: Tensors whose values travel in the same exchange, in front of the gradients.
     """
+
+    # The base class is a tuple. There are no ``__slots__`` here, so that a cached property computes
+    # once per step: programs are made once, and a layer walks them in every call.
 
     @cached_property
     def on_wire(self) -> bool:
@@ -83,10 +83,8 @@ class Step(_Fields):
 
     @cached_property
     def to_tokens(self) -> bool:
-        """Return whether the exchange is a sequence scatter, from this rank's heads to its tokens.
-
-        o goes there in forward, and dq, dk and dv in backward.
-        """
+        """Return whether the exchange is a sequence scatter, from this rank's heads to its tokens."""
+        # o goes there in forward, and dq, dk and dv in backward.
         return ("o" in self.tensors) != self.grad
 
     @cached_property
@@ -96,10 +94,8 @@ class Step(_Fields):
 
     @cached_property
     def mirror(self) -> Step:
-        """The step with which autograd mirrors this step of forward in backward.
-
-        A start becomes the finish of the gradient's exchange, a product its dgrad.
-        """
+        """The step with which autograd mirrors this step of forward in backward."""
+        # A start becomes the finish of the gradient's exchange, a product its dgrad.
         return self._replace(op=_MIRRORED.get(self.op, Op.DGRAD), grad=True)
 
     @cached_property
@@ -165,7 +161,10 @@ class Schedule:
     @cached_property
     def exchange_of(self) -> dict[Part, Step]:
         """For q, k or v of each group, the start of its exchange."""
-        return {part: step for step in self.starts for part in step.parts}
+        exchange_of: dict[Part, Step] = {}
+        for start in self.starts:
+            exchange_of |= dict.fromkeys(start.parts, start)
+        return exchange_of
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -197,10 +196,8 @@ class Schedule:
 
     @cached_property
     def beside(self) -> Tensors:
-        """The tensors that travel beside do.
-
-        o, where the backward of attention reads o and forward saved the local o; else none.
-        """
+        """The tensors that travel beside do."""
+        # o, where the backward of attention reads o and forward saved the local o; else none.
         return next((step.beside for step in self.backward if step.beside), ())
 
     @cached_property
@@ -224,10 +221,8 @@ class Schedule:
 
     @cached_property
     def names_of_values(self) -> dict[Exchanged, str]:
-        """Names of the exchanges of values, by which their gradients are found as well.
-
-        Computed once, since a layer asks for them in every call.
-        """
+        """Names of the exchanges of values, by which their gradients are found as well."""
+        # Computed once, since a layer asks for them in every call.
         names = {}
         for step in (*self.forward, *self.backward, *self.recompute):
             if step.on_wire:

@@ -91,7 +91,8 @@ def schedule_of(geometry: Any, window: int | None = None, wgrad_last: bool = Tru
     kinds = geometry.kinds
     if window is None:
         return by_head_groups(kinds, wgrad_last)
-    # dq, dk and dv of few KV heads take less memory than dx and the weight gradients.
+    # dq, dk and dv of few KV heads take less memory than dx and the weight gradients, so products
+    # come last from four query heads per KV head on.
     few_kv = geometry.heads >= 4 * geometry.kv_heads
     return by_window(kinds, geometry.last_use, window, wgrad_last, products_last=few_kv)
 
@@ -112,12 +113,11 @@ def by_window(
             (`Geometry.last_use`).
         window: The most groups between their projections and the end of their attention.
         wgrad_last: Whether to compute the part of dWo of a group after its dgrad; else before.
-            Either way before do starts, since the start frees the local o that the wgrad reads.
         products_last: Whether to compute dx and the weight gradients of q, k and v when all groups
-            have been attended. Then dq, dk and dv stay in memory, which for few KV heads is less
-            than dx and those gradients. Layers do so from four query heads per KV head on.
+            have been attended. Then dq, dk and dv stay in memory.
     """
     groups, window = range(len(kinds)), min(window, len(kinds))
+    # Where no attention hides them, q, k and v travel one by one, each under the next projection.
     starts = {group: _starts(kinds[group], group == 0 or window == 1) for group in groups}
     forward: list[Step] = []
 
@@ -135,11 +135,12 @@ def by_window(
     for group in groups:
         forward += [Step(Op.FINISH, tensors, False, group) for tensors in starts[group]]
         forward += [Step(Op.ATTEND, O, False, group), Step(Op.START, O, False, group)]
+        # With W = 1, o travels under the projections of the next group instead.
         if group and window > 1:
             merge(group - 1)
-        for later in groups[group + window : group + window + 1]:
-            for tensors in starts[later]:
-                project(forward, tensors, later)
+        if group + window in groups:
+            for tensors in starts[group + window]:
+                project(forward, tensors, group + window)
         if window == 1:
             merge(group)
     if window > 1:
@@ -150,6 +151,7 @@ def by_window(
     # forward, see Note [Shared KV heads].
     recomputed: dict[int, list[tuple[Tensors, int]]] = {group: [] for group in groups}
     for group in groups:
+        # The last group is the first of backward.
         alone = group == groups[-1] or window == 1
         shared = "k" in kinds[group] and last_use[group] > group
         own = _starts("q" if shared else kinds[group], alone)
@@ -161,6 +163,7 @@ def by_window(
         """Add the steps of a group before its attention; from W = 2 on, `finish` has finishes."""
         dgrad, wgrad = Step(Op.DGRAD, O, True, group), Step(Op.WGRAD, O, True, group)
         start = Step(Op.START, O, True, group, beside=O)
+        # Both products come before the start, which frees the local o that the wgrad reads.
         program = [*((dgrad, wgrad) if wgrad_last else (wgrad, dgrad)), start, *before_project]
         for tensors, owner in recomputed[group]:
             project(program, tensors, owner)
@@ -188,6 +191,8 @@ def by_window(
         input_gradients, deferred = [], []
         for tensors in reversed(starts[group]):
             input_gradients.append(Step(Op.FINISH, tensors, True, group))
+            # From W = 2 on, products that were left to the end hide the last input gradients, whose
+            # own products come behind them.
             if products_last and (group > 0 or window == 1):
                 products_at_end += products(tensors, group)
             else:
@@ -203,16 +208,13 @@ def by_window(
         else:
             deferred = input_gradients
     recompute = tuple(step for step in forward if step.op is Op.MERGE)
-    # Products that were left to the end hide the last input gradients.
     programs = tuple(forward), (*backward, *products_at_end, *deferred)
     return Windowed(*programs, last_use, window, recompute=recompute)
 
 
 def _one_at_a_time(program: list[Step]) -> list[Step]:
-    """Return the steps with a finish of each exchange before the next is started, and of the last.
-
-    So there is one send buffer at a time.
-    """
+    """Return the steps with a finish of each exchange before the next is started, and of the last."""
+    # One send buffer is there at a time.
     steps: list[Step] = []
     finishes: list[Step] = []
     for step in program:

@@ -110,6 +110,7 @@ def _errors(
         faulty: Whether the exchanges have the planted fault of `_Faulty`.
     """
     layer = _projections(device)
+    # The whole sequence is the same on every rank.
     torch.manual_seed(1)
     shape = (2, BATCH, size * LOCAL_SEQ, HEADS * HEAD_DIM)
     whole, cotangent = torch.randn(shape, dtype=torch.float64).to(device)
@@ -135,11 +136,11 @@ def _errors(
         "hidden states": (x.grad, whole.grad[:, local]),
     }
     for name, parameter in layer.named_parameters():
+        # Each rank has the gradient of its own tokens.
         dist.all_reduce(parameter.grad)
         pairs[name] = parameter.grad, plain[name]
-    errors = torch.stack(
-        [(got - want).abs().max() / want.abs().max() for got, want in pairs.values()]
-    )
+    relative = [(got - want).abs().max() / want.abs().max() for got, want in pairs.values()]
+    errors = torch.stack(relative)
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     return dict(zip(pairs, errors.tolist()))
 
@@ -154,6 +155,7 @@ def _rank(rank: int, size: int, store: str, result: str) -> None:
         result: The file for the errors of `_errors` by run, as `verdict` takes them.
     """
     on_gpu = torch.cuda.device_count() >= size
+    # The ranks share the cores of this machine.
     torch.set_num_threads(1)
     if on_gpu:
         torch.cuda.set_device(rank)
@@ -161,11 +163,11 @@ def _rank(rank: int, size: int, store: str, result: str) -> None:
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=size
     )
+    # The most head groups of a rank with HEADS // size query heads, up to two.
     most = min(2, HEADS // size)
-    runs = {
-        f"G = {groups}": _errors(rank, size, device, groups, faulty=False)
-        for groups in range(1, most + 1)
-    }
+    runs = {}
+    for groups in range(1, most + 1):
+        runs[f"G = {groups}"] = _errors(rank, size, device, groups, faulty=False)
     runs["control"] = _errors(rank, size, device, most, faulty=True)
     if rank == 0:
         torch.save(runs, result)
@@ -209,7 +211,9 @@ def doctor(ranks: int) -> int:
         )
         runs = torch.load(result)
     names = list(next(iter(runs.values())))
-    rows = [[name, *(f"{errors[name]:.1e}" for errors in runs.values())] for name in names]
+    rows = []
+    for name in names:
+        rows.append([name, *(f"{errors[name]:.1e}" for errors in runs.values())])
     print(
         f"\ngradient self-check, {ranks} ranks, fp64: largest relative error against the whole "
         "sequence in one process"

@@ -12,6 +12,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, NamedTuple
 
 from tabulate import tabulate
@@ -49,7 +50,9 @@ def costs(rows: list) -> dict[tuple, tuple[float, ...]]:
     for key, kinds in by_exchange.items():
         if "transfer" not in kinds:
             continue  # computing, or the bar of a whole layer
-        took = {kind: sum(row.end - row.begin for row in bars) for kind, bars in kinds.items()}
+        took: dict[str, float] = {}
+        for kind, bars_of_kind in kinds.items():
+            took[kind] = sum(row.end - row.begin for row in bars_of_kind)
         relayout = took["pack"] + took["unpack"]
         exchange = took["transfer"] + relayout
         # The compute row packs; its wait lasts until it has unpacked.
@@ -65,7 +68,8 @@ def tables(every: list[list]) -> str:
     All numbers are means over the ranks.
     """
     of_ranks = [costs(rows) for rows in every]
-    steps = sorted({step for rank in of_ranks for step, *_ in rank})
+    steps = {step for step, *_ in chain(*of_ranks)}
+    n_steps = max(len(steps), 1)
 
     def table(title: str, name: str, index: int, per: int) -> str:
         """Return a table with a line for each value at ``index`` of the keys, sums over ``per``."""
@@ -83,8 +87,8 @@ def tables(every: list[list]) -> str:
             f"sp size {len(every)}; exposed: the compute row stood still for it",
             "",
             table("per step", "step", 0, 1),
-            table("per exchange, mean of a step, all layers", "exchange", 2, max(len(steps), 1)),
-            table("per layer, mean of a step", "layer", 1, max(len(steps), 1)),
+            table("per exchange, mean of a step, all layers", "exchange", 2, n_steps),
+            table("per layer, mean of a step", "layer", 1, n_steps),
         )
     )
 
@@ -100,6 +104,7 @@ def lanes(rows: Iterable) -> list[tuple[int, Any]]:
     for row in sorted(rows, key=lambda row: row.begin):
         free = [lane for lane, until in enumerate(busy_until) if until <= row.begin]
         lane = free[0] if free else len(busy_until)
+        # Replaces the lane's end, or adds a lane behind the last.
         busy_until[lane : lane + 1] = [row.end]
         placed.append((lane, row))
     return placed
@@ -174,8 +179,12 @@ def panels(every: list[list]) -> list[Panel]:
     The layer is the one with the longest waits on rank 0.
     """
     step = max(row.step for row in every[0])
-    shown = [[row for row in rows if row.step == step] for rows in every[:DRAWN_RANKS]]
-    spans = [(min(row.begin for row in rows), max(row.end for row in rows)) for rows in shown]
+    shown = []
+    spans = []
+    for rows in every[:DRAWN_RANKS]:
+        of_step = [row for row in rows if row.step == step]
+        shown.append(of_step)
+        spans.append((min(row.begin for row in of_step), max(row.end for row in of_step)))
     drawn = [Panel(f"step {step}", spans)]
     waited: dict[str, float] = defaultdict(float)
     for row in shown[0]:

@@ -155,6 +155,7 @@ def _layer(args: argparse.Namespace) -> LayerShape:
             raise ValueError(
                 f"--model {args.model}: no transformers config there: {str(error).splitlines()[0]}"
             ) from None
+        # Single values win over those of the model.
         shape = {key: given or known[key] for key, given in shape.items()}
         args.layers = args.layers or known["layers"]
     missing = [f"--{key}" for key in ("hidden", "heads") if not shape[key]]
@@ -351,22 +352,20 @@ def _rates(args: argparse.Namespace, layer: LayerShape, on_paper: Gpu | None) ->
 def describe(layer: LayerShape, rates: str, result: Plan) -> str:
     """Return the plan as text, its advice first; ``rates`` is the line about the rates."""
     base = result.results["none"]
-    rows = [
-        (name, f"{r.step_ms:.3f}", f"{result.limits[name]:.3f}",
-         f"{r.step_ms - r.compute_ms:.3f}", f"{r.exposed:.1%}",
-         f"{1 - r.step_ms / base.step_ms:.1%}",
-         f"{r.peak / 2**20:.1f}" if r.peak else "-")
-        for name, r in result.results.items()
-    ]  # fmt: skip
-    head = (
-        "overlapped exchanges",
-        "step ms",
-        "limit ms",
-        "exposed ms",
-        "exposed",
-        "saves",
-        "peak MiB",
-    )
+    rows = []
+    for name, simulated in result.results.items():
+        exposed_ms = simulated.step_ms - simulated.compute_ms
+        row = {
+            "overlapped exchanges": name,
+            "step ms": f"{simulated.step_ms:.3f}",
+            "limit ms": f"{result.limits[name]:.3f}",
+            "exposed ms": f"{exposed_ms:.3f}",
+            "exposed": f"{simulated.exposed:.1%}",
+            "saves": f"{1 - simulated.step_ms / base.step_ms:.1%}",
+            # Blocks are simulated without memory.
+            "peak MiB": f"{simulated.peak / 2**20:.1f}" if simulated.peak else "-",
+        }
+        rows.append(row)
     what = "layer with its MLP" if layer.intermediate else "attention layer"
     shared = ""
     if layer.shares > 1:
@@ -383,7 +382,7 @@ def describe(layer: LayerShape, rates: str, result: Plan) -> str:
             rates,
             "times are computed from the rates, not measured: "
             f"{base.compute_ms:.3f} ms of computing, {base.wire_ms:.3f} ms of exchanges",
-            tabulate(rows, headers=head, tablefmt="simple", stralign="right"),
+            tabulate(rows, headers="keys", tablefmt="simple", stralign="right"),
             f"of those that take no longer than the shortest ({CLOSE:.0%}) the smallest peak: "
             f"{result.smallest}",
         )
@@ -395,17 +394,14 @@ def _describe_fits(layer: LayerShape, model: Model, best: int, gib: float) -> st
 
     ``best`` is the number of head groups that the plan advises.
     """
-    ways = [
-        Way(0),
-        Way(best),
-        *(Way(*window) for window in WINDOWS if window[0] <= layer.geometry(1).max_groups),
-    ]
-    found = {way: longest(layer, model, way, int(gib * 2**30)) for way in ways}
+    windows = [Way(*window) for window in WINDOWS if window[0] <= layer.geometry(1).max_groups]
     names = ("all kept", "checkpointed", "keep", "inputs on host", "offload")
-    rows = [
-        (way, *(f"{of[name] // 1024:,}k" if name in of else "-" for name in names))
-        for way, of in found.items()
-    ]
+    rows = []
+    for way in (Way(0), Way(best), *windows):
+        tokens = longest(layer, model, way, int(gib * 2**30))
+        rows.append(
+            (way, *(f"{tokens[name] // 1024:,}k" if name in tokens else "-" for name in names))
+        )
     return "\n".join(
         (
             f"longest sequence that fits into {gib:g} GiB with {model.layers} layers, "

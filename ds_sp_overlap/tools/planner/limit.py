@@ -29,16 +29,16 @@ def limit(needs: Needs, ms: Callable[[Step], float]) -> float:
     head, tail = _longest(needs, took), _longest(behind, took)
     longest = 0.0
     for on_wire in (False, True):
-        row = [
-            step for step in needs if (step.op is Op.START) is on_wire and step.op is not Op.FINISH
-        ]
+        row = []
+        for step in needs:
+            if step.op is not Op.FINISH and (step.op is Op.START) is on_wire:
+                row.append(step)
         # The largest sums have all steps of a row with at least some path in front of them, and at
         # least some path behind them.
         for first in {head[step] for step in row}:
             together = 0.0
-            for step in sorted(
-                (step for step in row if head[step] >= first), key=lambda step: -tail[step]
-            ):
+            later = [step for step in row if head[step] >= first]
+            for step in sorted(later, key=lambda step: -tail[step]):
                 together += took[step]
                 longest = max(longest, first + together + tail[step])
     return longest

@@ -32,6 +32,7 @@ def _seconds(run: Callable[[], Any], group: Any, device: torch.device) -> float:
         """Return the largest of the ranks' medians over ``repeat`` runs."""
         times = []
         for _ in range(repeat):
+            # No rank's time includes the wait for a late rank.
             if group is not None:
                 dist.barrier(group)
             begin = finished()
@@ -65,19 +66,15 @@ def rates(layer: LayerShape, group: Any, device: torch.device) -> Rates:
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
     options: dict[str, Any] = dict(dtype=dtype, device=device)
     tokens = layer.seq // layer.sp_size * layer.batch
-    x, weight = (
-        torch.randn(tokens, layer.width, **options),
-        torch.randn(layer.width, layer.width, **options),
-    )
+    x = torch.randn(tokens, layer.width, **options)
+    weight = torch.randn(layer.width, layer.width, **options)
     matmul = 2 * tokens * layer.width**2 / _seconds(lambda: F.linear(x, weight), group, device)
 
-    # Attention must divide query heads by KV heads; where a rank's don't, it has one for each.
     seq, heads = min(layer.seq, LONGEST), max(layer.heads // layer.sp_size, 1)
-    kv_heads = (
-        heads
-        if heads % max(layer.kv_heads // layer.sp_size, 1)
-        else max(layer.kv_heads // layer.sp_size, 1)
-    )
+    kv_heads = max(layer.kv_heads // layer.sp_size, 1)
+    # Attention must divide query heads by KV heads; where a rank's don't, it has one for each.
+    if heads % kv_heads:
+        kv_heads = heads
     q, k, v = (
         torch.randn(layer.batch, n, seq, layer.head_dim, **options, requires_grad=True)
         for n in (heads, kv_heads, kv_heads)
@@ -101,5 +98,6 @@ def rates(layer: LayerShape, group: Any, device: torch.device) -> Rates:
 
     per_peer = tokens * layer.heads // layer.sp_size * layer.head_dim
     latency, whole = exchange_s(1), exchange_s(per_peer)
+    # A rank sends nothing to itself.
     wire = (layer.sp_size - 1) * per_peer * layer.element_bytes / max(whole - latency, 1e-9)
     return Rates(matmul, attention, wire, 1e3 * latency)

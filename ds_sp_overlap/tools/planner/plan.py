@@ -100,16 +100,12 @@ class BlockCosts(Costs):
         return layout.inverse if step.grad and not step.beside else layout
 
     def in_a_chain(self) -> Simulation:
-        """Return the times that one more layer adds to a chain, one bar for each row.
-
-        They are the difference between four layers and three: a first and a last layer have other
-        steps than those between.
-        """
+        """Return the times that one more layer adds to a chain, one bar for each row."""
+        # A first and a last layer have other steps than those between, which both chains have.
         four, three = (self.simulate(self.block.chain(layers)) for layers in (4, 3))
-        compute, wire = (Bar("layer", by, 0.0, more - less) for by, more, less in (
-            (self.block.forward[0], four.compute_ms, three.compute_ms),
-            (None, four.wire_ms, three.wire_ms),
-        ))  # fmt: skip
+        # Only a bar with a step counts as computing.
+        compute = Bar("layer", self.block.forward[0], 0.0, four.compute_ms - three.compute_ms)
+        wire = Bar("layer", None, 0.0, four.wire_ms - three.wire_ms)
         return Simulation([compute], [wire], four.step_ms - three.step_ms, [])
 
     def simulate(self, schedule: Schedule, is_baseline: bool = False) -> Simulation:
@@ -193,11 +189,8 @@ class Plan:
     @property
     def gain(self) -> float:
         """The share of the step without overlap that the best schedule saves."""
-        return (
-            1
-            - self.results[f"eight of eight, G = {self.best}"].step_ms
-            / self.results["none"].step_ms
-        )
+        best = self.results[f"eight of eight, G = {self.best}"]
+        return 1 - best.step_ms / self.results["none"].step_ms
 
     @property
     def advice(self) -> str:
@@ -209,25 +202,23 @@ class Plan:
         saved, beside = 1 - block.step_ms / base.step_ms, ""
         if saved > self.gain + WORTH:
             beside = f"; a {name}, saves {saved:.1%}, its exchanges under the MLP as well"
-        few = (
-            "; a rank has one query head, so nothing hides v, o and dv"
-            if self.max_groups == 1
-            else ""
-        )
+        few = ""
+        if self.max_groups == 1:
+            few = "; a rank has one query head, so nothing hides v, o and dv"
         if self.gain < WORTH and beside:
             return (
                 f"worth it in a block alone{beside}; "
                 f"a layer by itself would save {self.gain:.1%}{few}"
             )
         if self.gain < WORTH:
-            why = (
-                f"the exchanges are {base.exposed:.1%} of the layer's time without any overlap"
-                if base.exposed < 2 * WORTH
-                else f"the layer computes for {base.compute_ms / base.wire_ms:.1%} of what its "
-                "exchanges take"
-                if base.compute_ms < WORTH * base.wire_ms
-                else "what could hide them is too short"
-            )
+            why = "what could hide them is too short"
+            if base.exposed < 2 * WORTH:
+                why = (
+                    f"the exchanges are {base.exposed:.1%} of the layer's time without any overlap"
+                )
+            elif base.compute_ms < WORTH * base.wire_ms:
+                share = base.compute_ms / base.wire_ms
+                why = f"the layer computes for {share:.1%} of what its exchanges take"
             return f"don't bother: it would save {self.gain:.1%} of the layer's time; {why}{few}"
         return f"worth it: G = {self.best} saves {self.gain:.1%} of the layer's time{few}{beside}"
 
@@ -235,13 +226,13 @@ class Plan:
     def smallest(self) -> str:
         """The schedule with the smallest peak, of those whose step is close to the shortest."""
         # Blocks are simulated without memory, and have a peak of 0.
-        shortest = min(of.step_ms for of in self.results.values() if of.peak)
-        close = {
-            name: of.peak
-            for name, of in self.results.items()
-            if of.peak and of.step_ms <= (1 + CLOSE) * shortest
-        }
-        return min(close, key=close.__getitem__)
+        layers = {name: result for name, result in self.results.items() if result.peak}
+        shortest = min(result.step_ms for result in layers.values())
+        peaks = {}
+        for name, result in layers.items():
+            if result.step_ms <= (1 + CLOSE) * shortest:
+                peaks[name] = result.peak
+        return min(peaks, key=peaks.__getitem__)
 
 
 def plan(layer: LayerShape, rates: Rates) -> Plan:
@@ -270,10 +261,8 @@ def plan(layer: LayerShape, rates: Rates) -> Plan:
         if groups <= layer.geometry(1).max_groups:
             costs = Costs(layer, rates, groups)
             name = f"window, G = {groups}, W = {window}"
-            results[name], limits[name] = (
-                costs.simulate(schedule_of(costs.geometry, window)),
-                limit_of(costs),
-            )
+            schedule = schedule_of(costs.geometry, window)
+            results[name], limits[name] = costs.simulate(schedule), limit_of(costs)
     steps = {groups: results[f"eight of eight, G = {groups}"].step_ms for groups in possible}
     best = next(groups for groups in possible if steps[groups] <= (1 + CLOSE) * min(steps.values()))
     for chunks, groups in itertools.product(CHUNKS, possible if layer.intermediate else ()):

@@ -87,28 +87,29 @@ class Gpu:
         return self.known[name].value
 
     def grid(self, launch: Launch) -> Grid:
-        """Return the blocks of a kernel.
-
-        Matrix products are persistent: as many blocks as SMs, the tiles dealt out beforehand
-        (pytorch issue 143988). So is the forward of attention in FlashAttention-3, but its blocks
-        take tile after tile. Its backward and copies have many short blocks.
-        """
+        """Return the blocks of a kernel."""
         sms = int(self["sms"])
         per_sm = 1e6 * self["tflops"] / sms  # FLOP per us
         if isinstance(launch, Gemm):
             tile_m, tile_n = int(self["tile_m"]), int(self["tile_n"])
             tiles = launch.batch * -(-launch.m // tile_m) * -(-launch.n // tile_n)
             tile_us = 2 * tile_m * tile_n * launch.k / (per_sm * self["gemm_share"])
+            # Persistent: as many blocks as SMs, the tiles dealt out beforehand (PyTorch issue
+            # 143988). Each block has one turn, which takes the time of all its tiles.
             ctas = min(tiles, sms - self.carve_out * launch.beside)
             return Grid(ctas, ctas, -(-tiles // ctas) * tile_us)
         if isinstance(launch, Attention):
             tiles = launch.heads * -(-launch.seq // int(self["attention_tile"]))
+            # Pairs of a query and a key: the last query sees ``keys``, each one before sees one
+            # less.
             seen = launch.seq * (launch.keys - launch.seq / 2)
             flops = 4 * seen * launch.heads * launch.head_dim
+            # Five products instead of two, in many short blocks.
             if launch.backward:
                 tile_us = 2.5 * flops / tiles / (per_sm * self["backward_share"])
                 return Grid(tiles, tiles, tile_us)
             tile_us = flops / tiles / (per_sm * self["attention_share"])
+            # FlashAttention-3's forward is persistent, and its blocks take tile after tile.
             return Grid(min(tiles, sms - self.margin), tiles, tile_us, holds=True)
         assert isinstance(launch, Move)
         # Eight turns of each SM, so that a few SMs less make it longer by their share.

@@ -53,6 +53,7 @@ def search(
     """
     found = {}
     for seed in seeds:
+        # Delays and factors of one seed come from one generator, so that a try can be repeated.
         rng = random.Random(seed)
 
         def delay(rank: int, rng: random.Random = rng) -> float:

@@ -23,11 +23,12 @@ SEEDS, OTHER_CTAS = range(20), 32
 def without_gate(launches: Sequence[Launch]) -> list[Launch]:
     """Return the launches as they would be if compute did not wait for the launch of exchanges."""
     gates = {each.event for each in launches if isinstance(each, Record) and each.stream == GATE}
-    return [
-        each
-        for each in launches
-        if each.stream != GATE and not (isinstance(each, Wait) and each.event in gates)
-    ]
+    kept = []
+    for each in launches:
+        waits_for_gate = isinstance(each, Wait) and each.event in gates
+        if each.stream != GATE and not waits_for_gate:
+            kept.append(each)
+    return kept
 
 
 def expect(launches: Sequence[Launch], gpu: Gpu) -> dict[str, float]:
@@ -59,11 +60,12 @@ def describe(layer: LayerShape, gpu: Gpu, groups: Sequence[int]) -> str:
         recorded[f"block, C = {chunks}"] = record(layer, 1, chunks)
         what = f"{LAYERS} layers with MLP, one behind the other"
     found = {way: expect(launches, gpu) for way, launches in recorded.items()}
-    rows = [
-        (way, *(f"{ms:.3f}" for ms in found[way].values()), len(launches), _copied(launches))
-        for way, launches in recorded.items()
-    ]
+    rows = []
+    for way, launches in recorded.items():
+        times = [f"{ms:.3f}" for ms in found[way].values()]
+        rows.append((way, *times, len(launches), _copied(launches)))
     best = min(found, key=lambda way: found[way]["step"])
+    # Each product is taken to gather a square weight.
     gathered = with_gathers(last, layer.width**2 * layer.element_bytes // layer.sp_size)
     both = replace(gpu, ctas={WEIGHTS: OTHER_CTAS})
     stuck = search([both] * 2, [gathered] * 2, SEEDS)

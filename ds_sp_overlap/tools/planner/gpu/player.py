@@ -134,11 +134,13 @@ class Player:
             act()
         for state in self.ranks:
             left = [each.launch for each in state.running]
-            left += [each for queue in state.queues for each in queue]
+            for queue in state.queues:
+                left += queue
             state.played.stuck = [str(each) for each in left]
         return [rank.played for rank in self.ranks]
 
     def _at(self, time: float, act: Callable[[], None]) -> None:
+        # Of acts at the same time, the one that was planned first comes first.
         heapq.heappush(self.heap, (time, next(self.order), act))
 
     def _issue(self, index: int) -> None:
@@ -166,6 +168,7 @@ class Player:
     def _pump(self, index: int) -> None:
         """Let all launches that can leave their queues do so; note when the GPU falls idle."""
         rank = self.ranks[index]
+        # A launch that leaves may be what another queue waits for: look at all queues again.
         is_moving = True
         while is_moving:
             is_moving = False
@@ -173,6 +176,7 @@ class Player:
                 while queue and rank.held_until[number] <= self.now and self._leaves(index, number):
                     is_moving = True
         is_idle = not rank.running and not any(rank.queues)
+        # Before the first launch and after the last one, nobody waits for the host.
         if is_idle and 0 < rank.arrived < len(rank.launches) and rank.idle_since is None:
             rank.idle_since = self.now
 
@@ -186,6 +190,8 @@ class Player:
             if launch.event not in rank.events:
                 return False
             until = rank.events[launch.event]
+            # An event that was recorded behind nothing, or behind a kernel that is over, has
+            # happened.
             if until is not None and not until.done:
                 return False
             if until is not None:
@@ -218,6 +224,7 @@ class Player:
         rank.running.sort(key=lambda each: -each.priority)  # stable: then by age
         if isinstance(launch, Transfer):
             rank.begun.append(running)
+            # Without blocks (`Gpu.free_wire`), it need not wait for SMs.
             if grid.ctas == 0:
                 self._arrived(index, running)
         self._place(index)
@@ -234,6 +241,7 @@ class Player:
                 # Blocks of a cluster get their SMs together.
                 count -= count % cluster if each.grid.ctas % cluster == 0 else 0
             if count:
+                # The first blocks of the kernel get their SMs.
                 if each.placed == 0 and each.waiting == each.grid.ctas:
                     each.started = self.now
                 rank.free -= count
@@ -285,6 +293,7 @@ class Player:
             for other, running in meeting:
                 self.ranks[other].free += running.placed
                 self._end(other, running)
+            # Blocks that wait for an SM come before kernels that are still in a queue.
             for other, _ in meeting:
                 self._place(other)
             for other, _ in meeting:

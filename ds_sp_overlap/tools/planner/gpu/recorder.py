@@ -139,6 +139,7 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or "empty" in name or name in ("_unsafe_view", "detach", "set_"):
             return func(*args, **kwargs)
+        # What is written exists already; other results get memory of their shapes.
         if func._schema.is_mutable:
             returned = kwargs.get("out", args[0])
         else:
@@ -150,9 +151,11 @@ class Recorder(TorchDispatchMode):
     def _kernel(self, name: str, args: Any, returned: Any) -> None:
         """Add a matrix product, or a kernel that moves the bytes of its tensors, to the list."""
         on, beside = self.current.name, bool(self._under_way)
-        tensors = {
-            id(each): each for each in tree_leaves((args, returned)) if isinstance(each, Tensor)
-        }
+        # Each tensor once: an operator that works in place returns one of its arguments.
+        tensors = {}
+        for each in tree_leaves((args, returned)):
+            if isinstance(each, Tensor):
+                tensors[id(each)] = each
         if name.removesuffix("_") in PRODUCTS:
             a, b = args[-2:]
             batch = a.shape[0] if a.dim() == 3 else 1

@@ -10,12 +10,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..config import SpOverlapConfig
+from ..exchange.copy_engines import CopyEngine
 from ..exchange.geometry import Geometry, shares_for
 from ..exchange.shares import QueryChunks
 from .arguments import PerHead, takes
 from .layer import LayerRuntime
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
+# Where ranks share query heads, the parts of an exchange may be equal on some ranks alone.
+EQUAL_PARTS = 'sp_overlap.transport "copy_engine" moves equal parts only'
 
 
 def geometry_of(
@@ -57,6 +60,9 @@ def geometry_of(
     # The signature of the attention is looked at once a layer, not in every call.
     chosen = layer.shares_and_groups.get((heads, kv_heads))
     if chosen is None:
+        # Also where the transport was given to the layer, and the section does not name it.
+        if isinstance(sp_group.transport, CopyEngine):
+            attend = EQUAL_PARTS
         shares = shares_of(layer.config, sp_group.size, heads, kv_heads, attend)
         groups = layer.config.groups_for(heads, max(1, sp_group.size // shares))
         chosen = layer.shares_and_groups[heads, kv_heads] = shares, groups
@@ -117,7 +123,7 @@ def shares_of(
     if isinstance(attend, str):
         lacks = attend
     elif config.transport == "copy_engine":
-        lacks = 'sp_overlap.transport "copy_engine" moves equal parts only'
+        lacks = EQUAL_PARTS
     elif not takes(attend, "queries"):
         name = getattr(attend, "__qualname__", type(attend).__name__)
         lacks = (

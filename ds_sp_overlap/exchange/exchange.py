@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .in_flight import InFlight, Tables
 from .layout import Layout
@@ -246,7 +247,8 @@ def run_halves(halves: Sequence[Half]) -> list[tuple[Tensor, ...]]:
     Returns:
         For each half a tuple: the tokens of a start, the received tensors of a finish.
     """
-    if not torch.is_grad_enabled():
+    # Forward-mode differentiation, which may run without gradients, is refused by the node.
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         return [_run(half) for half in halves]
     inputs: list[Tensor] = []
     for half in halves:

@@ -81,6 +81,8 @@ def _wrapped(text: str) -> list[str]:
     return wrapper.wrap(text)
 
 
+# How the error of `enable` begins for a model without attention layers.
+NO_LAYERS = "no attention layer found in"
 # For each module that `enable` rebound, the function that restores its forward.
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()
 
@@ -236,7 +238,7 @@ def _refuse_unusable(
             )
     if not layers:
         raise ValueError(
-            f"no attention layer found in {type(model).__name__}; supported are transformers "
+            f"{NO_LAYERS} {type(model).__name__}; supported are transformers "
             "models, Megatron-DeepSpeed and deepspeed.sequence.layer.DistributedAttention. "
             "For others use ds_sp_overlap.SelfAttention, which needs no section"
         )
@@ -296,6 +298,11 @@ def disable(model: nn.Module, *, stock_too: bool = False) -> None:
             del module.forward
     if stock_too:
         transformers.unregister(model)
+
+
+def is_overlapped(model: nn.Module) -> bool:
+    """Return whether `enable` has overlapped a layer of ``model``."""
+    return any(module in _undo for module in model.modules())
 
 
 def _has_stale_forward(module: nn.Module) -> bool:

@@ -141,8 +141,10 @@ def _errors(
         pairs[name] = parameter.grad, plain[name]
     relative = [(got - want).abs().max() / want.abs().max() for got, want in pairs.values()]
     errors = torch.stack(relative)
-    dist.all_reduce(errors, op=dist.ReduceOp.MAX)
-    return dict(zip(pairs, errors.tolist()))
+    every = [torch.empty_like(errors) for _ in range(size)]
+    dist.all_gather(every, errors)
+    # An all-reduce of maxima may lose the NaN of one rank; amax keeps it.
+    return dict(zip(pairs, torch.stack(every).amax(0).tolist()))
 
 
 def _rank(rank: int, size: int, store: str, result: str) -> None:

@@ -342,6 +342,33 @@ def test_stages_of_a_pipeline_give_the_gradients_of_the_whole_model(kind, sectio
     assert bound == ([0] * 4 if section is None else of_stages)
 
 
+class OfKnownGroup(PipelineModule):
+    """A pipeline whose grid knows the sp group, also in a stage without attention."""
+
+    def mpu(self):
+        grid = super().mpu()
+        grid.get_sequence_parallel_group = grid.get_sequence_data_parallel_group = grid.get_data_parallel_group
+        grid.get_sequence_parallel_world_size = grid.get_sequence_data_parallel_world_size = lambda: 2
+        return grid
+
+
+def bound_in_pipeline_of_known_group(rank):
+    group = sp_groups((0, 1), (2, 3))
+    try:
+        with mock.patch(f"{__name__}.PipelineModule", OfKnownGroup):
+            engine, _ = pipeline("stock", group, {"sp_overlap": {"head_groups": 2}}, "uniform", 0)
+        bound = len(overlapped_layers(engine.module))
+        ds_sp_overlap.disable(engine.module)
+        engine.destroy()
+        return bound
+    finally:
+        forget_sequence_parallel()
+
+
+def test_a_stage_without_attention_is_left_alone_where_its_grid_knows_the_sp_group():
+    assert on_ranks(4, bound_in_pipeline_of_known_group) == [2, 2, 0, 0]
+
+
 def refused_pipeline(rank, kind, section):
     group = sp_groups((0, 1), (2, 3))
     try:

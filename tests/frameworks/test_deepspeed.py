@@ -500,6 +500,24 @@ def test_sequence_parallelism_without_a_section_is_said_once_on_rank_0():
     assert nothing == []
 
 
+def said_of_an_overlapped_model(rank):
+    model = tiny()
+    try:
+        mpu = sequence_parallel(model, 2)
+        ds_sp_overlap.enable(model, {"head_groups": 1})
+        with listening(logging.WARNING) as messages:
+            engine, *_ = deepspeed.initialize(model=model, config=ds_config(0), mpu=mpu)
+        ds_sp_overlap.disable(model)
+        engine.destroy()
+        return [message for message in messages if "nothing is overlapped" in message]
+    finally:
+        forget_sequence_parallel()
+
+
+def test_of_a_model_that_is_overlapped_already_it_is_not_said_that_nothing_is():
+    assert on_ranks(2, said_of_an_overlapped_model) == [[], []]
+
+
 def said_of_a_model_of_ones_own(rank):
     model = torch.nn.Sequential(Custom(torch.distributed.group.WORLD))
     config = {**ds_config(0, optimizer="SGD"), "gradient_clipping": 0.0}

@@ -23,6 +23,7 @@ from tests.harness import megatron_layers
 from tests.harness.listening import listening
 from tests.harness.megatron_layers import ParallelAttention, Shape
 from tests.harness.ranks import RankError, no_faults, on_ranks, refusal
+from tests.harness.reference import relative_error
 
 ATTENTIONS = ("flash", "flash v1", "triton", "core")
 GROUPED = [
@@ -417,6 +418,40 @@ def width_after_a_call(rank):
 
 def test_core_attention_is_left_as_it_was():
     assert on_ranks(2, width_after_a_call) == [(16, 16)] * 2
+
+
+class Alibi(nn.Module):
+    """Attention that adds a slope for each head of its rank, made for as many heads as it is called with."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.flash_attn_func, self.slopes = megatron_layers.flash_attn_varlen_func, 2.0 ** -torch.arange(heads).double()
+
+    def forward(self, q, k, v):
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        slopes = self.slopes.chunk(size)[rank][: q.shape[2], None, None]
+        at = torch.arange(q.shape[1])
+        bias = (slopes * (at - at[:, None])).masked_fill(at > at[:, None], -torch.inf)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
+
+
+def of_known_heads(rank, section):
+    shape = Shape(heads=8, kv_heads=8, rope=False)
+    model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
+    model.self_attention.dist_attn.local_attn = Alibi(shape.heads)
+    if section is not None:
+        ds_sp_overlap.enable(model, section)
+    x, dy, mask, tables = megatron_layers.inputs(shape)
+    x = x.chunk(2)[rank].contiguous().requires_grad_()
+    y = model(x, mask, tables)
+    y.backward(dy.chunk(2)[rank])
+    return y.detach(), x.grad, *(p.grad for p in model.parameters())
+
+
+def test_local_attention_that_knows_its_heads_runs_in_one_head_group():
+    for stock, got in zip(on_ranks(2, of_known_heads, None), on_ranks(2, of_known_heads, {"head_groups": 2}), strict=True):
+        assert max(relative_error(a, b) for a, b in zip(got, stock, strict=True)) < 1e-12
 
 
 # What `run` says of errors that are HEAD's own.

@@ -94,6 +94,22 @@ def test_functional_transforms_are_refused_by_torch(name):
         assert refused[0] == "RuntimeError" and "functorch" in refused[1] and launched == []
 
 
+def differentiated_forwards(rank, shape):
+    """What forward-mode differentiation raises, for an input with a tangent, where no gradient is recorded."""
+    call, inputs, *_ = layer_of(rank, shape)
+    with torch.no_grad():
+        call(*inputs)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(inputs[0], torch.ones_like(inputs[0]))
+            return refusal(call, dual, *inputs[1:])
+
+
+@pytest.mark.parametrize("name", ["G = 1", "G = 2", "drop-in, G = 1", "drop-in, G = 2"])
+def test_forward_mode_is_refused_by_torch_without_gradients_too(name):
+    for kind, message in on_ranks(2, differentiated_forwards, {**BLOCKS, **DROPINS}[name], timeout_s=60):
+        assert "jvp" in message
+
+
 def checkpointed_under_a_differentiated_loss(rank):
     """Reentrant checkpointing runs a backward of its own, which is not differentiated."""
     call, (x,), parameters, dy = layer_of(rank, BLOCKS["G = 2"])

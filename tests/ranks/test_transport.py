@@ -444,6 +444,40 @@ def test_on_gloo_copy_engines_are_refused_before_training_with_the_model_unchang
         assert said == ("ValueError", message) and bound == []
 
 
+def shared_heads_by_a_copy_engine(rank, transport):
+    def attend(q, k, v, queries=None):
+        return q
+
+    layer = ds_sp_overlap.DistributedAttention(attend, dist.group.WORLD, transport=transport)
+    q = torch.randn(1, 4, 1, 8)
+    return refusal(layer, q, q, q, 0)
+
+
+@pytest.mark.parametrize("transport", ["copy_engine", copy_engines.CopyEngine()])
+def test_a_copy_engine_that_is_given_to_the_layer_is_refused_where_ranks_share_heads(transport):
+    """With unequal lengths some ranks would have equal parts, and others not."""
+    for kind, message in on_ranks(2, shared_heads_by_a_copy_engine, transport):
+        assert kind == "ValueError" and 'transport "copy_engine" moves equal parts only' in message
+
+
+def output_is_nan_on(rank, faulty):
+    call = doctor.SelfAttention.__call__
+
+    def spoiled(self, x):
+        y = call(self, x).clone()
+        y.data[0, 0, 0] = float("nan") if rank == faulty else y.data[0, 0, 0]
+        return y
+
+    with mock.patch.object(doctor.SelfAttention, "__call__", spoiled):
+        errors = doctor._errors(rank, 2, torch.device("cpu"), groups=1, faulty=False)
+    return doctor.verdict({"G = 1": errors, "control": {"output": 1.0}})
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_doctor_sees_a_nan_of_any_rank(faulty):
+    assert on_ranks(2, output_is_nan_on, faulty) == ["FAIL"] * 2
+
+
 def faults_through(rank, engine, shape, steps=3):
     """Faults of a layer whose exchanges an engine moves; what it was asked to move, and what was warned of."""
     nccl, faults = Nccl(), []

@@ -187,6 +187,7 @@ def test_a_transformers_config_gives_the_shape(capsys, tmp_path):
         ("--bandw 45", r"unrecognized arguments: --bandw 45"),
         ("--bandwidth 45 --batc=2", r"unrecognized arguments: --batc=2"),
         ("--bandwidth 45 --sp 0", r"--sp: must be a whole number of at least 1, got '0'"),
+        ("--bandwidth 45 --sp 1", r"--sp 1 exchanges nothing; give the ranks of the sp group, at least 2"),
         ("--bandwidth -1", r"--bandwidth: must be a number above 0, got '-1'"),
         ("--bandwidth x", r"--bandwidth: must be a number above 0, got 'x'"),
         ("--bandwidth nan", r"--bandwidth: must be a number above 0, got 'nan'"),

@@ -42,3 +42,25 @@ def test_numbers_that_are_not_floating_are_compared_one_by_one():
     own = torch.tensor([1, 2])
     assert probe._describe_difference(own, own.clone()) == ""
     assert probe._describe_difference(own, own + 1) == " differs"
+
+
+class OneRank:
+    """An sp group of one."""
+
+    def gather(self, what, where):
+        return [what]
+
+
+def test_a_call_without_a_finite_number_is_compared_again():
+    nothing, probes = torch.full([4], torch.nan), probe.ProbeSchedule()
+
+    def compared(own, driven):
+        assert probes.is_due("layer", False, [4])
+        probe.refuse_difference(probes, "layer", nn.Identity(), OneRank(), lambda: probe._first_difference([("q", own, driven)]))
+
+    compared(nothing, nothing)
+    compared(nothing, nothing)
+    with pytest.raises(RuntimeError, match="q differs"):
+        compared(torch.ones(4), torch.zeros(4))
+    compared(torch.ones(4), torch.ones(4))
+    assert not probes.is_due("layer", False, [4])

@@ -13,6 +13,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.integrations.sequence import documents
 from ds_sp_overlap.integrations.sequence.masks import Pattern
 from ds_sp_overlap.integrations.sequence.positions import GlobalSequence
 from ds_sp_overlap.integrations.transformers import attention_function
@@ -243,6 +244,21 @@ def test_flash_attention_refuses_chunks_on_every_rank():
 
 def faults_of_alignment():
     return faults([("one document", Pattern(), "sdpa", 2)])
+
+
+def test_no_call_gets_more_documents_than_a_kernel_takes(monkeypatch):
+    monkeypatch.setattr(documents, "_BATCH", 2)
+    lengths = [1, 1, 1, 2, 2, 1, 2, 3, 35]
+    stops = np.cumsum(lengths)
+    made = documents.Documents(np.stack([0 * stops, stops - lengths, stops], 1), rows=1, seq=SEQ, device=torch.device("cpu"))
+    batches, x = [], torch.arange(SEQ * 2.0).reshape(1, SEQ, 1, 2)
+
+    def attention(q, k, v):
+        batches.append(len(q))
+        return v
+
+    assert torch.equal(made.attend(attention, None, x, x, x), x)
+    assert max(batches) == 2 and len(batches) > 4
 
 
 WATCHED = [

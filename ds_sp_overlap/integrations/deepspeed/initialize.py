@@ -37,7 +37,7 @@ from ...exchange import transport
 from ...warn import warn_once
 from ..distributed_attention import has_drop_in
 from ..megatron import bridge as megatron_bridge
-from ..registry import Report, disable, enable, find_group
+from ..registry import NO_LAYERS, Report, disable, enable, find_group, is_overlapped
 from ..transformers import registration
 from . import accelerate, op_builds
 
@@ -314,7 +314,7 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
         _agree(config, engine.seq_data_parallel_group)
     _warn_of_halved_gradients(engine)
     if config is None:
-        if size > 1 and not has_drop_in(engine.module):
+        if size > 1 and not has_drop_in(engine.module) and not is_overlapped(engine.module):
             warn_once(
                 f"sp_overlap: sequence parallelism is on (sp size {size}) and ds_sp_overlap "
                 'imported, but the DeepSpeed config has no "sp_overlap" section: nothing is '
@@ -377,9 +377,11 @@ def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
             report = _enable(config, engine)
         except ValueError as refusal:
             error = str(refusal)
-    errors = _gather(error)
-    for rank, text in enumerate(errors):
-        if text:
+    outcomes = _gather((error, bool(report.layers)))
+    is_somewhere = any(overlapped for _, overlapped in outcomes)
+    for rank, (text, _) in enumerate(outcomes):
+        # A stage without attention layers is no fault where another stage has some.
+        if text and not (is_somewhere and NO_LAYERS in text):
             # Also on the ranks whose own stage was overlapped.
             disable(engine.module)
             raise ValueError(f"{text} (in the pipeline stage of rank {rank})")

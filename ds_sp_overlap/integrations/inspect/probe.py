@@ -24,6 +24,8 @@ from ...profiling.steps import in_backward
 
 # With ``sp_overlap.check``, a probe is due in every hundredth call.
 EVERY = 100
+# What a comparison returns in place of a difference, where some tensor has no finite number.
+UNSEEN = "no number is finite"
 
 
 @dataclass
@@ -83,6 +85,10 @@ def refuse_difference(
     except Exception as error:  # of any kind: the other ranks wait for this one
         message = f"{type(error).__name__}: {error}"
     messages = sp_group.gather(message, where)
+    if UNSEEN in messages:
+        # Nothing was compared: the next call must be.
+        probes.calls = 0
+        messages = ["" if text == UNSEEN else text for text in messages]
     if any(messages):  # guard: the layer's own forward is the judge
         # The next call must be refused, too.
         probes.calls = 0
@@ -148,11 +154,17 @@ def _unhooked_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _first_difference(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) -> str:
-    """Describe the first pair of tensors (name, own, driven) that differ; empty if none do."""
+    """Describe the first pair of tensors (name, own, driven) that differ.
+
+    If none do: empty, or `UNSEEN`.
+    """
+    is_seen = True
     for name, own, driven in pairs:
         if words := _describe_difference(own, driven):
             return f"{name}{words}"
-    return ""
+        if own is not None and own.numel() and own.is_floating_point() and not own.is_meta:
+            is_seen = is_seen and bool(own.detach().isfinite().any())
+    return "" if is_seen else UNSEEN
 
 
 def difference_of_block(

@@ -185,7 +185,7 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
         name=name,
         policy=settings.policy,
         plain=_plain([*projections.values(), module.dense]),
-        heads_alike=True,
+        heads_alike=False,
     )
 
     def translate(arguments: dict[str, Any], shared: dict) -> dict[str, Any]:

@@ -169,10 +169,10 @@ class Documents:
                 x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in tokens
             ]
             outputs.append(attention(*gathered).flatten(0, 1).index_select(0, real))
-        if len(self.alone):
-            if alone is not None:
-                outputs.append(alone(tokens[2].index_select(0, self.alone)))
-            else:
-                gathered = [x.index_select(0, self.alone).unsqueeze(1) for x in tokens]
+        if len(self.alone) and alone is not None:
+            outputs.append(alone(tokens[2].index_select(0, self.alone)))
+        elif len(self.alone):
+            for index in self.alone.split(_BATCH):
+                gathered = [x.index_select(0, index).unsqueeze(1) for x in tokens]
                 outputs.append(attention(*gathered).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self.order).unflatten(0, (self.rows, -1))

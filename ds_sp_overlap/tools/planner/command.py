@@ -134,6 +134,8 @@ def _layer(args: argparse.Namespace) -> LayerShape:
     Raises:
         ValueError: if a value is missing, or the values are no layer.
     """
+    if args.sp == 1:
+        raise ValueError("--sp 1 exchanges nothing; give the ranks of the sp group, at least 2")
     shape = {
         "hidden": args.hidden,
         "heads": args.heads,

@@ -310,6 +310,8 @@ def _judge_block(program, layer, module):
         error = (found[0] - found[1]).abs().max() / found[0].abs().max()
         return "" if error < 1e-9 else f"off by {error:.1e}"
 
+    if reason := reader.unexpected({}):
+        return "refused", reason
     layer.self_attn.forward = types.MethodType(attended, layer.self_attn)
     if found := apart({}):
         return "probe" if False else "silent", f"at first: {found}"
@@ -318,7 +320,7 @@ def _judge_block(program, layer, module):
     for training in (True, False):
         layer.train(training)
         del layer.self_attn.forward
-        if reason := reader.why_not(layer):
+        if reason := reader.why_not(layer) or reader.unexpected(program.given):
             return "refused", reason
         layer.self_attn.forward = types.MethodType(attended, layer.self_attn)
         for sizes in (dict(), dict(seq=40, scale=30.0), dict(batch=1)):
@@ -376,6 +378,18 @@ def several(*changes):
             each(module)
 
     return change
+
+
+def with_flag():
+    """Holds a flag."""
+
+
+with_flag.flag = False
+
+
+def keeps_count(module):
+    with_flag.flag = False
+    type(module).warmed = types.FunctionType((lambda self, x, seen=[]: x * 2 if len(seen) else x).__code__, {"__name__": "zoo_of_forwards", "len": len}, argdefs=([],))
 
 
 OPERATIONS = {
@@ -462,6 +476,10 @@ OPERATIONS = {
     "tried": ("\n    try:\n        {x} = {x} * self.factor\n    except Exception:\n        pass", put("factor", 1.0), put("factor", 2.0)),
     "counted": ("self.steps = getattr(self, 'steps', 0) + 1; {x} = {x} * 2 if self.steps > 40 else {x}", put("flag", False), put("steps", 100)),
     "remembered": ("{x} = {x} + self.shared.get('x', 0) * 0; self.shared['x'] = {x}", put("shared", dict), inside("shared", "y", 1)),
+    "an import": ("from tests.harness.zoo import STATE as state; {x} = {x} * 2 if state.scale > 1 else {x}", state(1.0), state(2.0)),
+    "an import of the library": ("import os; {x} = {x} * 2 if os.environ.get('ZOO') else {x}", put("flag", False), put("flag", True)),
+    "an attribute of a function": ("{x} = {x} * 2 if helper.flag else {x}", of_names("helper", with_flag), lambda m: setattr(with_flag, "flag", True)),
+    "a default that is counted in": ("{x} = self.warmed({x})", keeps_count, lambda m: type(m).warmed.__defaults__[0].append(1)),
     "a list of the process": ("{x} = {x} * SHARED[0]", of_names("SHARED", [1.0]), lambda m: type(m).forward.__globals__["SHARED"].__setitem__(0, 2.0)),
     "class attribute": ("{x} = {x} * self.__class__.factor", lambda m: setattr(type(m), "factor", 1.0), lambda m: setattr(type(m), "factor", 2.0)),
     "type": ("{x} = {x} * type(self).factor", lambda m: setattr(type(m), "factor", 1.0), lambda m: setattr(type(m), "factor", 2.0)),
@@ -588,6 +606,41 @@ def patched(factor):
     return activate
 
 
+class Flags:
+    flag = False
+
+
+def by_a_class(forward):
+    """Goes by an attribute of a class in a closure."""
+    flags = Flags
+
+    @functools.wraps(forward)
+    def wrapped(self, hidden_states, **kwargs):
+        hidden_states = torch.cat((hidden_states[..., 8:], hidden_states[..., :8]), -1) if flags.flag else hidden_states
+        return forward(self, hidden_states, **kwargs)
+
+    return wrapped
+
+
+def fused(heads):
+    """One projection in place of three."""
+
+    def setup(module):
+        module.qkv = nn.Linear(HIDDEN, heads * HEAD_DIM)
+        del module.q_proj, module.k_proj, module.v_proj
+
+    return setup
+
+
+def fusing(line):
+    """Changes that make q, k and v of one projection."""
+    return (("    q = self.q_proj(x).view(shape)", f"    {line}"), ("    k = self.k_proj(x).view(shape)\n", ""), ("    v = self.v_proj(x).view(shape)\n", ""))
+
+
+def ordered(kind, order):
+    return (("    attend =", f"    {kind} = torch.stack([{kind}[:, head] for head in {order}], 1)\n    attend ="),)
+
+
 FACTOR = put("factor", 2.0)
 ROTATE = "apply_rotary_pos_emb(q, k, cos, sin)"
 ROTATES_IF_GIVEN = (
@@ -705,6 +758,14 @@ PROGRAMS = {
     "a keyword that is dropped": Program("attention", (("    cos, sin =", "    kwargs.pop('factor', None)\n    cos, sin ="),), given={"factor": 1}),
     "a mask that is looked at": Program("attention", (("    cos, sin =", "    q = q * 2 if attention_mask is None and not self.training else q\n    cos, sin ="),)),
     "a cache that is looked at": Program("attention", (("    cos, sin =", "    q = q if past_key_values is None else q * 2\n    cos, sin ="),), expected="whole"),
+    "a class in a closure": Program("attention", (), put("one", 1), lambda m: setattr(Flags, "flag", True), around=wrapping(by_a_class)),
+    "heads of q backwards": Program("attention", ordered("q", (3, 2, 1, 0)), expected="whole"),
+    "heads of q in disorder": Program("attention", ordered("q", (2, 3, 1, 0)), expected="whole"),
+    "heads of k and v backwards": Program("attention", ordered("k", (1, 0)) + (("    cos, sin =", "    v = torch.stack((v[:, 1], v[:, 0]), 1)\n    cos, sin ="),), expected="whole"),
+    "heads of k and v repeated": Program(
+        "attention", (("    attend =", "    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)\n    attend ="),), put("num_key_value_groups", 1), expected="whole"),
+    "a fused projection, k is v": Program("attention", fusing("q, v = self.qkv(x).view(shape).split((4, 2), -2); k = v"), fused(6), expected="whole"),
+    "a fused projection with rows to spare": Program("attention", fusing("q, k, v, _ = self.qkv(x).view(shape).split((4, 2, 2, 1), -2)"), fused(9), expected="own"),
     "returns o as well": Program("attention", (("return y, weights", "return y, weights, o"),)),
     "no weights": Program("attention", (("return y, weights", "return y, None"),)),
     "a residual scale": Program("decoder", (("r = h + b", "r = h + b * self.scale"),), parameter("scale", 1), fill("scale", 2.0)),
@@ -713,6 +774,14 @@ PROGRAMS = {
         "decoder", (("r = h + b", "r = h + b * self.args.scale"),), put("args", lambda: types.SimpleNamespace(scale=1.0)), inside("args", "scale", 2.0)),
     "a residual by length": Program("decoder", (("r = h + b", "r = h + (b if h.shape[1] < 20 else b * 2)"),)),
     "a residual that is clamped": Program("decoder", (("y = r + d", "y = (r + d).clamp(-1e9, 1e9)"),)),
+    "a layer that looks at use_cache": Program(
+        "decoder", (("**kwargs):", "use_cache=False, **kwargs):"), ("return y", "return h if use_cache else y")), given={"use_cache": True}, expected="refused"),
+    "a layer that looks at cache_position": Program(
+        "decoder", (("**kwargs):", "cache_position=None, **kwargs):"), ("return y", "return y if cache_position is None else h")),
+        given={"cache_position": torch.arange(2)}, expected="refused"),
+    "a layer that looks whether there is no mask": Program("decoder", (("return y", "return h if attention_mask is None else y"),), expected="refused"),
+    "a layer that is given an argument at times": Program(
+        "decoder", (("**kwargs):", "boost=None, **kwargs):"), ("return y", "return h if boost is None else y")), expected="refused"),
     "layers left out in training": Program("decoder", (("return y", "return h if self.skips and self.training else y"),), put("skips", False), put("skips", True)),
     "tokens that meet in an MLP": Program("mlp", (("    u =", "    g = g + self.mix * g.mean(1, keepdim=True)\n    u ="),), put("mix", 0.0), put("mix", 1.0)),
     "tokens that meet in an MLP by length": Program("mlp", (("    u =", "    g = g + (g.mean(1, keepdim=True) if g.shape[1] > 20 else 0)\n    u ="),)),

@@ -36,12 +36,13 @@ def forward(self, x):
 """
 
 
-def compiled(source, changes):
+def compiled(source, changes, module=__name__):
+    """A forward, as one that the file ``module`` defines."""
     for old, new in changes:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     namespace = {}
-    exec(compile(source, "<forward>", "exec"), globals(), namespace)
+    exec(compile(source, "<forward>", "exec"), {**globals(), "__name__": module}, namespace)
     return namespace["forward"]
 
 
@@ -269,7 +270,7 @@ def with_experts(*changes, implementation="eager", config=MOE):
     with torch.device("meta"):
         made.mlp = MixtralSparseMoeBlock(config)
     if changes:
-        forward = compiled(textwrap.dedent(inspect.getsource(MixtralSparseMoeBlock.forward)), changes)
+        forward = compiled(textwrap.dedent(inspect.getsource(MixtralSparseMoeBlock.forward)), changes, "transformers.test")
         made.mlp.__class__ = type("Mixture", (MixtralSparseMoeBlock,), {"forward": forward, "__module__": "transformers.test"})
     return made
 
@@ -482,3 +483,28 @@ def test_nothing_that_is_read_is_left_changed():
     BlockReader(module, "self_attn")
     assert [(dict(vars(part)), part.training) for part in module.modules()] == before
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("kind", [LlamaMLP, LlamaRMSNorm])
+def test_a_class_of_the_library_with_a_forward_of_somebody_else_is_accounted_for(kind, monkeypatch):
+    own = kind.forward
+
+    def by_length(self, x):
+        x = own(self, x)
+        return x - x.mean(1, keepdim=True) if x.shape[1] > 1000 else x
+
+    one = layer()
+    one.mlp = LlamaMLP(CONFIG)
+    assert BlockReader(one, "self_attn").reading == reading()
+    monkeypatch.setattr(kind, "forward", by_length)
+    with pytest.raises(Unknown, match="size of its tensors"):
+        BlockReader(one, "self_attn")
+
+
+def test_a_layer_that_looks_at_the_cache_runs_by_itself_where_there_is_one():
+    given = dict(attention_mask=1, position_ids=1, position_embeddings=1)
+    looks = ("return residual + hidden_states", "return residual + hidden_states if past_key_values is None else residual")
+    reader = BlockReader(layer(looks), "self_attn")
+    assert reader.unexpected(given) == reader.unexpected({**given, "past_key_values": None}) == ""
+    assert reader.unexpected({**given, "past_key_values": 1}) == "it is given past_key_values"
+    assert BlockReader(layer(), "self_attn").unexpected({**given, "past_key_values": 1}) == ""

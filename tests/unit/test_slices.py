@@ -12,8 +12,12 @@ PARTS = {  # of 24 columns
     "of two sizes": ((0, 3), (6, 9), (12, 14), (16, 18), (20, 22)),
     "unevenly spaced": ((1, 3), (4, 6), (9, 11), (12, 14), (23, 24)),
     "all of it": ((0, 8), (8, 16), (16, 24)),
+    "descending": ((18, 22), (12, 16), (6, 10), (0, 4)),
+    "first descending, then not": ((8, 10), (2, 4), (14, 16), (20, 22)),
+    "two, descending": ((12, 18), (2, 8)),
     "nothing": (),
 }
+OVERLAPPING = {"twice": ((4, 8), (4, 8)), "three times": ((4, 8), (4, 8), (4, 8)), "half of it twice": ((0, 8), (4, 12), (8, 16))}
 # A slice's product adds in the same order as the whole, but for fp32 and less in another blocking.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
@@ -68,3 +72,17 @@ def test_slices_of_one_size_that_are_evenly_spaced_are_one_product(part, product
     assert [
         (run.start + i * run.step, run.start + i * run.step + run.size) for run in runs for i in range(run.slices)
     ] == list(PARTS[part]) or part in ("slices that touch", "all of it")  # fmt: skip
+
+
+@pytest.mark.parametrize("part", OVERLAPPING)
+def test_slices_that_overlap_are_added_up_one_product_after_the_other(part):
+    part = OVERLAPPING[part]
+    assert all(run.slices == 1 for run in _runs(part))  # a batched product that writes a number twice races
+    a, b, whole = random(5, 7, dtype=torch.float64), random(7, sum(e - s for s, e in part), dtype=torch.float64), torch.zeros(5, 24).double()
+    mm_to_slices(a, b, whole, part, add=True)
+    expected, place = torch.zeros(5, 24).double(), 0
+    for start, stop in part:
+        expected[:, start:stop] += a @ b[:, place : place + stop - start]
+        place += stop - start
+    assert is_near(whole, expected)
+    assert torch.equal(cut_ranges(whole, 1, part), torch.cat([whole[:, start:stop] for start, stop in part], 1))

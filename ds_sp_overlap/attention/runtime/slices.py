@@ -75,6 +75,9 @@ def _strided(
     (first, stop), (second, _), *_ = ranges
     # The first two ranges give size and step; the others must follow.
     size, step, stride = stop - first, second - first, strides[dim]
+    # A view has no negative stride, and none is written to that has a number twice.
+    if step < size:
+        return None
     for index, (start, end) in enumerate(ranges):
         if (start, end) != (first + index * step, first + index * step + size):
             return None
@@ -85,7 +88,7 @@ def _strided(
 def _slices(x: Tensor, dim: int, ranges: Ranges) -> Tensor | None:
     """Return slices of ``x`` as one view, [.., count, slice, ..] in place of ``dim``.
 
-    Returns None unless the slices have one size and are evenly spaced.
+    Returns None unless the slices have one size, ascend evenly spaced, and don't overlap.
     """
     if (view := _strided(x.shape, x.stride(), dim, ranges)) is None:
         return None
@@ -112,7 +115,7 @@ def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
 
 
 class _Run(NamedTuple):
-    """Slices of one size, evenly spaced.
+    """Slices of one size that ascend, evenly spaced, and don't overlap.
 
     Attributes:
         slices: The number of slices.
@@ -155,6 +158,9 @@ def _runs(part: Ranges) -> tuple[_Run, ...]:
     for start, stop in merged:
         size = stop - start
         last = runs[-1] if runs else None
+        # A view has no negative stride, and a batched product may not add to a number twice.
+        if last is not None and start - last.start < size:
+            last = None
         # The second slice of a run gives its step; later ones must follow.
         if last is not None and size == last.size and last.slices == 1:
             runs[-1] = last._replace(slices=2, step=start - last.start)

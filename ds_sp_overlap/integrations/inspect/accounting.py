@@ -404,7 +404,8 @@ class Accounting(TorchFunctionMode):
     def _judge_names(self, frame: types.FrameType) -> None:
         """Judge the names in a function that begins to run, once; record the globals that it loads.
 
-        Fail if the function stores globals, or can reach objects that may be changed later.
+        Fail if the function stores globals, or can reach objects that may be changed later: what
+        it imports, and attributes of functions and of what an enclosing function holds.
         """
         code = frame.f_code
         if code in self.codes:
@@ -414,6 +415,17 @@ class Accounting(TorchFunctionMode):
         if stored or not _STATE.isdisjoint(code.co_names):
             reached = stored or sorted(_STATE.intersection(code.co_names))
             self.fail(f"reaches for {', '.join(reached)}")
+        imported, attributes = _reached(code)
+        if imported:
+            self.fail(f"imports {imported[0]} when it is called")
+        for name, attribute in attributes:
+            free = name in code.co_freevars
+            holder = (frame.f_locals if free else frame.f_globals).get(name)
+            is_state = isinstance(holder, types.FunctionType)
+            if free and isinstance(holder, (types.ModuleType, type)):
+                is_state = not _is_known(holder)
+            if is_state:
+                self.fail(f"reads {name}.{attribute}")
         for name in loaded:
             value = frame.f_globals.get(name, MISSING)
             if value is MISSING:
@@ -449,6 +461,32 @@ def global_names(code: types.CodeType) -> tuple[list[str], list[str]]:
     return list(loaded), stored
 
 
+@functools.lru_cache(maxsize=4096)
+def _reached(code: types.CodeType) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return the modules that code imports, and pairs of a name from outside and its attribute.
+
+    The pairs are of globals and variables of an enclosing function, with an attribute that the
+    code looks up in them.
+    """
+    imported: list[str] = []
+    attributes: list[tuple[str, str]] = []
+    before: str | None = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            imported.append(instruction.argval)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
+            attributes.append((before, instruction.argval))
+        is_from_outside = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+        before = instruction.argval if is_from_outside else None
+    return imported, attributes
+
+
+def has_plain_defaults(function: types.FunctionType) -> bool:
+    """Return whether the defaults of a function are constants, so that it keeps nothing in them."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return all(map(is_plain, defaults))
+
+
 def _is_known(value: Any, free: bool = False) -> bool:
     """Return whether code may load ``value`` from outside.
 
@@ -468,8 +506,7 @@ def _is_known(value: Any, free: bool = False) -> bool:
         return True
     # The code of a function is judged when it runs, but its defaults are objects of their own.
     if isinstance(value, types.FunctionType):
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return all(map(is_plain, defaults))
+        return has_plain_defaults(value)
     # As variables of an enclosing function, those of any package may be loaded.
     if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
         if isinstance(value, types.ModuleType):

@@ -359,6 +359,7 @@ class _Interpreter:
         if not alike or sources["v"].norm is not None:
             raise Unknown("q and k are not alike, or v is like them")
         self._check_calls({source.chain for source in sources.values()})
+        self._check_rows(sources, trace.q.shape[-1])
         options = dict(trace.options)
         # The overlapped attention finds the positions by itself, so the layer may pass them or not.
         if options.get("position_ids") is None or options["position_ids"] is trace.position_ids:
@@ -414,6 +415,16 @@ class _Interpreter:
                 raise Unknown(f"its forward calls {name} more than once")
         if len(names) > len(set(names)):
             raise Unknown("q, k and v share some of what is in front of their projections")
+
+    def _check_rows(self, sources: dict[str, Source], head_dim: int) -> None:
+        """Raise Unknown for a projection with rows that make no head; `SelfAttention` has none."""
+        covered: dict[str, set[int]] = {}
+        for source in sources.values():
+            rows = covered.setdefault(source.chain[-1], set())
+            rows.update(row for first in source.rows for row in range(first, first + head_dim))
+        for output in self.trace.outputs:
+            if output.name in covered and len(covered[output.name]) < output.labels.shape[-1]:
+                raise Unknown(f"its forward leaves out rows of {output.name}")
 
     def _rotary(self) -> dict[str, Any]:
         """Return the keywords of the layer's `Rotary`; all calls must give the same."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -104,6 +104,15 @@ class BlockReading:
                 result[name] = arguments[name_in_layer]
         return result
 
+    def without(self, name: str) -> BlockReading:
+        """Return the reading without the argument ``name`` of the layer, or the None in its place.
+
+        Constants that are None say that the layer was not given an argument.
+        """
+        arguments = tuple(pair for pair in self.arguments if pair[1] != name)
+        constants = tuple(pair for pair in self.constants if pair[1] is not None)
+        return replace(self, arguments=arguments, constants=constants)
+
     def returned(self, hidden: Tensor) -> Any:
         """Return these hidden states as the layer's own forward does: alone, or in a tuple."""
         if self.blanks is None:
@@ -187,6 +196,7 @@ class BlockReader:
         if any(other != self.reading for other in others):
             raise Unknown("its forward is another one in evaluation, or in another dtype")
         self.names = frozenset(runs[0].names)
+        runs += self._runs_with_others(layer, attention, size, form, runs[0].case)
         self._lookups: dict[tuple[Any, ...], Any] = {}
         self._loaded_globals: dict[Any, LoadedGlobal] = {}
         loaded_globals: list[LoadedGlobal] = []
@@ -203,6 +213,39 @@ class BlockReader:
             self._loaded_globals[id(loaded.namespace), loaded.name] = loaded
         self.probes = ProbeSchedule()
         self.form, self._signature = form, self._signature_of(layer, attention, form)
+
+    def _runs_with_others(
+        self, layer: Any, attention: str, size: int, form: Form, case: _Case
+    ) -> list[_Run]:
+        """Run the layer's forward with other arguments left out, or given, one in each run.
+
+        Sets the names of those by which the forward goes. Returns the runs that give the reading.
+        """
+        runs: list[_Run] = []
+        needed: set[str] = set()
+        unwanted: set[str] = set()
+        for name in sorted(self.names - {"hidden_states", *form.absent}):
+            is_unused = name in UNUSED
+            other = case._replace(other=name)
+            for training in (True, False):
+                try:
+                    run = _Run(
+                        layer,
+                        attention,
+                        size,
+                        form=form,
+                        case=other._replace(training=training),
+                        keywords=set(),
+                    )
+                    is_same = run.reading().without(name) == self.reading.without(name)
+                except Exception:  # of any kind: the code was not made for this
+                    is_same = False
+                if is_same:
+                    runs.append(run)
+                else:
+                    (unwanted if is_unused else needed).add(name)
+        self._needed, self._unwanted = frozenset(needed), frozenset(unwanted)
+        return runs
 
     def _applies_to(self, layer: Any, attention: str, form: Form) -> bool:
         """Return whether the reading applies to ``layer``, which is another one in `enable`."""
@@ -246,7 +289,15 @@ class BlockReader:
         """Explain why the layer can't run in a chain with these arguments; empty if it can."""
         # None in all runs, so that it is not known what the layer does with them.
         given = [name for name in self.form.absent if arguments.get(name) is not None]
+        # The forward goes by these: they must be left out, or given, as when it was read.
+        for name in sorted(self._unwanted):
+            # Not ``in``, since a tensor compares number by number.
+            if not (arguments.get(name) is None or arguments[name] is False):
+                given.append(name)
         reason = f"it is given {given[0]}" if given else ""
+        missing = sorted(name for name in self._needed if arguments.get(name) is None)
+        if missing and not reason:
+            reason = f"it is given no {missing[0]}"
         return reason  # guard: what was left out when it was read is not given
 
     def why_not(self, layer: Any) -> str:
@@ -279,12 +330,15 @@ class _Case(NamedTuple):
         dtype: The dtype of its numbers.
         hidden: Whether the dtype is hidden.
         bias: Whether the children return biases that are yet to be added.
+        other: The name of an argument that is given where it is left out in other cases, or left
+            out where it is given; empty if there is none.
     """
 
     training: bool
     dtype: torch.dtype
     hidden: bool
     bias: bool
+    other: str = ""
 
 
 # No NamedTuple: its generated code would be accounted for, as it belongs to no package.
@@ -434,6 +488,8 @@ class _Run:
         self.arguments: dict[str, Any] = {}
         for name in self.names:
             is_absent = name in UNUSED or name in form.absent
+            # In one run it is the other way round for one of them.
+            is_absent = is_absent != (name == case.other)
             self.arguments[name] = None if is_absent else Opaque(self)
         self.arguments["hidden_states"] = self.x
         # The forward may not change its input in place.

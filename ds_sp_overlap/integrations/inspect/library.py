@@ -64,6 +64,15 @@ def defined_in(function: Any) -> str:
     return getattr(function, "__globals__", {}).get("__name__", "")
 
 
+def is_library_function(function: Any) -> bool:
+    """Return whether a function and all its decorators are torch's or transformers'."""
+    while defined_in(function).split(".")[0] in ("torch", "transformers"):
+        if not hasattr(function, "__wrapped__"):
+            return True
+        function = function.__wrapped__
+    return False
+
+
 def renames_cache(function: Any) -> bool:
     """Return whether a function's outermost decorator only gives a KV cache its new name."""
     # transformers 5.24 decorates forwards so, until callers use the new name.

@@ -25,6 +25,7 @@ from .accounting import (
     LoadedGlobal,
     Unknown,
     forward_of,
+    has_plain_defaults,
     is_plain,
     primes_beside,
 )
@@ -185,6 +186,7 @@ class Proxy:
             return trace.child(name, value)
         if is_layer and inspect.ismethod(value) and value.__self__ is self._value:
             # Bound to this proxy, so that its code runs on stand-ins, too.
+            self._check_defaults(name, value.__func__)
             trace.lookups.append(((name, "__func__"), value.__func__))
             return types.MethodType(value.__func__, self)
         return self._record(name, value)
@@ -202,11 +204,18 @@ class Proxy:
             trace.fail(f"reads {'.'.join(map(str, path))}")
         # Later calls can compare constants, tensors and functions.
         known = is_plain(value) or value is contextlib.nullcontext
+        if isinstance(value, types.FunctionType):
+            self._check_defaults(str(step), value)
         if known or isinstance(value, (Tensor, types.FunctionType)):
             trace.lookups.append((path, value))
             return value
         # What is looked up in any other object is recorded by its proxy.
         return Proxy(value, path, trace)
+
+    def _check_defaults(self, name: str, function: Any) -> None:
+        """Fail for a function with a default that may be changed, such as a list."""
+        if isinstance(function, types.FunctionType) and not has_plain_defaults(function):
+            self._trace.fail(f"looks up {name}, which has a default that is no constant")
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._trace.fail(f"sets {name}")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .accounting import MOVES, Accounting, LoadedGlobal, Unknown, is_plain
-from .library import own_class
+from .library import is_library_function, own_class
 
 BATCH, SEQ = 2, 5
 # See Note [Alike tokens].
@@ -398,8 +398,12 @@ def has_own_call(module: nn.Module) -> bool:
 
 
 def _is_library_code(part: nn.Module) -> bool:
-    """Return whether the class of a module is torch's or transformers'."""
-    return _is_transformers(part) or own_class(type(part)).__module__.startswith("torch.nn.")
+    """Return whether the class of a module is torch's or transformers', and so is its forward.
+
+    Somebody may have given the class another forward.
+    """
+    is_class = _is_transformers(part) or own_class(type(part)).__module__.startswith("torch.nn.")
+    return is_class and is_library_function(type(part).forward)
 
 
 def _is_transformers(part: nn.Module) -> bool:

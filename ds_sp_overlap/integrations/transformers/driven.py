@@ -17,7 +17,7 @@ from ...attention.runtime.linear import PURE
 from ...attention.self_attention import SelfAttention
 from ...rotary import Rotary
 from ..inspect.attention import Reader, Reading
-from ..inspect.library import CACHES, own_class
+from ..inspect.library import CACHES, is_library_function, own_class
 from ..inspect.probe import refuse_difference
 from ..inspect.symbolic_trace import UNUSED
 from ..layers import OverlapSettings
@@ -284,4 +284,5 @@ def drive(
 
 def _is_transformers_norm(norm: nn.Module) -> bool:
     """Return whether a norm is transformers', hence a function of input and weight alone."""
-    return own_class(type(norm)).__module__.startswith("transformers.")
+    is_class = own_class(type(norm)).__module__.startswith("transformers.")
+    return is_class and is_library_function(type(norm).forward)

@@ -389,7 +389,9 @@ with_flag.flag = False
 
 def keeps_count(module):
     with_flag.flag = False
-    type(module).warmed = types.FunctionType((lambda self, x, seen=[]: x * 2 if len(seen) else x).__code__, {"__name__": "zoo_of_forwards", "len": len}, argdefs=([],))
+    type(module).warmed = types.FunctionType(
+        (lambda self, x, seen=[]: x * 2 if len(seen) else x).__code__, {"__name__": "zoo_of_forwards", "len": len}, argdefs=([],)
+    )
 
 
 OPERATIONS = {
@@ -634,7 +636,11 @@ def fused(heads):
 
 def fusing(line):
     """Changes that make q, k and v of one projection."""
-    return (("    q = self.q_proj(x).view(shape)", f"    {line}"), ("    k = self.k_proj(x).view(shape)\n", ""), ("    v = self.v_proj(x).view(shape)\n", ""))
+    return (
+        ("    q = self.q_proj(x).view(shape)", f"    {line}"),
+        ("    k = self.k_proj(x).view(shape)\n", ""),
+        ("    v = self.v_proj(x).view(shape)\n", ""),
+    )
 
 
 def ordered(kind, order):

@@ -78,7 +78,11 @@ def test_slices_of_one_size_that_are_evenly_spaced_are_one_product(part, product
 def test_slices_that_overlap_are_added_up_one_product_after_the_other(part):
     part = OVERLAPPING[part]
     assert all(run.slices == 1 for run in _runs(part))  # a batched product that writes a number twice races
-    a, b, whole = random(5, 7, dtype=torch.float64), random(7, sum(e - s for s, e in part), dtype=torch.float64), torch.zeros(5, 24).double()
+    a, b, whole = (
+        random(5, 7, dtype=torch.float64),
+        random(7, sum(e - s for s, e in part), dtype=torch.float64),
+        torch.zeros(5, 24).double(),
+    )
     mm_to_slices(a, b, whole, part, add=True)
     expected, place = torch.zeros(5, 24).double(), 0
     for start, stop in part:

@@ -151,13 +151,16 @@ class DeltaNet:
         return self.merge(o, z)
 
     def _channels(self, geometry: Geometry, group: int) -> Ranges:
-        """Return the rows of the taps for the heads of q, k and v of a group on this rank.
+        """Return the rows of the convolution's weight for q, k and v of a group on this rank.
 
-        Heads of q and k that `with_kv` repeats have their rows repeated too.
+        Called once a group in each call. The geometry takes v for its queries, and q and k, which
+        have the same heads, for its KV heads (see the top).
         """
         first, last = geometry.kv_range(geometry.sp_rank, group)
         index, keys = geometry.kv_expansion(group), self.key_heads * self.key_dim
         heads = [(first, last)]
+        # Where no regular ratio assigns heads of v to those of q and k, `with_kv` has repeated the
+        # latter, one for each head of v; so are their rows.
         if index is not None:
             heads = [(first + offset, first + offset + 1) for offset in index]
         of_q = [(start * self.key_dim, stop * self.key_dim) for start, stop in heads]

@@ -127,7 +127,7 @@ class LatentAttention:
         projection: Any = self.projection()
 
         def body(query: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
-            """Make the call; its inputs are the tensors as hooks of the projection changed them."""
+            """Run the call inside that of the projection, whose hooks pass these tensors on."""
             inputs, weight = (query, latent, rotated), projection.weight
 
             def describe() -> tuple[Geometry, Callable[[], tuple]]:
@@ -153,7 +153,7 @@ class LatentAttention:
                 return geometry, types
 
             run, call = self.layer.begin(describe, inputs)
-            # Only a baseline runs without a call, and latents have none.
+            # `begin` returns no `Call` only where a baseline is to run, and latents have none.
             assert call is not None
             # Rows of the weight for each head: those of k without rotation, then those of v.
             per_head = weight.shape[0] // query.shape[2]

@@ -119,7 +119,7 @@ class LayerRuntime:
     ) -> tuple[TimedCall, Call | None]:
         """Begin a call, with the number of head groups that the policy chooses.
 
-        Collective on the first call, see Note [Agreement of the ranks].
+        Collective as `counted_call` is.
 
         Args:
             describe: Describes the call.
@@ -176,12 +176,15 @@ class LayerRuntime:
     def counted_call(
         self, describe: Describe, inputs: tuple[Tensor, ...], local: Callable[[], Local] | None
     ) -> Call:
-        """Make a call and count it; the arguments are those of `begin`.
+        """Make the `Call` of one call of the layer, and note it in `Calls`, which compares ranks.
 
-        Called by `begin`, and by `chain.chain`. Collective as `begin` is.
+        Called by `begin`, whose arguments it takes, and by `chain.chain` for a layer in a chain.
+        Collective in the layer's first call and in the first call of a kind, see
+        Note [Agreement of the ranks]; and as `Calls.count` is.
 
         Returns:
-            The call; in one head group where the local attention needs all heads at once.
+            The call; in one head group where the probe finds that the local attention needs all
+            heads at once.
 
         Raises:
             RuntimeError: while a CUDA graph is captured; and as `Calls.count` does.
@@ -289,7 +292,7 @@ class LayerRuntime:
                 calls, self.agreed = self.sp_group.calls, True
                 calls.layers += 1
                 self._name_of_calls = f"{self.where} (layer {calls.layers})"
-        # Described once more, since the geometry depends on nodes that may have been found just now.
+        # Once more, since the geometry depends on nodes that may have been found just now.
         geometry, _ = describe()
         return self._call_of(geometry, is_first and self.config.check)
 

@@ -66,8 +66,8 @@ class LayerCall:
         region: The region that will recompute this attention in backward; None if none will, and
             once the attention has run.
         is_recomputed: Whether this call recomputes an earlier one, in backward.
-        is_idle: Whether the earlier call never attended, since its q, k and v were not used; then
-            they are not sent again.
+        is_idle: Whether the call that this one recomputes never attended, since its q, k and v were
+            not used; then they are not sent again.
         saved_attention: What was saved of attention; None if attention is recomputed, or nothing.
         saved_tensors: The tensors that attention's backward reads beside q, k, v and o.
         received_o: For each exchange of o (a head group and a chunk), the o that this rank
@@ -573,7 +573,8 @@ class _Segment(Runner):
         following = self.following
         assert following is not None
         sent = [self.values.pop(part) for part in step.parts]
-        # Each rank leaves out the same: whether q, k and v were used is the same on all ranks.
+        # Nothing is sent in the recomputation of a call that never attended; on no rank, since all
+        # ranks were given other hidden states then.
         if not following.is_idle:
             following.tokens[step.exchange] = following.exchange(step).start(*sent)
 

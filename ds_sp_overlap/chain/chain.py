@@ -123,15 +123,14 @@ class Started:
         return [*nodes, (last, self.hidden.output_nr)]
 
     def _is_same(self, hidden: Tensor) -> bool:
-        """Return whether ``hidden`` is the tensor that was returned, unchanged; nodes of autograd
-        that change no gradient may lie between them.
+        """Return whether ``hidden`` is the tensor that was returned, unchanged; or a view of all of
+        it, made by nodes of autograd that change no gradient.
         """
         if hidden is not self.hidden:
-            # Such nodes return views of the tensor that they are given.
-            mine, given = (
-                (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (self.hidden, hidden)
-            )
-            if self._between(hidden) is None or mine != given:
+            mine = self.hidden
+            same_place = hidden.data_ptr() == mine.data_ptr() and hidden.dtype == mine.dtype
+            same_form = hidden.shape == mine.shape and hidden.stride() == mine.stride()
+            if self._between(hidden) is None or not (same_place and same_form):
                 return False
         return hidden._version == self.version  # guard: hidden states as they were
 

@@ -154,16 +154,15 @@ class CopyEngine:
         """Choose the first engine that every rank has, see `Named.prepare`.
 
         Raises:
-            ValueError: on all ranks alike, if some rank lacks each engine, the sp group's backend
-                is not NCCL, or the sp group spans several nodes.
+            ValueError: on all ranks alike, if no engine is there on all ranks, the sp group's
+                backend is not NCCL, or the sp group spans several nodes.
         """
         engines: dict[str, type[FastUlysses] | type[ZeroCta]] = {
             "fast-ulysses": FastUlysses,
             "NCCL": ZeroCta,
         }
-        # For each engine, why it can't work; empty if it can.
         backend = backend_of(sp_group.group, "cuda")
-
+        # For each engine, why it can't work; empty if it can.
         if backend != "nccl":
             lacks = dict.fromkeys(engines, f"the sp group's backend is {backend}, not nccl")
         else:
@@ -189,7 +188,7 @@ class CopyEngine:
         try:
             self.engine = engines[chosen](sp_group.group)
         except RuntimeError as error:
-            # On all ranks: both libraries compare the ranks before they refuse.
+            # All ranks get here, since both libraries compare the ranks before they refuse.
             raise ValueError(
                 f'sp_overlap.transport: "copy_engine" through {chosen}: {error}; use "auto"'
             ) from error

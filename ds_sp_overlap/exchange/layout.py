@@ -119,8 +119,11 @@ class Side:
 
     @cached_property
     def covers(self) -> bool:
-        """Return whether every index of the dimension is in some part."""
-        # A chunk of tokens leaves most of the whole sequence out: the edge stays before a gap.
+        """Whether every index of the dimension is in some part; parts may overlap.
+
+        False for the global side of a chunk of tokens, which leaves other chunks out.
+        """
+        # The parts so far reach from 0 to the edge; at a gap it stays where it is.
         edge = 0
         for start, stop in sorted(self.parts):
             edge = max(edge, stop) if start <= edge else edge

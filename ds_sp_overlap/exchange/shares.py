@@ -117,7 +117,10 @@ class Shares:
 
     @cached_property
     def _tokens_of_shares(self) -> QueryChunks:
-        """The tokens of each share: as given, or chunks j and 2r - 1 - j, see Note [Shares]."""
+        """For each share, the tokens of the whole sequence whose queries it attends with.
+
+        As given, or chunks j and 2r - 1 - j, see Note [Shares].
+        """
         if self.query_chunks is not None:
             return self.query_chunks
         seq, chunks = sum(self.seq_lens), 2 * self.shares
@@ -128,6 +131,7 @@ class Shares:
             # The chunks of the last share touch: they are one range.
             both = [(start, stop)] if middle == back else [(start, middle), (back, stop)]
             filled = tuple(tokens for tokens in both if tokens[0] < tokens[1])
+            # A share always has a range, if only an empty one of an empty sequence.
             of_shares.append(filled or ((0, 0),))
         return tuple(of_shares)
 

@@ -35,11 +35,11 @@ def is_stock(module: Any) -> bool:
 
 
 def find_group(model: nn.Module) -> Any:
-    """Return the sp group of a model that contains DeepSpeed's ``DistributedAttention``, or ours.
+    """Return the sp group of a model's ``DistributedAttention``, DeepSpeed's or ours.
 
     Returns:
-        The group of the first such module that has one; else the group of DeepSpeed's mesh or mpu,
-        even if the model contains no such module; else None.
+        The group of the first such module that has one. Without one, the group of DeepSpeed's mesh
+        or mpu, whatever the model contains. None if DeepSpeed has none either, or isn't loaded.
     """
     for module in model.modules():
         if is_drop_in_or_stock(module) and module.spg is not None:
@@ -49,7 +49,7 @@ def find_group(model: nn.Module) -> Any:
         return None
     try:
         return groups._get_sequence_parallel_group()
-    # There is no mesh with sp ranks, or the mpu asserts that its sp group was made.
+    # There is no mesh with sp ranks, or the mpu has made no sp group, which it asserts.
     except (KeyError, AssertionError):
         return None
 

@@ -111,8 +111,9 @@ def by_window(
         kinds: The tensors that travel with each head group, as for `by_head_groups`.
         last_use: For each group, the last group that attends to the KV heads that travel with it
             (`Geometry.last_use`).
-        window: The most groups between their projections and the end of their attention.
-        wgrad_last: Whether to compute the part of dWo of a group after its dgrad; else before.
+        window: W. At any time, at most so many groups are projected and not yet attended.
+        wgrad_last: Whether to compute the part of dWo of a group after the dgrad of the same group;
+            else before.
         products_last: Whether to compute dx and the weight gradients of q, k and v when all groups
             have been attended. Then dq, dk and dv stay in memory.
     """
@@ -160,7 +161,7 @@ def by_window(
             recomputed[last_use[group]].append((("k", "v"), group))
 
     def begin(group: int, before_project: Program = ()) -> None:
-        """Add the steps of a group before its attention; from W = 2 on, `finish` has finishes."""
+        """Add the steps of a group before its attention, and for W = 1 the finishes among them."""
         dgrad, wgrad = Step(Op.DGRAD, O, True, group), Step(Op.WGRAD, O, True, group)
         start = Step(Op.START, O, True, group, beside=O)
         # Both products come before the start, which frees the local o that the wgrad reads.

@@ -245,9 +245,9 @@ class Shadows:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """Return ``x`` [.., k] as a matrix.
+    """Return ``x`` [.., k] as a matrix with a row for each token of the sequence.
 
-    Tokens may be in one dimension already, as in a mixture of experts.
+    They may be in one dimension already, as in a mixture of experts.
     """
     return x.reshape(-1, x.shape[-1])
 
@@ -274,7 +274,7 @@ class _Weights(Node):
 
 
 class _Linear(Node):
-    """y = x w^T + b of a chunk; backward computes dx, and adds dy and x to the slot."""
+    """y = x w^T + b of a chunk; backward computes dx, and leaves dy and x in the slot."""
 
     @staticmethod
     def forward(ctx, slot, x, token):
@@ -285,7 +285,7 @@ class _Linear(Node):
 
     @staticmethod
     def backward(ctx, dy):
-        """Before: dx = dy w, dw = dy^T x. Now: dw waits, see Note [Deferred wgrads]."""
+        """Compute dx = dy w; dw = dy^T x waits, see Note [Deferred wgrads]."""
         refuse_second_derivatives(ctx.slot.where)
         weight, x = ctx.saved_tensors
         if any(ctx.slot.trains):

@@ -258,9 +258,10 @@ class BlockReader:
         return self.reading.norm_in, self.reading.norm_mid, self.reading.mlp
 
     def _signature_of(self, layer: Any, attention: str, form: Form) -> tuple:
-        """Describe a layer by its children, and in detail by those that were probed.
+        """Describe a layer by its children, and in detail by the norms and the MLP.
 
-        Layers with equal signatures may share a reading.
+        Layers with equal signatures share a reading, unless what it looked up is another thing in
+        one of them (`_applies_to`).
         """
         children = []
         for name, child in layer.named_children():

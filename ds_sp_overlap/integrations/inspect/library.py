@@ -35,8 +35,11 @@ def attention_functions() -> Any:
 
 @once
 def own_class(kind: type) -> type:
-    """Return the class that a module was made with."""
-    # ``fully_shard`` replaces the class by a subclass of its own, which has this method.
+    """Return the class that modules of class ``kind`` were made with, before ``fully_shard``.
+
+    ``fully_shard`` replaces the class by a subclass of its own.
+    """
+    # The method that this subclass has.
     if not hasattr(kind, "_get_fsdp_state"):
         return kind
     bases = kind.__mro__

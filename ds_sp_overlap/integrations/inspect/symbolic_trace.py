@@ -296,30 +296,31 @@ class _AttentionFunctions:
 
 @contextlib.contextmanager
 def replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Replace globals of the code of a module's class in the body.
+    """Replace globals that a layer's code names, until the ``with`` block ends.
 
-    The globals are those of the files that define the class and its bases, so in the body they are
-    replaced for all code of these files.
+    Until then they are replaced for all code of the files that define the layer's class and its
+    bases, not for this layer alone.
 
     Args:
-        module: The module.
+        module: The layer.
         replacement: Returns what replaces a global, by its name and value; None if it stays.
     """
-    before: list[LoadedGlobal] = []
-    for function in functions_of(type(module)):
-        namespace = function.__globals__
-        for name in function.__code__.co_names:
-            if name not in namespace:
-                continue
-            new = replacement(name, namespace[name])
-            if new is not None:
-                before.append(LoadedGlobal(namespace, name, namespace[name]))
-                namespace[name] = new
+    before: dict[tuple[int, str], LoadedGlobal] = {}
     try:
+        for function in functions_of(type(module)):
+            namespace = function.__globals__
+            for name in function.__code__.co_names:
+                place = id(namespace), name
+                # Several functions may name one global; it is replaced once.
+                if name in namespace and place not in before:
+                    value = namespace[name]
+                    new = replacement(name, value)
+                    if new is not None:
+                        before[place] = LoadedGlobal(namespace, name, value)
+                        namespace[name] = new
         yield
     finally:
-        # Backwards: a global that several functions name may have been replaced more than once.
-        for namespace, name, value in reversed(before):
+        for namespace, name, value in before.values():
             namespace[name] = value
 
 
@@ -453,7 +454,8 @@ class Trace:
     def _replacement(self, name: str, value: Any) -> Any:
         """Return what replaces a global of the layer's code; None if it stays.
 
-        Replaced are the registry of attention functions, and functions with "rotary" in their name.
+        Replaced are the registry of attention functions, and functions that the code knows by a
+        name with "rotary" in it.
         """
         if name == "ALL_ATTENTION_FUNCTIONS":
             return _AttentionFunctions(self._attend)

@@ -153,9 +153,9 @@ class _Driven(NamedTuple):
 
 
 def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSettings) -> _Driven:
-    """Make the block that drives a layer, and a forward for the layer that calls the block.
+    """Make the `SelfAttention` that drives a layer, and a forward for the layer that calls it.
 
-    Nothing is rebound here.
+    The caller rebinds the layer's forward.
 
     Args:
         name: The layer's name.
@@ -242,7 +242,7 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
         encoder_output=None,
         inference_params=None,
         rotary_pos_emb=None,
-        # HEAD passes this at first, and calls again without it after a TypeError.
+        # Megatron-DeepSpeed passes this at first, and calls again without it after a TypeError.
         cpu_offloading=False,
     ):
         """Attend over the global sequence; takes the place of the layer's forward. Collective."""

@@ -47,10 +47,12 @@ class Pattern:
 
 
 def read(function: Callable) -> Pattern:
-    """Read the pattern off one of transformers' mask functions, as a model makes its masks.
+    """Return the pattern of a mask function of transformers.
+
+    Called when a model makes its masks, once for each; no mask is computed.
 
     Raises:
-        ValueError: for a mask function that is not known here, or is not causal.
+        ValueError: for a mask function with a part that is not known here, or without a causal one.
     """
     clauses: dict[str, Any] = {}
     _read_into(clauses, function)
@@ -63,8 +65,8 @@ def _read_into(clauses: dict[str, Any], function: Callable) -> None:
     """Add to ``clauses`` the restrictions that a mask function and its parts make.
 
     transformers makes mask functions by nesting closures. Each is known by the name of the function
-    that made it, and its variables give the numbers. The restrictions are called "causal" or as in
-    `Pattern`, which `transformers.attention_function` obeys.
+    that made it, and its variables give the numbers. The keys are "causal" and the fields of
+    `Pattern`.
 
     Raises:
         ValueError: for a function that is not known.

@@ -46,9 +46,10 @@ from .modules import (
 
 
 def find_group(model: nn.Module) -> Any:
-    """Return the sp group that stock Ulysses was registered with for the attention of ``model``.
+    """Return the sp group of stock Ulysses, if that is registered in transformers' table under the
+    attention implementation that the config of ``model`` names.
 
-    None if it was not registered, or for a model that is not of transformers.
+    None if it is not, if ``model`` has no config, or if transformers isn't loaded.
     """
     functions, config = attention_functions(), getattr(model, "config", None)
     if functions is None or config is None:
@@ -237,11 +238,11 @@ class _Search:
         heads = config.num_attention_heads
         # A config that gives no KV heads has as many as query heads.
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        # AutoTP leaves the config as it is.
+        # AutoTP cuts heads and leaves the config as it is.
         if (here := heads_here(module)) is not None:
             heads, kv_heads = here
+        # Empty if latents travel in place of k and v; None for a layer that has none.
         no_latents = latent.why_not(module, overlap.sp_group.size)
-        # Not None, which stands for a layer without latents.
         if no_latents == "":
             why = f"{name} ({type(module).__name__}): latent attention needs all queries at once"
             groups = overlap.groups_for(heads, 1, why)
@@ -255,7 +256,8 @@ class _Search:
             reason = no_latents or f"{type(module).__name__}: {unknown}"
             lacks = overlap.why_not_more(f"{reason}; projections stay its own", groups)
             bind = functools.partial(bind_function, name, module, self.forwards, overlap)
-        # The layer runs its own forward, and must be seen to call its attention function there.
+        # The layer runs its own forward. Each forward of the model checks that the layer has called
+        # its attention function, where it is overlapped.
         self.unseen.add(name)
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
 

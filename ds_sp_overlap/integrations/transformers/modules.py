@@ -49,8 +49,11 @@ def off_in_eval(module: Any) -> bool:
 def refuse_copy(module: Any) -> None:
     """Raise RuntimeError for a copy of an overlapped module, unless stock Ulysses exchanges for it.
 
-    `rebind` calls it before the forward of a copy, such as an EMA model (``of_copy``). Nobody else
-    exchanges for a copy, which would attend to the tokens of this rank alone.
+    The forward that `rebind` installs calls this (``of_copy``) in each call of a copy, such as an
+    EMA model, which would attend to the tokens of this rank alone.
+
+    Args:
+        module: The copy.
     """
     stock = stock_of(attention_functions().get(module.config._attn_implementation))
     if stock is None:  # guard: no rank attends alone

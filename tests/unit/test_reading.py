@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: F401, o
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward  # noqa: F401
 from transformers.utils.deprecation import deprecate_kwarg
 
-from ds_sp_overlap.integrations.inspect import attention
+from ds_sp_overlap.integrations.inspect import attention, symbolic_trace
 from ds_sp_overlap.integrations.inspect.accounting import Unknown
 from ds_sp_overlap.integrations.inspect.attention import Reader, Source
 from ds_sp_overlap.integrations.inspect.library import digest
@@ -390,3 +390,30 @@ WATCHED = [Watched(Guard("only a cache", without="return True"), lambda: list(ot
 @pytest.mark.parametrize("watched", WATCHED, ids=str)
 def test_the_suite_notices_without_the_guard(watched):
     must_notice(watched)
+
+
+def rotary_of_two(x):
+    return x
+
+
+class NamesOneGlobalTwice(torch.nn.Module):
+    def forward(self, x):
+        return rotary_of_two(x)
+
+    def another(self, x):
+        return torch.relu(rotary_of_two(x))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_global_that_two_methods_name_is_replaced_once_and_comes_back(fails):
+    asked, before = [], dict(globals())
+
+    def replacement(name, value):
+        asked.append(name)
+        if fails and len(asked) > 1:
+            raise ValueError("of the replacement itself")
+        return "a stand-in" if value is rotary_of_two else None
+
+    with contextlib.suppress(ValueError), symbolic_trace.replaced(NamesOneGlobalTwice(), replacement):
+        assert globals()["rotary_of_two"] == "a stand-in"
+    assert asked.count("rotary_of_two") == 1 and globals()["rotary_of_two"] is before["rotary_of_two"]

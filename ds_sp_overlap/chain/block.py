@@ -3,7 +3,8 @@
 Between two attentions nothing mixes tokens. So that part, a *segment*, runs in chunks of every
 rank's tokens: chunk c of o is projected, goes through the MLP, and its q, k, v of the next layer
 travel, while the exchanges of other chunks are under way. Backward is the mirror image, as
-everywhere in this package. `schedule.block` draws both. `chain` puts layers together.
+everywhere in this package. `schedule.block` draws both. `attention` runs what is around an
+attention, and `chain` puts layers together.
 """
 
 from __future__ import annotations
@@ -15,223 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.arguments import bind_arguments
 from ..attention.runtime import sharded
 from ..attention.runtime.deferred import Shadows, Wgrads
-from ..attention.runtime.execution import Call, attend_group, attend_in_pieces
+from ..attention.runtime.execution import Call
 from ..attention.runtime.linear import call_through
 from ..attention.runtime.parts import cut, join
-from ..attention.runtime.recorded import Gathering, join_heads
+from ..attention.runtime.recorded import join_heads
 from ..attention.runtime.runner import Runner
 from ..attention.runtime.slices import Ranges
 from ..attention.self_attention import SelfAttention
-from ..exchange.chunks import ChunkedExchange
-from ..exchange.exchange import Exchange, Half, run_halves
-from ..exchange.layout import chunk_of
-from ..rotary import Rotary
-from ..schedule import (
-    Block,
-    Exchanged,
-    O,
-    Op,
-    Recompute,
-    Step,
-    by_chunks,
-    head,
-    tail,
-    without_o,
-)
+from ..schedule import Block, O, Op, Recompute, Step, by_chunks, head, tail
+from .attention import exchange_beside, walk_attention
 from .block_layer import BlockLayer, Options
+from .layer_call import LayerCall
 from .recompute_region import RecomputeRegion
-from .saved_attention import AttendSaved, OutputExchange, Saved, SavedAttention
+from .saved_attention import SavedAttention
 
 Watch = Callable[[Any, Tensor], None]
-
-
-class LayerCall:
-    """One call of a layer's attention, with the exchanges that are under way to it and from it.
-
-    The segment in front makes and starts its q, k and v, `attend` runs it and starts its o, and the
-    segment behind it finishes o. So a call is handed from one segment to the next.
-
-    Attributes:
-        layer: The layer.
-        call: The geometry and the sp group.
-        options: What the layer was called with.
-        block: The schedule.
-        mlp_wgrads: Collects the weight gradients of the MLP behind the attention until all chunks
-            are through; None where they are computed chunk by chunk.
-        exchanges: Exchanges that were started and not finished.
-        tokens: The tokens of autograd of these exchanges.
-        region: The region that will recompute this attention in backward; None if none will, and
-            once the attention has run.
-        is_recomputed: Whether this call recomputes an earlier one, in backward.
-        is_idle: Whether the call that this one recomputes never attended, since its q, k and v were
-            not used; then they are not sent again.
-        saved_attention: What was saved of attention; None if attention is recomputed, or nothing.
-        saved_tensors: The tensors that attention's backward reads beside q, k, v and o.
-        received_o: For each exchange of o (a head group and a chunk), the o that this rank
-            received, and whether it has a gradient; None where the segment behind this attention
-            will not be recomputed.
-    """
-
-    def __init__(self, layer: BlockLayer, call: Call, block: Block, options: Options):
-        self.layer, self.call, self.options = layer, call, options
-        self.run_by(block)
-        self.mlp_wgrads: Wgrads | None = None
-        self.exchanges: dict[Exchanged, Exchange] = {}
-        self.tokens: dict[Exchanged, Tensor] = {}
-        self.region: _Region | None = None
-        self.is_recomputed = self.is_idle = False
-        self.saved_attention: SavedAttention | None = None
-        self.saved_tensors: Saved = {}
-        self.received_o: dict[Exchanged, tuple[Tensor, bool]] | None = None
-
-    def run_by(self, block: Block) -> None:
-        """Follow ``block`` from now on: its steps, and the names of its exchanges."""
-        self.block = block
-        self.call.run_by(block)
-
-    def recomputed(self) -> LayerCall:
-        """Return a new call that recomputes this one; it shares what was saved and received."""
-        made = LayerCall(self.layer, self.call, self.block, self.options)
-        made.saved_attention, made.saved_tensors = self.saved_attention, self.saved_tensors
-        made.received_o, made.is_recomputed = self.received_o, True
-        return made
-
-    def finish_o(self, step: Step) -> Tensor:
-        """Finish the exchange of one head group's o, for a chunk of tokens, and return it.
-
-        Called by the segment behind the attention, in forward; `saved_o` takes its place where that
-        segment is recomputed, for which o is noted.
-        """
-        key = step.exchange
-        o = self.exchanges.pop(key).finish(self.tokens.pop(key))
-        if self.received_o is not None:
-            self.received_o[key] = o.detach(), o.requires_grad
-        return o
-
-    def saved_o(self, step: Step) -> Tensor:
-        """Return a chunk of o that forward received, in place of `finish_o` in a recomputation."""
-        assert self.received_o is not None
-        o, has_gradient = self.received_o[step.exchange]
-        if self.saved_attention is None:
-            return o.detach().requires_grad_(has_gradient)
-        # The chunk goes through the finish of its exchange once more, which sends nothing: its node
-        # then saves o anew.
-        exchange = self.exchange(step)
-        assert isinstance(exchange, OutputExchange)
-        exchange.received = o
-        return exchange.finish(o.new_empty(0).requires_grad_(has_gradient))
-
-    def exchange(self, step: Step) -> Exchange:
-        """Make and note the exchange that a step starts, and do not start it."""
-        make: Callable[..., Exchange] = Exchange
-        if self.saved_attention is not None and step.tensors == O:
-            make = partial(OutputExchange, self.saved_attention, step.exchange)
-        dims = (self.layer.attention.head_dim,) * len(step.tensors)
-        exchange = self.exchanges[step.exchange] = self.call.exchange(step, dims, make)
-        return exchange
-
-    def ranges(self) -> list[tuple[int, int]]:
-        """Return for each chunk its range of this rank's tokens, [start, stop)."""
-        length = self.call.geometry.seq_lens[self.call.geometry.sp_rank]
-        return [chunk_of(length, chunk, self.block.chunks) for chunk in range(self.block.chunks)]
-
-    def rotations(self) -> list[Callable[[Tensor], Tensor] | None]:
-        """Return for each chunk the function that rotates its q or k; None for no rotation."""
-        attention = self.layer.attention
-        rope = attention.inputs.rope
-        if rope is None:
-            return [None] * self.block.chunks
-        assert isinstance(rope, Rotary)
-        tables = rope.of(self.options.position_embeddings, attention.head_dim)
-        if tables is None:
-            return [None] * self.block.chunks
-        # The tables broadcast to [b, s/P, h, d] or [s/P, b, h, d]: the dimension of the tokens.
-        dim = -3 if attention.batch_first else -4
-
-        def rotation(start: int, stop: int) -> Callable[[Tensor], Tensor]:
-            mine = []
-            for table in tables:
-                # One row for all tokens serves every chunk.
-                is_shared = table.dim() < -dim or table.shape[dim] == 1
-                mine.append(table if is_shared else table.narrow(dim, start, stop - start))
-            return lambda heads: rope.rotate(heads, *mine)
-
-        return [rotation(*tokens) for tokens in self.ranges()]
-
-
-class _Region(RecomputeRegion):
-    """A segment and the attention behind it, recomputed from hidden states and o.
-
-    In backward, the MLP is recomputed under the last exchanges of do. Then q, k and v of the next
-    layer travel again, each under the MLP of the next chunk.
-
-    Args:
-        done: As for `run_segment`.
-        following: As for `run_segment`.
-        hidden: As for `run_segment`.
-    """
-
-    def __init__(self, done: LayerCall | None, following: LayerCall | None, hidden: Tensor):
-        here = done or following
-        assert here is not None
-        super().__init__(here.call.where, hidden.device)
-        self.done = None if done is None else done.recomputed()
-        # A copy, since the call itself holds this region: a circle would keep both alive.
-        self.following = None if following is None else following.recomputed()
-        self.hidden, self.has_gradient = hidden.detach(), hidden.requires_grad
-        self.version = hidden._version
-        # Whether `attend` ran; not so if the q, k and v that were started are never used.
-        self.attends = False
-
-    def attend(self, here: LayerCall, hidden: Tensor, keep: bool) -> None:
-        """Run the attention of this region in forward.
-
-        Args:
-            here: The call of the attention, the region's ``following``.
-            hidden: Hidden states that the layer is given.
-            keep: Whether to save what attention's backward reads instead of recomputing attention.
-        """
-        if keep and any(token.requires_grad for token in here.tokens.values()):
-            head_dim = here.layer.attention.head_dim
-            here.saved_attention = SavedAttention(partial(_beside, here.call, head_dim))
-        elif keep:
-            # q, k and v need no gradient, so only parameters of attention may need one. What
-            # attention saves for those is not known: it is recomputed nevertheless.
-            here.run_by(by_chunks(here.call.geometry.kinds, here.block.chunks, "all"))
-        with self.watched():
-            _attend(here, hidden)
-        # A new copy, since saved attention and the order are set by now.
-        self.attends, self.following = True, here.recomputed()
-        # The segment behind notes the o that it receives, for its own region to recompute from.
-        here.region, here.received_o = None, {}
-
-    def run(self) -> None:
-        """Run the segment again, and the attention if it ran in forward.
-
-        Raises:
-            RuntimeError: if the hidden states were changed in place since forward.
-        """
-        if self.hidden._version != self.version:  # guard: held, and not changed
-            raise RuntimeError(
-                f"{self.where}: the hidden states in front of it were changed in place before "
-                "backward could use them"
-            )
-        # New calls each time, since several backwards may run through one graph.
-        done = None if self.done is None else self.done.recomputed()
-        following = None if self.following is None else self.following.recomputed()
-        for unit in _units(done, following):
-            unit.unshard()  # guard: whole where they are used again
-        hidden = self.hidden.detach().requires_grad_(self.has_gradient)
-        if following is not None:
-            following.is_idle = not self.attends
-        with self.as_before(0):
-            _segment(done, following, hidden)
-        if following is not None and self.attends:
-            with self.as_before(1):
-                _attend(following, hidden)
 
 
 def run_segment(
@@ -265,6 +66,21 @@ def run_segment(
     if done is not None:
         region.precede(out)
     return out
+
+
+def attend(here: LayerCall, hidden: Tensor, recompute: Recompute) -> None:
+    """Run the attention whose q, k and v are under way, and start its o.
+
+    Args:
+        here: The call of the attention.
+        hidden: Hidden states that the layer is given.
+        recompute: What of the layer is recomputed in backward.
+    """
+    if here.region is None:
+        walk_attention(here, hidden)
+    else:
+        assert isinstance(here.region, _Region)
+        here.region.attend(here, hidden, keep=recompute == "but attention")
 
 
 def run_alone(
@@ -312,128 +128,76 @@ def run_alone(
     return run_segment(here, None, hidden, recompute)
 
 
-def attend(here: LayerCall, hidden: Tensor, recompute: Recompute) -> None:
-    """Run the attention whose q, k and v are under way, and start its o.
+class _Region(RecomputeRegion):
+    """A segment and the attention behind it, recomputed from hidden states and o.
+
+    In backward, the MLP is recomputed under the last exchanges of do. Then q, k and v of the next
+    layer travel again, each under the MLP of the next chunk.
 
     Args:
-        here: The call of the attention.
-        hidden: Hidden states that the layer is given.
-        recompute: What of the layer is recomputed in backward.
-    """
-    if here.region is None:
-        _attend(here, hidden)
-    else:
-        here.region.attend(here, hidden, keep=recompute == "but attention")
-
-
-def _beside(call: Call, head_dim: int, key: Exchanged) -> Exchange:
-    """Make the exchange that takes a chunk of o, and do with it, to attention in backward.
-
-    ``key`` names the exchange of the chunk of o in forward.
-    """
-    tensors, group, chunk = key
-    step = Step(Op.START, tensors, True, group, chunk, beside=tensors)
-    return call.exchange(step, (head_dim,) * 2)
-
-
-def _attend(here: LayerCall, hidden: Tensor) -> None:
-    """Walk the program from the finishes of q, k and v to the starts of o.
-
-    In forward, and again in backward for a recomputed call. Collective in the first call of a kind
-    where attention is saved: the ranks agree whether o travels in backward.
-    """
-    if here.region is None and not here.is_recomputed and not here.layer.is_attention_alone:
-        # Made here, its node comes behind the starts of dq, dk and dv in backward, and hides their
-        # first chunk.
-        attention = here.layer.attention
-        here.mlp_wgrads = Wgrads([here.layer.mlp], here.call.where, attention.plain, here=True)
-    runner = _Attention(here, hidden)
-    if here.is_recomputed:
-        runner.walk(here.block.recomputed_attention)
-        return
-    runner.walk(here.block.attention_steps)
-    saved = here.saved_attention
-    if saved is not None:
-        saved.reads_o = runner.watched.agree(saved.reads_o, saved.foreign)
-        if not saved.reads_o:
-            here.run_by(without_o(here.block))
-
-
-class _Attention(Gathering):
-    """Performs the steps of attention in a chain. All chunks of a tensor arrive, and leave, in one
-    node of autograd.
-
-    Attributes:
-        here: The call of the attention.
-        watched: The local attention, with the tensors that it learns.
-        values: q, k, v of head groups, of the whole sequence.
-        attended: o of the group that was attended last, and q, k, v that it was made of; empty
-            where attention is saved, since attention and the starts are one node then.
+        done: As for `run_segment`.
+        following: As for `run_segment`.
+        hidden: As for `run_segment`.
     """
 
-    def __init__(self, here: LayerCall, hidden: Tensor):
-        super().__init__(here.call)
-        attention, call, options = here.layer.attention, here.call, here.options
-        args, kwargs = options.args, options.kwargs
-        attend = bind_arguments(attention.local_attention, call, args, kwargs)
-        self.here, self.attend_group = here, attend
-        self.watched = attention.local_of(call, hidden, attend, args, kwargs)
-        self.attended: tuple[Tensor, ...] = ()
+    def __init__(self, done: LayerCall | None, following: LayerCall | None, hidden: Tensor):
+        here = done or following
+        assert here is not None
+        super().__init__(here.call.where, hidden.device)
+        self.done = None if done is None else done.recomputed()
+        # A copy, since the call itself holds this region: a circle would keep both alive.
+        self.following = None if following is None else following.recomputed()
+        self.hidden, self.has_gradient = hidden.detach(), hidden.requires_grad
+        self.version = hidden._version
+        # Whether `attend` ran; not so if the q, k and v that were started are never used.
+        self.attends = False
 
-    # A step only waits here for the same step of the other chunks (`joins`); `perform` does it.
-    finish = start = Gathering.gather
+    def attend(self, here: LayerCall, hidden: Tensor, keep: bool) -> None:
+        """Run the attention of this region in forward.
 
-    def joins(self, gathered: list[Step], step: Step) -> bool:
-        return step._replace(chunk=gathered[0].chunk) == gathered[0]
-
-    def perform(self, steps: list[Step]) -> None:
-        (self.arrive if steps[0].op is Op.FINISH else self.leave)(steps)
-
-    def arrive(self, steps: list[Step]) -> None:
-        """Finish the exchanges of all chunks of q, k and v of a group."""
-        here, keys = self.here, [step.exchange for step in steps]
-        exchanges = [here.exchanges.pop(key) for key in keys]
-        tokens = tuple(here.tokens.pop(key) for key in keys)
-        (arrived,) = run_halves([Half(ChunkedExchange(exchanges), tokens)])
-        self.values.update(zip(steps[0].parts, arrived))
-        # Attention is not recomputed: a node that does not attend saves its tensors again.
-        if here.is_recomputed and here.saved_attention is not None:
-            self._attend_saved(steps[0].group, {})
-
-    def attend(self, step: Step) -> None:
-        """Attend with a head group; `leave` runs attention that is saved."""
-        self.flush()
-        if self.here.saved_attention is None:
-            heads = self.heads(step.group)
-            o = attend_group(self.call, self.attend_group, step.group, *heads)
-            self.attended = o, *heads
-
-    def leave(self, steps: list[Step]) -> None:
-        """Start the exchanges of all chunks of o of a group."""
-        here, attended = self.here, self.attended
-        self.attended = ()
-        exchanges = {step.exchange: here.exchange(step) for step in steps}
-        if here.saved_attention is not None:
-            started = self._attend_saved(steps[0].group, exchanges)
-        else:
-            chunked = ChunkedExchange(list(exchanges.values()))
-            if here.region is not None:
-                chunked.meanwhile = here.region.when_needed
-            (started,) = run_halves([Half(chunked, attended, starts=True)])
-        here.tokens.update(zip(exchanges, started))
-
-    def _attend_saved(self, group: int, exchanges: dict[Exchanged, Exchange]) -> tuple[Tensor, ...]:
-        """Attend and start the exchanges of o, in one node.
-
-        Without ``exchanges``, in a recomputation, the node only saves its tensors again.
-
-        Returns:
-            A token for each exchange; without exchanges, one that nobody uses.
+        Args:
+            here: The call of the attention, the region's ``following``.
+            hidden: Hidden states that the layer is given.
+            keep: Whether to save what attention's backward reads instead of recomputing attention.
         """
-        here, one = self.here, partial(attend_in_pieces, self.call, self.attend_group, group)
-        assert here.saved_attention is not None
-        of_call = here.saved_attention, here.saved_tensors, group, one, self.watched, exchanges
-        return AttendSaved.apply(*of_call, *self.heads(group), *self.watched.learned)
+        if keep and any(token.requires_grad for token in here.tokens.values()):
+            head_dim = here.layer.attention.head_dim
+            here.saved_attention = SavedAttention(partial(exchange_beside, here.call, head_dim))
+        elif keep:
+            # q, k and v need no gradient, so only parameters of attention may need one. What
+            # attention saves for those is not known: it is recomputed nevertheless.
+            here.run_by(by_chunks(here.call.geometry.kinds, here.block.chunks, "all"))
+        with self.watched():
+            walk_attention(here, hidden)
+        # A new copy, since saved attention and the order are set by now.
+        self.attends, self.following = True, here.recomputed()
+        # The segment behind notes the o that it receives, for its own region to recompute from.
+        here.region, here.received_o = None, {}
+
+    def run(self) -> None:
+        """Run the segment again, and the attention if it ran in forward.
+
+        Raises:
+            RuntimeError: if the hidden states were changed in place since forward.
+        """
+        if self.hidden._version != self.version:  # guard: held, and not changed
+            raise RuntimeError(
+                f"{self.where}: the hidden states in front of it were changed in place before "
+                "backward could use them"
+            )
+        # New calls each time, since several backwards may run through one graph.
+        done = None if self.done is None else self.done.recomputed()
+        following = None if self.following is None else self.following.recomputed()
+        for unit in _units(done, following):
+            unit.unshard()  # guard: whole where they are used again
+        hidden = self.hidden.detach().requires_grad_(self.has_gradient)
+        if following is not None:
+            following.is_idle = not self.attends
+        with self.as_before(0):
+            _segment(done, following, hidden)
+        if following is not None and self.attends:
+            with self.as_before(1):
+                walk_attention(following, hidden)
 
 
 def _segment(
@@ -461,7 +225,7 @@ def _segment(
     def body(hidden: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
         # The tokens as the hooks have changed them.
         given.update(zip(given, tokens))
-        # Where weight gradients wait: those of the MLP in ``late``, made in `_attend`; others here.
+        # Where weight gradients wait: those of the MLP in ``late``, made in `walk_attention`; others here.
         late = [] if done is None or done.mlp_wgrads is None else [done.mlp_wgrads]
         known = {*late[0].slots, *late[0].stacks} if late else ()
         plain = here.layer.attention.plain

@@ -23,8 +23,9 @@ from ..attention.runtime import linear
 from ..attention.runtime.sharded import FSDP
 from ..exchange.shares import QueryChunks
 from ..schedule import Recompute, by_chunks
-from .block import LayerCall, attend, run_segment
+from .block import attend, run_segment
 from .block_layer import BlockLayer, Options
+from .layer_call import LayerCall
 
 
 @dataclass

@@ -81,11 +81,12 @@ Which code reads a schedule:
 - In ``attention.runtime.window`` a whole layer is one node, which walks both programs of a
   `Windowed`, and sums dk and dv itself. When a checkpoint that saved attention reruns the layer,
   `ForwardRunner` walks ``recompute`` instead of forward.
-- In ``chain.block``, `_Segment` walks what lies between two attentions, and `_Attention` what is
-  around one. In backward, just before the wait for do, a `RecomputeRegion` has `_Segment` and then
-  `_Attention` walk ``recompute``. A region without a next layer does so when the gradient of its
-  output arrives. Autograd runs the other steps of backward in the
-  order that is drawn, but for the wgrads that ``schedule.block`` names; tests check the order.
+- In a chain, `_Segment` of ``chain.block`` walks what lies between two attentions, and `_Attention`
+  of ``chain.attention`` what is around one. In backward, just before the wait for do, a
+  `RecomputeRegion` has `_Segment` and then `_Attention` walk ``recompute``. A region without a next
+  layer does so when the gradient of its output arrives. Autograd runs the other steps of backward
+  in the order that is drawn, but for the wgrads that ``schedule.block`` names; tests check the
+  order.
 - `tools.planner.plan`, and `autotune.choices` for ``"memory": "auto"``, simulate programs with the
   cost of each step, and `memory_bytes` computes the bytes in memory meanwhile.
 - `profiling.timeline` names measured bars by the steps.

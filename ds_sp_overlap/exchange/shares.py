@@ -49,7 +49,10 @@ class Shares:
     nodes: tuple[int, ...] | None
 
     def check_shares(self) -> None:
-        """Raise ValueError if a rank has no head, a share no token, or tokens no single share."""
+        """Raise ValueError if a rank has no head, or if tokens don't belong to one share each.
+
+        Also for fewer tokens than shares, and for a share without tokens among ``query_chunks``.
+        """
         possible = possible_shares(self.sp_size, self.heads)
         if self.shares not in possible:
             listed = ", ".join(map(str, possible))
@@ -131,7 +134,8 @@ class Shares:
             # The chunks of the last share touch: they are one range.
             both = [(start, stop)] if middle == back else [(start, middle), (back, stop)]
             filled = tuple(tokens for tokens in both if tokens[0] < tokens[1])
-            # A share always has a range, if only an empty one of an empty sequence.
+            # With few tokens both chunks of a share may be empty, from r = 4 on. Then it has a range
+            # without tokens, since every rank has one.
             of_shares.append(filled or ((0, 0),))
         return tuple(of_shares)
 

@@ -107,6 +107,10 @@ def by_window(
 ) -> Windowed:
     """Return the schedule in which few groups are in memory at a time; drawn above for W = 2.
 
+    Forward projects W groups. Then, for each group: finish q, k, v, attend, start o, merge the
+    group before, project the W-th group from here. For W = 1 it projects the next group first, and
+    then merges this one.
+
     Args:
         kinds: The tensors that travel with each head group, as for `by_head_groups`.
         last_use: For each group, the last group that attends to the KV heads that travel with it

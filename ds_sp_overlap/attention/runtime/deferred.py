@@ -285,7 +285,11 @@ class _Linear(Node):
 
     @staticmethod
     def backward(ctx, dy):
-        """Compute dx = dy w; dw = dy^T x waits, see Note [Deferred wgrads]."""
+        """Compute dx = dy w; dw = dy^T x waits, see Note [Deferred wgrads].
+
+        Called once a chunk. In a chain that recomputes, these are the nodes of forward: those of
+        the recomputation only save tensors for them.
+        """
         refuse_second_derivatives(ctx.slot.where)
         weight, x = ctx.saved_tensors
         if any(ctx.slot.trains):

@@ -49,7 +49,8 @@ class Pattern:
 def read(function: Callable) -> Pattern:
     """Return the pattern of a mask function of transformers.
 
-    Called when a model makes its masks, once for each; no mask is computed.
+    Called when a model makes its masks, once for each; no mask is computed. Layers and models that
+    say themselves that they are not causal are refused before (`modules.why_not`, `Forwards.of`).
 
     Raises:
         ValueError: for a mask function with a part that is not known here, or without a causal one.

@@ -39,6 +39,20 @@ class PerHead:
             )
 
 
+@dataclass(frozen=True)
+class ForAllHeads:
+    """An argument of local attention that is one for all heads, whatever its shape.
+
+    Other tensors are suspected to have a slice for each head if a dimension is as long as the
+    number of heads of a rank (`call_geometry`). The local attention takes ``tensor`` out itself.
+
+    Attributes:
+        tensor: Of any shape; None for none.
+    """
+
+    tensor: Tensor | None
+
+
 def bind_arguments(
     local_attention: Callable[..., Any], call: Call, args: tuple, kwargs: dict[str, Any]
 ) -> Callable[..., Any]:

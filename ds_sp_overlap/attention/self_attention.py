@@ -28,7 +28,7 @@ from ..exchange.shares import QueryChunks
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..schedule import Block, O, Windowed, by_head_groups, schedule_of
-from .arguments import PerHead, bind_arguments, modules_of
+from .arguments import ForAllHeads, PerHead, bind_arguments, modules_of
 from .call_geometry import geometry_of
 from .heads import Local
 from .input_modules import InputModules
@@ -357,11 +357,11 @@ class SelfAttention:
             args: Arguments of ``local_attention``.
             kwargs: Keyword arguments of ``local_attention``.
         """
-        given = []
+        tensors = []
         for leaf in tree_leaves((args, kwargs)):
-            tensor = leaf.tensor if isinstance(leaf, PerHead) else leaf
+            tensor = leaf.tensor if isinstance(leaf, (ForAllHeads, PerHead)) else leaf
             if isinstance(tensor, Tensor):
-                given.append(tensor)
+                tensors.append(tensor)
         # Parameters of the projections and norms are no parameters of attention, whatever modules
         # the attention can reach.
         own: set[int] = set()
@@ -369,16 +369,19 @@ class SelfAttention:
             if isinstance(module, nn.Module):
                 own.update(id(parameter) for parameter in module.parameters())
         # By identity, since a parameter may also be given as an argument.
-        learned = {id(tensor): tensor for tensor in given if tensor.requires_grad}
+        learned = {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
         modules = modules_of(self.local_attention)
         for module in modules:
-            for parameter in module.parameters():
-                if id(parameter) not in own and parameter.requires_grad:
-                    learned[id(parameter)] = parameter
+            tensors += module.buffers(recurse=False)
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) not in own:
+                    tensors.append(parameter)
+                    if parameter.requires_grad:
+                        learned[id(parameter)] = parameter
         agree = partial(self.layer.agree_on_o, kind_of(call, (x,)))
         return LocalAttention(
             attend,
-            given,
+            tensors,
             list(learned.values()),
             agree=agree,
             seq_dim=call.geometry.seq_dim,

@@ -119,7 +119,7 @@ class Side:
 
     @cached_property
     def covers(self) -> bool:
-        """Whether every index of the dimension is in some part; parts may overlap.
+        """Return whether every index of the dimension is in some part; parts may overlap.
 
         False for the global side of a chunk of tokens, which leaves other chunks out.
         """

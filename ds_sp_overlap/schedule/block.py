@@ -23,11 +23,10 @@ Two layers of one head group, C = 2:
 In forward, the first chunk of o and the last of q, k, v are exposed. Backward has the reverse
 order. Weight gradients of plain linear layers and of experts wait for all chunks (Note [Deferred
 wgrads] in ``attention.runtime.deferred``); those of other parameters are left to autograd. But
-those of MLP weights that ZeRO-3 partitions,
-that belong to a unit of FSDP inside the MLP, or that are computed from other tensors, are computed
-with those of the projections. Where a layer starts its own q, k and v, the weight
-gradients of these projections are computed chunk by chunk, although the drawing has them at the
-end; so are all weight gradients of a layer that runs by itself.
+those of MLP weights that ZeRO-3 partitions, that belong to a unit of FSDP inside the MLP, or that
+are computed from other tensors, are computed with those of the projections. Where a layer starts
+its own q, k and v, the weight gradients of these projections are computed chunk by chunk, although
+the drawing has them at the end; so are all weight gradients of a layer that runs by itself.
 
 The layer before starts a layer's q, k and v. A layer starts its own if it is the first one, in its
 first call, in which the ranks compare their calls, wherever else `Chain._may_start` forbids the

@@ -113,7 +113,7 @@ def simulate(
 def draw(schedule: Schedule, program: Program) -> str:
     """Return the two rows of a program as text.
 
-    A bar is as long as its name. Dots mean that the compute row waits.
+    A bar is a column longer than its name. Dots mean that the compute row waits.
     """
     label = None
 

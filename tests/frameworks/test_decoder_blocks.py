@@ -30,6 +30,7 @@ from tests.harness.listening import listening
 from tests.harness.models import (
     EXACT,
     FP64,
+    SEQ,
     batches,
     cut,
     document_by_document,
@@ -85,6 +86,34 @@ def against_whole(rank, size, cases, chunks):
                 errors = worst(first, whole), worst(found, whole)
                 figures[case, count, groups] = max(errors), runs.forwards == [[(False, False)] * LAYERS, whole_chain()]
     return figures
+
+
+def under_autocast_in_backward_alone(rank):
+    """For each number of chunks the gradients' errors, relative to all: of the block, and of the model on the whole sequence."""
+
+    def gradients(model, lengths, at, group, cast):
+        loss = share(model, *inputs_of(batches(1)[0], lengths, at))
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            loss.backward()
+        flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+        if group is not None:
+            dist.all_reduce(flat, group=group)
+        return flat
+
+    model, figures = tiny(**{**EXACT, "dtype": torch.float32}), []
+    exact = gradients(model, [SEQ], 0, None, cast=False)
+    alone = gradients(model, [SEQ], 0, None, cast=True)
+    for chunks in (2, 3):
+        with block(model, dist.group.WORLD, token_chunks=chunks):
+            mine = gradients(model, [SEQ // 2] * 2, rank, dist.group.WORLD, cast=True)
+        figures.append([((x - exact).norm() / exact.norm()).item() for x in (mine, alone)])
+    return figures
+
+
+def test_a_backward_under_autocast_that_forward_did_not_have_runs_and_rounds_as_pytorchs_own():
+    for figures in on_ranks(2, under_autocast_in_backward_alone):
+        assert all(0 < mine < 1.5 * alone for mine, alone in figures), figures
 
 
 @pytest.mark.parametrize("size, cases, chunks", [(2, FAMILIES, (2,)), full(2, FAMILIES, (1, "auto")), (4, FAMILIES[1:2], (3,))])

@@ -368,6 +368,21 @@ def test_heads_that_cant_be_split_and_code_that_isnt_known_are_refused_with_name
         assert "linear_attn (Qwen3NextGatedDeltaNet) mixes tokens without" in strange[1]
 
 
+def given_a_bias(rank):
+    model = tiny_model("qwen3_next")
+    ds_sp_overlap.enable(model, {"head_groups": 1}, dist.group.WORLD)
+    convolution = next(module for module in model.modules() if hasattr(module, "A_log")).conv1d
+    convolution.bias = torch.nn.Parameter(torch.ones(convolution.out_channels, dtype=torch.float64))
+    said = refusal(share, model, *inputs_of(tokens_of(32), [16, 16], rank))
+    ds_sp_overlap.disable(model)
+    return said
+
+
+def test_a_bias_that_a_convolution_is_given_afterwards_is_refused_by_name():
+    for said in on_ranks(2, given_a_bias):
+        assert said is not None and said[0] == "RuntimeError" and "linear_attn: its conv1d has a bias since" in said[1]
+
+
 # Training.
 
 

@@ -454,6 +454,25 @@ def test_local_attention_that_knows_its_heads_runs_in_one_head_group():
         assert max(relative_error(a, b) for a, b in zip(got, stock, strict=True)) < 1e-12
 
 
+def widths_of_masked(rank, batch):
+    """Heads with which core attention was called, in the second forward, beside a mask for each of ``batch`` samples."""
+    shape = Shape("core", 8, 8, batch=batch, config={"head_groups": 2})
+    model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
+    x, _, mask, tables = megatron_layers.inputs(shape)
+    widths = []
+    ds_sp_overlap.enable(model, shape.config)
+    model(x.chunk(2)[rank], mask, tables)
+    core = model.self_attention.dist_attn.local_attn
+    with core.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[2])):
+        model(x.chunk(2)[rank], mask.expand(batch, -1, -1, -1), tables)
+    return widths
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+def test_a_mask_of_as_many_samples_as_a_rank_has_heads_costs_no_head_group(batch):
+    assert on_ranks(2, widths_of_masked, batch) == [[2, 2]] * 2
+
+
 # What `run` says of errors that are HEAD's own.
 
 

@@ -143,6 +143,10 @@ class Times(nn.Module):
         return x * self.scale
 
 
+class OtherLinear(nn.Linear):
+    __module__ = "torch.nn.zoo"  # a class of a known package
+
+
 class OwnCall(nn.Linear):
     factor = 1.0
 
@@ -384,7 +388,7 @@ def with_flag():
     """Holds a flag."""
 
 
-with_flag.flag = False
+with_flag.flag = with_flag.z_flag = False
 
 
 def keeps_count(module):
@@ -481,6 +485,16 @@ OPERATIONS = {
     "an import": ("from tests.harness.zoo import STATE as state; {x} = {x} * 2 if state.scale > 1 else {x}", state(1.0), state(2.0)),
     "an import of the library": ("import os; {x} = {x} * 2 if os.environ.get('ZOO') else {x}", put("flag", False), put("flag", True)),
     "an attribute of a function": ("{x} = {x} * 2 if helper.flag else {x}", of_names("helper", with_flag), lambda m: setattr(with_flag, "flag", True)),
+    "an attribute of a function by name": (
+        "{x} = {x} * 2 if getattr(helper, 'flag', False) else {x}", of_names("helper", with_flag), lambda m: setattr(with_flag, "flag", True)),
+    "an attribute of a function behind many names": (
+        "\n    " + "; ".join(f"self.training is None and self.n{i}" for i in range(300)) + "\n    {x} = {x} * 2 if helper.z_flag else {x}",
+        of_names("helper", with_flag), lambda m: setattr(with_flag, "z_flag", True)),
+    "an attribute of a library by name": (
+        "{x} = {x} * 2 if hasattr(nn.Linear, 'of_zoo') else {x}", put("flag", False), lambda m: setattr(nn.Linear, "of_zoo", True)),
+    "the text of a size": ("{x} = {x} * 2 if f'{{{x}.shape[-2]}}' == '40' else {x}", put("flag", False), put("flag", True)),
+    "the bits of a size": ("{x} = {x} * 2 if {x}.shape[-2].bit_length() == 6 else {x}", put("flag", False), put("flag", True)),
+    "a size as it is": ("{x} = {x} * 2 if {x}.shape[-2].real > 20 else {x}", put("flag", False), put("flag", True)),
     "a default that is counted in": ("{x} = self.warmed({x})", keeps_count, lambda m: type(m).warmed.__defaults__[0].append(1)),
     "a list of the process": ("{x} = {x} * SHARED[0]", of_names("SHARED", [1.0]), lambda m: type(m).forward.__globals__["SHARED"].__setitem__(0, 2.0)),
     "class attribute": ("{x} = {x} * self.__class__.factor", lambda m: setattr(type(m), "factor", 1.0), lambda m: setattr(type(m), "factor", 2.0)),
@@ -772,6 +786,13 @@ PROGRAMS = {
         "attention", (("    attend =", "    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)\n    attend ="),), put("num_key_value_groups", 1), expected="whole"),
     "a fused projection, k is v": Program("attention", fusing("q, v = self.qkv(x).view(shape).split((4, 2), -2); k = v"), fused(6), expected="whole"),
     "a fused projection with rows to spare": Program("attention", fusing("q, k, v, _ = self.qkv(x).view(shape).split((4, 2, 2, 1), -2)"), fused(9), expected="own"),
+    "a child of a class": Program(
+        "attention", (("    attend =", "    q = q if isinstance(self.q_proj, nn.Linear) else q.flip(1)\n    attend ="),), expected="whole"),
+    "a child that gets another class": Program(
+        "attention", (("    attend =", "    q = torch.cat((q[:, 2:], q[:, :2]), 1) if isinstance(self.q_proj, OtherLinear) else q\n    attend ="),),
+        activate=lambda m: setattr(m, "q_proj", OtherLinear(HIDDEN, HEADS * HEAD_DIM).double()), names={"OtherLinear": OtherLinear}, expected="refused"),
+    "an MLP of a class": Program("decoder", (("r = h + b", "r = h + (b if isinstance(self.mlp, LlamaMLP) else b + b)"),), names={"LlamaMLP": LlamaMLP}, expected="whole"),
+    "an MLP of another class": Program("decoder", (("r = h + b", "r = h + (b + b if isinstance(self.mlp, LlamaMLP) else b)"),), names={"LlamaMLP": LlamaMLP}, expected="own"),
     "returns o as well": Program("attention", (("return y, weights", "return y, weights, o"),)),
     "no weights": Program("attention", (("return y, weights", "return y, None"),)),
     "a residual scale": Program("decoder", (("r = h + b", "r = h + b * self.scale"),), parameter("scale", 1), fill("scale", 2.0)),

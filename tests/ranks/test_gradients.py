@@ -95,7 +95,7 @@ def test_functional_transforms_are_refused_by_torch(name):
 
 
 def differentiated_forwards(rank, shape):
-    """What forward-mode differentiation raises, for an input with a tangent, where no gradient is recorded."""
+    """Return what forward-mode differentiation raises, for an input with a tangent, where no gradient is recorded."""
     call, inputs, *_ = layer_of(rank, shape)
     with torch.no_grad():
         call(*inputs)

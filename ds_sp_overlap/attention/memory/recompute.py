@@ -42,8 +42,9 @@ class LocalAttention(NamedTuple):
 
     Attributes:
         attend: Computes o of a head group from the group's number and its q, k and v.
-        arguments: The tensors among the other arguments that attention is called with.
-        learned: The tensors among ``arguments``, and the parameters, that require a gradient.
+        tensors: What attention reads beside q, k and v, as far as it is known: the tensors among its
+            other arguments, the parameters and buffers of ``modules``. They live on anyhow.
+        learned: Those of them that require a gradient.
         agree: Takes whether the backward of attention reads o on this rank, and a description of a
             tensor that attention learns but ``learned`` lacks ("" for none). Refuses such a tensor
             on all ranks. Returns whether o must travel in backward, since some rank reads it.
@@ -53,7 +54,7 @@ class LocalAttention(NamedTuple):
     """
 
     attend: Callable[..., Any]
-    arguments: list[Tensor]
+    tensors: list[Tensor]
     learned: list[Tensor]
     agree: Callable[[bool, str], bool]
     seq_dim: int
@@ -61,12 +62,11 @@ class LocalAttention(NamedTuple):
     where: str
 
     def versions(self) -> list[int]:
-        """Return the versions of the tensors that attention reads beside q, k and v.
+        """Return the versions of ``tensors``, which a change in place increases.
 
-        A change in place increases a version. Tensors of inference mode have none.
+        Tensors of inference mode have none.
         """
-        given = (*self.arguments, *self.learned)
-        return [x._version for x in given if not x.is_inference()]
+        return [x._version for x in self.tensors if not x.is_inference()]
 
 
 class _Source(torch.autograd.Function):
@@ -229,7 +229,7 @@ class Attended:
         changed = self.versions not in (None, local.versions())
         if changed:  # guard: attention of forward
             raise RuntimeError(
-                f"{local.where}: a tensor that local attention reads (a mask, a bias, a parameter) "
+                f"{local.where}: a tensor that local attention reads (a mask, a bias, a buffer) "
                 "was changed in place between forward and backward, which computes this attention "
                 "once more; give each forward a tensor of its own, or hold all head groups "
                 '(leave out sp_overlap.window, checkpointing and memory "auto")'
@@ -322,8 +322,8 @@ def attend_once(
     attended = Attended(strides=strides, seq_dim=seq_dim)
     sources, edges = _sources(heads, needs_grad)
     kinds = {_storage(x): kind for kind, x in zip("qkv", heads)}
-    # What lives on anyhow costs no memory if it is saved.
-    free = {_storage(x) for x in local.arguments}
+    # To save what lives on anyhow costs no memory.
+    free = {_storage(x) for x in local.tensors}
     saved: list[Tensor] = []
     q, _, v = heads
     # The most for o, whose storage is not known yet, and for the tensors beside it.

@@ -121,8 +121,11 @@ class _Slot(Waiting):
                 # round it with each chunk.
                 product = dy.t() @ x
                 dw = product.float() if dw is None else dw.add_(product)
+            elif x is not None and dw is not None:
+                dw = dw.addmm_(dy.t(), x)
             elif x is not None:
-                dw = dy.t() @ x if dw is None else dw.addmm_(dy.t(), x)
+                # Autocast that is on in backward alone casts this product, but none that is added.
+                dw = (dy.t() @ x).to(dy.dtype)
             if self.trains[1]:
                 chunk_db = dy.sum(0, dtype=torch.float32 if is_half else None)
                 db = chunk_db if db is None else db.add_(chunk_db)

@@ -39,13 +39,13 @@ class ProjectionOperands(NamedTuple):
 
     Attributes:
         x: [.., m]. The layer's input; None in a backward that reads it for no gradient.
-        linear: Weight and bias of each linear layer, of the layer or cast by autocast; backward
-            reads no bias.
+        linear: Weight and bias of each linear layer, of the layer or cast by autocast. A bias is
+            read where q, k and v are made, in forward or again.
         tables: As in `Projections`; not read from there, since a node saves them in between.
         norm_parameters: In backward, the saved parameters of the norms. None in forward, where the
             norms are being called (`Projections.called`) and have their parameters in place.
-        norm_inputs: For each part with a norm, the input of the norm. Forward fills it; None if
-            nobody needs them.
+        norm_inputs: For each part with a norm, the input of the norm. Filled where q and k are made;
+            None if nobody needs them.
     """
 
     x: Any

@@ -32,7 +32,6 @@ class _Windowed(Node):
     x is [.., m], weight [m, k] and bias [m] are those of the output projection. The rest are the
     tensors that local attention learns, then the parameters of `Projections`. The other arguments
     are those of `windowed`.
-
     """
 
     @staticmethod
@@ -90,7 +89,7 @@ class _Windowed(Node):
                     (forward.outputs, forward.saved),
                     (attended, None if after == before else after),
                     offload,
-                    local.arguments,
+                    local.tensors,
                 )
         attended = ctx.attended = forward.attended
         if attended:

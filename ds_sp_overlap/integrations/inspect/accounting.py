@@ -66,6 +66,10 @@ TORCH = (
 )
 # Attributes through which code reaches any object.
 _STATE = {"__class__", "__dict__", "__globals__", "__closure__", "__code__"}
+# Builtins that look an attribute up by name; and instructions that may stand between an object and
+# the look at its attribute.
+_BY_NAME = ("getattr", "hasattr")
+_BETWEEN = ("EXTENDED_ARG", "COPY", "DUP_TOP", "PUSH_NULL", "CACHE", "NOP")
 
 
 class Unknown(Exception):
@@ -133,10 +137,15 @@ def _refuse_arithmetic(size: Size, *_: Any) -> Any:
 
 
 for _name in (
-    "add radd sub rsub floordiv rfloordiv truediv rtruediv mod rmod pow rpow neg abs divmod round "
-    "floor ceil trunc lt le gt ge bool int float hash lshift rshift and or xor invert"
+    "add radd sub rsub floordiv rfloordiv truediv rtruediv mod rmod pow rpow neg pos abs divmod "
+    "rdivmod round floor ceil trunc lt le gt ge bool int float hash lshift rlshift rshift rrshift "
+    "and rand or ror xor rxor invert str repr format"
 ).split():
     setattr(Size, f"__{_name}__", _refuse_arithmetic)
+for _name in "bit_length bit_count to_bytes as_integer_ratio is_integer conjugate".split():
+    setattr(Size, _name, _refuse_arithmetic)
+for _name in "real imag numerator denominator".split():
+    setattr(Size, _name, property(_refuse_arithmetic))
 
 
 class HiddenDtype:
@@ -422,8 +431,9 @@ class Accounting(TorchFunctionMode):
             free = name in code.co_freevars
             holder = (frame.f_locals if free else frame.f_globals).get(name)
             is_state = isinstance(holder, types.FunctionType)
-            if free and isinstance(holder, (types.ModuleType, type)):
-                is_state = not _is_known(holder)
+            if isinstance(holder, (types.ModuleType, type)):
+                # By name, code may ask for what a library does not have, until somebody sets it.
+                is_state = attribute in _BY_NAME or free and not _is_known(holder)
             if is_state:
                 self.fail(f"reads {name}.{attribute}")
         for name in loaded:
@@ -466,7 +476,7 @@ def _reached(code: types.CodeType) -> tuple[list[str], list[tuple[str, str]]]:
     """Return the modules that code imports, and pairs of a name from outside and its attribute.
 
     The pairs are of globals and variables of an enclosing function, with an attribute that the
-    code looks up in them.
+    code looks up in them; or with one of `_BY_NAME` that the code gives them to.
     """
     imported: list[str] = []
     attributes: list[tuple[str, str]] = []
@@ -476,7 +486,11 @@ def _reached(code: types.CodeType) -> tuple[list[str], list[tuple[str, str]]]:
             imported.append(instruction.argval)
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
             attributes.append((before, instruction.argval))
+        if instruction.opname in _BETWEEN:
+            continue
         is_from_outside = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+        if is_from_outside and before in _BY_NAME:
+            attributes.append((instruction.argval, before))
         before = instruction.argval if is_from_outside else None
     return imported, attributes
 

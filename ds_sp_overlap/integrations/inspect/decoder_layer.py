@@ -22,7 +22,17 @@ from .accounting import MISSING, MOVES, Accounting, LoadedGlobal, Unknown, forwa
 from .attention import has_changed
 from .library import own_class
 from .probe import ProbeSchedule
-from .symbolic_trace import CLASS, RUNS, UNUSED, Lookup, Opaque, Proxy, is_identity, replaced
+from .symbolic_trace import (
+    CLASS,
+    RUNS,
+    UNUSED,
+    Lookup,
+    Opaque,
+    Proxy,
+    class_of_child,
+    is_identity,
+    replaced,
+)
 from .tokenwise import (
     BATCH,
     TOKENS,
@@ -398,6 +408,9 @@ class _Recorder:
 
     def __getattr__(self, name: str) -> Any:
         self._run.fail(f"reads {self._name}.{name}")
+
+    # For isinstance.
+    __class__ = property(lambda self: class_of_child(self._name, self._module, self._run))
 
 
 class _SumAccounting(Accounting):

@@ -34,7 +34,7 @@ from .rotary_function import Table
 from .tensor_parallel import out_features
 from .tokenwise import has_own_call
 
-# Arguments that change nothing in training.
+# Arguments that layers mostly ignore in training, and are read without.
 UNUSED = (*CACHES, "cache_position", "use_cache", "output_attentions")
 # The path to a layer's class, and the functions of the class that run when a module is called.
 CLASS, RUNS = ("__class__",), ("forward", "__call__")
@@ -254,6 +254,16 @@ class ChildProxy:
 
     def __getattr__(self, name: str) -> Any:
         self._trace.fail(f"reads {self._name}.{name}")
+
+    # For isinstance.
+    __class__ = property(lambda self: class_of_child(self._name, self._module, self._trace))
+
+
+def class_of_child(name: str, module: nn.Module, trace: Any) -> type:
+    """Return the class of a child, for its stand-in, and record it among the lookups."""
+    kind = own_class(type(module))
+    trace.lookups.append(((name, *CLASS), kind))
+    return kind
 
 
 def is_identity(name: str, module: Any, trace: Any) -> bool:

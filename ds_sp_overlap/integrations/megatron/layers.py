@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...attention.arguments import ForAllHeads
 from ...attention.runtime.linear import Plain
 from ...attention.self_attention import SelfAttention
 from ...rotary import Rotary
@@ -48,7 +49,7 @@ SPLIT = {"q_proj": "query_linear", "k_proj": "key_linear", "v_proj": "value_line
 # Attention over the whole sequence with this rank's heads.
 
 
-def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Tensor:
+def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: ForAllHeads) -> Tensor:
     """Attend with the local attention that the layer was built with.
 
     The block calls this between the exchanges, once for each head group. ``h/P`` below stands for
@@ -59,7 +60,7 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Ten
         q: [s, b, h/P, d].
         k: [s, b, h_kv', d]. The KV heads that the query heads need.
         v: [s, b, h_kv', d].
-        mask: (mask,), the further arguments of core attention; flash attention takes none.
+        mask: The mask of core attention; flash attention takes none.
 
     Returns:
         o, [s, b, h/P, d] or [s, b, h/P d].
@@ -82,7 +83,7 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: tuple) -> Ten
     width = local.hidden_size_per_partition
     local.hidden_size_per_partition = q.shape[2] * q.shape[3]
     try:
-        return local(q, k, v, *mask)
+        return local(q, k, v, mask.tensor)
     finally:
         local.hidden_size_per_partition = width
 
@@ -234,7 +235,8 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
         _probe(name, module, reader, block, arguments, settings=settings, comparable=comparable)
         if error is not None:
             block.layer.refuse(error)
-        return dict(position_embeddings=shared[key][1], mask=(mask,))
+        # [b or 1, 1, s, s]; b may be the number of heads.
+        return dict(position_embeddings=shared[key][1], mask=ForAllHeads(mask))
 
     def forward(
         hidden_states,

@@ -36,6 +36,7 @@ from ..inspect.symbolic_trace import (  # fmt: skip
     Proxy,
     Tables,
     cases,
+    class_of_child,
     is_identity,
     replaced,
 )
@@ -348,6 +349,9 @@ class _ChildProxy:
 
     def __getattr__(self, name: str) -> Any:
         self._run.fail(f"reads {self._name}.{name}")
+
+    # For isinstance.
+    __class__ = property(lambda self: class_of_child(self._name, self._module, self._run))
 
 
 def _width(module: Any) -> int:

@@ -185,6 +185,12 @@ def _bind(
         """Take the place of the layer's forward [b, s/P, m] -> [b, s/P, m]. Collective."""
         if off_in_eval(model):
             return original(hidden_states, attention_mask=attention_mask, **kwargs)
+        # `_mix` gives the convolution none; `sources_of` has seen to it in `enable`.
+        if layer.conv1d.bias is not None:
+            raise RuntimeError(
+                f"{name}: its conv1d has a bias since ds_sp_overlap.enable, which is not supported "
+                "here; take the bias away, or call ds_sp_overlap.disable"
+            )
         sequence, _ = forwards.of(name, layer, hidden_states, mask=attention_mask, kwargs=kwargs)
         mix = functools.partial(_mix, layer, sequence)
         return net(hidden_states, mix, sequence.lengths)

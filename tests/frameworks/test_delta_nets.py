@@ -368,6 +368,20 @@ def test_heads_that_cant_be_split_and_code_that_isnt_known_are_refused_with_name
         assert "linear_attn (Qwen3NextGatedDeltaNet) mixes tokens without" in strange[1]
 
 
+def without_tokens(rank, kind):
+    model = tiny_model(kind)
+    ds_sp_overlap.enable(model, {"head_groups": 1}, dist.group.WORLD)
+    said = refusal(share, model, *inputs_of(tokens_of(16), [16, 0], rank))
+    ds_sp_overlap.disable(model)
+    return said
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
+def test_a_rank_without_tokens_is_refused_on_all_ranks_where_its_own_code_would_fail(kind):
+    for said in on_ranks(2, without_tokens, kind, timeout_s=60):
+        assert said is not None and said[0] == "ValueError" and "sp rank 1 has no tokens (local lengths [16, 0])" in said[1]
+
+
 def given_a_bias(rank):
     model = tiny_model("qwen3_next")
     ds_sp_overlap.enable(model, {"head_groups": 1}, dist.group.WORLD)

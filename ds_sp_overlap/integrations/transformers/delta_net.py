@@ -191,6 +191,7 @@ def _bind(
                 f"{name}: its conv1d has a bias since ds_sp_overlap.enable, which is not supported "
                 "here; take the bias away, or call ds_sp_overlap.disable"
             )
+        forwards.refuse_empty(name)
         sequence, _ = forwards.of(name, layer, hidden_states, mask=attention_mask, kwargs=kwargs)
         mix = functools.partial(_mix, layer, sequence)
         return net(hidden_states, mix, sequence.lengths)

@@ -91,6 +91,23 @@ class Forwards(ForwardPasses):
         # No mask means plain causal attention.
         return (sequence or self.positions.gather(where, x, position_ids)), Pattern()
 
+    def refuse_empty(self, where: str) -> None:
+        """Raise ValueError, on all ranks, if a rank has no tokens in the forward that is running.
+
+        For layers that run transformers' own code on a rank's tokens, code that fails without any:
+        that rank alone would raise, and the others wait for it.
+
+        Args:
+            where: The name of the layer.
+        """
+        sequence = self.positions.current
+        if sequence is not None and 0 in sequence.lengths:
+            raise ValueError(
+                f"{where}: sp rank {sequence.lengths.index(0)} has no tokens (local lengths "
+                f"{sequence.lengths}), for which the code of this kind of layer fails; give every "
+                "rank of the sp group one token at least"
+            )
+
 
 @dataclass(eq=False)
 class Host:

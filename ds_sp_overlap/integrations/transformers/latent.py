@@ -139,6 +139,7 @@ def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -
     @torch._disable_dynamo(recursive=False)
     def forward(*args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward, which calls `expand` in place of ``expand_kv``."""
+        forwards.refuse_empty(name)
         # The attribute is there only while the layer's forward runs.
         vars(module)[EXPAND] = expand
         try:

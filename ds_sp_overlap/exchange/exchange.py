@@ -78,18 +78,21 @@ class Node(torch.autograd.Function):
 
 def save_groups(ctx: Any, *groups: Sequence[Tensor | None]) -> None:
     """Save groups of tensors in a node's forward, for `saved_groups` in its backward."""
-    ctx.sizes = [len(group) for group in groups]
-    ctx.save_for_backward(*chain.from_iterable(groups))
+    ctx.sizes = tuple(map(len, groups))
+    ctx.save_for_backward(*chain(*groups))
 
 
-def saved_groups(ctx: Any) -> list[list[Any]]:
+def saved_groups(ctx: Any) -> list[tuple[Any, ...]]:
     """Return the groups of `save_groups`.
 
     A tensor is freed when its group is let go of, unless the graph is retained.
     """
-    saved = iter(ctx.saved_tensors)
+    saved, groups, first = ctx.saved_tensors, [], 0
     ctx.maybe_clear_saved_tensors()
-    return [list(islice(saved, size)) for size in ctx.sizes]
+    for size in ctx.sizes:
+        groups.append(saved[first : first + size])
+        first += size
+    return groups
 
 
 class Exchange:

@@ -77,7 +77,10 @@ class BackwardRunner(ForwardRunner):
         self.output_dgrad = None if weight is None else output.dgrads(dy, weight)
 
     def take_attention_gradient(
-        self, local: LocalAttention, attended: dict[int, Attended], saved: dict[int, list[Tensor]]
+        self,
+        local: LocalAttention,
+        attended: dict[int, Attended],
+        saved: dict[int, Sequence[Tensor]],
     ) -> None:
         """Take what the steps ATTEND need; the arguments are attributes of `ForwardRunner`."""
         self.local, self.attended, self.saved = local, attended, saved

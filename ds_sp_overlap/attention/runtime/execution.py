@@ -98,15 +98,17 @@ class Call:
             make: Makes the exchange, where it travels in one leg.
         """
         geometry, schedule, tables = self.geometry, self.schedule, None
-        name, chunks = schedule.names_of_values[step.exchange], schedule.chunks
-        of_chunk = step.group, head_dims, step.chunk, chunks
+        name = schedule.names_of_values[step.exchange]
+        of_chunk: tuple[Any, ...] = step.group, head_dims
+        if schedule.chunks > 1:
+            of_chunk = *of_chunk, step.chunk, schedule.chunks
         # The two legs of k and v where they travel once to each node; None for one leg.
         legs = None if geometry.nodes is None else legs_of(geometry, step.tensors, *of_chunk)
         if step.beside:
             # o and do are values that go to attention, as q does.
             name = schedule.name(step)
             layout = geometry.joint_exchange(("q", "q"), *of_chunk)
-        elif len(step.tensors) > 1 or chunks > 1:
+        elif len(step.tensors) > 1 or schedule.chunks > 1:
             layout = geometry.joint_exchange(step.tensors, *of_chunk)
         else:
             (kind,) = step.tensors

@@ -72,7 +72,7 @@ class _StartInputs(Node):
         """Walk the inputs section of backward; ``tokens`` are gradients without data, or None."""
         (x,), weights, norm_parameters, tables, normed = saved_groups(ctx)
         norm_inputs = dict(zip(ctx.normed, normed))
-        operands = ProjectionOperands(x, weights, tuple(tables), norm_parameters, norm_inputs)
+        operands = ProjectionOperands(x, weights, tables, norm_parameters, norm_inputs)
         inputs, call = ctx.inputs, ctx.inputs.call
         runner = BackwardRunner(call, call.exchanges)
         runner.inputs = inputs

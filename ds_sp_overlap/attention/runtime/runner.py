@@ -23,7 +23,7 @@ one head group at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -118,7 +118,7 @@ class ForwardRunner(Runner):
         """Take what the steps ATTEND need; ``is_recorded`` if attention will have a backward."""
         self.local, self.is_recorded = local, is_recorded
         self.attended: dict[int, Attended] = {}
-        self.saved: dict[int, list[Tensor]] = {}
+        self.saved: dict[int, Sequence[Tensor]] = {}
 
     def take_output(self, output: OutputProjection, weight: Tensor, bias: Tensor | None) -> None:
         """Take what the steps MERGE need: the output projection, its weight [m, k] and bias [m]."""

@@ -128,7 +128,7 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     inputs, local, attended = ctx.inputs, ctx.local, ctx.attended
     call, program = inputs.call, inputs.call.schedule.backward
     (x, weight), parameters, norm_parameters, tables, outputs, *of_attention = saved_groups(ctx)
-    operands = ProjectionOperands(x, parameters, tuple(tables), norm_parameters, {})
+    operands = ProjectionOperands(x, parameters, tables, norm_parameters, {})
     runner = BackwardRunner(call, {})
     inputs.begin(operands, late=True)
     runner.take_inputs(inputs, operands)

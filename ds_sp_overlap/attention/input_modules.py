@@ -182,8 +182,8 @@ class InputModules:
     def _rows(self, call: Call) -> tuple[dict[Part, Rows], list[Parts]]:
         """Return the rows that make each part of q, k and v, and the parts of each projection."""
         asked, last = (call.geometry, call.schedule, call.by_rank), self._last_rows
-        # Mostly it is as in the call before. Only the last answer is held: a cache by geometry would
-        # grow with every new length of the sequence.
+        # Mostly it is as in the call before. Only the last answer is held: a cache by geometry
+        # would grow with every new length of the sequence.
         if last is not None and last[0] == asked:
             return last[1]
         geometry, rows = call.geometry, {}

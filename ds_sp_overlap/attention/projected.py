@@ -191,8 +191,8 @@ class ProjectedAttention:
             As a call of the object.
         """
         self.layer.warn_if_window_is_ignored()
-        # For each call of the local attention, whether it returned o 3-D. Exchanges want it 4-D, and
-        # the caller gets it back as his attention makes it.
+        # For each call of the local attention, whether it returned o 3-D. Exchanges want it 4-D,
+        # and the caller gets it back as his attention makes it.
         is_flat: list[bool] = []
         pieces = cut_heads(call, "q", query) | cut_heads(call, "k", key)
         pieces |= cut_heads(call, "v", value)

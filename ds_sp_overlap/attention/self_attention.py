@@ -35,17 +35,9 @@ from .input_modules import InputModules
 from .layer import LayerRuntime, MakeSchedule, kind_of
 from .memory.checkpoint_cache import current_pass
 from .runtime.execution import Attend, Call
-from .runtime.linear import (
-    PLAIN,
-    PURE,
-    Plain,
-    Pure,
-    autocast,
-    batched_pays,
-    call_through,
-    can_split,
-)
+from .runtime.linear import PLAIN, PURE, Plain, Pure, call_through, can_split
 from .runtime.nodes import finish_projected, start_projected
+from .runtime.products import autocast, batched_pays
 from .runtime.recorded import Recorded, join_heads
 from .runtime.runner import LocalAttention
 from .runtime.window import windowed

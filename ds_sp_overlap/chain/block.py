@@ -225,7 +225,8 @@ def _segment(
     def body(hidden: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
         # The tokens as the hooks have changed them.
         given.update(zip(given, tokens))
-        # Where weight gradients wait: those of the MLP in ``late``, made in `walk_attention`; others here.
+        # Where weight gradients wait: those of the MLP in ``late``, made in `walk_attention`; others
+        # here.
         late = [] if done is None or done.mlp_wgrads is None else [done.mlp_wgrads]
         known = {*late[0].slots, *late[0].stacks} if late else ()
         plain = here.layer.attention.plain

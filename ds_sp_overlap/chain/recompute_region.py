@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..attention.memory.random_state import Random, drawing_again
-from ..attention.runtime.linear import autocast_of
+from ..attention.runtime.products import autocast_of
 
 
 class _Saved:

@@ -134,8 +134,8 @@ class Shares:
             # The chunks of the last share touch: they are one range.
             both = [(start, stop)] if middle == back else [(start, middle), (back, stop)]
             filled = tuple(tokens for tokens in both if tokens[0] < tokens[1])
-            # With few tokens both chunks of a share may be empty, from r = 4 on. Then it has a range
-            # without tokens, since every rank has one.
+            # With few tokens both chunks of a share may be empty, from r = 4 on. Then it has a
+            # range without tokens, since every rank has one.
             of_shares.append(filled or ((0, 0),))
         return tuple(of_shares)
 

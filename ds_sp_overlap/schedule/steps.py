@@ -83,7 +83,7 @@ class Step(_Fields):
 
     @cached_property
     def to_tokens(self) -> bool:
-        """Return whether the exchange is a sequence scatter, from this rank's heads to its tokens."""
+        """Return whether the exchange is a sequence scatter, from a rank's heads to its tokens."""
         # o goes there in forward, and dq, dk and dv in backward.
         return ("o" in self.tensors) != self.grad
 

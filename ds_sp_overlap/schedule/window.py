@@ -218,7 +218,7 @@ def by_window(
 
 
 def _one_at_a_time(program: list[Step]) -> list[Step]:
-    """Return the steps with a finish of each exchange before the next is started, and of the last."""
+    """Return the steps with a finish of each exchange before the next start, and of the last."""
     # One send buffer is there at a time.
     steps: list[Step] = []
     finishes: list[Step] = []

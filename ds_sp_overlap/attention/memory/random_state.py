@@ -1,4 +1,4 @@
-"""Restores states of random generators, and modes of modules, for what is computed a second time."""
+"""Restores random generators, and modes of modules, for what is computed a second time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def drawing_again(before: Random | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> Iterator[None]:
-    """Run the body with each module in training mode, or in evaluation mode, as ``training`` says."""
+    """Run the body with each module in the mode that ``training`` says, True for training."""
     before = [module.training for module in modules]
     for module, mode in zip(modules, training):
         module.training = mode  # guard: tried out in evaluation

@@ -14,7 +14,7 @@ for GQA, a mask that attention made), or if it changes q, k or v in place. Backw
 attention, with the same random numbers.
 
 The graph holds both hooks. They must not lead back to the graph, since such a circle would keep
-tensors alive until the garbage collector runs. So `unpack` belongs to a `_Views` and not to the
+tensors alive until the garbage collector runs. So `unpack` belongs to a `SavedViews` and not to the
 `Attended`, and the list that `pack` fills is emptied.
 """
 
@@ -29,12 +29,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from .random_state import Random, drawing_again, in_modes
+from .saved_views import MAX_SAVED, SavedViews, note_views, storage_of
 
 # q, k, v -> o of successive ranges of tokens.
 AttendGroup = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
-# The most bytes that are saved beside q, k, v and o, as a share of the bytes of o. A log-sum-exp
-# has 4 bytes per head and token.
-MAX_SAVED = 0.5
 
 
 class LocalAttention(NamedTuple):
@@ -42,8 +40,8 @@ class LocalAttention(NamedTuple):
 
     Attributes:
         attend: Computes o of a head group from the group's number and its q, k and v.
-        tensors: What attention reads beside q, k and v, as far as it is known: the tensors among its
-            other arguments, the parameters and buffers of ``modules``. They live on anyhow.
+        tensors: What attention reads beside q, k and v, as far as that is known: the tensors among
+            its other arguments, the parameters and buffers of ``modules``. They live on anyhow.
         learned: Those of them that require a gradient.
         agree: Takes whether the backward of attention reads o on this rank, and a description of a
             tensor that attention learns but ``learned`` lacks ("" for none). Refuses such a tensor
@@ -89,48 +87,6 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-class _View(NamedTuple):
-    """A tensor that autograd saves.
-
-    Attributes:
-        source: "q", "k" or "v", of which the tensor is a view; "o0" for the first range of o, and
-            so on; or its place among the tensors that are saved.
-        size: Of the view.
-        strides: Of the view.
-        offset: Of the view, from the first element of its source.
-    """
-
-    source: str | int
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-
-@dataclass
-class _Views:
-    """Stands in the graph for saved tensors, see Note [Saved tensors by name].
-
-    Attributes:
-        views: The saved tensors.
-        tensors: Each source with its tensor, while a backward runs.
-    """
-
-    views: list[_View] = field(default_factory=list)
-    tensors: dict[str | int, Tensor] = field(default_factory=dict)
-
-    def unpack(self, index: int) -> Tensor:
-        """Return a saved tensor to autograd, by the number that ``pack`` returned for it."""
-        source, size, strides, offset = self.views[index]
-        x = self.tensors[source]
-        if isinstance(source, int):
-            return x
-        return x.as_strided(size, strides, x.storage_offset() + offset)
-
-
 @dataclass
 class Attended:
     """Holds what the backward of one head group's attention needs, beside tensors.
@@ -156,7 +112,7 @@ class Attended:
     before: Random | None = None
     versions: list[int] | None = None
     training: list[bool] = field(default_factory=list)
-    saved: _Views = field(default_factory=_Views)
+    saved: SavedViews = field(default_factory=SavedViews)
     strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
     seq_dim: int = 0
     pieces: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -321,9 +277,9 @@ def attend_once(
     seq_dim = local.seq_dim
     attended = Attended(strides=strides, seq_dim=seq_dim)
     sources, edges = _sources(heads, needs_grad)
-    kinds = {_storage(x): kind for kind, x in zip("qkv", heads)}
+    kinds = {storage_of(x): kind for kind, x in zip("qkv", heads)}
     # To save what lives on anyhow costs no memory.
-    free = {_storage(x) for x in local.tensors}
+    free = {storage_of(x) for x in local.tensors}
     saved: list[Tensor] = []
     q, _, v = heads
     # The most for o, whose storage is not known yet, and for the tensors beside it.
@@ -333,7 +289,7 @@ def attend_once(
     def pack(x: Tensor) -> int:
         """Collect a tensor that autograd saves; return its number, which the graph holds."""
         nonlocal saved_bytes
-        if _storage(x) not in kinds and _storage(x) not in free:
+        if storage_of(x) not in kinds and storage_of(x) not in free:
             saved_bytes += x.numel() * x.element_size()
         if saved_bytes > max_bytes:
             # Backward recomputes attention: free the tensors at once.
@@ -356,7 +312,7 @@ def attend_once(
     beside = None
     if o.requires_grad and not changed and saved_bytes <= max_bytes:
         starts = {kind: int(x.storage_offset()) for kind, x in zip("qkv", heads)}
-        beside = _note_views(attended, saved, kinds, free=free, pieces=pieces, starts=starts)
+        beside = note_views(attended.saved, saved, kinds, free=free, pieces=pieces, starts=starts)
     del pieces
     saved.clear()  # guard: the graph holds `pack`
     if beside is None:
@@ -371,48 +327,6 @@ def join_pieces(pieces: Sequence[Tensor], seq_dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), seq_dim)
 
 
-def _note_views(
-    attended: Attended,
-    saved: list[Tensor],
-    kinds: dict[int, str],
-    free: set[int],
-    pieces: Sequence[Tensor],
-    starts: dict[str, int],
-) -> list[Tensor] | None:
-    """Note for each saved tensor the view of q, k, v or o that it is.
-
-    Args:
-        attended: Takes the views.
-        saved: The saved tensors.
-        kinds: For each storage of q, k and v, its name.
-        free: Storages that live on anyhow, so that saving them costs nothing.
-        pieces: The output, in successive ranges of tokens.
-        starts: The storage offset of each of q, k and v.
-
-    Returns:
-        The tensors that are to be saved, which are no such views; None if they are too large.
-    """
-    beside: list[Tensor] = []
-    size, dtype = 0, pieces[0].dtype
-    places = {f"o{index}": (_storage(x), x.numel()) for index, x in enumerate(pieces)}
-    starts |= {f"o{index}": int(x.storage_offset()) for index, x in enumerate(pieces)}
-    for x in saved:
-        source: str | int | None = kinds.get(_storage(x)) if x.dtype == dtype else None
-        if source is None and x.dtype == dtype:
-            # Not by the storage alone: attention may cut o out of a larger tensor.
-            for name, place in places.items():
-                if (_storage(x), x.numel()) == place and x.storage_offset() == starts[name]:
-                    source = name
-        if source is None:
-            source = len(beside)
-            beside.append(x.detach())
-            size += 0 if _storage(x) in free else x.numel() * x.element_size()
-        start = starts[source] if isinstance(source, str) else 0
-        offset = int(x.storage_offset()) - start
-        attended.saved.views.append(_View(source, x.shape, x.stride(), offset))
-    return beside if size <= MAX_SAVED * sum(x.nbytes for x in pieces) else None
-
-
 def _foreign(o: Tensor, edges: Sequence[GradientEdge | None], learned: Sequence[Tensor]) -> str:
     """Describe a tensor that attention learns beside ``learned``; empty if there is none.
 
@@ -420,7 +334,7 @@ def _foreign(o: Tensor, edges: Sequence[GradientEdge | None], learned: Sequence[
     """
     if o.grad_fn is None:
         return ""
-    # Walk the graph of o. Nodes of known tensors count as visited, so that any leaf is a foreign one.
+    # Walk the graph of o. Nodes of known tensors count as visited, so that any leaf is foreign.
     todo, visited = [o.grad_fn], {get_gradient_edge(x).node for x in learned}
     visited |= {edge.node for edge in edges if edge is not None}
     while todo:

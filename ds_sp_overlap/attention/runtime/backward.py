@@ -15,10 +15,10 @@ from ...exchange.exchange import Exchange
 from ...schedule import Exchanged, O, Part, Step
 from ..memory.recompute import Attended, LocalAttention
 from .execution import Call, attend_in_pieces, with_kv
-from .linear import matrix
 from .output import OutputProjection
+from .pieces import Pieces
+from .products import matrix
 from .runner import ForwardRunner
-from .slices import Pieces
 
 
 class BackwardRunner(ForwardRunner):

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from ...exchange.exchange import Node, new_token, refuse_second_derivatives
 from . import sharded
-from .linear import Plain, autocast, can_split, product_of, returned_by, without_hooks
+from .linear import Plain, can_split, product_of, returned_by, without_hooks
+from .products import autocast
 from .stacked_weight import StackedWeight
 from .stacks import Stack, stacks_of
 from .waiting import Waiting

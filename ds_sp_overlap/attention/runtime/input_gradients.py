@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...schedule import Part
 from .execution import Call
-from .linear import autocast_of, matrix
+from .pieces import Pieces
+from .products import autocast_of, matrix
 from .projections import ProjectionOperands, Projections
-from .slices import Pieces, Ranges, cutter
+from .slices import Ranges, cutter
 
 
 class InputGradients:

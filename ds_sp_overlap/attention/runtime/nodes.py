@@ -14,8 +14,9 @@ from ...schedule import Part
 from .backward import BackwardRunner
 from .execution import Call
 from .input_gradients import InputGradients
-from .linear import Plain, autocast, matrix, product_of, returned_by
+from .linear import Plain, product_of, returned_by
 from .output import OutputProjection
+from .products import autocast, matrix
 from .projections import ProjectionOperands, Projections
 from .runner import ForwardRunner
 

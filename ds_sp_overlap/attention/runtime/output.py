@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...exchange.geometry import Geometry
 from .execution import Call
-from .linear import autocast, by_rank, matrix
+from .products import autocast, by_rank, matrix
 from .slices import Parts, batched, cutter, mm_of_slices, parts_of
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...exchange.exchange import Node
-from .slices import Pieces, Ranges, copied, cut_ranges
+from .pieces import Pieces, copied
+from .slices import Ranges, cut_ranges
 
 
 def _joined(

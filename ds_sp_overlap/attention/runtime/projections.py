@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ...schedule import Part
-from .linear import Plain, by_rank, product_of, without_hooks
+from .linear import Plain, product_of, without_hooks
+from .products import by_rank
 from .slices import Parts, Ranges, batched, cutter, mm_of_slices
 
 
@@ -44,8 +45,8 @@ class ProjectionOperands(NamedTuple):
         tables: As in `Projections`; not read from there, since a node saves them in between.
         norm_parameters: In backward, the saved parameters of the norms. None in forward, where the
             norms are being called (`Projections.called`) and have their parameters in place.
-        norm_inputs: For each part with a norm, the input of the norm. Filled where q and k are made;
-            None if nobody needs them.
+        norm_inputs: For each part with a norm, the input of the norm. Filled where q and k are
+            made; None if nobody needs them.
     """
 
     x: Any

@@ -35,8 +35,8 @@ from ...schedule import Exchanged, Op, Part, Program, Step
 from ..memory.recompute import Attended, LocalAttention, attend_once
 from .execution import Call, attend_group, attend_in_pieces, with_kv
 from .input_gradients import InputGradients
-from .linear import matrix
 from .output import OutputProjection
+from .products import matrix
 from .projections import ProjectionOperands
 
 

@@ -1,7 +1,7 @@
-"""Multiplies with parts of weights, and gathers the parts of their gradients.
+"""Multiplies with parts of weights.
 
 A part is a tuple of ranges along one dimension. Parts may overlap (KV heads that two ranks need);
-their gradients are summed then. `parts` cuts and joins differentiably.
+their gradients are summed then (`pieces`). `parts` cuts and joins differentiably.
 
 Note [Slices of weights]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -258,13 +258,13 @@ def cutter(parameter: Tensor, dim: int, parts: tuple[Ranges, ...]) -> Callable[[
 def _tiles(parts: tuple[Ranges, ...], size: int) -> tuple[list[Ranges], list[int]] | None:
     """Return the parts in order, and their sizes; None unless single ranges tile the dimension."""
     order = sorted(parts)
-    if any(len(part) != 1 for part in order) or not _disjoint_cover(parts, size):
+    if any(len(part) != 1 for part in order) or not disjoint_cover(parts, size):
         return None
     return order, [stop - start for ((start, stop),) in order]
 
 
 @lru_cache(maxsize=4096)
-def _disjoint_cover(parts: tuple[Ranges, ...], size: int) -> bool:
+def disjoint_cover(parts: tuple[Ranges, ...], size: int) -> bool:
     """Return whether the parts cover a dimension of ``size``, and don't overlap."""
     covered = 0
     for start, stop in sorted(chain.from_iterable(parts)):
@@ -272,86 +272,6 @@ def _disjoint_cover(parts: tuple[Ranges, ...], size: int) -> bool:
             return False
         covered = stop
     return covered == size
-
-
-class Pieces:
-    """Joins pieces along ``dim`` to one tensor.
-
-    The tensor is the sum of the pieces where parts overlap, and zero where there is no piece. Call
-    `put` once for each piece, then `whole`.
-
-    Args:
-        shape: Of the tensor.
-        dim: The dimension of the parts.
-        parts: Of all pieces that will come.
-        some: Whether some of these pieces may not come.
-        late: Whether to join the pieces at the end only, where other memory is freed meanwhile.
-    """
-
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dim: int,
-        parts: tuple[Ranges, ...],
-        some: bool = False,
-        late: bool = False,
-    ):
-        self.shape, self.dim, self.late = shape, dim, late
-        self._whole: Tensor | None = None
-        self._cut: Callable[[Ranges], Tensor] | None = None
-        self._waiting: list[tuple[Ranges, Tensor]] = []
-        # Whether each place belongs to one part, and all parts come.
-        self.once, self.parts = not some and _disjoint_cover(parts, shape[dim]), parts
-
-    def put(self, part: Ranges, compute: Callable[..., Tensor], *operands: Any) -> None:
-        """Put the piece of a part in its place.
-
-        Args:
-            part: The part.
-            compute: Computes the piece from ``operands``. Writes it to ``out=`` if that is given,
-                which avoids a copy where no other piece is put in the same place.
-            operands: The first one has the dtype and the device of the tensor.
-        """
-        if self.late:
-            self._waiting.append((part, compute(*operands)))
-            return
-        if self._whole is None:
-            # A single piece is the tensor, without a copy.
-            if self.once and part == ((0, self.shape[self.dim]),):
-                self._whole = compute(*operands)
-                return
-            make = (  # guard: zero without a gradient
-                operands[0].new_empty if self.once else operands[0].new_zeros
-            )
-            self._whole = make(*self.shape)
-        add = not self.once  # guard: shared rows are summed
-        if len(part) == 1 and not add:
-            # Also where an empty part follows a part that was the whole tensor.
-            self._cut = self._cut or cutter(self._whole, self.dim, self.parts)
-            compute(*operands, out=self._cut(part))
-        elif compute is torch.mm:
-            a, b = operands
-            # Slices are of columns. Rows are the columns of the transpose, (a b)^T = b^T a^T.
-            if self.dim == 0:
-                mm_to_slices(b.t(), a.t(), self._whole.t(), part, add=add)
-            else:
-                mm_to_slices(a, b, self._whole, part, add=add)
-        else:
-            put_ranges(self._whole, self.dim, part, compute(*operands), add=add)
-
-    def whole(self) -> Tensor | None:
-        """Return the tensor, after joining the pieces that waited; None if there was no piece."""
-        self.late = False
-        # Taken out one by one, so that each piece is freed once it is in place.
-        while self._waiting:
-            part, piece = self._waiting.pop()
-            self.put(part, copied, piece)
-        return self._whole
-
-
-def copied(piece: Tensor, out: Tensor | None = None) -> Tensor:
-    """Copy a piece to ``out``; the ``compute`` of `Pieces.put` for pieces that are there."""
-    return piece if out is None else out.copy_(piece)
 
 
 def batched(parameter: Tensor, dim: int, part: Ranges, count: int) -> Tensor:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...exchange.exchange import Node, refuse_second_derivatives
-from .linear import autocast
+from .products import autocast
 from .stacks import Operands, Stack
 
 

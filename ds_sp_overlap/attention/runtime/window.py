@@ -20,8 +20,9 @@ from ..memory.random_state import Random
 from .backward import BackwardRunner
 from .execution import Call
 from .input_gradients import InputGradients
-from .linear import autocast, autocast_of, matrix, product_of, returned_by
+from .linear import product_of, returned_by
 from .output import OutputProjection
+from .products import autocast, autocast_of, matrix
 from .projections import ProjectionOperands, Projections
 from .runner import ForwardRunner, LocalAttention
 

@@ -26,7 +26,7 @@ from ...attention.call_geometry import shares_of
 from ...attention.latent import LatentAttention
 from ...attention.layer import LayerRuntime
 from ...attention.projected import ProjectedAttention
-from ...attention.runtime.linear import autocast
+from ...attention.runtime.products import autocast
 from ...exchange.layout import Range
 from ...exchange.sp_group import SPGroup
 from ..inspect.library import attention_functions

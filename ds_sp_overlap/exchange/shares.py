@@ -120,7 +120,7 @@ class Shares:
 
     @cached_property
     def _tokens_of_shares(self) -> QueryChunks:
-        """For each share, the tokens of the whole sequence whose queries it attends with.
+        """The tokens of the whole sequence whose queries each share attends with.
 
         As given, or chunks j and 2r - 1 - j, see Note [Shares].
         """

@@ -176,6 +176,28 @@ def test_an_input_that_was_changed_in_place_is_noticed():
         assert kind == "RuntimeError" and "modified by an inplace operation" in message
 
 
+def output_alone_trains(rank):
+    """Faults where nothing but the output projection needs a gradient, so that backward makes nothing again."""
+    shape = Shape(bias=True, config={"head_groups": 2, "window": 1})
+    mine, whole = (layers.projections(shape).requires_grad_(False) for _ in range(2))
+    for layer in (mine, whole):
+        layer["o_proj"].requires_grad_(True)
+    x, dy = layers.whole_inputs(shape)
+    layers.reference_layer(shape, whole, x).backward(dy)
+    attend = layers.block(shape, mine, torch.distributed.group.WORLD)
+    y = layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, x))
+    y.backward(layers.my_slice(shape, rank, dy))
+    pairs = {}
+    for name, parameter in mine["o_proj"].named_parameters():
+        torch.distributed.all_reduce(parameter.grad)
+        pairs[name] = parameter.grad, whole["o_proj"].get_parameter(name).grad
+    return layers.faults(1e-12, **pairs)
+
+
+def test_the_output_projection_alone_may_learn():
+    no_faults(2, output_alone_trains)
+
+
 # Attention of other kinds, against the same layer without a window.
 
 

@@ -7,6 +7,7 @@ from tests.harness.zoo_on_ranks import MODES, names, verdicts
 
 OF_ATTENTION = [
     "clamp, of q", "temperature, of q", "scaling of an attribute", "a wrapper that scales", "by length, of q", "k and v shared by a dict",
+    "a layer that looks whether there is no mask",
 ]  # fmt: skip
 OF_LAYERS = ["a residual multiplier", "a clamped MLP", "a norm with a call of its own", "a forward that is patched"]
 WHOLE = {"as it is", "a clamped MLP", "scaling of an attribute"}

@@ -33,6 +33,7 @@ from .forward import Forwards, Host, stretched
 from .modules import (
     Watched,
     goes_by_length,
+    goes_by_mask,
     is_attention,
     models_around,
     pretrained,
@@ -182,6 +183,7 @@ class _Search:
                 f"{name} ({type(module).__name__}): {reason}; not supported with sequence "
                 "parallelism"
             )
+        self._refuse_going_by_mask(name, models)
         # Stock Ulysses can exchange for it, or `why_not` had a reason.
         if (reason := unfit(module.config._attn_implementation)) is not None:
             lacks = f"{reason}; DeepSpeed's exchanges stay"
@@ -197,6 +199,23 @@ class _Search:
         for at, outer in models:
             if takes_tokens(outer):
                 self.hosted.setdefault(at, {})[name] = module
+
+    def _refuse_going_by_mask(self, name: str, models: list[tuple[str, nn.Module]]) -> None:
+        """Raise ValueError if a module between a layer and its model goes by the mask being None.
+
+        Such a module would take another branch here: it is given a placeholder where transformers
+        gives None.
+        """
+        around = name.rpartition(".")[0]
+        while models and around != models[0][0]:
+            module = self.modules[around]
+            if goes_by_mask(module):
+                raise ValueError(
+                    f"{around} ({type(module).__name__}): its forward goes by attention_mask being "
+                    "None, and here it is never None; not supported with sequence parallelism. "
+                    "Take the condition out of the forward"
+                )
+            around = around.rpartition(".")[0]
 
     def _check_tensor_parallel(self, name: str, module: Any) -> None:
         """Raise ValueError if a tensor-parallel rank has too few heads of a layer."""

@@ -6,6 +6,7 @@ any error. So every module that mixes tokens must be known: overlapped, or refus
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections.abc import Collection
@@ -179,6 +180,23 @@ def models_around(name: str, modules: dict[str, nn.Module]) -> list[tuple[str, n
         if isinstance(modules[name], pretrained()):
             around.append((name, modules[name]))
     return around
+
+
+def goes_by_mask(module: nn.Module) -> bool:
+    """Return whether the code of a module compares ``attention_mask`` with None."""
+    for function in functions_of(type(module)):
+        code = list(dis.get_instructions(function))
+        for loads, second, third in zip(code, code[1:], code[2:]):
+            # Python 3.13 loads two variables in one instruction, and names both.
+            names = loads.argval if isinstance(loads.argval, tuple) else (loads.argval,)
+            # ``is None`` is one instruction with the jump, since Python 3.11, or these two.
+            is_compared = "NONE" in second.opname or (second.argval, third.opname) == (
+                None,
+                "IS_OP",
+            )
+            if is_compared and names[-1] == "attention_mask":
+                return True
+    return False
 
 
 def takes_tokens(model: nn.Module) -> bool:

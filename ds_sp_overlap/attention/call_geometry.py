@@ -13,6 +13,7 @@ from ..config import SpOverlapConfig
 from ..exchange.copy_engines import CopyEngine
 from ..exchange.geometry import Geometry, shares_for
 from ..exchange.shares import QueryChunks
+from ..warn import warn_once
 from .arguments import PerHead, takes
 from .layer import LayerRuntime
 
@@ -88,6 +89,11 @@ def geometry_of(
         # With heads_alike, tensors inside of lists and dicts are not suspected.
         if _may_be_per_head(geometry, extra if layer.heads_alike else tree_leaves(extra)):
             geometry = geometry.in_groups(1)
+            warn_once(
+                f"sp_overlap: {layer.where} runs in one head group: a tensor that is given to its "
+                "local attention is as long as a rank's number of heads in some dimension, and may "
+                "have a slice for each head. Hand such a tensor over as PerHead, or reshape it"
+            )
     if seq_lens[sp_group.rank] != local_seq:
         raise ValueError(
             f"sequence_lengths: {seq_lens[sp_group.rank]} for sp rank {sp_group.rank}, whose "

@@ -119,11 +119,9 @@ class OverlapSettings(NamedTuple):
         if shares > 1:
             words.append(f"r = {shares} ranks share query heads")
         if windowed:
-            live = self.config.window
             # With a policy, G is not known yet.
-            if live is not None and self.policy is None:
-                live = min(live, groups)
-            words.append(f"{live or 'all'} at a time, made again in backward")
+            live = self.config.window if self.policy else self.config.window_of(groups)
+            words.append(f"{live or 'half'} at a time, made again in backward")
             if self.config.checkpointing == "keep":
                 words.append("kept over checkpoints")
             elif self.config.checkpointing == "offload":

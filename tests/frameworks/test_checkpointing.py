@@ -81,6 +81,14 @@ def exact(rank, implementation, more, section, how):
     return error, counted, " ".join(str(report).split())
 
 
+@pytest.mark.parametrize(
+    "more, said", [({}, "G = 4, 2 at a time"), ({"head_groups": "auto", "policy": {"warmup_steps": 16}}, "half at a time")], ids=str
+)
+def test_the_report_says_that_kept_attention_sets_a_window(more, said):
+    for _, _, report in on_ranks(2, exact, "sdpa", {}, {"head_groups": 4, "checkpointing": "keep", **more}, "before"):
+        assert said in report and "made again in backward, kept over checkpoints" in report
+
+
 @pytest.mark.parametrize("how", ["before", "after"])
 @pytest.mark.parametrize("checkpointing", ["keep", "offload"])
 def test_a_checkpointed_model_exchanges_no_more_than_one_that_is_not(how, checkpointing):

@@ -558,15 +558,19 @@ def said_of_reduce_scatter(rank, cases):
 
 
 def test_zero3_with_reduce_scatter_in_a_loop_of_ones_own_is_said_once_to_scale_gradients():
-    loud = [(3, {}, {"head_groups": 1}, "train"), (3, {"reduce_scatter": True}, None, "train")]
+    loud = [
+        (3, {}, {"head_groups": 1}, "train"),
+        (3, {"reduce_scatter": True}, None, "train"),
+        (3, {}, {"head_groups": 1}, "accelerate.accelerator"),
+    ]
     silent = [
         (3, {"reduce_scatter": False}, {"head_groups": 1}, "train"),
         (2, {}, {"head_groups": 1}, "train"),
-        (3, {}, {"head_groups": 1}, "accelerate.accelerator"),  # which Trainer goes through, too
+        (3, {}, {"head_groups": 1}, "transformers.trainer"),
     ]
     first, other = on_ranks(2, said_of_reduce_scatter, loud + silent)
-    assert [len(messages) for messages in first.values()] == [1, 1, 0, 0, 0]
-    assert all("(2) once too often" in message and '"reduce_scatter": false' in message for (message,) in list(first.values())[:2])
+    assert [len(messages) for messages in first.values()] == [1, 1, 1, 0, 0, 0]
+    assert all("(2) once too often" in message and '"reduce_scatter": false' in message for (message,) in list(first.values())[:3])
     assert not any(other.values())
 
 
@@ -658,7 +662,10 @@ def on_a_mesh(rank, stage):
         try:
             if not overlap:
                 sequence_parallel(model, 2)  # its mpu stays here: DeepSpeed has the mesh
-            engine, *_ = deepspeed.initialize(model=model, config=config)
+            with listening(logging.WARNING) as messages:
+                engine, *_ = deepspeed.initialize(model=model, config=config)
+            warned = [message for message in messages if "does not sum gradients over the sp group (size 2)" in message]
+            assert len(warned) == (rank == 0), messages
             group = deepspeed.utils.groups._get_sequence_parallel_group()
             engine.backward(mean_loss(engine, cut(tokens[replica], sp_rank, 2), group))
             found[overlap] = {name: deepspeed.utils.safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters()}

@@ -1,5 +1,7 @@
 """Outputs and gradients equal those of attention on the whole sequence, fp64, to 1e-12 (see `layers.block_faults`)."""
 
+import logging
+
 import pytest
 import torch
 from deepspeed.sequence.layer import DistributedAttention as Upstream
@@ -9,6 +11,7 @@ from tests.harness import dropin, layers, reference
 from tests.harness.cases import pairs, singles
 from tests.harness.dropin import Case
 from tests.harness.layers import HEADS, Shape, groups_for
+from tests.harness.listening import listening
 from tests.harness.ranks import no_faults, on_ranks
 
 
@@ -199,12 +202,15 @@ def with_slopes(rank, case):
     expected = Sloped()(*inputs[:3], slopes)
     q, k, v = (dropin.my_slice(case, rank, t) for t in inputs[:3])
     local = Sloped()
-    got = dropin.module(case, local=local)(q, k, v, 0, None, slopes.chunk(2)[rank])
-    return layers.faults(1e-12, output=(got, dropin.my_slice(case, rank, expected))) + ["groups"] * (local.calls != 1)
+    with listening(logging.WARNING) as messages:
+        got = dropin.module(case, local=local)(q, k, v, 0, None, slopes.chunk(2)[rank])
+    said = any("runs in one head group" in message and "PerHead" in message for message in messages)
+    faults = layers.faults(1e-12, output=(got, dropin.my_slice(case, rank, expected)))
+    return faults + ["groups"] * (local.calls != 1) + ["silent"] * (rank == 0 and not said)
 
 
 def test_a_vector_with_one_element_for_each_head_forces_one_group():
-    """With two groups both would get the slopes of the first, and nothing would say so."""
+    """With two groups both would get the slopes of the first, and nothing would say so. That there is one is said."""
     no_faults(2, with_slopes, Case(heads=8, kv_heads=8))
 
 

@@ -277,11 +277,10 @@ def _warn_of_halved_gradients(engine: DeepSpeedEngine) -> None:
     size = getattr(engine, "sequence_parallel_size", 1)
     if size == 1 or engine.zero_optimization_stage() != 3 or not engine.zero_reduce_scatter():
         return
-    # transformers' Trainer allows for the division, and so does the loop that Accelerate documents.
-    # In both, Accelerate makes the engine, so that it is on the call stack.
+    # transformers' Trainer allows for the division. It is on the call stack then.
     frame: Any = inspect.currentframe()
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("accelerate."):
+        if frame.f_globals.get("__name__", "").startswith("transformers.trainer"):
             return
         frame = frame.f_back
     warn_once(
@@ -290,6 +289,18 @@ def _warn_of_halved_gradients(engine: DeepSpeedEngine) -> None:
         'overlap as well; set "reduce_scatter": false in zero_optimization. Losses that are '
         "gathered and averaged need it as it is (docs/loss_and_gradients.md)"
     )
+
+
+def _warn_of_unsummed_gradients(engine: DeepSpeedEngine) -> None:
+    """Warn that DeepSpeed's own mesh leaves the sum over the sp group to the training loop."""
+    size = getattr(engine, "sequence_parallel_size", 1)
+    if size > 1 and groups.mesh_device is not None and engine.zero_optimization_stage() < 3:
+        warn_once(
+            "sp_overlap: with sequence_parallel_size and data_parallel_size in its config DeepSpeed "
+            f"does not sum gradients over the sp group (size {size}), without the overlap as well; "
+            "sum them before each optimizer step, or give deepspeed.initialize the mpu of "
+            "register_with_transformers (docs/configuration.md)"
+        )
 
 
 def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
@@ -313,6 +324,7 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     if size > 1:
         _agree(config, engine.seq_data_parallel_group)
     _warn_of_halved_gradients(engine)
+    _warn_of_unsummed_gradients(engine)
     if config is None:
         if size > 1 and not has_drop_in(engine.module) and not is_overlapped(engine.module):
             warn_once(

@@ -29,6 +29,7 @@ SHORT = [  # of a message, what the page says instead
     (r"^\w+ takes no position_ids.*", "counts each rank's tokens from 0"),
     (r"^its attention is not causal", "attention is not causal"),
     (r"^its forward calls its attention more than once.*", "attention called more than once"),
+    (r"^its forward looks at the dtype or device.*", "forward looks at a dtype"),
     (r"^its forward computes what is not known here: ", "forward computes "),
     (r"^its forward ", "forward "),
     (r"^(\w+) is no norm that is alike for all heads", r"\1 differs between heads"),
@@ -39,7 +40,7 @@ SHORT = [  # of a message, what the page says instead
     (r"^\d+ parameters with the sizes.*", "too large for the test"),
     (r"^\w+ requires the (\w+) library.*", r"needs the library \1"),
     (r"^expected scalar type.*", "no fp64"),
-    (r"^(Class validation error|The set of layer types|'\w+' object has no attribute).*", "no tiny config"),
+    (r"^(inputs_embeds and shared_kv_states cannot be None|Class validation error|The set of layer types|'\w+' object has no attribute).*", "no tiny config"),
 ]
 
 HEAD = """# Which causal models work

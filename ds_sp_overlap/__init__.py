@@ -4,7 +4,7 @@ Importing this package makes ``deepspeed.initialize`` honour an ``sp_overlap`` s
 config, whether DeepSpeed is imported before this package or after it. The import loads neither
 DeepSpeed nor torch: a name of the package is loaded when it is asked for.
 
-Rooms, from the ground up; each imports from those above it in this list alone:
+Rooms. Each imports only from those above it in this list, and from the rooms inside it:
 
     schedule       the order of work in a layer, as plain data; drawn, checked and simulated. Read
                    it first
@@ -35,16 +35,17 @@ The way of a query from a rebound forward to the wire, each file calling the nex
 hooks) -> ``attention.runtime.nodes`` (one node of autograd) -> ``attention.runtime.runner`` (walks
 the schedule) -> ``exchange.exchange`` -> ``exchange.in_flight`` (packs) -> ``exchange.transport``.
 
-With few head groups live at a time, ``attention.runtime.window`` stands in place of ``nodes``. In a
-chain of layers ``integrations.chains``, ``chain.chain`` and ``chain.block`` do, from the layer's
-forward on.
+With few head groups live at a time, ``attention.runtime.window`` takes the place of ``nodes``. In a
+chain of layers, ``integrations.chains``, ``chain.chain`` and ``chain.block`` stand between
+``rebinding`` and ``linear``, and ``chain.block`` takes the place of ``nodes``.
 
-Before it projects, the layer asks ``attention.layer`` for the agreement of the ranks, the number of
-head groups and the schedule, with the geometry that ``attention.call_geometry`` chooses. The
-drop-in (``attention.projected``) does so, too, and goes from there straight to
-``attention.runtime.recorded``, since q is projected already.
+Before it projects, the layer calls ``attention.layer``. There the ranks compare their calls, and
+the number of head groups and the schedule are chosen, for the heads and tokens of each rank that
+``attention.call_geometry`` works out. The drop-in (``attention.projected``) calls it, too, and goes
+from there straight to ``attention.runtime.recorded``, since q is projected already.
 The way back is autograd's: ``attention.runtime.nodes`` (do), ``exchange.exchange`` (dq, dk, dv
-start), ``attention.runtime.nodes`` (dx and the weights).
+start), ``attention.runtime.nodes`` (dx and the weights). With few live groups all of it lies in the
+backward of ``window``; in a chain autograd runs the nodes of ``chain.block``.
 """
 
 import importlib

@@ -57,7 +57,7 @@ class Local(NamedTuple):
 def fault_of_heads(call: Call, local: Local, device: torch.device) -> str:
     """Return why local attention needs all heads at once on some rank, see Note [Heads alike].
 
-    Collective. Empty if local attention may be called group by group; the same on every rank.
+    Collective. All ranks return the same text, which is empty if it may be called group by group.
     """
     faults, norms = zip(*call.sp_group.gather(probe_heads(call, local, device), call.where))
     fault = "; ".join(  # guard: what any rank found
@@ -81,8 +81,8 @@ def probe_heads(call: Call, local: Local, device: torch.device) -> tuple[str, li
         exception that it raises is a reason as well; it raises again in the layer's own call.
 
         And the norm of the output of each head, for q, k and v that are the same on every rank;
-        None where there is a reason, and where the ranks can't be compared since they have
-        different numbers of KV heads.
+        None where there is a reason, and where KV heads don't divide by the ranks, so that ranks
+        can't be compared.
     """
     devices = [] if device.type == "cpu" else [device]
     kind, modules = device.type if devices else "cuda", modules_of(local.attend)
@@ -107,14 +107,15 @@ def probe_heads(call: Call, local: Local, device: torch.device) -> tuple[str, li
 
 
 def differing_rank(norms: Sequence[list[float] | None], dtype: torch.dtype) -> str:
-    """Find a rank whose local attention computes something else of the same heads.
+    """Find a rank whose local attention computes other results than rank 0's from the same inputs.
 
     Args:
         norms: The norms that `probe_heads` returned on each rank.
         dtype: Of q, k and v.
 
     Returns:
-        The first rank that differs from sp rank 0, in words; empty if none does.
+        The first rank that differs from sp rank 0, in words; empty if none does, or if a rank has
+        no norms to compare.
     """
     if None in norms:
         return ""

@@ -159,9 +159,12 @@ class Policy:
         # Made by the first trial, for the device of its call.
         self.clock: Any = None
         self.step = self._layers = 0
-        # In this step: whether there was a backward, whether the next call has to compare the ranks
-        # (there was a backward since they last did), and whether an optimizer has stepped.
-        self._back_since = self._due = self._stepped = False
+        # Whether there was a backward in this step.
+        self._back_since = False
+        # Whether the next call compares the ranks: there was a backward since they last did.
+        self._due = False
+        # Whether an optimizer has stepped in this step.
+        self._stepped = False
         self._hook = Listener(self._note)
 
     @classmethod

@@ -231,8 +231,8 @@ class ChainedLayer(ABC):
 
     @abstractmethod
     def why_recomputed(self) -> str:
-        """Explain why a checkpoint of the framework, which the chain can't imitate, may recompute
-        this call.
+        """Explain why the framework may recompute this call by a checkpoint that the chain can't
+        imitate.
 
         Returns:
             The reason; empty if no such checkpoint may. See Note [Layers that others recompute].
@@ -311,7 +311,7 @@ class ChainedLayer(ABC):
             The reason; empty if the layer can run in the chain.
         """
         module = self.module
-        if reason := self.why_recomputed() or _why_recomputed(module):
+        if reason := self.why_recomputed() or _why_in_checkpoint(module):
             return f"{type(module).__name__}: {reason}"
         # The layer in front may have asked already.
         if self not in forward_pass.reasons:
@@ -494,8 +494,8 @@ class ChainTrial:
             tokens = batch_first.shape[0] * sum(forward_pass.lengths)
             self.policy.follow(self._run, trial, self.candidate, tokens)
         elif not self.policy.over:
-            # The policy opens this trial only after a step, and counts a step by the backward of a
-            # call that it follows. Where layers have no G to choose, it follows no other call.
+            # The policy counts a step only if it follows some call, and opens this trial only after
+            # a step. Where layers have no G to choose, this call is the only one for it to follow.
             self.policy.follow_back(self._run)
         (hidden,) = self._run.inputs
         return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
@@ -506,7 +506,7 @@ class ChainTrial:
         return output if run is None else run.end(output)
 
 
-def _why_recomputed(module: nn.Module) -> str:
+def _why_in_checkpoint(module: nn.Module) -> str:
     """Explain why a checkpoint may recompute this call of ``module``; empty if none may.
 
     See Note [Layers that others recompute].

@@ -26,7 +26,7 @@ class Listener:
         Listener._all.add(self)
         if Listener._hook is None:
             Listener._hook = register_optimizer_step_post_hook(Listener._tell)
-        # A bound method has ``__self__``, which the type of a callable lacks.
+        # ``method`` is a bound method, for which typing has no name but Callable.
         weakref.finalize(method.__self__, self.remove)  # type: ignore[attr-defined]
 
     @staticmethod
@@ -57,10 +57,9 @@ def in_backward() -> bool:
 class OptimizerSteps:
     """Counts optimizer steps.
 
-    The count is alike on ranks that step their optimizers alike and ask for the count between
-    steps. The first call of `now` after an optimizer has stepped adds one, however often optimizers
-    have stepped in between (ZeRO-3 steps once per sub-group). The count never changes during
-    backward.
+    The first call of `now` after an optimizer has stepped adds one, however often optimizers have
+    stepped in between (ZeRO-3 steps once per sub-group). The count never changes during backward.
+    Ranks whose optimizers step equally often between calls of `now` have the same count.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,10 @@ SHORT = [  # of a message, what the page says instead
     (r"^\d+ parameters with the sizes.*", "too large for the test"),
     (r"^\w+ requires the (\w+) library.*", r"needs the library \1"),
     (r"^expected scalar type.*", "no fp64"),
-    (r"^(inputs_embeds and shared_kv_states cannot be None|Class validation error|The set of layer types|'\w+' object has no attribute).*", "no tiny config"),
+    (
+        r"^(inputs_embeds and shared_kv_states cannot be None|Class validation error|The set of layer types|'\w+' object has no attribute).*",
+        "no tiny config",
+    ),
 ]
 
 HEAD = """# Which causal models work

@@ -95,7 +95,8 @@ class InputGradients:
 
         Args:
             part: The kind and the group.
-            dy: As the part was sent: [s/P, b, h_g, d], or [s/P, b, P, h_g/P, d].
+            dy: The gradient, of the shape in which the part was sent: [s/P, b, h_g, d], or
+                [s/P, b, P, h_g/P, d].
         """
         projections = self.projections
         _, _, tables, norm_parameters, norm_inputs = self.operands
@@ -114,7 +115,7 @@ class InputGradients:
         indices = range(place.start, place.stop)
         needed = []
         for index, parameter in zip(indices, parameters):
-            # One that was frozen since forward: nobody takes its gradient.
+            # One that was frozen since forward is left out: nobody takes its gradient.
             if self.parameters_need_grad[index] and parameter.requires_grad:
                 needed.append(index)
         ends = [leaf, *(parameters[index - place.start] for index in needed)]

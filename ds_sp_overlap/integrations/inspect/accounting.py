@@ -214,8 +214,8 @@ class Accounting(TorchFunctionMode):
         codes: The code objects that ran and belong to no library.
         fault: The reason why the code is unknown; empty if it is not.
         torch_modules: The modules of torch whose Python functions the code may call.
-        allows_idle_dropout: Whether the code may call a dropout that drops nothing. True only where
-            the probability of the dropout is looked up again in later calls.
+        allows_idle_dropout: Whether the code may call a dropout that drops nothing. An owner that
+            doesn't look its probability up again in later calls sets it to False.
 
     Raises:
         Unknown: if the code does anything that is not accounted for, even if the code itself
@@ -235,19 +235,20 @@ class Accounting(TorchFunctionMode):
         self._hidden_dtype = HiddenDtype(self) if hidden else None
 
     def fail(self, reason: str) -> NoReturn:
-        """Raise Unknown, and raise it again when the body ends, with the first reason given."""
+        """Raise Unknown, and remember the first reason, with which `__exit__` raises it again."""
         self.fault = self.fault or reason
         raise Unknown(f"its forward {self.fault}")
 
     def __enter__(self) -> Accounting:
         super().__enter__()
         self._profile_before, self._gc_was_on = sys.getprofile(), gc.isenabled()
-        # A finaliser that happens to run now does not belong to the code.
+        # The garbage collector could run a finaliser now, which would be taken for the code's.
         gc.disable()
         sys.setprofile(self._profile)
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        """End the account; raise Unknown if the code failed, also where it caught that itself."""
         sys.setprofile(self._profile_before)
         if self._gc_was_on:
             gc.enable()
@@ -289,7 +290,10 @@ class Accounting(TorchFunctionMode):
             sys.setprofile(self._profile)
 
     def look_up(self, holder: Any, name: str) -> Any:
-        """Return an attribute of ``holder``; `MISSING` if there is none. `Proxy` calls this."""
+        """Return an attribute of ``holder``; `MISSING` if there is none.
+
+        Owners call this for a `Proxy`, see `Trace.look_up`.
+        """
         # What a property computes needs no account, since its value is compared in later calls.
         with self.suspended():
             return getattr(holder, name, MISSING)
@@ -392,8 +396,8 @@ class Accounting(TorchFunctionMode):
             return
         elif package != "torch":
             self._judge_names(frame)
-        # A Python function of torch. What torch itself calls belongs to the function that the code
-        # called.
+        # A Python function of torch that the code itself calls. Those that torch calls in turn are
+        # not judged.
         elif frame.f_back is not None:
             caller = _module(frame.f_back).split(".")[0]
             known = where.startswith(self.torch_modules) or function == "is_compiling"

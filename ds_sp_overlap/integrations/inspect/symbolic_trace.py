@@ -159,8 +159,8 @@ class Tables(tuple):
 class Proxy:
     """Stands for a layer, its config or an object in them while a forward runs.
 
-    It records the attributes that the forward looks up, and gives it proxies of the layer's
-    children.
+    It records the attributes that the forward looks up. For a child module the forward gets what
+    the trace makes to stand for it (`Trace.child`).
 
     Args:
         value: The object.

@@ -37,8 +37,8 @@ def _tokens(text: str) -> int:
     return int(digits) * {"": 1, "k": 1024, "m": 1024**2}[unit]
 
 
-def _rate(text: str) -> float:
-    """Read a number above 0."""
+def _positive(text: str) -> float:
+    """Read a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -88,23 +88,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "memory", "prints the longest sequence that fits; of a model, by itself or from --model"
     )
     fits.add_argument(
-        "--memory", type=_rate, help="GiB of a GPU that PyTorch can use: 79 of an H100 of 80 GB"
+        "--memory", type=_positive, help="GiB of a GPU that PyTorch can use: 79 of an H100 of 80 GB"
     )
     fits.add_argument("--layers", type=_whole)
-    fits.add_argument("--params", type=_rate, help="parameters in billions: 8.03")
+    fits.add_argument("--params", type=_positive, help="parameters in billions: 8.03")
     rates = parser.add_argument_group("rates", "of one GPU; what it reaches, not its data sheet")
     rates.add_argument(
         "--bandwidth",
-        type=_rate,
+        type=_positive,
         help="GB/s that it sends in an all-to-all while it receives as many",
     )
-    rates.add_argument("--tflops", type=_rate, help="TFLOP/s of matrix products")
+    rates.add_argument("--tflops", type=_positive, help="TFLOP/s of matrix products")
     rates.add_argument(
-        "--attention-tflops", type=_rate, help="TFLOP/s of causal attention (default: --tflops)"
+        "--attention-tflops", type=_positive, help="TFLOP/s of causal attention (default: --tflops)"
     )
     rates.add_argument(
         "--latency-us",
-        type=_rate,
+        type=_positive,
         help=f"of an exchange of nothing (default {LATENCY_US:g}, or measured)",
     )
     rates.add_argument(

@@ -2,9 +2,9 @@
 
 The layer's own code runs over a stand-in for the streams of a GPU, on tensors of the true shapes
 whose memory is never touched: operators are noted instead of being computed. So the list holds
-every kernel, copy, event and exchange in the order in which the host launches them, copies that
-nobody planned among them. One launch with its shape stands for the forward of attention, and one
-for its backward. The tensors are a CPU's: where the package chooses a copy by device, the list has
+every kernel, copy, event and exchange in the order in which the host launches them, also copies
+that no schedule names. One launch with its shape stands for the forward of each call of local
+attention, and one for its backward. The tensors are a CPU's: where the package chooses a copy by device, the list has
 the copy that it makes on a CPU.
 """
 
@@ -79,7 +79,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.launches: list[Launch] = []
         self.current = self.compute = _Stream(self, COMPUTE)
-        # In the order in which `SideStream` asks for them; more of them carry transfers too.
+        # In the order in which `SideStream` asks for them. A third one is that of the second leg of
+        # k and v, see `relayed`.
         self._names = itertools.chain(
             (TRANSFER, GATE), (f"{TRANSFER} {number}" for number in itertools.count(2))
         )
@@ -139,7 +140,7 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or "empty" in name or name in ("_unsafe_view", "detach", "set_"):
             return func(*args, **kwargs)
-        # What is written exists already; other results get memory of their shapes.
+        # An operator that writes into a tensor returns that; others get new memory of their shapes.
         if func._schema.is_mutable:
             returned = kwargs.get("out", args[0])
         else:
@@ -239,7 +240,8 @@ def record(layer: LayerShape, groups: int, chunks: int = 0) -> list[Launch]:
         layer: Shape of the layer. Without an MLP one attention layer runs; with one, `LAYERS`
             whole layers, one behind the other.
         groups: Head groups, G.
-        chunks: Chunks of tokens, C, in which the layers run as a block; 0 for layers one by one.
+        chunks: Chunks of tokens, C, in which layers with an MLP run as a chain; 0 for layers one by
+            one.
     """
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
     recorder = Recorder()

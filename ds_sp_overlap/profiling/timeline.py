@@ -36,6 +36,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from .. import profiling
 from ..config import SpOverlapConfig
 from ..schedule import Block, Op, Program, Schedule, Step, stop_of
+from ..warn import warn_once
 from .clocks import clock_of
 from .steps import OptimizerSteps
 from .timed import Timed
@@ -153,10 +154,16 @@ class Timeline:
         section = config.timeline
         if section is None or sp_group.ranks[0] != 0:
             return None
+        first, last = section.steps
         if section.path not in _open:
-            first, last = section.steps
             _open[section.path] = cls(section.path, (first, last), sp_group.rank, sp_group.size)
-        return _open[section.path]
+        timeline = _open[section.path]
+        if (timeline.first, timeline.last) != (first, last):
+            warn_once(
+                f"sp_overlap.timeline: steps {timeline.first} to {timeline.last} of {section.path!r} "
+                f"are recorded already, so steps {first} to {last} are not; give them another path"
+            )
+        return timeline
 
     def check(self) -> None:
         """Check on sp rank 0 that the files can be written; makes the folder.

@@ -4,6 +4,7 @@ import csv
 import functools
 import itertools
 import json
+import logging
 import re
 import sys
 import types
@@ -287,6 +288,20 @@ def test_what_was_recorded_is_written_when_training_ends_before_the_last_step(tm
     with open(tmp_path / "exchanges.csv") as file:
         lines = list(csv.DictReader(file))
     assert {line["sp_rank"] for line in lines} == {"0"} and {line["step"] for line in lines} == {"1", "2"}
+
+
+def other_steps(rank, folder):
+    with listening(logging.WARNING) as messages:
+        for steps in ([5, 6], [5, 6], [2, 3]):
+            shape = Shape(config={"timeline": {"path": folder, "steps": steps}})
+            layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    timeline._open[folder].close()
+    return messages
+
+
+def test_a_second_timeline_of_one_folder_has_the_steps_of_the_first_and_says_so(tmp_path):
+    (messages,) = on_ranks(1, other_steps, str(tmp_path))
+    assert len(messages) == 1 and "steps 5 to 6" in messages[0] and "steps 2 to 3 are not" in messages[0]
 
 
 def stepped_apart(rank, folder):

@@ -300,9 +300,10 @@ class ChainedLayer(ABC):
     def why_not(self, forward_pass: ForwardPass) -> str:
         """Explain why the layer can't run in the chain now; the same on every rank.
 
-        Also gives the `BlockLayer` the modules as they are now. Called by the layer itself and by
-        the layer in front, before that starts anything; the answer is kept for the forward, except
-        for checkpoints, which are looked at in each call.
+        Also gives the `BlockLayer` the modules as they are now. Called by the layer itself; by the
+        layer in front, before that starts anything; and by a checkpointed stack of Megatron's, for
+        all layers before the first runs. The answer is kept for the forward, except for
+        checkpoints, which are looked at in each call.
 
         Args:
             forward_pass: The forward that is running.

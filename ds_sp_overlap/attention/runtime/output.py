@@ -68,7 +68,8 @@ class OutputProjection:
         """Return the function that computes do_g = dy w_g of a group, from dy [s/P, b, m].
 
         do_g is [s/P, b, h_g, d]; or [s/P, b, P, h_g/P, d], where o has a dimension for the ranks
-        (`Call.by_rank`).
+        (`Call.by_rank`). It may be the very tensor that is sent. The weight is read as views, never
+        copied.
         """
         rows, cut, head_dim = matrix(dy), cutter(weight, 1, self.columns), self.head_dim
         tokens = dy.shape[:2]

@@ -55,7 +55,7 @@ def made(combination, folder, borrow):
     if not (venv / "ready").exists():
         shutil.rmtree(venv, ignore_errors=True)
         subprocess.run([f"python{python}", "-m", "venv", venv], check=True)
-        if borrow:
+        if borrow and (borrow / "lib" / f"python{python}").exists():  # packages with compiled parts are of one Python
             paths = [
                 subprocess.check_output(
                     [python_of(where), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True

@@ -419,13 +419,11 @@ def test_edits_that_begin_later_are_refused_on_all_ranks():
 # Layers of other kinds, other batches, other uses.
 
 
-def with_lora(*targets, dropout=0.0):
+def with_lora(*targets):
     """Adapters, none of them zero."""
 
     def prepare(model):
-        adapted = get_peft_model(
-            model, LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), init_lora_weights=False, lora_dropout=dropout)
-        )
+        adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), init_lora_weights=False))
         generator = torch.Generator().manual_seed(4)
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
@@ -473,6 +471,43 @@ def prepared(rank, names, section):
 def test_adapters_and_frozen_weights_get_the_gradients_of_the_whole_sequence(section):
     for figures in on_ranks(2, prepared, list(PREPARED), section):
         assert all(error < FP64 and chained for error, chained in figures.values()), figures
+
+
+class OneScale(torch.nn.Linear):
+    """Rounds its input by one scale for all tokens, as layers for fp8 do."""
+
+    def forward(self, x):
+        scale = x.detach().abs().max() / 8
+        return torch.nn.functional.linear((x / scale).round() * scale + x - x.detach(), self.weight, self.bias)
+
+
+def rounded_together(rank, target, late):
+    """Layer 1 has such a projection, since before `enable` or after a first forward: the error against stock, and what ran in chains."""
+    tokens = batches(1)[0]
+    with sequence_parallel_model(2, **EXACT, layers=LAYERS) as (model, group):
+        projection = getattr(model.model.layers[1].self_attn, target)
+        projection.__class__ = OneScale
+        stock = outcome(model, tokens, rank, 2, group)
+        projection.__class__ = torch.nn.Linear if late else OneScale
+        with block(model, on_unsupported="warn") as (report, runs):
+            outcome(model, tokens, rank, 2, group)
+            outcome(model, tokens, rank, 2, group)
+            projection.__class__ = OneScale
+            error = worst(outcome(model, tokens, rank, 2, group), stock)
+    return error, runs.forwards, str(report)
+
+
+@pytest.mark.parametrize("target, late", [("q_proj", False), ("o_proj", False), ("v_proj", True), full("o_proj", True)])
+def test_a_projection_in_which_all_tokens_have_a_say_is_called_with_all(target, late):
+    for error, forwards, report in on_ranks(2, rounded_together, target, late):
+        assert error < FP64 and forwards[1] == (whole_chain() if late else ran("-", "-"))
+        assert forwards[2] == ran("-", "-")
+        assert late or "projection (OneScale) is no plain linear layer" in " ".join(report.split())
+
+
+def faults_of_rounding(rank):
+    error, *_ = rounded_together(rank, "o_proj", late=False)
+    return [] if error < FP64 else [f"off by {error}"]
 
 
 ROWS = [[7, 18, 7], [20, 12]]
@@ -837,23 +872,22 @@ def test_layers_whose_weights_zero_3_gathers_at_once_run_one_by_one():
 
 
 def with_dropout(rank):
-    """Of a model with dropout in its adapters, each layer under a reentrant checkpoint: the error against scope "layer"."""
-    options, tokens, found = {**EXACT, "layers": LAYERS}, batches(1)[0], []
+    """Of a model with dropout in its attention, each layer under a reentrant checkpoint: the error against scope "layer", and what ran in chains."""
+    options, tokens, found = {**EXACT, "layers": LAYERS, "attention_dropout": 0.5}, batches(1)[0], []
     with sequence_parallel_model(2, **options) as (model, group):
-        model = with_lora("q_proj", dropout=0.5)(model)
         model.enable_input_require_grads()
-        inner = model.base_model.model
-        with other_layers(inner, lambda layers: [Checkpointed(layer, reentrant=True) for layer in layers]):
+        with other_layers(model, lambda layers: [Checkpointed(layer, reentrant=True) for layer in layers]):
             for scope in ("layer", "block"):
-                with block(model, scope=scope):
+                with block(model, scope=scope) as (_, runs):
                     outcome(model, tokens, rank, 2, group)
                     torch.manual_seed(rank)
                     found.append(outcome(model, tokens, rank, 2, group))
-    return worst(found[1], found[0])
+    return worst(found[1], found[0]), runs.forwards
 
 
 def test_dropout_under_a_reentrant_checkpoint_is_that_of_its_forward():
-    assert all(error < FP64 for error in on_ranks(2, with_dropout))
+    for error, forwards in on_ranks(2, with_dropout):
+        assert error < FP64 and not any(forwards), "a layer in a chain, which its checkpoint then computes by itself"
 
 
 # By timing.
@@ -916,7 +950,8 @@ def faults_of_change(rank, change):
 
 
 def faults_of_dropout(rank):
-    return [] if (error := with_dropout(rank)) < FP64 else [f"off by {error}"]
+    error, forwards = with_dropout(rank)
+    return [] if error < FP64 and not any(forwards) else [f"off by {error}, in chains {forwards}"]
 
 
 def faults_of_leaves(rank):
@@ -941,6 +976,7 @@ def faults_of_routers(rank):
 WATCHED = [
     Watched(Guard("nothing is recorded in parts", without="return True"), faults_of_routers, raises=True),
     Watched(Guard("edits through .data", without="if False:"), faults_of_edits),
+    Watched(Guard("projections go token by token", without="continue\nif False:"), faults_of_rounding),
     Watched(Guard("one thing is timed at a time", without="if self.over:\n    return None"), faults_of_timing),
     Watched(
         Guard("an attention that is not called has no hooks", without="if False:"),

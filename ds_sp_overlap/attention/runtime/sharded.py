@@ -71,6 +71,19 @@ def is_gathered(module: nn.Module) -> bool:
     return module in _gathered or (module, "weight") in _gathered_by(module)
 
 
+def has_plain_parameters(module: nn.Module) -> bool:
+    """Return whether a module's own parameters are plain tensors, or FSDP's parts of such.
+
+    A quantised tensor has another type. It may be multiplied with numbers that depend on all tokens
+    of the input.
+    """
+    for parameter in module.parameters(recurse=False):
+        part = getattr(parameter, "_local_tensor", parameter)
+        if type(part) not in (nn.Parameter, Tensor) or hasattr(part, "fsdp_post_all_gather"):
+            return False
+    return True
+
+
 def cast_alike(one: Any, other: Any) -> bool:
     """Return whether FSDP casts parameters and inputs of two layers alike.
 

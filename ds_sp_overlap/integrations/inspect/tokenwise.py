@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...attention.runtime.sharded import has_plain_parameters
 from .accounting import MOVES, Accounting, LoadedGlobal, Unknown, is_plain
 from .library import is_library_function, own_class
 
@@ -253,7 +254,7 @@ def _narrow_shapes(module: Any) -> dict[str, torch.Size]:
 
 
 def probe_tokenwise(
-    name: str, module: nn.Module, size: int, form: Form, norm: bool
+    name: str, module: nn.Module, size: int, form: Form, norm: bool, resizes: bool = False
 ) -> list[LoadedGlobal]:
     """Check that ``module`` is a function of one token [.., size] at a time.
 
@@ -268,6 +269,7 @@ def probe_tokenwise(
         norm: Whether the module must be a norm, which has only parameters of its own. Other
             modules may consist of linear layers, of modules without parameters, and of
             transformers' modules.
+        resizes: Whether it may return tokens of another size, as projections do.
 
     Returns:
         The globals that its code loaded; empty if all its code is torch's and transformers', or
@@ -299,10 +301,10 @@ def probe_tokenwise(
         accounting = _TokenwiseAccounting(x.shape[:-1]) if accounts else None
         # A module that stores something between calls is no function of its tokens alone.
         before = _state(copy)
-        whole, whole_gradients = _run(where, copy, x, biases, accounting=accounting)
+        whole, whole_gradients = _run(where, copy, x, biases, resizes, accounting=accounting)
         if accounting is not None:
             loaded_globals += accounting.loaded_globals  # guard: globals of a module too
-        parts = [_run(where, copy, part, biases) for part in x.split(cuts, dim)]
+        parts = [_run(where, copy, part, biases, resizes) for part in x.split(cuts, dim)]
         if not torch.equal(random_state, torch.get_rng_state()):
             raise Unknown(f"{where} draws random numbers")
         if not _is_same_state(before, _state(copy)):
@@ -339,7 +341,8 @@ def _check_parts(name: str, module: nn.Module, form: Form, norm: bool) -> bool:
             continue
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
         plain = all(type(x) in (nn.Parameter, nn.Buffer, Tensor) for x in own)
-        if own and not form.is_linear(part) and not (_is_transformers(part) and plain):
+        is_linear = form.is_linear(part) and has_plain_parameters(part)
+        if own and not is_linear and not (_is_transformers(part) and plain):
             raise Unknown(f"{where} is no plain linear layer, and no activation")
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
             raise Unknown(f"{where} drops out")
@@ -438,7 +441,12 @@ def _is_same_state(before: list, after: list) -> bool:
 
 
 def _run(
-    where: str, copy: nn.Module, x: Tensor, biases: bool, accounting: Accounting | None = None
+    where: str,
+    copy: nn.Module,
+    x: Tensor,
+    biases: bool,
+    resizes: bool,
+    accounting: Accounting | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Run a module forward and backward on some tokens.
 
@@ -447,11 +455,12 @@ def _run(
         copy: The module, from `_random_copy`.
         x: [b, s, m] or [s, b, m]. The tokens.
         biases: Whether it may return ``(output, bias)``.
+        resizes: Whether it may return tokens of another size, n.
         accounting: Accounts for its forward; may be None.
 
     Returns:
-        The output and the gradient of the tokens, joined in the last dim: [.., 2 m]. The gradients
-        of the parameters.
+        The output and the gradient of the tokens, joined in the last dim: [.., n + m]. The
+        gradients of the parameters.
 
     Raises:
         Unknown: if its forward is unknown, returns anything else, or is recomputed in backward.
@@ -472,7 +481,8 @@ def _run(
             raise Unknown(f"{where}: {error}") from None
         if biases and isinstance(y, tuple) and len(y) == 2:
             y = y[0] if y[1] is None else y[0] + y[1]
-    if not isinstance(y, Tensor) or y.shape != x.shape:
+    kept = x.dim() - 1 if resizes else x.dim()
+    if not isinstance(y, Tensor) or y.dim() != x.dim() or y.shape[:kept] != x.shape[:kept]:
         raise Unknown(f"{where} doesn't return hidden states alone")
     if not y.numel() and not y.requires_grad:  # without tokens
         return torch.cat((y, x.detach()), -1), [torch.zeros_like(p) for p in parameters]

@@ -13,7 +13,7 @@ import ds_sp_overlap
 from ds_sp_overlap.integrations.inspect import accounting, decoder_layer, probe
 from ds_sp_overlap.integrations.transformers import driven
 from tests.harness.guards import Guard, Watched, must_notice
-from tests.harness.models import EXACT, FP64, batches, outcome, tiny, worst
+from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, worst
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.zoo import PROGRAMS
 from tests.harness.zoo_on_ranks import activate, fill
@@ -192,7 +192,47 @@ def test_a_decoder_layer_that_is_read_wrongly_is_found_in_its_first_call_on_both
         assert all(f"sp rank {rank}: {MISREAD[name]}" in message for rank in range(2)), message
 
 
+class Ranged(torch.nn.Linear):
+    """Remembers the largest number that it returned, as observers of quantisation do, and how often it was called."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.calls += 1
+        self.largest.copy_(torch.maximum(self.largest, y.detach().abs().max()))
+        return y
+
+
+def remembered(rank, config):
+    """What such output projections remember behind a first forward, by layer: stock, and overlapped."""
+    tokens, found = batches(1)[0], []
+    with sequence_parallel_model(2, **EXACT) as (model, group):
+        for overlapped in (False, True):
+            projections = [layer.self_attn.o_proj for layer in model.model.layers]
+            for projection in projections:
+                projection.__class__, projection.calls = Ranged, 0
+                projection.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+            if overlapped:
+                ds_sp_overlap.enable(model, config, group)
+            outcome(model, tokens, rank, 2, group)
+            found.append([(projection.calls, float(projection.largest)) for projection in projections])
+        ds_sp_overlap.disable(model)
+    return found
+
+
+@pytest.mark.parametrize("config", [{"head_groups": 2}, {"scope": "block", "token_chunks": 2}], ids=str)
+def test_the_comparison_of_a_first_call_leaves_no_trace_in_what_modules_remember(config):
+    for stock, overlapped in on_ranks(2, remembered, config):
+        assert all(calls == 1 for calls, _ in stock)
+        for (calls, largest), (expected_calls, expected) in zip(overlapped, stock, strict=True):
+            assert calls == expected_calls and abs(largest - expected) < FP64 * expected
+
+
 # Guards.
+
+
+def traces(rank):
+    stock, overlapped = remembered(rank, {"head_groups": 2})
+    return [f"{one}, not {other}" for one, other in zip(overlapped, stock) if not abs(one[1] - other[1]) < FP64 * other[1]]
 
 
 def not_refused(rank, what):
@@ -228,6 +268,7 @@ WATCHED = [
         Guard("a function that exchanges", without="if False:"),
         functools.partial(not_refused, what="eager attention of a layer at its function"),
     ),
+    Watched(Guard("the probe leaves no trace", without="if False:"), traces),
     Watched(Guard("the layer's own forward is the judge", without="if False:"), misread),
 ]
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ...chain.block_layer import BlockLayer
 from ...exchange.sp_group import SPGroup
 from ...profiling.steps import in_backward
+from .accounting import is_plain
 
 # With ``sp_overlap.check``, a probe is due in every hundredth call.
 EVERY = 100
@@ -264,8 +265,9 @@ def _without_outliers(own: Tensor, driven: Tensor) -> tuple[Tensor, Tensor]:
 def _isolated(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
     """Let the body run a module, forward and backward, and leave no trace in the program.
 
-    Random numbers that the body draws are drawn again behind it. Dropout is off, hooks on saved
-    tensors are not called, and where modules have hooks, no gradient is recorded.
+    Random numbers that the body draws are drawn again behind it. Buffers and constants in the
+    modules get their values back. Dropout is off, hooks on saved tensors are not called, and where
+    modules have hooks, no gradient is recorded.
 
     Yields:
         The hidden states ``x`` as a leaf. It requires a gradient if the body may go backward: in
@@ -282,8 +284,39 @@ def _isolated(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
         torch.set_grad_enabled(backward),
         unhooked,
         _without_dropout(module),
+        _restored(module),
     ):
         yield x.detach().requires_grad_(backward)
+
+
+@contextlib.contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Restore buffers and constants of all parts of a module behind the body.
+
+    An observer of quantisation, for instance, keeps the range of what it has seen.
+    """
+    buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+    constants: list[tuple[nn.Module, dict[str, Any]]] = []
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not buffer.is_meta and not buffer.is_inference():
+                buffers.append((part._buffers, name, buffer, buffer.detach().clone()))
+        # Hooks, such as ZeRO-3's, keep counts of their own in the modules.
+        if not _is_hooked(part):
+            constants.append((part, {name: x for name, x in vars(part).items() if is_plain(x)}))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for holder, name, buffer, before in buffers:
+                holder[name] = buffer
+                is_same = buffer.shape == before.shape and torch.equal(buffer, before)
+                if not is_same:  # guard: the probe leaves no trace
+                    buffer.resize_(before.shape).copy_(before)
+        for part, values in constants:
+            for name, value in values.items():
+                if vars(part).get(name) is not value:
+                    vars(part)[name] = value
 
 
 @contextlib.contextmanager

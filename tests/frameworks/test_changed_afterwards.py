@@ -30,6 +30,12 @@ def layer_replaced(model):
     model.model.layers[1] = LlamaDecoderLayer(model.config, 1).double()
 
 
+def layer_copied(model):
+    """Of a copy that is not deep, with another MLP."""
+    layer = model.model.layers[1] = copy.copy(model.model.layers[1])
+    layer._modules = {**layer._modules, "mlp": copy.deepcopy(layer.mlp)}
+
+
 def eager(model):
     model.set_attn_implementation("eager")
 
@@ -80,6 +86,16 @@ def changed(rank, what, config):
     finally:
         if undo is not None:
             undo()
+
+
+def copied_in_a_block(rank):
+    CHANGES["copied"] = layer_copied, {}, ""
+    return changed(rank, "copied", {"scope": "block", "token_chunks": 2})
+
+
+def test_a_shallow_copy_of_a_layer_of_a_block_is_refused_since_the_layer_itself_would_run():
+    for kind, message in on_ranks(2, copied_in_a_block):
+        assert kind == "RuntimeError" and "model.layers.1: the LlamaDecoderLayer there was replaced" in message, message
 
 
 @pytest.mark.parametrize("config", [{"head_groups": 2}, {"scope": "block", "token_chunks": 2}], ids=["layer", "block"])

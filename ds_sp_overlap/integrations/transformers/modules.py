@@ -110,7 +110,10 @@ class Watched:
             if current is module or current is None:
                 continue
             unknown = [part for part in current.modules() if part not in self.layers]
-            if any(is_attention(part) for part in unknown):  # guard: who is overlapped runs
+            # The forward of a shallow copy is bound to the module that was copied.
+            bound = [getattr(vars(part).get("forward"), "__self__", part) for part in unknown]
+            is_shallow = any(one is not part for one, part in zip(bound, unknown))
+            if is_shallow or any(map(is_attention, unknown)):  # guard: who is overlapped runs
                 raise RuntimeError(
                     f"{name}: the {type(module).__name__} there was replaced since "
                     "ds_sp_overlap.enable; call it again"

@@ -116,6 +116,11 @@ def run_alone(
     fault, leaves_bias = layer.in_the_way(), attention.plain.get(type(o_proj).forward)
     if not fault and leaves_bias is not None and leaves_bias(o_proj) is not None:
         fault = "its output projection returns its bias beside its output"
+    for module in () if fault else (*attention.inputs.projections, o_proj):
+        is_plain = type(module).forward in attention.plain
+        is_plain = is_plain and sharded.has_plain_parameters(module)
+        if not is_plain:  # guard: no tokens meet in a projection
+            fault = f"{type(module).__name__} is no plain linear layer, and may mix tokens"
     if fault:
         raise ValueError(
             f"{call.where}: schedule= makes a Block, in chunks of tokens, which this layer can't "

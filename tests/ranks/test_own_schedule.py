@@ -9,6 +9,7 @@ import torch
 
 from ds_sp_overlap.schedule import Schedule, by_chunks, by_head_groups, by_window, draw, order, simulate, without_o
 from tests.harness import layers
+from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.schedules import merged_last, step_of
@@ -80,6 +81,34 @@ def replaced_forward(rank):
 def test_it_is_refused_where_a_module_does_not_go_chunk_by_chunk():
     for kind, said in on_ranks(2, replaced_forward):
         assert kind == "ValueError" and "schedule= makes a Block" in said and "has a forward or a hook of its own" in said
+
+
+class OfAllTokens(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * x.detach().abs().max()
+
+
+def projected_together(rank):
+    layer = layers.block(Shape(), layers.projections(Shape()), torch.distributed.group.WORLD)
+    layer.layer.schedule, layer.o_proj.__class__ = in_chunks, OfAllTokens
+    return refusal(layers.call_block, Shape(), layer, rank, torch.zeros(2, 6, 32, dtype=torch.float64))
+
+
+def test_it_is_refused_where_a_projection_may_mix_tokens():
+    for kind, said in on_ranks(2, projected_together):
+        assert kind == "ValueError" and "OfAllTokens is no plain linear layer, and may mix tokens" in said
+
+
+def not_refused(rank):
+    return [] if projected_together(rank) is not None else ["it ran"]
+
+
+WATCHED = [Watched(Guard("no tokens meet in a projection", without="if False:"), not_refused)]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)
 
 
 def output_without_its_bias(rank):

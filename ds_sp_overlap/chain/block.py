@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..attention.runtime import sharded
 from ..attention.runtime.deferred import Shadows, Wgrads
 from ..attention.runtime.execution import Call
-from ..attention.runtime.linear import call_through
+from ..attention.runtime.linear import call_through, goes_by_token
 from ..attention.runtime.parts import cut, join
 from ..attention.runtime.recorded import join_heads
 from ..attention.runtime.runner import Runner
@@ -117,9 +117,7 @@ def run_alone(
     if not fault and leaves_bias is not None and leaves_bias(o_proj) is not None:
         fault = "its output projection returns its bias beside its output"
     for module in () if fault else (*attention.inputs.projections, o_proj):
-        is_plain = type(module).forward in attention.plain
-        is_plain = is_plain and sharded.has_plain_parameters(module)
-        if not is_plain:  # guard: no tokens meet in a projection
+        if not goes_by_token(module, attention.plain):  # guard: no tokens meet in a projection
             fault = f"{type(module).__name__} is no plain linear layer, and may mix tokens"
     if fault:
         raise ValueError(

@@ -15,7 +15,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,10 @@ from ..profiling.steps import in_backward
 from ..profiling.timed import TimedCall
 from ..schedule import Recompute
 from ..warn import warn_once
-from .inspect.accounting import MISSING, LoadedGlobal, Unknown
+from .inspect.accounting import Unknown
 from .inspect.decoder_layer import BlockReader, records_nothing
 from .inspect.probe import EVERY, ProbeSchedule, difference_of_block, refuse_difference
-from .inspect.tokenwise import Form, fixed_state, probe_tokenwise
+from .inspect.projections import Projections
 
 # Note [Leaf modules of ZeRO-3]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -154,38 +154,6 @@ class ForwardPasses:
             self.forward_pass = None
 
 
-class _Probed(NamedTuple):
-    """What a probe of a projection found, and what it depends on.
-
-    Attributes:
-        reason: Why the projection may mix tokens; empty if it goes token by token.
-        state: Its `fixed_state`.
-        loaded_globals: The globals that its code loaded.
-    """
-
-    reason: str
-    state: list[tuple]
-    loaded_globals: list[LoadedGlobal]
-
-    @classmethod
-    def of(cls, module: nn.Module, size: int, state: list[tuple], form: Form) -> _Probed:
-        """Probe a projection of tokens [.., size]."""
-        try:
-            loaded = probe_tokenwise(
-                "projection", module, size, form=form, norm=False, resizes=True
-            )
-        except Exception as error:  # of any kind: the code was not made for this
-            return cls(str(error) or type(error).__name__, state, [])
-        return cls("", state, loaded)
-
-    def has_changed(self, state: list[tuple]) -> bool:
-        """Return whether the projection, whose state is ``state`` now, must be probed again."""
-        if state != self.state:
-            return True
-        now = [namespace.get(name, MISSING) for namespace, name, _ in self.loaded_globals]
-        return any(one is not loaded.value for one, loaded in zip(now, self.loaded_globals))
-
-
 class ChainedLayer(ABC):
     """A layer that may run in a chain, with the forward that takes the place of its own.
 
@@ -227,8 +195,7 @@ class ChainedLayer(ABC):
         self.successor: ChainedLayer | None = None
         self.choice: ChainTrial | None = None
         self.layer = BlockLayer(attention, *self._parts(), records_nothing)
-        # For each projection that is no plain linear layer, what `_why_not_tokenwise` found.
-        self._probed: dict[nn.Module, _Probed] = {}
+        self._projections = Projections(reader.form)
         if reason := self._why_not_now():
             raise Unknown(reason)
         # Misses in a row, see `MAX_MISSES`; when to copy the output, to find edits of it.
@@ -361,27 +328,18 @@ class ChainedLayer(ABC):
         return forward_pass.reasons[self]
 
     def _why_not_now(self) -> str:
-        """Explain why the layer's modules as they are now can't run in a chain; empty if they can."""
+        """Explain why the layer's modules, as they are now, can't run in a chain; may be empty."""
         return self.layer.in_the_way() or self._why_not_tokenwise() or self._why_not_gathered()
 
     def _why_not_tokenwise(self) -> str:
-        """Explain why a projection may mix tokens, of which a chain gives it some at a time.
-
-        A plain linear layer is known by its forward. Any other projection is probed: in `enable`,
-        and again after a change. Empty if all are known to go token by token.
-        """
+        """Explain why a projection may mix tokens, of which a chain gives it some at a time."""
         attention = self.layer.attention
         hidden = self.reader.form.size(getattr(self.module, self.reader.reading.attention))
         sizes = dict.fromkeys(attention.inputs.projections, hidden)
         sizes[attention.o_proj] = attention.heads * attention.head_dim
         for module, size in sizes.items():
-            if type(module).forward in attention.plain and sharded.has_plain_parameters(module):
-                continue
-            state, probed = fixed_state(module), self._probed.get(module)
-            if probed is None or probed.has_changed(state):  # guard: projections go token by token
-                probed = self._probed[module] = _Probed.of(module, size, state, self.reader.form)
-            if probed.reason:
-                return probed.reason
+            if reason := self._projections.why_not(module, size, attention.plain):
+                return reason
         return ""
 
     def _why_not_gathered(self) -> str:

@@ -59,7 +59,7 @@ class OptimizerSteps:
 
     The first call of `now` after an optimizer has stepped adds one, however often optimizers have
     stepped in between (ZeRO-3 steps once per sub-group). The count never changes during backward.
-    Ranks whose optimizers step equally often between calls of `now` have the same count.
+    Ranks whose optimizers step between the same calls of `now` have the same count.
     """
 
     def __init__(self) -> None:

@@ -160,8 +160,8 @@ class Timeline:
         timeline = _open[section.path]
         if (timeline.first, timeline.last) != (first, last):
             warn_once(
-                f"sp_overlap.timeline: steps {timeline.first} to {timeline.last} of {section.path!r} "
-                f"are recorded already, so steps {first} to {last} are not; give them another path"
+                f"sp_overlap.timeline: steps {timeline.first} to {timeline.last} of "
+                f"{section.path!r} are recorded already, so steps {first} to {last} are not; give them another path"
             )
         return timeline
 

@@ -31,7 +31,7 @@ def layer_replaced(model):
 
 
 def layer_copied(model):
-    """Of a copy that is not deep, with another MLP."""
+    """Put a shallow copy of a layer with another MLP in its place."""
     layer = model.model.layers[1] = copy.copy(model.model.layers[1])
     layer._modules = {**layer._modules, "mlp": copy.deepcopy(layer.mlp)}
 
@@ -77,6 +77,10 @@ CHANGES = {
 def changed(rank, what, config):
     """What is said where a model is changed behind its first step."""
     change, options, _ = CHANGES[what]
+    return changed_by(rank, change, options, config)
+
+
+def changed_by(rank, change, options, config):
     model, tokens, group = tiny(**EXACT, **options), batches(1)[0], torch.distributed.group.WORLD
     ds_sp_overlap.enable(model, config, group)
     outcome(model, tokens, rank, 2, group)
@@ -88,13 +92,8 @@ def changed(rank, what, config):
             undo()
 
 
-def copied_in_a_block(rank):
-    CHANGES["copied"] = layer_copied, {}, ""
-    return changed(rank, "copied", {"scope": "block", "token_chunks": 2})
-
-
 def test_a_shallow_copy_of_a_layer_of_a_block_is_refused_since_the_layer_itself_would_run():
-    for kind, message in on_ranks(2, copied_in_a_block):
+    for kind, message in on_ranks(2, changed_by, layer_copied, {}, {"scope": "block", "token_chunks": 2}):
         assert kind == "RuntimeError" and "model.layers.1: the LlamaDecoderLayer there was replaced" in message, message
 
 
@@ -219,7 +218,7 @@ class Ranged(torch.nn.Linear):
 
 
 def remembered(rank, config):
-    """What such output projections remember behind a first forward, by layer: stock, and overlapped."""
+    """Return what such output projections remember behind a first forward, by layer: stock, and overlapped."""
     tokens, found = batches(1)[0], []
     with sequence_parallel_model(2, **EXACT) as (model, group):
         for overlapped in (False, True):

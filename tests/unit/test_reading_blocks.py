@@ -215,7 +215,18 @@ class Adapted(nn.Linear):
     pass
 
 
+class Quantised(nn.Parameter):
+    """Is a weight that some library multiplies in its own way."""
+
+
+def quantised():
+    linear = nn.Linear(24, 40)
+    linear.weight = Quantised(linear.weight.data)
+    return linear
+
+
 CHILDREN = {
+    "a linear layer with a weight of another type": ("up_proj", quantised()),
     "an activation with a buffer": ("act_fn", Remembering()),
     "an activation with a parameter": ("act_fn", nn.PReLU()),
     "another linear layer": ("up_proj", Adapted(24, 40, device="meta")),

@@ -66,6 +66,18 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     return is_plain or sharded.is_gathered(module)
 
 
+def goes_by_token(module: nn.Module, plain: Plain = PLAIN) -> bool:
+    """Return whether ``module`` is a plain linear layer, which computes each token by itself.
+
+    Unlike `can_split`, without regard to hooks, and to where FSDP keeps the weight.
+
+    Args:
+        module: The module.
+        plain: Known forwards of plain linear layers.
+    """
+    return type(module).forward in plain and sharded.has_plain_parameters(module)
+
+
 # Forwards of norms that are functions of their input and their parameters alone.
 Pure = frozenset[Callable[..., object]]
 PURE: Pure = frozenset((nn.LayerNorm.forward, nn.RMSNorm.forward))

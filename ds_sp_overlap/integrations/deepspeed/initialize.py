@@ -296,8 +296,8 @@ def _warn_of_unsummed_gradients(engine: DeepSpeedEngine) -> None:
     size = getattr(engine, "sequence_parallel_size", 1)
     if size > 1 and groups.mesh_device is not None and engine.zero_optimization_stage() < 3:
         warn_once(
-            "sp_overlap: with sequence_parallel_size and data_parallel_size in its config DeepSpeed "
-            f"does not sum gradients over the sp group (size {size}), without the overlap as well; "
+            "sp_overlap: with sequence_parallel_size and data_parallel_size in its config, "
+            f"DeepSpeed does not sum gradients over the sp group (size {size}), without the overlap as well; "
             "sum them before each optimizer step, or give deepspeed.initialize the mpu of "
             "register_with_transformers (docs/configuration.md)"
         )

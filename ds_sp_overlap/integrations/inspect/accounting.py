@@ -102,6 +102,10 @@ class LoadedGlobal(NamedTuple):
     name: str
     value: Any
 
+    def has_changed(self) -> bool:
+        """Return whether the global has another value now."""
+        return self.namespace.get(self.name, MISSING) is not self.value
+
 
 class Size(int):
     """A size of a tensor that varies between calls: of the batch or the sequence, or a multiple.

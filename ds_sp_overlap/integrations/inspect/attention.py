@@ -128,9 +128,9 @@ class Read:
         for name, before in self.norms.items():
             if fixed_state(getattr(module, name)) != before:
                 names.append(name)
-        for namespace, name, value in self.loaded_globals:
-            if namespace.get(name, MISSING) is not value:
-                names.append(name)
+        for loaded in self.loaded_globals:
+            if loaded.has_changed():
+                names.append(loaded.name)
         return names
 
 

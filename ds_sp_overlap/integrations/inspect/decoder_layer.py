@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...attention.runtime.linear import hooks_are_harmless
 from ..rebinding import is_ours
-from .accounting import MISSING, MOVES, Accounting, LoadedGlobal, Unknown, forward_of, is_plain
+from .accounting import MOVES, Accounting, LoadedGlobal, Unknown, forward_of, is_plain
 from .attention import has_changed
 from .library import own_class
 from .probe import ProbeSchedule
@@ -287,9 +287,9 @@ class BlockReader:
         for path, value in self._lookups.items():
             if has_changed(layer, path, value):
                 return ".".join(map(str, path))
-        for namespace, name, value in self._loaded_globals.values():
-            if namespace.get(name, MISSING) is not value:
-                return name
+        for loaded in self._loaded_globals.values():
+            if loaded.has_changed():
+                return loaded.name
         return ""
 
     def _current_states(self, layer: Any) -> list[list[tuple]]:

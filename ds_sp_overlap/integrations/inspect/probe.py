@@ -9,9 +9,8 @@ with a made-up attention.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from ...chain.block_layer import BlockLayer
 from ...exchange.sp_group import SPGroup
 from ...profiling.steps import in_backward
-from .accounting import is_plain
+from .isolated import isolated
 
 # With ``sp_overlap.check``, a probe is due in every hundredth call.
 EVERY = 100
@@ -123,7 +122,7 @@ def difference(
         The first difference, in words; empty if there is none.
     """
     names = list(names)
-    with _isolated(module, x) as leaf:
+    with isolated(module, x) as leaf:
         o, own = run_own(leaf)
         driven = run_driven(leaf, o)
         # Behind q, k and v comes what the layer returns.
@@ -213,7 +212,7 @@ def difference_of_block(
         x = x.movedim(token_dim, 0)
         return [x[part::parts].movedim(0, token_dim) for part in range(parts)]
 
-    with _isolated(module, arguments["hidden_states"]) as leaf:
+    with isolated(module, arguments["hidden_states"]) as leaf:
         # The attention of a chained layer is overlapped, so `rebind` has set this attribute.
         forward_before, vars(child)["forward"] = vars(child)["forward"], attend
         try:
@@ -259,87 +258,6 @@ def _without_outliers(own: Tensor, driven: Tensor) -> tuple[Tensor, Tensor]:
     # Rounding may send a token to another expert, which is no fault.
     most = by_difference[: len(own) - len(own) // 16]
     return own[most], driven[most]
-
-
-@contextlib.contextmanager
-def _isolated(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
-    """Let the body run a module, forward and backward, and leave no trace in the program.
-
-    Random numbers that the body draws are drawn again behind it. Buffers and constants in the
-    modules get their values back. Dropout is off, hooks on saved tensors are not called, and where
-    modules have hooks, no gradient is recorded.
-
-    Yields:
-        The hidden states ``x`` as a leaf. It requires a gradient if the body may go backward: in
-        all modes but inference mode, if no module has hooks.
-    """
-    devices = [x.device] if x.device.type != "cpu" else []
-    # The hooks of ZeRO-3 and FSDP2 count backward passes.
-    backward = not x.is_inference() and not any(map(_is_hooked, module.modules()))
-    # A checkpoint around the module counts the tensors that are saved. Hooks that do nothing, on
-    # top of the checkpoint's, hide the tensors from it.
-    unhooked = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with (
-        torch.random.fork_rng(devices),
-        torch.set_grad_enabled(backward),
-        unhooked,
-        _without_dropout(module),
-        _restored(module),
-    ):
-        yield x.detach().requires_grad_(backward)
-
-
-@contextlib.contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """Restore buffers and constants of all parts of a module behind the body.
-
-    An observer of quantisation, for instance, keeps the range of what it has seen.
-    """
-    buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-    constants: list[tuple[nn.Module, dict[str, Any]]] = []
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and not buffer.is_meta and not buffer.is_inference():
-                buffers.append((part._buffers, name, buffer, buffer.detach().clone()))
-        # Hooks, such as ZeRO-3's, keep counts of their own in the modules.
-        if not _is_hooked(part):
-            constants.append((part, {name: x for name, x in vars(part).items() if is_plain(x)}))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for holder, name, buffer, before in buffers:
-                holder[name] = buffer
-                is_same = buffer.shape == before.shape and torch.equal(buffer, before)
-                if not is_same:  # guard: the probe leaves no trace
-                    buffer.resize_(before.shape).copy_(before)
-        for part, values in constants:
-            for name, value in values.items():
-                if vars(part).get(name) is not value:
-                    vars(part)[name] = value
-
-
-@contextlib.contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Turn off the dropouts of a module in the body."""
-    # Those of adapters, which would draw other numbers in each of the two runs.
-    dropouts = []
-    for part in module.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.training:
-            dropouts.append(part)
-    for part in dropouts:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in dropouts:
-            part.training = True
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    """Return whether a module has any hook of its own."""
-    forward_hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def equal(x: Any, y: Any) -> bool:

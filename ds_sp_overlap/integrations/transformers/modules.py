@@ -192,11 +192,9 @@ def goes_by_mask(module: nn.Module) -> bool:
         for loads, second, third in zip(code, code[1:], code[2:]):
             # Python 3.13 loads two variables in one instruction, and names both.
             names = loads.argval if isinstance(loads.argval, tuple) else (loads.argval,)
-            # ``is None`` is one instruction with the jump, since Python 3.11, or these two.
-            is_compared = "NONE" in second.opname or (second.argval, third.opname) == (
-                None,
-                "IS_OP",
-            )
+            # Since Python 3.11 the comparison and the jump may be one instruction.
+            is_jump = "NONE" in second.opname
+            is_compared = is_jump or (second.argval is None and third.opname == "IS_OP")
             if is_compared and names[-1] == "attention_mask":
                 return True
     return False

@@ -4,8 +4,8 @@ The layer's own code runs over a stand-in for the streams of a GPU, on tensors o
 whose memory is never touched: operators are noted instead of being computed. So the list holds
 every kernel, copy, event and exchange in the order in which the host launches them, also copies
 that no schedule names. One launch with its shape stands for the forward of each call of local
-attention, and one for its backward. The tensors are a CPU's: where the package chooses a copy by device, the list has
-the copy that it makes on a CPU.
+attention, and one for its backward. The tensors are a CPU's: where the package chooses a copy by
+device, the list has the copy that it makes on a CPU.
 """
 
 from __future__ import annotations

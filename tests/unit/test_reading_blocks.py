@@ -14,8 +14,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+from ds_sp_overlap.attention.runtime.linear import PLAIN
 from ds_sp_overlap.integrations.inspect.accounting import Unknown
 from ds_sp_overlap.integrations.inspect.decoder_layer import BlockReader, BlockReading
+from ds_sp_overlap.integrations.inspect.projections import Projections
+from ds_sp_overlap.integrations.inspect.tokenwise import TRANSFORMERS
 from tests.harness.cases import since_transformers
 
 CONFIG = LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2)
@@ -240,6 +243,32 @@ def test_an_mlp_with_other_children_is_not_known(what):
     setattr(module.mlp, name, child)
     with pytest.raises(Unknown, match=f"mlp.{name} .{type(child).__name__}. is no plain linear layer, and no activation"):
         BlockReader(module, "self_attn")
+
+
+TOGETHER = False
+
+
+class Around(nn.Module):
+    """Multiplies what a linear layer returns by the largest number of all tokens, if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.together = nn.Linear(24, 16), False
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y * y.abs().max() if self.together or TOGETHER else y
+
+
+@pytest.mark.parametrize("how", ["an attribute", "a global"])
+def test_a_projection_is_probed_again_once_something_has_changed(how, monkeypatch):
+    projections, module = Projections(TRANSFORMERS), Around()
+    assert [projections.why_not(module, 24, PLAIN) for _ in range(2)] == ["", ""]
+    if how == "an attribute":
+        module.together = True
+    else:
+        monkeypatch.setitem(Around.forward.__globals__, "TOGETHER", True)
+    assert "projection (Around)" in projections.why_not(module, 24, PLAIN)
 
 
 OTHER_MLPS = {

@@ -87,12 +87,9 @@ def saved_groups(ctx: Any) -> list[tuple[Any, ...]]:
 
     A tensor is freed when its group is let go of, unless the graph is retained.
     """
-    saved, groups, first = ctx.saved_tensors, [], 0
+    saved = iter(ctx.saved_tensors)
     ctx.maybe_clear_saved_tensors()
-    for size in ctx.sizes:
-        groups.append(saved[first : first + size])
-        first += size
-    return groups
+    return [tuple(islice(saved, size)) for size in ctx.sizes]
 
 
 class Exchange:

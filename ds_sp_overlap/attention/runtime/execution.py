@@ -97,25 +97,24 @@ class Call:
             head_dims: ``d`` of each tensor that travels.
             make: Makes the exchange, where it travels in one leg.
         """
-        geometry, schedule, tables = self.geometry, self.schedule, None
-        name = schedule.names_of_values[step.exchange]
-        of_chunk: tuple[Any, ...] = step.group, head_dims
-        if schedule.chunks > 1:
-            of_chunk = *of_chunk, step.chunk, schedule.chunks
-        # The two legs of k and v where they travel once to each node; None for one leg.
-        legs = None if geometry.nodes is None else legs_of(geometry, step.tensors, *of_chunk)
+        geometry, schedule, kinds, tables = self.geometry, self.schedule, step.tensors, None
+        name, group, chunks = schedule.names_of_values[step.exchange], step.group, schedule.chunks
         if step.beside:
             # o and do are values that go to attention, as q does.
-            name = schedule.name(step)
-            layout = geometry.joint_exchange(("q", "q"), *of_chunk)
-        elif len(step.tensors) > 1 or schedule.chunks > 1:
-            layout = geometry.joint_exchange(step.tensors, *of_chunk)
+            name, kinds = schedule.name(step), ("q", "q")
+        if len(kinds) > 1 or chunks > 1:
+            layout = geometry.joint_exchange(kinds, group, head_dims, step.chunk, chunks)
         else:
-            (kind,) = step.tensors
-            layout = geometry.exchange(kind, step.group, head_dims[0], kind in self.by_rank)
+            (kind,) = kinds
+            layout = geometry.exchange(kind, group, head_dims[0], kind in self.by_rank)
             tables = self.rope_tables if kind in ("q", "k") else None
         of_call = self.sp_group, layout, self.where, name, self.checked, tables
-        return make(*of_call) if legs is None else relayed(legs, *of_call)
+        if geometry.nodes is not None:
+            # k and v may travel in two legs, once to each node.
+            legs = legs_of(geometry, step.tensors, group, head_dims, step.chunk, chunks)
+            if legs is not None:
+                return relayed(legs, *of_call)
+        return make(*of_call)
 
 
 def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:

@@ -83,9 +83,10 @@ class InputGradients:
                 self.cut_weights.append(cutter(weight, 0, rows))
         self.norm_gradients: list[Tensor | None] = [None] * (len(self.shapes) - self.linear_count)
         self.dx: Tensor | None = None
-        self.gradients: dict[Part, Tensor] = {}
-        # The parts that have one of dgrad and wgrad done, and not the other.
-        self._half_done: set[Part] = set()
+        # The gradients of the projections' outputs. Dgrad and wgrad come in either order, and each
+        # takes out its own reference, so that the second of them frees the gradient.
+        self._for_dgrad: dict[Part, Tensor] = {}
+        self._for_wgrad: dict[Part, Tensor] = {}
 
     def arrived(self, part: Part, dy: Tensor) -> None:
         """Take the gradient of a part, and send it back through the part's rotation and norm.
@@ -104,7 +105,7 @@ class InputGradients:
             if projections.is_rotated(part, tables):
                 # A rotation needs nothing but its tables to go back.
                 dy = projections.rope.rotate_back(dy.flatten(2, -2), *tables).to(self.dtype)
-            self.gradients[part] = matrix(dy)
+            self._for_dgrad[part] = self._for_wgrad[part] = matrix(dy)
             return
         # The norm is computed again under autograd, since it may be any module.
         leaf = norm_inputs.pop(part).detach().requires_grad_()
@@ -125,14 +126,13 @@ class InputGradients:
                 so_far = self.norm_gradients[index - self.linear_count]
                 gradient = gradient if so_far is None else so_far + gradient
                 self.norm_gradients[index - self.linear_count] = gradient
-        self.gradients[part] = matrix(dy)
+        self._for_dgrad[part] = self._for_wgrad[part] = matrix(dy)
 
     def dgrad(self, part: Part) -> None:
         """Add the share of a part to dx; do nothing where no gradient of the part arrived."""
-        if (dy := self._take(part)) is None:
-            return
-        module, rows, _ = self.projections.rows[part]
-        if self.x_needs_grad:
+        dy = self._for_dgrad.pop(part, None)
+        if dy is not None and self.x_needs_grad:
+            module, rows, _ = self.projections.rows[part]
             weight, dx = self.cut_weights[module](rows), self.dx
             if dx is None:
                 self.dx = dy @ weight
@@ -144,7 +144,8 @@ class InputGradients:
 
     def wgrad(self, part: Part) -> None:
         """Add the share of a part to the gradients of weight and bias, where one arrived."""
-        if (dy := self._take(part)) is None:
+        dy = self._for_wgrad.pop(part, None)
+        if dy is None:
             return
         module, rows, _ = self.projections.rows[part]
         weight, bias = 2 * module, 2 * module + 1
@@ -152,16 +153,6 @@ class InputGradients:
             self.linear_gradients[weight].put(rows, torch.mm, dy.t(), self.x)
         if self.parameters_need_grad[bias]:
             self.linear_gradients[bias].put(rows, torch.sum, dy, 0)
-
-    def _take(self, part: Part) -> Tensor | None:
-        """Return the gradient of a part, None if none arrived.
-
-        Dgrad and wgrad call this once each, in either order; the second call frees the gradient.
-        """
-        if part in self._half_done:
-            return self.gradients.pop(part, None)
-        self._half_done.add(part)
-        return self.gradients.get(part)
 
     def end(self) -> tuple[Tensor | None, ...]:
         """End a backward.

@@ -35,7 +35,7 @@ Adding in place would also round half precision once a slice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
@@ -64,36 +64,18 @@ def parts_of(*parts: Ranges) -> Parts:
     return Parts(parts)
 
 
-@lru_cache(maxsize=4096)
-def _strided(
-    shape: Sequence[int], strides: Sequence[int], dim: int, ranges: Ranges
-) -> tuple | None:
-    """Return shape, strides and offset of the view that `_slices` returns; None for no view.
-
-    Takes two ranges at least; the offset counts from the first element of the tensor.
-    """
-    (first, stop), (second, _), *_ = ranges
-    # The first two ranges give size and step; the others must follow.
-    size, step, stride = stop - first, second - first, strides[dim]
-    # A view has no negative stride, and none is written to that has a number twice.
-    if step < size:
-        return None
-    for index, (start, end) in enumerate(ranges):
-        if (start, end) != (first + index * step, first + index * step + size):
-            return None
-    wide = (*shape[:dim], len(ranges), size, *shape[dim + 1 :])
-    return wide, (*strides[:dim], step * stride, stride, *strides[dim + 1 :]), first * stride
-
-
 def _slices(x: Tensor, dim: int, ranges: Ranges) -> Tensor | None:
-    """Return slices of ``x`` as one view, [.., count, slice, ..] in place of ``dim``.
+    """Return slices of ``x`` as one view, [.., slices, size, ..] in place of ``dim``.
 
-    Returns None unless the slices have one size, ascend evenly spaced, and don't overlap.
+    Returns None unless the slices are one `_Run`.
     """
-    if (view := _strided(x.shape, x.stride(), dim, ranges)) is None:
+    runs = _runs(ranges)
+    if len(runs) > 1:
         return None
-    shape, strides, offset = view
-    return x.as_strided(shape, strides, x.storage_offset() + offset)
+    (run,), shape, strides = runs, x.shape, x.stride()
+    wide = (*shape[:dim], run.slices, run.size, *shape[dim + 1 :])
+    steps = (*strides[:dim], run.step * strides[dim], *strides[dim:])
+    return x.as_strided(wide, steps, x.storage_offset() + run.start * strides[dim])
 
 
 def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
@@ -232,7 +214,7 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
     # overlapping view would lose terms.
     slices = _slices(whole, dim, ranges) if len(ranges) > 1 and not add else None
     if slices is not None:
-        slices.copy_(piece.unflatten(dim, (len(ranges), -1)))
+        slices.copy_(piece.unflatten(dim, slices.shape[dim : dim + 2]))
         return
     place = 0
     for start, stop in ranges:

@@ -126,7 +126,7 @@ class DeltaNet:
         pieces: dict[Part, Tensor] = {}
 
         def project(kind: str, group: int) -> Tensor:
-            # Projected for all groups when the first asks.
+            # The first group that asks has all groups projected.
             if (kind, group) not in pieces:
                 pieces.update(cut_heads(call, kind, _travelling(kind, projected)))
             return pieces.pop((kind, group))
@@ -144,7 +144,7 @@ class DeltaNet:
 
         runner = Recorded(call, attend, project)
         runner.walk(call.schedule.inputs)
-        # Here, under the exchanges that were started.
+        # z is projected here, while the exchanges that were started are under way.
         z = projected("z")
         runner.walk((*call.schedule.attention, *call.schedule.output))
         o = join_heads(call, runner.outputs)
@@ -153,14 +153,14 @@ class DeltaNet:
     def _channels(self, geometry: Geometry, group: int) -> Ranges:
         """Return the rows of the convolution's weight for q, k and v of a group on this rank.
 
-        Called once a group in each call. The geometry takes v for its queries, and q and k, which
-        have the same heads, for its KV heads (see the top).
+        Called once a group in each call. The query heads of the geometry are those of v; its KV
+        heads are those of k, which q has, too (see the top).
         """
         first, last = geometry.kv_range(geometry.sp_rank, group)
         index, keys = geometry.kv_expansion(group), self.key_heads * self.key_dim
         heads = [(first, last)]
         # Where no regular ratio assigns heads of v to those of q and k, `with_kv` has repeated the
-        # latter, one for each head of v; so are their rows.
+        # latter, one for each head of v. Their rows are repeated alike.
         if index is not None:
             heads = [(first + offset, first + offset + 1) for offset in index]
         of_q = [(start * self.key_dim, stop * self.key_dim) for start, stop in heads]

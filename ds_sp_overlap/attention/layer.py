@@ -176,11 +176,11 @@ class LayerRuntime:
     def counted_call(
         self, describe: Describe, inputs: tuple[Tensor, ...], local: Callable[[], Local] | None
     ) -> Call:
-        """Make the `Call` of one call of the layer, and note it in `Calls`, which compares ranks.
+        """Make the `Call` of one call of the layer, and count it in `Calls`, which compares ranks.
 
-        Called by `begin`, whose arguments it takes, and by `chain.chain` for a layer in a chain.
-        Collective in the layer's first call and in the first call of a kind, see
-        Note [Agreement of the ranks]; and as `Calls.count` is.
+        Called by `begin`, whose arguments it shares, and by `chain.chain` for a layer in a chain.
+        Collective as `call` and `Calls.count` are, and in the first call of a kind, see
+        Note [Agreement of the ranks].
 
         Returns:
             The call; in one head group where the probe finds that the local attention needs all
@@ -190,7 +190,7 @@ class LayerRuntime:
             RuntimeError: while a CUDA graph is captured; and as `Calls.count` does.
             ValueError: as `call` does.
         """
-        # A torch without CUDA can't say whether a stream is captured.
+        # Where CUDA was not begun, torch can't say whether a stream is captured.
         is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if is_captured:  # guard: no graph of a call
             raise RuntimeError(

@@ -54,7 +54,7 @@ class SelfAttention:
         local_attention: q, k, v -> o over the global sequence, [b, s, h/P, d] each if
             ``batch_first``, else [s, b, h/P, d]. Where ranks share query heads, as for
             `DistributedAttention`.
-        o_proj: The output projection, [h d_v] -> [m].
+        o_proj: The output projection, [h d] -> [m].
         num_heads: ``h``.
         head_dim: ``d``.
         num_kv_heads: ``h_kv``; None for ``h``.

@@ -33,8 +33,8 @@ class LayerShape:
         sp_size: ``P``.
         batch: ``b``.
         element_bytes: Bytes of an element that is exchanged.
-        intermediate: Width of a gated MLP, which counts towards the layer's time and hides nothing;
-            0: the attention layer alone.
+        intermediate: Width of a gated MLP, which counts towards the layer's time and hides nothing
+            but in a block; 0: the attention layer alone.
         shares: Ranks that share their query heads, ``r``.
 
     Raises:
@@ -196,23 +196,25 @@ class Costs(Sizes):
         self.rates = rates
 
     def ms(self, step: Step) -> float:
-        """Return the duration of a step, in ms: of a start, that of the transfer; of a projection
-        (also dgrad and wgrad), attention or the MLP, that of the work.
+        """Return the duration of a step, in ms.
+
+        A start takes as long as its transfer, a product or attention as long as its work.
         """
         layer, tokens = self.layer, self._tokens
         if step.op is Op.START:
-            # Without index 0, what rank 0 sends to itself.
+            # The part of rank 0 itself, at index 0, is not sent.
             layout = self._exchange(step)
             sent, received = sum(layout.sources.sizes[1:]), sum(layout.targets.sizes[1:])
             moved_bytes = layer.element_bytes * max(sent, received)
             return self.rates.latency_ms + 1e3 * moved_bytes / self.rates.wire
         if step == MLP:
-            # Three matrices; forward, and a backward that takes twice as long.
+            # Three matrices, of width times intermediate each. Backward takes twice as long as
+            # forward: three times forward in all.
             return 1e3 * 2 * tokens * layer.width * 3 * layer.intermediate * 3 / self.rates.matmul
         if step.op is Op.ATTEND:
             start, stop = self.geometry.query_range(0, step.group)
             pairs = layer.seq * self._global_tokens("q") * layer.batch
-            # Two products of 2 FLOP each; half of the pairs are masked.
+            # Two products of 2 FLOP for each pair, of which half are masked: 2 * 2 / 2.
             products = 1e3 * 2 * pairs * (stop - start) * layer.head_dim
             forward = products / self.rates.attention
             # The backward makes five products, the forward two.

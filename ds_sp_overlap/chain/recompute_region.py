@@ -1,7 +1,7 @@
 """Recomputes a region of a forward in backward; autograd saves nothing of the region.
 
     with region.watched(): y = f(x)      a stand-in is saved in place of each tensor
-    backward                             f is run again, once, and fills the stand-ins
+    backward                             each backward runs f once more, which fills the stand-ins
 
 Beyond an activation checkpoint, the region may run in several parts, with other work between them.
 A node of autograd may start the recomputation before it waits for an exchange, to hide that
@@ -28,7 +28,7 @@ class _Saved:
     """Stands for a tensor that a node saves.
 
     Attributes:
-        x: The tensor, between the recomputation and the node's backward; else None.
+        x: The tensor, from the recomputation until a node reads it in backward; else None.
         form: Shape and dtype of the tensor in forward.
     """
 
@@ -77,7 +77,7 @@ class RecomputeRegion(ABC):
     def recompute(self) -> None:
         """Recompute the region, unless this backward has done so.
 
-        Called in backward: by `when_needed`, or at the latest when a node reads a saved tensor.
+        Called in backward: by `when_needed`, or at the latest by `_given`.
 
         Raises:
             RuntimeError: if the second run saves more tensors than the first, or others.
@@ -104,8 +104,8 @@ class RecomputeRegion(ABC):
                         f"{x.dtype} where forward saved {list(saved.form[0])} in {saved.form[1]}; "
                         "let it do the same both times"
                     )
-                # Keeps the memory of a gathered weight, which ZeRO-3 takes from the parameter when
-                # the module's call is over.
+                # ZeRO-3 takes the memory of a gathered weight from the parameter when the module's
+                # call is over; this tensor keeps it.
                 saved.x = x.detach()
 
         def refuse(_: Any) -> Tensor:
@@ -152,10 +152,12 @@ class RecomputeRegion(ABC):
         return saved
 
     def _given(self, saved: _Saved) -> Tensor:
-        """Give a node the tensor of its stand-in in backward, once (the unpack hook).
+        """Give a node the tensor of its stand-in in backward (the unpack hook).
+
+        Each backward of a graph may read the tensor once.
 
         Raises:
-            RuntimeError: if the second run has not saved this tensor.
+            RuntimeError: if the second run has not saved this tensor, or a backward reads it twice.
         """
         if saved.x is None:
             self.recompute()

@@ -23,6 +23,7 @@ class Calls:
     collectives that don't fit together.
     """
 
+    # The planner's recorder sets a number of its own, so that nothing is compared there.
     EVERY = 32
     _of_groups: weakref.WeakKeyDictionary[Any, Calls] = weakref.WeakKeyDictionary()
 

@@ -13,8 +13,9 @@ local side is cut along heads, the global side along the sequence. A `Side` cove
     overlapping parts   KV heads that several ranks need
     sides swapped       the exchange of the gradient
 
-`Patches` is the local side of q and o where one cut is not enough: where ranks share query heads,
-and the tokens of this rank go to several of them.
+`Patches` is a side for which one cut is not enough: the local side of q and o where ranks share
+query heads, and the tokens of this rank go to several of them; and the global side of k and v that
+travel in two legs (`legs`).
 """
 
 from __future__ import annotations
@@ -181,9 +182,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Patches(Side):
-    """The local end of an exchange of q or o that is cut along heads and along tokens.
+    """An end of an exchange that is cut along heads and along tokens.
 
-    A peer's part is some tokens of some heads. Together the parts hold every element once.
+    A peer's part is some tokens of some heads. No two parts hold the same element.
 
     Attributes:
         parts: For each peer, the heads.

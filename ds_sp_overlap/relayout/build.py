@@ -163,16 +163,16 @@ def link(by: list[str], root: Path, objects: list[str], library: str) -> list[st
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Run commands side by side, to the end of all.
+    """Run commands side by side, and wait for all of them.
 
     Raises:
-        BuildError: with the output of the first in the list that failed.
+        BuildError: if some failed, with the output of the one that stands first in ``commands``.
     """
-    pipe, together = subprocess.PIPE, subprocess.STDOUT
-    # All are running before the first is waited for.
-    running = [subprocess.Popen(c, stdout=pipe, stderr=together, text=True) for c in commands]
-    outputs = [process.communicate()[0] for process in running]
-    for command, process, output in zip(commands, running, outputs):
+    # What a command prints as errors goes where its output goes.
+    options: dict = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    processes = [subprocess.Popen(command, **options) for command in commands]
+    outputs = [process.communicate()[0] for process in processes]
+    for command, process, output in zip(commands, processes, outputs):
         if process.returncode:
             raise BuildError(
                 f"{Path(command[0]).name} failed ({process.returncode}):\n"

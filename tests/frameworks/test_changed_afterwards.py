@@ -19,6 +19,11 @@ from tests.harness.zoo import PROGRAMS
 from tests.harness.zoo_on_ranks import activate, fill
 
 BITNET = dict(family="bitnet")  # overlapped at its attention function
+DELTA_NETS = dict(
+    family="qwen3_next", layer_types=["linear_attention", "full_attention"], head_dim=8, num_experts=2, num_experts_per_tok=1,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, mlp_only_layers=[0, 1],
+)  # fmt: skip
+DYNAMIC = dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))
 
 
 def replaced_in_its_parent(model):
@@ -38,6 +43,53 @@ def layer_copied(model):
 
 def eager(model):
     model.set_attn_implementation("eager")
+
+
+def set_back(model):
+    layer = model.model.layers[1].self_attn
+    layer.forward = type(layer).forward.__get__(layer)
+
+
+def trunk_disabled(model):
+    ds_sp_overlap.disable(model.model)
+
+
+def wrapped_and_disabled(model):
+    """Disable a layer whose forward somebody has wrapped: the wrapper stays, and calls the layer's own forward."""
+    layer = model.model.layers[1].self_attn
+    ours = layer.forward
+    layer.forward = lambda *args, **kwargs: ours(*args, **kwargs)
+    ds_sp_overlap.disable(layer)
+
+
+def another_forward(model):
+    """Give an attention a forward that attends to what it is given, as a patch of a library does."""
+    layer = model.model.layers[1].self_attn
+    layer.forward = lambda hidden_states, **_: (layer.o_proj(layer.q_proj(hidden_states)), None)
+
+
+def another_delta_net(model):
+    model.model.layers[0].linear_attn.forward = lambda hidden_states, **_: hidden_states
+
+
+def another_rotary(model):
+    rotary = model.model.rotary_emb
+    rotary.forward = lambda x, position_ids: type(rotary).forward(rotary, x, position_ids)
+
+
+def wrapped(model):
+    """Wrap the forwards of all kinds of layers, which changes nothing."""
+    for module in model.modules():
+        if "forward" in vars(module):
+            module.forward = functools.partial(module.forward)
+
+
+def delta_net_disabled(model):
+    ds_sp_overlap.disable(model.model.layers[0].linear_attn)
+
+
+def rotary_set_back(model):
+    del model.model.rotary_emb.forward
 
 
 def patched(model):
@@ -68,6 +120,16 @@ CHANGES = {
     "a decoder layer is replaced": (layer_replaced, {}, "model.layers.1: the LlamaDecoderLayer there was replaced"),
     "eager attention": (eager, {}, 'attention "eager" needs a mask'),
     "eager attention of a layer at its function": (eager, BITNET, 'model.layers.0.self_attn: its attention is "eager" since'),
+    "the forward of an attention is set back": (set_back, {}, "model.layers.1.self_attn: the LlamaAttention has had its own forward back"),
+    "the trunk is disabled": (trunk_disabled, {}, "model.layers.0.self_attn: the LlamaAttention has had its own forward back"),
+    "the trunk of layers overlapped at their function is disabled": (trunk_disabled, BITNET, "BitNetAttention has had its own forward back"),
+    "a wrapped layer is disabled": (wrapped_and_disabled, {}, "model.layers.1.self_attn: the LlamaAttention has had its own forward back"),
+    "a delta net is disabled": (delta_net_disabled, DELTA_NETS, "model.layers.0.linear_attn: the Qwen3NextGatedDeltaNet has had its own"),
+    "a dynamic rotary embedding is set back": (rotary_set_back, DYNAMIC, "model.rotary_emb: the LlamaRotaryEmbedding has had its own forward"),
+    "an attention is given another forward": (another_forward, {}, "model.layers.1.self_attn (LlamaAttention) attends without"),
+    "an attention at its function is given another forward": (another_forward, BITNET, "model.layers.1.self_attn (BitNetAttention) attends"),
+    "a delta net is given another forward": (another_delta_net, DELTA_NETS, "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet) attends"),
+    "a dynamic rotary embedding is given another forward": (another_rotary, DYNAMIC, "model.rotary_emb (LlamaRotaryEmbedding) attends"),
     "the class's forward is patched": (patched, {}, "computes something else since __class__.forward changed"),
     "what the rotary function calls is patched": (half_patched, {}, "computes something else since rotate_half changed"),
     "the rotary function is patched": (rotary_patched, {}, "computes something else since apply_rotary_pos_emb changed"),
@@ -90,6 +152,11 @@ def changed_by(rank, change, options, config):
     finally:
         if undo is not None:
             undo()
+
+
+@pytest.mark.parametrize("options", [{}, BITNET, DELTA_NETS, DYNAMIC], ids=["whole", "at its function", "delta net", "rotary"])
+def test_forwards_that_somebody_wraps_after_enable_stay_overlapped(options):
+    assert on_ranks(2, changed_by, wrapped, options, {"head_groups": 2}) == [None, None]
 
 
 def test_a_shallow_copy_of_a_layer_of_a_block_is_refused_since_the_layer_itself_would_run():
@@ -278,6 +345,10 @@ WATCHED = [
     Watched(
         Guard("who is overlapped runs", without="if False:"),
         functools.partial(not_refused, what="the attention is replaced in its parent"),
+    ),
+    Watched(
+        Guard("no layer has its own forward back", without="if False:"),
+        functools.partial(not_refused, what="the trunk is disabled"),
     ),
     Watched(
         Guard("a function that exchanges", without="if False:"),

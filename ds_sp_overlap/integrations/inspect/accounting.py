@@ -326,9 +326,8 @@ class Accounting(TorchFunctionMode):
             return args[0]
         if name == "dropout":
             return self._dropout(*args, **kwargs)
-        # Such an index may take other numbers in another call.
         if name == "__getitem__" and not self._is_constant_index(args[1]):
-            self.fail("looks up numbers by a tensor or a list")
+            self.fail("looks up numbers by a tensor or a list")  # which may differ in another call
         if name not in self.allowed:  # guard: only known operations
             self.fail(f"computes what is not known here: {name}")
         has_size = any(isinstance(x, Size) for x in (*args, *kwargs.values()))
@@ -365,7 +364,7 @@ class Accounting(TorchFunctionMode):
         return size
 
     def _is_constant_index(self, index: Any) -> bool:
-        """Return whether an index takes the same part of a tensor whatever its numbers are."""
+        """Return whether an index holds no tensor or list, whose numbers depend on the call."""
         if isinstance(index, slice):
             edges = index.start, index.stop, index.step
             return all(x is None or isinstance(x, int) for x in edges)

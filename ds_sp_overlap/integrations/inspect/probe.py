@@ -180,48 +180,50 @@ def difference_of_block(
 ) -> str:
     """Compare a decoder layer's own forward with the `BlockLayer` that a chain would run.
 
-    Nothing is exchanged. Both run with an attention that reverses the channels.
-    `ChainedLayer.probe` calls this, in a forward of the model.
+    Nothing is exchanged. Both run with an attention that reverses the last dim of its input. Output
+    and gradient of the hidden states are compared, and the arguments that the attention is given.
+    `ChainedLayer.probe` calls this, during a forward of the model.
 
     Args:
         module: The decoder layer.
-        forward: Its own forward, called with the layer before the arguments.
+        forward: The forward of its class, unbound.
         layer: What the chain would run.
         attention: The name of the attention in the decoder layer.
         arguments: The arguments of the decoder layer by name.
         attention_arguments: The arguments of its attention by name, without hidden states.
         lengths: [P]. Local sequence length of every rank, in tokens.
         token_dim: The dim of hidden states that counts tokens.
-        unused: Names of arguments of the attention that change nothing.
+        unused: Names of arguments that the attention does not depend on; they are not compared.
 
     Returns:
-        The first difference, in words; empty if there is none.
+        The first difference, in words, or `UNSEEN`; empty if there is none.
     """
     parts = min(2, *lengths)
     own_attention_arguments: dict[str, Any] = {}
     child = getattr(module, attention)
+    # Behind self and hidden states.
     names = list(inspect.signature(type(child).forward).parameters)[2:]
 
     def attend(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Stand in for the attention: note its arguments, and reverse the channels."""
+        """Stand in for the attention: note its arguments, and reverse the last dim."""
         own_attention_arguments.update(zip(names, args), **kwargs)
         return hidden_states.flip(-1), None
 
     def in_parts(x: Tensor) -> list[Tensor]:
-        """Return every other token, and the rest; a single token is one part."""
+        """Return the even tokens and the odd tokens; a single token is one part."""
         x = x.movedim(token_dim, 0)
         return [x[part::parts].movedim(0, token_dim) for part in range(parts)]
 
     with isolated(module, arguments["hidden_states"]) as leaf:
-        # The attention of a chained layer is overlapped, so `rebind` has set this attribute.
+        # `rebind` has set the attribute ``forward``: the attention is overlapped.
         forward_before, vars(child)["forward"] = vars(child)["forward"], attend
         try:
             own = forward(module, **{**arguments, "hidden_states": leaf})
         finally:
             vars(child)["forward"] = forward_before
         own = own[0] if isinstance(own, tuple) else own
-        # The `BlockLayer` runs on every other token at a time, so that a difference shows if tokens
-        # meet in the MLP.
+        # The `BlockLayer` runs on the even tokens, then on the odd ones, so that a difference shows
+        # if tokens meet in the MLP.
         own, pieces = torch.cat(in_parts(own), token_dim), []
         for h in in_parts(leaf):
             r = h + layer.norm_in(h).flip(-1)

@@ -176,11 +176,11 @@ class _Run:
         }
 
     def _sizes(self, case: Case) -> tuple[int, int]:
-        """Return batch size and sequence length, primes that divide no size of the layer.
+        """Return batch size and sequence length: primes that divide no size of the layer.
 
-        The batch size may be 1.
+        Where the case says so, the batch size is 1.
         """
-        # Without zeros, which every prime divides.
+        # Zeros are left out, since every prime divides them.
         used = [x for x in vars(self.module).values() if isinstance(x, int) and x]
         for parameter in self.module.parameters():
             used += getattr(parameter, "ds_shape", parameter.shape)

@@ -116,8 +116,9 @@ class GlobalSequence:
         self._masks: dict[tuple[int, int, int], Tensor] = {}
 
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
-        """Return where documents start [b, s]; padding in front of a document is a document, too.
+        """Return where documents start [b, s], padding counted as documents of its own.
 
+        Padding in front of a document always is; padding behind it, where positions start anew.
         Adds to ``starts`` the first tokens behind padding; if there are any, `padded` becomes true.
         Raises ValueError for padding between the tokens of a document.
         """
@@ -168,8 +169,8 @@ class GlobalSequence:
 
         None if every row is one document.
         """
-        # Padding behind a document belongs to it, since the state may run on into it. Padding at
-        # the beginning of a row is a document of its own.
+        # Other than in `bounds`, padding behind a document belongs to it, whatever its positions,
+        # since the state may run on into it. Padding at the beginning of a row is a document.
         starts = self._starts if self._mask is None else self._starts & self._mask
         starts[:, 0] = True
         return self._documents_of(_bounds(starts))
@@ -184,7 +185,10 @@ class GlobalSequence:
         return Documents(bounds, self.rows, seq, device=self.device, queries=queries)
 
     def _documents_or_rows(self) -> tuple[np.ndarray, ...]:
-        """Return row, start and stop [n] of each document; of each row if rows aren't packed."""
+        """Return the bounds of each document: its row, its start and its stop, [n] each.
+
+        A row that is one document has the bounds of the row.
+        """
         if self.bounds is not None:
             return tuple(self.bounds.T)
         rows = np.arange(self.rows)

@@ -342,7 +342,6 @@ class Dispatch:
         if module not in self.attend or off_in_eval(module):
             return self.before(module, query, key, value, attention_mask, **kwargs)
         attend, forwards, where = self.attend[module]
-        forwards.attended.add(where)
         # Stock Ulysses needs all keywords, of which `kwargs` loses some below.
         keywords = dict(kwargs)
         per_head = {}

@@ -38,8 +38,8 @@ class Forwards(ForwardPasses):
     Attributes:
         positions: Gathers positions and masks.
         masks: The placeholders that layers are given in place of masks.
-        attended: The names of the layers that have called their attention function, as a `Dispatch`
-            notes them for `_witnessed`.
+        attended: The names of the layers, and rotary embeddings, whose tokens of all ranks were
+            asked for in the forward that is running; for `_witnessed`.
     """
 
     def __init__(self, sp_group: SPGroup, config: SpOverlapConfig):
@@ -66,6 +66,7 @@ class Forwards(ForwardPasses):
             ValueError: for attention that is not causal, a bias for each head, or a mask that the
                 model's mask functions did not make.
         """
+        self.attended.add(where)
         for keyword in _LOCAL_KEYWORDS:
             kwargs.pop(keyword, None)
         position_ids, sequence = kwargs.pop("position_ids", None), self.positions.current
@@ -121,7 +122,7 @@ class Host:
         forwards: Its forwards.
         layers: The layers that are overlapped, by name.
         unseen: The layers among them, overlapped at their attention function, that must still be
-            seen to call it.
+            seen to exchange.
         configs: The configs whose models make masks for these layers.
         namespaces: The globals of the models that make masks for recurrent layers.
         checkpoints: The checkpoints in the model.
@@ -153,39 +154,43 @@ class Host:
         # An outer model has gathered already, or stock Ulysses is off in evaluation.
         if positions.current is not None or off_in_eval(self._first_layer):
             return self._original(*args, **kwargs)
-        self.watched.refuse_changed()
+        foreign = self.watched.refuse_changed()
         arguments = {**dict(zip(self._parameters, args)), **kwargs}
         cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
         implementation = self._first_layer.config._attn_implementation
         with (
             self.checkpoints.keeping(),
             positions.forward(self.name, arguments, cache) as sequence,
-            _witnessed(self.forwards, self.unseen),
+            _witnessed(self.forwards, {**self.unseen, **foreign}) as ran,
             self.forwards.running(sequence.lengths),
             masks.for_attention(self.name, sequence, implementation, configs=self.configs),
         ):
             recurrent = masks.for_recurrent(sequence, self.namespaces)
             with recurrent:  # guard: recurrent layers are told
-                return self._original(*args, **kwargs)
+                out = self._original(*args, **kwargs)
+        for name in ran:
+            self.unseen.pop(name, None)
+        return out
 
 
 @contextlib.contextmanager
-def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[None]:
-    """Check that each layer of ``unseen`` that runs in the body calls its attention function.
+def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[set[str]]:
+    """Check that each layer of ``unseen`` that runs in the body exchanges.
 
-    Raises RuntimeError, after the body, for a layer that doesn't: its tokens were not exchanged.
+    Yields the set of their names, which fills as they run. Raises RuntimeError, after the body, for
+    a layer that did not exchange.
     """
-    if not unseen:
-        yield
-        return
     ran: set[str] = set()
+    if not unseen:
+        yield ran
+        return
     forwards.attended.clear()
     hooks = []
     for name, module in unseen.items():
         # The default binds the name of this module, not that of the last one.
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
     try:
-        yield
+        yield ran
     finally:
         for hook in hooks:
             hook.remove()
@@ -193,20 +198,18 @@ def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[Non
     if local:
         raise RuntimeError(
             f"{first_of(local[0], unseen[local[0]], len(local))} attends without transformers' "
-            "attention functions, so that each rank attended to its own tokens alone; not "
-            "supported with sequence parallelism"
+            "attention functions, or its forward was replaced since ds_sp_overlap.enable, so that "
+            "each rank attended to its own tokens alone; not supported with sequence parallelism"
         )
-    # Each layer is checked once.
-    for name in ran:
-        del unseen[name]
 
 
-def stretched(module: nn.Module, forwards: Forwards) -> Callable:
+def stretched(name: str, module: nn.Module, forwards: Forwards) -> Callable:
     """Return a forward for a rotary embedding whose frequencies depend on the largest position.
 
     Its ``rope_type`` is dynamic or longrope (`modules.goes_by_length`).
 
     Args:
+        name: The name of the rotary embedding.
         module: The rotary embedding.
         forwards: The forwards of its model.
 
@@ -216,6 +219,7 @@ def stretched(module: nn.Module, forwards: Forwards) -> Callable:
     original = module.forward
 
     def with_largest_position(x, position_ids, *args, **kwargs):
+        forwards.attended.add(name)
         sequence = forwards.positions.current
         if sequence is None:
             if off_in_eval(module):

@@ -337,6 +337,8 @@ class _Search:
         for name in self.delta_nets:
             names = delta_net.names_around(self.modules[name])
             namespaces[id(names)] = names
+        bound = [layer.name for layer in self.layers if layer.bind is not None]
+        bound += [name for name, module in self.modules.items() if goes_by_length(module)]
         hosts = []
         for at, layers in self.hosted.items():
             name, model = at or type(self.model).__name__, self.modules[at]
@@ -349,7 +351,7 @@ class _Search:
                 configs=configs,
                 namespaces=list(namespaces.values()),
                 checkpoints=Checkpoints(name, model, self.saving, sp_group=self.overlap.sp_group),
-                watched=Watched(at, layers, self.modules, functions=self.unseen),
+                watched=Watched(at, layers, self.modules, functions=self.unseen, bound=bound),
             )
             bind = functools.partial(rebind, model, host.forward, whole=False, of_copy=refuse_copy)
             hosts.append(HostModule(model, bind))
@@ -358,9 +360,9 @@ class _Search:
     def rotary_embeddings(self) -> list[HostModule]:
         """Return the rotary embeddings whose frequencies depend on the largest position."""
         hosts = []
-        for module in self.modules.values():
+        for name, module in self.modules.items():
             if goes_by_length(module):
-                bind = functools.partial(rebind, module, stretched(module, self.forwards))
+                bind = functools.partial(rebind, module, stretched(name, module, self.forwards))
                 hosts.append(HostModule(module, bind))
         return hosts
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..inspect.library import CACHES, attention_functions, functions_of, once
+from ..rebinding import is_ours, is_rebound
 from .registration import refusal_of
 
 # Arguments of a forward that only a module which mixes tokens takes.
@@ -73,12 +74,14 @@ class Watched:
         names: The names of the overlapped layers in it.
         modules: The modules by name.
         functions: The names of layers that are overlapped at their attention function.
+        bound: The names of all modules whose forward `enable` replaces, of other models too.
 
     Attributes:
         edges: The steps from the model down to the layers. For the name of each module on the way,
             the parent module, the name in the parent, and the module.
         layers: The overlapped layers.
         functions: Those that are overlapped at their attention function, by name.
+        bound: The modules in the model whose forward `enable` replaces, by name.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Watched:
         names: Collection[str],
         modules: dict[str, nn.Module],
         functions: Collection[str],
+        bound: Collection[str],
     ):
         self.edges: dict[str, tuple[nn.Module, str, nn.Module]] = {}
         for name in names:
@@ -96,13 +100,20 @@ class Watched:
                 name = parent
         self.layers = {modules[name] for name in names}
         self.functions = {name: modules[name] for name in names if name in functions}
+        inside = [name for name in bound if not at or name.startswith(f"{at}.")]
+        self.bound = {name: modules[name] for name in inside}
 
-    def refuse_changed(self) -> None:
+    def refuse_changed(self) -> dict[str, nn.Module]:
         """Check the layers, without a collective.
+
+        Returns:
+            The layers, by name, that have somebody else's forward: a wrapper of the one that
+            `enable` set, or another in its place.
 
         Raises:
             RuntimeError: on each rank whose model was changed, if a module was replaced by one that
-                attends without exchanges, or a layer calls another attention function.
+                attends without exchanges, a layer has its own forward back, or calls another
+                attention function.
         """
         for name, (parent, child, module) in self.edges.items():
             current = parent._modules.get(child)
@@ -118,6 +129,17 @@ class Watched:
                     f"{name}: the {type(module).__name__} there was replaced since "
                     "ds_sp_overlap.enable; call it again"
                 )
+        foreign = {}
+        for name, layer in self.bound.items():
+            if not is_ours(layer):
+                foreign[name] = layer
+            if not is_rebound(layer):  # guard: no layer has its own forward back
+                raise RuntimeError(
+                    f"{name}: the {type(layer).__name__} has had its own forward back since "
+                    "ds_sp_overlap.enable (disable was called for a model that shares it, or "
+                    "somebody set it), and each rank would compute with its own tokens alone; call "
+                    "ds_sp_overlap.enable again"
+                )
         for name, layer in self.functions.items():
             config: Any = layer.config
             implementation = config._attn_implementation
@@ -129,6 +151,7 @@ class Watched:
                     "each rank would attend to its own tokens alone; call ds_sp_overlap.enable "
                     "again"
                 )
+        return foreign
 
 
 def unfit(implementation: str) -> str | None:

@@ -204,7 +204,7 @@ class LayerRuntime:
                 call = self._call_of(call.geometry.in_groups(1), call.checked)
         self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)
         if self.sp_group.timeline is not None:
-            self.sp_group.timeline.look()
+            self.sp_group.timeline.write_if_over()
         return call
 
     def _may_call_by_group(

@@ -66,7 +66,7 @@ class RecomputeRegion(ABC):
     def watched(self) -> Iterator[None]:
         """Run the body in forward, as the next part of the region."""
         before = Random.now(self.device)
-        with saved_tensors_hooks(self._leave_out, self._given):
+        with saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._random.append(None if Random.now(self.device) == before else before)
 
@@ -77,7 +77,7 @@ class RecomputeRegion(ABC):
     def recompute(self) -> None:
         """Recompute the region, unless this backward has done so.
 
-        Called in backward: by `when_needed`, or at the latest by `_given`.
+        Called in backward: by `when_needed`, or at the latest by `_unpack`.
 
         Raises:
             RuntimeError: if the second run saves more tensors than the first, or others.
@@ -144,14 +144,14 @@ class RecomputeRegion(ABC):
             hook = y.grad_fn.register_prehook
             hook(lambda _: recompute())  # guard: run again, then gathered for backward
 
-    def _leave_out(self, x: Tensor) -> _Saved:
+    def _pack(self, x: Tensor) -> _Saved:
         """Give a node a stand-in in place of a tensor to save (the pack hook)."""
         saved = _Saved(x)
         # The stand-in lives as long as its node.
         self._saved.append(weakref.ref(saved))
         return saved
 
-    def _given(self, saved: _Saved) -> Tensor:
+    def _unpack(self, saved: _Saved) -> Tensor:
         """Give a node the tensor of its stand-in in backward (the unpack hook).
 
         Each backward of a graph may read the tensor once.

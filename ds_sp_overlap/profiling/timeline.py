@@ -221,8 +221,8 @@ class Timeline:
 
     # Afterwards.
 
-    def look(self) -> None:
-        """Leave this rank's rows for sp rank 0, once the last step is over; sp rank 0 writes all.
+    def write_if_over(self) -> None:
+        """Write the timeline once its last step is over: ranks leave their rows for sp rank 0.
 
         Called in every call of a layer; waits for no rank.
         """
@@ -233,7 +233,7 @@ class Timeline:
         if self.rank:
             self.store.set(str(self.rank), pickle.dumps(self.left))
             del _open[self.folder]
-        # Where a rank has not left its rows yet, sp rank 0 looks again in its next call.
+        # Where a rank has not left its rows yet, sp rank 0 asks again in its next call.
         elif self.store is None or self.store.check([str(rank) for rank in range(1, self.size)]):
             self._write()
 

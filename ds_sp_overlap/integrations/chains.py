@@ -127,7 +127,7 @@ class ForwardPasses:
     Attributes:
         config: The ``sp_overlap`` section.
         known: Readings of the layers so far; layers that are alike share a reading.
-        forward_pass: The forward that is running; None between forwards.
+        forward_pass: The forward that is running, the inner one of two; None between forwards.
     """
 
     def __init__(self, config: SpOverlapConfig):
@@ -145,13 +145,14 @@ class ForwardPasses:
         Args:
             lengths: [P]. Local sequence length of every rank, in tokens.
         """
-        self.forward_pass = forward_pass = ForwardPass(self.config, lengths)
+        outer, self.forward_pass = self.forward_pass, ForwardPass(self.config, lengths)
+        forward_pass = self.forward_pass
         try:
             yield forward_pass
             # The successor of the last layer that started something was never called.
             forward_pass.settle(False)
         finally:
-            self.forward_pass = None
+            self.forward_pass = outer
 
 
 class ChainedLayer(ABC):

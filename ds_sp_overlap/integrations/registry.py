@@ -282,7 +282,9 @@ def disable(model: nn.Module, *, stock_too: bool = False) -> None:
     """Restore the forward of every layer of ``model``, as far as it is overlapped.
 
     Not collective. Call it on every rank of the sp group, since a rank that still exchanges would
-    wait for the others.
+    wait for the others; and behind backward, since an activation checkpoint that recomputes layers
+    afterwards would attend to each rank's tokens alone. Another overlapped model that shares layers
+    with this one refuses its next forward.
 
     Args:
         model: The model that was given to `enable`, or a copy of it.

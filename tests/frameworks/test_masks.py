@@ -319,6 +319,38 @@ def test_recomputed_layers_that_are_never_handed_position_ids_find_their_sequenc
     assert all(max(errors) < IN_FP32["llama4_text"] for errors in on_ranks(2, steps_of_their_own, "new tensors", options))
 
 
+def one_inside_the_other(rank, options):
+    """Errors of two models under one ``enable``, each with documents of its own, of which the one runs in a layer of the other."""
+    group = torch.distributed.group.WORLD
+    (one_tokens, other_tokens), (one_rows, other_rows) = batches(2), ([[10, 22], [32]], [[32], [5, 27]])
+    expected = [
+        document_by_document(tiny(**EXACT, **options, seed=seed), tokens, rows)
+        for seed, tokens, rows in ((0, one_tokens, one_rows), (1, other_tokens, other_rows))
+    ]
+    one, other = (tiny(**EXACT, **options, seed=seed) for seed in (0, 1))
+    ds_sp_overlap.enable(torch.nn.ModuleList([one, other]), {"head_groups": 2}, group)
+    found = []
+
+    def run_the_other(*_):
+        if torch.is_grad_enabled():
+            found.append(outcome(other, other_tokens, rank, 2, group, packed(other_rows)))
+
+    one.model.layers[0].register_forward_hook(run_the_other)
+    errors = [worst(outcome(one, one_tokens, rank, 2, group, packed(one_rows)), expected[0])]
+    return [*errors, *(worst(each, expected[1]) for each in found)]
+
+
+@pytest.mark.parametrize("options", [{}, dict(family="bitnet")], ids=["whole", "at its function"])
+def test_a_model_that_is_called_while_another_one_runs_goes_by_its_own_documents(options):
+    for errors in on_ranks(2, one_inside_the_other, options):
+        assert len(errors) == 2 and max(errors) < FP64, errors
+
+
+def faults_of_another_model(rank):
+    """Guard: only a model inside of the one that runs has its sequence gathered already."""
+    return [f"off by {error}" for error in one_inside_the_other(rank, {}) if error > FP64]
+
+
 # Many documents.
 
 MANY = {
@@ -374,6 +406,7 @@ WATCHED = [
         faults_of_length,
     ),
     Watched(Guard("padding is a document", without="if False:"), faults_of_padding),
+    Watched(Guard("not another model", without="has_gathered = outer is not None"), faults_of_another_model),
     Watched(
         Guard("of its own forward", without="placeholder = list(self._placeholders.values())[-1]"),
         faults_of_sequences,

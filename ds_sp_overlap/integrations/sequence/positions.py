@@ -316,7 +316,8 @@ class Positions:
         documents: The option ``sp_overlap.documents``.
 
     Attributes:
-        current: The global sequence of the forward that is running; None between forwards.
+        current: The global sequence of the forward that is running, the inner one of two; None
+            between forwards.
     """
 
     def __init__(self, sp_group: SPGroup, documents: str):
@@ -346,11 +347,12 @@ class Positions:
         if tokens is None:
             tokens = arguments.get("inputs_embeds")
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        self.current = self.gather(where, tokens, positions, mask=mask, cache=cache)
+        gathered = self.gather(where, tokens, positions, mask=mask, cache=cache)
+        outer, self.current = self.current, gathered
         try:
-            yield self.current
+            yield gathered
         finally:
-            self.current = None
+            self.current = outer
 
     @torch._disable_dynamo
     def gather(

@@ -40,12 +40,14 @@ class Forwards(ForwardPasses):
         masks: The placeholders that layers are given in place of masks.
         attended: The names of the layers, and rotary embeddings, whose tokens of all ranks were
             asked for in the forward that is running; for `_witnessed`.
+        host: The model whose forward is running, the inner one of two; None between forwards.
     """
 
     def __init__(self, sp_group: SPGroup, config: SpOverlapConfig):
         super().__init__(config)
         self.positions, self.masks = Positions(sp_group, config.documents), Masks()
         self.attended: set[str] = set()
+        self.host: Host | None = None
 
     def of(
         self, where: str, module: nn.Module, x: Tensor, mask: Any, kwargs: dict[str, Any]
@@ -86,8 +88,9 @@ class Forwards(ForwardPasses):
         if mask is not None or (sequence is not None and sequence.padded):
             raise ValueError(
                 f"{where}: {type(module).__name__} is given a mask that is not as transformers' "
-                "mask functions made it (for this rank's tokens, or changed on the way); it can't "
-                "be honoured on a sequence that is split over ranks"
+                "mask functions made it in this model (it is for this rank's tokens, was changed "
+                "on the way, or ds_sp_overlap.enable was called again for this layer meanwhile); "
+                "it can't be honoured on a sequence that is split over ranks"
             )
         # No mask means plain causal attention.
         return (sequence or self.positions.gather(where, x, position_ids)), Pattern()
@@ -114,7 +117,8 @@ class Forwards(ForwardPasses):
 class Host:
     """A model that holds overlapped layers, with the forward that takes the place of its own.
 
-    Models inside of each other have a host each; the outermost that is called gathers.
+    Models inside of each other have a host each; the outermost that is called gathers. A model that
+    is called meanwhile and is not inside of that one gathers for itself.
 
     Attributes:
         name: The model's name, for errors.
@@ -143,6 +147,7 @@ class Host:
         self._parameters = list(inspect.signature(type(self.model).forward).parameters)[1:]
         self._original = self.model.forward
         self._first_layer = next(iter(self.layers.values()))
+        self._inside = {*self.model.modules()} - {self.model}
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,9 +155,10 @@ class Host:
 
         Collective. Returns what the model's own forward returns.
         """
-        positions, masks = self.forwards.positions, self.forwards.masks
-        # An outer model has gathered already, or stock Ulysses is off in evaluation.
-        if positions.current is not None or off_in_eval(self._first_layer):
+        positions, masks, outer = self.forwards.positions, self.forwards.masks, self.forwards.host
+        has_gathered = outer is not None and self.model in outer._inside  # guard: not another model
+        # Or stock Ulysses is off in evaluation.
+        if has_gathered or off_in_eval(self._first_layer):
             return self._original(*args, **kwargs)
         foreign = self.watched.refuse_changed()
         arguments = {**dict(zip(self._parameters, args)), **kwargs}
@@ -163,6 +169,7 @@ class Host:
             positions.forward(self.name, arguments, cache) as sequence,
             _witnessed(self.forwards, {**self.unseen, **foreign}) as ran,
             self.forwards.running(sequence.lengths),
+            self._as_host(),
             masks.for_attention(self.name, sequence, implementation, configs=self.configs),
         ):
             recurrent = masks.for_recurrent(sequence, self.namespaces)
@@ -171,6 +178,15 @@ class Host:
         for name in ran:
             self.unseen.pop(name, None)
         return out
+
+    @contextlib.contextmanager
+    def _as_host(self) -> Iterator[None]:
+        """Be the host of `Forwards` while the body runs."""
+        outer, self.forwards.host = self.forwards.host, self
+        try:
+            yield
+        finally:
+            self.forwards.host = outer
 
 
 @contextlib.contextmanager
@@ -184,7 +200,7 @@ def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[set
     if not unseen:
         yield ran
         return
-    forwards.attended.clear()
+    outer, forwards.attended = forwards.attended, set()
     hooks = []
     for name, module in unseen.items():
         # The default binds the name of this module, not that of the last one.
@@ -194,7 +210,8 @@ def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[set
     finally:
         for hook in hooks:
             hook.remove()
-    local = sorted(ran - forwards.attended)
+        attended, forwards.attended = forwards.attended, outer
+    local = sorted(ran - attended)
     if local:
         raise RuntimeError(
             f"{first_of(local[0], unseen[local[0]], len(local))} attends without transformers' "

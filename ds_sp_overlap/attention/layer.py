@@ -190,7 +190,7 @@ class LayerRuntime:
             RuntimeError: while a CUDA graph is captured; and as `Calls.count` does.
             ValueError: as `call` does.
         """
-        # Where CUDA was not begun, torch can't say whether a stream is captured.
+        # Before CUDA is initialised, torch can't say whether a stream is captured.
         is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if is_captured:  # guard: no graph of a call
             raise RuntimeError(

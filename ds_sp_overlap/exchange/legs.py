@@ -5,9 +5,10 @@ Note [Once per node]
 Where several ranks of a node need the same KV heads, k and v would travel to each of them, over the
 network too. With `Geometry.nodes`, they travel in two legs. In the first, these ranks, m
 *siblings*, receive a *piece* each: the i-th of them gets the tokens of ranks i, i + m, i + 2m, ..
-of the sp group. In the second, siblings give each other their pieces, inside the node. Gradients go the same way back: siblings sum
-those of a piece, and send the sum to the ranks that hold its tokens. The pieces interleave the
-ranks so that each sibling receives as much over the network as the others.
+of the sp group. In the second, siblings give each other their pieces, inside the node. Gradients go
+the same way back: siblings sum those of a piece, and send the sum to the ranks that hold its
+tokens. The pieces interleave the ranks so that each sibling receives as much over the network as
+the others.
 """
 
 from __future__ import annotations
@@ -80,10 +81,10 @@ def _spread(
     siblings: list[int],
     pieces: list[tuple[Range, ...]],
 ) -> Layout:
-    """Lay out the second leg: the rank of ``geometry`` gives its siblings its piece, and gets theirs.
+    """Lay out the second leg: the rank gives its siblings its piece, and gets theirs.
 
     Args:
-        geometry: The geometry.
+        geometry: The geometry, with the rank.
         piece: Shape of the rank's own piece.
         siblings: The rank and its siblings.
         pieces: For each rank, the tokens of its piece.

@@ -30,21 +30,6 @@ def is_ours(module: nn.Module) -> bool:
     return function is not None and getattr(function, "__sp_overlap__", None) == id(function)
 
 
-# The modules whose forward is replaced by `rebind` now.
-_rebound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def is_rebound(module: nn.Module) -> bool:
-    """Return whether a call of ``module`` reaches the forward that `rebind` was given.
-
-    It does not after the undo, nor where somebody set the forward of the class back. Somebody's
-    wrapper is taken to call what it wraps.
-    """
-    forward = vars(module).get("forward")
-    is_own = forward is None or getattr(forward, "__func__", None) is type(module).forward
-    return module in _rebound and not is_own
-
-
 def rebind(
     module: nn.Module,
     forward: Callable,
@@ -85,7 +70,6 @@ def rebind(
     def undo(module: nn.Module) -> None:
         """Restore the forward that ``module`` had before."""
         nonlocal active
-        _rebound.discard(module)
         # Where somebody wrapped `dispatch`, without copying its marks, the wrapper stays on the
         # module. `dispatch` then passes calls on to the earlier forward.
         active = False
@@ -101,5 +85,4 @@ def rebind(
     dispatch.__name__ = "forward"
     dispatch.__sp_overlap__, dispatch.before = id(dispatch), before
     module.forward = types.MethodType(dispatch, module)
-    _rebound.add(module)
     return undo

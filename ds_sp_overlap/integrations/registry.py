@@ -283,8 +283,8 @@ def disable(model: nn.Module, *, stock_too: bool = False) -> None:
 
     Not collective. Call it on every rank of the sp group, since a rank that still exchanges would
     wait for the others; and behind backward, since an activation checkpoint that recomputes layers
-    afterwards would attend to each rank's tokens alone. Another overlapped model that shares layers
-    with this one refuses its next forward.
+    afterwards would attend to each rank's tokens alone. Where another overlapped transformers model
+    shares layers with this one, its next forward raises, unless stock Ulysses exchanges for them.
 
     Args:
         model: The model that was given to `enable`, or a copy of it.

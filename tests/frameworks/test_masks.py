@@ -3,9 +3,11 @@
 Held against the model on the whole sequence, as in `test_transformers`.
 """
 
+import functools
 import itertools
 import sys
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
+from ds_sp_overlap.chain.chain import Chain
 from ds_sp_overlap.integrations.sequence import masks
+from ds_sp_overlap.integrations.sequence.positions import Positions
 from tests.harness.cases import full, since_transformers, singles
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import (
@@ -263,7 +267,7 @@ def local_attention(rank, family):
 def test_a_layer_that_runs_without_its_attention_function_is_found_in_the_first_forward():
     for first, second in on_ranks(2, local_attention, "bitnet"):
         assert first[0] == "RuntimeError"
-        assert "model.layers.1.self_attn (BitNetAttention) attends without" in first[1]
+        assert "model.layers.1.self_attn (BitNetAttention) ran without" in first[1]
         assert second is None
 
 
@@ -319,36 +323,64 @@ def test_recomputed_layers_that_are_never_handed_position_ids_find_their_sequenc
     assert all(max(errors) < IN_FP32["llama4_text"] for errors in on_ranks(2, steps_of_their_own, "new tensors", options))
 
 
-def one_inside_the_other(rank, options):
-    """Errors of two models under one ``enable``, each with documents of its own, of which the one runs in a layer of the other."""
+def one_inside_the_other(rank, options, config):
+    """Two models under one ``enable``, each with documents of its own, of which one runs inside the other's forward.
+
+    Their errors; how often positions were gathered, and how many layers ran in a chain.
+    """
     group = torch.distributed.group.WORLD
     (one_tokens, other_tokens), (one_rows, other_rows) = batches(2), ([[10, 22], [32]], [[32], [5, 27]])
+    if "rope_parameters" in options:  # which goes by the length of the row, not by that of a document
+        one_rows = other_rows = [[32], [32]]
     expected = [
         document_by_document(tiny(**EXACT, **options, seed=seed), tokens, rows)
         for seed, tokens, rows in ((0, one_tokens, one_rows), (1, other_tokens, other_rows))
     ]
     one, other = (tiny(**EXACT, **options, seed=seed) for seed in (0, 1))
-    ds_sp_overlap.enable(torch.nn.ModuleList([one, other]), {"head_groups": 2}, group)
+    ds_sp_overlap.enable(torch.nn.ModuleList([one, other]), config, group)
     found = []
 
     def run_the_other(*_):
-        if torch.is_grad_enabled():
-            found.append(outcome(other, other_tokens, rank, 2, group, packed(other_rows)))
+        found.append(outcome(other, other_tokens, rank, 2, group, packed(other_rows)))
 
-    one.model.layers[0].register_forward_hook(run_the_other)
-    errors = [worst(outcome(one, one_tokens, rank, 2, group, packed(one_rows)), expected[0])]
-    return [*errors, *(worst(each, expected[1]) for each in found)]
+    # In front of the trunk, whose own forward then needs what the outer one gathered.
+    one.model.register_forward_pre_hook(run_the_other)
+    gather, run, counts = Positions.gather, Chain.run, [0, 0]
+
+    def counting(index, function, *args, **kwargs):
+        counts[index] += 1
+        return function(*args, **kwargs)
+
+    with (
+        mock.patch.object(
+            Positions, "gather", functools.partialmethod(lambda *args, **kwargs: counting(0, gather, *args, **kwargs))
+        ),
+        mock.patch.object(Chain, "run", functools.partialmethod(lambda *args, **kwargs: counting(1, run, *args, **kwargs))),
+    ):
+        errors = [worst(outcome(one, one_tokens, rank, 2, group, packed(one_rows)), expected[0])]
+    return [*errors, *(worst(each, expected[1]) for each in found)], *counts
 
 
-@pytest.mark.parametrize("options", [{}, dict(family="bitnet")], ids=["whole", "at its function"])
-def test_a_model_that_is_called_while_another_one_runs_goes_by_its_own_documents(options):
-    for errors in on_ranks(2, one_inside_the_other, options):
+INSIDE = {
+    "layers": ({}, {"head_groups": 2}, 0),
+    "layers at their function": (dict(family="bitnet"), {"head_groups": 2}, 0),
+    "a rotary embedding that goes by the length": (DYNAMIC, {"head_groups": 2}, 0),
+    "blocks": ({}, {"scope": "block", "token_chunks": 2}, 4),  # two layers of each model
+}
+
+
+@pytest.mark.parametrize("what", INSIDE)
+def test_a_model_that_is_called_while_another_one_runs_goes_by_its_own_documents(what):
+    options, config, in_chains = INSIDE[what]
+    for errors, gathers, chained in on_ranks(2, one_inside_the_other, options, config):
         assert len(errors) == 2 and max(errors) < FP64, errors
+        assert (gathers, chained) == (2, in_chains), "each model gathers once, and the outer one goes on as it was"
 
 
 def faults_of_another_model(rank):
     """Guard: only a model inside of the one that runs has its sequence gathered already."""
-    return [f"off by {error}" for error in one_inside_the_other(rank, {}) if error > FP64]
+    errors, *_ = one_inside_the_other(rank, {}, {"head_groups": 2})
+    return [f"off by {error}" for error in errors if error > FP64]
 
 
 # Many documents.

@@ -23,7 +23,7 @@ from ..inspect.library import CACHES
 from ..sequence.masks import Masks, Pattern
 from ..sequence.positions import GlobalSequence, Positions
 from .checkpoints import Checkpoints
-from .modules import Watched, first_of, off_in_eval
+from .modules import Watched, first_of, off_in_eval, pretrained
 
 # Keywords that describe the tokens of this rank alone.
 _LOCAL_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -147,7 +147,9 @@ class Host:
         self._parameters = list(inspect.signature(type(self.model).forward).parameters)[1:]
         self._original = self.model.forward
         self._first_layer = next(iter(self.layers.values()))
-        self._inside = {*self.model.modules()} - {self.model}
+        # Not all modules: those that are replaced later would be kept alive.
+        inner = (module for module in self.model.modules() if isinstance(module, pretrained()))
+        self._inside = {*inner} - {self.model}
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,8 +158,8 @@ class Host:
         Collective. Returns what the model's own forward returns.
         """
         positions, masks, outer = self.forwards.positions, self.forwards.masks, self.forwards.host
+        # An outer model has gathered already, or stock Ulysses is off in evaluation.
         has_gathered = outer is not None and self.model in outer._inside  # guard: not another model
-        # Or stock Ulysses is off in evaluation.
         if has_gathered or off_in_eval(self._first_layer):
             return self._original(*args, **kwargs)
         foreign = self.watched.refuse_changed()
@@ -214,9 +216,10 @@ def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[set
     local = sorted(ran - attended)
     if local:
         raise RuntimeError(
-            f"{first_of(local[0], unseen[local[0]], len(local))} attends without transformers' "
-            "attention functions, or its forward was replaced since ds_sp_overlap.enable, so that "
-            "each rank attended to its own tokens alone; not supported with sequence parallelism"
+            f"{first_of(local[0], unseen[local[0]], len(local))} ran without an exchange, each "
+            "rank with its own tokens alone: its forward was replaced or set back since "
+            "ds_sp_overlap.enable (disable of a model that shares it does so; call enable again), "
+            "or it calls none of transformers' attention functions, which is not supported here"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..inspect.library import CACHES, attention_functions, functions_of, once
-from ..rebinding import is_ours, is_rebound
+from ..rebinding import is_ours
 from .registration import refusal_of
 
 # Arguments of a forward that only a module which mixes tokens takes.
@@ -39,12 +39,17 @@ def stock_of(function: Any) -> Any:
     return None
 
 
+def _stock_of(module: Any) -> Any:
+    """Return the ``UlyssesSPAttentionHF`` that exchanges for an attention layer; None if none."""
+    return stock_of(attention_functions().get(module.config._attn_implementation))
+
+
 def off_in_eval(module: Any) -> bool:
     """Return whether ``module`` is in evaluation, which stock Ulysses was told to leave alone.
 
     Asked in every call. Each rank then attends to its own tokens, here as well.
     """
-    stock = stock_of(attention_functions().get(module.config._attn_implementation))
+    stock = _stock_of(module)
     return stock is not None and stock.disable_in_eval and not module.training
 
 
@@ -57,7 +62,7 @@ def refuse_copy(module: Any) -> None:
     Args:
         module: The copy.
     """
-    stock = stock_of(attention_functions().get(module.config._attn_implementation))
+    stock = _stock_of(module)
     if stock is None:  # guard: no rank attends alone
         raise RuntimeError(
             f"{type(module).__name__}: this is a copy of one that is overlapped, and would attend "
@@ -107,13 +112,13 @@ class Watched:
         """Check the layers, without a collective.
 
         Returns:
-            The layers, by name, that have somebody else's forward: a wrapper of the one that
-            `enable` set, or another in its place.
+            The modules, by name, that have another forward than `enable` gave them: their own
+            again, somebody's, or a wrapper around ours. Those for which stock Ulysses exchanges are
+            left out.
 
         Raises:
             RuntimeError: on each rank whose model was changed, if a module was replaced by one that
-                attends without exchanges, a layer has its own forward back, or calls another
-                attention function.
+                attends without exchanges, or a layer calls another attention function.
         """
         for name, (parent, child, module) in self.edges.items():
             current = parent._modules.get(child)
@@ -129,17 +134,6 @@ class Watched:
                     f"{name}: the {type(module).__name__} there was replaced since "
                     "ds_sp_overlap.enable; call it again"
                 )
-        foreign = {}
-        for name, layer in self.bound.items():
-            if not is_ours(layer):
-                foreign[name] = layer
-            if not is_rebound(layer):  # guard: no layer has its own forward back
-                raise RuntimeError(
-                    f"{name}: the {type(layer).__name__} has had its own forward back since "
-                    "ds_sp_overlap.enable (disable was called for a model that shares it, or "
-                    "somebody set it), and each rank would compute with its own tokens alone; call "
-                    "ds_sp_overlap.enable again"
-                )
         for name, layer in self.functions.items():
             config: Any = layer.config
             implementation = config._attn_implementation
@@ -151,6 +145,10 @@ class Watched:
                     "each rank would attend to its own tokens alone; call ds_sp_overlap.enable "
                     "again"
                 )
+        foreign = {}
+        for name, module in self.bound.items():
+            if not is_ours(module) and not (is_attention(module) and _stock_of(module)):
+                foreign[name] = module
         return foreign
 
 

@@ -156,7 +156,7 @@ def changed_by(rank, change, options, config):
 
 
 def still_right(rank, change, options, config):
-    """The error of a model that is changed behind its first step."""
+    """Return the error of a model that is changed behind its first step."""
     model, tokens, group = tiny(**EXACT, **options), batches(1)[0], torch.distributed.group.WORLD
     whole = outcome(model, tokens, 0, 1, None)
     ds_sp_overlap.enable(model, config, group)
@@ -176,7 +176,7 @@ def test_layers_whose_forwards_somebody_wraps_after_enable_stay_overlapped(chang
 
 
 def stock_exchanges(rank):
-    """The error of a model with stock Ulysses, one of whose layers is disabled."""
+    """Return the error of a model with stock Ulysses, one of whose layers is disabled."""
     tokens = batches(1)[0]
     whole = outcome(tiny(**EXACT), tokens, 0, 1, None)
     with sequence_parallel_model(2, **EXACT) as (model, group):
@@ -190,7 +190,7 @@ def test_a_layer_that_is_disabled_is_left_to_stock_where_stock_exchanges():
 
 
 def replaced_modules(rank):
-    """Whether modules that are replaced after ``enable`` are still alive."""
+    """Return for modules that are replaced after ``enable`` whether they are still alive."""
     model, group = tiny(**EXACT), torch.distributed.group.WORLD
     ds_sp_overlap.enable(model, {"head_groups": 2}, group)
     layer = model.model.layers[0].mlp

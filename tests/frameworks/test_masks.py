@@ -324,9 +324,9 @@ def test_recomputed_layers_that_are_never_handed_position_ids_find_their_sequenc
 
 
 def one_inside_the_other(rank, options, config):
-    """Two models under one ``enable``, each with documents of its own, of which one runs inside the other's forward.
+    """Run two models under one ``enable``, each with documents of its own, one inside the other's forward.
 
-    Their errors; how often positions were gathered, and how many layers ran in a chain.
+    Return their errors, how often positions were gathered, and how many layers ran in a chain.
     """
     group = torch.distributed.group.WORLD
     (one_tokens, other_tokens), (one_rows, other_rows) = batches(2), ([[10, 22], [32]], [[32], [5, 27]])

@@ -162,24 +162,21 @@ class Host:
         has_gathered = outer is not None and self.model in outer._inside  # guard: not another model
         if has_gathered or off_in_eval(self._first_layer):
             return self._original(*args, **kwargs)
-        foreign = self.watched.refuse_changed()
+        self.watched.refuse_changed()
         arguments = {**dict(zip(self._parameters, args)), **kwargs}
         cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
         implementation = self._first_layer.config._attn_implementation
         with (
             self.checkpoints.keeping(),
             positions.forward(self.name, arguments, cache) as sequence,
-            _witnessed(self.forwards, {**self.unseen, **foreign}) as ran,
+            _witnessed(self.forwards, self.unseen, self.watched.foreign()),
             self.forwards.running(sequence.lengths),
             self._as_host(),
             masks.for_attention(self.name, sequence, implementation, configs=self.configs),
         ):
             recurrent = masks.for_recurrent(sequence, self.namespaces)
             with recurrent:  # guard: recurrent layers are told
-                out = self._original(*args, **kwargs)
-        for name in ran:
-            self.unseen.pop(name, None)
-        return out
+                return self._original(*args, **kwargs)
 
     @contextlib.contextmanager
     def _as_host(self) -> Iterator[None]:
@@ -192,23 +189,25 @@ class Host:
 
 
 @contextlib.contextmanager
-def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[set[str]]:
-    """Check that each layer of ``unseen`` that runs in the body exchanges.
+def _witnessed(
+    forwards: Forwards, unseen: dict[str, nn.Module], foreign: dict[str, nn.Module]
+) -> Iterator[None]:
+    """Check that each module of ``unseen`` and ``foreign`` that runs in the body exchanges.
 
-    Yields the set of their names, which fills as they run. Raises RuntimeError, after the body, for
-    a layer that did not exchange.
+    Raises RuntimeError, after the body, for one that did not exchange.
     """
-    ran: set[str] = set()
-    if not unseen:
-        yield ran
+    watched = {**unseen, **foreign}
+    if not watched:
+        yield
         return
+    ran: set[str] = set()
     outer, forwards.attended = forwards.attended, set()
     hooks = []
-    for name, module in unseen.items():
+    for name, module in watched.items():
         # The default binds the name of this module, not that of the last one.
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
     try:
-        yield ran
+        yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -216,11 +215,14 @@ def _witnessed(forwards: Forwards, unseen: dict[str, nn.Module]) -> Iterator[set
     local = sorted(ran - attended)
     if local:
         raise RuntimeError(
-            f"{first_of(local[0], unseen[local[0]], len(local))} ran without an exchange, each "
+            f"{first_of(local[0], watched[local[0]], len(local))} ran without an exchange, each "
             "rank with its own tokens alone: its forward was replaced or set back since "
             "ds_sp_overlap.enable (disable of a model that shares it does so; call enable again), "
             "or it calls none of transformers' attention functions, which is not supported here"
         )
+    # Each layer of ``unseen`` is checked once.
+    for name in ran:
+        unseen.pop(name, None)
 
 
 def stretched(name: str, module: nn.Module, forwards: Forwards) -> Callable:

@@ -39,7 +39,7 @@ def stock_of(function: Any) -> Any:
     return None
 
 
-def _stock_of(module: Any) -> Any:
+def _stock_for(module: Any) -> Any:
     """Return the ``UlyssesSPAttentionHF`` that exchanges for an attention layer; None if none."""
     return stock_of(attention_functions().get(module.config._attn_implementation))
 
@@ -49,7 +49,7 @@ def off_in_eval(module: Any) -> bool:
 
     Asked in every call. Each rank then attends to its own tokens, here as well.
     """
-    stock = _stock_of(module)
+    stock = _stock_for(module)
     return stock is not None and stock.disable_in_eval and not module.training
 
 
@@ -62,7 +62,7 @@ def refuse_copy(module: Any) -> None:
     Args:
         module: The copy.
     """
-    stock = _stock_of(module)
+    stock = _stock_for(module)
     if stock is None:  # guard: no rank attends alone
         raise RuntimeError(
             f"{type(module).__name__}: this is a copy of one that is overlapped, and would attend "
@@ -108,13 +108,8 @@ class Watched:
         inside = [name for name in bound if not at or name.startswith(f"{at}.")]
         self.bound = {name: modules[name] for name in inside}
 
-    def refuse_changed(self) -> dict[str, nn.Module]:
+    def refuse_changed(self) -> None:
         """Check the layers, without a collective.
-
-        Returns:
-            The modules, by name, that have another forward than `enable` gave them: their own
-            again, somebody's, or a wrapper around ours. Those for which stock Ulysses exchanges are
-            left out.
 
         Raises:
             RuntimeError: on each rank whose model was changed, if a module was replaced by one that
@@ -145,9 +140,16 @@ class Watched:
                     "each rank would attend to its own tokens alone; call ds_sp_overlap.enable "
                     "again"
                 )
+
+    def foreign(self) -> dict[str, nn.Module]:
+        """Return the modules, by name, that have another forward than `enable` gave them.
+
+        It may be their own again, somebody's, or a wrapper around ours. Those for which stock
+        Ulysses exchanges are left out.
+        """
         foreign = {}
         for name, module in self.bound.items():
-            if not is_ours(module) and not (is_attention(module) and _stock_of(module)):
+            if not is_ours(module) and not (is_attention(module) and _stock_for(module)):
                 foreign[name] = module
         return foreign
 

@@ -34,7 +34,7 @@ from ..warn import warn_once
 from .inspect.accounting import Unknown
 from .inspect.decoder_layer import BlockReader, records_nothing
 from .inspect.probe import EVERY, ProbeSchedule, difference_of_block, refuse_difference
-from .inspect.projections import Projections
+from .inspect.projections import ProjectionProbe
 
 # Note [Leaf modules of ZeRO-3]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -196,7 +196,7 @@ class ChainedLayer(ABC):
         self.successor: ChainedLayer | None = None
         self.choice: ChainTrial | None = None
         self.layer = BlockLayer(attention, *self._parts(), records_nothing)
-        self._projections = Projections(reader.form)
+        self._projections = ProjectionProbe(reader.form)
         if reason := self._why_not_now():
             raise Unknown(reason)
         # Misses in a row, see `MAX_MISSES`; when to copy the output, to find edits of it.

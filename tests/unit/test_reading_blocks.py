@@ -1,8 +1,10 @@
 """What the forward of a decoder layer computes, read by running it on recorders: known, or not known, and never mistaken."""
 
 import copy
+import gc
 import inspect
 import textwrap
+import weakref
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from ds_sp_overlap.attention.runtime.linear import PLAIN
 from ds_sp_overlap.integrations.inspect.accounting import Unknown
 from ds_sp_overlap.integrations.inspect.decoder_layer import BlockReader, BlockReading
-from ds_sp_overlap.integrations.inspect.projections import Projections
+from ds_sp_overlap.integrations.inspect.projections import ProjectionProbe
 from ds_sp_overlap.integrations.inspect.tokenwise import TRANSFORMERS
 from tests.harness.cases import since_transformers
 
@@ -262,13 +264,22 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("how", ["an attribute", "a global"])
 def test_a_projection_is_probed_again_once_something_has_changed(how, monkeypatch):
-    projections, module = Projections(TRANSFORMERS), Around()
+    projections, module = ProjectionProbe(TRANSFORMERS), Around()
     assert [projections.why_not(module, 24, PLAIN) for _ in range(2)] == ["", ""]
     if how == "an attribute":
         module.together = True
     else:
         monkeypatch.setitem(Around.forward.__globals__, "TOGETHER", True)
     assert "projection (Around)" in projections.why_not(module, 24, PLAIN)
+
+
+def test_a_projection_that_was_probed_is_freed_with_its_layer():
+    projections, module = ProjectionProbe(TRANSFORMERS), Around()
+    assert projections.why_not(module, 24, PLAIN) == ""
+    alive = weakref.ref(module)
+    del module
+    gc.collect()
+    assert alive() is None
 
 
 OTHER_MLPS = {

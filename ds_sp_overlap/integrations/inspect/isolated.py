@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...attention.memory.random_state import in_modes
 from .accounting import is_plain
 
 
@@ -24,6 +25,11 @@ def isolated(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
         The hidden states ``x`` as a leaf. It requires a gradient if the body may go backward: in
         all modes but inference mode, if no module has hooks.
     """
+    # Those of adapters, which would draw other numbers in each of the two runs.
+    dropouts = []
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            dropouts.append(part)
     devices = [x.device] if x.device.type != "cpu" else []
     # The hooks of ZeRO-3 and FSDP2 count backward passes.
     backward = not x.is_inference() and not any(map(_is_hooked, module.modules()))
@@ -34,7 +40,7 @@ def isolated(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
         torch.random.fork_rng(devices),
         torch.set_grad_enabled(backward),
         unhooked,
-        _without_dropout(module),
+        in_modes(dropouts, [False] * len(dropouts)),
         _restored(module),
     ):
         yield x.detach().requires_grad_(backward)
@@ -68,23 +74,6 @@ def _restored(module: nn.Module) -> Iterator[None]:
             for name, value in values.items():
                 if vars(part).get(name) is not value:
                     vars(part)[name] = value
-
-
-@contextlib.contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Turn off the dropouts of a module in the body."""
-    # Those of adapters, which would draw other numbers in each of the two runs.
-    dropouts = []
-    for part in module.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.training:
-            dropouts.append(part)
-    for part in dropouts:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in dropouts:
-            part.training = True
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 from torch import nn
@@ -11,7 +12,7 @@ from .accounting import LoadedGlobal
 from .tokenwise import Form, fixed_state, probe_tokenwise
 
 
-class _Found(NamedTuple):
+class _Result(NamedTuple):
     """Holds the result of a probe, and what the result depends on.
 
     Attributes:
@@ -25,7 +26,7 @@ class _Found(NamedTuple):
     loaded_globals: list[LoadedGlobal]
 
 
-class Projections:
+class ProjectionProbe:
     """Probes projections that are no plain linear layers, and keeps the results.
 
     Args:
@@ -34,7 +35,8 @@ class Projections:
 
     def __init__(self, form: Form):
         self._form = form
-        self._found: dict[nn.Module, _Found] = {}
+        # Weak, since adapters come and go.
+        self._results: weakref.WeakKeyDictionary[nn.Module, _Result] = weakref.WeakKeyDictionary()
 
     def why_not(self, module: nn.Module, size: int, plain: Plain) -> str:
         """Explain why a projection of tokens [.., size] may mix them; empty if it does not.
@@ -44,17 +46,17 @@ class Projections:
         """
         if goes_by_token(module, plain):
             return ""
-        state, found = fixed_state(module), self._found.get(module)
-        is_known = found is not None and found.state == state
-        if found is None or not is_known or any(x.has_changed() for x in found.loaded_globals):
-            found = self._found[module] = self._probe(module, size, state)
-        return found.reason  # guard: projections go token by token
+        state, result = fixed_state(module), self._results.get(module)
+        is_known = result is not None and result.state == state
+        if result is None or not is_known or any(x.has_changed() for x in result.loaded_globals):
+            result = self._results[module] = self._probe(module, size, state)
+        return result.reason  # guard: projections go token by token
 
-    def _probe(self, module: nn.Module, size: int, state: list[tuple]) -> _Found:
+    def _probe(self, module: nn.Module, size: int, state: list[tuple]) -> _Result:
         try:
             loaded = probe_tokenwise(
                 "projection", module, size, form=self._form, norm=False, resizes=True
             )
         except Exception as error:  # of any kind: the code was not made for this
-            return _Found(str(error) or type(error).__name__, state, [])
-        return _Found("", state, loaded)
+            return _Result(str(error) or type(error).__name__, state, [])
+        return _Result("", state, loaded)

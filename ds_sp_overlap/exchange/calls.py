@@ -23,7 +23,8 @@ class Calls:
     collectives that don't fit together.
     """
 
-    # The planner's recorder sets a number of its own, so that nothing is compared there.
+    # docs/correctness.md names the number. Recordings of one rank (the planner's, a benchmark's) set
+    # one so large that nothing is compared.
     EVERY = 32
     _of_groups: weakref.WeakKeyDictionary[Any, Calls] = weakref.WeakKeyDictionary()
 
@@ -48,7 +49,8 @@ class Calls:
     def count(self, sp_group: Any, name: str, device: torch.device) -> None:
         """Count a call; every `EVERY` calls, read the last comparison and begin the next.
 
-        Called at the beginning of every call of a layer. Collective in every `EVERY`-th call.
+        `LayerRuntime.counted_call` does so in every call of a layer, before it exchanges anything.
+        Collective in every `EVERY`-th call.
 
         Args:
             sp_group: The sp group.
@@ -65,7 +67,9 @@ class Calls:
         self.names.append(name)  # guard: calls are told by name
         if len(self.names) < self.EVERY:
             return
-        (earlier, alike), self.asked = self.asked, ([], lambda: True)
+        earlier, alike = self.asked
+        # Nothing is asked any more, should what follows raise.
+        self.asked = [], lambda: True
         names, self.names = self.names, []
         try:
             if alike():
@@ -88,13 +92,13 @@ class Calls:
 def _ask_whether_alike(sp_group: Any, text: str, device: torch.device) -> Callable[[], bool]:
     """Begin to compare ``text`` over the ranks; return a function that waits for the answer.
 
-    Collective. The function blocks the host.
+    Collective. The returned function blocks the host.
     """
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     side = sp_group.streams(device)
     with side.after_compute():
-        # One reduction by MAX gives the largest hash, and minus the smallest. Both hashes are equal
-        # if all texts are alike.
+        # One reduction by MAX gives the largest hash, and minus the smallest. They are one hash if
+        # all texts are alike.
         edges = torch.full((2,), number, dtype=torch.int64, device=device)
         edges[1].neg_()
         work = dist.all_reduce(edges, dist.ReduceOp.MAX, group=sp_group.group, async_op=True)

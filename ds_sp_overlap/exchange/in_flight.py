@@ -208,16 +208,12 @@ class InFlight:
         relayout = ops.implementation(self.sp_group.kernels)
         source, sources = self.layout.source, self.layout.sources
         x = self.sources[0]
-        # `join` takes several tensors, parts in several blocks, and what a single copy by PyTorch
-        # packs; the operators of relayout pack one tensor, and rotate.
-        if (
-            self.layout.also
-            or not source.covers
-            or self.rope is None
-            and sources.places()
-            and x.is_contiguous()
-            and relayout.copies(x)  # in one copy
-        ):
+        # Relayout's operators pack one tensor whose parts cover it, and may rotate it. `join` packs
+        # all else, which is never rotated (`Call.exchange`), and what one copy by PyTorch can pack.
+        one_copy = (
+            self.rope is None and sources.places() and x.is_contiguous() and relayout.copies(x)
+        )
+        if self.layout.also or not source.covers or one_copy:
             return join(self.sources, sources, new_empty)
         wire = new_empty(source.elements)
         if self.rope is None:

@@ -52,9 +52,9 @@ def find_chains(
         except Unknown as error:
             reasons[name] = f"{type(modules[parent]).__name__}: {error}"
             continue
-        # A layer that can't run in a chain, or that is in another list, ends the chain before it.
+        # A layer joins the chain of the layer before it in its list of modules.
         last = chains[-1][-1] if chains else None
-        if last is not None and _next_in_list(modules, last.name) == parent:
+        if last is not None and _follows(modules, parent, last.name):
             # One trial for the chain, so that all its layers run the same candidate.
             chained.choice, last.successor = last.choice, chained
             chains[-1].append(chained)
@@ -84,16 +84,21 @@ def _why_no_chains(settings: OverlapSettings) -> str:
         return "sp_overlap.window is of layers one by one"
     # Only a policy of one sp group could time the choice, see `Policy.trial_of_block`.
     if config.scope == "auto" and (policy is None or policy.replicas):
-        return 'scope "auto" is found beside head_groups "auto", in one sp group; "block" takes it'
+        return 'scope "auto" needs head_groups "auto" and one sp group; "block" runs it untimed'
     return ""
 
 
-def _next_in_list(modules: dict[str, nn.Module], name: str) -> str | None:
-    """Return the name that the module behind ``name`` in its ModuleList would have.
+def place_in_list(modules: dict[str, nn.Module], name: str) -> tuple[str, int] | None:
+    """Return the name of the ModuleList that a layer is in, and its index there.
 
-    Returns None if ``name`` is in no list.
+    Returns None for a layer in no list.
     """
     parent, _, number = name.rpartition(".")
-    listed = isinstance(modules.get(parent), nn.ModuleList) and number.isdecimal()
-    # ``layers.4`` for ``layers.3``, even if that is the last of the list: then no layer has it.
-    return f"{parent}.{int(number) + 1}" if listed else None
+    is_listed = isinstance(modules.get(parent), nn.ModuleList) and number.isdecimal()
+    return (parent, int(number)) if is_listed else None
+
+
+def _follows(modules: dict[str, nn.Module], name: str, before: str) -> bool:
+    """Return whether a layer stands right behind the layer ``before`` in a list of modules."""
+    place = place_in_list(modules, name)
+    return place is not None and place_in_list(modules, before) == (place[0], place[1] - 1)

@@ -4,8 +4,8 @@ Imports the standard library only, and runs by itself, too:
 
     python ds_sp_overlap/relayout/build.py [cpu | cuda]
 
-The library depends on torch's stable ABI alone (torch/csrc/stable, from ABI on) and carries the
-CUDA runtime inside. So one binary serves every later torch, with CUDA or without. No GPU has to be
+The library depends on torch's stable ABI alone (torch/csrc/stable, from torch `ABI` on) and carries
+the CUDA runtime inside. So one binary serves every later torch, with CUDA or without. No GPU has to be
 present: CUDA kernels are compiled where nvcc is found, CPU kernels alone where nvcc is missing.
 
     DS_SP_OVERLAP_BUILD    what is built at first use. 0: nothing; cpu, cuda: exactly these kernels,
@@ -181,7 +181,7 @@ def _run(commands: list[list[str]]) -> None:
 
 
 def _wanted(root: Path, cuda: str | None) -> dict[str, str | None]:
-    """Return all that a library built now would depend on, for its JSON file.
+    """Return what decides whether a library must be built again, for its JSON file.
 
     Args:
         root: The folder of torch.
@@ -203,14 +203,17 @@ def _wanted(root: Path, cuda: str | None) -> dict[str, str | None]:
 def is_current(folder: Path = PACKAGE, kind: str = "") -> bool:
     """Return whether the library in ``folder`` is the one that `build` would make.
 
-    Arguments are those of `build`.
+    Arguments are those of `build`. Called at first use (`kernels`) and by the tests.
+
+    Raises:
+        BuildError: as `torch_root` and `sources` do.
     """
     try:
         built = json.loads((folder / "_kernels.json").read_text())
     except (OSError, ValueError):
         return False
     wanted = _wanted(torch_root(), None if kind == "cpu" else nvcc())
-    # "cuda" is the version of nvcc, which is not compared.
+    # Another nvcc is no reason to build again: its version ("cuda") is not compared.
     return (folder / NAME).is_file() and built == {**wanted, "cuda": built.get("cuda")}
 
 
@@ -255,11 +258,12 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
             version = re.search(r"release ([\d.]+)", said)
         built = {**wanted, "cuda": version and version.group(1)}
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "_kernels.json").write_text(json.dumps(built, indent=2) + "\n")
         partial = folder / f"{NAME}.{os.getpid()}"
         shutil.copy(f"{scratch}/{NAME}", partial)
         # Replaced, not overwritten: a process that has loaded the old library keeps it.
         partial.replace(folder / NAME)
+        # Last, so that a build that was killed does not pass for a current one.
+        (folder / "_kernels.json").write_text(json.dumps(built, indent=2) + "\n")
     return folder / NAME
 
 

@@ -89,6 +89,10 @@ def test_a_library_is_kept_for_as_long_as_it_is_of_these_sources(tmp_path, monke
     monkeypatch.setattr(build, "sources", lambda: changed)
     assert not build.is_current(tmp_path, build.wish())
     assert not build.is_current(changed, build.wish()), "no library"
+    monkeypatch.setattr(build, "_run", lambda commands: None)  # then there is no library to copy
+    with pytest.raises(FileNotFoundError):
+        build.build(tmp_path, build.wish())
+    assert not build.is_current(tmp_path, build.wish()), "killed before it replaced the library"
 
 
 LIKE_TORCH = {  # library: its source, what it depends on

@@ -82,7 +82,7 @@ def test_a_transformers_config_gives_layers_and_parameters(capsys, tmp_path):
     [
         ("--memory 79", r"--memory needs --layers and --params; give them, or --model"),
         ("--memory 79 --layers 3", r"--memory needs --params; give them, or --model"),
-        ("--memory 0", r"--memory: must be a number above 0, got '0'"),
+        ("--memory 0", r"--memory: must be a finite number above 0, got '0'"),
         ("--memory 79 --layers 0", r"--layers: must be a whole number of at least 1, got '0'"),
     ],
 )

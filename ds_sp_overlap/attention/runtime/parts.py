@@ -28,13 +28,13 @@ def _joined(
 class _Parts(Node):
     """Cut a tensor into parts, or join parts to a tensor; each is the gradient of the other.
 
-    Gradients are made in one pass, instead of one padded sum a part.
+    The gradient is made in one pass; PyTorch's slicing would add a padded tensor for each part.
     """
 
     @staticmethod
     def forward(ctx, is_cut, shape, dim, parts, *tensors):
-        """Cut the one tensor of ``shape`` into parts if ``is_cut``; else join the tensors to it."""
-        # The gradient of a part may stay None, and is left out; that of a whole is made zero.
+        """Cut the one tensor of ``shape`` into parts if ``is_cut``; else join the tensors to one."""
+        # Backward leaves out parts without a gradient; a whole without one gives zeros.
         ctx.set_materialize_grads(not is_cut)
         ctx.given = is_cut, shape, dim, parts
         if not is_cut:
@@ -42,7 +42,7 @@ class _Parts(Node):
         pieces = []
         for part in parts:
             piece = cut_ranges(tensors[0], dim, part)
-            # No view of x is returned: norms and RoPE may work in place.
+            # Not a view: a norm, or RoPE, may change its part in place.
             if piece is tensors[0] or piece._is_view():
                 piece = piece.clone(memory_format=torch.contiguous_format)
             pieces.append(piece)

@@ -1,4 +1,7 @@
-"""Looks into transformers: its attention functions, caches, and the functions of a class."""
+"""Tells whose code a function is: torch's, transformers' or somebody's own.
+
+Also finds transformers' attention functions and caches, and the functions of a class.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,10 @@ def defined_in(function: Any) -> str:
 
 
 def is_library_function(function: Any) -> bool:
-    """Return whether a function and all its decorators are torch's or transformers'."""
+    """Return whether a function and all its decorators are torch's or transformers'.
+
+    Code of others is run and accounted for; ``PACKAGES`` of `accounting` are what it may load.
+    """
     while defined_in(function).split(".")[0] in ("torch", "transformers"):
         if not hasattr(function, "__wrapped__"):
             return True

@@ -1,4 +1,4 @@
-"""Probes norms and MLPs: checks that such a module is a function of one token at a time.
+"""Probes norms, MLPs and projections: checks that each is a function of one token at a time.
 
 A copy of the module with random weights runs on all tokens at once, then on the tokens in parts, as
 a chain runs chunks of tokens. Outputs and gradients must agree. See Note [Alike tokens].
@@ -29,7 +29,7 @@ from .library import is_library_function, own_class
 BATCH, SEQ = 2, 5
 # See Note [Alike tokens].
 CROWD = 32
-# A prime, which hardly divides the width of a layer.
+# A prime, so that it is unlikely to divide the width of a layer.
 TOKENS = SEQ + CROWD
 # The most numbers in a parameter that the copy of a module may have.
 MOST = 2**26
@@ -46,8 +46,8 @@ class Form:
         biases: Whether attentions, MLPs and linear layers return ``(output, bias)``. The bias is
             yet to be added, or None.
         absent: Names of arguments that are None wherever a layer runs in a chain.
-        accounted: Whether to account for code of norms and MLPs that is neither torch's nor
-            transformers'.
+        accounted: Whether to account for code of norms, MLPs and projections that is neither
+            torch's nor transformers'.
         replacement: Returns what replaces a global of the framework's code, from the run, the
             global's name and its value; None if all globals stay.
     """
@@ -258,8 +258,8 @@ def probe_tokenwise(
 ) -> list[LoadedGlobal]:
     """Check that ``module`` is a function of one token [.., size] at a time.
 
-    Called on the CPU when a layer is read: in `enable`, or again after a change. The module itself
-    doesn't run.
+    Called when a layer is read: in `enable`, or again after a change. A random copy runs on the
+    CPU; the module itself doesn't run.
 
     Args:
         name: Its name, for errors.
@@ -276,7 +276,7 @@ def probe_tokenwise(
         the form doesn't account for code.
 
     Raises:
-        Unknown: if it is no such function.
+        Unknown: if it is no such function. Code of somebody's own may raise anything else.
     """
     where = f"{name} ({type(module).__name__})"
     if norm and [*module.children(), *module.buffers()]:

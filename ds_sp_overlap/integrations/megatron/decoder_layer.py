@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ...attention.self_attention import SelfAttention
 from ...config import SpOverlapConfig
 from ..chains import ChainedLayer, ForwardPass, ForwardPasses
+from ..find_chains import place_in_list
 from ..inspect.accounting import Unknown
 from ..inspect.decoder_layer import BlockReader
 from ..inspect.tokenwise import Form
@@ -125,10 +126,8 @@ def stack_of(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
         name: The name of the layer in the model.
         modules: The modules of the model by name.
     """
-    parent, _, number = name.rpartition(".")
-    if not isinstance(modules.get(parent), nn.ModuleList) or not number.isdecimal():
-        return None
-    return modules[parent.rpartition(".")[0]]
+    place = place_in_list(modules, name)
+    return None if place is None else modules[place[0].rpartition(".")[0]]
 
 
 def _why_chain_cant_recompute(stack: Any, config: SpOverlapConfig) -> str:

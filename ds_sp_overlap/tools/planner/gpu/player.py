@@ -1,15 +1,14 @@
 """Plays launches on a GPU, event by event, on one rank or on several.
 
     host        launches one after another; each takes the host a while, and goes into a queue
-    queue       first in, first out, of one stream or several. Its head leaves when the stream's
-                earlier kernel is over, or when its event has happened. Until then everything
-                behind it waits, of other streams too
+    queue       first in, first out, of one stream or several. A kernel leaves when the stream's
+                earlier kernel is over, a wait when its event has happened, a record at once. Until
+                the head leaves everything behind it waits, of other streams too
     SMs         one block each. Free SMs go to the blocks of higher priority first, then to those
                 that came first. Blocks are never taken off their SM
     collective  waits on its SMs until all its blocks have one and all ranks are there
 
-An SM that becomes free goes to blocks that already wait for one before the next kernel leaves its
-queue: that kernel has still to be launched. So a persistent kernel takes the SMs that an exchange
+Blocks that already wait get a free SM before the next kernel leaves its queue. So a persistent kernel takes the SMs that an exchange
 gives back, and the next exchange waits until the kernel is over.
 
 Left out: clocks, caches, memory bandwidth shared by kernels that run side by side, and where on the
@@ -87,7 +86,7 @@ class _Rank:
         self.held_until = [0.0] * gpu.queues
         self.queue_of: dict[str, int] = {}
         self.last: dict[str, _Running] = {}
-        # By event: what it stands for; None for nothing.
+        # By event: the kernel in front of it on its stream; None if there was none.
         self.events: dict[int, _Running | None] = {}
         self.running: list[_Running] = []
         # Collectives in the order of the host, and those that have begun.
@@ -106,8 +105,9 @@ class Player:
     Args:
         gpus: The GPU of each rank.
         launches: What each host launches, in its order.
-        delay: Called with a rank; returns more time in us for one launch of its host.
-        stretch: Called with a rank; returns a factor for the time of each tile of a compute kernel.
+        delay: Called with a rank for each launch of its host; returns how many us longer it takes.
+        stretch: Called with a rank for each compute kernel; returns a factor for the time of its
+            tiles.
     """
 
     def __init__(
@@ -120,9 +120,10 @@ class Player:
         self.ranks = [_Rank(*each) for each in zip(gpus, launches)]
         self.delay, self.stretch = delay, stretch
         self.now = 0.0
+        # Acts that are planned, by time and then in the order of planning.
         self.heap: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
-        # By communicator and number: the ranks whose blocks are all there.
+        # By communicator and the number of a collective on it: the ranks whose blocks are all there.
         self.meetings: defaultdict[tuple[str, int], list[tuple[int, _Running]]] = defaultdict(list)
 
     def play(self) -> list[Played]:
@@ -256,35 +257,35 @@ class Player:
                 # SMs are kept for the blocks that come first.
                 return
 
-    def _turn(self, index: int, each: _Running, count: int) -> None:
-        """Let ``count`` blocks work on one piece each."""
-        each.left -= count
-        if each.left == 0:
-            # Blocks that get an SM later find nothing to do.
-            each.waiting = 0
+    def _turn(self, index: int, kernel: _Running, count: int) -> None:
+        """Let ``count`` blocks of a kernel work on one tile each."""
+        kernel.left -= count
+        if kernel.left == 0:
+            # Blocks without an SM would find nothing to do.
+            kernel.waiting = 0
 
         def over() -> None:
-            """End the pieces: blocks take the next ones, or give their SMs back."""
+            """End the tiles: blocks take the next ones, or give their SMs back."""
             rank = self.ranks[index]
-            goes_on = min(count, each.left) if each.grid.holds else 0
-            if goes_on:
-                self._turn(index, each, goes_on)
-            each.placed -= count - goes_on
-            rank.free += count - goes_on
-            if each.placed == 0 and each.waiting == 0:
-                self._end(index, each)
+            staying = min(count, kernel.left) if kernel.grid.holds else 0
+            if staying:
+                self._turn(index, kernel, staying)
+            kernel.placed -= count - staying
+            rank.free += count - staying
+            if kernel.placed == 0 and kernel.waiting == 0:
+                self._end(index, kernel)
             self._place(index)
             self._pump(index)
 
-        self._at(self.now + each.grid.tile_us, over)
+        self._at(self.now + kernel.grid.tile_us, over)
 
-    def _arrived(self, index: int, each: _Running) -> None:
+    def _arrived(self, index: int, collective: _Running) -> None:
         """Note that all blocks of a collective are there; it ends if this rank is the last."""
-        rank, launch = self.ranks[index], each.launch
+        rank, launch = self.ranks[index], collective.launch
         assert isinstance(launch, Transfer)
         meeting = self.meetings[launch.stream, rank.count[launch.stream]]
         rank.count[launch.stream] += 1
-        meeting.append((index, each))
+        meeting.append((index, collective))
         if len(meeting) < len(self.ranks):
             return
 
@@ -301,12 +302,12 @@ class Player:
 
         self._at(self.now + rank.gpu.transfer(launch)[1], over)
 
-    def _end(self, index: int, each: _Running) -> None:
+    def _end(self, index: int, running: _Running) -> None:
         """Note that a kernel or a collective is over; its SMs were given back before."""
         rank = self.ranks[index]
-        each.done = True
-        rank.running.remove(each)
-        rank.played.bars.append(Bar(each.launch, each.begin, each.started, self.now))
+        running.done = True
+        rank.running.remove(running)
+        rank.played.bars.append(Bar(running.launch, running.begin, running.started, self.now))
 
 
 def play(gpu: Gpu, launches: Sequence[Launch]) -> Played:

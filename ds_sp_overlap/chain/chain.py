@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..attention.runtime import linear
+from ..attention.runtime.products import autocast_of
 from ..attention.runtime.sharded import FSDP
 from ..exchange.shares import QueryChunks
 from ..schedule import Recompute, by_chunks
@@ -37,7 +38,7 @@ class Started:
         hidden: The hidden states that the layer before it returned. q, k and v were projected from
             their chunks, so no gradient of q, k and v goes through ``hidden``.
         version: Version of ``hidden`` then, which a change in place increases.
-        grad: Whether autograd recorded, and whether ``hidden`` needed a gradient.
+        modes: `_modes` of ``hidden`` then.
         positions: Versions of the position embeddings then.
         ahead: The node of autograd that started q, k and v, set when they are used; None if they
             need no gradient.
@@ -46,7 +47,7 @@ class Started:
     begun: LayerCall
     hidden: Tensor
     version: int
-    grad: tuple[bool, bool]
+    modes: tuple[object, ...]
     positions: tuple[int, ...]
     ahead: Any = None
 
@@ -60,7 +61,7 @@ class Started:
         return (
             layer is self.begun.layer
             and (self.begun.region is None) == (recompute == "none")
-            and self.grad == (torch.is_grad_enabled(), hidden.requires_grad)
+            and self.modes == _modes(hidden)
             and self.begun.options.is_same(options)
             and self.positions == _versions(options.position_embeddings)
             and not _is_watched(hidden)
@@ -134,6 +135,11 @@ class Started:
             if self._between(hidden) is None or not (same_place and same_form):
                 return False
         return hidden._version == self.version  # guard: hidden states as they were
+
+
+def _modes(hidden: Tensor) -> tuple[object, ...]:
+    """Return whether autograd records, whether ``hidden`` needs a gradient, and autocast's state."""
+    return torch.is_grad_enabled(), hidden.requires_grad, *autocast_of(hidden.device).values()
 
 
 def _versions(position_embeddings: Any) -> tuple[int, ...]:
@@ -274,9 +280,8 @@ class Chain:
             here, following, hidden, recompute, None if started is None else started.watch
         )
         if following is not None:
-            grad = torch.is_grad_enabled(), out.requires_grad
             positions = _versions(position_embeddings)
-            self._started = Started(following, out, out._version, grad, positions)
+            self._started = Started(following, out, out._version, _modes(out), positions)
         return out
 
     def _may_start(self, successor: BlockLayer) -> bool:

@@ -79,6 +79,21 @@ def another_rotary(model):
     rotary.forward = lambda x, position_ids: type(rotary).forward(rotary, x, position_ids)
 
 
+def dynamic(model):
+    config = copy.deepcopy(model.config)
+    config.rope_parameters, config.max_position_embeddings = DYNAMIC["rope_parameters"], 8
+    return type(model.model.rotary_emb)(config)
+
+
+def rotary_replaced(model):
+    model.model.rotary_emb = dynamic(model)
+
+
+def rotary_changed(model):
+    """Let the rotary embedding go by the length of the sequence from now on, as after another config."""
+    vars(model.model.rotary_emb).update(vars(dynamic(model)))
+
+
 def wrapped(model):
     """Wrap the forwards of all kinds of layers, which changes nothing."""
     for module in model.modules():
@@ -131,6 +146,8 @@ CHANGES = {
     "an attention at its function is given another forward": (another_forward, BITNET, "model.layers.1.self_attn (BitNetAttention) ran without"),
     "a delta net is given another forward": (another_delta_net, DELTA_NETS, "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet) ran without"),
     "a dynamic rotary embedding is given another forward": (another_rotary, DYNAMIC, "model.rotary_emb (LlamaRotaryEmbedding) ran without"),
+    "a rotary embedding is replaced by a dynamic one": (rotary_replaced, {}, "model.rotary_emb: the LlamaRotaryEmbedding there was replaced"),
+    "a rotary embedding becomes dynamic": (rotary_changed, {}, "model.rotary_emb: its RoPE depends on the length of the sequence since"),
     "the class's forward is patched": (patched, {}, "computes something else since __class__.forward changed"),
     "what the rotary function calls is patched": (half_patched, {}, "computes something else since rotate_half changed"),
     "the rotary function is patched": (rotary_patched, {}, "computes something else since apply_rotary_pos_emb changed"),
@@ -394,6 +411,10 @@ WATCHED = [
     Watched(
         Guard("a function that exchanges", without="if False:"),
         functools.partial(not_refused, what="eager attention of a layer at its function"),
+    ),
+    Watched(
+        Guard("the length of the whole sequence", without="if False:"),
+        functools.partial(not_refused, what="a rotary embedding becomes dynamic"),
     ),
     Watched(Guard("the probe leaves no trace", without="if False:"), traces),
     Watched(Guard("the layer's own forward is the judge", without="if False:"), misread),

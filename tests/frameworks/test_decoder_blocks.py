@@ -88,13 +88,17 @@ def against_whole(rank, size, cases, chunks):
     return figures
 
 
-def under_autocast_in_backward_alone(rank):
-    """For each number of chunks the gradients' errors, relative to all: of the block, and of the model on the whole sequence."""
+def under_autocast_in_one_alone(rank, cast, checkpointing):
+    """For each number of chunks the gradients' errors, relative to all: of the block, and of the model on the whole sequence.
+
+    ``cast`` is "forward" or "backward"; with a ``checkpointing`` layers run again in backward.
+    """
 
     def gradients(model, lengths, at, group, cast):
-        loss = share(model, *inputs_of(batches(1)[0], lengths, at))
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast == "forward"):
+            loss = share(model, *inputs_of(batches(1)[0], lengths, at))
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast == "backward"):
             loss.backward()
         flat = torch.cat([p.grad.flatten() for p in model.parameters()])
         if group is not None:
@@ -102,17 +106,23 @@ def under_autocast_in_backward_alone(rank):
         return flat
 
     model, figures = tiny(**{**EXACT, "dtype": torch.float32}), []
-    exact = gradients(model, [SEQ], 0, None, cast=False)
-    alone = gradients(model, [SEQ], 0, None, cast=True)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    exact = gradients(model, [SEQ], 0, None, cast=None)
+    alone = gradients(model, [SEQ], 0, None, cast=cast)
     for chunks in (2, 3):
-        with block(model, dist.group.WORLD, token_chunks=chunks):
-            mine = gradients(model, [SEQ // 2] * 2, rank, dist.group.WORLD, cast=True)
+        with block(model, dist.group.WORLD, token_chunks=chunks, checkpointing=checkpointing or "recompute"):
+            mine = gradients(model, [SEQ // 2] * 2, rank, dist.group.WORLD, cast=cast)
         figures.append([((x - exact).norm() / exact.norm()).item() for x in (mine, alone)])
     return figures
 
 
-def test_a_backward_under_autocast_that_forward_did_not_have_runs_and_rounds_as_pytorchs_own():
-    for figures in on_ranks(2, under_autocast_in_backward_alone):
+AUTOCAST = [("backward", ""), ("forward", ""), ("forward", "recompute"), ("forward", "keep")]
+
+
+@pytest.mark.parametrize("cast, checkpointing", AUTOCAST)
+def test_under_autocast_in_forward_or_backward_alone_it_rounds_as_pytorchs_own(cast, checkpointing):
+    for figures in on_ranks(2, under_autocast_in_one_alone, cast, checkpointing):
         assert all(0 < mine < 1.5 * alone for mine, alone in figures), figures
 
 

@@ -314,25 +314,36 @@ def test_right_in_every_use(use):
     no_faults(2, faults_of, use)
 
 
-def refilled(rank, shape):
-    """A chain whose layers are given one pair of tables, which are filled anew for each layer."""
+def refilled(at, layer, tables, hidden):
+    """Run a layer with the tables that all layers are given, filled anew."""
+    for table in tables:
+        table.mul_(0.9)
+    return layer(hidden)
+
+
+def under_its_own_autocast(at, layer, tables, hidden):
+    with torch.autocast("cpu", torch.bfloat16, enabled=at % 2 == 0):
+        return layer(hidden)
+
+
+def ahead_and_not(rank, shape, between):
+    """A chain whose q, k and v are started ahead, against one in which none are; ``between`` layers something changes."""
     model = blocks.Model(shape)
     each, tables = blocks.block_layers(model, shape, torch.distributed.group.WORLD), blocks.positions(shape, rank)
     x, outputs = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]), []
     for ahead in (False, False, True):  # nothing is started ahead of a layer that was never called
-        chain, hidden = Chain(shape.chunks), x
-        for layer, successor in zip(each, [*each[1:], None]):
-            for table in tables:
-                table.mul_(0.9)
-            hidden = chain.run(layer, successor if ahead else None, hidden, position_embeddings=tables)
-        for table in tables:
-            table.div_(0.9**LAYERS)
+        chain, hidden, given = Chain(shape.chunks), x, tuple(table.clone() for table in tables)
+        for at, (layer, successor) in enumerate(zip(each, [*each[1:], None])):
+            run = functools.partial(chain.run, layer, successor if ahead else None, position_embeddings=given)
+            hidden = between(at, run, given, hidden)
         outputs.append(hidden.detach())
     return layers.faults(1e-12, output=(outputs[2], outputs[1]))
 
 
-def test_tables_may_be_filled_anew_between_layers():
-    no_faults(2, refilled, Blocks(4, 4, 8, 1, (6, 6), config={"head_groups": 1}))
+@pytest.mark.parametrize("between, dtype", [(refilled, torch.float64), (under_its_own_autocast, torch.float32)])
+def test_q_k_and_v_that_were_started_ahead_are_used_only_if_nothing_changed_since(between, dtype):
+    """Tables that are filled anew, or another state of autocast."""
+    no_faults(2, ahead_and_not, Blocks(4, 4, 8, 1, (6, 6), dtype=dtype, config={"head_groups": 1}), between)
 
 
 ASKING = "grad of input, then backward", "grad of one weight, then backward"

@@ -82,9 +82,10 @@ class Watched:
         bound: The names of all modules whose forward `enable` replaces, of other models too.
 
     Attributes:
-        edges: The steps from the model down to the layers. For the name of each module on the way,
-            the parent module, the name in the parent, and the module.
-        layers: The overlapped layers.
+        edges: The steps from the model down to the layers and the rotary embeddings. For the name
+            of each module on the way, the parent module, the name in the parent, and the module.
+        known: The overlapped layers and the rotary embeddings.
+        rotary: Rotary embeddings whose frequencies don't depend on the largest position, by name.
         functions: Those that are overlapped at their attention function, by name.
         bound: The modules in the model whose forward `enable` replaces, by name.
     """
@@ -97,37 +98,48 @@ class Watched:
         functions: Collection[str],
         bound: Collection[str],
     ):
+        inside = [name for name in modules if not at or name.startswith(f"{at}.")]
+        rotary = [name for name in inside if hasattr(modules[name], "rope_type")]
         self.edges: dict[str, tuple[nn.Module, str, nn.Module]] = {}
-        for name in names:
+        for name in (*names, *rotary):
             while name != at:
                 parent, _, child = name.rpartition(".")
                 self.edges[name] = modules[parent], child, modules[name]
                 name = parent
-        self.layers = {modules[name] for name in names}
+        self.known = {modules[name] for name in (*names, *rotary)}
         self.functions = {name: modules[name] for name in names if name in functions}
-        inside = [name for name in bound if not at or name.startswith(f"{at}.")]
-        self.bound = {name: modules[name] for name in inside}
+        self.bound = {name: modules[name] for name in inside if name in bound}
+        self.rotary = {name: modules[name] for name in rotary if name not in bound}
 
     def refuse_changed(self) -> None:
         """Check the layers, without a collective.
 
         Raises:
             RuntimeError: on each rank whose model was changed, if a module was replaced by one that
-                attends without exchanges, or a layer calls another attention function.
+                attends without exchanges or rotates by the largest position, if a rotary embedding
+                does so now, or if a layer calls another attention function.
         """
         for name, (parent, child, module) in self.edges.items():
             current = parent._modules.get(child)
             # A layer that was removed is not called.
             if current is module or current is None:
                 continue
-            unknown = [part for part in current.modules() if part not in self.layers]
+            unknown = [part for part in current.modules() if part not in self.known]
             # The forward of a shallow copy is bound to the module that was copied.
             bound = [getattr(vars(part).get("forward"), "__self__", part) for part in unknown]
             is_shallow = any(one is not part for one, part in zip(bound, unknown))
-            if is_shallow or any(map(is_attention, unknown)):  # guard: who is overlapped runs
+            needs_others = any(is_attention(part) or goes_by_length(part) for part in unknown)
+            if is_shallow or needs_others:  # guard: who is overlapped runs
                 raise RuntimeError(
                     f"{name}: the {type(module).__name__} there was replaced since "
                     "ds_sp_overlap.enable; call it again"
+                )
+        for name, embedding in self.rotary.items():
+            if goes_by_length(embedding):  # guard: the length of the whole sequence
+                raise RuntimeError(
+                    f"{name}: its RoPE depends on the length of the sequence since "
+                    "ds_sp_overlap.enable, and each rank knows that of its own tokens alone; call "
+                    "ds_sp_overlap.enable again"
                 )
         for name, layer in self.functions.items():
             config: Any = layer.config

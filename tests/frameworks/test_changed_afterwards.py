@@ -43,6 +43,33 @@ def layer_copied(model):
     layer._modules = {**layer._modules, "mlp": copy.deepcopy(layer.mlp)}
 
 
+def layer_appended(model):
+    model.model.layers.append(LlamaDecoderLayer(model.config, 2).double())
+    model.config.num_hidden_layers += 1
+
+
+class Beside(torch.nn.Module):
+    """An MLP, and an attention beside it."""
+
+    def __init__(self, mlp, attention):
+        super().__init__()
+        self.mlp, self.attention = mlp, attention
+
+    def forward(self, x):
+        tables = torch.ones(2, *x.shape[:2], self.attention.head_dim, dtype=x.dtype)
+        return self.mlp(x) + self.attention(x, tuple(tables), None)[0]
+
+
+def attention_beside_an_mlp(model):
+    layer = model.model.layers[1]
+    layer.mlp = Beside(layer.mlp, LlamaAttention(model.config, 2).double())
+
+
+def delta_net_replaced(model):
+    layer = model.model.layers[0]
+    layer.linear_attn = type(layer.linear_attn)(model.config, 0).double()
+
+
 def eager(model):
     model.set_attn_implementation("eager")
 
@@ -101,6 +128,24 @@ def wrapped(model):
             module.forward = functools.partial(module.forward)
 
 
+class Around(torch.nn.Module):
+    """A module around a layer, which passes on what the layer is given."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        return self.layer(hidden_states, attention_mask=attention_mask, **kwargs)
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name == "layer" else getattr(self.layer, name)
+
+
+def wrapped_in_a_module(model):
+    model.model.layers[1] = Around(model.model.layers[1])
+
+
 def delta_net_disabled(model):
     ds_sp_overlap.disable(model.model.layers[0].linear_attn)
 
@@ -133,8 +178,11 @@ def half_patched(model):
 
 
 CHANGES = {
-    "the attention is replaced in its parent": (replaced_in_its_parent, {}, "model.layers.1.self_attn: the LlamaAttention there was replaced"),
-    "a decoder layer is replaced": (layer_replaced, {}, "model.layers.1: the LlamaDecoderLayer there was replaced"),
+    "the attention is replaced in its parent": (replaced_in_its_parent, {}, "model.layers.1.self_attn: this LlamaAttention was put there"),
+    "a decoder layer is replaced": (layer_replaced, {}, "model.layers.1.self_attn: this LlamaAttention was put there"),
+    "a decoder layer is appended": (layer_appended, {}, "model.layers.2.self_attn: this LlamaAttention was put there"),
+    "an attention is put beside an MLP": (attention_beside_an_mlp, {}, "model.layers.1.mlp.attention: this LlamaAttention was put there"),
+    "a delta net is replaced": (delta_net_replaced, DELTA_NETS, "model.layers.0.linear_attn: this Qwen3NextGatedDeltaNet was put there"),
     "eager attention": (eager, {}, 'attention "eager" needs a mask'),
     "eager attention of a layer at its function": (eager, BITNET, 'model.layers.0.self_attn: its attention is "eager" since'),
     "the forward of an attention is set back": (set_back, {}, "model.layers.1.self_attn (LlamaAttention) ran without an exchange"),
@@ -146,8 +194,8 @@ CHANGES = {
     "an attention at its function is given another forward": (another_forward, BITNET, "model.layers.1.self_attn (BitNetAttention) ran without"),
     "a delta net is given another forward": (another_delta_net, DELTA_NETS, "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet) ran without"),
     "a dynamic rotary embedding is given another forward": (another_rotary, DYNAMIC, "model.rotary_emb (LlamaRotaryEmbedding) ran without"),
-    "a rotary embedding is replaced by a dynamic one": (rotary_replaced, {}, "model.rotary_emb: the LlamaRotaryEmbedding there was replaced"),
-    "a rotary embedding becomes dynamic": (rotary_changed, {}, "model.rotary_emb: its RoPE depends on the length of the sequence since"),
+    "a rotary embedding is replaced by a dynamic one": (rotary_replaced, {}, "model.rotary_emb: this LlamaRotaryEmbedding was put there"),
+    "a rotary embedding becomes dynamic": (rotary_changed, {}, "model.rotary_emb: this LlamaRotaryEmbedding was put there, or changed, since"),
     "the class's forward is patched": (patched, {}, "computes something else since __class__.forward changed"),
     "what the rotary function calls is patched": (half_patched, {}, "computes something else since rotate_half changed"),
     "the rotary function is patched": (rotary_patched, {}, "computes something else since apply_rotary_pos_emb changed"),
@@ -175,7 +223,9 @@ def changed_by(rank, change, options, config):
 def still_right(rank, change, options, config):
     """Return the error of a model that is changed behind its first step."""
     model, tokens, group = tiny(**EXACT, **options), batches(1)[0], torch.distributed.group.WORLD
-    whole = outcome(model, tokens, 0, 1, None)
+    alone = copy.deepcopy(model)
+    change(alone)
+    whole = outcome(alone, tokens, 0, 1, None)
     ds_sp_overlap.enable(model, config, group)
     outcome(model, tokens, rank, 2, group)
     change(model)
@@ -185,25 +235,35 @@ def still_right(rank, change, options, config):
 @pytest.mark.parametrize("config", [{"head_groups": 2}, {"scope": "block", "token_chunks": 2}], ids=["layer", "block"])
 @pytest.mark.parametrize(
     "change, options",
-    [(wrapped, {}), (wrapped, BITNET), (wrapped, DELTA_NETS), (wrapped, DYNAMIC), (set_back, BITNET)],
-    ids=["whole", "at its function", "delta net", "rotary", "set back, at its function"],
+    [(wrapped, {}), (wrapped, BITNET), (wrapped, DELTA_NETS), (wrapped, DYNAMIC), (set_back, BITNET), (wrapped_in_a_module, {})],
+    ids=["whole", "at its function", "delta net", "rotary", "set back, at its function", "in a module"],
 )
 def test_layers_whose_forwards_somebody_wraps_after_enable_stay_overlapped(change, options, config):
     assert max(on_ranks(2, still_right, change, options, config)) < (1e-6 if options is DELTA_NETS else FP64)  # its rule is in fp32
 
 
-def stock_exchanges(rank):
-    """Return the error of a model with stock Ulysses, one of whose layers is disabled."""
+def disabled(model):
+    ds_sp_overlap.disable(model.model.layers[1])
+
+
+def stock_exchanges(rank, change):
+    """Return the error of a model with stock Ulysses that is changed after ``enable``."""
     tokens = batches(1)[0]
-    whole = outcome(tiny(**EXACT), tokens, 0, 1, None)
+    torch.manual_seed(1)  # of a new layer
+    alone = tiny(**EXACT)
+    if change is layer_appended:
+        change(alone)
+    whole = outcome(alone, tokens, 0, 1, None)
     with sequence_parallel_model(2, **EXACT) as (model, group):
         ds_sp_overlap.enable(model, {"head_groups": 2})
-        ds_sp_overlap.disable(model.model.layers[1])
+        change(model)
+        model.load_state_dict(alone.state_dict())
         return worst(outcome(model, tokens, rank, 2, group), whole)
 
 
-def test_a_layer_that_is_disabled_is_left_to_stock_where_stock_exchanges():
-    assert max(on_ranks(2, stock_exchanges)) < FP64
+@pytest.mark.parametrize("change", [disabled, layer_appended])
+def test_a_layer_that_is_not_overlapped_is_left_to_stock_where_stock_exchanges(change):
+    assert max(on_ranks(2, stock_exchanges, change)) < FP64
 
 
 def replaced_modules(rank):
@@ -223,7 +283,7 @@ def test_modules_that_are_replaced_after_enable_are_freed():
 
 def test_a_shallow_copy_of_a_layer_of_a_block_is_refused_since_the_layer_itself_would_run():
     for kind, message in on_ranks(2, changed_by, layer_copied, {}, {"scope": "block", "token_chunks": 2}):
-        assert kind == "RuntimeError" and "model.layers.1: the LlamaDecoderLayer there was replaced" in message, message
+        assert kind == "RuntimeError" and "model.layers.1: this LlamaDecoderLayer was put there" in message, message
 
 
 @pytest.mark.parametrize("config", [{"head_groups": 2}, {"scope": "block", "token_chunks": 2}], ids=["layer", "block"])
@@ -411,10 +471,6 @@ WATCHED = [
     Watched(
         Guard("a function that exchanges", without="if False:"),
         functools.partial(not_refused, what="eager attention of a layer at its function"),
-    ),
-    Watched(
-        Guard("the length of the whole sequence", without="if False:"),
-        functools.partial(not_refused, what="a rotary embedding becomes dynamic"),
     ),
     Watched(Guard("the probe leaves no trace", without="if False:"), traces),
     Watched(Guard("the layer's own forward is the judge", without="if False:"), misread),

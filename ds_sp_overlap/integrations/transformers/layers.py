@@ -342,16 +342,20 @@ class _Search:
         hosts = []
         for at, layers in self.hosted.items():
             name, model = at or type(self.model).__name__, self.modules[at]
+            functions = {key: layer for key, layer in layers.items() if key in self.unseen}
+            inside = [key for key in bound if not at or key.startswith(f"{at}.")]
             host = Host(
                 name,
                 model,
                 self.forwards,
                 layers=layers,
-                unseen={key: layer for key, layer in layers.items() if key in self.unseen},
+                unseen=dict(functions),
                 configs=configs,
                 namespaces=list(namespaces.values()),
                 checkpoints=Checkpoints(name, model, self.saving, sp_group=self.overlap.sp_group),
-                watched=Watched(at, layers, self.modules, functions=self.unseen, bound=bound),
+                watched=Watched(
+                    at, model, functions, bound={key: self.modules[key] for key in inside}
+                ),
             )
             bind = functools.partial(rebind, model, host.forward, whole=False, of_copy=refuse_copy)
             hosts.append(HostModule(model, bind))

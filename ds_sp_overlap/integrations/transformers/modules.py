@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -41,7 +42,13 @@ def stock_of(function: Any) -> Any:
 
 def _stock_for(module: Any) -> Any:
     """Return the ``UlyssesSPAttentionHF`` that exchanges for an attention layer; None if none."""
-    return stock_of(attention_functions().get(module.config._attn_implementation))
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return stock_of(attention_functions().get(implementation))
+
+
+def _is_left_to_stock(module: nn.Module) -> bool:
+    """Return whether a module is an attention layer for which stock Ulysses exchanges."""
+    return is_attention(module) and _stock_for(module) is not None
 
 
 def off_in_eval(module: Any) -> bool:
@@ -72,74 +79,43 @@ def refuse_copy(module: Any) -> None:
 
 
 class Watched:
-    """Checks, before each forward of a model, that its overlapped layers are still in place.
+    """Checks, before each forward of a model, that tokens still meet in overlapped layers alone.
 
     Args:
         at: The name of the model.
-        names: The names of the overlapped layers in it.
-        modules: The modules by name.
-        functions: The names of layers that are overlapped at their attention function.
-        bound: The names of all modules whose forward `enable` replaces, of other models too.
+        model: The model.
+        functions: The layers in it that are overlapped at their attention function, by name.
+        bound: The modules in it whose forward `enable` replaces, by name.
 
     Attributes:
-        edges: The steps from the model down to the layers and the rotary embeddings. For the name
-            of each module on the way, the parent module, the name in the parent, and the module.
-        known: The overlapped layers and the rotary embeddings.
-        rotary: Rotary embeddings whose frequencies don't depend on the largest position, by name.
-        functions: Those that are overlapped at their attention function, by name.
-        bound: The modules in the model whose forward `enable` replaces, by name.
+        known: The modules that need the tokens of all ranks, as `enable` has found them. Weak, so
+            that none is kept alive that is replaced.
     """
 
     def __init__(
         self,
         at: str,
-        names: Collection[str],
-        modules: dict[str, nn.Module],
-        functions: Collection[str],
-        bound: Collection[str],
+        model: nn.Module,
+        functions: dict[str, nn.Module],
+        bound: dict[str, nn.Module],
     ):
-        inside = [name for name in modules if not at or name.startswith(f"{at}.")]
-        rotary = [name for name in inside if hasattr(modules[name], "rope_type")]
-        self.edges: dict[str, tuple[nn.Module, str, nn.Module]] = {}
-        for name in (*names, *rotary):
-            while name != at:
-                parent, _, child = name.rpartition(".")
-                self.edges[name] = modules[parent], child, modules[name]
-                name = parent
-        self.known = {modules[name] for name in (*names, *rotary)}
-        self.functions = {name: modules[name] for name in names if name in functions}
-        self.bound = {name: modules[name] for name in inside if name in bound}
-        self.rotary = {name: modules[name] for name in rotary if name not in bound}
+        self.at, self.model, self.functions, self.bound = at, model, functions, bound
+        self.known = weakref.WeakSet(filter(_needs_tokens_of_all, model.modules()))
 
     def refuse_changed(self) -> None:
-        """Check the layers, without a collective.
+        """Check the model, without a collective.
 
         Raises:
-            RuntimeError: on each rank whose model was changed, if a module was replaced by one that
-                attends without exchanges or rotates by the largest position, if a rotary embedding
-                does so now, or if a layer calls another attention function.
+            RuntimeError: on each rank whose model was changed, if a module needs the tokens of all
+                ranks that did not in `enable`, or a layer calls another attention function.
         """
-        for name, (parent, child, module) in self.edges.items():
-            current = parent._modules.get(child)
-            # A layer that was removed is not called.
-            if current is module or current is None:
-                continue
-            unknown = [part for part in current.modules() if part not in self.known]
-            # The forward of a shallow copy is bound to the module that was copied.
-            bound = [getattr(vars(part).get("forward"), "__self__", part) for part in unknown]
-            is_shallow = any(one is not part for one, part in zip(bound, unknown))
-            needs_others = any(is_attention(part) or goes_by_length(part) for part in unknown)
-            if is_shallow or needs_others:  # guard: who is overlapped runs
+        for part in self.model.modules():
+            if self._is_unknown(part):  # guard: who is overlapped runs
+                names = {module: name for name, module in self.model.named_modules()}
                 raise RuntimeError(
-                    f"{name}: the {type(module).__name__} there was replaced since "
-                    "ds_sp_overlap.enable; call it again"
-                )
-        for name, embedding in self.rotary.items():
-            if goes_by_length(embedding):  # guard: the length of the whole sequence
-                raise RuntimeError(
-                    f"{name}: its RoPE depends on the length of the sequence since "
-                    "ds_sp_overlap.enable, and each rank knows that of its own tokens alone; call "
-                    "ds_sp_overlap.enable again"
+                    f"{self.at}{'.' * bool(self.at)}{names[part]}: this {type(part).__name__} was "
+                    "put there, or changed, since ds_sp_overlap.enable, and each rank would run it "
+                    "on its own tokens alone; call ds_sp_overlap.enable again"
                 )
         for name, layer in self.functions.items():
             config: Any = layer.config
@@ -153,6 +129,18 @@ class Watched:
                     "again"
                 )
 
+    def _is_unknown(self, part: nn.Module) -> bool:
+        """Return whether a part of the model needs the tokens of all ranks and gets its own."""
+        forward = vars(part).get("forward")
+        # The forward of a shallow copy drives the module that was copied.
+        if forward is not None and is_ours(part) and forward.__self__ is not part:
+            return True
+        if not _needs_tokens_of_all(part) or part in self.known or _is_left_to_stock(part):
+            return False
+        # A module around one of these takes the arguments of a sequence to pass them on.
+        inner = (other for other in part.modules() if other is not part)
+        return not any(map(_needs_tokens_of_all, inner))
+
     def foreign(self) -> dict[str, nn.Module]:
         """Return the modules, by name, that have another forward than `enable` gave them.
 
@@ -161,7 +149,7 @@ class Watched:
         """
         foreign = {}
         for name, module in self.bound.items():
-            if not is_ours(module) and not (is_attention(module) and _stock_for(module)):
+            if not is_ours(module) and not _is_left_to_stock(module):
                 foreign[name] = module
         return foreign
 
@@ -184,10 +172,16 @@ def _arguments(kind: type[nn.Module]) -> frozenset[str]:
 
 def is_attention(module: nn.Module) -> bool:
     """Return whether the code of a module uses transformers' table of attention functions."""
-    if isinstance(module, pretrained()):
+    return _uses_table(type(module))
+
+
+@once
+def _uses_table(kind: type[nn.Module]) -> bool:
+    """Return whether the code of a class uses transformers' table of attention functions."""
+    if issubclass(kind, pretrained()):
         return False
     name, library = "ALL_ATTENTION_FUNCTIONS", attention_functions()
-    for function in functions_of(type(module)):
+    for function in functions_of(kind):
         # Some files have another table under this name.
         if (
             name in function.__code__.co_names
@@ -199,9 +193,23 @@ def is_attention(module: nn.Module) -> bool:
 
 def mixes(module: nn.Module) -> bool:
     """Return whether a module lets tokens meet, judged by the arguments of its forward."""
-    if isinstance(module, nn.Embedding):
-        return False
-    return not _SEQUENCE_ARGUMENTS.isdisjoint(_arguments(type(module)))
+    return _takes_sequence(type(module))
+
+
+@once
+def _takes_sequence(kind: type[nn.Module]) -> bool:
+    """Return whether the forward of a class takes what only a module that mixes tokens takes."""
+    return not (issubclass(kind, nn.Embedding) or _SEQUENCE_ARGUMENTS.isdisjoint(_arguments(kind)))
+
+
+def _needs_tokens_of_all(module: nn.Module) -> bool:
+    """Return whether a module computes with the tokens, or the positions, of all ranks."""
+    kind = type(module)
+    return (
+        _uses_table(kind)
+        or (_takes_sequence(kind) and not _only_holds(module))
+        or ("rope_type" in vars(module) and goes_by_length(module))
+    )
 
 
 def pretrained() -> type:

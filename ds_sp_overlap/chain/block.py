@@ -324,8 +324,9 @@ class _Segment(Runner):
         layer, x = self.done.layer, self.xs[step.chunk]
         if layer.is_attention_alone:
             return
-        y = self.shadows.of(layer.mlp)(self.shadows.of(layer.norm_mid)(x))
-        self.xs[step.chunk] = x + _with_bias(y)
+        y = x + _with_bias(self.shadows.of(layer.mlp)(self.shadows.of(layer.norm_mid)(x)))
+        # Other ranks may have tokens in this chunk.
+        self.xs[step.chunk] = y if y.numel() else self.shadows.tied(y, layer.mlp)
 
     def project(self, step: Step) -> None:
         """Make q, k and v of a chunk for the next attention, from the hidden states behind it."""

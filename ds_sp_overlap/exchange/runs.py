@@ -42,14 +42,11 @@ def runs_of(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[Run]:
         sides: The parts of each tensor.
         strides: The strides of each tensor.
     """
-    blocks = _blocks_in_wire(sides, strides)
-    runs: list[Run] = []
-    for tensor in range(len(strides)):
-        of_tensor = [block for block in blocks if block.tensor == tensor]
-        # Views that were merged may be evenly spaced among themselves: they merge in turn.
-        while len(merged := _merged(of_tensor)) < len(of_tensor):
-            of_tensor = merged
-        runs += of_tensor
+    # Tensor by tensor: only views of one tensor merge.
+    runs = sorted(_blocks_in_wire(sides, strides), key=lambda block: block.tensor)
+    # Views that were merged may be evenly spaced among themselves: they merge in turn.
+    while len(merged := _merged(runs)) < len(runs):
+        runs = merged
     return runs
 
 

@@ -70,7 +70,7 @@ class InFlight:
 
     # Set by `launch`.
     side: HostStream | SideStream
-    # Empty once they are packed.
+    # Empty once they are packed. Where `relayed` needs other memory until `finish`, that memory.
     sources: Sequence[Tensor]
     send: Tensor
     recv: Tensor

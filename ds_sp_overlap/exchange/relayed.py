@@ -42,10 +42,6 @@ class RelayedExchange(Exchange):
         exchange: Arguments of `Exchange`. Their layout says what is sent and received in all.
     """
 
-    # Where waiting does not block the host: what the leg that goes first reads, until the finish.
-    # The relay stream reads this memory, which the compute stream allocated.
-    _sources: Sequence[Tensor] = ()
-
     def __init__(self, legs: tuple[Layout, Layout], *exchange: Any):
         super().__init__(*exchange)
         self.first, self.second = legs
@@ -58,16 +54,16 @@ class RelayedExchange(Exchange):
             # Compute goes on behind the pack: from here on the caller may change ``xs``.
             packed()  # guard: packed, then changed
             if not side.blocks:
-                self._sources = xs  # guard: kept until it travelled
                 self._pass_on()
+                # The relay stream reads this memory, which the compute stream allocated. So the
+                # leg that goes last references it until its own finish.
+                self.forward.sources = xs  # guard: kept until it travelled
 
     def finish_forward(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         # Where waiting does not block the host, the start has passed the pieces on.
         if self.forward is not None and self.forward.side.blocks:
             self._pass_on()
-        received = super().finish_forward(into)
-        self._sources = ()
-        return received
+        return super().finish_forward(into)
 
     def _pass_on(self) -> None:
         """Finish the first leg of forward, and launch the second."""
@@ -81,15 +77,10 @@ class RelayedExchange(Exchange):
             second.launch(dys, self.checked)
             # Compute goes on behind the pack, as in `start_forward`.
             packed()
-            if not side.blocks:
-                self._sources = dys
             first = self._leg(self.first.only(self.needed).inverse, name, rope_back=self.rope)
             self.gradient = first.launch(second.finish(), self.checked)
-
-    def finish_gradient(self, into: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
-        received = super().finish_gradient(into)
-        self._sources = ()
-        return received
+            if not side.blocks:
+                self.gradient.sources = dys
 
     def _leg(self, layout: Layout, name: str, **rope: Tables | None) -> InFlight:
         """Make the transfer of a leg; only a leg to or from local tensors rotates (``rope``)."""

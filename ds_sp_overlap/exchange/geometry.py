@@ -109,10 +109,7 @@ class Geometry(Heads):
             by_rank: Give the local tensor a dimension for the parts of the ranks,
                 ``[.., u, heads, d]``. Only for kinds that `divides` affirms.
         """
-        if kind == "o":
-            return self.exchange("q", group, head_dim, by_rank).inverse
-        received = self._received(kind)
-        return self.lay_out(kind, group, head_dim, self.local_tokens, received, by_rank)
+        return self.joint_exchange((kind,), group, (head_dim,), by_rank=by_rank)
 
     @lru_cache(maxsize=4096)
     def joint_exchange(
@@ -122,6 +119,7 @@ class Geometry(Heads):
         head_dims: tuple[int, ...],
         chunk: int = 0,
         chunks: int = 1,
+        by_rank: bool = False,
     ) -> Layout:
         """Lay out one exchange that moves several of q, k and v of a group, for instance "qkv".
 
@@ -134,13 +132,15 @@ class Geometry(Heads):
             chunk: Which of ``chunks`` parts of every rank's tokens the local tensor holds. The
                 global tensor has room for all tokens; the exchange leaves out other chunks'.
             chunks: The number of parts.
+            by_rank: As in `exchange`.
         """
         if set(kinds) == {"o"}:
-            return self.joint_exchange("q" * len(kinds), group, head_dims, chunk, chunks).inverse
+            queries = "q" * len(kinds)
+            return self.joint_exchange(queries, group, head_dims, chunk, chunks, by_rank).inverse
         sent = self.chunk_tokens(chunk, chunks)
         layouts = []
         for kind, dim in zip(kinds, head_dims):
-            layouts.append(self.lay_out(kind, group, dim, sent, self._received(kind)))
+            layouts.append(self.lay_out(kind, group, dim, sent, self._received(kind), by_rank))
         return joint(layouts, apart=self.shares > 1)
 
     def _received(self, kind: str) -> list[tuple[Range, ...]]:

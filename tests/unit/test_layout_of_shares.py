@@ -52,7 +52,7 @@ def cut(x, dim, ranges):
 
 def local(geometry, kind, group, chunk, chunks):
     (first, _), (start, stop) = (
-        geometry.local_tokens[geometry.sp_rank],
+        geometry.chunk_tokens(0, 1)[geometry.sp_rank],
         chunk_of(geometry.seq_lens[geometry.sp_rank], chunk, chunks),
     )
     mine = whole(geometry, kind).narrow(geometry.seq_dim, first + start, stop - start)

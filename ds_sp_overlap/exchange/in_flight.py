@@ -215,7 +215,7 @@ class InFlight:
         )
         if self.layout.also or not source.covers or one_copy:
             return join(self.sources, sources, new_empty)
-        wire = new_empty(source.elements)
+        wire = new_empty(sources.elements)
         if self.rope is None:
             relayout.pack(x, source.dim, *source.edges, wire)
         else:

@@ -93,11 +93,6 @@ class Side:
         return shape
 
     @cached_property
-    def elements(self) -> int:
-        """Elements of all parts."""
-        return sum(self.split_sizes)
-
-    @cached_property
     def filled(self) -> tuple[Range, ...]:
         """The parts that are not empty; all parts, if all are empty."""
         return tuple(part for part in self.parts if part[0] < part[1]) or self.parts
@@ -148,11 +143,6 @@ class Side:
             if list(self.filled) == [(start + shift, stop + shift) for shift in shifts]:
                 return Spaced(pieces, repeats, piece, first)
         return None
-
-    @cached_property
-    def is_repeated(self) -> bool:
-        """Return whether the parts are evenly spaced, and successive peers share each of them."""
-        return self.spaced is not None and self.spaced.repeats > 1
 
     @cached_property
     def tiled(self) -> tuple[int, ...]:
@@ -236,6 +226,7 @@ class Sides:
 
     @cached_property
     def elements(self) -> int:
+        """Elements of all parts of all tensors."""
         return sum(self.sizes)
 
     @cached_property
@@ -277,8 +268,8 @@ class Sides:
 
     @cached_property
     def is_repeated(self) -> bool:
-        """Return whether `Side.is_repeated` holds for some tensor."""
-        return any(side.is_repeated for side in self.each)
+        """Return whether successive peers share each part of some tensor, evenly `spaced`."""
+        return any(side.spaced is not None and side.spaced.repeats > 1 for side in self.each)
 
     @cached_property
     def copied(self) -> list[tuple[Place, bool]]:

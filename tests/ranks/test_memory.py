@@ -131,7 +131,7 @@ def test_an_exchange_in_flight_holds_what_is_sent_and_what_is_received_and_nothi
         sp_group._sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
     exchange = Exchange(sp_group, layout, "layer", kind)
     token = exchange.start(torch.randn(layout.source.shape))
-    size = layout.source.elements * 4
+    size = layout.sources.elements * 4
     assert storages(exchange.forward) == 2 * size
 
     held = []

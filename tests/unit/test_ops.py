@@ -167,7 +167,7 @@ class Operators(TorchDispatchMode):
 def launches(kind, sp_size, kv_heads):
     """Of pack and unpack of the exchange of q, or of k and its gradient, in half precision."""
     layout = Geometry(sp_size, 0, (2,) * sp_size, 1, 4 * sp_size, kv_heads).exchange(kind, 0, 8)
-    x, wire = torch.randn(layout.source.shape).bfloat16(), torch.empty(layout.source.elements, dtype=torch.bfloat16)
+    x, wire = torch.randn(layout.source.shape).bfloat16(), torch.empty(layout.sources.elements, dtype=torch.bfloat16)
     copy = implementation("torch")
     with Operators() as counted:
         copy.pack(x, layout.source.dim, *layout.source.edges, wire)

@@ -36,8 +36,7 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
     forward, backward = [], []
     for group in groups:
         for tensors in exchanges[group]:
-            forward += [Step(Op.PROJECT, (kind,), False, group) for kind in tensors]
-            forward += [Step(Op.START, tensors, False, group)]
+            forward += projections(tensors, group)
     # While a group is attended, q, k and v of later groups and o of earlier groups travel.
     for group in groups:
         forward += [Step(Op.FINISH, tensors, False, group) for tensors in exchanges[group]]
@@ -60,6 +59,12 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
         for tensors in reversed(exchanges[group]):
             backward += [Step(Op.FINISH, tensors, True, group), *products(tensors, group)]
     return Schedule(tuple(forward), tuple(backward))
+
+
+def projections(tensors: Tensors, group: int) -> list[Step]:
+    """Return the projections of tensors that travel together, and the start of their exchange."""
+    steps = [Step(Op.PROJECT, (kind,), False, group) for kind in tensors]
+    return [*steps, Step(Op.START, tensors, False, group)]
 
 
 def products(tensors: Tensors, group: int) -> list[Step]:

@@ -53,7 +53,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
-from .by_groups import by_head_groups, products
+from .by_groups import by_head_groups, products, projections
 from .steps import O, Op, Program, Schedule, Step, Tensors
 
 
@@ -126,17 +126,12 @@ def by_window(
     starts = {group: _starts(kinds[group], group == 0 or window == 1) for group in groups}
     forward: list[Step] = []
 
-    def project(program: list[Step], tensors: Tensors, group: int) -> None:
-        """Add the projections of tensors that travel together, and the start of their exchange."""
-        program += [Step(Op.PROJECT, (kind,), False, group) for kind in tensors]
-        program += [Step(Op.START, tensors, False, group)]
-
     def merge(group: int) -> None:
         forward.extend((Step(Op.FINISH, O, False, group), Step(Op.MERGE, O, False, group)))
 
     for group in groups[:window]:
         for tensors in starts[group]:
-            project(forward, tensors, group)
+            forward += projections(tensors, group)
     for group in groups:
         forward += [Step(Op.FINISH, tensors, False, group) for tensors in starts[group]]
         forward += [Step(Op.ATTEND, O, False, group), Step(Op.START, O, False, group)]
@@ -145,7 +140,7 @@ def by_window(
             merge(group - 1)
         if group + window in groups:
             for tensors in starts[group + window]:
-                project(forward, tensors, group + window)
+                forward += projections(tensors, group + window)
         if window == 1:
             merge(group)
     if window > 1:
@@ -171,7 +166,7 @@ def by_window(
         # Both products come before the start, which frees the local o that the wgrad reads.
         program = [*((dgrad, wgrad) if wgrad_last else (wgrad, dgrad)), start, *before_project]
         for tensors, owner in recomputed[group]:
-            project(program, tensors, owner)
+            program += projections(tensors, owner)
         backward.extend(_one_at_a_time(program) if window == 1 else program)
 
     def finish(group: int) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..attention.arguments import bind_arguments
 from ..attention.runtime.deferred import Wgrads
-from ..attention.runtime.execution import Call, attend_group, attend_in_pieces
+from ..attention.runtime.execution import attend_group, attend_in_pieces
 from ..attention.runtime.recorded import Gathering
 from ..exchange.chunks import ChunkedExchange
 from ..exchange.exchange import Exchange, Half, run_halves
@@ -115,13 +115,3 @@ class _Attention(Gathering):
         assert here.saved_attention is not None
         of_call = here.saved_attention, here.saved_tensors, group, one, self.watched, exchanges
         return AttendSaved.apply(*of_call, *self.heads(group), *self.watched.learned)
-
-
-def exchange_beside(call: Call, head_dim: int, key: Exchanged) -> Exchange:
-    """Make the exchange that takes a chunk of o, and do with it, to attention in backward.
-
-    ``key`` names the exchange of the chunk of o in forward.
-    """
-    tensors, group, chunk = key
-    step = Step(Op.START, tensors, True, group, chunk, beside=tensors)
-    return call.exchange(step, (head_dim,) * 2)

@@ -10,7 +10,6 @@ attention, and `chain` puts layers together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from ..attention.runtime.runner import Runner
 from ..attention.runtime.slices import Ranges
 from ..attention.self_attention import SelfAttention
 from ..schedule import Block, O, Op, Recompute, Step, by_chunks, head, tail
-from .attention import exchange_beside, walk_attention
+from .attention import walk_attention
 from .block_layer import BlockLayer, Options
 from .layer_call import LayerCall
 from .recompute_region import RecomputeRegion
@@ -164,8 +163,7 @@ class _Region(RecomputeRegion):
             keep: Whether to save what attention's backward reads instead of recomputing attention.
         """
         if keep and any(token.requires_grad for token in here.tokens.values()):
-            head_dim = here.layer.attention.head_dim
-            here.saved_attention = SavedAttention(partial(exchange_beside, here.call, head_dim))
+            here.saved_attention = SavedAttention(here.call, here.layer.attention.head_dim)
         elif keep:
             # q, k and v need no gradient, so only parameters of attention may need one. What
             # attention saves for those is not known: it is recomputed nevertheless.

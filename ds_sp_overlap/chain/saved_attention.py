@@ -12,16 +12,17 @@ Now:     o, do = all_to_all(o_c, do_c) of each chunk, where attention's backward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention.memory.recompute import attend_once
+from ..attention.runtime.execution import Call
 from ..attention.runtime.products import autocast_of
 from ..exchange.exchange import Exchange, Node, new_token, refuse_second_derivatives
-from ..schedule import Exchanged
+from ..schedule import Exchanged, Op, Step
 
 # For each head group, what attention's backward reads beside q, k, v and o.
 Saved = dict[int, list[Tensor]]
@@ -30,8 +31,11 @@ Saved = dict[int, list[Tensor]]
 class SavedAttention:
     """Holds what the attention of one call and the chunks of its o have in common.
 
+    Args:
+        call: The call.
+        head_dim: ``d``.
+
     Attributes:
-        beside: Makes the exchange of a chunk's o and do.
         reads_o: Whether attention's backward reads o, so that o travels beside do. After attention
             has run, the ranks agree on it: True if it reads o on any rank.
         foreign: A tensor that attention learns without being called with it, in words; empty for
@@ -40,9 +44,18 @@ class SavedAttention:
             backward of `AttendSaved`.
     """
 
-    def __init__(self, beside: Callable[[Exchanged], Exchange]):
-        self.beside, self.reads_o, self.foreign = beside, False, ""
+    def __init__(self, call: Call, head_dim: int):
+        self.call, self.head_dim, self.reads_o, self.foreign = call, head_dim, False, ""
         self.flights: dict[Exchanged, Exchange] = {}
+
+    def exchange_beside(self, chunk: Exchanged) -> Exchange:
+        """Make the exchange that takes a chunk of o, and do with it, to attention in backward.
+
+        ``chunk`` names the exchange of the chunk of o in forward.
+        """
+        tensors, group, number = chunk
+        step = Step(Op.START, tensors, True, group, number, beside=tensors)
+        return self.call.exchange(step, (self.head_dim,) * 2)
 
 
 class OutputExchange(Exchange):
@@ -77,7 +90,7 @@ class OutputExchange(Exchange):
         if not received:
             super().start_gradient(dys)
         else:
-            flight = self.saved.flights[self.chunk] = self.saved.beside(self.chunk)
+            flight = self.saved.flights[self.chunk] = self.saved.exchange_beside(self.chunk)
             flight.start_forward([*received, *dys])
 
 

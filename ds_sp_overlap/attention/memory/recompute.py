@@ -102,7 +102,6 @@ class Attended:
         training: For each of its modules, whether attention ran in training mode.
         saved: What the graph holds in place of saved tensors.
         strides: Of q, k and v in forward.
-        seq_dim: The dimension of the tokens.
         pieces: Length and strides of each range of o.
     """
 
@@ -114,7 +113,6 @@ class Attended:
     training: list[bool] = field(default_factory=list)
     saved: SavedViews = field(default_factory=SavedViews)
     strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    seq_dim: int = 0
     pieces: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
     def backward(
@@ -157,7 +155,7 @@ class Attended:
         if self.reads_o and o is not None:
             first = 0
             for index, (length, strides) in enumerate(self.pieces):
-                piece = o.narrow(self.seq_dim, first, length) if len(self.pieces) > 1 else o
+                piece = o.narrow(local.seq_dim, first, length) if len(self.pieces) > 1 else o
                 # The graph holds views of o too.
                 if piece.stride() != strides:
                     options: Any = dict(dtype=o.dtype, device=o.device)
@@ -197,7 +195,7 @@ class Attended:
         )
         modes = in_modes(local.modules, self.training)
         with drawing_again(self.before), modes, torch.enable_grad(), hooks:
-            o = join_pieces(attend(*sources), self.seq_dim)
+            o = join_pieces(attend(*sources), local.seq_dim)
         del sources, heads
         if not o.requires_grad:
             # Attention computed o from nothing that needs a gradient.
@@ -273,9 +271,7 @@ def attend_once(
         and o, none if it will recompute attention.
     """
     device = heads[0].device
-    strides = {kind: x.stride() for kind, x in zip("qkv", heads)}
-    seq_dim = local.seq_dim
-    attended = Attended(strides=strides, seq_dim=seq_dim)
+    attended = Attended(strides={kind: x.stride() for kind, x in zip("qkv", heads)})
     sources, edges = _sources(heads, needs_grad)
     kinds = {storage_of(x): kind for kind, x in zip("qkv", heads)}
     # To save what lives on anyhow costs no memory.
@@ -301,10 +297,10 @@ def attend_once(
     before = Random.now(device)
     with torch.enable_grad(), saved_tensors_hooks(pack, attended.saved.unpack):
         pieces = attend(*sources)
-        o = join_pieces(pieces, seq_dim)
+        o = join_pieces(pieces, local.seq_dim)
     if Random.now(device) != before:
         attended.before = before
-    attended.pieces = [(piece.shape[seq_dim], piece.stride()) for piece in pieces]
+    attended.pieces = [(piece.shape[local.seq_dim], piece.stride()) for piece in pieces]
     attended.versions = given if given == local.versions() else None
     attended.training = [module.training for module in local.modules]
     attended.foreign = _foreign(o, edges, local.learned)

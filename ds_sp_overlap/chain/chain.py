@@ -265,13 +265,12 @@ class Chain:
             # Those of attention may differ from the ones that the layer in front was called with.
             here.options = options
             here.run_by(by_chunks(here.call.geometry.kinds, self.chunks, recompute))
+            started.ahead = next(iter(here.tokens.values())).grad_fn
+            started.watch_between(hidden)
         else:
             self.in_step = self.in_step and started is None
             here, started = self._new_call(layer, hidden, options, recompute), None
             run_segment(None, here, hidden, recompute)
-        if started is not None:
-            started.ahead = next(iter(here.tokens.values())).grad_fn
-            started.watch_between(hidden)
         attend(here, hidden, recompute)
         following = None
         if successor is not None and self._may_start(successor):

@@ -17,7 +17,6 @@ heads are refused, see `call_geometry`.)
 from __future__ import annotations
 
 import importlib.util
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -167,16 +166,17 @@ class CopyEngine:
             lacks = dict.fromkeys(engines, f"the sp group's backend is {backend}, not nccl")
         else:
             lacks = {name: engine.lacks(sp_group) for name, engine in engines.items()}
-        every = sp_group.gather((socket.gethostname(), lacks))
-        hosts = len({host for host, _ in every})
-        if hosts > 1:
+        sp_group.find_nodes()  # alike on all ranks
+        nodes = len(set(sp_group.nodes))
+        if nodes > 1:
             lacks = dict.fromkeys(
-                engines, f"the sp group spans {hosts} nodes; copy engines reach one"
+                engines, f"the sp group spans {nodes} nodes; copy engines reach one"
             )
         else:
+            every = sp_group.gather(lacks)
             # The reason of the first rank that lacks the engine.
             for name in engines:
-                reasons = [of_rank[name] for _, of_rank in every if of_rank[name]]
+                reasons = [of_rank[name] for of_rank in every if of_rank[name]]
                 lacks[name] = reasons[0] if reasons else ""
         chosen = next((name for name, reason in lacks.items() if not reason), None)
         if chosen is None:

@@ -77,7 +77,7 @@ class Nccl:
                 mock.patch.object(symmetric, "set_backend", lambda name: self.rendezvous.append(name)),
                 mock.patch.object(symmetric, "empty", lambda *size, **options: torch.full(size, torch.nan, **options)),
                 mock.patch.object(symmetric, "rendezvous", lambda x, group: self.rendezvous.append(x.numel())),
-                *([mock.patch.object(copy_engines.socket, "gethostname", lambda: hosts[dist.get_rank()])] if hosts else []),
+                *([mock.patch.object(sp_group_module, "hostname", lambda: hosts[dist.get_rank()])] if hosts else []),
             ):
                 stack.enter_context(patch)
             yield self

@@ -88,10 +88,10 @@ class SPGroup:
         """Return the streams for exchanges of tensors on ``device``; they are made once."""
         side = self._sides.get(device)
         if side is None:
-            waits_on_host = device.type == "cpu"
             # gloo carries tensors of a GPU too, and then blocks the host as well.
-            if not waits_on_host and self.size > 1:
-                waits_on_host = backend_of(self.group, device.type) == "gloo"
+            waits_on_host = device.type == "cpu" or (
+                self.size > 1 and backend_of(self.group, device.type) == "gloo"
+            )
             if waits_on_host:
                 side = HostStream()
             else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from .heads import Heads
-from .layout import Layout, Patches, Range, Side
+from .layout import Layout, Patches, Range, Side, joint
 from .shares import QueryChunks, common, possible_shares
 
 
@@ -213,11 +213,6 @@ class Geometry(Heads):
             tuple((_before(own, low), _before(own, high)) for low, high in sent),
         )
         return Layout(local, received)
-
-
-def joint(layouts: Sequence[Layout], apart: bool) -> Layout:
-    """Return the layout of one exchange that moves several tensors; ``apart`` as in `Layout`."""
-    return replace(layouts[0], also=tuple(layouts[1:]), apart=apart)
 
 
 def _before(ranges: tuple[Range, ...], token: int) -> int:

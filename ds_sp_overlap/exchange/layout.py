@@ -338,5 +338,9 @@ class Layout:
         """
         if all(wanted):
             return self
-        first, *also = compress(self.each, wanted)
-        return Layout(first.source, first.target, tuple(also), self.apart)
+        return joint(list(compress(self.each, wanted)), self.apart)
+
+
+def joint(layouts: Sequence[Layout], apart: bool) -> Layout:
+    """Return the layout of one exchange that moves several tensors; ``apart`` as in `Layout`."""
+    return Layout(layouts[0].source, layouts[0].target, tuple(layouts[1:]), apart)

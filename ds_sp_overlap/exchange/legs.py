@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .geometry import Geometry, joint
-from .layout import Layout, Patches, Range, Side
+from .geometry import Geometry
+from .layout import Layout, Patches, Range, Side, joint
 
 
 @lru_cache(maxsize=4096)

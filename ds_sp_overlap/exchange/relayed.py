@@ -30,7 +30,7 @@ from torch import Tensor
 from ..profiling.timeline import IN_NODE
 from .exchange import Exchange
 from .in_flight import InFlight, Tables
-from .layout import Layout
+from .layout import Layout, joint
 from .sp_group import SPGroup
 
 
@@ -101,10 +101,8 @@ class PartlyRelayed(Exchange):
 
     def __init__(self, legs: tuple[Layout, Layout], sp_group: SPGroup, layout: Layout, *rest: Any):
         super().__init__(sp_group, layout, *rest)
-        query, key, *value = layout.each
-        of_query = Exchange(sp_group, Layout(query.source, query.target), *rest)
-        keys = Layout(key.source, key.target, tuple(value))
-        of_keys = RelayedExchange(legs, sp_group, keys, *rest)
+        of_query = Exchange(sp_group, joint(layout.each[:1], layout.apart), *rest)
+        of_keys = RelayedExchange(legs, sp_group, joint(layout.each[1:], layout.apart), *rest)
         self._members = (of_query, slice(1)), (of_keys, slice(1, None))
 
     def start_forward(self, xs: Sequence[Tensor]) -> None:

@@ -37,7 +37,7 @@ def walk_attention(here: LayerCall, hidden: Tensor) -> None:
     if saved is not None:
         saved.reads_o = runner.watched.agree(saved.reads_o, saved.foreign)
         if not saved.reads_o:
-            here.run_by(without_o(here.block))
+            here.call.run_by(without_o(here.block))
 
 
 class _Attention(Gathering):

@@ -24,7 +24,7 @@ from ..attention.runtime.recorded import join_heads
 from ..attention.runtime.runner import Runner
 from ..attention.runtime.slices import Ranges
 from ..attention.self_attention import SelfAttention
-from ..schedule import Block, O, Op, Recompute, Step, by_chunks, head, tail
+from ..schedule import O, Op, Recompute, Step, by_chunks, head, tail
 from .attention import walk_attention
 from .block_layer import BlockLayer, Options
 from .layer_call import LayerCall
@@ -109,8 +109,7 @@ def run_alone(
         ValueError: if the layer can't run in chunks of tokens.
     """
     # In the place of norms and MLP; none of them is called.
-    nothing, block, o_proj = nn.Identity(), call.schedule, attention.o_proj
-    assert isinstance(block, Block)
+    nothing, o_proj = nn.Identity(), attention.o_proj
     layer = BlockLayer(attention, nothing, nothing, nothing, is_attention_alone=True)
     fault, leaves_bias = layer.in_the_way(), attention.plain.get(type(o_proj).forward)
     if not fault and leaves_bias is not None and leaves_bias(o_proj) is not None:
@@ -123,8 +122,8 @@ def run_alone(
             f"{call.where}: schedule= makes a Block, in chunks of tokens, which this layer can't "
             f"run in: {fault}; return a Schedule or a Windowed"
         )
-    here = LayerCall(layer, call, block, Options(position_embeddings, None, None, args, kwargs))
-    recompute = block.recomputes if torch.is_grad_enabled() else "none"
+    here = LayerCall(layer, call, Options(position_embeddings, None, None, args, kwargs))
+    recompute = here.block.recomputes if torch.is_grad_enabled() else "none"
     run_segment(None, here, hidden, recompute)
     attend(here, hidden, recompute)
     return run_segment(here, None, hidden, recompute)
@@ -167,7 +166,7 @@ class _Region(RecomputeRegion):
         elif keep:
             # q, k and v need no gradient, so only parameters of attention may need one. What
             # attention saves for those is not known: it is recomputed nevertheless.
-            here.run_by(by_chunks(here.call.geometry.kinds, here.block.chunks, "all"))
+            here.call.run_by(by_chunks(here.call.geometry.kinds, here.block.chunks, "all"))
         with self.watched():
             walk_attention(here, hidden)
         # A new copy, since saved attention and the order are set by now.

@@ -264,7 +264,7 @@ class Chain:
             here = started.begun
             # Those of attention may differ from the ones that the layer in front was called with.
             here.options = options
-            here.run_by(by_chunks(here.call.geometry.kinds, self.chunks, recompute))
+            here.call.run_by(by_chunks(here.call.geometry.kinds, self.chunks, recompute))
             started.ahead = next(iter(here.tokens.values())).grad_fn
             started.watch_between(hidden)
         else:
@@ -319,4 +319,5 @@ class Chain:
 
         local = partial(attention.local_to_probe, hidden, args, kwargs)
         call = attention.layer.counted_call(describe, (hidden,), local)
-        return LayerCall(layer, call, by_chunks(call.geometry.kinds, chunks, recompute), options)
+        call.run_by(by_chunks(call.geometry.kinds, chunks, recompute))
+        return LayerCall(layer, call, options)

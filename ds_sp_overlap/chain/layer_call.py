@@ -26,9 +26,8 @@ class LayerCall:
 
     Attributes:
         layer: The layer.
-        call: The geometry and the sp group.
+        call: The geometry, the sp group, and the schedule, which is a `Block`.
         options: What the layer was called with.
-        block: The schedule.
         mlp_wgrads: Collects the weight gradients of the MLP behind the attention until all chunks
             are through; None where they are computed chunk by chunk.
         exchanges: Exchanges that were started and not finished.
@@ -45,9 +44,8 @@ class LayerCall:
             will not be recomputed.
     """
 
-    def __init__(self, layer: BlockLayer, call: Call, block: Block, options: Options):
+    def __init__(self, layer: BlockLayer, call: Call, options: Options):
         self.layer, self.call, self.options = layer, call, options
-        self.run_by(block)
         self.mlp_wgrads: Wgrads | None = None
         self.exchanges: dict[Exchanged, Exchange] = {}
         self.tokens: dict[Exchanged, Tensor] = {}
@@ -57,14 +55,15 @@ class LayerCall:
         self.saved_tensors: Saved = {}
         self.received_o: dict[Exchanged, tuple[Tensor, bool]] | None = None
 
-    def run_by(self, block: Block) -> None:
-        """Follow ``block`` from now on: its steps, and the names of its exchanges."""
-        self.block = block
-        self.call.run_by(block)
+    @property
+    def block(self) -> Block:
+        """The schedule."""
+        assert isinstance(self.call.schedule, Block)
+        return self.call.schedule
 
     def recomputed(self) -> LayerCall:
         """Return a new call that recomputes this one; it shares what was saved and received."""
-        made = LayerCall(self.layer, self.call, self.block, self.options)
+        made = LayerCall(self.layer, self.call, self.options)
         made.saved_attention, made.saved_tensors = self.saved_attention, self.saved_tensors
         made.received_o, made.is_recomputed = self.received_o, True
         return made

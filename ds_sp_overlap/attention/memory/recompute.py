@@ -21,7 +21,7 @@ tensors alive until the garbage collector runs. So `unpack` belongs to a `SavedV
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -105,15 +105,15 @@ class Attended:
         pieces: Length and strides of each range of o.
     """
 
-    reads_o: bool = False
-    edges: tuple[GradientEdge, list[GradientEdge | None]] | None = None
-    foreign: str = ""
-    before: Random | None = None
-    versions: list[int] | None = None
-    training: list[bool] = field(default_factory=list)
-    saved: SavedViews = field(default_factory=SavedViews)
-    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    pieces: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    reads_o: bool
+    edges: tuple[GradientEdge, list[GradientEdge | None]] | None
+    foreign: str
+    before: Random | None
+    versions: list[int] | None
+    training: list[bool]
+    saved: SavedViews
+    strides: dict[str, tuple[int, ...]]
+    pieces: list[tuple[int, tuple[int, ...]]]
 
     def backward(
         self,
@@ -271,7 +271,7 @@ def attend_once(
         and o, none if it will recompute attention.
     """
     device = heads[0].device
-    attended = Attended(strides={kind: x.stride() for kind, x in zip("qkv", heads)})
+    views = SavedViews()
     sources, edges = _sources(heads, needs_grad)
     kinds = {storage_of(x): kind for kind, x in zip("qkv", heads)}
     # To save what lives on anyhow costs no memory.
@@ -295,27 +295,29 @@ def attend_once(
         return len(saved) - 1
 
     before = Random.now(device)
-    with torch.enable_grad(), saved_tensors_hooks(pack, attended.saved.unpack):
+    with torch.enable_grad(), saved_tensors_hooks(pack, views.unpack):
         pieces = attend(*sources)
         o = join_pieces(pieces, local.seq_dim)
-    if Random.now(device) != before:
-        attended.before = before
-    attended.pieces = [(piece.shape[local.seq_dim], piece.stride()) for piece in pieces]
-    attended.versions = given if given == local.versions() else None
-    attended.training = [module.training for module in local.modules]
-    attended.foreign = _foreign(o, edges, local.learned)
     changed = [x._version for x in sources] != versions  # guard: changed, so run again
     beside = None
     if o.requires_grad and not changed and saved_bytes <= max_bytes:
         starts = {kind: int(x.storage_offset()) for kind, x in zip("qkv", heads)}
-        beside = note_views(attended.saved, saved, kinds, free=free, pieces=pieces, starts=starts)
-    del pieces
+        beside = note_views(views, saved, kinds, free=free, pieces=pieces, starts=starts)
     saved.clear()  # guard: the graph holds `pack`
-    if beside is None:
-        return o.detach(), attended, []
-    attended.reads_o = any(str(view.source).startswith("o") for view in attended.saved.views)
-    attended.edges = get_gradient_edge(o), edges
-    return o.detach(), attended, beside
+    # Where backward recomputes attention, it reads none of the views.
+    names = [] if beside is None else [str(view.source) for view in views.views]
+    attended = Attended(
+        reads_o=any(name.startswith("o") for name in names),
+        edges=None if beside is None else (get_gradient_edge(o), edges),
+        foreign=_foreign(o, edges, local.learned),
+        before=None if Random.now(device) == before else before,
+        versions=given if given == local.versions() else None,
+        training=[module.training for module in local.modules],
+        saved=views,
+        strides={kind: x.stride() for kind, x in zip("qkv", heads)},
+        pieces=[(piece.shape[local.seq_dim], piece.stride()) for piece in pieces],
+    )
+    return o.detach(), attended, beside or []
 
 
 def join_pieces(pieces: Sequence[Tensor], seq_dim: int) -> Tensor:

@@ -134,13 +134,14 @@ class PartlyRelayed(Exchange):
         return tuple(gradients)
 
 
-def relayed(legs: tuple[Layout, Layout], *exchange: Any) -> Exchange:
+def relayed(legs: tuple[Layout, Layout], sp_group: SPGroup, layout: Layout, *rest: Any) -> Exchange:
     """Return the exchange whose k and v travel in two legs, with q or without.
 
     Args:
         legs: As for `RelayedExchange`.
-        exchange: Arguments of `Exchange`.
+        sp_group: As for `Exchange`.
+        layout: As for `Exchange`; q is the first tensor, if it travels too.
+        rest: Further arguments of `Exchange`.
     """
-    _, layout, *_ = exchange
     has_query = len(layout.each) > len(legs[0].each)
-    return (PartlyRelayed if has_query else RelayedExchange)(legs, *exchange)
+    return (PartlyRelayed if has_query else RelayedExchange)(legs, sp_group, layout, *rest)

@@ -288,8 +288,7 @@ class InFlight:
         elif into:
             into[0].copy_(self.outs[0])
             self.outs = tuple(into)
-        if not self.side.blocks:
-            self.side.after_unpack(mark)  # guard: memory returns once it was read
+        self.side.after_unpack(mark)  # guard: memory returns once it was read
         self.track.mark("done")
 
     def __del__(self) -> None:

@@ -145,7 +145,7 @@ def _difference(call: Call, local: Local, device: torch.device) -> tuple[float, 
 
     def random(kind: str, dim: int) -> Tensor:
         # Of all heads of a rank; the same on ranks that have equally many.
-        shape = whole.exchange(kind, 0, dim).target.shape
+        shape = whole.exchange(kind, 0, (dim,)).target.shape
         return torch.randn(shape, generator=generator, dtype=local.dtype, device=device)
 
     def part(kind: str, x: Tensor, group: int) -> Tensor:

@@ -184,7 +184,7 @@ class Sizes:
         """Return the layout of an exchange; what travels beside do travels as do does."""
         kinds = (*step.beside, *step.tensors)
         dims = (self.layer.head_dim,) * len(kinds)
-        layout = self.geometry.joint_exchange(kinds, step.group, dims)
+        layout = self.geometry.exchange(kinds, step.group, dims)
         return layout.inverse if step.grad else layout
 
 

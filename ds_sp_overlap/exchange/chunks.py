@@ -23,7 +23,7 @@ class ChunkedExchange(Exchange):
 
     Args:
         exchanges: Exchanges of q, k and v or some of them, or of o, in the order of their chunks
-            (`Geometry.joint_exchange`).
+            (`Geometry.exchange`).
 
     Attributes:
         tokens: The number of chunks: each has a token of autograd.

@@ -95,24 +95,7 @@ class Geometry(Heads):
         return (*first, heads, head_dim)
 
     @lru_cache(maxsize=4096)
-    def exchange(self, kind: str, group: int, head_dim: int, by_rank: bool = False) -> Layout:
-        """Lay out the exchange of q, k, v (head scatter) or o (sequence scatter) of one group.
-
-        For a tensor that travels alone; `joint_exchange` is for several tensors, and for chunks.
-        The local tensor holds the heads of `heads_of`. The global tensor holds the heads of
-        `sent_range` on this rank.
-
-        Args:
-            kind: "q", "k", "v" or "o".
-            group: The head group.
-            head_dim: ``d``.
-            by_rank: Give the local tensor a dimension for the parts of the ranks,
-                ``[.., u, heads, d]``. Only for kinds that `divides` affirms.
-        """
-        return self.joint_exchange((kind,), group, (head_dim,), by_rank=by_rank)
-
-    @lru_cache(maxsize=4096)
-    def joint_exchange(
+    def exchange(
         self,
         kinds: str | tuple[str, ...],
         group: int,
@@ -121,7 +104,10 @@ class Geometry(Heads):
         chunks: int = 1,
         by_rank: bool = False,
     ) -> Layout:
-        """Lay out one exchange that moves several of q, k and v of a group, for instance "qkv".
+        """Lay out one exchange, of q, k, v (head scatter) or o (sequence scatter) of a group.
+
+        The local tensors hold the heads of `heads_of`. The global tensors hold the heads of
+        `sent_range` on this rank.
 
         Args:
             kinds: What the exchange moves, as "qkv" or ("q", "k", "v"). Or only "o", once or more
@@ -132,11 +118,12 @@ class Geometry(Heads):
             chunk: Which of ``chunks`` parts of every rank's tokens the local tensor holds. The
                 global tensor has room for all tokens; the exchange leaves out other chunks'.
             chunks: The number of parts.
-            by_rank: As in `exchange`.
+            by_rank: Give the local tensors a dimension for the parts of the ranks,
+                ``[.., u, heads, d]``. Only for kinds that `divides` affirms.
         """
         if set(kinds) == {"o"}:
             queries = "q" * len(kinds)
-            return self.joint_exchange(queries, group, head_dims, chunk, chunks, by_rank).inverse
+            return self.exchange(queries, group, head_dims, chunk, chunks, by_rank).inverse
         sent = self.chunk_tokens(chunk, chunks)
         layouts = []
         for kind, dim in zip(kinds, head_dims):

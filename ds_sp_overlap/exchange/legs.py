@@ -32,11 +32,11 @@ def legs_of(
 
     Args:
         geometry: Which heads of which tokens each rank holds.
-        kinds: What the exchange moves, as for `Geometry.joint_exchange`.
+        kinds: What the exchange moves, as for `Geometry.exchange`.
         group: The head group.
         head_dims: ``d`` of each.
-        chunk: As for `Geometry.joint_exchange`.
-        chunks: As for `Geometry.joint_exchange`.
+        chunk: As for `Geometry.exchange`.
+        chunks: As for `Geometry.exchange`.
 
     Returns:
         The first leg and the second; None where there is one leg: without k and v, or where no rank

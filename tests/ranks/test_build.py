@@ -215,7 +215,7 @@ def exchanged(rank, kind):
     try:
         geometry = Geometry(2, rank, (5, 3), 2, 3, 1, batch_first=True)
         sp_group = SPGroup(torch.distributed.group.WORLD, kernels=kind)
-        exchange = Exchange(sp_group, geometry.exchange("k", 0, 16), "layer", "k")
+        exchange = Exchange(sp_group, geometry.exchange("k", 0, (16,)), "layer", "k")
         torch.manual_seed(rank)
         x = torch.randn(exchange.layout.source.shape, requires_grad=True)
         y = exchange.finish(exchange.start(x))

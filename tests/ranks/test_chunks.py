@@ -32,7 +32,7 @@ def geometries(size, rank, lengths):
 def moved(sp_group, geometry, group, chunks, dims, checked=False):
     """q, k and v of a group to the global side and o back, in one piece if ``chunks`` is 0; outputs and the inputs' gradients."""
     kinds, seq = geometry.kinds[group], geometry.seq_dim
-    local = geometry.joint_exchange(kinds, group, dims[: len(kinds)])
+    local = geometry.exchange(kinds, group, dims[: len(kinds)])
     generator = torch.Generator().manual_seed(geometry.sp_rank)
     random = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
     xs = [random(each.source.shape).requires_grad_() for each in local.each]
@@ -42,9 +42,7 @@ def moved(sp_group, geometry, group, chunks, dims, checked=False):
 
     ranges = [chunk_of(geometry.seq_lens[geometry.sp_rank], chunk, chunks) for chunk in range(chunks)]
     if chunks:
-        sent = [
-            exchange(geometry.joint_exchange(kinds, group, dims[: len(kinds)], c, chunks), f"{kinds}.{c}") for c in range(chunks)
-        ]
+        sent = [exchange(geometry.exchange(kinds, group, dims[: len(kinds)], c, chunks), f"{kinds}.{c}") for c in range(chunks)]
         parts = [[x.narrow(seq, start, stop - start) for x in xs] for start, stop in ranges]
         tokens = [each.start(*part) for each, part in zip(sent, parts)]
         (ys,) = run_halves([Half(ChunkedExchange(sent), tuple(tokens))])
@@ -53,11 +51,11 @@ def moved(sp_group, geometry, group, chunks, dims, checked=False):
         (ys,) = run_halves([Half(whole, (whole.start(*xs),))])
     o = ys[0] * 3  # a rank that gets no KV head with this group has nothing else
     if chunks:
-        back = [exchange(geometry.joint_exchange("o", group, dims[:1], c, chunks), f"o.{c}") for c in range(chunks)]
+        back = [exchange(geometry.exchange("o", group, dims[:1], c, chunks), f"o.{c}") for c in range(chunks)]
         (tokens,) = run_halves([Half(ChunkedExchange(back), (o, *ys), starts=True)])
         out = torch.cat([each.finish(token) for each, token in zip(back, tokens)], seq)
     else:
-        whole = exchange(geometry.exchange("o", group, dims[0]), "o")
+        whole = exchange(geometry.exchange("o", group, dims[:1]), "o")
         out = whole.finish(whole.start(o, *ys))
     targets = [out, *ys[1:]]
     return [*ys, out, *torch.autograd.grad(targets, xs, [random(y.shape) for y in targets])]

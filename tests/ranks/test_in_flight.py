@@ -108,7 +108,7 @@ def test_memory_of_an_abandoned_exchange_returns_in_order():
 
 def test_a_gradient_that_was_not_started_is_named():
     """As where gradients of a layer's inputs are asked for in one backward and those of its weights in another."""
-    exchange = Exchange(SPGroup(None), Geometry(1, 0, (3,), 1, 4, 4).exchange("q", 0, 8), "layers.7", "q")
+    exchange = Exchange(SPGroup(None), Geometry(1, 0, (3,), 1, 4, 4).exchange("q", 0, (8,)), "layers.7", "q")
     with pytest.raises(RuntimeError, match="layers.7 dq: finished without having been started"):
         exchange.finish_gradient()
 
@@ -118,7 +118,7 @@ def held_until_finished(rank):
     found = []
     for batch_first, kind in ((True, "q"), (False, "o")):
         geometry = Geometry(2, rank, (3, 3), 1, 4, 4, 1, batch_first)
-        exchange = Exchange(SPGroup(torch.distributed.group.WORLD), geometry.exchange(kind, 0, 8), "layer", kind)
+        exchange = Exchange(SPGroup(torch.distributed.group.WORLD), geometry.exchange(kind, 0, (8,)), "layer", kind)
         with torch.no_grad():
             x = torch.randn(exchange.layout.source.shape)
             source = weakref.ref(x)
@@ -303,7 +303,7 @@ def test_a_graph_that_is_dropped_is_freed():
 
 def finished_twice(rank):
     geometry = Geometry(2, rank, (3, 3), 1, 4, 4)
-    exchange = Exchange(SPGroup(torch.distributed.group.WORLD), geometry.exchange("q", 0, 8), "layers.7", "q")
+    exchange = Exchange(SPGroup(torch.distributed.group.WORLD), geometry.exchange("q", 0, (8,)), "layers.7", "q")
     token = exchange.start(torch.zeros(3, 1, 4, 8))
     exchange.finish(token)
     seen = refusal(exchange.finish, token), refusal(exchange.start, torch.zeros(3, 1, 4, 9))

@@ -124,7 +124,7 @@ def of_two_dtypes(rank):
     found = []
     for lengths, batch_first in (((3, 3), True), ((5, 2), False)):
         geometry = Geometry(2, rank, lengths, 2, 6, 6, batch_first=batch_first)
-        layout = geometry.joint_exchange("qkv", 0, (8, 8, 4))
+        layout = geometry.exchange("qkv", 0, (8, 8, 4))
         dtypes = torch.float32, torch.bfloat16, torch.bfloat16
         xs = [torch.randn(each.source.shape).to(dtype).requires_grad_() for each, dtype in zip(layout.each, dtypes)]
         sp_group = SPGroup(torch.distributed.group.WORLD)
@@ -132,7 +132,7 @@ def of_two_dtypes(rank):
         (ys,) = run_halves([Half(exchange, (exchange.start(*xs),))])
         alone = []
         for kind, x in zip("qkv", xs):
-            one = Exchange(sp_group, geometry.exchange(kind, 0, x.shape[-1]), "layer", kind)
+            one = Exchange(sp_group, geometry.exchange(kind, 0, (x.shape[-1],)), "layer", kind)
             alone.append(one.finish(one.start(x)))
         dys = [torch.randn_like(y) for y in ys]
         for got, expected in zip([*ys, *torch.autograd.grad(ys, xs, dys)], [*alone, *torch.autograd.grad(alone, xs, dys)]):
@@ -146,7 +146,7 @@ def test_tensors_of_several_dtypes_and_head_dims_arrive_as_they_left():
 
 def sides(size, heads, kv_heads, head_dims, batch):
     """The local end of an exchange of q, k and v, and tensors that fit it."""
-    layout = Geometry(size, 0, (3,) * size, batch, heads, kv_heads).joint_exchange("qkv", 0, head_dims)
+    layout = Geometry(size, 0, (3,) * size, batch, heads, kv_heads).exchange("qkv", 0, head_dims)
     return layout.sources, [torch.randn(shape, dtype=torch.bfloat16) for shape in layout.sources.shapes]
 
 

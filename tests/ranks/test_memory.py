@@ -125,7 +125,7 @@ LAYOUTS = {f"{kind}, {'batch' if first else 'sequence'} first": (kind, first) fo
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_exchange_in_flight_holds_what_is_sent_and_what_is_received_and_nothing_else(layout, streams):
     kind, batch_first = LAYOUTS[layout]
-    layout = Geometry(2, 0, (30, 30), 2, 4, 4, 1, batch_first).exchange(kind, 0, 8)
+    layout = Geometry(2, 0, (30, 30), 2, 4, 4, 1, batch_first).exchange(kind, 0, (8,))
     sp_group = Emulated(2, Kept())
     if streams:
         sp_group._sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))

@@ -155,7 +155,7 @@ def once_per_node(wire, **config):
 
 def exchange(wire, kind):
     """One that is packed and unpacked, q, or sent as it lies, o."""
-    layout = Geometry(SIZE, 0, (3, 3), 2, 4, 4, 1, batch_first=True).exchange(kind, 0, 8)
+    layout = Geometry(SIZE, 0, (3, 3), 2, 4, 4, 1, batch_first=True).exchange(kind, 0, (8,))
     return Exchange(over(wire), layout, "layer", kind), layout
 
 
@@ -171,7 +171,7 @@ def alone(wire):
 def two_legs_alone(wire):
     """k that travels as it lies and is given up at once, and k that is packed and then changed."""
     geometry = Geometry(4, 0, (3,) * 4, 1, 4, 2, nodes=(0, 0, 1, 1))
-    layout, legs = geometry.exchange("k", 0, 8), legs_of(geometry, ("k",), 0, (8,))
+    layout, legs = geometry.exchange("k", 0, (8,)), legs_of(geometry, ("k",), 0, (8,))
     for as_it_lies in (True, False):
         made = RelayedExchange(legs, over(wire, 4), layout, "layer", "k")
         k = torch.randn(2, 3, 1, 8).movedim(0, 2) if as_it_lies else torch.randn(layout.source.shape)

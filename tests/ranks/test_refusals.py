@@ -676,7 +676,7 @@ def other_order(rank):
     geometry = Geometry(2, rank, (3, 3), 1, 4, 4)
     sp_group = SPGroup(torch.distributed.group.WORLD)
     kind = "kv"[rank]
-    exchange = Exchange(sp_group, geometry.exchange(kind, 0, 8), "layers.7", kind, checked=True)
+    exchange = Exchange(sp_group, geometry.exchange(kind, 0, (8,)), "layers.7", kind, checked=True)
     return refusal(exchange.start, torch.zeros(3, 1, 4, 8))
 
 

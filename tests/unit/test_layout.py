@@ -132,7 +132,7 @@ def test_all_ranks_exchange_the_same_things(ranks):
 @given(geometries())
 def test_each_pair_of_ranks_agrees_on_what_travels_between_them(ranks):
     for kind, group in exchanges(ranks[0]):
-        layouts = [rank.exchange(kind, group, 3) for rank in ranks]
+        layouts = [rank.exchange(kind, group, (3,)) for rank in ranks]
         for layout_of in (lambda layout: layout, lambda layout: layout.inverse):
             for sender, a in enumerate(map(layout_of, layouts)):
                 for receiver, b in enumerate(map(layout_of, layouts)):
@@ -144,7 +144,7 @@ def test_the_global_side_is_tiled_and_the_local_side_is_covered(ranks):
     """The sequence is cut without gap or overlap; each local head is sent to somebody, to one rank only for q and o."""
     for rank in ranks:
         for kind, group in exchanges(rank):
-            layout = rank.exchange(kind, group, 3)
+            layout = rank.exchange(kind, group, (3,))
             local, whole = (layout.target, layout.source) if kind == "o" else (layout.source, layout.target)
             assert whole.tiles
             assert set(members(local.parts)) == set(range(local.shape[local.dim]))
@@ -156,7 +156,7 @@ def test_the_global_side_is_tiled_and_the_local_side_is_covered(ranks):
 def test_inverse_is_an_involution_and_swaps_the_sides(ranks):
     for rank in ranks:
         for kind, group in exchanges(rank):
-            layout = rank.exchange(kind, group, 3)
+            layout = rank.exchange(kind, group, (3,))
             assert layout.inverse.inverse == layout
             assert (layout.inverse.source, layout.inverse.target) == (layout.target, layout.source)
 
@@ -175,28 +175,28 @@ def test_heads_leave_once_over_all_groups(ranks):
 @given(geometries())
 def test_shapes_are_those_of_the_chosen_layout(ranks):
     for rank in ranks:
-        layout = rank.exchange("q", 0, 3)
+        layout = rank.exchange("q", 0, (3,))
         count = len(members([rank.query_range(rank.sp_rank, 0)]))
         local, whole = (rank.seq_lens[rank.sp_rank], rank.batch), (sum(rank.seq_lens), rank.batch)
         if rank.batch_first:
             local, whole = local[::-1], whole[::-1]
         assert layout.source.shape == (*local, len(members(rank.heads_of("q", 0))), 3)
         assert layout.target.shape == (*whole, count, 3)
-        assert rank.exchange("o", 0, 3) == layout.inverse
+        assert rank.exchange("o", 0, (3,)) == layout.inverse
 
 
 @given(geometries())
 def test_wire_layout_is_claimed_only_where_the_parts_lie_in_memory_as_they_travel(ranks):
     for rank in ranks:
         for kind, group in exchanges(rank):
-            for side in (rank.exchange(kind, group, 3).source, rank.exchange(kind, group, 3).target):
+            for side in (rank.exchange(kind, group, (3,)).source, rank.exchange(kind, group, (3,)).target):
                 if side.is_wire_layout:
                     assert packed_order(side) == list(range(math.prod(side.shape)))
 
 
 @pytest.mark.parametrize("batch_first,batch,claimed", [(False, 1, True), (False, 3, True), (True, 1, True), (True, 3, False)])
 def test_the_global_side_travels_as_it_lies_unless_batch_comes_first(batch_first, batch, claimed):
-    layout = Geometry(2, 0, (3, 5), batch, 4, 2, 2, batch_first).exchange("q", 1, 8)
+    layout = Geometry(2, 0, (3, 5), batch, 4, 2, 2, batch_first).exchange("q", 1, (8,))
     assert layout.target.is_wire_layout == claimed
     assert not layout.source.is_wire_layout
 
@@ -246,7 +246,7 @@ def test_a_kv_head_shared_by_two_groups_travels_with_the_first():
 
 
 def test_mqa_sends_the_one_kv_head_to_every_rank():
-    layout = Geometry(4, 1, (2,) * 4, 1, heads=4, kv_heads=1).exchange("k", 0, 8)
+    layout = Geometry(4, 1, (2,) * 4, 1, heads=4, kv_heads=1).exchange("k", 0, (8,))
     assert layout.source.parts == ((0, 1),) * 4
     assert layout.target.shape == (8, 1, 1, 8)
 
@@ -256,14 +256,14 @@ def test_mqa_sends_the_one_kv_head_to_every_rank():
 def test_every_rank_says_the_same_of_an_exchange_of_equal_parts(ranks):
     """Else some would call one collective and some another."""
     for one in exchanges(ranks[0]):
-        layouts = [rank.exchange(*one, 3) for rank in ranks]
+        layouts = [rank.exchange(*one, (3,)) for rank in ranks]
         for way in (layouts, [layout.inverse for layout in layouts]):
             assert len({all_equal(layout.source.split_sizes, layout.target.split_sizes) for layout in way}) == 1
 
 
 def test_geometry_is_frozen_and_equal_ones_lay_out_alike():
     one, other = (Geometry(2, 0, (3, 5), 2, 4, 2, 2) for _ in range(2))
-    assert isinstance(one.exchange("q", 0, 8), Layout) and one.exchange("q", 0, 8) == other.exchange("q", 0, 8)
+    assert isinstance(one.exchange("q", 0, (8,)), Layout) and one.exchange("q", 0, (8,)) == other.exchange("q", 0, (8,))
     with pytest.raises(AttributeError):
         one.groups = 1
 

@@ -83,7 +83,7 @@ def test_each_token_of_each_head_arrives_where_it_is_attended(ranks, chunks, kin
             continue
         asked, outs = (tuple(kinds), group, (DIM,) * len(kinds)), None
         for chunk in range(chunks):
-            layouts = [rank.joint_exchange(*asked, chunk, chunks) for rank in ranks]
+            layouts = [rank.exchange(*asked, chunk, chunks) for rank in ranks]
             sent = [[local(rank, kind, group, chunk, chunks) for kind in kinds] for rank in ranks]
             outs = outs or [[torch.full(shape, torch.nan).double() for shape in layout.targets.shapes] for layout in layouts]
             exchanged(layouts, sent, outs)
@@ -97,7 +97,7 @@ def test_each_token_of_each_head_arrives_where_it_is_attended(ranks, chunks, kin
 def test_the_inverse_brings_each_back_and_sums_what_several_ranks_had(ranks, joined):
     for group in range(ranks[0].groups):
         kinds = ranks[0].kinds[group] if joined else "q"
-        layouts = [rank.joint_exchange(tuple(kinds), group, (DIM,) * len(kinds)).inverse for rank in ranks]
+        layouts = [rank.exchange(tuple(kinds), group, (DIM,) * len(kinds)).inverse for rank in ranks]
         outs = [[torch.full(shape, torch.nan).double() for shape in layout.targets.shapes] for layout in layouts]
         exchanged(layouts, [[received(rank, kind, group) for kind in kinds] for rank in ranks], outs)
         for rank, got in zip(ranks, outs):
@@ -112,14 +112,14 @@ def test_the_inverse_brings_each_back_and_sums_what_several_ranks_had(ranks, joi
 def test_few_views_hold_all_parts_and_none_that_is_summed_holds_an_element_twice():
     """Nine query heads of two parts need the KV heads 0 and 1, and 1 and 2: evenly spaced, but two threads would add to head 1."""
     geometry = Geometry(4, 0, (2,) * 4, 1, 9, 3, shares=2)
-    gradients = geometry.joint_exchange(("q", "k", "v"), 0, (DIM,) * 3).inverse.targets
+    gradients = geometry.exchange(("q", "k", "v"), 0, (DIM,) * 3).inverse.targets
     runs = runs_of(gradients, tuple(torch.empty(shape).stride() for shape in gradients.shapes))
     assert [run.tensor for run in runs] == [0, 0, 1, 1, 2, 2]
     for run in runs:
         moves = [(size, step) for size, step in zip(run.shape, run.strides) if step]
         touched = torch.arange(1000).as_strided(*zip(*moves), run.offset)
         assert len(touched.unique()) == touched.numel()
-    of_64 = Geometry(64, 0, (2,) * 64, 1, 32, 8, shares=2).joint_exchange(("q", "k", "v"), 0, (DIM,) * 3).sources
+    of_64 = Geometry(64, 0, (2,) * 64, 1, 32, 8, shares=2).exchange(("q", "k", "v"), 0, (DIM,) * 3).sources
     assert len(runs_of(of_64, tuple(torch.empty(shape).stride() for shape in of_64.shapes))) == 3
 
 
@@ -148,7 +148,7 @@ def test_an_even_number_of_parts_needs_one_cut_and_nothing_is_unpacked(size, sha
     found = 0
     for rank in range(size):
         geometry = Geometry(size, rank, (8,) * size, 1, size, size, shares=shares)
-        layout = geometry.exchange("q", 0, DIM)
+        layout = geometry.exchange("q", 0, (DIM,))
         assert layout.target.tiles and layout.target.is_wire_layout
         found += isinstance(layout.source, Patches)
         one_copy = bool(layout.source.tiles and layout.sources.places() and geometry.divides("q"))
@@ -165,7 +165,7 @@ def test_auto_receives_less_where_heads_do_not_divide(heads, kv_heads, size, sha
     assert shares_for(size, heads, kv_heads) == shares
     for r, expected in ((1, alone), (shares, shared)):
         ranks = [Geometry(size, rank, (2 * r,) * size, 1, heads, kv_heads, shares=r) for rank in range(size)]
-        most = max(sum(rank.exchange(kind, 0, 1).targets.elements for kind in "qkvq") for rank in ranks)
+        most = max(sum(rank.exchange(kind, 0, (1,)).targets.elements for kind in "qkvq") for rank in ranks)
         assert most / (2 * r * size) == expected
 
 
@@ -211,7 +211,7 @@ def test_elements_of_forward_and_backward_at_64_ranks():
     ranks = [Geometry(64, rank, (2,) * 64, 1, 32, 8, shares=2) for rank in range(64)]
     moved = []
     for rank in ranks:
-        sides = [end for kind in "qkvo" for end in (rank.exchange(kind, 0, 1).source, rank.exchange(kind, 0, 1).target)]
+        sides = [end for kind in "qkvo" for end in (rank.exchange(kind, 0, (1,)).source, rank.exchange(kind, 0, (1,)).target)]
         moved.append(sum(sum(side.split_sizes) - side.split_sizes[rank.sp_rank] for side in sides) / 128)
     assert round(max(moved), 2) == 5.94
 

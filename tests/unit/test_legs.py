@@ -40,7 +40,7 @@ def test_both_legs_move_what_one_exchange_moves_and_sum_what_it_sums(size, nodes
     for group in range(ranks[0].groups):
         if ranks[0].kinds[group] == "q":
             continue
-        of_one = [rank.joint_exchange(("k", "v"), group, (3, 2)) for rank in ranks]
+        of_one = [rank.exchange(("k", "v"), group, (3, 2)) for rank in ranks]
         legs = [legs_of(rank, ("k", "v"), group, (3, 2)) for rank in ranks]
         assert None not in legs
         first, second = zip(*legs)
@@ -61,7 +61,7 @@ def elements_over_the_network(size, heads, kv_heads, shares, in_legs):
     nodes, counts = tuple(rank // 8 for rank in range(size)), []
     for rank in ranks_of(size, nodes if in_legs else None, heads, kv_heads, shares=shares, lengths=(4,) * size):
         legs = legs_of(rank, ("k", "v"), 0, (1, 1))
-        layouts = [rank.exchange(kind, 0, 1) for kind in ("q", "o", *(() if legs else "kv"))] + list(legs or ())
+        layouts = [rank.exchange(kind, 0, (1,)) for kind in ("q", "o", *(() if legs else "kv"))] + list(legs or ())
         received = more = 0
         for layout in (*layouts, *(layout.inverse for layout in layouts)):
             both = []

@@ -166,7 +166,7 @@ class Operators(TorchDispatchMode):
 
 def launches(kind, sp_size, kv_heads):
     """Of pack and unpack of the exchange of q, or of k and its gradient, in half precision."""
-    layout = Geometry(sp_size, 0, (2,) * sp_size, 1, 4 * sp_size, kv_heads).exchange(kind, 0, 8)
+    layout = Geometry(sp_size, 0, (2,) * sp_size, 1, 4 * sp_size, kv_heads).exchange(kind, 0, (8,))
     x, wire = torch.randn(layout.source.shape).bfloat16(), torch.empty(layout.sources.elements, dtype=torch.bfloat16)
     copy = implementation("torch")
     with Operators() as counted:
@@ -185,7 +185,7 @@ def test_the_number_of_launches_does_not_grow_with_the_ranks(kind, kv_heads, exp
 def moves(kinds, sp_size):
     """What moves the data of an exchange and of its gradient on this rank; four heads a rank in two groups."""
     geometry = Geometry(sp_size, 0, (2,) * sp_size, 1, 4 * sp_size, 4 * sp_size, 2)
-    layout = geometry.joint_exchange(kinds, 1, (8,) * 3) if len(kinds) > 1 else geometry.exchange(kinds, 1, 8)
+    layout = geometry.exchange(kinds, 1, (8,) * len(kinds))
     exchange = Exchange(SPGroup(None, Silent()), layout, "layer", kinds)
     with Operators() as counted:
         exchange.start_forward([torch.randn(shape) for shape in layout.sources.shapes])

@@ -55,7 +55,7 @@ def q_exchange(backend):
     """An exchange that packs and unpacks: two ranks' worth of heads on one rank can't, so batch first with b = 2."""
     sp_group = SPGroup(None, LoggingTransport(backend))
     sp_group._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
-    layout = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, batch_first=True).exchange("q", 0, 8)
+    layout = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, batch_first=True).exchange("q", 0, (8,))
     return Exchange(sp_group, layout, "layer", "q")
 
 

@@ -97,17 +97,15 @@ class Call:
             head_dims: ``d`` of each tensor that travels.
             make: Makes the exchange, where it travels in one leg.
         """
-        geometry, schedule, kinds, tables = self.geometry, self.schedule, step.tensors, None
+        geometry, schedule, kinds = self.geometry, self.schedule, step.tensors
         name, group, chunks = schedule.names_of_values[step.exchange], step.group, schedule.chunks
         if step.beside:
             # o and do are values that go to attention, as q does.
             name, kinds = schedule.name(step), ("q", "q")
-        if len(kinds) > 1 or chunks > 1:
-            layout = geometry.joint_exchange(kinds, group, head_dims, step.chunk, chunks)
-        else:
-            (kind,) = kinds
-            layout = geometry.exchange(kind, group, head_dims[0], kind in self.by_rank)
-            tables = self.rope_tables if kind in ("q", "k") else None
+        is_alone = len(kinds) == 1 and chunks == 1
+        by_rank = is_alone and kinds[0] in self.by_rank
+        layout = geometry.exchange(kinds, group, head_dims, step.chunk, chunks, by_rank)
+        tables = self.rope_tables if is_alone and kinds[0] in ("q", "k") else None
         of_call = self.sp_group, layout, self.where, name, self.checked, tables
         if geometry.nodes is not None:
             # k and v may travel in two legs, once to each node.

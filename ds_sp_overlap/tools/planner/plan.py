@@ -96,7 +96,7 @@ class BlockCosts(Costs):
         # o beside do goes to attention, as q does.
         kinds = ("q", "q") if step.beside else step.tensors
         dims = (self.layer.head_dim,) * len(kinds)
-        layout = self.geometry.joint_exchange(kinds, step.group, dims, step.chunk, self.chunks)
+        layout = self.geometry.exchange(kinds, step.group, dims, step.chunk, self.chunks)
         return layout.inverse if step.grad and not step.beside else layout
 
     def in_a_chain(self) -> Simulation:

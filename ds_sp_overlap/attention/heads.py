@@ -154,7 +154,7 @@ def _difference(call: Call, local: Local, device: torch.device) -> tuple[float, 
         ``x`` holds the heads of all groups in the order of their arrival.
         """
         ranges = (groups.sent_range(kind, rank, index) for index in call.groups)
-        return x.split([max(stop - start, 0) for start, stop in ranges], 2)[group]
+        return x.split([stop - start for start, stop in ranges], 2)[group]
 
     def attend(geometry: Geometry, group: int, q: Tensor, received: dict[Part, Tensor]) -> Tensor:
         """Attend with a group of ``geometry``, as a call of the layer would."""

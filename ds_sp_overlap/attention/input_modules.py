@@ -190,7 +190,7 @@ class InputModules:
         for part in call.schedule.parts:
             kind, group = part
             module, first = self.of_kinds[kind]
-            elements = geometry.elements_of(kind, group, first, self.head_dim)
+            elements = geometry.rows_of(kind, group, first, self.head_dim)
             by_rank = kind in call.by_rank and part in call.schedule.alone
             rows[part] = Rows(module, elements, ranks=geometry.parts if by_rank else 0)
         parts = []

@@ -148,7 +148,7 @@ class Sizes:
         if role == "local":
             return self._tokens * self._local_heads(kind, group) * head
         start, stop = self.geometry.sent_range(kind, 0, group)
-        heads = self._global_tokens(kind) * layer.batch * max(stop - start, 0)
+        heads = self._global_tokens(kind) * layer.batch * (stop - start)
         if role == "lse":
             return heads * max(4, layer.element_bytes)
         if role == "work":

@@ -1,10 +1,10 @@
 """Runs the exchanges of one layer's o and of the next layer's q, k, v under the MLP between them.
 
 Between two attentions nothing mixes tokens. So that part, a *segment*, runs in chunks of every
-rank's tokens: chunk c of o is projected, goes through the MLP, and its q, k, v of the next layer
-travel, while the exchanges of other chunks are under way. Backward is the mirror image, as
-everywhere in this package. `schedule.block` draws both. `attention` runs what is around an
-attention, and `chain` puts layers together.
+rank's tokens: chunk c of o is projected and goes through the MLP, and the chunk's q, k and v of the
+next layer are sent, while exchanges of other chunks are under way. Backward is the mirror image but
+for the weight gradients; `schedule.block` draws both. `attention` runs what is around an attention,
+and `chain` puts layers together.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def _segment(
 
 
 class _Segment(Runner):
-    """Performs the steps between two attentions, chunk by chunk, inside all their modules.
+    """Performs the steps of a segment, chunk by chunk, inside the calls of all its modules.
 
     Attributes:
         done: The attention that was run; None in front of the first.
@@ -304,12 +304,12 @@ class _Segment(Runner):
         self.of_groups.append(self.done.finish_o(step))
 
     def merge(self, step: Step) -> None:
-        """Project o of a chunk, and add the residual."""
+        """Project o of a chunk, and add the residual unless the attention runs alone."""
         done = self.done
         assert done is not None
         if done.is_recomputed:
             # The program of a recomputation has no finishes of o.
-            finishes = (Step(Op.FINISH, O, False, at, step.chunk) for at in done.call.groups)
+            finishes = (Step(Op.FINISH, O, False, group, step.chunk) for group in done.call.groups)
             self.of_groups = [done.saved_o(finish) for finish in finishes]
         o = join_heads(done.call, dict(enumerate(self.of_groups))).flatten(2)
         self.of_groups.clear()

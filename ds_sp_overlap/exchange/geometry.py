@@ -175,7 +175,7 @@ class Geometry(Heads):
             tokens.append(tuple((low - first, high - first) for low, high in of_rank))
             # The rank is sent no head, or none of this rank's tokens. A rank that has no tokens at
             # all keeps the ranges of heads: its parts have no elements anyway.
-            if begin >= end or (first < last and not of_rank):
+            if begin == end or (first < last and not of_rank):
                 parts.append((edge, edge))
                 continue
             edge = place[begin] + end - begin
@@ -195,7 +195,7 @@ class Geometry(Heads):
         own = room[self.sp_rank]
         # Tokens for which the global tensor has no room leave an empty part.
         received = Side(
-            self.shape(_before(own, sum(self.seq_lens)), max(stop - start, 0), head_dim),
+            self.shape(_before(own, sum(self.seq_lens)), stop - start, head_dim),
             self.seq_dim,
             tuple((_before(own, low), _before(own, high)) for low, high in sent),
         )

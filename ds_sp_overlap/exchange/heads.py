@@ -1,14 +1,15 @@
 """Decides which heads each rank and each head group attends with, and which of them travel when.
 
 One rule places the heads. Query heads are dealt out in contiguous, balanced ranges, the larger ones
-first. A rank receives the KV heads that its query heads attend to, so KV heads are replicated where
-there are fewer of them than ranks, or where two ranks share a KV head. For head counts that divide,
-this is the split of DeepSpeed's ``DistributedAttention`` and ``UlyssesSPAttentionHF``.
+first; with several head groups see Note [Groups first]. A rank receives the KV heads that its query
+heads attend to, so KV heads are replicated where there are fewer of them than ranks, or where two
+ranks share a KV head. In one head group, and for head counts that divide, this is the split of
+DeepSpeed's ``DistributedAttention`` and ``UlyssesSPAttentionHF``.
 
 Note [Groups first]
 ~~~~~~~~~~~~~~~~~~~
-Heads are dealt to head groups first and to ranks within a group, where no KV head is then sent more
-often. The heads of a group then lie together, and the group's rows of a weight are a view.
+If that sends no KV head more often, heads are dealt to head groups first, and within a group to
+ranks. The heads of a group then lie together, and the group's rows of a weight are a view.
 Otherwise heads are dealt to ranks first, and the rows of a group lie apart:
 
     8 heads, 2 ranks, 2 groups
@@ -83,7 +84,8 @@ class Heads(Shares):
     def sent_range(self, kind: str, rank: int, group: int) -> Range:
         """Return the heads of q, k or v that travel to ``rank`` with ``group``.
 
-        The range is empty, with its stop at or before its start, where no head is new to the group.
+        The ranges of a rank's groups ascend and are disjoint. The range is empty, its start at its
+        stop, where no head is new to the group.
         """
         if kind == "q":
             return self.query_range(rank, group)
@@ -103,7 +105,7 @@ class Heads(Shares):
         ranges: list[Range] = []
         sent = [self.sent_range(kind, rank, group) for rank in range(self.sp_size)]
         for start, stop in sorted(sent):
-            if start >= stop:
+            if start == stop:
                 continue
             # Ranges that overlap or touch become one.
             if ranges and start <= ranges[-1][1]:
@@ -127,7 +129,7 @@ class Heads(Shares):
         for group in range(self.groups):
             ranks = range(0, self.sp_size, self.shares)
             ranges = [self.sent_range(kind, rank, group) for rank in ranks]
-            counts = {max(stop - start, 0) for start, stop in ranges}
+            counts = {stop - start for start, stop in ranges}
             steps = {after[0] - before[0] for before, after in zip(ranges, ranges[1:])}
             # A step that is smaller than the count: two ranks are sent the same head.
             if len(counts) > 1 or len(steps) > 1 or any(step < max(counts) for step in steps):
@@ -135,7 +137,7 @@ class Heads(Shares):
         return True
 
     @lru_cache(maxsize=4096)
-    def elements_of(
+    def rows_of(
         self, kind: str, group: int, first: int | tuple[int, ...], head_dim: int
     ) -> tuple[Range, ...]:
         """Return the rows of a projection's weight that make the heads of `heads_of`.
@@ -148,13 +150,13 @@ class Heads(Shares):
             head_dim: ``d``.
         """
         ranges = self.heads_of("q" if kind == "o" else kind, group)
-        elements: list[Range] = []
+        rows: list[Range] = []
         for start, stop in ranges:
             if isinstance(first, int):
-                elements.append((first + start * head_dim, first + stop * head_dim))
+                rows.append((first + start * head_dim, first + stop * head_dim))
             else:
-                elements += [(row, row + head_dim) for row in first[start:stop]]
-        return tuple(elements)
+                rows += [(row, row + head_dim) for row in first[start:stop]]
+        return tuple(rows)
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:

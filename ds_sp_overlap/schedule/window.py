@@ -25,18 +25,18 @@ q, k and v travel under the attention of the group before. o, and o with do, tra
 projections and the attention of another group; dq, dk and dv under the products of another group or
 under its attention. From W = 2 on, every exchange has work to hide it.
 
-A layer runs in this order if the config sets a window; if it sets ``checkpointing`` to "keep" or
-"offload", then with W = max(1, G // 2) unless it sets a window too; or if ``"memory": "auto"``
-chooses it. If projections can't be computed part by part, the layer warns and holds all groups; a
-`Windowed` from ``schedule=`` raises. When a checkpoint that saved attention reruns the layer, the
-layer merges the saved o and does nothing else: no q, k, v, no attention, no exchange. Backward then
-runs as drawn. A checkpoint that saves no attention repeats all of forward.
+A layer runs in this order if the config sets a window, if ``"memory": "auto"`` chooses one, or with
+``checkpointing`` "keep" or "offload" (W = max(1, G // 2), unless a window is set). If projections
+can't be computed part by part, the layer warns and holds all groups; a `Windowed` from
+``schedule=`` raises. When a checkpoint that saved attention reruns the layer, the layer merges the
+saved o and does nothing else: no q, k, v, no attention, no exchange. Backward then runs as drawn. A
+checkpoint that saves no attention repeats all of forward.
 
-With W = 1, do with o, q, k and v are sent one at a time in backward, each finished before the next
-one is started; dq, dk and dv of a group are three exchanges, started one after another, and
-finished before the next group begins. o with do travels under Wq, q under Wk, k under Wv. Exposed
-are v and dv of each group in backward (q and dq of a group that sends q alone), and in forward v of
-the first group and o of the last.
+With W = 1, backward sends (o with do), q, k and v one at a time, each finished before the next one
+is started; dq, dk and dv of a group are three exchanges, started one after another, and finished
+before the next group begins. o with do travels under Wq, q under Wk, k under Wv. Exposed are, in
+forward, v of the first group and o of the last; in backward v and dv of each group, or q and dq
+where a group sends q alone.
 
 Note [Shared KV heads]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -80,7 +80,9 @@ class Windowed(Schedule):
 
 
 def schedule_of(geometry: Any, window: int | None = None, wgrad_last: bool = True) -> Schedule:
-    """Return the schedule of a layer that was passed no ``schedule=``.
+    """Return the schedule for a window, or that of a layer without one.
+
+    Layers without a window call `by_head_groups` themselves; planner and policy ask here for both.
 
     Args:
         geometry: The `exchange.geometry.Geometry` of a call, or what has its ``heads``,
@@ -91,8 +93,8 @@ def schedule_of(geometry: Any, window: int | None = None, wgrad_last: bool = Tru
     kinds = geometry.kinds
     if window is None:
         return by_head_groups(kinds, wgrad_last)
-    # dq, dk and dv of few KV heads take less memory than dx and the weight gradients, so products
-    # come last from four query heads per KV head on.
+    # With few KV heads it takes less memory to keep dq, dk and dv to the end than dx and the weight
+    # gradients meanwhile: from four query heads per KV head on, their products come last.
     few_kv = geometry.heads >= 4 * geometry.kv_heads
     return by_window(kinds, geometry.last_use, window, wgrad_last, products_last=few_kv)
 

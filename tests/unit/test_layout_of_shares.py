@@ -62,7 +62,7 @@ def local(geometry, kind, group, chunk, chunks):
 def received(geometry, kind, group):
     """What a rank has to receive."""
     start, stop = geometry.sent_range(kind, geometry.sp_rank, group)
-    x = whole(geometry, kind).narrow(2, start, max(stop - start, 0))
+    x = whole(geometry, kind).narrow(2, start, stop - start)
     return cut(x, geometry.seq_dim, geometry.own_queries) if kind == "q" else x
 
 

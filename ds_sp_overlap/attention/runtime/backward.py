@@ -59,12 +59,12 @@ class BackwardRunner(ForwardRunner):
         weight_needs_grad: bool,
         late: bool = False,
     ) -> None:
-        """Take what the steps DGRAD and WGRAD of the output projection need.
+        """Take what the steps of the output projection need: DGRAD, WGRAD, and the start of do.
 
         Args:
             output: The output projection.
             dy: [.., m]. The gradient of y.
-            weight: The weight of the projection; None where no gradient of o is needed.
+            weight: The weight of the projection; may be None where no gradient of o is needed.
             outputs: Local o of each group that some step reads. The last step that reads an o
                 takes it out.
             o_needs_grad: For each group, whether a gradient of o is needed.
@@ -151,7 +151,7 @@ class BackwardRunner(ForwardRunner):
         if step.tensors != O:
             self.inputs.wgrad(step.parts[0])
         elif self.weight_needs_grad:
-            # o travels beside do later on, in some schedules behind this wgrad.
+            # Where o travels beside do, that start comes later and takes it out.
             o = self.outputs[group] if self.sends_o else self.outputs.pop(group)
             self.pieces.put(self.output.columns[group], torch.mm, self.dy_transposed, o)
 

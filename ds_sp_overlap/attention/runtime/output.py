@@ -93,4 +93,4 @@ class OutputProjection:
 def _columns(geometry: Geometry, head_dim: int) -> Parts:
     """Return for each head group the columns of the weight that its heads are multiplied with."""
     groups = range(geometry.groups)
-    return parts_of(*(geometry.elements_of("o", group, 0, head_dim) for group in groups))
+    return parts_of(*(geometry.rows_of("o", group, 0, head_dim) for group in groups))

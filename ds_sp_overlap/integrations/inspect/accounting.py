@@ -76,15 +76,16 @@ class Unknown(Exception):
     """The reason why it is not known what some code computes."""
 
 
-def primes_beside(sizes: Collection[int]) -> list[int]:
-    """Return primes for sizes that vary between calls, in ascending order.
+def free_primes(fixed_sizes: Collection[int]) -> list[int]:
+    """Return primes, in ascending order, to use as batch size and sequence length of a run.
 
-    None of them divides one of ``sizes``, so that it can't be mistaken for one, or for a factor.
+    None divides one of a layer's ``fixed_sizes``, so that it can't be mistaken for one, or for a
+    factor of one. They must hold no 0, which every prime divides.
     """
     primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
     free = []
     for prime in primes:
-        if all(size % prime for size in sizes):
+        if all(size % prime for size in fixed_sizes):
             free.append(prime)
     return free
 

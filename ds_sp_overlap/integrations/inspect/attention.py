@@ -29,7 +29,7 @@ class Source:
 
     Attributes:
         chain: The names of the modules that the hidden states go through. The last is a linear
-            layer, or a norm over all heads behind one.
+            layer, or a norm over all its heads that follows it.
         rows: The first row of each head in what the chain returns.
         norm: The name of a norm over the d dims of each head; None if there is none.
         last: Whether the norm comes behind the rotation; False without a norm or a rotation.
@@ -44,6 +44,8 @@ class Source:
 @dataclass(frozen=True)
 class Reading:
     """Describes a layer's forward: attention over q, k, v, then an output projection.
+
+    `transformers.driven` and `megatron.layers` make a `SelfAttention` of it.
 
     Attributes:
         sources: Where each of "q", "k" and "v" comes from.
@@ -466,8 +468,8 @@ class _Interpreter:
         trace = self.trace
         # Back from attention: a norm behind the rotation, the rotation, and a norm in front of it.
         norm, heads = self._before_norm(heads)
-        unrotated = self._before_rotation(heads)
-        is_rotated, is_last = unrotated is not None, norm is not None
+        norm_is_behind, unrotated = norm is not None, self._before_rotation(heads)
+        is_rotated = unrotated is not None
         heads = heads if unrotated is None else unrotated
         if norm is None:
             norm, heads = self._before_norm(heads)
@@ -481,7 +483,7 @@ class _Interpreter:
         expected_token = torch.arange(trace.batch * trace.seq).view(trace.batch, trace.seq, 1, 1)
         in_place = (token == expected_token).all() and (rows == expected_rows).all()
         if (index < 0).any() or not in_place:
-            raise Unknown("heads are not rows of a projection")
+            raise Unknown("a head is not d successive rows of one projection, at its own token")
         # The modules between the hidden states and the projection.
         chain = [output]
         while not torch.equal(chain[0].input, trace.x):
@@ -491,7 +493,7 @@ class _Interpreter:
             chain[:0] = earlier
         names = tuple(part.name for part in chain)
         self.used.update(names)
-        source = Source(names, tuple(first_rows.tolist()), norm, last=is_last and is_rotated)
+        source = Source(names, tuple(first_rows.tolist()), norm, last=norm_is_behind and is_rotated)
         return source, is_rotated
 
     def _output_with(self, heads: Tensor) -> TracedOutput:

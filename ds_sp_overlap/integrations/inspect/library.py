@@ -1,6 +1,7 @@
 """Tells whose code a function is: torch's, transformers' or somebody's own.
 
-Also finds transformers' attention functions and caches, and the functions of a class.
+Also transformers' registry of attention functions, the names of KV caches, the functions of a class,
+and digests of source.
 """
 
 from __future__ import annotations
@@ -111,14 +112,14 @@ def digest(holder: Any, *names: str) -> str:
     for name in names:
         if getattr(holder, name, None) is not None:
             functions.append(getattr(holder, name))
-    if any(map(_is_decorated, functions)):
+    if any(map(_is_decorated_by_others, functions)):
         return ""  # guard: what a decorator does is in no digest
     text = " ".join(inspect.getsource(inspect.unwrap(function)) for function in functions)
     words = re.sub("#.*", "", text).split()
     return hashlib.blake2b(" ".join(words).encode(), digest_size=8).hexdigest()
 
 
-def _is_decorated(function: Any) -> bool:
+def _is_decorated_by_others(function: Any) -> bool:
     """Return whether a function has a decorator that is not transformers'."""
     while hasattr(function, "__wrapped__"):
         if defined_in(function).split(".")[0] != "transformers":

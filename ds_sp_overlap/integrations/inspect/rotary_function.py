@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...rotary import Rotary
-from .accounting import Accounting, LoadedGlobal, Unknown, global_names, primes_beside
+from .accounting import Accounting, LoadedGlobal, Unknown, free_primes, global_names
 
 # How (cos, sin) [b, s, 1, d_rot] follow from position embeddings. The given tables have the shape
 # [b, s, d_rot] or [b, s, d_rot / 2].
@@ -204,7 +204,7 @@ def _differs(
     for shape in args:
         if isinstance(shape, tuple):
             used.update(size for size in shape if isinstance(size, int))
-    batch, seq = primes_beside(used)[:2]
+    batch, seq = free_primes(used)[:2]
     sizes = {"batch": batch, "seq": seq}
 
     def random(shape: Sequence[Any], dtype: torch.dtype) -> Tensor:

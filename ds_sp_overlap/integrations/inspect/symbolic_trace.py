@@ -3,7 +3,8 @@
 The forward runs on labels: whole numbers, each of which occurs once. Its inputs are labels.
 Stand-ins for projections, norms, rotary functions and the attention function return new labels.
 Only operations that move numbers are allowed (`accounting`), so the places where the labels end up
-tell how they were moved. The trace reads no weight and calls no module.
+tell how they were moved. The trace computes with no weight and calls no module. Other readings use
+its stand-ins too (`decoder_layer`, `megatron.reading`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from .accounting import (
     LoadedGlobal,
     Unknown,
     forward_of,
+    free_primes,
     has_plain_defaults,
     is_plain,
-    primes_beside,
 )
 from .library import CACHES, functions_of, own_class
 from .rotary_function import Table
@@ -306,7 +307,7 @@ class _AttentionFunctions:
 
 @contextlib.contextmanager
 def replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Replace globals that a layer's code names, until the ``with`` block ends.
+    """Replace globals that the functions of a layer's class name, until the ``with`` block ends.
 
     Until then they are replaced for all code of the files that define the layer's class and its
     bases, not for this layer alone.
@@ -391,7 +392,7 @@ class Trace:
         # Without zeros, which every prime divides.
         for holder in (vars(config), *map(vars, module.modules())):
             used.update(x for x in holder.values() if isinstance(x, int) and x)
-        free = primes_beside(used)
+        free = free_primes(used)
         self.batch, self.seq = free[0] if case.batch > 1 else 1, free[1 + case.seq_index]
         self.x = self.new_labels(self.batch, self.seq, config.hidden_size)
         cos, sin = (self.new_labels(self.batch, self.seq, 2) for _ in range(2))

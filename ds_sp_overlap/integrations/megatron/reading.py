@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.runtime.linear import hooks_are_harmless
-from ..inspect.accounting import MISSING, LoadedGlobal, Unknown, forward_of, primes_beside
+from ..inspect.accounting import MISSING, LoadedGlobal, Unknown, forward_of, free_primes
 from ..inspect.attention import Read, Reader
 from ..inspect.symbolic_trace import (  # fmt: skip
     CLASS,
@@ -186,7 +186,7 @@ class _Run:
             used += getattr(parameter, "ds_shape", parameter.shape)
         # The rows of a fused projection, whose weight has other rows where KV heads are ungrouped.
         used.append((self.heads + 2 * self.kv_heads) * self.head_dim)
-        free = primes_beside(used)
+        free = free_primes(used)
         return free[0] if case.batch > 1 else 1, free[1 + case.seq_index]
 
     def _arguments(self, forward: Any, case: Case) -> dict[str, Any]:

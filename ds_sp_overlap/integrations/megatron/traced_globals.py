@@ -107,7 +107,8 @@ class _Package:
 def source_of(holder: Any, *names: str) -> str:
     """Return the `digest` of functions of a class or a module.
 
-    Empty, which is in no set of known digests, if there is no source or a function is decorated.
+    Empty, which is in no set of known digests, if there is no source, or a function has a decorator
+    that is not transformers'.
     """
     try:
         return digest(holder, *names)

@@ -37,6 +37,8 @@ from .documents import Documents, to_device
 # reads is copied to the device once in each forward, and cached in `GlobalSequence`. A layer
 # never waits.
 
+# The arguments of a model's forward that hold the sequence, of which it takes one.
+TOKENS = ("input_ids", "inputs_embeds")
 _NEEDED = "those of the whole sequence, cut over the ranks like input_ids"
 _FAULTS: dict[str, tuple[type[Exception], str]] = {
     "missing": (ValueError, f"sequence parallelism needs position_ids in every forward: {_NEEDED}"),
@@ -341,11 +343,10 @@ class Positions:
         Args:
             where: The name of the model, for errors.
             arguments: The arguments of its forward by name.
-            cache: The KV cache among them; or None.
+            cache: The KV cache among the arguments, or None.
         """
-        tokens = arguments.get("input_ids")
-        if tokens is None:
-            tokens = arguments.get("inputs_embeds")
+        given = (arguments[name] for name in TOKENS if arguments.get(name) is not None)
+        tokens = next(given, None)
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
         gathered = self.gather(where, tokens, positions, mask=mask, cache=cache)
         outer, self.current = self.current, gathered

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..inspect.library import CACHES, attention_functions, functions_of, once
 from ..rebinding import is_ours
+from ..sequence.positions import TOKENS
 from .registration import refusal_of
 
 # Arguments of a forward that only a module which mixes tokens takes.
@@ -248,7 +249,7 @@ def takes_tokens(model: nn.Module) -> bool:
 
     Models of images or sound don't: every rank runs them on the whole input.
     """
-    return not _arguments(type(model)).isdisjoint(("input_ids", "inputs_embeds"))
+    return not _arguments(type(model)).isdisjoint(TOKENS)
 
 
 def goes_by_length(module: nn.Module) -> bool:

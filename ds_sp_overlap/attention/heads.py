@@ -24,7 +24,7 @@ from torch import Tensor
 from ..exchange.geometry import Geometry
 from ..schedule import Part
 from .arguments import modules_of, named, slice_per_head
-from .memory.random_state import Random, in_modes
+from .memory.forward_state import Random, in_modes
 from .memory.recompute import join_pieces
 from .runtime.execution import Call, pieces_of_queries, with_head_dim, with_kv
 

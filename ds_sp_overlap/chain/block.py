@@ -24,6 +24,7 @@ from ..attention.runtime.recorded import join_heads
 from ..attention.runtime.runner import Runner
 from ..attention.runtime.slices import Ranges
 from ..attention.self_attention import SelfAttention
+from ..exchange.exchange import Node
 from ..schedule import O, Op, Recompute, Step, by_chunks, head, tail
 from .attention import walk_attention
 from .block_layer import BlockLayer, Options
@@ -225,8 +226,8 @@ def _segment(
     def body(hidden: Tensor, *tokens: Tensor) -> tuple[Tensor, ...]:
         # The tokens as the hooks have changed them.
         given.update(zip(given, tokens))
-        # Where weight gradients wait: those of the MLP in ``late``, made in `walk_attention`; others
-        # here.
+        # Where weight gradients wait: those of the MLP in ``late``, made in `walk_attention`; all
+        # others here.
         late = [] if done is None or done.mlp_wgrads is None else [done.mlp_wgrads]
         known = {*late[0].slots, *late[0].stacks} if late else ()
         plain = here.layer.attention.plain
@@ -322,8 +323,11 @@ class _Segment(Runner):
         if layer.is_attention_alone:
             return
         y = x + _with_bias(self.shadows.of(layer.mlp)(self.shadows.of(layer.norm_mid)(x)))
-        # Other ranks may have tokens in this chunk.
-        self.xs[step.chunk] = y if y.numel() else self.shadows.tied(y, layer.mlp)
+        if torch.is_grad_enabled() and not (y.numel() and y.requires_grad):
+            parameters = (*layer.norm_mid.parameters(), *layer.mlp.parameters())
+            learned = [x for x in parameters if x.requires_grad]
+            y = _Tied.apply(y, *learned) if learned else y
+        self.xs[step.chunk] = y
 
     def project(self, step: Step) -> None:
         """Make q, k and v of a chunk for the next attention, from the hidden states behind it."""
@@ -343,6 +347,22 @@ class _Segment(Runner):
         # ranks were given other hidden states then.
         if not following.is_idle:
             following.tokens[step.exchange] = following.exchange(step).start(*sent)
+
+
+class _Tied(Node):
+    """Returns a copy of y that depends on the parameters that made it, and gives them no gradient.
+
+    Experts without tokens take no part in the graph of y. But the exchanges behind y must run in
+    backward on this rank if they do on others, whose experts have tokens.
+    """
+
+    @staticmethod
+    def forward(ctx, y, *parameters):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def _units(*calls: LayerCall | None) -> list[Any]:

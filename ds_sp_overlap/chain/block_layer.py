@@ -19,8 +19,8 @@ class BlockLayer:
 
     MLP and projections return ``y``, or ``(y, bias)``, where the bias is yet to be added or None.
     Norms, MLP and projections are called once, with hooks, around all chunks; for each chunk their
-    class's forward runs on a copy without hooks. `integrations.chains` makes them of the layers that
-    were read, and `integrations.inspect.probe` computes the same by itself, to compare.
+    class's forward runs on a copy without hooks. `integrations.chains` makes one of each layer that
+    was read, and `integrations.inspect.probe` computes the same by itself, to compare.
 
     Attributes:
         attention: Drives q, k, v and the output projection.

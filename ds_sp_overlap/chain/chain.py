@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..attention.memory.forward_state import autocast_of
 from ..attention.runtime import linear
-from ..attention.runtime.products import autocast_of
 from ..attention.runtime.sharded import FSDP
 from ..exchange.shares import QueryChunks
 from ..schedule import Recompute, by_chunks
@@ -138,7 +138,7 @@ class Started:
 
 
 def _modes(hidden: Tensor) -> tuple[object, ...]:
-    """Return whether autograd records, whether ``hidden`` needs a gradient, and autocast's state."""
+    """Return whether autograd records, whether ``hidden`` needs a gradient, and autocast."""
     return torch.is_grad_enabled(), hidden.requires_grad, *autocast_of(hidden.device).values()
 
 

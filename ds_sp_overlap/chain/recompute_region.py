@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..attention.memory.random_state import Random, drawing_again
-from ..attention.runtime.products import autocast_of
+from ..attention.memory.forward_state import Random, autocast_of, drawing_again
 
 
 class _Saved:

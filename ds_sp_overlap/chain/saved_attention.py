@@ -15,12 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..attention.memory.recompute import attend_once
 from ..attention.runtime.execution import Call
-from ..attention.runtime.products import autocast_of
 from ..exchange.exchange import Exchange, Node, new_token, refuse_second_derivatives
 from ..schedule import Exchanged, Op, Step
 
@@ -117,7 +115,7 @@ class AttendSaved(Node):
         if not exchanges:
             ctx.save_for_backward(*heads, *tensors_of_groups[group])
             return (new_token(heads[0]),)
-        ctx.parts, ctx.autocast = (saved, attend, local, exchanges), autocast_of(heads[0].device)
+        ctx.parts = saved, attend, local, exchanges
         wanted = ctx.wanted = ctx.needs_input_grad[6:9]
         o, ctx.attended, tensors_of_groups[group] = attend_once(attend, heads, wanted, local)
         ctx.save_for_backward(*heads, *tensors_of_groups[group])
@@ -144,9 +142,7 @@ class AttendSaved(Node):
             )
         *front, do = outs
         o = front[0] if front else None
-        # Attention may have to run again, as in forward.
-        with torch.autocast(**ctx.autocast):
-            gradients = ctx.attended.backward(
-                attend, (q, k, v), ctx.wanted, o, do, tensors_of_groups, local
-            )
+        gradients = ctx.attended.backward(
+            attend, (q, k, v), ctx.wanted, o, do, tensors_of_groups, local
+        )
         return None, None, None, None, None, None, *gradients

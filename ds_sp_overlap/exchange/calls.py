@@ -23,8 +23,8 @@ class Calls:
     collectives that don't fit together.
     """
 
-    # docs/correctness.md names the number. Recordings of one rank (the planner's, a benchmark's) set
-    # one so large that nothing is compared.
+    # docs/correctness.md names the number. Recordings of one rank (the planner's, a benchmark's)
+    # set one so large that nothing is compared.
     EVERY = 32
     _of_groups: weakref.WeakKeyDictionary[Any, Calls] = weakref.WeakKeyDictionary()
 

@@ -70,7 +70,8 @@ class InFlight:
 
     # Set by `launch`.
     side: HostStream | SideStream
-    # Empty once they are packed. Where `relayed` needs other memory until `finish`, that memory.
+    # Empty once they are packed. A `RelayedExchange` puts here what its other leg reads, until the
+    # finish.
     sources: Sequence[Tensor]
     send: Tensor
     recv: Tensor
@@ -209,11 +210,13 @@ class InFlight:
         source, sources = self.layout.source, self.layout.sources
         x = self.sources[0]
         # Relayout's operators pack one tensor whose parts cover it, and may rotate it. `join` packs
-        # all else, which is never rotated (`Call.exchange`), and what one copy by PyTorch can pack.
-        one_copy = (
-            self.rope is None and sources.places() and x.is_contiguous() and relayout.copies(x)
-        )
-        if self.layout.also or not source.covers or one_copy:
+        # all else, which is never rotated (`Call.exchange`; `Geometry.cuts_tokens`), and what one
+        # copy by PyTorch can pack.
+        if (
+            self.layout.also
+            or not source.covers
+            or (self.rope is None and sources.places() and x.is_contiguous() and relayout.copies(x))
+        ):
             return join(self.sources, sources, new_empty)
         wire = new_empty(sources.elements)
         if self.rope is None:

@@ -5,8 +5,8 @@ Imports the standard library only, and runs by itself, too:
     python ds_sp_overlap/relayout/build.py [cpu | cuda]
 
 The library depends on torch's stable ABI alone (torch/csrc/stable, from torch `ABI` on) and carries
-the CUDA runtime inside. So one binary serves every later torch, with CUDA or without. No GPU has to be
-present: CUDA kernels are compiled where nvcc is found, CPU kernels alone where nvcc is missing.
+the CUDA runtime inside. So one binary serves every later torch, with CUDA or without. No GPU has to
+be present: CUDA kernels are compiled where nvcc is found, CPU kernels alone where nvcc is missing.
 
     DS_SP_OVERLAP_BUILD    what is built at first use. 0: nothing; cpu, cuda: exactly these kernels,
                            or an error; unset: all kernels that there are compilers for

@@ -65,6 +65,23 @@ def attention_beside_an_mlp(model):
     layer.mlp = Beside(layer.mlp, LlamaAttention(model.config, 2).double())
 
 
+class Student(LlamaAttention):
+    """An attention of its own, around the one that it learns from."""
+
+    def __init__(self, teacher):
+        super().__init__(teacher.config, teacher.layer_idx)
+        self.teacher = teacher
+
+    def forward(self, *args, **kwargs):
+        self.teacher(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+
+def attention_around_another(model):
+    layer = model.model.layers[1]
+    layer.self_attn = Student(layer.self_attn).double()
+
+
 def delta_net_replaced(model):
     layer = model.model.layers[0]
     layer.linear_attn = type(layer.linear_attn)(model.config, 0).double()
@@ -142,6 +159,21 @@ class Around(torch.nn.Module):
         return super().__getattr__(name) if name == "layer" else getattr(self.layer, name)
 
 
+class Skip(torch.nn.Module):
+    """In place of a layer, which was pruned."""
+
+    attention_type = "full_attention"
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        return hidden_states
+
+
+def pruned(model):
+    """Prune a layer, and hold a copy of all for an average, which nobody calls."""
+    model.model.layers[1] = Skip()
+    model.average = copy.deepcopy(model.model.layers[0])
+
+
 def wrapped_in_a_module(model):
     model.model.layers[1] = Around(model.model.layers[1])
 
@@ -178,11 +210,12 @@ def half_patched(model):
 
 
 CHANGES = {
-    "the attention is replaced in its parent": (replaced_in_its_parent, {}, "model.layers.1.self_attn: this LlamaAttention was put there"),
-    "a decoder layer is replaced": (layer_replaced, {}, "model.layers.1.self_attn: this LlamaAttention was put there"),
-    "a decoder layer is appended": (layer_appended, {}, "model.layers.2.self_attn: this LlamaAttention was put there"),
-    "an attention is put beside an MLP": (attention_beside_an_mlp, {}, "model.layers.1.mlp.attention: this LlamaAttention was put there"),
-    "a delta net is replaced": (delta_net_replaced, DELTA_NETS, "model.layers.0.linear_attn: this Qwen3NextGatedDeltaNet was put there"),
+    "the attention is replaced in its parent": (replaced_in_its_parent, {}, "LlamaAttention: this is a copy of one that is overlapped"),
+    "a decoder layer is replaced": (layer_replaced, {}, "the new model.layers.1.self_attn (LlamaAttention) ran without an exchange"),
+    "a decoder layer is appended": (layer_appended, {}, "the new model.layers.2.self_attn (LlamaAttention) ran without"),
+    "an attention is put beside an MLP": (attention_beside_an_mlp, {}, "the new model.layers.1.mlp.attention (LlamaAttention) ran without"),
+    "an attention is put around another": (attention_around_another, {}, "the new model.layers.1.self_attn (Student) ran without"),
+    "a delta net is replaced": (delta_net_replaced, DELTA_NETS, "the new model.layers.0.linear_attn (Qwen3NextGatedDeltaNet) ran without"),
     "eager attention": (eager, {}, 'attention "eager" needs a mask'),
     "eager attention of a layer at its function": (eager, BITNET, 'model.layers.0.self_attn: its attention is "eager" since'),
     "the forward of an attention is set back": (set_back, {}, "model.layers.1.self_attn (LlamaAttention) ran without an exchange"),
@@ -194,8 +227,8 @@ CHANGES = {
     "an attention at its function is given another forward": (another_forward, BITNET, "model.layers.1.self_attn (BitNetAttention) ran without"),
     "a delta net is given another forward": (another_delta_net, DELTA_NETS, "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet) ran without"),
     "a dynamic rotary embedding is given another forward": (another_rotary, DYNAMIC, "model.rotary_emb (LlamaRotaryEmbedding) ran without"),
-    "a rotary embedding is replaced by a dynamic one": (rotary_replaced, {}, "model.rotary_emb: this LlamaRotaryEmbedding was put there"),
-    "a rotary embedding becomes dynamic": (rotary_changed, {}, "model.rotary_emb: this LlamaRotaryEmbedding was put there, or changed, since"),
+    "a rotary embedding is replaced by a dynamic one": (rotary_replaced, {}, "the new model.rotary_emb (LlamaRotaryEmbedding) ran without"),
+    "a rotary embedding becomes dynamic": (rotary_changed, {}, "the new model.rotary_emb (LlamaRotaryEmbedding) ran without"),
     "the class's forward is patched": (patched, {}, "computes something else since __class__.forward changed"),
     "what the rotary function calls is patched": (half_patched, {}, "computes something else since rotate_half changed"),
     "the rotary function is patched": (rotary_patched, {}, "computes something else since apply_rotary_pos_emb changed"),
@@ -235,8 +268,16 @@ def still_right(rank, change, options, config):
 @pytest.mark.parametrize("config", [{"head_groups": 2}, {"scope": "block", "token_chunks": 2}], ids=["layer", "block"])
 @pytest.mark.parametrize(
     "change, options",
-    [(wrapped, {}), (wrapped, BITNET), (wrapped, DELTA_NETS), (wrapped, DYNAMIC), (set_back, BITNET), (wrapped_in_a_module, {})],
-    ids=["whole", "at its function", "delta net", "rotary", "set back, at its function", "in a module"],
+    [
+        (wrapped, {}),
+        (wrapped, BITNET),
+        (wrapped, DELTA_NETS),
+        (wrapped, DYNAMIC),
+        (set_back, BITNET),
+        (wrapped_in_a_module, {}),
+        (pruned, {}),
+    ],
+    ids=["whole", "at its function", "delta net", "rotary", "set back, at its function", "in a module", "pruned"],
 )
 def test_layers_whose_forwards_somebody_wraps_after_enable_stay_overlapped(change, options, config):
     assert max(on_ranks(2, still_right, change, options, config)) < (1e-6 if options is DELTA_NETS else FP64)  # its rule is in fp32
@@ -283,7 +324,7 @@ def test_modules_that_are_replaced_after_enable_are_freed():
 
 def test_a_shallow_copy_of_a_layer_of_a_block_is_refused_since_the_layer_itself_would_run():
     for kind, message in on_ranks(2, changed_by, layer_copied, {}, {"scope": "block", "token_chunks": 2}):
-        assert kind == "RuntimeError" and "model.layers.1: this LlamaDecoderLayer was put there" in message, message
+        assert kind == "RuntimeError" and "model.layers.1: this LlamaDecoderLayer is a shallow copy" in message, message
 
 
 @pytest.mark.parametrize("config", [{"head_groups": 2}, {"scope": "block", "token_chunks": 2}], ids=["layer", "block"])
@@ -465,8 +506,8 @@ def misread(rank):
 WATCHED = [
     Watched(Guard("no rank attends alone", without="if False:"), copy_attends),
     Watched(
-        Guard("who is overlapped runs", without="if False:"),
-        functools.partial(not_refused, what="the attention is replaced in its parent"),
+        Guard("by a name of its own", without="foreign[name] = part"),
+        functools.partial(not_refused, what="an attention is put around another"),
     ),
     Watched(
         Guard("a function that exchanges", without="if False:"),

@@ -616,21 +616,21 @@ def test_mixtures_of_experts_equal_the_whole_sequences(chunks):
             assert error < (ROUTERS if again else FP64) and forward == whole_chain(), figures
 
 
-def experts_alone(rank, lengths, frozen, again):
-    """How far the gradients of the first layer's experts are off, where one rank has fewer tokens than chunks, and nothing else
+def learning_alone(rank, lengths, name, frozen, again):
+    """How far the gradients of a part of the first layer are off, where one rank has fewer tokens than chunks, and nothing else
     learns, or is asked for."""
     model = tiny(**EXACT, **EAGER, **MIXTURES["mixtral"], layers=2)
-    experts = model.model.layers[0].mlp.experts
+    part = model.model.layers[0].get_submodule(name)
     model.requires_grad_(not frozen)
-    experts.requires_grad_()
+    part.requires_grad_()
     if again:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def gradients(lengths, at):
         model.zero_grad()
         loss = share(model, *inputs_of(batches(1)[0], lengths, at))
-        loss.backward(inputs=None if frozen else list(experts.parameters()))
-        return {name: torch.zeros_like(x) if x.grad is None else x.grad.clone() for name, x in experts.named_parameters()}
+        loss.backward(inputs=None if frozen else list(part.parameters()))
+        return {name: torch.zeros_like(x) if x.grad is None else x.grad.clone() for name, x in part.named_parameters()}
 
     whole = gradients([SEQ], 0)
     with block(model, dist.group.WORLD, token_chunks=3):
@@ -642,9 +642,11 @@ def experts_alone(rank, lengths, frozen, again):
 
 
 @pytest.mark.parametrize("frozen, again", [(True, False), (False, False), (True, True)])
-@pytest.mark.parametrize("lengths", [(2, SEQ - 2), (SEQ, 0)], ids=str)
-def test_experts_learn_alone_though_a_rank_has_a_chunk_without_tokens(lengths, frozen, again):
-    assert max(on_ranks(2, experts_alone, lengths, frozen, again, timeout_s=60)) < ROUTERS
+@pytest.mark.parametrize(
+    "lengths, name", [((2, SEQ - 2), "mlp.experts"), ((SEQ, 0), "mlp.gate"), ((SEQ - 2, 2), "post_attention_layernorm")], ids=str
+)
+def test_a_part_around_experts_learns_alone_though_a_rank_has_a_chunk_without_tokens(lengths, name, frozen, again):
+    assert max(on_ranks(2, learning_alone, lengths, name, frozen, again, timeout_s=60)) < ROUTERS
 
 
 def said_of_experts(rank):

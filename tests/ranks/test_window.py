@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
+from ds_sp_overlap.attention.memory.recompute import LocalAttention, attend_once
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness import layers, reference
 from tests.harness.cases import singles
@@ -637,6 +638,36 @@ def made_as_before(rank, forward, backward):
 @pytest.mark.parametrize("forward, backward", [(True, False), (False, True), (True, True)])
 def test_backward_makes_q_k_and_v_under_the_autocast_of_forward(forward, backward):
     no_faults(2, made_as_before, forward, backward)
+
+
+def in_fp32(q, k, v):
+    """Keep the scores in fp32, and more of them than a graph may keep: attention runs again in backward."""
+    with torch.autocast("cpu", enabled=False):
+        scores = (q.float().transpose(1, 2) @ k.float().permute(0, 2, 3, 1)).softmax(-1)
+        return (scores @ v.float().transpose(1, 2)).transpose(1, 2)
+
+
+def fused(q, k, v):
+    with torch.autocast("cpu", enabled=False):
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+@pytest.mark.parametrize("attention, runs_again", [(in_fp32, True), (fused, False)])
+def test_gradients_of_attention_are_rounded_as_in_its_own_graph(attention, runs_again):
+    """The backward of a window runs under the autocast of forward, that of PyTorch under none."""
+    heads = [torch.randn(1, 64, 2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    local = LocalAttention(attention, [], [], agree=lambda *_: False, seq_dim=1, modules=[], where="layer")
+    leaves, pieces = [x.clone().requires_grad_() for x in heads], lambda *heads: [attention(*heads)]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = attention(*leaves)
+        o, attended, saved = attend_once(pieces, heads, [True] * 3, local)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(3))
+    expected.backward(do)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attended.backward(pieces, heads, [True] * 3, o, do, saved, local)
+    assert (attended.edges is None) == runs_again
+    for dx, leaf in zip(found, leaves):
+        torch.testing.assert_close(dx, leaf.grad, rtol=1e-6, atol=1e-6)  # fp32; bf16 would be off by 4e-3
 
 
 # Guards.

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from .random_state import Random, drawing_again, in_modes
+from .forward_state import Random, autocast_of, drawing_again, in_modes
 from .saved_views import MAX_SAVED, SavedViews, note_views, storage_of
 
 # q, k, v -> o of successive ranges of tokens.
@@ -100,6 +100,7 @@ class Attended:
         before: The states of the generators before attention, if it drew random numbers.
         versions: `LocalAttention.versions` in forward; None where attention itself changes them.
         training: For each of its modules, whether attention ran in training mode.
+        autocast: The state of autocast, as keywords of ``torch.autocast``.
         saved: What the graph holds in place of saved tensors.
         strides: Of q, k and v in forward.
         pieces: Length and strides of each range of o.
@@ -111,6 +112,7 @@ class Attended:
     before: Random | None
     versions: list[int] | None
     training: list[bool]
+    autocast: dict[str, Any]
     saved: SavedViews
     strides: dict[str, tuple[int, ...]]
     pieces: list[tuple[int, tuple[int, ...]]]
@@ -193,8 +195,8 @@ class Attended:
         hooks = saved_tensors_hooks(  # guard: a checkpoint or offload around is not asked
             Tensor.detach, lambda x: x
         )
-        modes = in_modes(local.modules, self.training)
-        with drawing_again(self.before), modes, torch.enable_grad(), hooks:
+        modes, autocast = in_modes(local.modules, self.training), torch.autocast(**self.autocast)
+        with drawing_again(self.before), modes, autocast, torch.enable_grad(), hooks:
             o = join_pieces(attend(*sources), local.seq_dim)
         del sources, heads
         if not o.requires_grad:
@@ -212,7 +214,8 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradients for ``edges``, then those of ``learned``; None where there is none.
 
-    ``o`` is the output or its gradient edge. Hooks on ``learned`` are not called.
+    ``o`` is the output or its gradient edge. Hooks on ``learned`` are not called. Autocast is off, as
+    in a backward of PyTorch's: the graph has the casts of forward.
     """
     # A tensor may have been frozen since forward: nobody then takes its gradient.
     wanted = [edge is not None for edge in edges] + [x.requires_grad for x in learned]
@@ -224,9 +227,10 @@ def _gradients(
     for active, _ in hooks:
         active.clear()  # guard: hooks run once
     try:
-        gradients = torch.autograd.grad(
-            [o], inputs, [do], retain_graph=retain_graph, allow_unused=True
-        )
+        with torch.autocast(do.device.type, enabled=False):
+            gradients = torch.autograd.grad(
+                [o], inputs, [do], retain_graph=retain_graph, allow_unused=True
+            )
     finally:
         for active, registered in hooks:
             active.update(registered)
@@ -313,6 +317,7 @@ def attend_once(
         before=None if Random.now(device) == before else before,
         versions=given if given == local.versions() else None,
         training=[module.training for module in local.modules],
+        autocast=autocast_of(device),
         saved=views,
         strides={kind: x.stride() for kind, x in zip("qkv", heads)},
         pieces=[(piece.shape[local.seq_dim], piece.stride()) for piece in pieces],

@@ -242,21 +242,6 @@ class Shadows:
                 vars(copy)["_parameters"] = {**module._parameters, **stacked}
         return self._shadows[module]
 
-    def tied(self, y: Tensor, module: nn.Module) -> Tensor:
-        """Have y, which has no numbers, depend on all weights of a module whose gradients wait.
-
-        Experts without tokens are left out of their module's graph. But backward must reach the
-        exchanges behind y on this rank if it does on others, whose experts have tokens.
-        """
-        tokens: list[Tensor | None] = []
-        for part in module.modules():
-            tokens += [token for _, token in self.stacks.get(part, {}).values()]
-            if part in self.slots:
-                tokens.append(self.slots[part][1])
-        for token in tokens:
-            y = y if token is None else y + token.sum()
-        return y
-
     def end(self) -> None:
         """Release the weights; for backward, ZeRO-3 gathers them again."""
         for slot, _ in self.slots.values():

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ...schedule import Part
+from ..memory.forward_state import autocast_of
 from .execution import Call
 from .pieces import Pieces
-from .products import autocast_of, matrix
+from .products import matrix
 from .projections import ProjectionOperands, Projections
 from .slices import Ranges, cutter
 

@@ -33,7 +33,7 @@ class _Parts(Node):
 
     @staticmethod
     def forward(ctx, is_cut, shape, dim, parts, *tensors):
-        """Cut the one tensor of ``shape`` into parts if ``is_cut``; else join the tensors to one."""
+        """Cut the tensor of ``shape`` into parts if ``is_cut``; else join the tensors to one."""
         # Backward leaves out parts without a gradient; a whole without one gives zeros.
         ctx.set_materialize_grads(not is_cut)
         ctx.given = is_cut, shape, dim, parts

@@ -49,16 +49,6 @@ def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.transpose(0, 1)
 
 
-def autocast_of(device: torch.device) -> dict[str, Any]:
-    """Return the autocast state, as keywords for ``torch.autocast`` to restore the state."""
-    kind = device.type
-    return dict(
-        device_type=kind,
-        dtype=torch.get_autocast_dtype(kind),
-        enabled=torch.is_autocast_enabled(kind),
-    )
-
-
 @overload
 def autocast(*tensors: Tensor) -> Sequence[Tensor]: ...
 

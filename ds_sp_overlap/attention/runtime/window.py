@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from ...exchange.exchange import Node, refuse_second_derivatives, save_groups, saved_groups
 from ...schedule import O, Op, without_o
 from ..memory.checkpoint_cache import CheckpointPass
-from ..memory.random_state import Random
+from ..memory.forward_state import Random, autocast_of
 from .backward import BackwardRunner
 from .execution import Call
 from .input_gradients import InputGradients
 from .linear import product_of, returned_by
 from .output import OutputProjection
-from .products import autocast, autocast_of, matrix
+from .products import autocast, matrix
 from .projections import ProjectionOperands, Projections
 from .runner import ForwardRunner, LocalAttention
 

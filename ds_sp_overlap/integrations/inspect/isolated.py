@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention.memory.random_state import in_modes
+from ...attention.memory.forward_state import in_modes
 from .accounting import is_plain
 
 

@@ -1,7 +1,7 @@
 """Tells whose code a function is: torch's, transformers' or somebody's own.
 
-Also transformers' registry of attention functions, the names of KV caches, the functions of a class,
-and digests of source.
+Also transformers' registry of attention functions, the names of KV caches, the functions of a
+class, and digests of source.
 """
 
 from __future__ import annotations

@@ -216,9 +216,10 @@ def _witnessed(
     if local:
         raise RuntimeError(
             f"{first_of(local[0], watched[local[0]], len(local))} ran without an exchange, each "
-            "rank with its own tokens alone: its forward was replaced or set back since "
-            "ds_sp_overlap.enable (disable of a model that shares it does so; call enable again), "
-            "or it calls none of transformers' attention functions, which is not supported here"
+            "rank with its own tokens alone: it was put into the model or changed, or its forward "
+            "replaced or set back, since ds_sp_overlap.enable (disable of a model that shares it "
+            "does so; call enable again), or it calls none of transformers' attention functions, "
+            "which is not supported here"
         )
     # Each layer of ``unseen`` is checked once.
     for name in ran:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..inspect.library import CACHES, attention_functions, functions_of, once
@@ -47,11 +48,6 @@ def _stock_for(module: Any) -> Any:
     return stock_of(attention_functions().get(implementation))
 
 
-def _is_left_to_stock(module: nn.Module) -> bool:
-    """Return whether a module is an attention layer for which stock Ulysses exchanges."""
-    return is_attention(module) and _stock_for(module) is not None
-
-
 def off_in_eval(module: Any) -> bool:
     """Return whether ``module`` is in evaluation, which stock Ulysses was told to leave alone.
 
@@ -80,7 +76,7 @@ def refuse_copy(module: Any) -> None:
 
 
 class Watched:
-    """Checks, before each forward of a model, that tokens still meet in overlapped layers alone.
+    """Finds, before each forward of a model, what attends without an exchange since `enable`.
 
     Args:
         at: The name of the model.
@@ -89,8 +85,9 @@ class Watched:
         bound: The modules in it whose forward `enable` replaces, by name.
 
     Attributes:
+        kinds: The classes of layers that are bound.
         known: The modules that need the tokens of all ranks, as `enable` has found them. Weak, so
-            that none is kept alive that is replaced.
+            that none is kept alive by this.
     """
 
     def __init__(
@@ -101,23 +98,16 @@ class Watched:
         bound: dict[str, nn.Module],
     ):
         self.at, self.model, self.functions, self.bound = at, model, functions, bound
-        self.known = weakref.WeakSet(filter(_needs_tokens_of_all, model.modules()))
+        self.kinds = {type(x) for x in bound.values() if not hasattr(x, "rope_type")}
+        self.known = weakref.WeakSet(filter(self._needs_tokens_of_all, model.modules()))
 
     def refuse_changed(self) -> None:
-        """Check the model, without a collective.
+        """Check the layers, without a collective.
 
         Raises:
-            RuntimeError: on each rank whose model was changed, if a module needs the tokens of all
-                ranks that did not in `enable`, or a layer calls another attention function.
+            RuntimeError: on each rank whose model was changed, if a layer calls another attention
+                function.
         """
-        for part in self.model.modules():
-            if self._is_unknown(part):  # guard: who is overlapped runs
-                names = {module: name for name, module in self.model.named_modules()}
-                raise RuntimeError(
-                    f"{self.at}{'.' * bool(self.at)}{names[part]}: this {type(part).__name__} was "
-                    "put there, or changed, since ds_sp_overlap.enable, and each rank would run it "
-                    "on its own tokens alone; call ds_sp_overlap.enable again"
-                )
         for name, layer in self.functions.items():
             config: Any = layer.config
             implementation = config._attn_implementation
@@ -130,29 +120,38 @@ class Watched:
                     "again"
                 )
 
-    def _is_unknown(self, part: nn.Module) -> bool:
-        """Return whether a part of the model needs the tokens of all ranks and gets its own."""
-        forward = vars(part).get("forward")
-        # The forward of a shallow copy drives the module that was copied.
-        if forward is not None and is_ours(part) and forward.__self__ is not part:
-            return True
-        if not _needs_tokens_of_all(part) or part in self.known or _is_left_to_stock(part):
-            return False
-        # A module around one of these takes the arguments of a sequence to pass them on.
-        inner = (other for other in part.modules() if other is not part)
-        return not any(map(_needs_tokens_of_all, inner))
-
+    @torch._disable_dynamo
     def foreign(self) -> dict[str, nn.Module]:
-        """Return the modules, by name, that have another forward than `enable` gave them.
+        """Return the modules, by name, that may run without an exchange.
 
-        It may be their own again, somebody's, or a wrapper around ours. Those for which stock
-        Ulysses exchanges are left out.
+        They have another forward than `enable` gave them: their own again, somebody's, or a wrapper
+        around ours. Or they were put into the model since, or need the tokens of all ranks only
+        since. Those for which stock Ulysses exchanges are left out.
+
+        Raises:
+            RuntimeError: for a shallow copy, whose forward drives the module that was copied.
         """
-        foreign = {}
-        for name, module in self.bound.items():
-            if not is_ours(module) and not _is_left_to_stock(module):
-                foreign[name] = module
-        return foreign
+        foreign = {name: module for name, module in self.bound.items() if not is_ours(module)}
+        modules = dict(self.model.named_modules(prefix=self.at))
+        for name, part in modules.items():
+            forward = vars(part).get("forward")
+            if forward is not None and is_ours(part) and forward.__self__ is not part:
+                raise RuntimeError(
+                    f"{name}: this {type(part).__name__} is a shallow copy of an overlapped one, "
+                    "which would run in its place; put a copy.deepcopy there, and call "
+                    "ds_sp_overlap.enable again"
+                )
+            if self._needs_tokens_of_all(part) and part not in self.known:
+                models = models_around(name, modules)
+                if not models or takes_tokens(models[0][1]):
+                    foreign[f"the new {name}"] = part  # guard: by a name of its own
+        return {name: x for name, x in foreign.items() if not (is_attention(x) and _stock_for(x))}
+
+    def _needs_tokens_of_all(self, part: nn.Module) -> bool:
+        """Return whether a module computes with tokens, or the largest position, of all ranks."""
+        kind = type(part)
+        is_rotary = "rope_type" in vars(part) or hasattr(kind, "rope_type")
+        return is_attention(part) or kind in self.kinds or (is_rotary and goes_by_length(part))
 
 
 def unfit(implementation: str) -> str | None:
@@ -194,23 +193,9 @@ def _uses_table(kind: type[nn.Module]) -> bool:
 
 def mixes(module: nn.Module) -> bool:
     """Return whether a module lets tokens meet, judged by the arguments of its forward."""
-    return _takes_sequence(type(module))
-
-
-@once
-def _takes_sequence(kind: type[nn.Module]) -> bool:
-    """Return whether the forward of a class takes what only a module that mixes tokens takes."""
-    return not (issubclass(kind, nn.Embedding) or _SEQUENCE_ARGUMENTS.isdisjoint(_arguments(kind)))
-
-
-def _needs_tokens_of_all(module: nn.Module) -> bool:
-    """Return whether a module computes with the tokens, or the positions, of all ranks."""
-    kind = type(module)
-    return (
-        _uses_table(kind)
-        or (_takes_sequence(kind) and not _only_holds(module))
-        or ("rope_type" in vars(module) and goes_by_length(module))
-    )
+    if isinstance(module, nn.Embedding):
+        return False
+    return not _SEQUENCE_ARGUMENTS.isdisjoint(_arguments(type(module)))
 
 
 def pretrained() -> type:
@@ -224,7 +209,7 @@ def models_around(name: str, modules: dict[str, nn.Module]) -> list[tuple[str, n
     # Around "a.b.c" are "a.b", "a", and the whole model, whose name is empty.
     while name:
         name, _, _ = name.rpartition(".")
-        if isinstance(modules[name], pretrained()):
+        if isinstance(modules.get(name), pretrained()):
             around.append((name, modules[name]))
     return around
 

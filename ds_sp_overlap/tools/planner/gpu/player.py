@@ -3,13 +3,14 @@
     host        launches one after another; each takes the host a while, and goes into a queue
     queue       first in, first out, of one stream or several. A kernel leaves when the stream's
                 earlier kernel is over, a wait when its event has happened, a record at once. Until
-                the head leaves everything behind it waits, of other streams too
+                the head leaves, everything behind it waits, of other streams too
     SMs         one block each. Free SMs go to the blocks of higher priority first, then to those
                 that came first. Blocks are never taken off their SM
     collective  waits on its SMs until all its blocks have one and all ranks are there
 
-Blocks that already wait get a free SM before the next kernel leaves its queue. So a persistent kernel takes the SMs that an exchange
-gives back, and the next exchange waits until the kernel is over.
+Blocks that already wait get a free SM before the next kernel leaves its queue. So a persistent
+kernel takes the SMs that an exchange gives back, and the next exchange waits until the kernel is
+over.
 
 Left out: clocks, caches, memory bandwidth shared by kernels that run side by side, and where on the
 chip an SM lies (a cluster needs neighbours).
@@ -123,7 +124,7 @@ class Player:
         # Acts that are planned, by time and then in the order of planning.
         self.heap: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
-        # By communicator and the number of a collective on it: the ranks whose blocks are all there.
+        # By communicator and the number of a collective on it: ranks whose blocks are all there.
         self.meetings: defaultdict[tuple[str, int], list[tuple[int, _Running]]] = defaultdict(list)
 
     def play(self) -> list[Played]:

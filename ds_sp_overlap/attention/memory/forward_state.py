@@ -1,10 +1,14 @@
-"""Restores random generators, and modes of modules, for what is computed a second time."""
+"""Restores what a forward ran with, for what is computed a second time.
+
+That is: random generators, modes of modules, autocast.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +64,16 @@ def drawing_again(before: Random | None) -> Iterator[None]:
         yield
     finally:
         now.set()  # guard: what is drawn next is as before
+
+
+def autocast_of(device: torch.device) -> dict[str, Any]:
+    """Return the autocast state, as keywords for ``torch.autocast`` to restore the state."""
+    kind = device.type
+    return dict(
+        device_type=kind,
+        dtype=torch.get_autocast_dtype(kind),
+        enabled=torch.is_autocast_enabled(kind),
+    )
 
 
 @contextlib.contextmanager

@@ -693,7 +693,7 @@ WATCHED = [
     Watched(Guard("attention of forward", without="if False:"), told_of_a_changed_mask),
     Watched(
         Guard("q, k and v are made as before", without="if True:"),
-        functools.partial(made_as_before, forward=True, backward=False),
+        functools.partial(made_as_before, forward=False, backward=True),
         raises=True,  # types that are mixed
     ),
 ]

@@ -214,8 +214,8 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradients for ``edges``, then those of ``learned``; None where there is none.
 
-    ``o`` is the output or its gradient edge. Hooks on ``learned`` are not called. Autocast is off, as
-    in a backward of PyTorch's: the graph has the casts of forward.
+    ``o`` is the output or its gradient edge. Hooks on ``learned`` are not called. Autocast is off,
+    as in a backward of PyTorch's: the graph has the casts of forward.
     """
     # A tensor may have been frozen since forward: nobody then takes its gradient.
     wanted = [edge is not None for edge in edges] + [x.requires_grad for x in learned]

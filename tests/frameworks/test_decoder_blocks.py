@@ -617,8 +617,7 @@ def test_mixtures_of_experts_equal_the_whole_sequences(chunks):
 
 
 def learning_alone(rank, lengths, name, frozen, again):
-    """How far the gradients of a part of the first layer are off, where one rank has fewer tokens than chunks, and nothing else
-    learns, or is asked for."""
+    """Return how far the gradients of a part of the first layer are off, where nothing else learns, or is asked for."""
     model = tiny(**EXACT, **EAGER, **MIXTURES["mixtral"], layers=2)
     part = model.model.layers[0].get_submodule(name)
     model.requires_grad_(not frozen)

@@ -132,8 +132,7 @@ class Watched:
             RuntimeError: for a shallow copy, whose forward drives the module that was copied.
         """
         foreign = {name: module for name, module in self.bound.items() if not is_ours(module)}
-        modules = dict(self.model.named_modules(prefix=self.at))
-        for name, part in modules.items():
+        for name, part in self.model.named_modules(prefix=self.at):
             forward = vars(part).get("forward")
             if forward is not None and is_ours(part) and forward.__self__ is not part:
                 raise RuntimeError(
@@ -142,9 +141,7 @@ class Watched:
                     "ds_sp_overlap.enable again"
                 )
             if self._needs_tokens_of_all(part) and part not in self.known:
-                models = models_around(name, modules)
-                if not models or takes_tokens(models[0][1]):
-                    foreign[f"the new {name}"] = part  # guard: by a name of its own
+                foreign[f"the new {name}"] = part  # guard: by a name of its own
         return {name: x for name, x in foreign.items() if not (is_attention(x) and _stock_for(x))}
 
     def _needs_tokens_of_all(self, part: nn.Module) -> bool:
@@ -209,7 +206,7 @@ def models_around(name: str, modules: dict[str, nn.Module]) -> list[tuple[str, n
     # Around "a.b.c" are "a.b", "a", and the whole model, whose name is empty.
     while name:
         name, _, _ = name.rpartition(".")
-        if isinstance(modules.get(name), pretrained()):
+        if isinstance(modules[name], pretrained()):
             around.append((name, modules[name]))
     return around
 

@@ -395,10 +395,12 @@ class Dispatch:
 
 
 def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: int) -> Tensor:
-    """Correct the scale by position that Llama 4 gives to q [b, s/P, h, d] of layers without RoPE.
+    """Replace the factors of Llama 4's ``attn_temperature_tuning`` in q [b, s/P, h, d].
 
-    The layer has scaled q already, with positions that it counts from the first token of this rank.
-    Returns q with the scale of its positions in the global sequence; q of other layers as it is.
+    `Llama4TextAttention.forward` multiplies q of a layer without RoPE by a factor for each
+    position, and counts positions from the first token of this rank. (`driven` leaves such layers
+    to their own forward.) Returns q with the factors of its positions in the global sequence; q of
+    other layers as it is.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q
@@ -408,9 +410,11 @@ def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: 
         return torch.log1p(steps) * module.attn_scale + 1.0
 
     local = torch.arange(q.shape[1], device=q.device, dtype=torch.float32)
-    correct = scale(local + sum(sequence.lengths[:rank])).to(q.dtype)
-    correction = correct / scale(local).to(q.dtype)
-    return q * correction[:, None, None]
+    # Never in half precision, in which a factor would be off for a whole position.
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    correct = scale(local + sum(sequence.lengths[:rank])).to(dtype)
+    correction = correct / scale(local).to(dtype)
+    return (q * correction[:, None, None]).to(q.dtype)
 
 
 def bind_function(

@@ -947,6 +947,7 @@ def positions_said(rank):
         said["one rank"] = refusal(model, input_ids=ids, position_ids=positions if rank else None, use_cache=False)
         said["inner model"] = refusal(model.model, input_ids=ids, use_cache=False)
         said["axes"] = refusal(model, input_ids=ids, position_ids=positions[0], use_cache=False)
+        said["two axes"] = refusal(model, input_ids=ids, position_ids=positions.expand(2, -1, -1), use_cache=False)
         said["length"] = refusal(model, input_ids=ids, position_ids=positions[:, : 8 + 8 * rank], use_cache=False)
         said["fine"] = refusal(model, input_ids=ids, position_ids=positions, use_cache=False)
     return said
@@ -958,7 +959,8 @@ POSITIONS = {
     "model": f"LlamaForCausalLM: {NEEDED}",
     "one rank": f"LlamaForCausalLM: sp rank 0: {NEEDED}",
     "inner model": f"model: {NEEDED}",
-    "axes": "LlamaForCausalLM: position_ids must be [b, s/P] or [axes, b, s/P]",
+    "axes": "LlamaForCausalLM: position_ids must be [b, s/P]; or [axes, b, s/P] with 3 axes",
+    "two axes": "LlamaForCausalLM: position_ids must be [b, s/P]; or [axes, b, s/P] with 3 axes",
     "length": "LlamaForCausalLM: sp rank 0: position_ids and input_ids differ in batch or length",
 }
 

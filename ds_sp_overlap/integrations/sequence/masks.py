@@ -104,7 +104,8 @@ def _documents_of(position_ids: Tensor) -> Tensor:
     """Return the number of each token's document [b, s/P], without a wait for the device.
 
     Takes the place of a function of transformers while `Masks.for_attention` runs. That function
-    waits for the device, to return None for a single document.
+    waits for the device, to return None for a single document. The documents that count are those
+    of `positions.restarts`.
     """
     return (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 

@@ -42,7 +42,11 @@ TOKENS = ("input_ids", "inputs_embeds")
 _NEEDED = "those of the whole sequence, cut over the ranks like input_ids"
 _FAULTS: dict[str, tuple[type[Exception], str]] = {
     "missing": (ValueError, f"sequence parallelism needs position_ids in every forward: {_NEEDED}"),
-    "axes": (ValueError, f"position_ids must be [b, s/P] or [axes, b, s/P]; give {_NEEDED}"),
+    "axes": (
+        ValueError,
+        "position_ids must be [b, s/P]; or [axes, b, s/P] with 3 axes, of images, or 4, those of "
+        f"text in front of them; give {_NEEDED}",
+    ),
     "length": (ValueError, f"position_ids and input_ids differ in batch or length; give {_NEEDED}"),
     "mask": (
         ValueError,
@@ -65,6 +69,26 @@ _FAULTS: dict[str, tuple[type[Exception], str]] = {
 _CODES = [None, *_FAULTS]
 
 
+def of_text(position_ids: np.ndarray) -> np.ndarray | None:
+    """Return the positions [b or 1, s] that tell documents, as transformers takes them.
+
+    Args:
+        position_ids: [b or 1, s]; or [3, b or 1, s] of images, which tell no documents (None); or
+            [4, b or 1, s], where those of the text come first.
+    """
+    if position_ids.ndim == 2:
+        return position_ids
+    return None if len(position_ids) == 3 else position_ids[0]
+
+
+def restarts(position_ids: np.ndarray) -> np.ndarray:
+    """Return for each token but the first [b or 1, s - 1] whether a document starts with it.
+
+    It does where positions don't go on by 1; `masks` has the same rule for a tensor.
+    """
+    return np.diff(position_ids) != 1
+
+
 class GlobalSequence:
     """The facts about the global sequence that attention needs in one forward.
 
@@ -72,17 +96,19 @@ class GlobalSequence:
     tensors are made when they are first asked for, and cached for all layers. No collective.
 
     Args:
-        position_ids: [b or 1, s] or [axes, b or 1, s]. Those of all ranks.
+        position_ids: [b or 1, s], or [3 or 4, b or 1, s] (`of_text`). Those of all ranks.
         lengths: [P]. Local sequence length of every rank, in tokens.
         rows: The batch size b.
-        mask: [b, s]. True for tokens that are not padding; None if there is no padding.
+        mask: [b, s]. True for tokens that are not padding; None if no rank was given a mask.
         device: Holds the tensors.
         where: The name of the model, for errors.
 
     Attributes:
-        largest_position: Of all ranks.
+        largest_position: Of all ranks, by which a rotary embedding chooses its frequencies
+            (`transformers.forward`).
         bounds: [n, 3]. Row, start and stop of each document; None if every row is one document.
-        padded: Whether the beginning of some document is known from the attention mask alone.
+        padded: Whether some document begins where positions go on and only the mask tells; then
+            `Forwards.of` refuses a layer that is given no mask.
 
     Raises:
         ValueError: if there is padding between the tokens of a document.
@@ -101,12 +127,9 @@ class GlobalSequence:
         self.largest_position, seq = int(position_ids.max()), sum(lengths)
         starts = np.zeros((rows, seq), bool)
         starts[:, 0] = True
-        # A document starts where positions don't go on by 1. Positions on three axes are those of
-        # images, which tell no documents; of four axes, the first has the positions of the text.
-        if position_ids.ndim == 2:
-            starts[:, 1:] = np.diff(position_ids) != 1
-        elif len(position_ids) != 3:
-            starts[:, 1:] = np.diff(position_ids[0]) != 1
+        text = of_text(position_ids)
+        if text is not None:
+            starts[:, 1:] = restarts(text)
         self.padded = False
         if mask is not None and not mask.all():  # guard: padding is a document
             starts = self._with_padding(starts, mask, where)
@@ -439,7 +462,8 @@ class Positions:
         if not isinstance(position_ids, Tensor):
             # Training passes no cache; `generate` does, and no position_ids.
             return "missing" if cache is None else "cache"
-        if position_ids.dim() not in (2, 3):
+        axes = 1 if position_ids.dim() == 2 else len(position_ids)
+        if position_ids.dim() not in (2, 3) or axes not in (1, 3, 4):
             return "axes"
         shape = position_ids.shape[-2:] if tokens is None else tokens.shape[:2]
         if position_ids.shape[-1] != shape[1] or position_ids.shape[-2] not in (1, shape[0]):
@@ -484,9 +508,9 @@ class Positions:
         continues = bool(position_ids[..., starts].any())
         restarts_elsewhere = False
         # Each row restarts on all ranks but the first; further restarts are elsewhere.
-        if position_ids.ndim == 2:
-            restarts = (np.diff(position_ids) != 1).sum()
-            restarts_elsewhere = bool(restarts > len(position_ids) * (len(starts) - 1))
+        text = of_text(position_ids)
+        if text is not None:
+            restarts_elsewhere = bool(restarts(text).sum() > len(text) * (len(starts) - 1))
         # In the first forward such positions are a mistake. Behind others, they mean documents that
         # end where ranks end.
         self._may_restart = continues or restarts_elsewhere

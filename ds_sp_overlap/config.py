@@ -270,7 +270,7 @@ _OF_NCCL: dict[str, tuple[int, float]] = {
     "min_ctas": (1, math.inf),
     "cga_cluster_size": (0, 8),
 }
-# Each of four candidates twice: once untimed, once timed.
+# Each of four candidates (`autotune.trial`) twice: once untimed, once timed.
 _LEAST_WARMUP = 8
 _SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig, "timeline": TimelineConfig}
 _VALID = {

@@ -7,9 +7,11 @@ from statistics import mean, median
 from typing import Any
 
 OFF, LAYER, BLOCK = "off", "layers one by one", "block"
-# Head groups that are tried.
+# Head groups that are tried, and that the planner simulates. With "off" there are at most four
+# candidates, on which `config._LEAST_WARMUP` counts.
 GROUPS = (1, 2, 4)
-# Where memory counts, times that differ by no more than this share count as equal.
+# Times that differ by no more than this share count as equal, where memory counts, and in the
+# planner, which leaves out some costs of each group.
 CLOSE = 0.01
 # Of a layer: G, or (G, W), or OFF. Of layers in a row: LAYER or BLOCK.
 Candidate = int | tuple[int, int] | str

@@ -14,6 +14,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 from ...autotune.costs import WINDOWS, Costs, LayerShape, Rates
+from ...autotune.trial import CLOSE, GROUPS
 from ...exchange.layout import Layout, chunk_of
 from ...schedule import (
     MLP,
@@ -35,13 +36,8 @@ from ...schedule import (
 )
 from .limit import limit
 
-# Head groups that are simulated; training times those of `autotune.trial`.
-GROUPS = (1, 2, 4)
 # Chunks of tokens that are shown.
 CHUNKS = (2, 4, 8)
-# Fewer groups are preferred over a step that is shorter by less than this share, since each group
-# has costs that the simulation leaves out.
-CLOSE = 0.01
 # A step that would be shorter by less than this share is not worth the bother.
 WORTH = 0.02
 

@@ -21,11 +21,15 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from ...attention.memory.checkpoint_cache import keep_attention
 from ...exchange.sp_group import SPGroup
 
-FUNCTION = "_gradient_checkpointing_func"
+# Attributes that transformers gives to each module that it can checkpoint: whether it does now, and
+# by which function.
+SWITCH, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
 class Checkpoints:
     """The modules of a model whose checkpoints must save attention; one object per `Host`.
+
+    The host that is called (the outermost, of several) replaces their functions in its forward.
 
     Args:
         name: The name of the model, for errors.
@@ -34,7 +38,8 @@ class Checkpoints:
         sp_group: The sp group.
 
     Attributes:
-        around: The modules around those layers that can be checkpointed, by name.
+        around: By name, the modules that can be checkpointed and hold such a layer or are one, as
+            they were in `enable`.
         agreed: Whether the ranks have compared checkpoints, in a first forward with gradients.
     """
 
@@ -44,11 +49,10 @@ class Checkpoints:
         self.name, self.sp_group, self.agreed = name, sp_group, False
         around = []
         for at, module in model.named_modules():
-            # The attribute of every module that transformers can checkpoint.
-            if hasattr(module, "gradient_checkpointing"):
+            if hasattr(module, SWITCH):
                 if any(inner in layers for inner in module.modules()):
                     around.append((at, module))
-        # The innermost modules, which run the checkpoints, come first, so that errors name them.
+        # The innermost modules come first: mostly these run the checkpoints, and errors name them.
         around.sort(key=lambda named: -named[0].count("."))
         self.around = dict(around)
 
@@ -66,9 +70,9 @@ class Checkpoints:
         # Without gradients no checkpoint has anything to save.
         if self.around and torch.is_grad_enabled():
             if not self.agreed:
-                # The ranks compare {} (nothing is checkpointed) or None (something is).
+                # The ranks compare whether anything is checkpointed.
                 self.sp_group.agree(
-                    self.name, lambda: self._saving_functions() and None
+                    self.name, lambda: bool(self._saving_functions())
                 )  # guard: refused on all ranks
                 self.agreed = True
             for module, function in self._saving_functions().items():
@@ -88,7 +92,7 @@ class Checkpoints:
         functions: dict[nn.Module, Callable] = {}
         for at, module in self.around.items():
             function = vars(module).get(FUNCTION)
-            if function is None or not (module.training and module.gradient_checkpointing):
+            if function is None or not (module.training and is_checkpointed(module)):
                 continue
             if reason := _why_not(function):
                 raise ValueError(
@@ -101,6 +105,11 @@ class Checkpoints:
         return functions
 
 
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether gradient checkpointing is on for a module; it works in training alone."""
+    return bool(getattr(module, SWITCH, False))
+
+
 def can_keep(model: nn.Module) -> bool:
     """Return whether all checkpoints that ``model`` has now can save attention.
 
@@ -108,13 +117,15 @@ def can_keep(model: nn.Module) -> bool:
     """
     functions = []
     for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False) and FUNCTION in vars(module):
+        if is_checkpointed(module) and FUNCTION in vars(module):
             functions.append(vars(module)[FUNCTION])
     return bool(functions) and not any(map(_why_not, functions))
 
 
 def _why_not(function: Any) -> str:
     """Explain why a checkpoint function can't save attention; empty if it can.
+
+    What a chain can do in place of a checkpoint `decoder_layer` judges.
 
     The reason continues the words "is checkpointed".
     """

@@ -15,6 +15,7 @@ from ..chains import ChainedLayer, ForwardPass
 from ..inspect.accounting import forward_of
 from ..inspect.decoder_layer import CHECKPOINTING, BlockReader
 from ..inspect.symbolic_trace import UNUSED
+from .checkpoints import FUNCTION, is_checkpointed
 from .driven import Driven
 from .forward import Forwards
 
@@ -53,7 +54,7 @@ class DecoderLayer(ChainedLayer):
     def lacks(self) -> str:
         """Remarks for the report: why training runs the layer alone, or what its experts cost."""
         remarks = _remarks_on_experts(self.module)
-        if _is_checkpointed(self.module):
+        if is_checkpointed(self.module):
             reason = _why_chain_cant_recompute(self.module, self.forward_passes.config)
             # Then training runs no chunks, so that its experts cost nothing more.
             if reason:
@@ -82,7 +83,7 @@ class DecoderLayer(ChainedLayer):
 
     def _recomputes(self) -> bool:
         """Return whether gradient checkpointing would recompute a call of the layer now."""
-        return self.module.training and _is_checkpointed(self.module)
+        return self.module.training and is_checkpointed(self.module)
 
     def chain_arguments(
         self, forward_pass: ForwardPass, arguments: dict[str, Any]
@@ -118,18 +119,13 @@ def _remarks_on_experts(module: Any) -> list[str]:
     return remarks
 
 
-def _is_checkpointed(module: Any) -> bool:
-    """Return whether gradient checkpointing is on for a layer."""
-    return getattr(module, "gradient_checkpointing", False)
-
-
 def _why_chain_cant_recompute(module: Any, config: SpOverlapConfig) -> str:
     """Explain why a chain can't do the gradient checkpointing of a layer; empty if it can.
 
     For a layer whose checkpointing is on.
     """
     # transformers binds the options of a checkpoint to its function by ``functools.partial``.
-    function = getattr(module, "_gradient_checkpointing_func", None)
+    function = getattr(module, FUNCTION, None)
     keywords = function.keywords if isinstance(function, functools.partial) else {}
     if config.checkpointing == "offload":
         return 'gradient checkpointing, with sp_overlap.checkpointing "offload"'

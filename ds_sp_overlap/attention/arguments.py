@@ -19,6 +19,9 @@ from .runtime.execution import Call
 class PerHead:
     """An argument of local attention that has a slice for each query head: slopes, biases, sinks.
 
+    `bind_arguments` cuts it. `call_geometry` checks its length, and `heads` cuts its probe.
+    `SelfAttention.local_of` takes the tensor out, for its gradient.
+
     Attributes:
         tensor: [h, ..]. The slices of all heads. Every call of the local attention gets the slices
             of the heads that it is called with.

@@ -338,15 +338,15 @@ class SelfAttention:
     def local_of(
         self, call: Call, x: Tensor, attend: Attend, args: tuple, kwargs: dict
     ) -> LocalAttention:
-        """Return the local attention of a call, with the tensors that it reads beside q, k and v.
+        """Return the `LocalAttention` of a call, with the tensors that it reads beside q, k and v.
 
-        For layers that recompute q, k and v, and run the backward of attention by hand.
+        For a backward of attention that is run by hand (`memory.recompute`).
 
         Args:
             call: The call.
-            x: The layer's hidden states.
+            x: The layer's hidden states, for the kind of call that the ranks agree on.
             attend: The local attention of a head group.
-            args: Arguments of ``local_attention``.
+            args: Arguments of ``local_attention``. Classes of `arguments` hold their tensor.
             kwargs: Keyword arguments of ``local_attention``.
         """
         tensors = []
@@ -354,8 +354,8 @@ class SelfAttention:
             tensor = leaf.tensor if isinstance(leaf, (ForAllHeads, PerHead)) else leaf
             if isinstance(tensor, Tensor):
                 tensors.append(tensor)
-        # Parameters of the projections and norms are no parameters of attention, whatever modules
-        # the attention can reach.
+        # An attention that reaches the whole layer, by a closure for instance, still learns nothing
+        # of the projections and norms.
         own: set[int] = set()
         for module in (*self.inputs.modules, self.o_proj):
             if isinstance(module, nn.Module):

@@ -48,25 +48,31 @@ def candidates_of_call(
 ) -> Candidates:
     """Choose the candidates for a call, alike on all ranks that choose together.
 
+    Runs in every call with ``"memory": "auto"``; `candidates_of` caches what it simulates.
+
     Args:
         config: The ``sp_overlap`` section.
         geometry: Of the call, with the default G.
         width: Model dim ``m``.
         element_bytes: Bytes of an element that is exchanged.
         head_dim: ``d`` of a layer that can run by a window; 0 for other layers.
-        off: Whether DeepSpeed's own layer is possible.
+        off: Whether DeepSpeed's own layer is possible. It is no candidate beside a fixed G of a
+            layer without windows, for which there is nothing to choose.
         has_replicas: Whether several sp groups choose together, each with batches of its own.
     """
-    # ``fixed``: G where the config gives it, or where only 1 is possible; None: G is open.
+    # ``fixed``: G where the config gives it, or where the call has one group anyway (no more heads,
+    # or an argument that may have a slice for each head, see `call_geometry`); None: G is open.
     size, fixed = geometry.sp_size, None
     if config.head_groups != "auto" or geometry.groups == 1:
         fixed = geometry.groups
     if not head_dim:
         # The memory that such a layer needs is not known, but more groups need less.
-        ways = candidates_for(geometry.max_groups if fixed is None else 1, off)
-        return Candidates(ways[::-1] if fixed is None else (fixed,), geometry.groups)
-    # The next power of two, so that lengths that vary a little are one shape to the policy. The
-    # lengths of replicas differ, and count as long ones.
+        if fixed is not None:
+            return Candidates((fixed,), fixed)
+        return Candidates(candidates_for(geometry.max_groups, off)[::-1], geometry.groups)
+    # The power of two above, so that lengths that vary a little have the same candidates; of these
+    # `Policy.trial` makes its key. Replicas have other lengths, and must have the same candidates,
+    # too: those of a length that is long in any case.
     local_seq, batch = 1 << (sum(geometry.seq_lens) // size).bit_length(), geometry.batch
     if has_replicas:
         local_seq, batch = 2**20, 1
@@ -85,6 +91,7 @@ def candidates_of_call(
         shape,
         fixed,
         config.window,
+        # A checkpoint that saves attention saves no q, k, v, which backward then makes again.
         again=config.checkpointing != "recompute",
         off=off,
         # Each candidate needs two steps, one of them untimed (`policy`).

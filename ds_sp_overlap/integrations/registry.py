@@ -1,7 +1,8 @@
 """Switching the overlap on and off in a model.
 
-This file knows no framework. The adapters beside it each find the attention layers that they know;
-`enable` rebinds the forward of these layers and `disable` gives them back.
+The adapters of the frameworks (`transformers.layers`, `megatron.layers`, `distributed_attention`)
+each find the attention layers that they know; `enable` rebinds the forward of these layers and
+`disable` gives them back.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def _wrapped(text: str) -> list[str]:
     return wrapper.wrap(text)
 
 
-# How the error of `enable` begins for a model without attention layers.
+# In the error of `enable` for a model without attention layers, by which `deepspeed.initialize`
+# knows it: a pipeline stage may have none.
 NO_LAYERS = "no attention layer found in"
 # For each module that `enable` rebound, the function that restores its forward.
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()
@@ -224,9 +226,15 @@ def _find_layers(
 def _refuse_unusable(
     model: nn.Module, layers: Sequence[FoundLayer], config: SpOverlapConfig
 ) -> None:
-    """Raise ValueError if the layers of ``model`` can't be overlapped as the section asks."""
+    """Raise ValueError if ``model`` can't be overlapped.
+
+    It can't if an overlapped layer lies in one that is left as it is, if there are no layers, if
+    weights are on the meta device, or if layers are left and ``on_unsupported`` is "error". For
+    "warn" `enable` warns.
+    """
     left = [layer for layer in layers if layer.bind is None]
-    # A layer that is left as it is may exchange by itself: nothing inside of it may do so again.
+    # A layer that is left as it is may exchange by itself (a vision tower that DeepSpeed's AutoSP
+    # has wrapped does): nothing inside of it may do so again.
     left_around: dict[nn.Module, FoundLayer] = {}
     for layer in left:
         left_around.update(dict.fromkeys(layer.inside, layer))

@@ -18,9 +18,9 @@ from ...exchange.sp_group import SPGroup
 from ...schedule import Exchanged, Part, Schedule, Step
 from ..memory.recompute import join_pieces
 
-# The number of a head group, and its q, k, v -> its o, in a form that `with_head_dim` takes. Where
-# ranks share query heads, it is called once for each range of the rank's queries, with the range
-# behind q, k, v.
+# The number of a head group, and its q, k, v [.., .., heads, d] -> its o, [.., .., heads, d_v] or
+# [.., .., heads d_v]. Where ranks share query heads, it is called once for each range of the rank's
+# queries, with the range behind q, k, v.
 Attend = Callable[..., Any]
 
 
@@ -151,17 +151,19 @@ def _on_device(index: tuple[int, ...], device: torch.device) -> Tensor:
 def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
     """Give the output of local attention a dimension for its heads.
 
+    `ProjectedAttention.overlapped` notes by itself which form ``o`` has, to return that form.
+
     Args:
-        o: The output for ``q``, with its heads in a dimension of their own or flattened into the
-            last one.
-        q: [.., .., h_g/P, d].
+        o: The output for ``q``, [.., .., heads, d_v], or [.., .., heads d_v]; ``d_v`` is its own.
+        q: [.., .., heads, d]. The heads of a group that this rank attends with.
         where: Name of the layer, for errors.
 
     Returns:
-        o as [.., .., h_g/P, d_v].
+        o as [.., .., heads, d_v].
 
     Raises:
-        ValueError: for anything else than such an output.
+        ValueError: for another type or shape; on this rank alone, as whatever local attention
+            raises.
     """
     if not isinstance(o, Tensor):
         raise ValueError(f"{where}: local attention must return one tensor, got {type(o).__name__}")

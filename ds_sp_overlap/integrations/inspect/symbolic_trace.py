@@ -1,4 +1,4 @@
-"""transformers: the symbolic trace of an attention layer's forward.
+"""The symbolic trace of an attention layer's forward, for layers as transformers writes them.
 
 The forward runs on labels: whole numbers, each of which occurs once. Its inputs are labels.
 Stand-ins for projections, norms, rotary functions and the attention function return new labels.
@@ -475,10 +475,13 @@ class Trace:
         return None
 
     def _rotary_stand_in(self, function: Callable) -> Callable:
-        """Return a function that records its call and returns labels in place of q and k."""
+        """Return a function that records its call and returns labels in place of q and k.
+
+        `rotary_function.rotary_of` reads the record.
+        """
 
         def rotary(*args: Any, **kwargs: Any) -> Any:
-            """Return labels for each tensor that is no table, in the order of the arguments."""
+            """Return labels for each positional tensor that is no table, in their order."""
             with torch._C.DisableTorchFunction():
                 tables = dict(zip(Table, (self.tables, *self.tables)))
                 sizes = {self.batch: "batch", self.seq: "seq"}
@@ -486,8 +489,7 @@ class Trace:
                 for argument in args:
                     for table, x in tables.items():
                         if x is argument:
-                            # Recorded as a `Table`, and no longer a tensor.
-                            argument = table
+                            argument = table  # a `Table`, for which no labels are returned
                             break
                     if isinstance(argument, Tensor):
                         shape = tuple(argument.shape)

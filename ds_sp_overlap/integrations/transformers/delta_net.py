@@ -158,7 +158,8 @@ def _bind(
 ) -> Undo:
     """Rebind a gated delta net; return the function that undoes the rebinding.
 
-    Runs in `enable`, once the ranks have agreed.
+    Runs in `enable`, once the ranks have agreed. The arguments are those of `find_layer`, and the
+    layer's `sources_of`.
     """
     # OLMo Hybrid has the second pair of names.
     norm, out = ("norm", "out_proj") if hasattr(layer, "out_proj") else ("o_norm", "o_proj")
@@ -176,6 +177,7 @@ def _bind(
         key_dim=layer.head_k_dim,
         project=functools.partial(_Projected, layer, sources),
         merge=merge,
+        # In the order in which `_mix` takes them.
         learned=lambda: (layer.conv1d.weight, layer.A_log, layer.dt_bias),
         trained=lambda: [p.requires_grad for p in layer.parameters()],
     )
@@ -185,7 +187,7 @@ def _bind(
         """Take the place of the layer's forward [b, s/P, m] -> [b, s/P, m]. Collective."""
         if off_in_eval(model):
             return original(hidden_states, attention_mask=attention_mask, **kwargs)
-        # `_mix` gives the convolution none; `sources_of` has seen to it in `enable`.
+        # `_mix` calls the convolution without a bias. `sources_of` left out layers that had one.
         if layer.conv1d.bias is not None:
             raise RuntimeError(
                 f"{name}: its conv1d has a bias since ds_sp_overlap.enable, which is not supported "

@@ -5,15 +5,19 @@
                 earlier kernel is over, a wait when its event has happened, a record at once. Until
                 the head leaves, everything behind it waits, of other streams too
     SMs         one block each. Free SMs go to the blocks of higher priority first, then to those
-                that came first. Blocks are never taken off their SM
-    collective  waits on its SMs until all its blocks have one and all ranks are there
+                that came first. A block that waits keeps those behind it waiting. Blocks are never
+                taken off their SM
+    collective  waits on its SMs until all its blocks have one and all ranks are at the collective
+                of the same number on the same stream
 
 Blocks that already wait get a free SM before the next kernel leaves its queue. So a persistent
 kernel takes the SMs that an exchange gives back, and the next exchange waits until the kernel is
 over.
 
 Left out: clocks, caches, memory bandwidth shared by kernels that run side by side, and where on the
-chip an SM lies (a cluster needs neighbours).
+chip an SM lies (the blocks of a cluster start together, but need no neighbours here).
+
+`expected` plays one rank for ``plan --gpu``, and `deadlocks` several.
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ class Played:
         bars: Kernels and collectives in the order of their ends.
         host_us: Time at which the host had launched everything.
         starved_us: Time in which the GPU had nothing to do because the host was late.
-        stuck: Descriptions of what never ended; empty unless there is a deadlock.
+        stuck: Each launch that never ended, as text, those included that never began; empty unless
+            there is a deadlock.
     """
 
     bars: list[Bar] = field(default_factory=list)
@@ -128,7 +133,10 @@ class Player:
         self.meetings: defaultdict[tuple[str, int], list[tuple[int, _Running]]] = defaultdict(list)
 
     def play(self) -> list[Played]:
-        """Return what happened on each rank."""
+        """Play until nothing happens any more; return what happened on each rank.
+
+        Called once for each object. Does not raise for a deadlock (`Played.stuck`).
+        """
         for rank in range(len(self.ranks)):
             self._issue(rank)
         while self.heap:

@@ -38,6 +38,7 @@ from .runtime.execution import Attend, Call
 from .runtime.linear import PLAIN, PURE, Plain, Pure, call_through, can_split
 from .runtime.nodes import finish_projected, start_projected
 from .runtime.products import autocast, batched_pays
+from .runtime.projections import Projections
 from .runtime.recorded import Recorded, join_heads
 from .runtime.runner import LocalAttention
 from .runtime.window import windowed
@@ -270,44 +271,30 @@ class SelfAttention:
         if isinstance(call.schedule, Block):
             return wired.run_in_chunks(self, call, hidden_states, position_embeddings, args, kwargs)
         split = self.split_projections()
-        rope = self.inputs.rope_in_kernels(self.layer.sp_group)
-        if rope is not None and not call.geometry.cuts_tokens:
-            call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim)
         tables = self.inputs.tables(position_embeddings)
         # Tables that learn: autograd differentiates the rotation, of projections called whole.
         if tables is None:
-            split = [module for module in split if module is self.o_proj]
-        call.by_rank = self._by_rank(call, hidden_states, split)
+            split, tables = [module for module in split if module is self.o_proj], ()
         attend = bind_arguments(self.local_attention, call, args, kwargs)
         can_window = self.can_window(split)
-        is_windowed = isinstance(call.schedule, Windowed)
-        if is_windowed and not can_window:
-            raise ValueError(
-                f"{self.layer.where}: schedule= makes a Windowed, whose backward makes q, k and v "
-                "again, for which projections must be computed part by part; these can't be "
-                "(adapters, hooks, RoPE that learns): return a Schedule"
-            )
-        if not is_windowed and can_window and call.window is not None:
+        if can_window and call.window is not None and not isinstance(call.schedule, Windowed):
             call.run_by(schedule_of(call.geometry, call.window, self.layer.config.wgrad))
-            is_windowed = True
-        if is_windowed:
-            # A part may travel alone in one program and joined in the other: it is neither written
-            # as it travels nor rotated on the way.
-            call.by_rank, call.rope_tables = frozenset(), None
-        else:
-            self.layer.warn_if_window_is_ignored()
-        if self.inputs.projections[0] in split:
-            assert tables is not None
-            projections = self.inputs.split(call, tables)
-            if is_windowed:
-                attention = self.local_of(call, hidden_states, attend, args=args, kwargs=kwargs)
-                mode = self.layer.config.checkpointing
-                checkpoint = None if mode == "recompute" else current_pass(self.layer.where)
-                offload = mode == "offload"
-                run = partial(
-                    windowed, call, projections, attention, self.o_proj, checkpoint, offload
+        if isinstance(call.schedule, Windowed):
+            if not can_window:
+                raise ValueError(
+                    f"{self.layer.where}: schedule= makes a Windowed, whose backward makes q, k "
+                    "and v again, for which projections must be computed part by part; these "
+                    "can't be (adapters, hooks, RoPE that learns): return a Schedule"
                 )
-                return call_through([*projections.called, self.o_proj], run, hidden_states)
+            attention = self.local_of(call, hidden_states, attend, args=args, kwargs=kwargs)
+            return self._windowed(call, self.inputs.split(call, tables), attention, hidden_states)
+        self.layer.warn_if_window_is_ignored()
+        rope = self.inputs.rope_in_kernels(self.layer.sp_group)
+        if rope is not None and not call.geometry.cuts_tokens:
+            call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim)
+        call.by_rank = self._by_rank(call, hidden_states, split)
+        if self.inputs.projections[0] in split:
+            projections = self.inputs.split(call, tables)
             # The modules are called around the node, so that their hooks run and ZeRO gathers.
             tokens = call_through(
                 projections.called, partial(start_projected, call, projections), hidden_states
@@ -326,6 +313,20 @@ class SelfAttention:
             return call_through([self.o_proj], finish, *of_groups)
         runner.walk(call.schedule.output)
         return self.o_proj(join_heads(call, runner.outputs).flatten(2))
+
+    def _windowed(
+        self, call: Call, projections: Projections, attention: LocalAttention, x: Tensor
+    ) -> Tensor:
+        """Run a call whose schedule is a `Windowed`, on hidden states ``x``.
+
+        No part of it is written as it travels (`_by_rank`) or rotated on the way: it may travel
+        alone in one program and joined in the other.
+        """
+        mode = self.layer.config.checkpointing
+        checkpoint = None if mode == "recompute" else current_pass(self.layer.where)
+        offload = mode == "offload"
+        run = partial(windowed, call, projections, attention, self.o_proj, checkpoint, offload)
+        return call_through([*projections.called, self.o_proj], run, x)
 
     def local_to_probe(self, x: Tensor, args: tuple, kwargs: dict) -> Local:
         """Return the local attention of a call with hidden states ``x``, to probe it.

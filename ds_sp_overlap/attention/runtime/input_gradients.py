@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...exchange.joined import sum_dtype
 from ...schedule import Part
 from ..memory.forward_state import autocast_of
 from .execution import Call
@@ -26,8 +27,10 @@ class InputGradients:
     Args:
         call: The call.
         projections: The projections.
-        x: [.., m]. The layer's input, of which only shape, dtype and device are read.
-        parameters: As in `Projections.parameters`.
+        x: [.., m]. The layer's input, of which only shape, dtype and device are read. Under
+            autocast it is not cast yet: dx is a sum in its dtype, as the sum of what each
+            projection would give back by itself.
+        parameters: As in `Projections.parameters`; those of linear layers cast by autocast.
         needs_grad: Whether x needs a gradient, then whether each of the parameters does.
 
     Attributes:
@@ -43,6 +46,8 @@ class InputGradients:
         needs_grad: Sequence[bool],
     ):
         self.call, self.projections, self.shape, self.dtype = call, projections, x.shape, x.dtype
+        assert parameters[0] is not None
+        self.product_dtype = parameters[0].dtype
         self.x_needs_grad, *self.parameters_need_grad = needs_grad
         self.linear_count = 2 * len(projections.modules)
         self.shapes = [None if p is None else p.shape for p in parameters]
@@ -105,7 +110,8 @@ class InputGradients:
         if not norm_inputs or part not in norm_inputs:
             if projections.is_rotated(part, tables):
                 # A rotation needs nothing but its tables to go back.
-                dy = projections.rope.rotate_back(dy.flatten(2, -2), *tables).to(self.dtype)
+                dy = projections.rope.rotate_back(dy.flatten(2, -2), *tables)
+                dy = dy.to(self.product_dtype)
             self._for_dgrad[part] = self._for_wgrad[part] = matrix(dy)
             return
         # The norm is computed again under autograd, since it may be any module.
@@ -124,6 +130,8 @@ class InputGradients:
         dy, *gradients = torch.autograd.grad(y, ends, dy, allow_unused=True)
         for index, gradient in zip(needed, gradients):
             if gradient is not None:
+                # In half precision the sum would be rounded with each group. Autograd casts it.
+                gradient = gradient.to(sum_dtype(gradient.dtype))
                 so_far = self.norm_gradients[index - self.linear_count]
                 gradient = gradient if so_far is None else so_far + gradient
                 self.norm_gradients[index - self.linear_count] = gradient
@@ -136,7 +144,7 @@ class InputGradients:
             module, rows, _ = self.projections.rows[part]
             weight, dx = self.cut_weights[module](rows), self.dx
             if dx is None:
-                self.dx = dy @ weight
+                self.dx = (dy @ weight).to(self.dtype)
             elif len(self.call.groups) == 1 or dx.dtype != dy.dtype:
                 dx += dy @ weight  # rounds each product, as the layer that is replaced does
             else:

@@ -43,6 +43,7 @@ class _StartInputs(Node):
         tables, projections.tables = projections.tables, ()
         linear, norm_inputs = inputs.linear_count, dict[Part, Tensor]()
         runner = ForwardRunner(call)
+        (x,) = autocast(x)
         filled = norm_inputs if projections.recorded else None
         runner.take_inputs(inputs, ProjectionOperands(x, parameters[:linear], tables, None, filled))
         runner.walk(call.schedule.inputs)  # guard: starts in the order drawn
@@ -103,8 +104,8 @@ def start_projected(call: Call, projections: Projections, x: Tensor) -> tuple[Te
     """
     parameters = projections.parameters()
     linear = 2 * len(projections.modules)
-    operands = autocast(x, *parameters[:linear])
-    return _StartInputs.apply(call, projections, *operands, *parameters[linear:])
+    cast = autocast(*parameters[:linear])
+    return _StartInputs.apply(call, projections, x, *cast, *parameters[linear:])
 
 
 class _FinishOutput(Node):

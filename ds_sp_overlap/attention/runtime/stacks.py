@@ -8,9 +8,10 @@ where a forward takes the experts one by one; and add all of these up.
     Now:     the same y_c                       dw = grouped_mm(dy^T, x), tokens of all chunks
 
 The operands of all chunks wait as long as they are smaller than the stack. So where experts have
-few tokens, the gradient is made once; and never more memory is held than autograd would need, which
+few tokens, the gradient is made once; and no more memory is held than autograd would need, which
 holds the sum and the gradient of a chunk. Where experts have many tokens, gradients are made by
-chunk, and are small next to the rest of the work.
+chunk, and are small next to the rest of the work. Their sum is in fp32, since half precision would
+round it with each of them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...exchange.joined import sum_dtype
 from .waiting import Waiting
 
 
@@ -71,16 +73,16 @@ class Stack(Waiting):
         self.held_bytes += chunk.left.nbytes + chunk.right.nbytes
         # Operands wait up to the size of the stack, see the top of this file.
         if self.held_bytes > self.n_bytes:
-            self._sum()
+            self._sum(sum_dtype(self.dtype))
 
-    def _sum(self) -> None:
-        """Multiply what waits, and add the products to the sum."""
+    def _sum(self, dtype: torch.dtype) -> None:
+        """Multiply what waits, and add the products to the sum, which begins in ``dtype``."""
         chunks, self.chunks, self.held_bytes = self.chunks, [], 0
         grouped = [chunk for chunk in chunks if chunk.expert is None]
         if grouped:
             left, right, offs = _in_order_of_experts(grouped)
             dw = F.grouped_mm(left.t(), right, offs=offs)
-            self.sum = dw if self.sum is None else self.sum.add_(dw)
+            self.sum = dw.to(dtype) if self.sum is None else self.sum.add_(dw)
         of_experts: dict[int, list[Operands]] = defaultdict(list)
         for chunk in chunks:
             if chunk.expert is not None:
@@ -89,12 +91,12 @@ class Stack(Waiting):
             # One product, so that no sum over chunks is rounded.
             left = torch.cat([chunk.left for chunk in of_expert])
             if self.sum is None:
-                self.sum = left.new_zeros(self.shape, dtype=self.dtype)
+                self.sum = left.new_zeros(self.shape, dtype=dtype)
             self.sum[expert].add_(left.t() @ torch.cat([chunk.right for chunk in of_expert]))
 
     def summed(self) -> list[Tensor | None]:
-        self._sum()
-        return [self.sum]
+        self._sum(self.dtype)
+        return [None if self.sum is None else self.sum.to(self.dtype)]
 
 
 def stacks_of(module: nn.Module, where: str) -> dict[str, Stack]:

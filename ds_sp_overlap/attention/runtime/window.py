@@ -56,6 +56,7 @@ class _Windowed(Node):
         inputs = ctx.inputs = InputGradients(
             call, projections, x, parameters=parameters, needs_grad=needs_grad
         )
+        (x,) = autocast(x)
         output = ctx.output = OutputProjection(call, weight.shape)
         ctx.local, ctx.autocast = local, autocast_of(x.device)
         # The node saves the tables: autograd then notices changes, and frees them with the rest.
@@ -185,16 +186,17 @@ def windowed(
     """
     plain, parameters = projections.plain, projections.parameters()
     linear = 2 * len(projections.modules)
-    operands = autocast(x, *product_of(o_proj, plain), *parameters[:linear])
+    cast = autocast(*product_of(o_proj, plain), *parameters[:linear])
     y: Tensor = _Windowed.apply(
         call,
         projections,
         local,
         checkpoint,
         offload,
-        *operands[:3],
+        x,
+        *cast[:2],
         *local.learned,
-        *operands[3:],
+        *cast[2:],
         *parameters[linear:],
     )
     return returned_by(o_proj, plain, y)

@@ -75,6 +75,14 @@ class KeysFirst(ParallelAttention):
         return k, q, v
 
 
+class Swapped(ParallelAttention):
+    """Gives its projection the two halves of the hidden states in another order."""
+
+    def heads_of(self, hidden_states):
+        first, last = hidden_states.chunk(2, -1)
+        return super().heads_of(torch.cat((last, first), -1))
+
+
 class Relu(ParallelAttention):
     def heads_of(self, hidden_states):
         q, k, v = super().heads_of(hidden_states)
@@ -195,6 +203,7 @@ ATTENTIONS = {
     Normed: dict(lacks="its forward calls q_norm (RMSNorm)"),
     Interleaved: dict(lacks="its forward gives dist_attn another q than the rows of query_key_value, in order"),
     KeysFirst: dict(lacks="its forward gives dist_attn another q than the rows of query_key_value, in order"),
+    Swapped: dict(lacks="its forward gives query_key_value something else than the hidden states as they are"),
     Relu: dict(lacks=UNKNOWN + "relu"),
     ByLength: dict(lacks="its forward computes with a size of its tensors"),
     Scripted: dict(lacks=UNKNOWN + "clamp"),

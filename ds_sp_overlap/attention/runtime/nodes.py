@@ -43,7 +43,7 @@ class _StartInputs(Node):
         tables, projections.tables = projections.tables, ()
         linear, norm_inputs = inputs.linear_count, dict[Part, Tensor]()
         runner = ForwardRunner(call)
-        (x,) = autocast(x)
+        (x,) = autocast(x)  # here, so that dx is a sum in the dtype that x has outside
         filled = norm_inputs if projections.recorded else None
         runner.take_inputs(inputs, ProjectionOperands(x, parameters[:linear], tables, None, filled))
         runner.walk(call.schedule.inputs)  # guard: starts in the order drawn

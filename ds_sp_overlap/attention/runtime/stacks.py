@@ -10,8 +10,8 @@ where a forward takes the experts one by one; and add all of these up.
 The operands of all chunks wait as long as they are smaller than the stack. So where experts have
 few tokens, the gradient is made once; and no more memory is held than autograd would need, which
 holds the sum and the gradient of a chunk. Where experts have many tokens, gradients are made by
-chunk, and are small next to the rest of the work. Their sum is in fp32, since half precision would
-round it with each of them.
+chunk, and are small next to the rest of the work. Their sum is in fp32, which in half precision
+takes the size of a stack more, since half precision would round the sum with each chunk.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class _Windowed(Node):
         inputs = ctx.inputs = InputGradients(
             call, projections, x, parameters=parameters, needs_grad=needs_grad
         )
-        (x,) = autocast(x)
+        (x,) = autocast(x)  # here, so that dx is a sum in the dtype that x has outside
         output = ctx.output = OutputProjection(call, weight.shape)
         ctx.local, ctx.autocast = local, autocast_of(x.device)
         # The node saves the tables: autograd then notices changes, and frees them with the rest.

@@ -486,6 +486,12 @@ class SelfAttention:
                 torch.is_grad_enabled() and (hidden.requires_grad or trained)
                 for trained in self.inputs.learns()
             ]
-            return str(hidden.dtype), self.head_dim, "gradients of q, k, v", grads
+            # A window exchanges more in backward; a hook on one rank alone may stand in its way.
+            config = self.layer.config
+            may_window = config.window is not None or config.memory == "auto"
+            may_window = may_window or config.checkpointing != "recompute"
+            way = may_window and self.can_window(self.split_projections())
+            words = "gradients of q, k, v", grads, "projections in parts for a window", way
+            return str(hidden.dtype), self.head_dim, *words
 
         return geometry, types

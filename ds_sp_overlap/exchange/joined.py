@@ -55,12 +55,14 @@ def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
     disjoint = tiled or bool(sides.places())  # guard: joined tiles need no sum
     totals = tensors
     if not disjoint:
-        totals = [torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in tensors]
+        totals = [torch.zeros_like(x, dtype=ops.sum_dtype(x.dtype)) for x in tensors]
     for part, place in _views(totals, sides, wire):
         # Dimensions over peers that hold the same slice: sum them before the slice is written.
         same = [dim for dim, step in enumerate(part.stride()) if step == 0]
         if same:
-            place = place.sum(same, dtype=sum_dtype(part.dtype))  # guard: repeated parts are summed
+            place = place.sum(
+                same, dtype=ops.sum_dtype(part.dtype)
+            )  # guard: repeated parts are summed
             for dim in reversed(same):
                 part = part.select(dim, 0)
         if disjoint:
@@ -70,11 +72,6 @@ def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
     if not disjoint:
         for x, total in zip(tensors, totals):
             x.copy_(total)
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of ``dtype`` are summed: fp32 for half precision."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def split_copies(wire: Tensor, sides: Sides) -> tuple[Tensor, ...]:

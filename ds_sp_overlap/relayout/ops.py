@@ -157,8 +157,7 @@ def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Ten
         stops: Stop of each part.
         out: Any shape; the parts must cover it.
     """
-    half = out.dtype in (torch.float16, torch.bfloat16)  # guard: halves are summed in fp32
-    exact = torch.float32 if half else out.dtype
+    exact = sum_dtype(out.dtype)  # guard: halves are summed in fp32
     tiled = _equal_tiles(out, dim, starts, stops)
     if tiled is not None:
         tiles, repeats = tiled
@@ -211,6 +210,11 @@ def unpack_rotate_back(
     total = torch.empty(out.shape, dtype=exact, device=out.device)
     unpack(wire.to(exact), out.dim() - 2, starts, stops, total)
     out.copy_(rotate_back(total, *_of_heads(cos, sin, exact)))
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tensors of ``dtype`` are summed: fp32 for half precision."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

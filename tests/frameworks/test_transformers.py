@@ -948,6 +948,8 @@ def positions_said(rank):
         said["inner model"] = refusal(model.model, input_ids=ids, use_cache=False)
         said["axes"] = refusal(model, input_ids=ids, position_ids=positions[0], use_cache=False)
         said["two axes"] = refusal(model, input_ids=ids, position_ids=positions.expand(2, -1, -1), use_cache=False)
+        said["no dims"] = refusal(model, input_ids=ids, position_ids=positions if rank else positions[0, 0], use_cache=False)
+        said["no batch"] = refusal(model, input_ids=ids if rank else ids[0], position_ids=positions, use_cache=False)
         said["length"] = refusal(model, input_ids=ids, position_ids=positions[:, : 8 + 8 * rank], use_cache=False)
         said["fine"] = refusal(model, input_ids=ids, position_ids=positions, use_cache=False)
     return said
@@ -961,6 +963,8 @@ POSITIONS = {
     "inner model": f"model: {NEEDED}",
     "axes": "LlamaForCausalLM: position_ids must be [b, s/P]; or [axes, b, s/P] with 3 axes",
     "two axes": "LlamaForCausalLM: position_ids must be [b, s/P]; or [axes, b, s/P] with 3 axes",
+    "no dims": "LlamaForCausalLM: sp rank 0: position_ids must be [b, s/P]",
+    "no batch": "LlamaForCausalLM: sp rank 0: position_ids and input_ids differ in batch or length",
     "length": "LlamaForCausalLM: sp rank 0: position_ids and input_ids differ in batch or length",
 }
 

@@ -670,6 +670,24 @@ def test_gradients_of_attention_are_rounded_as_in_its_own_graph(attention, runs_
         torch.testing.assert_close(dx, leaf.grad, rtol=1e-6, atol=1e-6)  # fp32; bf16 would be off by 4e-3
 
 
+def hooked_on_one_rank(rank, config):
+    """What is said of a hook on rank 0 alone, in whose way the output projection can't be computed in parts."""
+    shape = Shape(config=config)
+    layer = layers.projections(shape)
+    if rank == 0:
+        layer["o_proj"].register_forward_hook(lambda module, args, y: y)
+    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]).requires_grad_()
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    return refusal(lambda: layers.call_block(shape, attend, rank, x).sum().backward())
+
+
+def test_a_hook_on_one_rank_is_refused_on_all_where_it_stands_in_the_way_of_a_window():
+    """That rank would exchange less in backward, and the others wait for it."""
+    for said in on_ranks(2, hooked_on_one_rank, {"head_groups": 2, "window": 1}):
+        assert said is not None and said[0] == "ValueError" and "projections in parts for a window" in said[1], said
+    assert on_ranks(2, hooked_on_one_rank, {"head_groups": 2}) == [None, None]  # both exchange the same
+
+
 # Guards.
 
 

@@ -332,7 +332,7 @@ WATCHED = [
     Watched(Guard("tiles need no sum", without="if True:"), UNEQUAL[1], ranks=0),
     Watched(Guard("joined tiles need no sum", without="disjoint = False"), UNEQUAL[0], ranks=0),
     Watched(Guard("joined tiles need no sum", without="disjoint = any(side.tiles for side in sides.each)"), UNEQUAL[2], ranks=0),
-    Watched(Guard("halves are summed in fp32", without="half = False"), halves_summed_in_fp32, ranks=0),
+    Watched(Guard("halves are summed in fp32", without="exact = out.dtype"), halves_summed_in_fp32, ranks=0),
     Watched(
         Guard("tiles lie in order", without="if tiles * size == shape[dim] and rest == 0:"),
         unequal_parts,

@@ -384,6 +384,12 @@ def test_what_somebody_decorates_is_known_by_no_digest():
     assert digest(Plain, "expand_kv") != "" and digest(Decorated, "expand_kv") == "" and digest(Cached, "expand_kv") == ""
 
 
+def test_a_parameter_that_is_one_is_no_constant_one():
+    """It learns; a chain that goes on without the factor would never give it a gradient."""
+    assert attention.has_changed(types.SimpleNamespace(scale=nn.Parameter(torch.ones(()))), ("scale",), 1.0)
+    assert not attention.has_changed(types.SimpleNamespace(scale=1.0), ("scale",), 1.0)
+
+
 WATCHED = [Watched(Guard("only a cache", without="return True"), lambda: list(other_names()), ranks=0)]
 
 

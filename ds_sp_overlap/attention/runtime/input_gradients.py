@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...exchange.joined import sum_dtype
+from ...relayout.ops import sum_dtype
 from ...schedule import Part
 from ..memory.forward_state import autocast_of
 from .execution import Call

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...exchange.joined import sum_dtype
+from ...relayout.ops import sum_dtype
 from .waiting import Waiting
 
 

@@ -250,8 +250,10 @@ def has_changed(module: Any, path: tuple[Any, ...], value: Any) -> bool:
             module = own_class(type(module))
         else:
             module = getattr(module, step, MISSING)
-    # Two tensors can't be compared with ``!=``, which returns a tensor.
-    return module is not value and (isinstance(value, Tensor) or module != value)
+    if module is value:
+        return False
+    # With tensors ``!=`` returns a tensor; and a parameter that is 1 learns, unlike a constant 1.
+    return isinstance(module, Tensor) or isinstance(value, Tensor) or module != value
 
 
 def _form(module: Any) -> tuple:

@@ -6,6 +6,7 @@ modules of Megatron, but one function in them alone is known, by its source code
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -101,7 +102,7 @@ class _Package:
             source = source_of(self._module, *PARTS) if is_viewless else ""
         if source not in KNOWN:
             run.fail(f"uses the global {path}")  # guard: only a function of a module that is known
-        return _viewless
+        return functools.partial(_viewless, run)
 
 
 def source_of(holder: Any, *names: str) -> str:
@@ -116,6 +117,8 @@ def source_of(holder: Any, *names: str) -> str:
         return ""
 
 
-def _viewless(inp: Tensor, requires_grad: Any, keep_graph: bool) -> Tensor:
-    """Return the tensor; stands for `VIEWLESS`."""
+def _viewless(run: Any, inp: Tensor, requires_grad: Any, keep_graph: bool) -> Tensor:
+    """Return the tensor; stands for `VIEWLESS`. Fail where that would cut the graph."""
+    if keep_graph is not True:
+        run.fail(f"calls {VIEWLESS} without keep_graph=True")
     return inp

@@ -187,6 +187,9 @@ class Masks:
             configs: The configs of the models whose masks are replaced; other models in the process
                 get their own masks.
         """
+        for key, placeholder in list(self._placeholders.items()):
+            if placeholder.storage.expired():
+                del self._placeholders[key]
         library: Any = sys.modules.get("transformers.masking_utils")
         functions: Any = getattr(library, "ALL_MASK_ATTENTION_FUNCTIONS", {})
         # This version of transformers, or this implementation, makes no masks by functions.
@@ -194,9 +197,6 @@ class Masks:
             yield
             return
         config_ids, original = {id(config) for config in configs}, functions[implementation]
-        for key, placeholder in list(self._placeholders.items()):
-            if placeholder.storage.expired():
-                del self._placeholders[key]
 
         @torch.compiler.disable
         def create_mask(*args: Any, **kwargs: Any) -> Any:

@@ -462,11 +462,14 @@ class Positions:
         if not isinstance(position_ids, Tensor):
             # Training passes no cache; `generate` does, and no position_ids.
             return "missing" if cache is None else "cache"
-        axes = 1 if position_ids.dim() == 2 else len(position_ids)
-        if position_ids.dim() not in (2, 3) or axes not in (1, 3, 4):
+        if position_ids.dim() not in (2, 3):
+            return "axes"
+        if position_ids.dim() == 3 and len(position_ids) not in (3, 4):
             return "axes"
         shape = position_ids.shape[-2:] if tokens is None else tokens.shape[:2]
-        if position_ids.shape[-1] != shape[1] or position_ids.shape[-2] not in (1, shape[0]):
+        if len(shape) < 2 or position_ids.shape[-1] != shape[1]:
+            return "length"
+        if position_ids.shape[-2] not in (1, shape[0]):
             return "length"
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
             return "mask"
@@ -505,7 +508,7 @@ class Positions:
         starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]
         if self._may_restart or len(starts) == 1:
             return
-        continues = bool(position_ids[..., starts].any())
+        continues = bool(position_ids[..., starts[1:]].any())
         restarts_elsewhere = False
         # Each row restarts on all ranks but the first; further restarts are elsewhere.
         text = of_text(position_ids)

@@ -488,10 +488,9 @@ class SelfAttention:
             ]
             # A window exchanges more in backward; a hook on one rank alone may stand in its way.
             config = self.layer.config
-            may_window = config.window is not None or config.memory == "auto"
-            may_window = may_window or config.checkpointing != "recompute"
-            way = may_window and self.can_window(self.split_projections())
-            words = "gradients of q, k, v", grads, "projections in parts for a window", way
+            windowed = config.memory == "auto" or config.window_of(geometry.groups) is not None
+            windowed = windowed and self.can_window(self.split_projections())
+            words = "gradients of q, k, v", grads, "projections in parts for a window", windowed
             return str(hidden.dtype), self.head_dim, *words
 
         return geometry, types

@@ -325,6 +325,14 @@ def test_recomputed_layers_that_are_never_handed_position_ids_find_their_sequenc
     assert all(max(errors) < IN_FP32["llama4_text"] for errors in on_ranks(2, steps_of_their_own, "new tensors", options))
 
 
+def test_placeholders_that_nobody_holds_are_let_go_whatever_the_attention_implementation():
+    found = masks.Masks()
+    found._placeholder((1, 4), torch.device("cpu"), None, pattern=masks.Pattern())
+    assert len(found._placeholders) == 1
+    with found.for_attention("the model", None, "one without masks", []):
+        assert not found._placeholders
+
+
 def test_llama_4s_factors_by_position_are_exchanged_without_a_rounding_of_their_own():
     """A factor that is rounded is off in all numbers of a token alike; those of q itself are off at random."""
     layer = SimpleNamespace(attn_temperature_tuning=True, use_rope=False, floor_scale=4, attn_scale=0.1)

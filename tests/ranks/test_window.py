@@ -671,7 +671,7 @@ def test_gradients_of_attention_are_rounded_as_in_its_own_graph(attention, runs_
 
 
 def hooked_on_one_rank(rank, config):
-    """What is said of a hook on rank 0 alone, in whose way the output projection can't be computed in parts."""
+    """Return the error of a layer whose output projection has a hook on rank 0 alone, and can't be computed in parts there."""
     shape = Shape(config=config)
     layer = layers.projections(shape)
     if rank == 0:
@@ -682,7 +682,7 @@ def hooked_on_one_rank(rank, config):
 
 
 def test_a_hook_on_one_rank_is_refused_on_all_where_it_stands_in_the_way_of_a_window():
-    """That rank would exchange less in backward, and the others wait for it."""
+    """Otherwise the other ranks wait for exchanges that this rank leaves out of its backward."""
     for said in on_ranks(2, hooked_on_one_rank, {"head_groups": 2, "window": 1}):
         assert said is not None and said[0] == "ValueError" and "projections in parts for a window" in said[1], said
     assert on_ranks(2, hooked_on_one_rank, {"head_groups": 2}) == [None, None]  # both exchange the same

@@ -62,7 +62,7 @@ def test_one_group_under_autocast_gives_the_bits_of_the_plain_layer():
 
 @pytest.mark.parametrize("config", [{"head_groups": 4}, {"head_groups": 4, "window": 2}])
 def test_dx_under_autocast_is_rounded_no_more_for_more_groups(config):
-    """As many roundings of smaller numbers, summed in fp32: the same error, but for chance."""
+    """Expect the plain layer's error, up to chance: more groups are more roundings, but of smaller numbers, summed in fp32."""
     (noise, _), (error, _) = (errors(gradients(torch.float32, True, each), EXACT) for each in (None, config))
     assert 1e-4 < error < 1.1 * noise
 

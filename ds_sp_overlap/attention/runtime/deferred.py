@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...exchange.exchange import Node, new_token, refuse_second_derivatives
+from ...relayout.ops import sum_dtype
 from . import sharded
 from .linear import Plain, can_split, product_of, returned_by, without_hooks
 from .products import autocast
@@ -110,7 +111,7 @@ class _Slot(Waiting):
     def _sum(self) -> None:
         """Multiply the chunks that wait, add the products to the sums, and drop the chunks."""
         chunks, self.chunks = self.chunks, []
-        is_half = bool(chunks) and chunks[0].dy.dtype in (torch.float16, torch.bfloat16)
+        is_half = bool(chunks) and sum_dtype(chunks[0].dy.dtype) != chunks[0].dy.dtype
         if len(chunks) > 1 and is_half:
             # One product, so that no sum over chunks is rounded.
             dys, xs = zip(*chunks)

@@ -508,7 +508,7 @@ class Positions:
         starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]
         if self._may_restart or len(starts) == 1:
             return
-        continues = bool(position_ids[..., starts[1:]].any())
+        continues = bool(position_ids[..., starts].any())
         restarts_elsewhere = False
         # Each row restarts on all ranks but the first; further restarts are elsewhere.
         text = of_text(position_ids)

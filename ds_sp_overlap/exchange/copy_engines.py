@@ -198,8 +198,8 @@ class CopyEngine:
         self,
         send: Tensor,
         recv: Tensor,
-        send_sizes: list[int],
-        recv_sizes: list[int],
+        send_sizes: tuple[int, ...],
+        recv_sizes: tuple[int, ...],
         group: Any,
         name: str,
     ) -> Handle:

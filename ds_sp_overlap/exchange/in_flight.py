@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..profiling.ranges import is_profiled, named
-from ..profiling.timeline import UNTRACKED, Track, Untracked
+from ..profiling.timeline import Track
 from ..relayout import ops
 from . import check
 from .joined import join, split, split_copies
@@ -67,6 +67,8 @@ class InFlight:
     handle: Any = None
     # What `SideStream.mark` returned, between launch and finish; else None, as with a `HostStream`.
     received: Any = None
+    # None where no timeline records this transfer.
+    track: Track | None = None
 
     # Set by `launch`.
     side: HostStream | SideStream
@@ -79,7 +81,6 @@ class InFlight:
     outs: tuple[Tensor, ...]
     # Whether what arrives is unpacked; otherwise ``recv`` is the memory of ``outs``.
     unpacks: bool
-    track: Track | Untracked
 
     def __init__(
         self,
@@ -139,19 +140,19 @@ class InFlight:
             # outs is no view: its owner may change it in place, like a tensor that was unpacked.
             self.outs = self._new_outs(x)
             self.recv = self.outs[0].view(-1)
-        self.track = UNTRACKED
-        if sp_group.timeline:
+        if sp_group.timeline is not None and sp_group.timeline.recording():
             # The part for this rank itself is not sent.
             sizes = layout.sources.sizes
             sent_bytes = (sum(sizes) - sizes[sp_group.rank]) * self.recv.element_size()
             self.track = sp_group.timeline.exchange(self.name, sent_bytes, x)
-        self.track.mark("issued")
+            self.track.mark("issued")
         if is_profiled():
             with named(self.name, "start"):
                 self._send(ready, new_empty)
         else:
             self._send(ready, new_empty)
-        self.track.mark("launched")
+        if self.track is not None:
+            self.track.mark("launched")
         return self
 
     def _send(self, ready: Tensor | None, new_empty: Callable[..., Tensor]) -> None:
@@ -161,7 +162,8 @@ class InFlight:
             self.sources = ()  # guard: packed, so let go
         else:
             self.send = ready
-        self.track.mark("packed")
+        if self.track is not None:
+            self.track.mark("packed")
         try:
             if self.side.blocks:
                 self._transfer()
@@ -171,7 +173,8 @@ class InFlight:
                     # The transfer stream waits at once, so that a mark behind the wait tells when
                     # the data has arrived.
                     self._wait()
-                    self.track.mark("arrived")
+                    if self.track is not None:
+                        self.track.mark("arrived")
         finally:
             # Also after an exception: work that was queued may use the buffers.
             self.received = self.side.mark()  # guard: what is sent is kept
@@ -180,14 +183,16 @@ class InFlight:
         """Have the transport move the buffer, on the stream that is current."""
         sp_group, layout = self.sp_group, self.layout
         send_sizes, recv_sizes = layout.sources.sizes, layout.targets.sizes
-        self.track.mark("started")
+        if self.track is not None:
+            self.track.mark("started")
         try:
             self.handle = sp_group.transport.launch(
                 self.send, self.recv, send_sizes, recv_sizes, sp_group.group, self.name
             )
         except RuntimeError as error:  # guard: a failed launch has a name
             raise sp_group.failed(self.name, "the exchange", error) from error
-        self.track.follow(self.handle)
+        if self.track is not None:
+            self.track.follow(self.handle)
 
     def _new_outs(self, like: Tensor) -> tuple[Tensor, ...]:
         """Allocate the tensors that are received, on the device of ``like``."""
@@ -261,13 +266,13 @@ class InFlight:
         Returns:
             The received tensors, in the order of ``layout.each``.
         """
-        self.track.mark("wait")
+        if self.track is not None:
+            self.track.mark("wait")
         if is_profiled():
             with named(self.name, "finish"):
                 self._receive(into)
         else:
             self._receive(into)
-        self.track.mark("go")
         if self.expected:  # guard: check mode compares
             rotated = (self.rope or self.rope_back) is not None
             for side, out, expected in zip(self.layout.targets.each, self.outs, self.expected):
@@ -282,7 +287,8 @@ class InFlight:
         else:
             self.side.before_compute(mark)  # guard: compute waits for it
         self.received = None  # guard: freed, waits for nothing
-        self.track.mark("unpacking")
+        if self.track is not None:
+            self.track.mark("unpacking")
         # The buffer that was sent is free before memory is taken; the handle may reference it too.
         self.sources, self.handle = (), None
         del self.send  # guard: sent, not read again
@@ -292,7 +298,8 @@ class InFlight:
             into[0].copy_(self.outs[0])
             self.outs = tuple(into)
         self.side.after_unpack(mark)  # guard: memory returns once it was read
-        self.track.mark("done")
+        if self.track is not None:
+            self.track.mark("done")
 
     def __del__(self) -> None:
         # Abandoned, by an exception between start and finish. The memory must not return to the

@@ -219,10 +219,10 @@ class Sides:
         return len(self.each) > 1 and not self.apart
 
     @cached_property
-    def sizes(self) -> list[int]:
+    def sizes(self) -> tuple[int, ...]:
         """Elements per peer, of all tensors."""
         of_each = [side.split_sizes for side in self.each]
-        return [sum(sizes) for sizes in zip(*of_each)]
+        return tuple(sum(sizes) for sizes in zip(*of_each))
 
     @cached_property
     def elements(self) -> int:

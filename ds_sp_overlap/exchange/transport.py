@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -68,8 +69,8 @@ class Transport(Protocol):
         self,
         send: Tensor,
         recv: Tensor,
-        send_sizes: list[int],
-        recv_sizes: list[int],
+        send_sizes: tuple[int, ...],
+        recv_sizes: tuple[int, ...],
         group: Any,
         name: str,
     ) -> Handle:
@@ -205,7 +206,8 @@ class Log(NamedTuple):
 log: Log | None = None
 
 
-def all_equal(send_sizes: list[int], recv_sizes: list[int]) -> bool:
+@lru_cache(maxsize=4096)
+def all_equal(send_sizes: tuple[int, ...], recv_sizes: tuple[int, ...]) -> bool:
     """Return whether this rank sends to and receives from every rank equally many elements.
 
     All ranks find the same answer, unless ranks share query heads: q may then be even on one rank
@@ -225,8 +227,8 @@ class OneRank:
         self,
         send: Tensor,
         recv: Tensor,
-        send_sizes: list[int],
-        recv_sizes: list[int],
+        send_sizes: tuple[int, ...],
+        recv_sizes: tuple[int, ...],
         group: Any,
         name: str,
     ) -> Handle:

@@ -6,11 +6,11 @@ the host's clock on CPU:
     compute    issued C | pack | packed C, launched C | Wk Wv ..
     transfer                                started S | transfer ... | arrived S
 
-    compute    .. wait C | stands still | unpacking C | unpack | done C, go C
+    compute    .. wait C | stands still | unpacking C | unpack | done C
 
     exchange   pack + transfer + unpack
-    exposed    the time in which the compute row did nothing else: pack, and from wait to go, which
-               includes unpack
+    exposed    the time in which the compute row did nothing else: pack, and from wait to done,
+               which includes unpack
     hidden     exchange - exposed
 
 Nothing waits for a device before the last of the steps is over. Then each rank leaves its rows in
@@ -94,14 +94,6 @@ class Track:
         handle.get_future().then(lambda _: self.mark("arrived"))
 
 
-class Untracked:
-    """A null object in place of a `Track`, where nothing is recorded."""
-
-    # Any builtin that takes one argument does: it costs the host less than a function.
-    mark = follow = staticmethod(callable)
-
-
-UNTRACKED = Untracked()
 # Behind the name of an exchange, its leg inside a node, which no schedule has
 # (`exchange.relayed`).
 IN_NODE = "@node"
@@ -192,10 +184,8 @@ class Timeline:
 
     # While it records.
 
-    def exchange(self, name: str, bytes: int, x: Tensor) -> Track | Untracked:
-        """Return the object that marks an exchange of ``x``: a new `Track` in a recorded step."""
-        if not self.recording():
-            return UNTRACKED
+    def exchange(self, name: str, bytes: int, x: Tensor) -> Track:
+        """Return the object that marks an exchange of ``x`` in a recorded step."""
         self.clock = self.clock or clock_of(x.device)
         assert self.steps is not None
         track = Track(self.clock, self.steps.now(), name, bytes)
@@ -266,7 +256,7 @@ class Timeline:
     def rows(self) -> list[Row]:
         """Return what was recorded, as bars; waits for the device."""
         # Without exchanges that were launched and never finished.
-        complete = [track for track in self.tracks if {"done", "go"} <= track.at.keys()]
+        complete = [track for track in self.tracks if "done" in track.at]
         marks = [track.at["issued"] for track in complete]
         for *_, begin, end in self.layers:
             marks += begin, end
@@ -296,7 +286,7 @@ class Timeline:
             bar("pack", at["issued"], at["packed"])
             bar("transfer", at["started"], arrived, track.bytes)
             bar("unpack", at["unpacking"], at["done"])
-            bar("wait", at["wait"], at["go"])
+            bar("wait", at["wait"], at["done"])
         computed: list[Row] = []
         for step in sorted({row.step for row in rows}):
             computed += computing(rows, step, self.schedules)

@@ -19,7 +19,7 @@ from ds_sp_overlap.exchange import in_flight
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.profiling import timeline
 from ds_sp_overlap.profiling.timed import TimedCall
-from ds_sp_overlap.profiling.timeline import UNTRACKED, Row, Timeline, Track, computing
+from ds_sp_overlap.profiling.timeline import Row, Timeline, Track, computing
 from ds_sp_overlap.schedule import by_chunks, by_head_groups, by_window, without_o
 from ds_sp_overlap.tools import cli, picture
 from tests.harness import blocks, layers, models
@@ -56,17 +56,17 @@ def recorded(**marks):
     return rows
 
 
-ON_HOST = dict(issued=0, packed=2, started=2, launched=3, wait=10, arrived=14, unpacking=15, done=19, go=20)
-ON_DEVICE = dict(issued=0, packed=2, launched=2, started=4, wait=5, arrived=10, unpacking=10, done=13, go=13)
+ON_HOST = dict(issued=0, packed=2, started=2, launched=3, wait=10, arrived=14, unpacking=15, done=19)
+ON_DEVICE = dict(issued=0, packed=2, launched=2, started=4, wait=5, arrived=10, unpacking=10, done=13)
 
 
 @pytest.mark.parametrize(
     "marks,exchange_ms,exposed_ms,relayout_ms",
     [
-        (ON_HOST, 2 + 12 + 4, 2 + 10, 6),  # the host packs, waits and unpacks
+        (ON_HOST, 2 + 12 + 4, 2 + 9, 6),  # the host packs, waits and unpacks
         ({**ON_HOST, "arrived": 6}, 2 + 4 + 4, 10, 6),  # it waited no longer than there was to do: never more than all of it
         (ON_DEVICE, 2 + 6 + 3, 2 + 8, 5),  # another one was under way when it was launched
-        ({**ON_DEVICE, "wait": 30, "unpacking": 30, "done": 33, "go": 33}, 11, 5, 5),  # but for its relayout it is hidden
+        ({**ON_DEVICE, "wait": 30, "unpacking": 30, "done": 33}, 11, 5, 5),  # but for its relayout it is hidden
     ],
 )
 def test_what_is_exposed_is_what_the_compute_row_stood_still(marks, exchange_ms, exposed_ms, relayout_ms):
@@ -76,7 +76,7 @@ def test_what_is_exposed_is_what_the_compute_row_stood_still(marks, exchange_ms,
 
 
 def test_an_exchange_that_was_never_finished_is_left_out():
-    assert recorded(**{event: at for event, at in ON_HOST.items() if event not in ("done", "go")}) == []
+    assert recorded(**{event: at for event, at in ON_HOST.items() if event != "done"}) == []
 
 
 def schedule_of(groups, window=None):
@@ -343,7 +343,7 @@ def untracked(rank):
         x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
         attend = layers.block(shape, layer, torch.distributed.group.WORLD)
         layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
-        return attend.layer.sp_group.timeline is None, all(track is UNTRACKED for track in seen), len(seen)
+        return attend.layer.sp_group.timeline is None, all(track is None for track in seen), len(seen)
     finally:
         in_flight.InFlight.finish = finish
 

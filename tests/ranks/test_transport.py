@@ -318,7 +318,7 @@ def of_mixed_backends(rank):
         to.clear()
         for on_gpu in (True, False):
             send = types.SimpleNamespace(is_cuda=on_gpu)
-            sp_group.transport.launch(send, None, [1, 1], [1, 1], "the sp group", "q")
+            sp_group.transport.launch(send, None, (1, 1), (1, 1), "the sp group", "q")
         over = [(group == "the sp group", async_op) for group, async_op in to]
         return len(nccl.made), over, sp_group.streams(torch.device("cuda")).blocks
 
@@ -340,7 +340,7 @@ def launched_on_its_stream(rank, name):
         sp_group.prepare()
         asked.clear()
         send, recv = OnGpu(torch.arange(2.0) + 2 * rank), OnGpu(torch.zeros(2))
-        sp_group.transport.launch(send, recv, [1, 1], [1, 1], dist.group.WORLD, "q").wait()
+        sp_group.transport.launch(send, recv, (1, 1), (1, 1), dist.group.WORLD, "q").wait()
     return asked, recv.tolist()
 
 

@@ -258,7 +258,7 @@ def test_every_rank_says_the_same_of_an_exchange_of_equal_parts(ranks):
     for one in exchanges(ranks[0]):
         layouts = [rank.exchange(*one, (3,)) for rank in ranks]
         for way in (layouts, [layout.inverse for layout in layouts]):
-            assert len({all_equal(layout.source.split_sizes, layout.target.split_sizes) for layout in way}) == 1
+            assert len({all_equal(layout.sources.sizes, layout.targets.sizes) for layout in way}) == 1
 
 
 def test_geometry_is_frozen_and_equal_ones_lay_out_alike():

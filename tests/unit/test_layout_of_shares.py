@@ -71,7 +71,7 @@ def exchanged(layouts, sent, outs):
     wires = [join(xs, layout.sources, torch.DoubleTensor) for xs, layout in zip(sent, layouts)]
     pieces = [wire.split(layout.sources.sizes) for wire, layout in zip(wires, layouts)]
     for rank, (layout, into) in enumerate(zip(layouts, outs)):
-        assert [len(of_rank[rank]) for of_rank in pieces] == layout.targets.sizes
+        assert [len(of_rank[rank]) for of_rank in pieces] == list(layout.targets.sizes)
         split(torch.cat([of_rank[rank] for of_rank in pieces]), layout.targets, into)
 
 

@@ -234,7 +234,7 @@ def test_on_an_accelerator_marks_are_made_on_the_stream_they_speak_of_and_nothin
     q.finish(q.start(x)).sum().backward()
     unpacked = "unpack on compute"
     assert backend.log == [*LAUNCHED, "compute waits for q", unpacked, *LAUNCHED, "compute waits for q dq", unpacked]
-    compute = "issued", "packed", "launched", "wait", "unpacking", "done", "go"
+    compute = "issued", "packed", "launched", "wait", "unpacking", "done"
     expected = {"started": "transfer", "arrived": "transfer", **dict.fromkeys(compute, "compute")}
     assert [(track.what, track.at) for track in lines.tracks] == [("q", expected), ("dq", expected)]
     lines.tracks.clear()

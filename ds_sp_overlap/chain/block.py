@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.runtime import sharded
-from ..attention.runtime.deferred import Shadows, Wgrads
+from ..attention.runtime.deferred import Shadows, Wgrads, tied
 from ..attention.runtime.execution import Call
 from ..attention.runtime.linear import call_through, goes_by_token
 from ..attention.runtime.parts import cut, join
@@ -24,7 +24,6 @@ from ..attention.runtime.recorded import join_heads
 from ..attention.runtime.runner import Runner
 from ..attention.runtime.slices import Ranges
 from ..attention.self_attention import SelfAttention
-from ..exchange.exchange import Node
 from ..schedule import O, Op, Recompute, Step, by_chunks, head, tail
 from .attention import walk_attention
 from .block_layer import BlockLayer, Options
@@ -326,7 +325,7 @@ class _Segment(Runner):
         if torch.is_grad_enabled() and not (y.numel() and y.requires_grad):
             parameters = (*layer.norm_mid.parameters(), *layer.mlp.parameters())
             learned = [x for x in parameters if x.requires_grad]
-            y = _Tied.apply(y, *learned) if learned else y
+            y = tied(y, learned) if learned else y
         self.xs[step.chunk] = y
 
     def project(self, step: Step) -> None:
@@ -347,22 +346,6 @@ class _Segment(Runner):
         # ranks were given other hidden states then.
         if not following.is_idle:
             following.tokens[step.exchange] = following.exchange(step).start(*sent)
-
-
-class _Tied(Node):
-    """Returns a copy of y that depends on the parameters that made it, and gives them no gradient.
-
-    Experts without tokens take no part in the graph of y. But the exchanges behind y must run in
-    backward on this rank if they do on others, whose experts have tokens.
-    """
-
-    @staticmethod
-    def forward(ctx, y, *parameters):
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def _units(*calls: LayerCall | None) -> list[Any]:

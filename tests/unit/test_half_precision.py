@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ds_sp_overlap import SelfAttention
-from ds_sp_overlap.attention.runtime.stacks import Operands, Stack
+from ds_sp_overlap.attention.runtime.stacks import Stack
+from ds_sp_overlap.attention.runtime.waiting import Operands
 
 HEADS, HEAD_DIM, WIDTH, TOKENS = 8, 16, 128, 256
 # The parts are rounded once each, as is the plain layer's one gradient, and then their sum once: sqrt(2) times the error if the

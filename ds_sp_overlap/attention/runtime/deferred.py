@@ -21,27 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...exchange.exchange import Node, new_token, refuse_second_derivatives
+from ...exchange.exchange import Node, new_token
 from ...relayout.ops import sum_dtype
 from . import sharded
 from .linear import Plain, can_split, product_of, returned_by, without_hooks
 from .products import autocast
 from .stacked_weight import StackedWeight
 from .stacks import Stack, stacks_of
-from .waiting import Waiting
-
-
-class _Chunk(NamedTuple):
-    """A chunk's dy [tokens, n], and x [tokens, m] if the weight trains."""
-
-    dy: Tensor
-    x: Tensor | None
+from .waiting import Operands, Product, Waiting
 
 
 class _Slot(Waiting):
@@ -53,8 +45,6 @@ class _Slot(Waiting):
         at_once: As for `Wgrads`.
         plain: Known forwards of plain linear layers, that of ``module`` among them.
     """
-
-    gradient_count = 2
 
     def __init__(self, module: Any, where: str, at_once: bool, plain: Plain):
         self.module, self.where, self.at_once, self.plain = module, where, at_once, plain
@@ -77,6 +67,10 @@ class _Slot(Waiting):
         """Weight and bias of the product, see `product_of`."""
         return self.computed or product_of(self.module, self.plain)
 
+    @property
+    def weight(self) -> Tensor | None:
+        return self.operands[0]
+
     def open(self) -> None:
         """Take weight and bias, cast as by autocast; ZeRO-3 has gathered them by now."""
         operands: Sequence[Tensor | None] = self.parameters
@@ -96,14 +90,16 @@ class _Slot(Waiting):
         Returns:
             What the layer returns, see `returned_by`.
         """
-        return returned_by(self.module, self.plain, _Linear.apply(self, *autocast(x), token))
+        (x,) = autocast(x)
+        y = Product.apply(self, x, *self.operands, None, None, True, token)
+        return returned_by(self.module, self.plain, y)
 
     def start(self, backward: int) -> None:
         super().start(backward)
         # The gradients of weight and bias, so far.
         self.sums: list[Tensor | None] = [None, None]
 
-    def add(self, chunk: _Chunk) -> None:
+    def add(self, chunk: Operands) -> None:
         super().add(chunk)
         if self.at_once:
             self._sum()
@@ -111,13 +107,13 @@ class _Slot(Waiting):
     def _sum(self) -> None:
         """Multiply the chunks that wait, add the products to the sums, and drop the chunks."""
         chunks, self.chunks = self.chunks, []
-        is_half = bool(chunks) and sum_dtype(chunks[0].dy.dtype) != chunks[0].dy.dtype
+        is_half = bool(chunks) and sum_dtype(chunks[0].left.dtype) != chunks[0].left.dtype
         if len(chunks) > 1 and is_half:
             # One product, so that no sum over chunks is rounded.
-            dys, xs = zip(*chunks)
-            chunks = [_Chunk(torch.cat(dys), torch.cat(xs) if self.trains[0] else None)]
+            dys, xs, *_ = zip(*chunks)
+            chunks = [Operands(torch.cat(dys), torch.cat(xs) if self.trains[0] else None)]
         dw, db = self.sums
-        for dy, x in chunks:
+        for dy, x, *_ in chunks:
             if x is not None and is_half and self.at_once:
                 # Here one chunk comes at a time. The sum is in fp32, since half precision would
                 # round it with each chunk.
@@ -249,20 +245,12 @@ class Shadows:
             slot.operands, slot.computed = (), None
 
 
-def _by_token(x: Tensor) -> Tensor:
-    """Return ``x`` [.., k] as a matrix with a row for each token of the sequence.
-
-    They may be in one dimension already, as in a mixture of experts.
-    """
-    return x.reshape(-1, x.shape[-1])
-
-
 class _Weights(Node):
     """Gives out a token, and in backward delivers the weight gradients that waited in slots.
 
-    Backward runs when all nodes that were given the token have run. ``slots`` are `_Slot`s or a
-    `Stack`; ``parameters`` are all of theirs in turn, passed so that autograd takes the gradients
-    to them.
+    Backward runs when all nodes that were given the token have run. ``slots`` are `_Slot`s, a
+    `Stack`, or none; ``parameters`` are all of theirs in turn, passed so that autograd takes the
+    gradients to them. Without slots they have none.
     """
 
     @staticmethod
@@ -275,30 +263,13 @@ class _Weights(Node):
         gradients: list[Tensor | None] = []
         for slot in ctx.slots:
             gradients += slot.gradients()
-        return None, *gradients
+        return None, *(gradients or [None] * (len(ctx.needs_input_grad) - 1))
 
 
-class _Linear(Node):
-    """y = x w^T + b of a chunk; backward computes dx, and leaves dy and x in the slot."""
+def tied(y: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return a copy of y that depends on the parameters that made it, and gives them no gradient.
 
-    @staticmethod
-    def forward(ctx, slot, x, token):
-        weight, bias = slot.operands
-        ctx.slot, (_, of_x, of_token) = slot, ctx.needs_input_grad
-        ctx.save_for_backward(weight if of_x else None, x if of_token and slot.trains[0] else None)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        """Compute dx = dy w; dw = dy^T x waits, see Note [Deferred wgrads].
-
-        Called once a chunk. In a chain that recomputes, these are the nodes of forward: those of
-        the recomputation only save tensors for them.
-        """
-        refuse_second_derivatives(ctx.slot.where)
-        weight, x = ctx.saved_tensors
-        if any(ctx.slot.trains):
-            ctx.slot.add(_Chunk(_by_token(dy), None if x is None else _by_token(x)))
-        dx = None if weight is None else dy @ weight
-        # The token has no gradient: it only makes `_Weights` wait for this node.
-        return None, dx, None
+    Experts without tokens take no part in the graph of y. But the exchanges behind y must run in
+    backward on this rank if they do on others, whose experts have tokens.
+    """
+    return y + _Weights.apply((), *parameters).sum()  # a sum of nothing, 0

@@ -4,7 +4,7 @@ Note [Products with stacks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The forward of the experts is not known, and need not be. In a shadow of the experts (see
 `deferred`) the parameter is a tensor of the class `StackedWeight`, which torch tells of each
-function that is called with it. A product whose weight gradient can wait runs as a `_Product`:
+function that is called with it. A product whose weight gradient can wait runs as a `Product`:
 
     F.linear(x, w[expert]), x @ w[expert]       experts one by one
     grouped_mm(x, w, offs)                      tokens in the order of their experts
@@ -22,51 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...exchange.exchange import Node, refuse_second_derivatives
 from .products import autocast
-from .stacks import Operands, Stack
-
-
-class _Product(Node):
-    """y = x w, of one expert's tokens or of tokens in the order of experts.
-
-    Args:
-        stack: Where the operands of dw wait.
-        x: [.., k].
-        weight: [k, n], or [experts, k, n] with ``offs``. Has no gradient here.
-        expert: Whose weight it is; None for all.
-        offs: [experts], see `Operands`.
-        is_transposed: Whether the stack holds the weight as [n, k].
-        token: Of the node `deferred._Weights`.
-    """
-
-    @staticmethod
-    def forward(ctx, stack, x, weight, expert, offs, is_transposed, token):
-        ctx.of_call = stack, expert, is_transposed
-        _, of_x, *_ = ctx.needs_input_grad
-        # Not the weight, a view, which would keep a stack that ZeRO-3 has gathered.
-        ctx.save_for_backward(x, stack.parameter if of_x else None, offs)
-        return _multiply(x, weight, offs)
-
-    @staticmethod
-    def backward(ctx, dy):
-        """Before: dx = dy w^T, dw = x^T dy. Now: the operands of dw wait in the stack."""
-        stack, expert, is_transposed = ctx.of_call
-        refuse_second_derivatives(stack.where)
-        x, parameter, offs = ctx.saved_tensors
-        # dw = x^T dy for [k, n]; dw = dy^T x for [n, k].
-        left, right = (y.reshape(-1, y.shape[-1]) for y in ((dy, x) if is_transposed else (x, dy)))
-        stack.add(Operands(left, right, expert, offs))
-        dx = None
-        if parameter is not None:
-            weight = (parameter if expert is None else parameter[expert]).to(dy.dtype)
-            dx = _multiply(dy, weight if is_transposed else weight.transpose(-2, -1), offs)
-        # The token has no gradient: it only makes `_Weights` wait for this node.
-        return None, dx, None, None, None, None, None
-
-
-def _multiply(x: Tensor, weight: Tensor, offs: Tensor | None) -> Tensor:
-    return x @ weight if offs is None else F.grouped_mm(x, weight, offs=offs)
+from .stacks import Stack
+from .waiting import Product
 
 
 class StackedWeight(Tensor):
@@ -111,7 +69,7 @@ def _call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function that a forward calls with a `StackedWeight`.
 
     An expert's weight, and a transpose, stay a `StackedWeight`. A known product runs as a
-    `_Product`. Every other call runs as it is, and autograd records it.
+    `Product`. Every other call runs as it is, and autograd records it.
     """
     if len(args) > 1 and isinstance(args[0], StackedWeight):
         weight = args[0]
@@ -152,7 +110,7 @@ def _number(index: Any) -> int | None:
 def _multiplied(
     x: Tensor, weight: StackedWeight, offs: Tensor | None, swap: bool = False
 ) -> Tensor | None:
-    """Return the product of ``x`` and a stacked weight, as a `_Product`.
+    """Return the product of ``x`` and a stacked weight, as a `Product`.
 
     None where ``x`` has another dtype or is stacked itself; the function then runs as it is.
 
@@ -167,7 +125,7 @@ def _multiplied(
         x, w = autocast(x, w)
     if isinstance(x, StackedWeight) or x.dtype != w.dtype:
         return None
-    if swap:
-        w = w.transpose(-2, -1)
-    is_transposed = weight.is_transposed != swap
-    return _Product.apply(weight.stack, x, w, weight.expert, offs, is_transposed, weight.token)
+    # As the stack holds it.
+    w = w.transpose(-2, -1) if weight.is_transposed else w
+    how = weight.expert, offs, weight.is_transposed != swap, weight.token
+    return Product.apply(weight.stack, x, w, None, *how)

@@ -17,30 +17,13 @@ takes the size of a stack more, since half precision would round the sum with ea
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...relayout.ops import sum_dtype
-from .waiting import Waiting
-
-
-class Operands(NamedTuple):
-    """Operands of the weight gradient of one product: dw = left^T right.
-
-    Attributes:
-        left: [tokens, rows of the weight].
-        right: [tokens, columns of the weight].
-        expert: Whose tokens they are; None for those of all experts, in their order.
-        offs: [experts]. Behind the last token of each expert.
-    """
-
-    left: Tensor
-    right: Tensor
-    expert: int | None
-    offs: Tensor | None
+from .waiting import Operands, Waiting
 
 
 class Stack(Waiting):
@@ -55,13 +38,17 @@ class Stack(Waiting):
         held_bytes: The size of the operands that wait.
     """
 
-    gradient_count = 1
+    trains = (True,)
 
     def __init__(self, parameter: Tensor, where: str):
         super().__init__()
         self.parameter, self.where = parameter, where
         # Of the whole parameter, which ZeRO-3 may have partitioned again.
         self.shape, self.dtype, self.n_bytes = parameter.shape, parameter.dtype, parameter.nbytes
+
+    @property
+    def weight(self) -> Tensor:
+        return self.parameter
 
     def start(self, backward: int) -> None:
         super().start(backward)

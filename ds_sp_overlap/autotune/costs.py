@@ -82,7 +82,7 @@ class Rates:
         matmul: FLOP/s of projections and of the MLP.
         attention: FLOP/s of causal attention; the masked half is not counted as work.
         wire: bytes/s that a rank sends to the others in an all-to-all, while it receives as many.
-        latency_ms: Duration of an empty exchange, in ms.
+        latency_ms: Duration of an empty exchange, in ms; the default is assumed.
     """
 
     matmul: float

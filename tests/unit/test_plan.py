@@ -248,7 +248,17 @@ def test_a_measurement_that_fails_is_an_error_in_one_line(capsys, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("alone", ["RANK", "WORLD_SIZE"])
+def test_a_variable_of_a_launcher_that_stands_alone_is_no_launcher(capsys, monkeypatch, alone):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv(alone, "3")
+    assert main("plan --hidden 32 --heads 4 --seq 64 --sp 2 --measure".split()) == 0
+    assert "measured" in capsys.readouterr().out
+
+
 def test_measuring_refuses_another_number_of_ranks_than_the_launcher_started(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit):
         main("plan --hidden 32 --heads 4 --seq 64 --sp 2 --measure".split())

@@ -16,9 +16,6 @@ from .fits import Model, Way, longest
 from .gpu.constants import GPUS, Gpu, gpu
 from .plan import CLOSE, GROUPS, Plan, plan
 
-# Of an empty exchange, where it is neither given nor measured.
-LATENCY_US = 20.0
-
 
 def _whole(text: str) -> int:
     """Read a whole number of at least 1."""
@@ -105,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rates.add_argument(
         "--latency-us",
         type=_positive,
-        help=f"of an exchange of nothing (default {LATENCY_US:g}, or measured)",
+        help=f"of an exchange of nothing (default {1e3 * Rates.latency_ms:g}, or measured)",
     )
     rates.add_argument(
         "--measure",
@@ -242,6 +239,13 @@ def _measuring_rank(
     return found
 
 
+def _launched() -> tuple[int, int] | None:
+    """Return this rank and the number of ranks, as a launcher sets them; None without launcher."""
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return None
+
+
 def _measured(layer: LayerShape) -> Rates:
     """Measure the rates on the launcher's ranks, or on processes that are started here.
 
@@ -251,14 +255,14 @@ def _measured(layer: LayerShape) -> Rates:
     """
     import torch
 
-    if "WORLD_SIZE" in os.environ:
-        size = int(os.environ["WORLD_SIZE"])
+    if (launched := _launched()) is not None:
+        rank, size = launched
         if size != layer.sp_size:
             raise ValueError(
                 f"--sp is {layer.sp_size}, but the launcher started {size} ranks; "
                 "make them the same"
             )
-        return _measuring_rank(int(os.environ["RANK"]), size, "env://", layer, None)
+        return _measuring_rank(rank, size, "env://", layer, None)
     with tempfile.TemporaryDirectory() as folder:
         result = str(Path(folder, "result"))
         arguments = (layer.sp_size, f"file://{Path(folder, 'store')}", layer, result)
@@ -341,7 +345,7 @@ def _rates(args: argparse.Namespace, layer: LayerShape, on_paper: Gpu | None) ->
     matmul = rate("tflops", 1e12, "matmul", (0.0, ""))
     attention = rate("attention_tflops", 1e12, "attention", (matmul[0], "that of matrix products"))
     wire = rate("bandwidth", 1e9, "wire", (0.0, ""))
-    latency = rate("latency_us", 1e-3, "latency_ms", (LATENCY_US / 1e3, "assumed"))
+    latency = rate("latency_us", 1e-3, "latency_ms", (Rates.latency_ms, "assumed"))
     words = (
         f"rates: {matmul[0] / 1e12:.4g} TFLOP/s in matrix products ({matmul[1]}), "
         f"{attention[0] / 1e12:.4g} in attention ({attention[1]}), "
@@ -433,7 +437,8 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             f"--measure failed: {str(error).strip().splitlines()[-1]}; "
             "give --bandwidth and --tflops instead"
         )
-    if int(os.environ.get("RANK", 0)) == 0:
+    # A launcher's ranks all find the same; one of them prints it.
+    if (_launched() or (0, 1))[0] == 0:
         found = plan(layer, rates)
         print(describe(layer, words, found))
         if model is not None:

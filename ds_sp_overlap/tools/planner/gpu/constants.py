@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ....autotune.costs import Rates
 from .launches import COMPUTE, Attention, Gemm, Launch, Move, Transfer
 
 
@@ -32,7 +33,7 @@ HOPPER = {
     "nccl_ctas": Known(16, "what the package asks of NCCL, exchange/transport.py"),
     "nccl_cluster": Known(4, "NCCL 2.30's default for cga_cluster_size"),
     "wire_gbs": Known(450.0, f"{DATA_SHEET}, NVLink, one direction; less is reached"),
-    "latency_us": Known(20.0, "assumed, as by plan without --gpu"),
+    "latency_us": Known(1e3 * Rates.latency_ms, "assumed, as by plan without --gpu"),
     "launch_us": Known(6.0, "assumed: the host's time for a kernel or an exchange"),
     "event_us": Known(1.5, "assumed: the host's time for an event"),
     "wait_us": Known(1.0, "assumed: from an event on one stream to work on another"),

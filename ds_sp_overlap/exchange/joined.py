@@ -83,7 +83,7 @@ def split_copies(wire: Tensor, sides: Sides) -> tuple[Tensor, ...]:
     for (place, has_final_shape), shape in zip(sides.copied, sides.shapes):
         x = wire.as_strided(*place)
         out = x if has_final_shape else x.reshape(shape)
-        if out.data_ptr() == x.data_ptr():  # guard: a copy, no view
+        if out is x or out.data_ptr() == x.data_ptr():  # guard: a copy, no view
             out = out.clone(memory_format=torch.contiguous_format)
         outs.append(out)
     return tuple(outs)

@@ -14,7 +14,7 @@ def listening(level=logging.DEBUG):
     handler.addFilter(lambda record: record.getMessage().startswith("sp_overlap"))
     handler.emit = lambda record: messages.append(record.getMessage())
     LOGGER.addHandler(handler)
-    LOGGER.setLevel(min(level, before))
+    LOGGER.setLevel(min(level, LOGGER.getEffectiveLevel()))  # of the root, where nobody imported DeepSpeed
     logging.disable(logging.NOTSET)  # whatever ran in this process before
     try:
         yield messages

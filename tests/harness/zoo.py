@@ -638,6 +638,42 @@ def by_a_class(forward):
     return wrapped
 
 
+def by_a_variable(forward):
+    """Goes by a variable of a closure, which may be bound anew."""
+    turned = False
+
+    def turn():
+        nonlocal turned
+        turned = True
+
+    @functools.wraps(forward)
+    def wrapped(self, hidden_states, **kwargs):
+        hidden_states = torch.cat((hidden_states[..., 8:], hidden_states[..., :8]), -1) if turned else hidden_states
+        return forward(self, hidden_states, **kwargs)
+
+    wrapped.turn = turn
+    return wrapped
+
+
+def by_a_list(forward):
+    """One wrapper twice, the inner time with a list in its closure."""
+
+    def turned(marks):
+        def around(forward):
+            def wrapped(self, hidden_states, **kwargs):
+                hidden_states = torch.cat((hidden_states[..., 8:], hidden_states[..., :8]), -1) if len(marks) else hidden_states
+                return forward(self, hidden_states, **kwargs)
+
+            return functools.wraps(forward)(wrapped)
+
+        return around
+
+    marks = []
+    wrapped = turned(())(turned(marks)(forward))
+    wrapped.turn = lambda: marks.append(1)
+    return wrapped
+
+
 def fused(heads):
     """One projection in place of three."""
 
@@ -669,18 +705,26 @@ ROTATES_IF_GIVEN = (
 )
 
 
-def rotating(change):
-    """apply_rotary_pos_emb with ``change`` of q."""
+def rotating(q, **variables):
+    """apply_rotary_pos_emb with another ``q``, a line of code, by globals and by variables of a function around it."""
+    source = f"""
+def around({", ".join(variables)}):
+    def apply_rotary_pos_emb(q, k, cos, sin):
+        q, k = rotated_as_ever(q, k, cos, sin)
+        return {q}, k
+
+    def switch(value):
+        {"nonlocal " + ", ".join(variables) if variables else ""}
+        {" = ".join((*variables, "value"))}
+
+    return apply_rotary_pos_emb, switch
+"""
 
     def around(kind, names):
-        original = names["apply_rotary_pos_emb"]
-
-        def apply_rotary_pos_emb(q, k, cos, sin):
-            q, k = original(q, k, cos, sin)
-            return change(q, names), k
-
-        apply_rotary_pos_emb.__globals__  # noqa: B018
-        names["apply_rotary_pos_emb"] = apply_rotary_pos_emb
+        names.setdefault("FACTOR", 1.0)
+        names["rotated_as_ever"] = names["apply_rotary_pos_emb"]
+        exec(source, names)
+        names["apply_rotary_pos_emb"], kind.switch = names.pop("around")(**variables)
 
     return around
 
@@ -748,13 +792,15 @@ PROGRAMS = {
         "attention", (("scaling=self.scaling", "scaling=self.scaling if torch.is_grad_enabled() else 0.1"),)),
     "an MLP that clamps by its tokens": Program(
         "mlp", (("y = self", "p = p.clamp(max=p.shape[1] * p.shape[1] * p.shape[1] * p.shape[1])\n    y = self"),)),
-    "a rotation that clamps": Program("attention", around=rotating(lambda q, names: q.clamp(-100, 100))),
+    "a rotation that clamps": Program("attention", around=rotating("q.clamp(-100, 100)")),
     "a rotation that scales by a global": Program(
-        "attention", around=rotating(lambda q, names: q * names.get("FACTOR", 1.0)), activate=of_names("FACTOR", 2.0)),
-    "a rotation by length": Program("attention", around=rotating(lambda q, names: q * 2 if q.shape[2] > 20 else q)),
-    "a rotation that softcaps": Program("attention", around=rotating(lambda q, names: 1e9 * torch.tanh(q / 1e9))),
-    "a rotation that is none in bf16": Program("attention", around=rotating(lambda q, names: q * 2 if q.dtype == torch.float64 else q)),
-    "a rotation that detaches": Program("attention", around=rotating(lambda q, names: q.detach())),
+        "attention", around=rotating("q * FACTOR"), activate=of_names("FACTOR", 2.0)),
+    "a rotation that scales by a variable of a closure": Program(
+        "attention", around=rotating("q * factor", factor=1.0), activate=lambda m: type(m).switch(2.0), expected="refused"),
+    "a rotation by length": Program("attention", around=rotating("q * 2 if q.shape[2] > 20 else q")),
+    "a rotation that softcaps": Program("attention", around=rotating("1e9 * torch.tanh(q / 1e9)")),
+    "a rotation that is none in bf16": Program("attention", around=rotating("q * 2 if q.dtype == torch.float64 else q")),
+    "a rotation that detaches": Program("attention", around=rotating("q.detach()")),
     "a rotation of positions": Program("attention", ((ROTATE, "apply_rotary_pos_emb(q, k, cos, sin) if x.shape[1] < 20 else (q, k)"),)),
     "a rotation by a flag": Program("attention", (("    q, k = " + ROTATE, "    if self.rotates:\n        q, k = " + ROTATE),), put("rotates", True), put("rotates", False)),
     "a rotation in evaluation": Program("attention", (("    q, k = " + ROTATE, "    if self.training:\n        q, k = " + ROTATE),)),
@@ -779,6 +825,8 @@ PROGRAMS = {
     "a mask that is looked at": Program("attention", (("    cos, sin =", "    q = q * 2 if attention_mask is None and not self.training else q\n    cos, sin ="),)),
     "a cache that is looked at": Program("attention", (("    cos, sin =", "    q = q if past_key_values is None else q * 2\n    cos, sin ="),), expected="whole"),
     "a class in a closure": Program("attention", (), put("one", 1), lambda m: setattr(Flags, "flag", True), around=wrapping(by_a_class)),
+    "a variable of a closure": Program("attention", (), put("one", 1), lambda m: type(m).forward.turn(), around=wrapping(by_a_variable), expected="refused"),
+    "a list in the second of two closures": Program("attention", (), put("one", 1), lambda m: type(m).forward.turn(), around=wrapping(by_a_list), expected="own"),
     "heads of q backwards": Program("attention", ordered("q", (3, 2, 1, 0)), expected="whole"),
     "heads of q in disorder": Program("attention", ordered("q", (2, 3, 1, 0)), expected="whole"),
     "heads of k and v backwards": Program("attention", ordered("k", (1, 0)) + (("    cos, sin =", "    v = torch.stack((v[:, 1], v[:, 0]), 1)\n    cos, sin ="),), expected="whole"),

@@ -87,6 +87,7 @@ NEVER = "if False:"
 WATCHED = [
     Watched(Guard("only known operations", without=NEVER), unless("detached always, of q"), ranks=0),
     Watched(Guard("only known globals", without="elif False:"), unless("scaling of the process"), ranks=0),
+    Watched(Guard("variables of closures too", without="pass"), unless("a variable of a closure"), ranks=0),
     Watched(Guard("torch is asked nothing", without=NEVER), unless("scaling by gradients"), ranks=0),
     Watched(Guard("sizes that differ may be equal in another call", without="if int(int.__add__(self, 0)) != other: return False\nif False:"), unless("scaling at one length"), ranks=0),
     Watched(Guard("nothing goes by a size", without="return True"), unless("a window by length"), ranks=0),

@@ -91,21 +91,30 @@ def free_primes(fixed_sizes: Collection[int]) -> list[int]:
 
 
 class LoadedGlobal(NamedTuple):
-    """A global that code loaded, and whose value may be changed later.
+    """A global, or a variable of an enclosing function, that code loaded.
 
     Attributes:
-        namespace: The dict that holds the global.
+        namespace: The dict that holds the global; the cell that holds the variable.
         name: Its name.
         value: The value that was loaded.
     """
 
-    namespace: dict[str, Any]
+    namespace: dict[str, Any] | types.CellType
     name: str
     value: Any
 
+    def value_now(self) -> Any:
+        """Return the value that it has now; `MISSING` without one."""
+        if isinstance(self.namespace, dict):
+            return self.namespace.get(self.name, MISSING)
+        try:
+            return self.namespace.cell_contents
+        except ValueError:  # the variable was deleted
+            return MISSING
+
     def has_changed(self) -> bool:
-        """Return whether the global has another value now."""
-        return self.namespace.get(self.name, MISSING) is not self.value
+        """Return whether it has another value now."""
+        return self.value_now() is not self.value
 
 
 class Size(int):
@@ -214,8 +223,8 @@ class Accounting(TorchFunctionMode):
         hidden: Whether dtypes and devices of tensors are hidden from the code.
 
     Attributes:
-        loaded_globals: The globals that the code loaded. The owner of a reading compares them in
-            later calls.
+        loaded_globals: The globals and variables of enclosing functions that the code loaded. The
+            owner of a reading compares them in later calls.
         codes: The code objects that ran and belong to no library.
         fault: The reason why the code is unknown; empty if it is not.
         torch_modules: The modules of torch whose Python functions the code may call.
@@ -234,6 +243,8 @@ class Accounting(TorchFunctionMode):
         self.allowed, self.sizes = MOVES.union(allowed), set(sizes) - {0, 1}
         self.loaded_globals: list[LoadedGlobal] = []
         self.codes: set[types.CodeType] = set()
+        # The values of variables of enclosing functions that were judged, by code and their ids.
+        self._free_values: dict[tuple, dict[str, Any]] = {}
         self.fault = ""
         self.torch_modules: tuple[str, ...] = TORCH
         self.allows_idle_dropout = True
@@ -275,14 +286,11 @@ class Accounting(TorchFunctionMode):
         return names
 
     def globals_now(self) -> list[LoadedGlobal]:
-        """Return the globals that the code loaded, each with the value that it has now.
+        """Return ``loaded_globals``, each with the value that it has now.
 
         The code may have loaded stand-ins, but later calls look at the globals themselves.
         """
-        now = []
-        for namespace, name, _ in self.loaded_globals:
-            now.append(LoadedGlobal(namespace, name, namespace.get(name, MISSING)))
-        return now
+        return [loaded._replace(value=loaded.value_now()) for loaded in self.loaded_globals]
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -400,6 +408,7 @@ class Accounting(TorchFunctionMode):
             return
         elif package != "torch":
             self._judge_names(frame)
+            self._judge_free_names(frame)
         # A Python function of torch that the code itself calls. Those that torch calls in turn are
         # not judged.
         elif frame.f_back is not None:
@@ -422,7 +431,8 @@ class Accounting(TorchFunctionMode):
         """Judge the names in a function that begins to run, once; record the globals that it loads.
 
         Fail if the function stores globals, or can reach objects that may be changed later: what
-        it imports, and attributes of functions and of what an enclosing function holds.
+        it imports, attributes of functions, and attributes of unknown modules and classes that an
+        enclosing function holds.
         """
         code = frame.f_code
         if code in self.codes:
@@ -456,9 +466,37 @@ class Accounting(TorchFunctionMode):
                 self.fail(f"uses the global {name}")
             else:
                 self.loaded_globals.append(LoadedGlobal(frame.f_globals, name, value))
+
+    def _judge_free_names(self, frame: types.FrameType) -> None:
+        """Judge the variables of enclosing functions in a function that begins to run; record them.
+
+        Once for each function and their values. Those of a function that the code itself made,
+        such as a lambda, belong to the call and are not recorded.
+        """
+        code, values = frame.f_code, {}
         for name in code.co_freevars:
-            if name in frame.f_locals and not _is_known(frame.f_locals[name], free=True):
+            if name in frame.f_locals and name != "__class__":  # which ``super()`` reads
+                values[name] = frame.f_locals[name]
+        key = code, *map(id, values.values())
+        if key in self._free_values:
+            return
+        self._free_values[key] = values  # which keeps the ids
+        for name, value in values.items():
+            if not _is_known(value, free=True):
                 self.fail(f"uses {name} of the function around it")
+        if not values or any(code in outer.co_consts for outer in self.codes):
+            return
+        is_found = False
+        # A frame doesn't know its function, which holds the variables.
+        for function in gc.get_referrers(code):
+            if isinstance(function, types.FunctionType) and function.__code__ is code:
+                cells = dict(zip(code.co_freevars, function.__closure__ or ()))
+                loaded = [LoadedGlobal(cells[name], name, values[name]) for name in values]
+                if not any(each.has_changed() for each in loaded):
+                    self.loaded_globals += loaded  # guard: variables of closures too
+                    is_found = True
+        if not is_found:
+            self.fail(f"uses {', '.join(values)} of a function that is not found")
 
 
 def _module(frame: types.FrameType) -> str:

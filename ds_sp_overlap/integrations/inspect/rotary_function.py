@@ -7,7 +7,6 @@ a `Rotary` on random numbers, they agree on all numbers.
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...rotary import Rotary
-from .accounting import Accounting, LoadedGlobal, Unknown, free_primes, global_names
+from .accounting import Accounting, LoadedGlobal, Unknown, free_primes, global_names, is_plain
 
 # How (cos, sin) [b, s, 1, d_rot] follow from position embeddings. The given tables have the shape
 # [b, s, d_rot] or [b, s, d_rot / 2].
@@ -77,37 +76,45 @@ ARITHMETIC = (
 
 
 def globals_of(function: Callable) -> list[LoadedGlobal]:
-    """Return the globals that a function loads, and those that functions among them load.
+    """Return the globals that a function loads, the variables of the functions around it, and what
+    functions among these load in turn.
 
     For example ``rotate_half``, which somebody may patch.
     """
     loaded: list[LoadedGlobal] = []
     found, todo = set(), [function]
     while todo:
-        current = inspect.unwrap(todo.pop())
+        current = todo.pop()
+        if hasattr(current, "__wrapped__"):
+            todo.append(current.__wrapped__)
         if not isinstance(current, types.FunctionType) or current in found:
             continue
         found.add(current)
         # Functions of torch are taken as they are.
         if (current.__module__ or "").split(".")[0] == "torch":
             continue
+        places: list[tuple[Any, str]] = []
         for name in global_names(current.__code__)[0]:
             if name in current.__globals__:  # else a builtin
-                loaded.append(LoadedGlobal(current.__globals__, name, current.__globals__[name]))
-                if callable(loaded[-1].value):
-                    todo.append(loaded[-1].value)
+                places.append((current.__globals__, name))
+        places += zip(current.__closure__ or (), current.__code__.co_freevars)
+        for namespace, name in places:
+            value = LoadedGlobal(namespace, name, None).value_now()
+            loaded.append(LoadedGlobal(namespace, name, value))
+            if callable(value):
+                todo.append(value)
     return loaded
 
 
 def rotary_of(
     function: Callable, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
 ) -> dict[str, Any]:
-    """Return what `_rotary_of` finds, once for a function and the functions that it calls."""
-    called = []
+    """Return what `_rotary_of` finds, once for a function and what it loads."""
+    values = []
     for loaded in globals_of(function):
-        if isinstance(loaded.value, types.FunctionType):
-            called.append(loaded.value)
-    return _rotary_of(function, args, kwargs, tuple(called))
+        if isinstance(loaded.value, types.FunctionType) or is_plain(loaded.value):
+            values.append(loaded.value)
+    return _rotary_of(function, args, kwargs, tuple(values))
 
 
 @functools.lru_cache(maxsize=256)
@@ -115,7 +122,7 @@ def _rotary_of(
     function: Callable,
     args: tuple[Any, ...],
     kwargs: tuple[tuple[str, Any], ...],
-    called: tuple[Callable, ...],
+    loaded: tuple[Any, ...],
 ) -> dict[str, Any]:
     """Return the keywords of the `Rotary` that computes what a call of ``function`` computes.
 
@@ -125,7 +132,7 @@ def _rotary_of(
             q or k: its shape, with "batch" and "seq" in place of those sizes, and the heads in
             front of "seq" or behind it. Anything else is the argument itself.
         kwargs: Its keyword arguments, as pairs, so that the call can be a key of the cache.
-        called: The functions that it calls, for the cache alone.
+        loaded: The functions and constants that it loads, for the cache alone.
 
     Raises:
         LookupError: if no `Rotary` computes the same, or it can't be told which one does.
@@ -176,7 +183,7 @@ def _rotary_of(
 
 
 def _differs(
-    function: Callable,
+    function: functools.partial,
     args: tuple,
     width: int,
     rotary: Rotary,
@@ -226,9 +233,11 @@ def _differs(
     accounting = Accounting(ARITHMETIC, sizes.values())
     with accounting:
         rotated = function(*inputs)
-    # The cache goes by functions alone, so it would keep what a constant gave that has changed.
-    for _, name, value in accounting.loaded_globals:
-        if isinstance(value, (bool, int, float)):
+    # The cache goes by what `globals_of` finds, so it would keep what another constant gave that has
+    # changed.
+    known = {(id(loaded.namespace), loaded.name) for loaded in globals_of(function.func)}
+    for namespace, name, value in accounting.loaded_globals:
+        if isinstance(value, (bool, int, float)) and (id(namespace), name) not in known:
             raise Unknown(f"it uses the global {name}")
     results = (rotated,) if isinstance(rotated, Tensor) else rotated
     for (index, x), y in zip(heads.items(), results, strict=True):

@@ -316,7 +316,7 @@ def replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) -> Itera
         module: The layer.
         replacement: Returns what replaces a global, by its name and value; None if it stays.
     """
-    before: dict[tuple[int, str], LoadedGlobal] = {}
+    before: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
     try:
         for function in functions_of(type(module)):
             namespace = function.__globals__
@@ -327,7 +327,7 @@ def replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) -> Itera
                     value = namespace[name]
                     new = replacement(name, value)
                     if new is not None:
-                        before[place] = LoadedGlobal(namespace, name, value)
+                        before[place] = namespace, name, value
                         namespace[name] = new
         yield
     finally:

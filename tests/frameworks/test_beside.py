@@ -3,6 +3,7 @@
 All but what ZeRO reduces is compared in fp64 with the unsharded model: outputs, and each gradient on each rank.
 """
 
+import os
 from unittest import mock
 
 import deepspeed
@@ -383,6 +384,22 @@ def test_a_pipeline_is_refused_on_the_ranks_of_all_stages():
         assert said is not None and said[0] == "ValueError" and said[1].endswith("(in the pipeline stage of rank 0)")
     for said in on_ranks(4, refused_pipeline, "block", {}):
         assert "no sequence-parallel group" in said[1]
+
+
+def unlike_pipeline(rank):
+    """What `pipeline` says where the variable reached the ranks of the first stage alone."""
+    group = sp_groups((0, 1), (2, 3))
+    try:
+        with mock.patch.dict(os.environ, {"DS_SP_OVERLAP": "1" if rank < 2 else ""}):
+            return refusal(pipeline, "stock", group, {}, "uniform", 0)
+    finally:
+        forget_sequence_parallel()
+
+
+def test_a_variable_that_did_not_reach_the_other_stage_is_refused_on_the_ranks_of_all_stages():
+    for said in on_ranks(4, unlike_pipeline, timeout_s=60):
+        assert said is not None and said[0] == "ValueError"
+        assert "sp_overlap: the ranks ask for different things (rank 0: " in said[1] and "; rank 2: nothing)" in said[1]
 
 
 # DeepSpeed's MoE: two replicas of two sp ranks, and two expert groups of two ranks, which are the sp groups or lie across.

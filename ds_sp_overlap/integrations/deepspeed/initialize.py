@@ -136,8 +136,9 @@ def _asked_for(arguments: dict[str, Any]) -> SpOverlapConfig | None:
         the variable.
 
     Raises:
-        ValueError: on this rank, before DeepSpeed starts anything, if the section, the variable or
-            their combination is not valid.
+        ValueError: on this rank, before DeepSpeed starts anything: if the section, the variable or
+            their combination is not valid; if ``run`` was given options without either; or if
+            DeepSpeed's AutoSP is to exchange as well.
     """
     section, variable = _section(arguments), _variable()
     if section is None and variable is None:
@@ -310,8 +311,8 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     pipeline parallelism over all ranks.
 
     Args:
-        config: The section. Without one (None) the ranks still compare, since another rank may have
-            one, and warnings are given; the model is left alone.
+        config: The section. Without one (None) these ranks still compare, since another one may
+            have a section, and warnings are given; the model is left alone.
         engine: The engine.
 
     Raises:
@@ -321,7 +322,10 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     # Layers may have an sp group that DeepSpeed wasn't told of.
     if size == 1 and (group := find_group(engine.module)) is not None:
         size = dist.get_world_size(group)
-    if size > 1:
+    # Stages of a pipeline wait for one another (`_enable_stages`), those without layers too.
+    if engine.pipeline_parallelism:
+        _agree(config, dist.group.WORLD)
+    elif size > 1:
         _agree(config, engine.seq_data_parallel_group)
     _warn_of_halved_gradients(engine)
     _warn_of_unsummed_gradients(engine)

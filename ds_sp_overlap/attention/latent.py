@@ -127,7 +127,7 @@ class LatentAttention:
         projection: Any = self.projection()
 
         def body(query: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
-            """Run the call inside that of the projection, whose hooks pass these tensors on."""
+            """Run the call as the forward of the projection, through whose hooks the tensors come."""
             inputs, weight = (query, latent, rotated), projection.weight
 
             def describe() -> tuple[Geometry, Callable[[], tuple]]:

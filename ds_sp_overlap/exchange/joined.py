@@ -75,9 +75,10 @@ def split(wire: Tensor, sides: Sides, tensors: Sequence[Tensor]) -> None:
 
 
 def split_copies(wire: Tensor, sides: Sides) -> tuple[Tensor, ...]:
-    """Unpack ``wire`` into new tensors, one copy each, for sides that are `Sides.copied`.
+    """Unpack ``wire`` into new tensors, one copy each; `InFlight` calls it on a CPU.
 
-    A copy that makes its own memory costs the host less than ``new_empty`` and ``copy_``.
+    For sides whose `Sides.copied` is not empty. A copy that makes its own memory costs the host
+    less than ``new_empty`` and ``copy_``.
     """
     outs = []
     for (place, has_final_shape), shape in zip(sides.copied, sides.shapes):

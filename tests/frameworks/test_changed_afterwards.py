@@ -438,11 +438,13 @@ def test_a_decoder_layer_that_is_read_wrongly_is_found_in_its_first_call_on_both
 
 
 class Ranged(torch.nn.Linear):
-    """Remembers the largest number that it returned, as observers of quantisation do, and how often it was called."""
+    """Remembers the largest number that it returned, as observers of quantisation do, how often it was called, and its first call."""
 
     def forward(self, x):
         y = super().forward(x)
-        self.calls += 1
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.first is None:
+            self.first = torch.tensor(self.calls)
         self.largest.copy_(torch.maximum(self.largest, y.detach().abs().max()))
         return y
 
@@ -454,12 +456,14 @@ def remembered(rank, config):
         for overlapped in (False, True):
             projections = [layer.self_attn.o_proj for layer in model.model.layers]
             for projection in projections:
-                projection.__class__, projection.calls = Ranged, 0
+                projection.__class__ = Ranged
+                vars(projection).pop("calls", None)  # which the first call makes
+                projection.register_buffer("first", None)
                 projection.register_buffer("largest", torch.zeros((), dtype=torch.float64))
             if overlapped:
                 ds_sp_overlap.enable(model, config, group)
             outcome(model, tokens, rank, 2, group)
-            found.append([(projection.calls, float(projection.largest)) for projection in projections])
+            found.append([(projection.calls, float(projection.largest), projection.first.item()) for projection in projections])
         ds_sp_overlap.disable(model)
     return found
 
@@ -467,9 +471,9 @@ def remembered(rank, config):
 @pytest.mark.parametrize("config", [{"head_groups": 2}, {"scope": "block", "token_chunks": 2}], ids=str)
 def test_the_comparison_of_a_first_call_leaves_no_trace_in_what_modules_remember(config):
     for stock, overlapped in on_ranks(2, remembered, config):
-        assert all(calls == 1 for calls, _ in stock)
-        for (calls, largest), (expected_calls, expected) in zip(overlapped, stock, strict=True):
-            assert calls == expected_calls and abs(largest - expected) < FP64 * expected
+        assert all(calls == first == 1 for calls, _, first in stock)
+        for (calls, largest, first), (_, expected, _) in zip(overlapped, stock, strict=True):
+            assert calls == first == 1 and abs(largest - expected) < FP64 * expected
 
 
 # Guards.

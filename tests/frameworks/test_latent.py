@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 import ds_sp_overlap
 from ds_sp_overlap.attention.latent import latents_pay
-from ds_sp_overlap.integrations.transformers.latent import is_latent
+from ds_sp_overlap.integrations.transformers.latent import is_latent, why_not
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness import flash
 from tests.harness.families import tiny_model
@@ -220,6 +220,12 @@ def test_a_layer_whose_latents_are_no_smaller_or_whose_projection_is_replaced_st
         assert "latents of 56 numbers a token are no smaller than a rank's k and v, 48" in large
         assert "latents are expanded whole: kv_b_proj (Linear)" in adapted
         assert all("attention function, G = 2" in said and "latent attention" not in said for said in (large, adapted))
+
+
+def test_the_reason_on_more_ranks_than_heads_is_not_the_size_of_latents():
+    layer = tiny_model("deepseek_v3").model.layers[0].self_attn
+    assert why_not(layer, 2) == "" and why_not(layer, 4).startswith("latents of 32 numbers a token are no smaller")
+    assert why_not(layer, 8) == "no latents travel where ranks share heads, here 8 ranks 4 heads"
 
 
 def adapted_afterwards(rank):

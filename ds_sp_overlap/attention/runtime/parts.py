@@ -1,4 +1,8 @@
-"""Cuts tensors into parts along one dimension, and joins parts to tensors, differentiably."""
+"""Cuts tensors into parts along one dimension, and joins parts to tensors, differentiably.
+
+For heads (`recorded`), q, k and v of a fused projection (`input_modules`), chunks of tokens
+(`chain.block`), and weights of latents (`latent`) and of delta nets (`delta_net`). tests/ranks/test_gradients.py compares all gradients.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ def _joined(
 ) -> Tensor | None:
     """Join those pieces that are not None; return None if all are."""
     present = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
-    # Empty pieces are left out: to write one would touch a piece that is returned as the whole.
+    # Empty pieces are left out. Where one piece is the whole, it is returned itself, and to write an
+    # empty one into it would count as a change.
     present = [(part, piece) for part, piece in present if piece.shape[dim]] or present[:1]
     joined = Pieces(shape, dim, tuple(part for part, _ in present))
     for part, piece in present:
@@ -34,7 +39,7 @@ class _Parts(Node):
     @staticmethod
     def forward(ctx, is_cut, shape, dim, parts, *tensors):
         """Cut the tensor of ``shape`` into parts if ``is_cut``; else join the tensors to one."""
-        # Backward leaves out parts without a gradient; a whole without one gives zeros.
+        # A part without a gradient comes to backward as None and is left out; a whole as zeros.
         ctx.set_materialize_grads(not is_cut)
         ctx.given = is_cut, shape, dim, parts
         if not is_cut:
@@ -77,7 +82,7 @@ def join(pieces: list[Tensor], dim: int, parts: list[Ranges]) -> Tensor:
         parts: The part of each piece; they tile the dimension.
 
     Returns:
-        The tensor; the piece itself if there is one.
+        The tensor; a single piece itself.
     """
     if len(pieces) == 1:
         return pieces[0]

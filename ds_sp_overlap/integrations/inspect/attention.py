@@ -537,6 +537,9 @@ class _Interpreter:
         """Return ``heads`` [b, s, h, d] as they were before their first dims were rotated.
 
         Returns None if they were not rotated.
+
+        Raises:
+            Unknown: if other dims were rotated, or heads of other tokens.
         """
         trace = self.trace
         for output in trace.rotated:

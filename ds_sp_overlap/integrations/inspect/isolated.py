@@ -17,9 +17,9 @@ from .accounting import is_plain
 def isolated(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
     """Let the body run a module, forward and backward, and leave no trace in the program.
 
-    Random numbers that the body draws are drawn again behind it. Buffers and constants in the
-    modules get their values back. Dropout is off, hooks on saved tensors are not called, and where
-    modules have hooks, no gradient is recorded.
+    Random numbers that the body draws are drawn again behind it. Buffers in the modules get their
+    values back, as do constants in modules without hooks. Dropout is off, hooks on saved tensors
+    are not called, and where modules have hooks, no gradient is recorded.
 
     Yields:
         The hidden states ``x`` as a leaf. It requires a gradient if the body may go backward: in
@@ -48,32 +48,39 @@ def isolated(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Restore buffers and constants of all parts of a module behind the body.
+    """Restore buffers of all parts of a module behind the body, and constants of parts without
+    hooks; delete constants that the body made.
 
     An observer of quantisation, for instance, keeps the range of what it has seen.
     """
-    buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-    constants: list[tuple[nn.Module, dict[str, Any]]] = []
+    buffers: list[tuple[dict[str, Any], str, Tensor | None, Tensor | None]] = []
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for part in module.modules():
         for name, buffer in part._buffers.items():
-            if buffer is not None and not buffer.is_meta and not buffer.is_inference():
+            if buffer is None:
+                buffers.append((part._buffers, name, None, None))
+            elif not buffer.is_meta and not buffer.is_inference():
                 buffers.append((part._buffers, name, buffer, buffer.detach().clone()))
         # Hooks, such as ZeRO-3's, keep counts of their own in the modules.
         if not _is_hooked(part):
-            constants.append((part, {name: x for name, x in vars(part).items() if is_plain(x)}))
+            attributes.append((vars(part), dict(vars(part))))
     try:
         yield
     finally:
         with torch.no_grad():
             for holder, name, buffer, before in buffers:
                 holder[name] = buffer
+                if buffer is None or before is None:
+                    continue
                 is_same = buffer.shape == before.shape and torch.equal(buffer, before)
                 if not is_same:  # guard: the probe leaves no trace
                     buffer.resize_(before.shape).copy_(before)
-        for part, values in constants:
-            for name, value in values.items():
-                if vars(part).get(name) is not value:
-                    vars(part)[name] = value
+        for now, before_body in attributes:
+            for name in [
+                name for name, x in now.items() if is_plain(x) and name not in before_body
+            ]:
+                del now[name]
+            now.update((name, x) for name, x in before_body.items() if is_plain(x))
 
 
 def _is_hooked(module: nn.Module) -> bool:

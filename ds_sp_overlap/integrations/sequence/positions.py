@@ -162,10 +162,13 @@ class GlobalSequence:
         return starts | behind_padding
 
     def documents(self, chunk: int | None = None, queries: Range | None = None) -> Documents | None:
-        """Return the documents, cut into chunks; None if every row is one document.
+        """Return the documents, cut into chunks; None if every row is one document and one chunk.
+
+        Local attention asks (`transformers.attention_function`).
 
         Args:
-            chunk: The length of a chunk, in tokens; None for whole documents.
+            chunk: The length of a chunk, in tokens from the start of its document; None for whole
+                documents.
             queries: The range of tokens whose queries attend; None for all tokens.
         """
         key = chunk, queries

@@ -94,6 +94,10 @@ def why_not(layer: Any, size: int) -> str | None:
     per_head = layer.qk_head_dim + layer.v_head_dim
     latent, rotated = layer.kv_lora_rank, layer.qk_rope_head_dim
     projection = getattr(layer, PROJECTION)
+    if size > layer.num_heads:
+        return (
+            f"no latents travel where ranks share heads, here {size} ranks {layer.num_heads} heads"
+        )
     if not latents_pay(size, layer.num_heads, latent, rotated=rotated, per_head=per_head):
         return (
             f"latents of {latent + rotated} numbers a token are no smaller than a rank's k and v, "

@@ -102,7 +102,9 @@ class Watched:
         self.known = weakref.WeakSet(filter(self._needs_tokens_of_all, model.modules()))
 
     def refuse_changed(self) -> None:
-        """Check the layers, without a collective.
+        """Check that each layer still calls the function that overlaps it; no collective.
+
+        `Host.forward` asks before its ranks gather anything.
 
         Raises:
             RuntimeError: on each rank whose model was changed, if a layer calls another attention

@@ -1,4 +1,7 @@
-"""Measures the rates for `plan`: matrix products, causal attention, an all-to-all."""
+"""Measures the rates for `plan`: matrix products, causal attention, an all-to-all.
+
+The planner and benchmarks/link.py call `rates`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ LONGEST = 8192
 def _seconds(run: Callable[[], Any], group: Any, device: torch.device) -> float:
     """Return the median time of ``run`` in seconds, on the slowest rank; collective over ``group``.
 
-    Runs for about half a second, 5 to 100 times. Synchronises the device.
+    Runs twice, then for about half a second, but 5 to 100 times. Synchronises the device.
     """
 
     def finished() -> float:

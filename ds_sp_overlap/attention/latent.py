@@ -127,7 +127,7 @@ class LatentAttention:
         projection: Any = self.projection()
 
         def body(query: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
-            """Run the call as the forward of the projection, through whose hooks the tensors come."""
+            """Run the call as the forward of the projection; the tensors come through its hooks."""
             inputs, weight = (query, latent, rotated), projection.weight
 
             def describe() -> tuple[Geometry, Callable[[], tuple]]:

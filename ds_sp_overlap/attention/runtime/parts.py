@@ -1,7 +1,8 @@
 """Cuts tensors into parts along one dimension, and joins parts to tensors, differentiably.
 
 For heads (`recorded`), q, k and v of a fused projection (`input_modules`), chunks of tokens
-(`chain.block`), and weights of latents (`latent`) and of delta nets (`delta_net`). tests/ranks/test_gradients.py compares all gradients.
+(`chain.block`), and weights of latents (`latent`) and of delta nets (`delta_net`). Tests compare
+the gradients of these layers (tests/ranks/test_gradients.py and others).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def _joined(
 ) -> Tensor | None:
     """Join those pieces that are not None; return None if all are."""
     present = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
-    # Empty pieces are left out. Where one piece is the whole, it is returned itself, and to write an
+    # Empty pieces are left out. Where one piece is the whole, it is returned itself, and writing an
     # empty one into it would count as a change.
     present = [(part, piece) for part, piece in present if piece.shape[dim]] or present[:1]
     joined = Pieces(shape, dim, tuple(part for part, _ in present))

@@ -52,8 +52,8 @@ from . import accelerate, op_builds
 
 OLDEST = "0.19.7"
 # Environment variable for scripts whose JSON can't be edited: a section as JSON, 1 to switch the
-# overlap on, or 0 to switch it off. Its keys take precedence over those of the section. A section in
-# it switches the overlap on unless it has ``enabled`` itself.
+# overlap on, or 0 to switch it off. Its keys take precedence over those of the section. A section
+# in it switches the overlap on unless it has ``enabled`` itself.
 VARIABLE = "DS_SP_OVERLAP"
 # Keys from ``python -m ds_sp_overlap run``, which take precedence over all others.
 from_command_line: dict[str, Any] = {}

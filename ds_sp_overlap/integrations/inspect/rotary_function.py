@@ -233,8 +233,8 @@ def _differs(
     accounting = Accounting(ARITHMETIC, sizes.values())
     with accounting:
         rotated = function(*inputs)
-    # The cache goes by what `globals_of` finds, so it would keep what another constant gave that has
-    # changed.
+    # The cache goes by what `globals_of` finds. It would keep what another constant gave that has
+    # changed since.
     known = {(id(loaded.namespace), loaded.name) for loaded in globals_of(function.func)}
     for namespace, name, value in accounting.loaded_globals:
         if isinstance(value, (bool, int, float)) and (id(namespace), name) not in known:

@@ -90,6 +90,9 @@ class SelfAttention:
             that can't work.
     """
 
+    # Set by integrations: whether no window is run by, since some rank's modules allow none.
+    falls_back = False
+
     def __init__(
         self,
         *,
@@ -122,9 +125,9 @@ class SelfAttention:
         self.local_attention, self.batch_first = local_attention, batch_first
         self.plain = plain
         parsed = SpOverlapConfig.parse(config or {})
-        may_window = parsed.window_of(1) is not None or parsed.memory == "auto"
+        self.may_window = parsed.window_of(1) is not None or parsed.memory == "auto"
         # A window replaces the schedule of the call, so that the caller's would be lost in silence.
-        if schedule is not by_head_groups and may_window:
+        if schedule is not by_head_groups and self.may_window:
             raise ValueError(
                 f"{name}: schedule= beside sp_overlap.window, checkpointing or memory: such a "
                 "layer makes q, k and v again in backward, in an order of its own "
@@ -194,7 +197,7 @@ class SelfAttention:
     def can_window(self, split: list[nn.Module]) -> bool:
         """Return whether a call that computes ``split`` part by part can run by a window."""
         # All of them: backward recomputes q, k and v by hand.
-        return self.inputs.projections[0] in split and self.o_proj in split
+        return not self.falls_back and self.inputs.projections[0] in split and self.o_proj in split
 
     def saves_over_checkpoints(self) -> bool:
         """Return whether the layer, as its modules are now, saves attention in a checkpoint."""
@@ -487,9 +490,7 @@ class SelfAttention:
                 for trained in self.inputs.learns()
             ]
             # A window exchanges more in backward; a hook on one rank alone may stand in its way.
-            config = self.layer.config
-            windowed = config.memory == "auto" or config.window_of(geometry.groups) is not None
-            windowed = windowed and self.can_window(self.split_projections())
+            windowed = self.may_window and self.can_window(self.split_projections())
             words = "gradients of q, k, v", grads, "projections in parts for a window", windowed
             return str(hidden.dtype), self.head_dim, *words
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -128,12 +129,35 @@ class ForwardPasses:
         config: The ``sp_overlap`` section.
         known: Readings of the layers so far; layers that are alike share a reading.
         forward_pass: The forward that is running, the inner one of two; None between forwards.
+        fallible: By name, the layers that fall back where a hook or an adapter stands in the way:
+            they exchange something else then, so all ranks must. Each has a method
+            ``why_fallback()``, which gives the reason on this rank; and an attribute
+            ``falls_back``, set in each forward of the model: whether it does on any rank.
     """
 
     def __init__(self, config: SpOverlapConfig):
         self.config = config
+        # Weak, since tables of attention functions reach this object and must keep no model alive.
+        self.fallible: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.known: list[BlockReader] = []
         self.forward_pass: ForwardPass | None = None
+
+    def fallbacks(self) -> list[str]:
+        """Return the names of the layers that fall back on this rank, in ascending order."""
+        names = []
+        for name, layer in self.fallible.items():
+            try:
+                reason = layer.why_fallback()
+            except Exception:  # of any kind: a module is gone, of which the layer's own call tells
+                reason = "it can't be looked at"
+            if reason:
+                names.append(name)
+        return sorted(names)
+
+    def fall_back(self, names: Collection[str]) -> None:
+        """Let the layers that are named fall back, and no others, until the next call of this."""
+        for name, layer in self.fallible.items():
+            layer.falls_back = name in names
 
     @contextlib.contextmanager
     def running(self, lengths: Sequence[int]) -> Iterator[ForwardPass]:
@@ -192,7 +216,8 @@ class ChainedLayer(ABC):
         if leaf:  # guard: no leaf of ZeRO-3
             raise Unknown("ZeRO-3 gathers its weights in a leaf module")
         self.name, self.module, self.reader = name, module, reader
-        self.forward_passes = forward_passes
+        self.forward_passes, self.falls_back = forward_passes, False
+        forward_passes.fallible[name] = self
         self.successor: ChainedLayer | None = None
         self.choice: ChainTrial | None = None
         self.layer = BlockLayer(attention, *self._parts(), records_nothing)
@@ -317,16 +342,24 @@ class ChainedLayer(ABC):
         module = self.module
         if reason := self.why_recomputed() or _why_in_checkpoint(module):
             return f"{type(module).__name__}: {reason}"
-        # The layer in front may have asked already.
+        # The layer in front may have asked already. Hooks may have come since the model's forward
+        # asked, on all ranks: transformers' own, which record what layers return.
         if self not in forward_pass.reasons:
-            reason = self.reader.why_not(module)
-            if not reason:
-                self.use()
-                self.layer.norm_in, self.layer.norm_mid, self.layer.mlp = self._parts()
-                self.layer.unit = module if sharded.is_unit(module) else None
-                reason = self._why_not_now()
-            forward_pass.reasons[self] = reason and f"{self.name}: {reason}"
+            reason = self.why_fallback()
+            if self.falls_back and not reason:
+                reason = f"{self.name}: a hook, or another change, on another rank"
+            forward_pass.reasons[self] = reason
         return forward_pass.reasons[self]
+
+    def why_fallback(self) -> str:
+        """Explain why the layer, as its modules are on this rank now, can't run in a chain."""
+        module, reason = self.module, self.reader.why_not(self.module)
+        if not reason:
+            self.use()
+            self.layer.norm_in, self.layer.norm_mid, self.layer.mlp = self._parts()
+            self.layer.unit = module if sharded.is_unit(module) else None
+            reason = self._why_not_now()
+        return reason and f"{self.name}: {reason}"
 
     def _why_not_now(self) -> str:
         """Explain why the layer's modules, as they are now, can't run in a chain; may be empty."""

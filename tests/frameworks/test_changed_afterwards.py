@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 import ds_sp_overlap
 from ds_sp_overlap.integrations.inspect import accounting, decoder_layer, probe
 from ds_sp_overlap.integrations.transformers import driven
+from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, worst
 from tests.harness.ranks import on_ranks, refusal
@@ -415,6 +416,41 @@ MISREAD = {
     "a norm of all tokens, mixed in": "output differs by",
     "detached always, of the residual": "gradient of the hidden states",
 }
+
+
+def watched_on_one_rank(rank, config, options, path, tensors):
+    """Errors of three steps, from the second on with hooks on rank 0 alone, as a logger has them."""
+    tokens, errors = batches(1)[0], []
+    whole = outcome(tiny(**EXACT, **options), tokens, 0, 1, None)
+    with sequence_parallel_model(2, **EXACT, **options) as (model, group):
+        ds_sp_overlap.enable(model, config, group)
+        for step in range(3):
+            module = model.model.layers[1].get_submodule(path)
+            if rank == 0 and step == 1 and tensors:
+                for parameter in module.parameters():
+                    parameter.register_hook(lambda gradient: None)
+            elif rank == 0 and step == 1:
+                module.register_forward_hook(lambda module, args, y: None)
+            errors.append(worst(outcome(model, tokens, rank, 2, group), whole))
+        ds_sp_overlap.disable(model)
+    return errors
+
+
+@pytest.mark.parametrize(
+    "config, options, path, tensors",
+    [
+        ({"head_groups": 2, "window": 1}, {}, "self_attn.q_proj", False),
+        ({"head_groups": 2, "window": 1}, dict(family="qwen3"), "self_attn.q_norm", True),
+        full({"memory": "auto"}, {}, "self_attn.o_proj", False),
+        ({"scope": "block", "token_chunks": 2}, {}, "mlp.up_proj", False),
+        full({"scope": "block", "token_chunks": 2}, {}, "self_attn", False),
+    ],
+    ids=str,
+)
+def test_a_hook_that_comes_on_one_rank_alone_has_all_ranks_fall_back(config, options, path, tensors):
+    """Where the others went on as before, they would exchange something else than that rank, and wait for it."""
+    for errors in on_ranks(2, watched_on_one_rank, config, options, path, tensors, timeout_s=60):
+        assert max(errors) < FP64, errors
 
 
 def misread_block(rank, name):

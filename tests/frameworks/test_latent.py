@@ -228,6 +228,26 @@ def test_the_reason_on_more_ranks_than_heads_is_not_the_size_of_latents():
     assert why_not(layer, 8) == "no latents travel where ranks share heads, here 8 ranks 4 heads"
 
 
+def watched_on_one_rank(rank):
+    """Errors of two steps, the second with a hook on rank 0 alone, as a logger has it."""
+    tokens, errors = tokens_of(32), []
+    with in_double():
+        model = tiny_model("deepseek_v3")
+        whole = found(model, [share(model, *inputs_of(tokens, [32], 0))])
+        assert enabled(model) == {"latent attention"}
+        for step in range(2):
+            if step and rank == 0:
+                model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda module, args, y: None)
+            errors.append(worst(found(model, [share(model, *inputs_of(tokens, [16, 16], rank))], dist.group.WORLD), whole))
+        ds_sp_overlap.disable(model)
+    return errors
+
+
+def test_a_hook_on_the_projection_on_one_rank_alone_has_the_latents_travel_on_none():
+    for errors in on_ranks(2, watched_on_one_rank, timeout_s=60):
+        assert max(errors) < FP64, errors
+
+
 def adapted_afterwards(rank):
     with in_double():
         model = tiny_model("deepseek_v3")
@@ -442,7 +462,7 @@ WATCHED = [
         faults_of_rows,
     ),
     Watched(Guard("its weight is whole", without="return body(query, latent, rotated)"), faults_outside_the_call),
-    Watched(Guard("adapters are heard", without="if off_in_eval(module):"), faults_of_adapters),
+    Watched(Guard("adapters are heard", without="if True:"), faults_of_adapters),
     Watched(Guard("only code that is known", without="if False:"), lambda: ["Scaled"] * known(Scaled), ranks=0),
     Watched(Guard("no other use", without="return True"), lambda: [x.__name__ for x in (Padded, Swapped) if known(x)], ranks=0),
 ]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+import zlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,6 +103,7 @@ class GlobalSequence:
         mask: [b, s]. True for tokens that are not padding; None if no rank was given a mask.
         device: Holds the tensors.
         where: The name of the model, for errors.
+        fallbacks: The names of the layers that fall back on any rank (`ForwardPasses`).
 
     Attributes:
         largest_position: Of all ranks, by which a rotary embedding chooses its frequencies
@@ -122,8 +124,10 @@ class GlobalSequence:
         mask: np.ndarray | None,
         device: torch.device,
         where: str,
+        fallbacks: Collection[str] = (),
     ):
         self.lengths, self.rows, self.device = lengths, rows, device
+        self.fallbacks = fallbacks
         self.largest_position, seq = int(position_ids.max()), sum(lengths)
         starts = np.zeros((rows, seq), bool)
         starts[:, 0] = True
@@ -316,6 +320,7 @@ class _Header(NamedTuple):
         batch: The batch size of the tokens.
         length: The local sequence length.
         masked: 1 if the rank has a mask, else 0.
+        fallbacks: A checksum of the names of the layers that fall back on the rank.
     """
 
     fault: int
@@ -324,6 +329,7 @@ class _Header(NamedTuple):
     batch: int = 0
     length: int = 0
     masked: int = 0
+    fallbacks: int = 0
 
     @property
     def lines(self) -> int:
@@ -362,7 +368,11 @@ class Positions:
 
     @contextlib.contextmanager
     def forward(
-        self, where: str, arguments: dict[str, Any], cache: Any = None
+        self,
+        where: str,
+        arguments: dict[str, Any],
+        cache: Any = None,
+        fallbacks: Sequence[str] = (),
     ) -> Iterator[GlobalSequence]:
         """Hold the global sequence while the body runs the forward of a model. Collective.
 
@@ -370,11 +380,14 @@ class Positions:
             where: The name of the model, for errors.
             arguments: The arguments of its forward by name.
             cache: The KV cache among the arguments, or None.
+            fallbacks: As for `gather`.
         """
         given = (arguments[name] for name in TOKENS if arguments.get(name) is not None)
         tokens = next(given, None)
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        gathered = self.gather(where, tokens, positions, mask=mask, cache=cache)
+        gathered = self.gather(
+            where, tokens, positions, mask=mask, cache=cache, fallbacks=fallbacks
+        )
         outer, self.current = self.current, gathered
         try:
             yield gathered
@@ -389,6 +402,7 @@ class Positions:
         position_ids: Any,
         mask: Any = None,
         cache: Any = None,
+        fallbacks: Sequence[str] = (),
     ) -> GlobalSequence:
         """Gather the global sequence of one call.
 
@@ -401,6 +415,7 @@ class Positions:
             position_ids: [b or 1, s/P] or [axes, b or 1, s/P].
             mask: [b, s/P]. Nonzero for tokens that are not padding; None without padding.
             cache: The KV cache, which must be empty; or None.
+            fallbacks: The names of the layers that fall back on this rank, in ascending order.
 
         Returns:
             The global sequence, the same on all ranks.
@@ -421,6 +436,7 @@ class Positions:
                 batch=rows if tokens is None else tokens.shape[0],
                 length=length,
                 masked=int(mask is not None),
+                fallbacks=zlib.crc32(repr(list(fallbacks)).encode()),
             )
             values = [position_ids] if mask is None else [position_ids, mask != 0]
         tensors = [x for x in (position_ids, tokens) if isinstance(x, Tensor)]
@@ -448,8 +464,16 @@ class Positions:
         if any(each.masked for each in headers):
             whole_mask = np.concatenate(masks, 1) != 0
         self._refuse_restart(where, whole_positions, lengths)
+        if len({each.fallbacks for each in headers}) > 1:
+            fallbacks = sorted(set().union(*self.sp_group.gather(fallbacks, where)))
         return GlobalSequence(
-            whole_positions, lengths, first.batch, mask=whole_mask, device=device, where=where
+            whole_positions,
+            lengths,
+            first.batch,
+            mask=whole_mask,
+            device=device,
+            where=where,
+            fallbacks=fallbacks,
         )
 
     def _fault(self, tokens: Tensor | None, position_ids: Any, mask: Any, cache: Any) -> str | None:

@@ -138,10 +138,29 @@ class Driven:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self._names = [parameter.name for parameter in parameters]
         self._takes_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if block.may_window:
+            forwards.fallible[where] = self
 
     def use(self) -> None:
         """Let the block use the layer's submodules as they are now."""
         self.block.use(**self.children.current())
+
+    def why_fallback(self) -> str:
+        """Explain why the layer, as its modules are on this rank now, runs by no window."""
+        self.use()
+        self.falls_back = False
+        if self.block.can_window(self.block.split_projections()):
+            return ""
+        return f"{self.where}: projections that can't be computed part by part"
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether a window is left out, since it is on some rank."""
+        return self.block.falls_back
+
+    @falls_back.setter
+    def falls_back(self, is_so: bool) -> None:
+        self.block.falls_back = is_so
 
     def block_arguments(self, arguments: dict[str, Any]) -> BlockArguments:
         """Translate the arguments of the layer into those of the block.

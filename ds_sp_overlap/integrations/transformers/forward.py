@@ -166,14 +166,16 @@ class Host:
         arguments = {**dict(zip(self._parameters, args)), **kwargs}
         cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
         implementation = self._first_layer.config._attn_implementation
+        fallbacks = self.forwards.fallbacks()
         with (
             self.checkpoints.keeping(),
-            positions.forward(self.name, arguments, cache) as sequence,
+            positions.forward(self.name, arguments, cache, fallbacks=fallbacks) as sequence,
             _witnessed(self.forwards, self.unseen, self.watched.foreign()),
             self.forwards.running(sequence.lengths),
             self._as_host(),
             masks.for_attention(self.name, sequence, implementation, configs=self.configs),
         ):
+            self.forwards.fall_back(sequence.fallbacks)
             recurrent = masks.for_recurrent(sequence, self.namespaces)
             with recurrent:  # guard: recurrent layers are told
                 return self._original(*args, **kwargs)

@@ -108,6 +108,33 @@ def why_not(layer: Any, size: int) -> str | None:
     return ""
 
 
+class _Expansion:
+    """Takes the place of a layer's ``expand_kv``.
+
+    Args:
+        name: The layer's name.
+        module: The layer.
+    """
+
+    falls_back = False
+
+    def __init__(self, name: str, module: Any):
+        self.name, self.module = name, module
+
+    def why_fallback(self) -> str:
+        """Explain why k and v travel in place of the latents, by this rank's modules."""
+        # An adapter around the projection expands all latents itself.
+        if can_expand_rows(getattr(self.module, PROJECTION)):  # guard: adapters are heard
+            return ""
+        return f"{self.name}: {PROJECTION} can't be computed part by part"
+
+    def __call__(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what travels in place of k and v."""
+        if off_in_eval(self.module) or self.falls_back or self.why_fallback():
+            return type(self.module).expand_kv(self.module, latent, rotated)
+        return latent, rotated
+
+
 def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -> Undo:
     """Rebind a layer so that its latents travel instead of its k and v.
 
@@ -132,13 +159,7 @@ def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -
 
     unbind_function = bind_function(name, module, forwards, overlap=overlap, attention=attention)
 
-    def expand(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the place of ``expand_kv``: return what travels in place of k and v."""
-        splits = can_expand_rows(getattr(module, PROJECTION))
-        # An adapter around the projection expands all latents itself; then k and v travel.
-        if off_in_eval(module) or not splits:  # guard: adapters are heard
-            return type(module).expand_kv(module, latent, rotated)
-        return latent, rotated
+    expand = forwards.fallible[name] = _Expansion(name, module)
 
     @torch._disable_dynamo(recursive=False)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.runtime import sharded
-from ..attention.runtime.deferred import Shadows, Wgrads, tied
+from ..attention.runtime.deferred import Shadows, Wgrads
 from ..attention.runtime.execution import Call
 from ..attention.runtime.linear import call_through, goes_by_token
 from ..attention.runtime.parts import cut, join
@@ -228,7 +228,7 @@ def _segment(
         # Where weight gradients wait: those of the MLP in ``late``, made in `walk_attention`; all
         # others here.
         late = [] if done is None or done.mlp_wgrads is None else [done.mlp_wgrads]
-        known = {*late[0].slots, *late[0].stacks} if late else ()
+        known = {*late[0].slots, *late[0].stacks, *late[0].others} if late else ()
         plain = here.layer.attention.plain
         wgrads = Wgrads(roots, here.call.where, plain, at_once=not late, besides=known)
         shadows = Shadows(*late, wgrads)
@@ -323,9 +323,7 @@ class _Segment(Runner):
             return
         y = x + _with_bias(self.shadows.of(layer.mlp)(self.shadows.of(layer.norm_mid)(x)))
         if torch.is_grad_enabled() and not (y.numel() and y.requires_grad):
-            parameters = (*layer.norm_mid.parameters(), *layer.mlp.parameters())
-            learned = [x for x in parameters if x.requires_grad]
-            y = tied(y, learned) if learned else y
+            y = self.shadows.tied(y, layer.norm_mid, layer.mlp)
         self.xs[step.chunk] = y
 
     def project(self, step: Step) -> None:

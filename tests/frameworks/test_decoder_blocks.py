@@ -34,11 +34,14 @@ from tests.harness.models import (
     batches,
     cut,
     document_by_document,
+    ds_config,
+    forget_sequence_parallel,
     mean_loss,
     of_all_ranks,
     outcome,
     packed,
     scaled_values,
+    sequence_parallel,
     sequence_parallel_model,
     tiny,
     train_run,
@@ -46,6 +49,7 @@ from tests.harness.models import (
 )  # fmt: skip
 from tests.harness.policies import scripted
 from tests.harness.ranks import on_ranks, refusal
+from tests.harness.reference import relative_error
 from tests.harness.sweep import in_double
 from tests.harness.whole import found as loss_and_gradients
 from tests.harness.whole import inputs_of, share, tokens_of
@@ -646,6 +650,34 @@ def learning_alone(rank, lengths, name, frozen, again):
 )
 def test_a_part_around_experts_learns_alone_though_a_rank_has_a_chunk_without_tokens(lengths, name, frozen, again):
     assert max(on_ranks(2, learning_alone, lengths, name, frozen, again, timeout_s=60)) < ROUTERS
+
+
+def reduced(rank, stage, lengths):
+    """Relative errors of the gradients that ZeRO has summed over two ranks, in fp32."""
+    options = dict(**EAGER, **MIXTURES["mixtral"], layers=3, initializer_range=0.3, dtype=torch.float32)
+    model, whole, tokens = tiny(**options), tiny(**options), tokens_of(SEQ)
+    share(whole, *inputs_of(tokens, [SEQ], 0)).backward()
+    config = ds_config(stage, 1, torch.float32, "SGD", gradient_clipping=0.0)
+    config["optimizer"]["params"]["lr"] = 0.0
+    config["sp_overlap"] = {"scope": "block", "token_chunks": 3}
+    try:
+        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=sequence_parallel(model, 2))
+        engine.backward(share(engine, *inputs_of(tokens, lengths, rank)))
+        errors = {}
+        for name, parameter in engine.module.named_parameters():
+            errors[name] = relative_error(deepspeed.utils.safe_get_full_grad(parameter), whole.get_parameter(name).grad)
+        ds_sp_overlap.disable(engine.module)
+        engine.destroy()
+        return errors
+    finally:
+        forget_sequence_parallel()
+
+
+@pytest.mark.parametrize("stage, lengths", [(1, (1, SEQ - 1)), full(2, (SEQ - 1, 1)), (2, (0, SEQ))], ids=str)
+def test_zero_sums_gradients_around_experts_where_a_rank_has_a_chunk_without_tokens(stage, lengths):
+    """ZeRO sums what the ranks give it, in the order in which they do; in other orders it adds up other parameters' gradients."""
+    for errors in on_ranks(2, reduced, stage, lengths, timeout_s=60):
+        assert len(errors) > 20 and max(errors.values()) < 1e-4, errors
 
 
 def said_of_experts(rank):

@@ -13,13 +13,18 @@ before any chunk. Autograd runs nodes that are ready in the reverse order of the
 node runs behind the backward of everything that is made after the node: if it is made between an
 attention and the chunks of its output, behind the backward of the chunks and in front of that of
 the attention. The weights of experts wait in the same way, each in a node of its own, since a
-forward may leave them out; see `stacks`. All other parameters, for instance of a norm, are left to
-autograd, which sums the gradients of a parameter before it delivers the sum, once.
+forward may leave them out; see `stacks`.
+
+All other parameters, for instance of a norm, pass through that node to the shadows. Autograd sums
+their gradients over the chunks, and delivers them behind all chunks too, in one order. Otherwise it
+would deliver each one when the last chunk that uses it is done; a rank whose first chunk is empty
+may use a router one chunk less than other ranks, and ZeRO, which sums gradients in the order in
+which they come, would add up those of different parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -155,8 +160,10 @@ class Wgrads:
         slots: For each linear layer, where the operands of its gradients wait.
         stacks: For each module that holds weights of experts, by name: the weight, and the token of
             its node.
+        others: For each module with other parameters that train, by name: the tensor that takes the
+            place of the parameter.
         token: Makes the node of the linear layers wait for all to which it is passed. None if there
-            are no linear layers.
+            is nothing to wait for.
     """
 
     def __init__(
@@ -170,6 +177,7 @@ class Wgrads:
     ):
         self.slots: dict[nn.Module, _Slot] = {}
         self.stacks: dict[nn.Module, dict[str, tuple[Stack, Tensor]]] = {}
+        self.others: dict[nn.Module, dict[str, Tensor]] = {}
         modules: list[nn.Module] = []
         for root in roots:
             modules += root.modules()
@@ -185,13 +193,38 @@ class Wgrads:
                     name: (stack, _Weights.apply([stack], stack.parameter))
                     for name, stack in stacks.items()
                 }
-            if not can_split(module, plain) or here and _is_away(module):
-                continue
-            self.slots[module] = _Slot(module, where, at_once, plain=plain)
+            if can_split(module, plain):
+                if not (here and _is_away(module)):
+                    self.slots[module] = _Slot(module, where, at_once, plain=plain)
+            elif others := _others_of(module, stacks):
+                self.others[module] = others
         parameters: list[Tensor | None] = []
         for slot in self.slots.values():
             parameters += slot.parameters
-        self.token = _Weights.apply(list(self.slots.values()), *parameters) if parameters else None
+        to_pass = [x for of_module in self.others.values() for x in of_module.values()]
+        self.token = None
+        if parameters or to_pass:
+            slots = list(self.slots.values())
+            outputs = _Weights.apply(slots, *parameters, *to_pass)
+            self.token, *passed = outputs if to_pass else (outputs,)
+            given_out: Iterator[Tensor] = iter(passed)
+            for module, of_module in self.others.items():
+                self.others[module] = {name: next(given_out) for name in of_module}
+
+
+def _others_of(module: nn.Module, stacks: Collection[str]) -> dict[str, Tensor]:
+    """Return the parameters of a module itself that train, by name, but for ``stacks``.
+
+    Empty where autograd does not record. Quantised and distributed parameters are left out.
+    """
+    others: dict[str, Tensor] = {}
+    if torch.is_grad_enabled():
+        for name, parameter in module._parameters.items():
+            if parameter is None or type(parameter) is not nn.Parameter or name in stacks:
+                continue
+            if parameter.requires_grad and parameter.numel():
+                others[name] = parameter
+    return others
 
 
 def _is_away(module: Any) -> bool:
@@ -212,9 +245,11 @@ class Shadows:
         # For each linear layer, its slot and the token of the node that the slot belongs to.
         self.slots: dict[nn.Module, tuple[_Slot, Tensor | None]] = {}
         self.stacks: dict[nn.Module, dict[str, tuple[Stack, Tensor]]] = {}
+        self.others: dict[nn.Module, dict[str, Tensor]] = {}
         for node in wgrads:
             self.slots.update((module, (slot, node.token)) for module, slot in node.slots.items())
             self.stacks.update(node.stacks)
+            self.others.update(node.others)
         self._shadows: dict[nn.Module, nn.Module] = {}
 
     def of(self, module: nn.Module) -> nn.Module:
@@ -231,13 +266,31 @@ class Shadows:
                     for name, child in module._modules.items()
                 }
                 vars(copy)["_modules"] = children
-            if module in self.stacks:
-                stacked = {
-                    name: StackedWeight.of(stack.parameter, stack, token, None, False)
-                    for name, (stack, token) in self.stacks[module].items()
-                }
-                vars(copy)["_parameters"] = {**module._parameters, **stacked}
+            replaced = dict(self.others.get(module, {}))
+            for name, (stack, token) in self.stacks.get(module, {}).items():
+                replaced[name] = StackedWeight.of(stack.parameter, stack, token, None, False)
+            if replaced:
+                vars(copy)["_parameters"] = {**module._parameters, **replaced}
         return self._shadows[module]
+
+    def tied(self, y: Tensor, *roots: nn.Module) -> Tensor:
+        """Return a copy of y that depends on all parameters in ``roots`` that train.
+
+        Experts without tokens take no part in the graph of y. But the exchanges behind y must run
+        in backward on this rank if they do on others, whose experts have tokens; and ZeRO waits for
+        a gradient of each parameter, which is zero here.
+        """
+        for module in (part for root in roots for part in root.modules()):
+            _, token = self.slots.get(module, (None, None))
+            if token is not None:
+                y = y + token.sum()  # a sum of nothing, 0
+            for x in self.others.get(module, {}).values():
+                y = y + x.flatten()[:0].sum()
+            for stack, of_stack in self.stacks.get(module, {}).values():
+                weight = stack.parameter.detach()[0]
+                no_tokens = weight.new_empty(0, weight.shape[1])
+                y = y + Product.apply(stack, no_tokens, weight, None, 0, None, True, of_stack).sum()
+        return y
 
     def end(self) -> None:
         """Release the weights; for backward, ZeRO-3 gathers them again."""
@@ -248,28 +301,22 @@ class Shadows:
 class _Weights(Node):
     """Gives out a token, and in backward delivers the weight gradients that waited in slots.
 
-    Backward runs when all nodes that were given the token have run. ``slots`` are `_Slot`s, a
-    `Stack`, or none; ``parameters`` are all of theirs in turn, passed so that autograd takes the
-    gradients to them. Without slots they have none.
+    Backward runs when all nodes that were given the token have run. ``slots`` are `_Slot`s or a
+    `Stack`; ``parameters`` are all of theirs in turn, passed so that autograd takes the gradients
+    to them. Those behind them are given out beside the token, and their gradients passed back.
     """
 
     @staticmethod
     def forward(ctx, slots, *parameters):
+        ctx.set_materialize_grads(False)
         ctx.slots = slots
-        return new_token(parameters[0])
+        others = parameters[sum(len(slot.trains) for slot in slots) :]
+        token = new_token(next(x for x in parameters if x is not None))
+        return (token, *(x.detach() for x in others)) if others else token
 
     @staticmethod
-    def backward(ctx, _):
+    def backward(ctx, _, *others):
         gradients: list[Tensor | None] = []
         for slot in ctx.slots:
             gradients += slot.gradients()
-        return None, *(gradients or [None] * (len(ctx.needs_input_grad) - 1))
-
-
-def tied(y: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Return a copy of y that depends on the parameters that made it, and gives them no gradient.
-
-    Experts without tokens take no part in the graph of y. But the exchanges behind y must run in
-    backward on this rank if they do on others, whose experts have tokens.
-    """
-    return y + _Weights.apply((), *parameters).sum()  # a sum of nothing, 0
+        return None, *gradients, *others

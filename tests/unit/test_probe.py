@@ -65,3 +65,11 @@ def test_a_call_without_a_finite_number_is_compared_again():
         compared(torch.ones(4), torch.zeros(4))
     compared(torch.ones(4), torch.ones(4))
     assert not probes.is_due("layer", False, [4])
+
+
+def test_under_autocast_tensors_may_differ_by_the_rounding_of_its_products():
+    own = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    assert probe._describe_difference(own, own * 1.001) == " differs by 1.0e-03"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert probe._describe_difference(own, own * 1.001) == ""
+        assert probe._describe_difference(own, own * 1.1) == " differs by 1.0e-01"

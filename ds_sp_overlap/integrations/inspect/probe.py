@@ -291,9 +291,13 @@ def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:
     error, size = (own - driven).double().norm(), own.double().norm()
     relative = float(error / size) if size else float(error)
     # Norms of fp64 tensors may compute in fp32.
-    rounding = 256 * torch.finfo(torch.float32).eps
-    if own.dtype in (torch.bfloat16, torch.float16):
-        rounding = 4 * torch.finfo(own.dtype).eps
+    rounding, dtypes = 256 * torch.finfo(torch.float32).eps, [own.dtype]
+    # Under autocast hidden states may be fp32, and products are not.
+    if torch.is_autocast_enabled(own.device.type):
+        dtypes.append(torch.get_autocast_dtype(own.device.type))
+    for dtype in dtypes:
+        if dtype in (torch.bfloat16, torch.float16):
+            rounding = max(rounding, 4 * torch.finfo(dtype).eps)
     if relative <= rounding:
         return ""
     return f" differs by {relative:.1e}"  # guard: more than rounding

@@ -176,6 +176,8 @@ class Host:
             masks.for_attention(self.name, sequence, implementation, configs=self.configs),
         ):
             self.forwards.fall_back(sequence.fallbacks)
+            for name in self.watched.functions:  # they run transformers' code on this rank's tokens
+                self.forwards.refuse_empty(name)
             recurrent = masks.for_recurrent(sequence, self.namespaces)
             with recurrent:  # guard: recurrent layers are told
                 return self._original(*args, **kwargs)

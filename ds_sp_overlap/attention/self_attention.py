@@ -90,7 +90,7 @@ class SelfAttention:
             that can't work.
     """
 
-    # Set by integrations: whether no window is run by, since some rank's modules allow none.
+    # Set by integrations: whether no window is used, since the modules of some rank allow none.
     falls_back = False
 
     def __init__(

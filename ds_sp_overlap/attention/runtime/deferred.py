@@ -274,13 +274,16 @@ class Shadows:
         return self._shadows[module]
 
     def tied(self, y: Tensor, *roots: nn.Module) -> Tensor:
-        """Return a copy of y that depends on all parameters in ``roots`` that train.
+        """Return y, made to depend on all parameters in ``roots`` that train.
 
         Experts without tokens take no part in the graph of y. But the exchanges behind y must run
         in backward on this rank if they do on others, whose experts have tokens; and ZeRO waits for
         a gradient of each parameter, which is zero here.
         """
-        for module in (part for root in roots for part in root.modules()):
+        modules: list[nn.Module] = []
+        for root in roots:
+            modules += root.modules()
+        for module in modules:
             _, token = self.slots.get(module, (None, None))
             if token is not None:
                 y = y + token.sum()  # a sum of nothing, 0

@@ -1,7 +1,7 @@
 """Operands of weight gradients, which wait until backward is through all chunks of tokens.
 
-A `Product` is the node that leaves them. What a layer waits with is a `Waiting`: `deferred` has
-that of a linear layer, `stacks` that of the experts.
+A `Product` leaves them in a `Waiting`: `deferred` has that of a linear layer, `stacks` that of
+experts.
 """
 
 from __future__ import annotations

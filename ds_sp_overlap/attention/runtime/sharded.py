@@ -55,7 +55,10 @@ def _gathered_by(unit: Any) -> Iterator[tuple[nn.Module, str]]:
 
 
 def look_for_units(model: nn.Module) -> None:
-    """Remember the modules of ``model`` whose weights its units gather; `enable` calls this."""
+    """Remember the modules of ``model`` whose weights its units gather.
+
+    `enable` calls this, and the first forward, since units may be made in between.
+    """
     for unit in filter(is_unit, model.modules()):
         _gathered.update(module for module, name in _gathered_by(unit) if name == "weight")
 

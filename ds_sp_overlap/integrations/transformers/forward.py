@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...attention.runtime import sharded
 from ...config import SpOverlapConfig
 from ...exchange.sp_group import SPGroup
 from ..chains import ForwardPasses
@@ -145,7 +146,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self._parameters = list(inspect.signature(type(self.model).forward).parameters)[1:]
-        self._original = self.model.forward
+        self._original, self._has_looked = self.model.forward, False
         self._first_layer = next(iter(self.layers.values()))
         # Not all modules: those that are replaced later would be kept alive.
         inner = (module for module in self.model.modules() if isinstance(module, pretrained()))
@@ -166,6 +167,9 @@ class Host:
         arguments = {**dict(zip(self._parameters, args)), **kwargs}
         cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
         implementation = self._first_layer.config._attn_implementation
+        if not self._has_looked:  # for units of FSDP that were made since `enable`
+            sharded.look_for_units(self.model)
+            self._has_looked = True
         fallbacks = self.forwards.fallbacks()
         with (
             self.checkpoints.keeping(),

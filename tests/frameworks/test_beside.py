@@ -387,7 +387,7 @@ def test_a_pipeline_is_refused_on_the_ranks_of_all_stages():
 
 
 def unlike_pipeline(rank):
-    """What `pipeline` says where the variable reached the ranks of the first stage alone."""
+    """Return what `pipeline` says where the variable reached the ranks of the first stage alone."""
     group = sp_groups((0, 1), (2, 3))
     try:
         with mock.patch.dict(os.environ, {"DS_SP_OVERLAP": "1" if rank < 2 else ""}):

@@ -465,7 +465,7 @@ def watched_on_one_rank(rank, config, options, path, tensors):
     ids=str,
 )
 def test_a_hook_that_comes_on_one_rank_alone_has_all_ranks_fall_back(config, options, path, tensors):
-    """Where the others went on as before, they would exchange something else than that rank, and wait for it."""
+    """Expect no hang: ranks that went on as before would exchange something else than that one, and wait for it."""
     for errors in on_ranks(2, watched_on_one_rank, config, options, path, tensors, timeout_s=60):
         assert max(errors) < FP64, errors
 

@@ -58,7 +58,7 @@ class Waiting(ABC):
     @property
     @abstractmethod
     def weight(self) -> Tensor | None:
-        """What a `Product` saves for its dx: the weight, or the weights of all experts."""
+        """Return what a `Product` saves for its dx: the weight, or the weights of all experts."""
 
     def add(self, chunk: Operands) -> None:
         """Add the operands of a chunk, which belong to the backward that runs."""
@@ -104,10 +104,8 @@ class Product(Node):
 
     @staticmethod
     def forward(ctx, waiting, x, weight, bias, expert, offs, is_transposed, token):
-        ctx.of_call, (_, of_x, *_, of_token) = (
-            (waiting, expert, is_transposed),
-            ctx.needs_input_grad,
-        )
+        ctx.of_call = waiting, expert, is_transposed
+        _, of_x, *_, of_token = ctx.needs_input_grad
         of_weight = of_token and waiting.trains[0]
         # Not an expert's weight, a view, which would keep a stack that ZeRO-3 has gathered.
         ctx.save_for_backward(x if of_weight else None, waiting.weight if of_x else None, offs)

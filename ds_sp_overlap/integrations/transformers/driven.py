@@ -155,7 +155,7 @@ class Driven:
 
     @property
     def falls_back(self) -> bool:
-        """Whether a window is left out, since it is on some rank."""
+        """Return whether a window is left out, since it is on some rank."""
         return self.block.falls_back
 
     @falls_back.setter

@@ -99,7 +99,7 @@ class _Attention(Gathering):
         else:
             chunked = ChunkedExchange(list(exchanges.values()))
             if here.region is not None:
-                chunked.meanwhile = here.region.when_needed
+                chunked.meanwhile = here.region.recompute_if_alive
             (started,) = run_halves([Half(chunked, attended, starts=True)])
         here.tokens.update(zip(exchanges, started))
 

@@ -76,7 +76,7 @@ class RecomputeRegion(ABC):
     def recompute(self) -> None:
         """Recompute the region, unless this backward has done so.
 
-        Called in backward: by `when_needed`, or at the latest by `_unpack`.
+        Called in backward: by `recompute_if_alive`, or at the latest by `_unpack`.
 
         Raises:
             RuntimeError: if the second run saves more tensors than the first, or others.
@@ -118,9 +118,11 @@ class RecomputeRegion(ABC):
             self.run()
 
     @property
-    def when_needed(self) -> Callable[[], None]:
-        """`recompute`, as a function that nodes of autograd may hold: it does not keep the region
-        alive, and does nothing once backward has used all that the region saves.
+    def recompute_if_alive(self) -> Callable[[], None]:
+        """Return `recompute` as a function that nodes of autograd may hold.
+
+        It holds the region weakly, and does nothing once the region is gone: that is when backward
+        has used all that the region saved.
         """
         alive = weakref.ref(self)
 
@@ -138,7 +140,7 @@ class RecomputeRegion(ABC):
         ZeRO-3 gathers a module's weights for backward when the module's output gets its gradient,
         and frees them when a second call of the module ends. So the second call must come first.
         """
-        recompute = self.when_needed
+        recompute = self.recompute_if_alive
         if y.grad_fn is not None:
             hook = y.grad_fn.register_prehook
             hook(lambda _: recompute())  # guard: run again, then gathered for backward

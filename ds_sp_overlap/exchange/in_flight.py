@@ -32,15 +32,15 @@ Tables = tuple[Tensor, Tensor]
 
 
 def _as_it_travels(x: Tensor, side: Side) -> Tensor | None:
-    """Return ``x`` as the flat buffer that travels, if each part of it is one piece of memory.
+    """Return the flat buffer to send in place of a packed ``x``; None where ``x`` must be packed.
 
-    None where ``x`` must be packed.
+    The buffer is a view of ``x``, or a contiguous copy of an ``x`` in wire layout.
     """
     if side.is_wire_layout:
         return x.contiguous().view(-1)  # guard: one piece of memory
     if not side.is_cut_into_slices:  # guard: each part together
         return None
-    # The parts of a contiguous x lie apart. Asking this costs the host less than making a view.
+    # The cheap test first: the parts of a contiguous x, cut along a later dim, lie apart.
     if x.is_contiguous() and len(side.parts) > 1:
         return None
     front = x.movedim(side.dim, 0)

@@ -444,7 +444,7 @@ class ChainedLayer(ABC):
         if successor is not None and not output.is_inference():
             if self._edit_checks.is_due(self.name, True, forward_pass.lengths):
                 forward_pass.last_output = LayerOutput(self, output)
-        return reading.returned(output)
+        return reading.as_returned(output)
 
     def _ready_successor(self, forward_pass: ForwardPass) -> ChainedLayer | None:
         """Return the successor if this layer may start its q, k and v; else None."""

@@ -124,7 +124,8 @@ def by_window(
             have been attended. Then dq, dk and dv stay in memory.
     """
     groups, window = range(len(kinds)), min(window, len(kinds))
-    # Where no attention hides them, q, k and v travel one by one, each under the next projection.
+    # The exchanges of q, k and v in forward, and those of their gradients. Where no attention hides
+    # them, q, k and v travel one by one, each under the next projection.
     starts = {group: _starts(kinds[group], group == 0 or window == 1) for group in groups}
     forward: list[Step] = []
 
@@ -171,7 +172,7 @@ def by_window(
             program += projections(tensors, owner)
         backward.extend(_one_at_a_time(program) if window == 1 else program)
 
-    def finish(group: int) -> None:
+    def finish_inputs(group: int) -> None:
         """Add the finishes of do with o, and of the recomputed q, k and v of a group."""
         backward.append(Step(Op.FINISH, O, True, group, beside=O))
         for tensors, owner in recomputed[group]:
@@ -179,13 +180,13 @@ def by_window(
 
     descending = groups[::-1]
     products_at_end: list[Step] = []
-    # The input gradients of the group before, if no other group was begun behind it: they travel
-    # under the attention of the next group.
+    # Finishes and products of dq, dk and dv of the group before, where no further group begins
+    # behind it. They wait for the attention of the next group, under which dq, dk and dv travel.
     deferred: list[Step] = []
     for group in descending[:window]:
         begin(group)
     if window > 1:
-        finish(descending[0])
+        finish_inputs(descending[0])
     for group in descending:
         backward += [Step(Op.ATTEND, O, True, group)]
         backward += [Step(Op.START, tensors, True, group) for tensors in reversed(starts[group])]
@@ -200,7 +201,7 @@ def by_window(
             else:
                 input_gradients += products(tensors, group)
         if window > 1 and group > 0:
-            finish(group - 1)
+            finish_inputs(group - 1)
         if window == 1:
             backward += input_gradients
             if group > 0:

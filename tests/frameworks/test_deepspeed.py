@@ -247,11 +247,13 @@ def bound_layers(rank, folder):
         json.dump(plain, file)
     encoded = base64.urlsafe_b64encode(json.dumps(plain).encode()).decode()
     arguments = types.SimpleNamespace(deepspeed_config=path)
+    old_name = types.SimpleNamespace(deepscale_config=path)
     ways = {
         "dict": lambda model, mpu: deepspeed.initialize(model=model, mpu=mpu, config=copy.deepcopy(plain)),
         "path": lambda model, mpu: deepspeed.initialize(model=model, mpu=mpu, config=path),
         "base64": lambda model, mpu: deepspeed.initialize(model=model, mpu=mpu, config=encoded),
         "args": lambda model, mpu: deepspeed.initialize(args=arguments, model=model, mpu=mpu),
+        "args, old name": lambda model, mpu: deepspeed.initialize(args=old_name, model=model, mpu=mpu),
         "config_params": lambda model, mpu: deepspeed.initialize(model=model, mpu=mpu, config_params=copy.deepcopy(plain)),
         "positional": lambda model, mpu: deepspeed.initialize(
             None, model, None, None, None, None, 29500, mpu, None, None, copy.deepcopy(plain)
@@ -273,7 +275,7 @@ def bound_layers(rank, folder):
 
 def test_the_section_is_read_from_wherever_deepspeed_reads_its_config(tmp_path):
     for bound in on_ranks(2, bound_layers, str(tmp_path)):
-        assert len(bound) == 6
+        assert len(bound) == 7
         assert set(map(tuple, bound.values())) == {("model.layers.0.self_attn", "model.layers.1.self_attn")}, bound
 
 

@@ -74,7 +74,12 @@ CASES = {
     2: [(kind, heads(4), [16, 16], (1, 2)) for kind in KINDS]
     + [
         ("deepseek_v3", heads(4, q_lora_rank=None, rope_interleave=False), [16, 16], (2,)),
-        ("deepseek_v3", heads(5, v_head_dim=12, hidden_size=40), [30, 2], (1, 2)),  # a rank has more heads than the other
+        (
+            "deepseek_v3",
+            heads(5, qk_nope_head_dim=20, v_head_dim=12, hidden_size=40),
+            [30, 2],
+            (1, 2),
+        ),  # a rank has more heads than the other
         ("deepseek_v2", heads(6, hidden_size=48), [1, 31], (3,)),
     ],
     4: [("deepseek_v3", heads(8), [8, 8, 8, 8], (1, 2)), ("minicpm3", heads(6, hidden_size=48), [9, 2, 1, 20], (1,))],

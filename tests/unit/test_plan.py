@@ -169,10 +169,12 @@ def test_the_command_says_when_not_to_bother_and_why(capsys, more, words):
     assert words in capsys.readouterr().out
 
 
-def test_a_transformers_config_gives_the_shape(capsys, tmp_path):
-    from transformers import LlamaConfig
+@pytest.mark.parametrize("within", [False, True], ids=["text model", "with images"])
+def test_a_transformers_config_gives_the_shape(within, capsys, tmp_path):
+    from transformers import Gemma3Config, LlamaConfig
 
-    config = LlamaConfig(hidden_size=96, num_attention_heads=12, num_key_value_heads=4, head_dim=16, intermediate_size=128)
+    sizes = dict(hidden_size=96, num_attention_heads=12, num_key_value_heads=4, head_dim=16, intermediate_size=128)
+    config = Gemma3Config(text_config=sizes) if within else LlamaConfig(**sizes)
     config.save_pretrained(tmp_path)
     assert main(f"plan --model {tmp_path} --seq 64 --sp 2 --bandwidth 1 --tflops 1 --heads 8".split()) == 0
     assert "layer with its MLP" in (out := capsys.readouterr().out)

@@ -118,7 +118,7 @@ def test_a_tuple_may_have_the_weights_of_attention_behind_the_hidden_states(retu
     found = reading(("return residual + hidden_states", f"hidden_states = residual + hidden_states\n    return {returned}"))
     assert found.blanks == blanks
     x = torch.zeros(2)
-    assert found.returned(x) == (x, *[None] * blanks) and reading().returned(x) is x
+    assert found.as_returned(x) == (x, *[None] * blanks) and reading().as_returned(x) is x
 
 
 def test_a_layer_with_gradient_checkpointing_around_its_forward_is_read():

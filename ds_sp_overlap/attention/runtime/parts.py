@@ -39,8 +39,9 @@ class _Parts(Node):
 
     @staticmethod
     def forward(ctx, is_cut, shape, dim, parts, *tensors):
-        """Cut the tensor of ``shape`` into parts if ``is_cut``; else join the tensors to one."""
-        # A part without a gradient comes to backward as None and is left out; a whole as zeros.
+        """Cut the one of ``tensors`` into parts if ``is_cut``; else join them to one of ``shape``."""
+        # In the backward of a cut, a part without a gradient is None and left out. In that of a
+        # join, the whole without a gradient comes as zeros.
         ctx.set_materialize_grads(not is_cut)
         ctx.given = is_cut, shape, dim, parts
         if not is_cut:
@@ -48,7 +49,7 @@ class _Parts(Node):
         pieces = []
         for part in parts:
             piece = cut_ranges(tensors[0], dim, part)
-            # Not a view: a norm, or RoPE, may change its part in place.
+            # A copy, no view: a norm, or RoPE, may change its part in place.
             if piece is tensors[0] or piece._is_view():
                 piece = piece.clone(memory_format=torch.contiguous_format)
             pieces.append(piece)

@@ -193,14 +193,19 @@ def _variable() -> dict[str, Any] | None:
 
 
 def _config(arguments: dict[str, Any]) -> dict:
-    """Return the DeepSpeed config, from whichever argument of ``deepspeed.initialize`` has it.
+    """Return the DeepSpeed config, as a dict; reads it where it is a file or base64.
 
-    Empty if none does.
+    Empty if no argument has it.
+
+    Args:
+        arguments: As for `_asked_for`.
     """
+    args = arguments.get("args")
     config = (
         arguments.get("config")
         or arguments.get("config_params")
-        or getattr(arguments.get("args"), "deepspeed_config", None)
+        or getattr(args, "deepspeed_config", None)
+        or getattr(args, "deepscale_config", None)  # its old name, which DeepSpeed still takes
     )
     # DeepSpeed refuses a call without a config by itself.
     if config is None:

@@ -123,8 +123,11 @@ class BlockReading:
         constants = tuple(pair for pair in self.constants if pair[1] is not None)
         return replace(self, arguments=arguments, constants=constants)
 
-    def returned(self, hidden: Tensor) -> Any:
-        """Return these hidden states as the layer's own forward does: alone, or in a tuple."""
+    def as_returned(self, hidden: Tensor) -> Any:
+        """Return hidden states in the form in which the layer's own forward returns them.
+
+        Alone, or first in a tuple, with ``blanks`` None and ``zeros`` zeros behind them.
+        """
         if self.blanks is None:
             return hidden
         zeros = [hidden.new_zeros(()) for _ in range(self.zeros)]
@@ -549,7 +552,10 @@ class _Run:
         return _Recorder(name, module, self)
 
     def reading(self) -> BlockReading:
-        """Return what the forward computed, by its results and the inputs of its children.
+        """Compare what the forward returned, and what it gave its children, with the formula above.
+
+        Returns:
+            What the forward computed, in the terms of that formula.
 
         Raises:
             Unknown: if it is anything else than a `BlockReading` can say.
@@ -591,7 +597,7 @@ class _Run:
         zeros = sum(map(self._is_zero, behind)) if self.form.biases else 0
         blanks = len(behind) - zeros
         for x in behind[:blanks]:
-            # The attention weights are None in a chain.
+            # Attention weights may be returned, since they are None in a chain.
             if x is not None and x is not self.weights:
                 raise Unknown("its forward returns more than hidden states")
         rest = dict(self.attention_arguments)
@@ -600,7 +606,7 @@ class _Run:
         if any(passed) and not all(passed):
             keyword = [*self.further_keywords][passed.index(False)]
             raise Unknown(f"its forward uses the keyword {keyword}")
-        # By the identity of what stood for an argument of the layer, the argument's name.
+        # The names of the layer's arguments, by the ids of their stand-ins.
         opaque = {id(x): name for name, x in self.arguments.items() if isinstance(x, Opaque)}
         arguments, constants = [], []
         for name, x in rest.items():

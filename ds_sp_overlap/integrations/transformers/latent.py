@@ -149,8 +149,10 @@ def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -
     Returns:
         The function that undoes the rebinding.
     """
-    # A weak reference, because the table of attention functions must keep no model alive.
+    # Weak, since the global table of attention functions holds `attention`, and must not keep the
+    # model alive. All else here lives with the model.
     module_reference = weakref.ref(module)
+    # Taken before `bind_function` rebinds the forward.
     nope_dim, original = module.qk_nope_head_dim, module.forward
 
     def attention(layer: LayerRuntime) -> LatentAttention:

@@ -380,11 +380,13 @@ def layer_shape(model: str) -> dict[str, int | None]:
         model: A name, a folder or a file.
 
     Returns:
-        The sizes under the names of the planner; None for a size that the config doesn't give.
+        The sizes, by the options of ``plan`` (``kv_heads`` for ``--kv-heads``); None for a size
+        that the config doesn't give.
 
     Raises:
         OSError: if there is no config.
         ValueError: if it can't be read.
+        ImportError: without transformers.
     """
     from transformers import AutoConfig
 

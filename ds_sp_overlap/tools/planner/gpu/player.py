@@ -267,10 +267,10 @@ class Player:
                 return
 
     def _turn(self, index: int, kernel: _Running, count: int) -> None:
-        """Let ``count`` blocks of a kernel work on one tile each."""
+        """Let ``count`` blocks of a kernel, which have an SM, work on one tile each until `over`."""
         kernel.left -= count
         if kernel.left == 0:
-            # Blocks without an SM would find nothing to do.
+            # No tile is left for the blocks that have no SM yet, so they wait no longer.
             kernel.waiting = 0
 
         def over() -> None:

@@ -158,8 +158,7 @@ class BackwardRunner(ForwardRunner):
     def attend(self, step: Step) -> None:
         """Run the backward of the attention of a group; groups come in descending order."""
         call, group, attend = self.call, step.group, self.local.attend
-        needs_grad = self.qkv_need_grad(group)
-        heads = self.heads(group)
+        needs_grad, heads = self.qkv_need_grad(), self.heads(group)
         dq, dk, dv, *learned_gradients = self.attended[group].backward(
             partial(attend_in_pieces, call, attend, group),
             heads,

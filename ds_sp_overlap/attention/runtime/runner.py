@@ -149,7 +149,7 @@ class ForwardRunner(Runner):
             o, self.attended[group], self.saved[group] = attend_once(
                 partial(attend_in_pieces, call, local.attend, group),
                 self.heads(group),
-                self.qkv_need_grad(group),
+                self.qkv_need_grad(),
                 local,
             )
         else:
@@ -165,14 +165,9 @@ class ForwardRunner(Runner):
         o = self.values.pop(("o", step.group))
         self.y, self.outputs[step.group] = self.merge_group(self.y, step.group, o)
 
-    def qkv_need_grad(self, group: int) -> list[bool]:
-        """Return for each of q, k and v that a group attends to whether it needs a gradient.
+    def qkv_need_grad(self) -> list[bool]:
+        """Return for each of q, k and v whether it needs a gradient, which is alike in all groups.
 
-        k and v do if any of the pieces does that they are joined from (`with_kv`).
+        All groups of a kind are rows of one projection; group 0 has all three kinds.
         """
-        is_needed = self.inputs.is_needed
-        k_needs_grad = v_needs_grad = False
-        for sent, *_ in self.call.geometry.kv_pieces(group):
-            k_needs_grad = k_needs_grad or is_needed(("k", sent))
-            v_needs_grad = v_needs_grad or is_needed(("v", sent))
-        return [is_needed(("q", group)), k_needs_grad, v_needs_grad]
+        return [self.inputs.is_needed((kind, 0)) for kind in "qkv"]

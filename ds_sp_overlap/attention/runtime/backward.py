@@ -86,11 +86,6 @@ class BackwardRunner(ForwardRunner):
         self.local, self.attended, self.saved = local, attended, saved
         self.learned_gradients: list[Tensor | None] = [None] * len(local.learned)
 
-    def is_needed(self, part: Part) -> bool:
-        """Return whether a gradient of a part is needed."""
-        kind, group = part
-        return self.o_needs_grad[group] if kind == "o" else self.inputs.is_needed(part)
-
     def start(self, step: Step) -> None:
         """Launch the exchange of recomputed values, of o beside do, or of gradients.
 
@@ -108,16 +103,12 @@ class BackwardRunner(ForwardRunner):
             do = self.grads.pop(parts[0])
             exchange.start_forward([self.outputs.pop(step.group).view(do.shape), do])
             return
-        # Modules decide which gradients are sent, not the gradients that exist on this rank: all
-        # ranks must launch the same exchanges.
-        needed, dys = [], []
-        for part in parts:
-            needed.append(self.is_needed(part))
-            if needed[-1]:
-                dys.append(self.grads.pop(part))
-        if dys:
+        # `dgrad` and `attend` have put in each gradient that modules need, zero where this rank has
+        # none: all ranks must launch the same exchanges.
+        needed = [part in self.grads for part in parts]
+        if any(needed):
             exchange.needed = needed
-            exchange.start_gradient(dys)
+            exchange.start_gradient([self.grads.pop(part) for part in parts if part in self.grads])
             self.reached.add(step.exchange)
 
     def finish(self, step: Step) -> None:

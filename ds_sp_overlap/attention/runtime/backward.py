@@ -33,12 +33,9 @@ class BackwardRunner(ForwardRunner):
         exchanges: The exchanges of the steps: those that forward used, or new ones. Each carries
             values, and gradients in the opposite direction.
         reached: The exchanges whose gradients were started.
-        sends_o: Whether o travels beside do, so that o must outlive the wgrad that reads it.
         learned_gradients: For each tensor of ``local.learned``, the sum of its gradients; None
             where there is none.
     """
-
-    sends_o = False
 
     def __init__(self, call: Call, exchanges: dict[Exchanged, Exchange]):
         super().__init__(call)
@@ -143,7 +140,7 @@ class BackwardRunner(ForwardRunner):
             self.inputs.wgrad(step.parts[0])
         elif self.weight_needs_grad:
             # Where o travels beside do, that start comes later and takes it out.
-            o = self.outputs[group] if self.sends_o else self.outputs.pop(group)
+            o = self.outputs[group] if self.call.schedule.beside else self.outputs.pop(group)
             self.pieces.put(self.output.columns[group], torch.mm, self.dy_transposed, o)
 
     def attend(self, step: Step) -> None:

@@ -137,7 +137,6 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     runner.take_attention_gradient(local, attended, dict(zip(attended, of_attention)))
     # Alike on all ranks: which modules learn was compared in the first call.
     reaches_attention = bool(local.learned) or any(map(inputs.is_needed, inputs.projections.rows))
-    runner.sends_o = bool(call.schedule.beside)
     runner.take_output_gradient(
         ctx.output,
         dy,

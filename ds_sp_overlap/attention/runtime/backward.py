@@ -178,15 +178,17 @@ class BackwardRunner(ForwardRunner):
             group: The head group that attended.
             dx: The gradient of what `with_kv` returns.
         """
-        sent = [sent for sent, *_ in self.call.geometry.kv_pieces(group)]
-        pieces = {}
-        for earlier in sent:
-            pieces[kind, earlier] = self.values[kind, earlier].detach().requires_grad_()
+        pieces = {
+            (kind, sent): self.values[kind, sent].detach().requires_grad_()
+            for sent, *_ in self.call.geometry.kv_pieces(group)
+        }
         # Heads may be cut, joined or repeated. Autograd derives how dx returns to the pieces.
         with torch.enable_grad():
             joined = with_kv(self.call.geometry, kind, group, pieces)
-        is_one = len(sent) == 1 and joined is pieces[kind, sent[0]]
-        gradients = [dx] if is_one else torch.autograd.grad(joined, list(pieces.values()), dx)
+        # A leaf is the one piece itself.
+        gradients = (
+            [dx] if joined.is_leaf else torch.autograd.grad(joined, list(pieces.values()), dx)
+        )
         for part, gradient in zip(pieces, gradients):
             if part in self._owned:  # guard: others may read it
                 self.grads[part] += gradient

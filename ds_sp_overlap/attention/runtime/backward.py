@@ -114,8 +114,7 @@ class BackwardRunner(ForwardRunner):
         if not step.grad:
             self.values.update(zip(step.parts, exchange.finish_forward()))
         elif step.beside:
-            part = step.parts[0]
-            self.values[part], self.grads[part] = exchange.finish_forward()
+            self.values["o", step.group], self.grads["o", step.group] = exchange.finish_forward()
         elif step.exchange in self.reached:
             for part, dx in zip(step.parts, exchange.finish_gradient()):
                 if dx is not None and step.tensors == O:
@@ -129,8 +128,7 @@ class BackwardRunner(ForwardRunner):
         (part,) = step.parts
         if step.tensors != O:
             self.inputs.dgrad(part)
-        elif self.o_needs_grad[step.group]:
-            assert self.output_dgrad is not None
+        elif self.output_dgrad is not None and self.o_needs_grad[step.group]:
             self.grads[part] = self.output_dgrad(step.group)
 
     def wgrad(self, step: Step) -> None:

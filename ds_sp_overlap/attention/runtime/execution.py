@@ -17,6 +17,7 @@ from ...exchange.relayed import relayed
 from ...exchange.sp_group import SPGroup
 from ...schedule import Exchanged, Part, Schedule, Step
 from ..memory.recompute import join_pieces
+from .slices import cut_ranges
 
 # The number of a head group, and its q, k, v [.., .., heads, d] -> its o, [.., .., heads, d_v] or
 # [.., .., heads d_v]. Where ranks share query heads, it is called once for each range of the rank's
@@ -129,11 +130,10 @@ def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tens
         heads of the group attend to; repeated to one head for each query head where no regular
         ratio assigns KV heads to query heads (`Geometry.kv_expansion`).
     """
-    pieces = []
-    for sent, start, stop in geometry.kv_pieces(group):
-        piece = received[kind, sent]
-        is_whole = stop - start == piece.shape[2]
-        pieces.append(piece if is_whole else piece.narrow(2, start, stop - start))
+    pieces = [
+        cut_ranges(received[kind, sent], 2, ((start, stop),))
+        for sent, start, stop in geometry.kv_pieces(group)
+    ]
     heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
     index = geometry.kv_expansion(group)
     if index is None:

@@ -103,17 +103,15 @@ class Call:
         if step.beside:
             # o and do are values that go to attention, as q does.
             name, kinds = schedule.name(step), ("q", "q")
-        is_alone = len(kinds) == 1 and chunks == 1
-        by_rank = is_alone and kinds[0] in self.by_rank
+        by_rank = len(kinds) == 1 and kinds[0] in self.by_rank
         layout = geometry.exchange(kinds, group, head_dims, step.chunk, chunks, by_rank)
-        tables = self.rope_tables if is_alone and kinds[0] in ("q", "k") else None
+        tables = self.rope_tables if kinds in (("q",), ("k",)) else None
         of_call = self.sp_group, layout, self.where, name, self.checked, tables
+        legs = None
         if geometry.nodes is not None:
             # k and v may travel in two legs, once to each node.
             legs = legs_of(geometry, step.tensors, group, head_dims, step.chunk, chunks)
-            if legs is not None:
-                return relayed(legs, *of_call)
-        return make(*of_call)
+        return make(*of_call) if legs is None else relayed(legs, *of_call)
 
 
 def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:

@@ -70,9 +70,8 @@ class Call:
     @property
     def folded(self) -> frozenset[Part]:
         """The parts of q and k that are rotated by the kernels that pack them."""
-        if self.rope_tables is None:
-            return frozenset()
-        return frozenset(part for part in self.schedule.alone if part[0] in ("q", "k"))
+        alone = self.schedule.alone if self.rope_tables is not None else ()
+        return frozenset(part for part in alone if part[0] in ("q", "k"))
 
     def new_exchange(self, step: Step, tensors: Sequence[Tensor]) -> Exchange:
         """Make and note the exchange that a step of forward starts.

@@ -166,9 +166,8 @@ def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
         raise ValueError(f"{where}: local attention must return one tensor, got {type(o).__name__}")
     if o.shape == q.shape:
         return o
-    heads = q.shape[2]
-    if o.dim() == 3 and o.shape[-1] % heads == 0:
-        o = o.unflatten(-1, (heads, -1))
+    if o.dim() == 3 and o.shape[-1] % q.shape[2] == 0:
+        o = o.unflatten(-1, (q.shape[2], -1))
     if o.dim() != 4 or o.shape[:3] != q.shape[:3]:
         raise ValueError(
             f"{where}: local attention of query {list(q.shape)} must return that shape (another "
@@ -202,18 +201,18 @@ def attend_in_pieces(
     is_last = group == call.schedule.last_attended or not geometry.kv_is_shared
     if is_last and geometry.shares == 1:
         return [with_head_dim(attend(group, q, k, v), q, call.where)]
-    queries = pieces_of_queries(geometry, q)
     # Inference tensors have no version counter that tells of a change: attention gets copies.
-    is_counted = not k.is_inference()
-    before = (k._version, v._version) if is_counted else None
+    before = None if k.is_inference() else (k._version, v._version)
     pieces = []
-    for part, *tokens in queries:
-        keys = (k, v) if is_counted else (k.clone(), v.clone())
+    for part, *tokens in pieces_of_queries(geometry, q):
+        keys = (k.clone(), v.clone()) if before is None else (k, v)
         pieces.append(with_head_dim(attend(group, part, *keys, *tokens), part, call.where))
-    if is_counted and (k._version, v._version) != before:  # guard: keys stay as they are
-        remedy = "set sp_overlap.head_groups to 1"
-        if geometry.shares > 1:
-            remedy = "run with fewer ranks, so that none share query heads"
+    if before is not None and (k._version, v._version) != before:  # guard: keys stay as they are
+        remedy = (
+            "set sp_overlap.head_groups to 1"
+            if geometry.shares == 1
+            else "run with fewer ranks, so that none share query heads"
+        )
         raise RuntimeError(
             f"{call.where}: local attention changes k or v in place, and attends to them once more "
             f"afterwards; have it change a copy (k = k * scale), or {remedy}"

@@ -23,7 +23,7 @@ one head group at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -58,11 +58,10 @@ class Runner:
 
     # For each op, the function that performs its steps. Bound methods in an attribute of the object
     # would be a reference cycle, which keeps tensors alive.
-    _functions: ClassVar[dict[Op, Callable[[Any, Step], None]]]
+    _functions: ClassVar[dict[Op, Any]]
 
     def __init_subclass__(cls) -> None:
-        names = {op: op.value.lower() for op in Op}
-        cls._functions = {op: getattr(cls, name) for op, name in names.items() if name in dir(cls)}
+        cls._functions = {op: getattr(cls, op.value.lower(), None) for op in Op}
 
     def walk(self, program: Program) -> None:
         """Pass each step of a program to its method, in order.
@@ -110,9 +109,8 @@ class ForwardRunner(Runner):
     def take_inputs(self, inputs: InputGradients, operands: ProjectionOperands) -> None:
         """Take what the steps PROJECT need: the projections, and what they compute with."""
         self.inputs, self.operands = inputs, operands
-        tokens = operands.x.shape[:2]
-        project = inputs.projections.projecting
-        self.project_part = project(matrix(operands.x), tokens, operands.linear)
+        x, projections = operands.x, inputs.projections
+        self.project_part = projections.projecting(matrix(x), x.shape[:2], operands.linear)
 
     def take_attention(self, local: LocalAttention, is_recorded: bool) -> None:
         """Take what the steps ATTEND need; ``is_recorded`` if attention will have a backward."""
@@ -146,19 +144,17 @@ class ForwardRunner(Runner):
         """Attend with a group; then drop the k and v that no later group attends to."""
         call, group, local = self.call, step.group, self.local
         if self.is_recorded:
-            o, self.attended[group], self.saved[group] = attend_once(
+            self.values["o", group], self.attended[group], self.saved[group] = attend_once(
                 partial(attend_in_pieces, call, local.attend, group),
                 self.heads(group),
                 self.qkv_need_grad(),
                 local,
             )
         else:
-            o = attend_group(call, local.attend, group, *self.heads(group))
-        self.values["o", group] = o
+            self.values["o", group] = attend_group(call, local.attend, group, *self.heads(group))
         # Of any rank: all ranks drop the same.
-        last_use = call.geometry.last_use
-        for earlier in range(group + 1):
-            if last_use[earlier] == group:  # guard: let go when no group needs them
+        for earlier, last in enumerate(call.geometry.last_use):
+            if last == group:  # guard: let go when no group needs them
                 self.values.pop(("k", earlier), None), self.values.pop(("v", earlier), None)
 
     def merge(self, step: Step) -> None:

@@ -108,7 +108,7 @@ class _Windowed(Node):
             parameters[:linear],
             parameters[linear:],
             tables,
-            list(forward.outputs.values()) if reads_outputs else [],
+            [forward.outputs[group] for group in call.groups] if reads_outputs else [],
             *(forward.saved[group] for group in attended),
         )
         return forward.y

@@ -30,7 +30,7 @@ class InputGradients:
         x: [.., m]. The layer's input, of which only shape, dtype and device are read. Under
             autocast it is not cast yet: dx is a sum in its dtype, as the sum of what each
             projection would give back by itself.
-        parameters: As in `Projections.parameters`; those of linear layers cast by autocast.
+        parameters: As `Projections.parameters` returns them.
         needs_grad: Whether x needs a gradient, then whether each of the parameters does.
 
     Attributes:

@@ -102,10 +102,7 @@ def start_projected(call: Call, projections: Projections, x: Tensor) -> tuple[Te
     Returns:
         The tokens of the exchanges, in the order of their starts.
     """
-    parameters = projections.parameters()
-    linear = 2 * len(projections.modules)
-    cast = autocast(*parameters[:linear])
-    return _StartInputs.apply(call, projections, x, *cast, *parameters[linear:])
+    return _StartInputs.apply(call, projections, x, *projections.parameters())
 
 
 class _FinishOutput(Node):

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from ...schedule import Part
 from .linear import Plain, product_of, without_hooks
-from .products import by_rank
+from .products import autocast, by_rank
 from .slices import Parts, Ranges, batched, cutter, mm_of_slices
 
 
@@ -104,7 +104,8 @@ class Projections:
         return places
 
     def parameters(self) -> list[Tensor | None]:
-        """Return weight and bias of each linear layer, then the parameters of the norms.
+        """Return weight and bias of each linear layer, as autocast casts them, then the parameters
+        of the norms.
 
         `InputGradients` and the nodes of autograd count on two places for each linear layer, see
         `product_of`.
@@ -112,6 +113,7 @@ class Projections:
         parameters: list[Tensor | None] = []
         for module in self.modules:
             parameters += product_of(module, self.plain)
+        parameters = list(autocast(*parameters))
         for norm in self.norms.values():
             parameters += norm.parameters()
         return parameters

@@ -183,9 +183,7 @@ def windowed(
     Returns:
         What ``o_proj`` returns, see `returned_by`.
     """
-    plain, parameters = projections.plain, projections.parameters()
-    linear = 2 * len(projections.modules)
-    cast = autocast(*product_of(o_proj, plain), *parameters[:linear])
+    plain, weight_and_bias = projections.plain, autocast(*product_of(o_proj, projections.plain))
     y: Tensor = _Windowed.apply(
         call,
         projections,
@@ -193,9 +191,8 @@ def windowed(
         checkpoint,
         offload,
         x,
-        *cast[:2],
+        *weight_and_bias,
         *local.learned,
-        *cast[2:],
-        *parameters[linear:],
+        *projections.parameters(),
     )
     return returned_by(o_proj, plain, y)

@@ -69,10 +69,8 @@ class _Windowed(Node):
             # The checkpoint has saved what attention made: only the merges run again. This node has
             # no backward. It saves the tensors that the node of the first run asks for in backward.
             (outputs, forward.saved), (forward.attended, after) = checkpoint.take(call.where)
-            head_dim = projections.head_dim
             for group, o in outputs.items():
-                heads = o.view(*x.shape[:2], o.shape[-1] // head_dim, head_dim)
-                forward.values["o", group] = heads
+                forward.values["o", group] = o.view(*x.shape[:2], o.shape[-1])
             forward.walk(call.schedule.recompute)
             if after is not None:
                 after.set()  # guard: what is drawn behind attention is as before

@@ -81,9 +81,9 @@ class _Windowed(Node):
                 after = Random.now(x.device)
                 # The checkpoint saves no graphs, which may lead to the checkpoint itself. Backward
                 # uses the graphs of this node (``ctx.attended``).
-                attended = {}
-                for group, record in forward.attended.items():
-                    attended[group] = replace(record, edges=None)  # guard: nothing circular
+                attended = {  # guard: nothing circular
+                    group: replace(record, edges=None) for group, record in forward.attended.items()
+                }
                 checkpoint.put(
                     call.where,
                     (forward.outputs, forward.saved),
@@ -98,8 +98,7 @@ class _Windowed(Node):
             # Collective in the first call of a kind.
             if not local.agree(reads_o, foreign):
                 call.run_by(without_o(call.schedule))
-        reads_outputs = ctx.weight_needs_grad or call.schedule.beside
-        linear = inputs.linear_count
+        reads_outputs, linear = ctx.weight_needs_grad or call.schedule.beside, inputs.linear_count
         save_groups(
             ctx,
             [x, weight],
@@ -151,8 +150,8 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         program = tuple(step for step in program if step.op is Op.WGRAD and step.tensors == O)
     runner.walk(program)
     dx, *parameter_gradients = inputs.end()
-    db = matrix(dy).sum(0) if ctx.bias_needs_grad else None
-    return dx, runner.pieces.whole(), db, *runner.learned_gradients, *parameter_gradients
+    dw, db = runner.pieces.whole(), matrix(dy).sum(0) if ctx.bias_needs_grad else None
+    return dx, dw, db, *runner.learned_gradients, *parameter_gradients
 
 
 def windowed(

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ...exchange.exchange import Node, refuse_second_derivatives, save_groups, saved_groups
+from ...exchange.exchange import (
+    Node,
+    new_token,
+    refuse_second_derivatives,
+    save_groups,
+    saved_groups,
+)
 from ...schedule import Part
 from .backward import BackwardRunner
 from .execution import Call
@@ -47,15 +53,15 @@ class _StartInputs(Node):
         filled = norm_inputs if projections.recorded else None
         runner.take_inputs(inputs, ProjectionOperands(x, parameters[:linear], tables, None, filled))
         runner.walk(call.schedule.inputs)  # guard: starts in the order drawn
-        tokens, unneeded = runner.tokens, []
+        tokens, unneeded = [new_token(x) for _ in call.schedule.starts], []
         # If x needs a gradient, every part does.
         if not inputs.x_needs_grad:
-            for step in call.schedule.starts:
+            for step, token in zip(call.schedule.starts, tokens):
                 call.exchanges[step.exchange].needed = needed = [
                     inputs.is_needed(part) for part in step.parts
                 ]  # guard: only what is needed
                 if not any(needed):
-                    unneeded.append(tokens[step.exchange])
+                    unneeded.append(token)
             ctx.mark_non_differentiable(*unneeded)
         # Only tensors that some gradient reads are saved: weights for dx, x for dw, the inputs of
         # the norms for their gradients.
@@ -67,7 +73,7 @@ class _StartInputs(Node):
         ctx.normed = list(norm_inputs)
         saved = [x if any(weights_need_grad) else None], weights, norm_parameters
         save_groups(ctx, *saved, tables, list(norm_inputs.values()))  # guard: unchanged
-        return tuple(tokens.values())
+        return tuple(tokens)
 
     @staticmethod
     def backward(ctx, *tokens):

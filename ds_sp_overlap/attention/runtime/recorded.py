@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...exchange.exchange import Half, run_halves
 from ...exchange.layout import Range
-from ...schedule import Op, Part, Program, Step
+from ...schedule import Exchanged, Op, Part, Program, Step
 from .execution import Attend, Call, attend_group
 from .parts import cut, join
 from .runner import Runner
@@ -72,6 +72,7 @@ class Recorded(Gathering):
         arrive: RoPE, if the caller wants RoPE after the exchange. None for no change.
 
     Attributes:
+        tokens: For each exchange that is in flight, an empty tensor that stands for it.
         outputs: Local o of each group, unless the output is a node of its own.
     """
 
@@ -84,6 +85,7 @@ class Recorded(Gathering):
     ):
         super().__init__(call)
         self._project, self._attend, self._arrive = project, attend, arrive
+        self.tokens: dict[Exchanged, Tensor] = {}
         # For each group whose o is not sent yet: o, and the q, k, v that o was computed from, as
         # `Half` takes them.
         self._attended: dict[int, tuple[Tensor, ...]] = {}

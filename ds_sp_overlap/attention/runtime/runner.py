@@ -29,9 +29,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...exchange.exchange import new_token
 from ...profiling.ranges import NOTHING, is_profiled, named
-from ...schedule import Exchanged, Op, Part, Program, Step
+from ...schedule import Op, Part, Program, Step
 from ..memory.recompute import Attended, LocalAttention, attend_once
 from .execution import Call, attend_group, attend_in_pieces, with_kv
 from .input_gradients import InputGradients
@@ -46,14 +45,12 @@ class Runner:
     Attributes:
         call: The call of a layer that the steps belong to.
         values: q, k, v and o of head groups: the local tensors, then the received ones.
-        tokens: For each exchange that is in flight, an empty tensor that stands for it.
         outputs: For each head group that is merged, the local o.
     """
 
     def __init__(self, call: Call):
         self.call = call
         self.values: dict[Part, Tensor] = {}
-        self.tokens: dict[Exchanged, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
 
     # For each op, the function that performs its steps. Bound methods in an attribute of the object
@@ -134,7 +131,6 @@ class ForwardRunner(Runner):
     def start(self, step: Step) -> None:
         tensors = [self.values.pop(part) for part in step.parts]
         self.call.new_exchange(step, tensors).start_forward(tensors)
-        self.tokens[step.exchange] = new_token(tensors[0])
 
     def finish(self, step: Step) -> None:
         exchange = self.call.exchanges[step.exchange]

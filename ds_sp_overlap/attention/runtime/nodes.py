@@ -65,13 +65,16 @@ class _StartInputs(Node):
             ctx.mark_non_differentiable(*unneeded)
         # Only tensors that some gradient reads are saved: weights for dx, x for dw, the inputs of
         # the norms for their gradients.
-        weights: list[Tensor | None] = [None] * linear
-        if inputs.x_needs_grad:
-            weights[::2] = parameters[:linear:2]
-        weights_need_grad = inputs.parameters_need_grad[:linear:2]
-        norm_parameters = parameters[linear:] if norm_inputs else ()
+        weights = [
+            w if inputs.x_needs_grad and index % 2 == 0 else None
+            for index, w in enumerate(parameters[:linear])
+        ]
         ctx.normed = list(norm_inputs)
-        saved = [x if any(weights_need_grad) else None], weights, norm_parameters
+        saved = (
+            [x if any(inputs.parameters_need_grad[:linear:2]) else None],
+            weights,
+            parameters[linear:] if norm_inputs else (),
+        )
         save_groups(ctx, *saved, tables, list(norm_inputs.values()))  # guard: unchanged
         return tuple(tokens)
 
@@ -85,9 +88,9 @@ class _StartInputs(Node):
         runner = BackwardRunner(call, call.exchanges)
         runner.inputs = inputs
         # A token has a gradient where the backward of the finish has started that of the exchange.
-        for step, token in zip(call.schedule.starts, tokens):
-            if token is not None:
-                runner.reached.add(step.exchange)
+        runner.reached = {
+            step.exchange for step, token in zip(call.schedule.starts, tokens) if token is not None
+        }
         inputs.begin(operands, some_missing=len(runner.reached) < len(tokens))
         # References that would keep tensors alive behind their last step.
         del x, weights, normed, norm_inputs, operands
@@ -139,22 +142,20 @@ class _FinishOutput(Node):
         refuse_second_derivatives(ctx.call.where)
         call, ((weight,), saved) = ctx.call, saved_groups(ctx)
         weight_needs_grad, bias_needs_grad, *tokens_need_grad = ctx.needs_input_grad[1:]
-        outputs = dict(zip(call.groups, saved))
-        del saved  # each o is freed after its wgrad
         runner = BackwardRunner(call, call.exchanges)
         runner.take_output_gradient(
             ctx.output,
             dy,
             weight,
-            outputs=outputs,
+            outputs=dict(zip(call.groups, saved)),
             o_needs_grad=tokens_need_grad,
             weight_needs_grad=weight_needs_grad,
         )
+        del saved  # each o is freed after its wgrad
         runner.walk(call.schedule.backward_of_output)  # guard: the wgrad comes last
-        db = matrix(dy).sum(0) if bias_needs_grad else None
+        dw, db = runner.pieces.whole(), matrix(dy).sum(0) if bias_needs_grad else None
         # Empty: it only makes autograd run the exchanges' other halves.
         token = dy.new_empty(0)
-        dw = runner.pieces.whole()
         return None, dw, db, *(token if needed else None for needed in tokens_need_grad)
 
 

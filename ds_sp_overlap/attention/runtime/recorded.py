@@ -114,9 +114,8 @@ class Recorded(Gathering):
         """Finish o now; leave a finish of q, k or v to `perform`."""
         if step.is_local_end:
             self.flush()
-            token = self.tokens.pop(step.exchange)
-            (part,) = step.parts
-            self.values[part] = self.call.exchanges[step.exchange].finish(token)
+            exchange = self.call.exchanges[step.exchange]
+            self.values["o", step.group] = exchange.finish(self.tokens.pop(step.exchange))
         else:
             self.gather(step)
 

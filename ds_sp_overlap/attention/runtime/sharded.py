@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 # The beginning of the name of the module in which FSDP2 defines its hooks.
 FSDP = "torch.distributed.fsdp._fully_shard"
-# Modules some of whose parameters are plain inside a call of the unit around them. Known from
-# `enable`, outside of any call.
+# Modules whose weight is sharded outside of a call of the unit around them, and plain inside.
+# Filled by `look_for_units`.
 _gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -69,9 +69,9 @@ def is_gathered(module: nn.Module) -> bool:
         return False
     from torch.distributed.tensor import DTensor  # which torch loads for units
 
-    if not isinstance(module._parameters.get("weight"), DTensor):
-        return False
-    return module in _gathered or (module, "weight") in _gathered_by(module)
+    return isinstance(module._parameters.get("weight"), DTensor) and (
+        module in _gathered or (module, "weight") in _gathered_by(module)
+    )
 
 
 def has_plain_parameters(module: nn.Module) -> bool:
@@ -80,11 +80,11 @@ def has_plain_parameters(module: nn.Module) -> bool:
     A quantised tensor has another type. It may be multiplied with numbers that depend on all tokens
     of the input.
     """
-    for parameter in module.parameters(recurse=False):
-        part = getattr(parameter, "_local_tensor", parameter)
-        if type(part) not in (nn.Parameter, Tensor) or hasattr(part, "fsdp_post_all_gather"):
-            return False
-    return True
+    parts = (getattr(x, "_local_tensor", x) for x in module.parameters(recurse=False))
+    return all(
+        type(part) in (nn.Parameter, Tensor) and not hasattr(part, "fsdp_post_all_gather")
+        for part in parts
+    )
 
 
 def cast_alike(one: Any, other: Any) -> bool:
@@ -96,9 +96,7 @@ def cast_alike(one: Any, other: Any) -> bool:
         one: The unit of the layer in front; None if it is no unit.
         other: The unit of its successor. None, which casts nothing, goes with any ``one``.
     """
-    if other is None:
-        return True
-    return (
+    return other is None or (
         one is not None and one._get_fsdp_state()._mp_policy == other._get_fsdp_state()._mp_policy
     )
 

@@ -51,9 +51,9 @@ class InputGradients:
         self.x_needs_grad, *self.parameters_need_grad = needs_grad
         self.linear_count = 2 * len(projections.modules)
         self.shapes = [None if p is None else p.shape for p in parameters]
-        self.autocast: dict[str, Any] = {}
-        if projections.norms:
-            self.autocast = autocast_of(x.device)  # guard: as in forward
+        self.autocast: dict[str, Any] = (  # guard: as in forward
+            autocast_of(x.device) if projections.norms else {}
+        )
 
     def is_needed(self, part: Part) -> bool:
         """Return whether dq, dk or dv of a group is needed: by x, its projection, or its norm."""
@@ -119,14 +119,13 @@ class InputGradients:
         parameters = projections.of_norm(part[0], norm_parameters or ())
         with torch.enable_grad(), torch.autocast(**self.autocast):
             y = projections.shape(part, leaf, tables, norm_parameters)
-        place = projections.norm_places[part[0]]
-        indices = range(place.start, place.stop)
-        needed = []
-        for index, parameter in zip(indices, parameters):
-            # One that was frozen since forward is left out: nobody takes its gradient.
-            if self.parameters_need_grad[index] and parameter.requires_grad:
-                needed.append(index)
-        ends = [leaf, *(parameters[index - place.start] for index in needed)]
+        # One that was frozen since forward is left out: nobody takes its gradient.
+        needed = {
+            index: parameter
+            for index, parameter in enumerate(parameters, projections.norm_places[part[0]].start)
+            if self.parameters_need_grad[index] and parameter.requires_grad
+        }
+        ends = [leaf, *needed.values()]
         dy, *gradients = torch.autograd.grad(y, ends, dy, allow_unused=True)
         for index, gradient in zip(needed, gradients):
             if gradient is not None:
@@ -171,11 +170,10 @@ class InputGradients:
         Returns:
             dx, then the gradient of each of the parameters; None for each that has none.
         """
-        linear_gradients: list[Tensor | None] = [None] * self.linear_count
-        for index, pieces in self.linear_gradients.items():
-            linear_gradients[index] = pieces.whole()
+        linear_gradients = {index: x.whole() for index, x in self.linear_gradients.items()}
         dx = None if self.dx is None else self.dx.view(self.shape)
-        gradients = dx, *linear_gradients, *self.norm_gradients
+        of_linear = map(linear_gradients.get, range(self.linear_count))
+        gradients = dx, *of_linear, *self.norm_gradients
         # This object outlives the backward; the tensors of the backward must not.
         del self.operands, self.x, self.cut_weights
         del self.linear_gradients, self.norm_gradients, self.dx

@@ -82,20 +82,17 @@ def note_views(
     """
     beside: list[Tensor] = []
     size, dtype = 0, pieces[0].dtype
-    places = {f"o{index}": (storage_of(x), x.numel()) for index, x in enumerate(pieces)}
-    starts |= {f"o{index}": int(x.storage_offset()) for index, x in enumerate(pieces)}
+    # Not by the storage alone: attention may cut o out of a larger tensor.
+    places = [(storage_of(x), x.numel(), int(x.storage_offset())) for x in pieces]
+    names = {place: f"o{index}" for index, place in enumerate(places)}
+    starts |= {name: start for (*_, start), name in names.items()}
     for x in saved:
-        source: str | int | None = kinds.get(storage_of(x)) if x.dtype == dtype else None
-        if source is None and x.dtype == dtype:
-            # Not by the storage alone: attention may cut o out of a larger tensor.
-            for name, place in places.items():
-                if (storage_of(x), x.numel()) == place and x.storage_offset() == starts[name]:
-                    source = name
-        if source is None:
+        place = storage_of(x), x.numel(), int(x.storage_offset())
+        source: str | int | None = kinds.get(place[0]) or names.get(place)
+        if source is None or x.dtype != dtype:
             source = len(beside)
             beside.append(x.detach())
             size += 0 if storage_of(x) in free else x.numel() * x.element_size()
         start = starts[source] if isinstance(source, str) else 0
-        offset = int(x.storage_offset()) - start
-        views.views.append(_View(source, x.shape, x.stride(), offset))
+        views.views.append(_View(source, x.shape, x.stride(), place[2] - start))
     return beside if size <= MAX_SAVED * sum(x.nbytes for x in pieces) else None

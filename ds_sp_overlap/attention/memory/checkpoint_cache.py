@@ -30,6 +30,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...profiling.steps import in_backward
 from .offload import OffloadedTensor
+from .saved_views import storage_of
 
 _current: ContextVar[CheckpointPass | None] = ContextVar("checkpoint_pass", default=None)
 
@@ -68,10 +69,8 @@ class CheckpointCache:
 
     def offloaded(self) -> list[OffloadedTensor]:
         """Return the saved tensors that are offloaded."""
-        offloaded = []
-        for entry in self.entries:
-            offloaded += [x for x in entry.tensors if isinstance(x, OffloadedTensor)]
-        return offloaded
+        saved = [x for entry in self.entries for x in entry.tensors]
+        return [x for x in saved if isinstance(x, OffloadedTensor)]
 
     def register_as_most_recent(self) -> None:
         """Register this checkpoint as the most recently offloaded one.
@@ -136,10 +135,8 @@ class CheckpointPass:
         if offload:
             self.cache.register_as_most_recent()
             # To offload a view of a tensor that stays would free nothing.
-            stay = {x.untyped_storage().data_ptr() for x in shared or ()}
-            for index, x in enumerate(leaves):
-                if x.untyped_storage().data_ptr() not in stay:
-                    leaves[index] = OffloadedTensor(x)
+            stay = set(map(storage_of, shared or ()))
+            leaves = [x if storage_of(x) in stay else OffloadedTensor(x) for x in leaves]
         self.cache.entries.append(_Entry(where, leaves, tree, rest))
 
     def take(self, where: str) -> tuple[Any, Any]:

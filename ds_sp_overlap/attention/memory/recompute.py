@@ -76,9 +76,8 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor: Tensor, x: Tensor):
         # An attention may change q, k or v in place, which autograd forbids for a view.
-        storage = x.untyped_storage()
         return x.new_empty(0).set_(  # guard: no view, which nobody may change
-            storage, x.storage_offset(), x.size(), x.stride()
+            x.untyped_storage(), x.storage_offset(), x.size(), x.stride()
         )
 
     @staticmethod
@@ -182,8 +181,7 @@ class Attended:
         local: LocalAttention,
     ) -> list[Tensor | None]:
         """Compute attention again, with autograd, and run its backward; otherwise as `backward`."""
-        changed = self.versions not in (None, local.versions())
-        if changed:  # guard: attention of forward
+        if self.versions not in (None, local.versions()):  # guard: attention of forward
             raise RuntimeError(
                 f"{local.where}: a tensor that local attention reads (a mask, a bias, a buffer) "
                 "was changed in place between forward and backward, which computes this attention "

@@ -98,15 +98,11 @@ class InputModules:
     def can_split(self) -> bool:
         """Return whether q, k and v can be made in parts, as the modules are now."""
         # Backward rotates back by hand, which is known of a `Rotary` alone.
-        if not (self.rope is None or isinstance(self.rope, Rotary)):
-            return False
-        for norm in self.norms.values():
-            if not can_recompute(norm, self.pure):
-                return False
-        for module in self.projections:
-            if not can_split(module, self.plain):
-                return False
-        return True
+        return (
+            (self.rope is None or isinstance(self.rope, Rotary))
+            and all(can_recompute(norm, self.pure) for norm in self.norms.values())
+            and all(can_split(module, self.plain) for module in self.projections)
+        )
 
     def split(self, call: Call, tables: tuple[Tensor, ...]) -> Projections:
         """Make what computes q, k and v of a call part by part; nothing is computed yet.
@@ -251,12 +247,11 @@ class InputModules:
         """
         learning = []
         for kind, (index, _) in self.of_kinds.items():
-            learns = False
+            # A norm may be a plain function, which has no parameters.
+            parameters: list[Tensor] = []
             for module in (self.projections[index], self.norms.get(kind)):
-                # A norm may be a plain function, which has no parameters.
-                if isinstance(module, nn.Module):
-                    learns = learns or any(p.requires_grad for p in module.parameters())
-            learning.append(learns)
+                parameters += module.parameters() if isinstance(module, nn.Module) else ()
+            learning.append(any(p.requires_grad for p in parameters))
         return learning
 
 

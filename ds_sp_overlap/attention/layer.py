@@ -191,8 +191,9 @@ class LayerRuntime:
             ValueError: as `call` does.
         """
         # Before CUDA is initialised, torch can't say whether a stream is captured.
-        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if is_captured:  # guard: no graph of a call
+        if (  # guard: no graph of a call
+            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        ):
             raise RuntimeError(
                 f"{self.where}: called while a CUDA graph is captured, but a layer waits on the "
                 "host (to compare calls over the ranks), which no graph can hold; capture what "

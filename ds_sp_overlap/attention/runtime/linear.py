@@ -100,8 +100,9 @@ def can_recompute(norm: object, pure: Pure = PURE) -> bool:
     # A tensor stands in the place of a parameter, as FSDP's views do: ``parameters()`` lacks it.
     if any(isinstance(x, Tensor) for x in vars(norm).values()):
         return False
-    hooked = any(parameter._backward_hooks for parameter in norm.parameters())
-    return not hooked  # guard: its hooks run once
+    return not any(  # guard: its hooks run once
+        parameter._backward_hooks for parameter in norm.parameters()
+    )
 
 
 # Takes a hook; returns whether the hook does nothing for now.

@@ -154,8 +154,9 @@ class ForwardRunner(Runner):
                 self.values.pop(("k", earlier), None), self.values.pop(("v", earlier), None)
 
     def merge(self, step: Step) -> None:
-        o = self.values.pop(("o", step.group))
-        self.y, self.outputs[step.group] = self.merge_group(self.y, step.group, o)
+        self.y, self.outputs[step.group] = self.merge_group(
+            self.y, step.group, self.values.pop(("o", step.group))
+        )
 
     def qkv_need_grad(self) -> list[bool]:
         """Return for each of q, k and v whether it needs a gradient, which is alike in all groups.

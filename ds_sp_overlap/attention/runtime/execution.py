@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -228,9 +229,6 @@ def pieces_of_queries(geometry: Geometry, q: Tensor) -> list[tuple[Tensor] | tup
     """
     if geometry.shares == 1:
         return [(q,)]
-    pieces: list[tuple[Tensor] | tuple[Tensor, Range]] = []
-    first = 0
-    for start, stop in geometry.own_queries:
-        pieces.append((q.narrow(geometry.seq_dim, first, stop - start), (start, stop)))
-        first += stop - start
-    return pieces
+    lengths = [stop - start for start, stop in geometry.own_queries]
+    places = zip(accumulate(lengths, initial=0), lengths, geometry.own_queries)
+    return [(q.narrow(geometry.seq_dim, first, length), tokens) for first, length, tokens in places]

@@ -49,9 +49,7 @@ def legs_of(
         return None
     sent = geometry.chunk_tokens(chunk, chunks)
     # For each rank, the tokens of its piece: those of every m-th rank.
-    pieces = []
-    for rank, ranks in enumerate(siblings):
-        pieces.append(sent[ranks.index(rank) :: len(ranks)])
+    pieces = [sent[ranks.index(rank) :: len(ranks)] for rank, ranks in enumerate(siblings)]
     first, second = [], []
     for kind, dim in relayed:
         first.append(geometry.lay_out(kind, group, dim, sent, pieces))
@@ -68,11 +66,8 @@ def _siblings(geometry: Geometry, group: int, rank: int) -> list[int]:
     nodes, heads = geometry.nodes, geometry.sent_range("k", rank, group)
     if nodes is None or heads[0] >= heads[1]:
         return [rank]
-    siblings = []
-    for other in range(geometry.sp_size):
-        if nodes[other] == nodes[rank] and geometry.sent_range("k", other, group) == heads:
-            siblings.append(other)
-    return siblings
+    every = [(node, geometry.sent_range("k", other, group)) for other, node in enumerate(nodes)]
+    return [other for other, its_own in enumerate(every) if its_own == every[rank]]
 
 
 def _spread(

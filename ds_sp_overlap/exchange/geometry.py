@@ -157,11 +157,8 @@ class Geometry(Heads):
                 receives those of them that are sent.
             by_rank: As in `exchange`.
         """
-        # Where each head lies in the local tensor.
-        place: dict[int, int] = {}
-        for start, stop in self.heads_of(kind, group):
-            for head in range(start, stop):
-                place[head] = len(place)
+        # The heads of the local tensor, in their order.
+        heads = [head for start, stop in self.heads_of(kind, group) for head in range(start, stop)]
         first, last = sent[self.sp_rank]
         local_len = last - first
         parts: list[Range] = []
@@ -178,15 +175,15 @@ class Geometry(Heads):
             if begin == end or (first < last and not of_rank):
                 parts.append((edge, edge))
                 continue
-            edge = place[begin] + end - begin
-            parts.append((place[begin], edge))
+            edge = heads.index(begin) + end - begin
+            parts.append((heads.index(begin), edge))
         start, stop = self.sent_range(kind, self.sp_rank, group)
-        shape = self.shape(local_len, len(place), head_dim)
+        shape = self.shape(local_len, len(heads), head_dim)
         if by_rank:
             # A projection can write each part into memory of its own, so that the tensor is the
             # buffer that travels.
             each = stop - start
-            shape = (*shape[:2], len(place) // each, each, head_dim)
+            shape = (*shape[:2], len(heads) // each, each, head_dim)
             parts = [(begin // each, end // each) for begin, end in parts]
         local = Side(shape, 2, tuple(parts))
         # Some rank is sent only some of this rank's tokens.

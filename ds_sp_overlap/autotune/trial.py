@@ -110,11 +110,8 @@ class Trial:
         """
         marks = [self.marks[candidate] for candidate in self.left]
         # The calls of all candidates together.
-        forwards: list = []
-        backwards: list = []
-        for own_forwards, own_backwards in marks:
-            forwards += own_forwards
-            backwards += own_backwards
+        forwards = [call for own_forwards, _ in marks for call in own_forwards]
+        backwards = [call for _, own_backwards in marks for call in own_backwards]
 
         def per_token(marks: list) -> float:
             return median(

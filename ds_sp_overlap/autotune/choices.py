@@ -139,10 +139,7 @@ def candidates_of(
     default = next(way for way in least_first if close[way][0])
     fastest_first = sorted(ways, key=lambda way: times_ms[way][0])
     whole = [way for way in fastest_first if isinstance(way, int)]
-    windows = []
-    for way in least_first:
-        if isinstance(way, tuple) and any(close[way]):
-            windows.append(way)
+    windows = [way for way in least_first if isinstance(way, tuple) and any(close[way])]
     # Where these are too many, the last are given up: first the windows that need most memory, then
     # the slowest G.
     taken = list(dict.fromkeys((default, *whole, *windows)))[: max(2, most - off)]

@@ -213,11 +213,6 @@ class Sides:
     each: tuple[Side, ...]
     apart: bool = False
 
-    @property
-    def by_token(self) -> bool:
-        """Return whether the parts of several tensors alternate, token by token."""
-        return len(self.each) > 1 and not self.apart
-
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements per peer, of all tensors."""

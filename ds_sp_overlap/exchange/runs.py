@@ -63,7 +63,7 @@ def _blocks_in_wire(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[
         for tensor, side in enumerate(sides.each):
             shape = side.part_shape(peer)
             own = math.prod(shape[2:])
-            width = of_all if sides.by_token else own
+            width = own if sides.apart else of_all
             # Strides in the wire: from token to token a ``width``; inside of a token as packed.
             steps = [shape[1] * width, width]
             steps += [math.prod(shape[dim + 1 :]) for dim in range(2, len(shape))]
@@ -80,7 +80,7 @@ def _blocks_in_wire(sides: Sides, strides: tuple[tuple[int, ...], ...]) -> list[
                 # Only `Patches` have several blocks in a part, one behind the other.
                 if isinstance(side, Patches):
                     done += cut[side.seq_dim] * steps[side.seq_dim]
-            before += own if sides.by_token else side.split_sizes[peer]
+            before += side.split_sizes[peer] if sides.apart else own
         place += size
     return blocks
 

@@ -217,7 +217,7 @@ def all_equal(send_sizes: tuple[int, ...], recv_sizes: tuple[int, ...]) -> bool:
     return 0 < first and send_sizes.count(first) == len(send_sizes) and send_sizes == recv_sizes
 
 
-class OneRank:
+class OneRank(Done):
     """The transport of an sp group of one rank, which copies."""
 
     def prepare(self, sp_group: Any) -> None:
@@ -234,9 +234,6 @@ class OneRank:
     ) -> Handle:
         recv.copy_(send)
         return self
-
-    def wait(self) -> None:
-        pass
 
 
 # By group name and settings: the group that a communicator was made for, and the communicator. The

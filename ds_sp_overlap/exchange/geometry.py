@@ -125,16 +125,14 @@ class Geometry(Heads):
             queries = "q" * len(kinds)
             return self.exchange(queries, group, head_dims, chunk, chunks, by_rank).inverse
         sent = self.chunk_tokens(chunk, chunks)
+        # For each rank, the tokens that it receives: of k and v all, of q those of its share.
+        of_keys: list[tuple[Range, ...]] = [((0, sum(self.seq_lens)),)] * self.sp_size
+        of_query = [self.query_tokens(rank) for rank in range(self.sp_size)]
         layouts = []
         for kind, dim in zip(kinds, head_dims):
-            layouts.append(self.lay_out(kind, group, dim, sent, self._received(kind), by_rank))
+            room = of_query if kind == "q" else of_keys
+            layouts.append(self.lay_out(kind, group, dim, sent, room, by_rank))
         return joint(layouts, apart=self.shares > 1)
-
-    def _received(self, kind: str) -> list[tuple[Range, ...]]:
-        """Return for each rank the tokens of q, k or v that it receives, of the whole sequence."""
-        if kind == "q":
-            return [self.query_tokens(rank) for rank in range(self.sp_size)]
-        return [((0, sum(self.seq_lens)),)] * self.sp_size
 
     def lay_out(
         self,

@@ -37,11 +37,10 @@ def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | No
         None in place of the times where no rank counts.
     """
     merged_reports: dict[tuple, tuple[str, list[float] | None]] = {}
-    what_by_key: dict[tuple, str] = {}
+    every: Report = {}
     for report in reports:
-        for key, (what, _) in report.items():
-            what_by_key[key] = what
-    for key, what in what_by_key.items():
+        every |= report
+    for key, (what, _) in every.items():
         of_ranks = [report[key][1] for report in reports if key in report]
         # A rank that has not timed all candidates reports inf, and would decide alone.
         complete = [times for times in of_ranks if max(times) < float("inf")]

@@ -17,7 +17,7 @@ heads are refused, see `call_geometry`.)
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -111,28 +111,18 @@ class ZeroCta:
         source.copy_(send)
         work = dist.all_to_all_single(target, source, group=self.group, async_op=True)
 
-        def arrived() -> None:
+        def wait() -> None:
+            work.wait()
             recv.copy_(target)
             pairs.append((source, target))
 
-        return _Then(work, arrived)
+        return SimpleNamespace(wait=wait)
 
     def _buffer(self, like: Tensor) -> Tensor:
         """Make a symmetric buffer. Collective."""
         buffer = self.symmetric.empty(like.numel(), dtype=like.dtype, device=like.device)
         self.symmetric.rendezvous(buffer, group=self.group.group_name)
         return buffer
-
-
-class _Then:
-    """A handle that calls ``then`` once the transfer has been waited for."""
-
-    def __init__(self, work: Any, then: Callable[[], None]):
-        self.work, self.then = work, then
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.then()
 
 
 class CopyEngine:

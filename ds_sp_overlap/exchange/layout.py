@@ -239,13 +239,10 @@ class Sides:
         tiles = [side.tiled for side in self.each]
         if not all(tiles):  # guard: a tile for each peer
             return []
-        if len(tiles) > 1:
-            # Side by side only if each peer is sent a part of every tensor, or of none.
-            filled = set()
-            for side in self.each:
-                filled.add(tuple(start < stop for start, stop in side.parts))
-            if self.apart or len(filled) > 1:
-                return []
+        # Side by side only if each peer is sent a part of every tensor, or of none.
+        filled = {tuple(start < stop for start, stop in side.parts) for side in self.each}
+        if len(filled) > 1 or self.apart and len(tiles) > 1:
+            return []
         dim, widths = self.each[0].dim, [tile[3] for tile in tiles]
         width = sum(widths)
         # The wire lies peer by peer: the stride of the peers is the largest, wherever they stand.

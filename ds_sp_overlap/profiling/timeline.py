@@ -179,7 +179,7 @@ class Timeline:
 
     def recording(self) -> bool:
         """Return whether the current step is recorded."""
-        # After the last step, `look` has ended the recording.
+        # After the last step, `write_if_over` has ended the recording.
         return self.steps is not None and self.first <= self.steps.now()
 
     # While it records.

@@ -158,7 +158,7 @@ def _bind(
 ) -> Undo:
     """Rebind a gated delta net; return the function that undoes the rebinding.
 
-    Runs in `enable`, once the ranks have agreed. The arguments are those of `find_layer`, and the
+    Runs in `enable`, once the ranks have agreed. The arguments are those of `describe`, and the
     layer's `sources_of`.
     """
     # OLMo Hybrid has the second pair of names.

@@ -7,7 +7,7 @@ process (``_set_sm_carveout_experimental``).
 
 The forward of flash-attn 3 is persistent as well: its blocks take the SMs that an exchange gives
 back, so that the next exchange, though launched, begins when attention is over. The same number
-reaches it as ``sm_margin`` (`arguments.bind_arguments`), and keeps as many SMs for exchanges. Without
+reaches it as ``sm_margin`` (`bind_arguments`), and keeps as many SMs for exchanges. Without
 a margin each attention hides one exchange. On a simulated GPU (``plan --gpu``) two head groups,
 with which "auto" begins, are the fastest with a margin and without; a test checks this.
 """

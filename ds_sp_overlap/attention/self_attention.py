@@ -417,7 +417,8 @@ class SelfAttention:
             # batched one does not.
             return len(geometry.heads_of(kind, 0)) > 1
 
-        # Nothing then: no part has more rows per rank than q, or has slices where q has none.
+        # Without slices and large parts of q there are none of any other: no kind has more rows per
+        # rank than q, or slices where q has none.
         if not is_sliced("q") and not batched_pays(
             x, geometry.heads // geometry.parts * self.head_dim
         ):

@@ -97,9 +97,8 @@ from the attention of one layer to the attention of the next in chunks of tokens
 
 A projection may have to be called whole, or the caller may have called it (the drop-in). Then the
 first ``project`` of a module calls it; in the drop-in it slices the caller's tensor. The output
-projection comes after
-the last ``merge``; and autograd orders the backward of that end. The drop-in applies RoPE after the
-exchange. A step whose result nobody needs is left out.
+projection comes after the last ``merge``, and autograd orders the backward of that end. The drop-in
+applies RoPE after the exchange. A step whose result nobody needs is left out.
 
 For another order, pass another function ``(kinds, wgrad_last) -> Schedule`` as
 ``SelfAttention(schedule=...)``, the same on every rank; `by_head_groups` is an example. The

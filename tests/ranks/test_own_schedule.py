@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_sp_overlap.schedule import Schedule, by_chunks, by_head_groups, by_window, draw, order, simulate, without_o
+from ds_sp_overlap.schedule import O, Op, Schedule, Step, by_chunks, by_head_groups, by_window, draw, order, simulate, without_o
 from tests.harness import layers
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
@@ -52,10 +52,19 @@ def windowed(kinds, wgrad_last=True, window=1):
     return by_window(kinds, last_use, window, wgrad_last)
 
 
+def merged_backwards(kinds, wgrad_last=True):
+    """The same, whose merges come last, in descending order of the groups."""
+    base = windowed(kinds, wgrad_last)
+    merges = tuple(Step(Op.MERGE, O, False, group) for group in reversed(range(len(kinds))))
+    forward = tuple(step for step in base.forward if step.op is not Op.MERGE)
+    return replace(base, forward=forward + merges, recompute=merges)
+
+
+@pytest.mark.parametrize("function", [windowed, merged_backwards])
 @pytest.mark.parametrize("kv_heads, kinds", [(4, ("qkv", "qkv")), (2, ("qkv", "q"))])
-def test_a_schedule_whose_backward_makes_q_k_and_v_again_is_run_and_recorded(kv_heads, kinds):
-    made = without_o(windowed(kinds))  # attention is run again, and reads no o
-    for found, log in on_ranks(2, run_by, windowed, 2, kv_heads):
+def test_a_schedule_whose_backward_makes_q_k_and_v_again_is_run_and_recorded(kv_heads, kinds, function):
+    made = without_o(function(kinds))  # attention is run again, and reads no o
+    for found, log in on_ranks(2, run_by, function, 2, kv_heads):
         assert found == [] and log == order(made, made.forward) + order(made, made.backward)
 
 

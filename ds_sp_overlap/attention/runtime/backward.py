@@ -25,7 +25,7 @@ class BackwardRunner(ForwardRunner):
     """Performs the steps of backward, and the steps of forward that backward recomputes.
 
     A node makes one for each backward: `window` walks the whole program, the two nodes of `nodes`
-    one section each, and each calls only the ``take_...`` methods that its steps need.
+    one section each, and each hands over only what its steps need.
 
     Attributes:
         grads: do of head groups, first local and then received; and dq, dk and dv from attention
@@ -144,7 +144,8 @@ class BackwardRunner(ForwardRunner):
     def attend(self, step: Step) -> None:
         """Run the backward of the attention of a group; groups come in descending order."""
         call, group, attend = self.call, step.group, self.local.attend
-        needs_grad, heads = self.qkv_need_grad(), self.heads(group)
+        needs_grad = self.qkv_need_grad()
+        heads = self.heads(group)
         dq, dk, dv, *learned_gradients = self.attended[group].backward(
             partial(attend_in_pieces, call, attend, group),
             heads,
@@ -165,7 +166,8 @@ class BackwardRunner(ForwardRunner):
         for kind, dx, x, is_needed in zip(("k", "v"), (dk, dv), heads[1:], needs_grad[1:]):
             if is_needed:
                 self._add_to_pieces(kind, group, torch.zeros_like(x) if dx is None else dx)
-            # The group that k and v travelled with in forward is the last one that reads them.
+            # Backward takes the groups in reverse: the group with which k and v travelled reads
+            # them last.
             self.values.pop((kind, group), None)  # guard: the last that attends to them, here
 
     def _add_to_pieces(self, kind: str, group: int, dx: Tensor) -> None:

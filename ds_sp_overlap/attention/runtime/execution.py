@@ -160,8 +160,8 @@ def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
         o as [.., .., heads, d_v].
 
     Raises:
-        ValueError: for another type or shape; on this rank alone, as whatever local attention
-            raises.
+        ValueError: for another type or shape. This rank alone raises, as with any error of local
+            attention.
     """
     if not isinstance(o, Tensor):
         raise ValueError(f"{where}: local attention must return one tensor, got {type(o).__name__}")

@@ -144,7 +144,8 @@ class InputGradients:
             weight, dx = self.cut_weights[module](rows), self.dx
             if dx is None:
                 product = dy @ weight
-                # Without autocast they are alike, and a cast to the same costs the host time.
+                # Without autocast both are alike, and a cast that changes nothing costs the host
+                # time.
                 self.dx = product if product.dtype == self.dtype else product.to(self.dtype)
             elif len(self.call.groups) == 1 or dx.dtype != dy.dtype:
                 dx += dy @ weight  # rounds each product, as the layer that is replaced does

@@ -63,8 +63,8 @@ class _StartInputs(Node):
                 if not any(needed):
                     unneeded.append(token)
             ctx.mark_non_differentiable(*unneeded)
-        # Only tensors that some gradient reads are saved: weights for dx, x for dw, the inputs of
-        # the norms for their gradients.
+        # Beside the tables, only tensors that some gradient reads are saved: weights for dx, x for
+        # dw, the inputs of the norms for their gradients.
         weights = [
             w if inputs.x_needs_grad and index % 2 == 0 else None
             for index, w in enumerate(parameters[:linear])
@@ -153,9 +153,10 @@ class _FinishOutput(Node):
         )
         del saved  # each o is freed after its wgrad
         runner.walk(call.schedule.backward_of_output)  # guard: the wgrad comes last
-        dw, db = runner.pieces.whole(), matrix(dy).sum(0) if bias_needs_grad else None
+        db = matrix(dy).sum(0) if bias_needs_grad else None
         # Empty: it only makes autograd run the exchanges' other halves.
         token = dy.new_empty(0)
+        dw = runner.pieces.whole()
         return None, dw, db, *(token if needed else None for needed in tokens_need_grad)
 
 

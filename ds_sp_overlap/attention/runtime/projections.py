@@ -40,8 +40,8 @@ class ProjectionOperands(NamedTuple):
 
     Attributes:
         x: [.., m]. The layer's input; None in a backward that reads it for no gradient.
-        linear: Weight and bias of each linear layer, of the layer or cast by autocast. A bias is
-            read where q, k and v are made, in forward or again.
+        linear: Weight and bias of each linear layer, of the layer or cast by autocast; None in a
+            backward that doesn't read them. A bias is read where q, k and v are made.
         tables: As in `Projections`; not read from there, since a node saves them in between.
         norm_parameters: In backward, the saved parameters of the norms. None in forward, where the
             norms are being called (`Projections.called`) and have their parameters in place.
@@ -75,7 +75,7 @@ class Projections:
         folded: The parts that are rotated by the kernels that pack them, and not by `shape`.
         head_dim: ``d``.
         plain: Known forwards of plain linear layers, see `linear`.
-        recorded: Whether there will be a backward.
+        recorded: Whether autograd records the call.
     """
 
     modules: list[nn.Linear]

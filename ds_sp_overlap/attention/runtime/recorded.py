@@ -25,8 +25,8 @@ Arrive = Callable[[str, Tensor, tuple[Range, ...]], Tensor]
 class Gathering(Runner):
     """Gathers consecutive steps and performs them together, as one node of autograd.
 
-    Fewer nodes cost the host less time. A subclass gathers a step by passing it to `gather`; before
-    any other step it calls `flush`.
+    Fewer nodes cost the host less time. A subclass gathers a step by passing it to `gather`. It
+    calls `flush` before a step that must come behind those that were gathered.
     """
 
     def __init__(self, call: Call):

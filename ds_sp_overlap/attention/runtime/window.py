@@ -67,7 +67,8 @@ class _Windowed(Node):
         forward.take_output(output, weight, bias)
         if checkpoint is not None and checkpoint.is_recompute:
             # The checkpoint has saved what attention made: only the merges run again. This node has
-            # no backward. It saves the tensors that the node of the first run asks for in backward.
+            # no backward. It saves tensors for the checkpoint, which hands them to the node of the
+            # first run, whose backward runs.
             (outputs, forward.saved), (forward.attended, after) = checkpoint.take(call.where)
             for group, o in outputs.items():
                 forward.values["o", group] = o.view(*x.shape[:2], o.shape[-1])
@@ -98,7 +99,8 @@ class _Windowed(Node):
             # Collective in the first call of a kind.
             if not local.agree(reads_o, foreign):
                 call.run_by(without_o(call.schedule))
-        reads_outputs, linear = ctx.weight_needs_grad or call.schedule.beside, inputs.linear_count
+        reads_outputs = ctx.weight_needs_grad or call.schedule.beside
+        linear = inputs.linear_count
         save_groups(
             ctx,
             [x, weight],
@@ -132,7 +134,8 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     inputs.begin(operands, late=True)
     runner.take_inputs(inputs, operands)
     runner.take_attention_gradient(local, attended, dict(zip(attended, of_attention)))
-    # Alike on all ranks: which modules learn was compared in the first call.
+    # Alike on all ranks: which projections and norms learn was compared in the first call. Which
+    # tensors attention learns was not; no rank may learn others.
     reaches_attention = bool(local.learned) or any(map(inputs.is_needed, inputs.projections.rows))
     runner.take_output_gradient(
         ctx.output,
@@ -150,8 +153,8 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         program = tuple(step for step in program if step.op is Op.WGRAD and step.tensors == O)
     runner.walk(program)
     dx, *parameter_gradients = inputs.end()
-    dw, db = runner.pieces.whole(), matrix(dy).sum(0) if ctx.bias_needs_grad else None
-    return dx, dw, db, *runner.learned_gradients, *parameter_gradients
+    db = matrix(dy).sum(0) if ctx.bias_needs_grad else None
+    return dx, runner.pieces.whole(), db, *runner.learned_gradients, *parameter_gradients
 
 
 def windowed(
@@ -180,7 +183,7 @@ def windowed(
     Returns:
         What ``o_proj`` returns, see `returned_by`.
     """
-    plain, weight_and_bias = projections.plain, autocast(*product_of(o_proj, projections.plain))
+    plain = projections.plain
     y: Tensor = _Windowed.apply(
         call,
         projections,
@@ -188,7 +191,7 @@ def windowed(
         checkpoint,
         offload,
         x,
-        *weight_and_bias,
+        *autocast(*product_of(o_proj, plain)),
         *local.learned,
         *projections.parameters(),
     )

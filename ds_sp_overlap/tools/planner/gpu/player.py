@@ -267,7 +267,7 @@ class Player:
                 return
 
     def _turn(self, index: int, kernel: _Running, count: int) -> None:
-        """Let ``count`` blocks of a kernel, which have an SM, work on one tile each until `over`."""
+        """Let ``count`` blocks of a kernel, which have an SM, work on one tile each."""
         kernel.left -= count
         if kernel.left == 0:
             # No tile is left for the blocks that have no SM yet, so they wait no longer.

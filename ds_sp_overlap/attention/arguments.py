@@ -1,12 +1,13 @@
-"""Binds the arguments of a local attention beside q, k and v, and looks for modules in it."""
+"""Binds the arguments of a local attention beside q, k and v, and looks for what else it reads."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -120,18 +121,47 @@ def modules_of(attend: Any) -> list[nn.Module]:
 
     Looks into modules, partials, the object of a bound method, and closures.
     """
-    if isinstance(attend, nn.Module):
-        return list(attend.modules())
     modules: list[nn.Module] = []
-    if isinstance(attend, functools.partial):
-        for x in (attend.func, *attend.args, *attend.keywords.values()):
-            modules += modules_of(x)
-        return modules
-    inside = [getattr(attend, "__self__", None)]
-    for cell in getattr(attend, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a variable that has no value now
-            inside.append(cell.cell_contents)
-    for x in inside:
+    for x in _made_of(attend):
         if isinstance(x, nn.Module):
             modules += x.modules()
     return modules
+
+
+def tensors_of(attend: Any, without: Iterable[nn.Module] = ()) -> list[Tensor]:
+    """Return the tensors that an attention may read beside its arguments, as far as found.
+
+    Those are parameters, buffers and attributes of `modules_of`; tensors in partials and closures;
+    and attributes of objects that are there or called.
+
+    Args:
+        attend: The local attention.
+        without: Modules whose parameters are left out: an attention that reaches the whole layer,
+            by a closure for instance, reads nothing of its projections and norms.
+    """
+    held: list[Any] = []
+    for x in _made_of(attend):
+        held.append(x)
+        for inner in x.modules() if isinstance(x, nn.Module) else (x,):
+            for name in ("_parameters", "_buffers", "__dict__"):
+                values = getattr(inner, name, None)
+                held += values.values() if isinstance(values, dict) else ()
+    own = {id(parameter) for module in without for parameter in module.parameters()}
+    tensors = {id(x): x for x in held if isinstance(x, Tensor) and id(x) not in own}
+    return list(tensors.values())
+
+
+def _made_of(attend: Any) -> Iterator[Any]:
+    """Yield what an attention is made of: what is called, and what that holds or is bound to."""
+    if isinstance(attend, functools.partial):
+        for x in (attend.func, *attend.args, *attend.keywords.values()):
+            yield from _made_of(x)
+        return
+    yield attend
+    # Not the Python module that a function of C is in.
+    owner = getattr(attend, "__self__", None)
+    if owner is not None and not isinstance(owner, ModuleType):
+        yield owner
+    for cell in getattr(attend, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a variable that has no value now
+            yield cell.cell_contents

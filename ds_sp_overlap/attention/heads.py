@@ -9,21 +9,26 @@ and v, over all heads and group by group, and the two results are compared. The 
 are compared as well, on the same q, k and v: with head groups a rank may get other heads than
 without them (`Geometry.groups_first`), and an attention that was built for its rank's heads would
 be applied to another rank's.
+
+What the attention holds for each head may be alike for all at first: a gain of ones, a bias of
+zeros. So heads and groups are compared once more, with random numbers in place of the tensors that
+the attention holds, as far as they are found (`arguments.tensors_of`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..exchange.geometry import Geometry
 from ..schedule import Part
-from .arguments import modules_of, named, slice_per_head
+from .arguments import modules_of, named, slice_per_head, tensors_of
 from .memory.forward_state import Random, in_modes
 from .memory.recompute import join_pieces
 from .runtime.execution import Call, pieces_of_queries, with_head_dim, with_kv
@@ -39,6 +44,7 @@ class Local(NamedTuple):
         q_dim: Head dim of q and k.
         v_dim: Head dim of v.
         dtype: Of q, k and v.
+        around: Modules that the attention may reach, but reads nothing of.
     """
 
     attend: Callable[..., Tensor]
@@ -47,6 +53,7 @@ class Local(NamedTuple):
     q_dim: int
     v_dim: int
     dtype: torch.dtype
+    around: Sequence[nn.Module] = ()
 
     @property
     def name(self) -> str:
@@ -95,6 +102,9 @@ def probe_heads(call: Call, local: Local, device: torch.device) -> tuple[str, li
         try:
             before = Random.now(device)
             difference, norms = _difference(call, local, device)
+            if held := tensors_of(local.attend, local.around):
+                with _random_values(held):  # guard: heads that begin alike
+                    difference = max(difference, _difference(call, local, device)[0])
             after = Random.now(device)
         except Exception as error:
             # Of any kind: the other ranks wait for the result.
@@ -104,6 +114,25 @@ def probe_heads(call: Call, local: Local, device: torch.device) -> tuple[str, li
             return "draws random numbers, so that nothing can be compared", None
         return f"differs by {difference:.2g}", None
     return "", norms if call.geometry.kv_heads % call.geometry.parts == 0 else None
+
+
+@contextlib.contextmanager
+def _random_values(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Run the body with random numbers between 0.5 and 1.5 in plain tensors of floats.
+
+    The numbers have memory of their own, so that graphs which have saved a tensor don't notice.
+    """
+    generator, before = torch.Generator().manual_seed(0), []
+    for x in tensors:
+        is_plain = type(x) in (Tensor, nn.Parameter) and not x.is_inference()
+        if is_plain and x.is_floating_point():
+            before.append((x, x.data))
+            x.data = (torch.rand(x.shape, generator=generator) + 0.5).to(x)
+    try:
+        yield
+    finally:
+        for x, data in before:
+            x.data = data  # guard: values as they were
 
 
 def differing_rank(norms: Sequence[list[float] | None], dtype: torch.dtype) -> str:

@@ -28,7 +28,7 @@ from ..exchange.shares import QueryChunks
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..schedule import Block, O, Windowed, by_head_groups, schedule_of
-from .arguments import ForAllHeads, PerHead, bind_arguments, modules_of
+from .arguments import ForAllHeads, PerHead, bind_arguments, modules_of, tensors_of
 from .call_geometry import geometry_of
 from .heads import Local
 from .input_modules import InputModules
@@ -336,8 +336,14 @@ class SelfAttention:
 
         See Note [Heads alike] in `heads`. q, k and v have the dtype that autocast gives ``x``.
         """
-        dim, dtype = self.head_dim, autocast(x)[0].dtype
-        return Local(self.local_attention, args, kwargs, dim, v_dim=dim, dtype=dtype)
+        dim, dtype, around = self.head_dim, autocast(x)[0].dtype, self._modules_around
+        return Local(self.local_attention, args, kwargs, dim, v_dim=dim, dtype=dtype, around=around)
+
+    @property
+    def _modules_around(self) -> list[nn.Module]:
+        """The projections and norms, of which local attention reads nothing."""
+        modules = (*self.inputs.modules, self.o_proj)
+        return [module for module in modules if isinstance(module, nn.Module)]
 
     def local_of(
         self, call: Call, x: Tensor, attend: Attend, args: tuple, kwargs: dict
@@ -358,22 +364,13 @@ class SelfAttention:
             tensor = leaf.tensor if isinstance(leaf, (ForAllHeads, PerHead)) else leaf
             if isinstance(tensor, Tensor):
                 tensors.append(tensor)
-        # An attention that reaches the whole layer, by a closure for instance, still learns nothing
-        # of the projections and norms.
-        own: set[int] = set()
-        for module in (*self.inputs.modules, self.o_proj):
-            if isinstance(module, nn.Module):
-                own.update(id(parameter) for parameter in module.parameters())
         # By identity, since a parameter may also be given as an argument.
         learned = {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
         modules = modules_of(self.local_attention)
-        for module in modules:
-            tensors += module.buffers(recurse=False)
-            for parameter in module.parameters(recurse=False):
-                if id(parameter) not in own:
-                    tensors.append(parameter)
-                    if parameter.requires_grad:
-                        learned[id(parameter)] = parameter
+        parameters = {id(p) for module in modules for p in module.parameters(recurse=False)}
+        read = tensors_of(self.local_attention, self._modules_around)
+        learned |= {id(x): x for x in read if x.requires_grad and id(x) in parameters}
+        tensors += read
         agree = partial(self.layer.agree_on_o, kind_of(call, (x,)))
         return LocalAttention(
             attend,

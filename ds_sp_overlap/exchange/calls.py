@@ -29,7 +29,7 @@ class Calls:
     _of_groups: weakref.WeakKeyDictionary[Any, Calls] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        # The number of calls, and of layers that were called (`LayerRuntime.call` counts the layers).
+        # The number of calls (`count`), and of layers that were called (`LayerRuntime.call`).
         self.number = self.layers = 0
         # The names of calls that are not compared yet.
         self.names: list[str] = []

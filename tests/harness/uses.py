@@ -166,6 +166,20 @@ class Scaled(nn.Linear):
         return 3 * super().forward(x)
 
 
+class Halved(nn.Linear):
+    """A subclass whose weight is half of the parameter of this name."""
+
+    @property
+    def weight(self):
+        if "weight" not in self._parameters:  # in the constructor
+            raise AttributeError("weight")
+        return self._parameters["weight"] * 0.5
+
+
+def halved_value_and_output(layer):
+    layer["v_proj"].__class__ = layer["o_proj"].__class__ = Halved
+
+
 def adapted_query_and_output(layer):
     layer["q_proj"], layer["o_proj"] = Adapted(layer["q_proj"]), Adapted(layer["o_proj"])
 
@@ -185,6 +199,7 @@ def weight_normed(layer):
 
 
 CHANGES = [
+    halved_value_and_output,
     frozen_query,
     only_query_trains,
     only_input_trains,

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.runtime.linear import can_split, parameter_of
+from ds_sp_overlap.attention.runtime.linear import can_split, goes_by_token, parameter_of
 from tests.harness import layers
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.transports import Recording
-from tests.harness.uses import SHAPES, Adapted, Scaled
+from tests.harness.uses import SHAPES, Adapted, Halved, Scaled
 
 
 def test_a_replaced_forward_is_called_whole():
@@ -23,8 +23,8 @@ def test_a_replaced_forward_is_called_whole():
     backward_hooked = nn.Linear(2, 2)
     backward_hooked.register_full_backward_hook(lambda *_: None)
     scaled = Scaled(2, 2)
-    modules = (plain, hooked, patched, backward_hooked, scaled, Adapted(nn.Linear(2, 2)))
-    assert [can_split(module) for module in modules] == [True] + [False] * 5
+    modules = (plain, hooked, patched, backward_hooked, scaled, Adapted(nn.Linear(2, 2)), Halved(2, 2))
+    assert [can_split(module) for module in modules] == [True] + [False] * 6
 
 
 def hooked(rank, shape, kind):
@@ -221,6 +221,10 @@ def forward_of_a_class():
     return ["taken apart"] * can_split(Scaled(2, 2))
 
 
+def property_of_a_class():
+    return ["taken apart"] * can_split(Halved(2, 2)) + ["known"] * goes_by_token(Halved(2, 2))
+
+
 def replaced_forward():
     linear = torch.nn.Linear(2, 2)
     linear.forward = lambda x: 2 * torch.nn.Linear.forward(linear, x)
@@ -254,6 +258,7 @@ WATCHED = [
     Watched(Guard("only harmless hooks", without="if False:"), hook_sees_all),
     Watched(Guard("a replaced forward runs", without="if module._compiled_call_impl is not None:"), replaced_forward, ranks=0),
     Watched(Guard("no forward of its own", without="if False:"), forward_of_a_class, ranks=0),
+    Watched(Guard("what the forward would read", without="return False"), property_of_a_class, ranks=0),
     Watched(
         Guard(
             "hooks of all modules",

@@ -45,9 +45,9 @@ class Alibi(nn.Module):
 class KeyScale(nn.Module):
     """A learnt factor of each KV head; of queries none."""
 
-    def __init__(self, rank):
+    def __init__(self, scale):
         super().__init__()
-        self.scale = nn.Parameter(factors(KV_HEADS, rank))
+        self.scale = nn.Parameter(scale)
 
     def forward(self, q, k, v):
         return scaled(q, k, v, torch.ones(q.shape[2]).double(), self.scale[: k.shape[2]])
@@ -65,6 +65,11 @@ def padded(q, k, v, slopes):
     return given(q, k, v, slopes["slopes"][:, 0])
 
 
+def holding(slopes):
+    """An attention that finds its slopes in its closure."""
+    return lambda q, k, v: given(q, k, v, slopes)
+
+
 def times(factor, q, k, v):
     return factor * reference.attention(q, k, v)
 
@@ -80,7 +85,9 @@ def kinds(rank):
     of_heads, of_keys = (factors(HEADS), torch.ones(KV_HEADS).double()), (ones, factors(KV_HEADS))
     return {
         "slopes of a module": (Alibi(rank), {}, of_heads),
-        "a scale of each KV head": (KeyScale(rank), {}, of_keys),
+        "a scale of each KV head": (KeyScale(factors(KV_HEADS, rank)), {}, of_keys),
+        "a scale of each KV head that begins at 1": (KeyScale(ones[: KV_HEADS // 2]), {}, (ones, ones[:KV_HEADS])),
+        "factors of a closure that begin at 1": (holding(ones[: HEADS // 2]), {}, (ones, ones[:KV_HEADS])),
         "slopes in a dict": (given, {"slopes": {"slopes": slopes}}, of_heads),
         "slopes in a tuple of lists": (given, {"slopes": ([slopes], None)}, of_heads),
         "slopes among more": (padded, {"slopes": {"slopes": torch.cat((slopes, slopes))[:, None]}}, of_heads),
@@ -311,6 +318,27 @@ def misses_slopes(rank):
     return stateful(rank, "slopes of a module", {})[0]
 
 
+def misses_heads_that_begin_alike(rank):
+    """Two kinds: parameters of a module, tensors of a closure."""
+    kinds = "a scale of each KV head that begins at 1", "factors of a closure that begin at 1"
+    return [fault for kind in kinds for fault in [*stateful(rank, kind, {})[0], *counted(rank, kind)]]
+
+
+def counted(rank, kind):
+    """Whether attention of this kind was called with all of a rank's heads, and not with some."""
+    queries = stateful(rank, kind, {})[1]
+    return [] if queries == ["<q", ">q"] else [f"exchanged {queries}"]
+
+
+def leaves_other_values(rank):
+    local = KeyScale(torch.ones(KV_HEADS // 2).double())
+    address, mover = local.scale.data_ptr(), Recording()
+    attend = dropin.module(case := Case(heads=HEADS, kv_heads=KV_HEADS), mover, local=local)
+    attend(*[dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]], 0)
+    moved = local.scale.data_ptr() != address or not bool((local.scale == 1).all())
+    return ["the parameter is another"] * moved
+
+
 def misses_what_the_other_rank_found(rank):
     return stateful(rank, "slopes that the other rank has not", {})[0]
 
@@ -418,6 +446,8 @@ WATCHED = [
         misses_what_the_other_rank_found,
     ),
     Watched(Guard("alike on all ranks", without="pass"), misses_what_all_heads_of_a_rank_have),
+    Watched(Guard("heads that begin alike", without="with contextlib.nullcontext():"), misses_heads_that_begin_alike),
+    Watched(Guard("values as they were", without="pass"), leaves_other_values),
     Watched(Guard("tried out in evaluation", without="pass"), modes_differ),
     Watched(Guard("left as it was", without="module.training = True"), modes_differ),
     Watched(

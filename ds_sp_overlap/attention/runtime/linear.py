@@ -58,7 +58,7 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     weight = module.__dict__.get("weight", module._parameters.get("weight"))
     if weight is not None:
         # A quantised or distributed tensor has another type.
-        is_plain = type(weight) in (nn.Parameter, Tensor)
+        is_plain = type(weight) in (nn.Parameter, Tensor) and not _hides_parameters(module)
     else:
         # A parametrization may compute another weight in each access, so only what the weight is
         # computed from is looked at.
@@ -75,7 +75,22 @@ def goes_by_token(module: nn.Module, plain: Plain = PLAIN) -> bool:
         module: The module.
         plain: Known forwards of plain linear layers.
     """
-    return type(module).forward in plain and sharded.has_plain_parameters(module)
+    return (
+        type(module).forward in plain
+        and sharded.has_plain_parameters(module)
+        and not _hides_parameters(module)
+    )
+
+
+def _hides_parameters(module: nn.Module) -> bool:
+    """Return whether the class of a linear layer puts something in front of a parameter.
+
+    For instance a property ``weight`` that scales the parameter of this name.
+    """
+    kind, names = type(module), module._parameters
+    return (hasattr(kind, "weight") and "weight" in names) or (
+        hasattr(kind, "bias") and "bias" in names
+    )  # guard: what the forward would read
 
 
 # Forwards of norms that are functions of their input and their parameters alone.

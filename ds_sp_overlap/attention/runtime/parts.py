@@ -39,7 +39,7 @@ class _Parts(Node):
 
     @staticmethod
     def forward(ctx, is_cut, shape, dim, parts, *tensors):
-        """Cut the one of ``tensors`` into parts if ``is_cut``; else join them to one of ``shape``."""
+        """Cut the one tensor given into parts if ``is_cut``; else join them to one of ``shape``."""
         # In the backward of a cut, a part without a gradient is None and left out. In that of a
         # join, the whole without a gradient comes as zeros.
         ctx.set_materialize_grads(not is_cut)

@@ -3,6 +3,7 @@
 Its real pretrain_gpt.py is trained in test_megatron_training.py, where a checkout is given.
 """
 
+import copy
 import functools
 import importlib
 import os
@@ -52,6 +53,55 @@ def test_checked():
 
 def test_separate_projections_of_pull_request_415():
     no_faults(2, megatron_layers.faults_of_all, [Shape(split=True), Shape("core", 8, 2, split=True)])
+
+
+def replaced(name):
+    def change(layer):
+        setattr(layer, name, copy.deepcopy(getattr(layer, name)))
+
+    return change
+
+
+def hooked(layer):
+    layer.dist_attn.register_forward_hook(lambda module, given, o: 2 * o)
+
+
+def patched(layer):
+    forward = layer.dist_attn.forward
+    layer.dist_attn.forward = lambda *args, **more: 2 * forward(*args, **more)
+
+
+# What changes a layer between two of its calls, and how the refusal names it.
+LATER = {"query_key_value": replaced("query_key_value"), "dense": replaced("dense"), "dist_attn": hooked, "dist_attn ": patched}
+
+
+def changed_later(rank, what):
+    """What the second call says; `enable` again makes it right."""
+    shape = Shape(config={"head_groups": 2})
+    outputs = []
+    for ours in (True, False):
+        layer, (x, _, mask, tables) = megatron_layers.layer(shape, torch.distributed.group.WORLD), megatron_layers.inputs(shape)
+        mine = x.chunk(2)[rank].contiguous()
+        if ours:
+            ds_sp_overlap.enable(layer, shape.config, torch.distributed.group.WORLD)
+            layer(mine, mask, tables)
+        LATER[what](layer.self_attention)
+        with torch.no_grad():
+            layer.self_attention.dense.weight.mul_(2)
+        if ours:
+            _, said = refusal(layer, mine, mask, tables)
+            ds_sp_overlap.enable(layer, shape.config, torch.distributed.group.WORLD)
+        outputs.append(layer(mine, mask, tables))
+    return said, relative_error(*outputs)
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_projections_and_dist_attn_that_change_after_enable_are_refused_by_name(what):
+    for said, error in on_ranks(2, changed_later, what):
+        assert said == (
+            f"self_attention: {what.strip()} replaced, hooked or patched since ds_sp_overlap.enable; call ds_sp_overlap.enable again"
+        )
+        assert error < 1e-12
 
 
 def without_grad(call, x, dy):

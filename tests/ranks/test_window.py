@@ -177,6 +177,45 @@ def test_an_input_that_was_changed_in_place_is_noticed():
         assert kind == "RuntimeError" and "modified by an inplace operation" in message
 
 
+def in_a_closure(factor):
+    return lambda q, k, v: reference.attention(q * factor, k, v)
+
+
+class InAnObject:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, q, k, v):
+        return reference.attention(q * self.factor, k, v)
+
+
+class InAModule(torch.nn.Module):
+    """Not as a buffer."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, q, k, v):
+        return reference.attention(q * self.factor, k, v)
+
+
+def attention_changed(rank, held):
+    """What is said where a tensor that attention holds is changed in place for the next micro-batch."""
+    factor = torch.tensor(2.0, dtype=torch.float64)
+    attend = layers.block(SHAPES[0], layers.projections(SHAPES[0]), torch.distributed.group.WORLD, local_attention=held(factor))
+    x, dy = (layers.my_slice(SHAPES[0], rank, t) for t in layers.whole_inputs(SHAPES[0]))
+    y = layers.call_block(SHAPES[0], attend, rank, x.requires_grad_())
+    factor.mul_(2)
+    return refusal(y.backward, dy)
+
+
+@pytest.mark.parametrize("held", [in_a_closure, InAnObject, InAModule])
+def test_a_tensor_that_attention_holds_and_that_was_changed_in_place_is_noticed(held):
+    for kind, message in on_ranks(2, attention_changed, held):
+        assert kind == "RuntimeError" and "a tensor that local attention reads" in message
+
+
 def output_alone_trains(rank):
     """Faults where nothing but the output projection needs a gradient, so that backward makes nothing again."""
     shape = Shape(bias=True, config={"head_groups": 2, "window": 1})

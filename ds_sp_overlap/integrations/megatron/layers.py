@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.arguments import ForAllHeads
-from ...attention.runtime.linear import Plain
+from ...attention.runtime.linear import Plain, hooks_are_harmless
 from ...attention.self_attention import SelfAttention
 from ...rotary import Rotary
 from ..chains import ChainedLayer, ForwardPasses
@@ -172,6 +172,7 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
         kind: getattr(module, child) for kind, child in SPLIT.items() if hasattr(module, child)
     }
     projections = split or {"qkv_proj": module.query_key_value}
+    linear = {child: getattr(module, child) for child in (*reader.reading.projections, "dense")}
     block = SelfAttention(
         local_attention=functools.partial(_attend, module),
         o_proj=module.dense,
@@ -209,6 +210,7 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
         error: Exception | None = None
         try:
             reader.current(module)
+            _refuse_others(name, module, linear)
             if arguments.get("inference_params") is not None:
                 raise ValueError(
                     "generation with a KV cache does not work on a sequence that is split over "
@@ -267,6 +269,27 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
             raise RuntimeError(f"{name}: {error}") from error
 
     return _Driven(block, forward, translate)
+
+
+def _refuse_others(name: str, module: Any, linear: dict[str, nn.Module]) -> None:
+    """Refuse a layer if its projections, or calls of its ``dist_attn``, are others than in `enable`.
+
+    Args:
+        name: The layer's name.
+        module: The layer.
+        linear: Its projections by name, as they were; the block calls these.
+
+    Raises:
+        RuntimeError: on this rank.
+    """
+    changed = [child for child, was in linear.items() if getattr(module, child, None) is not was]
+    if not hooks_are_harmless(module.dist_attn) or has_own_forward(module.dist_attn):
+        changed.append("dist_attn")
+    if changed:
+        raise RuntimeError(
+            f"{name}: {', '.join(changed)} replaced, hooked or patched since ds_sp_overlap.enable; "
+            "call ds_sp_overlap.enable again"
+        )
 
 
 def _probe(

@@ -276,7 +276,7 @@ def same_values(module, given, output):
 
 ALL = [whole_chain()] * 3
 BEHIND = [ran(">", "<>", "-")] * 2 + [ran(">", "<", "-")]  # layer 2 isn't given what layer 1 returns; which is learnt
-IN_FRONT = [ran(">", "-", "-")] * 2 + [ran("-", ">", "<")]
+ALONE = [ran("-", "-")] * 3  # without layer 1
 FOREIGN = [ran(">", "-")] * 2 + [ran("-", "-")]  # it isn't given to layer 1
 WAYS = {
     "nothing": (nothing, ALL),
@@ -285,7 +285,7 @@ WAYS = {
     "a hook that scales": (lambda model: hooked(model, lambda module, given, output: output * 1.5), BEHIND),
     "a hook that copies": (lambda model: hooked(model, same_values), BEHIND),
     "a hook that scales in place": (lambda model: hooked(model, in_place), BEHIND),
-    "a hook that scales what comes in": (lambda model: hooked(model, before_layer, "register_forward_pre_hook"), IN_FRONT),
+    "a hook that scales what comes in": (lambda model: hooked(model, before_layer, "register_forward_pre_hook"), ALONE),
     "a hook that cuts off": (nowhere_from, BEHIND),
     "a hook on the gradient": (lambda model: hooked(model, of_gradient), BEHIND),
     "a hook in backward": (
@@ -883,6 +883,14 @@ def hook_attention(model):
     model.model.layers[1].self_attn.register_forward_hook(lambda module, given, output: (output[0] * 1.5, None))
 
 
+def set_up_late(model):
+    """A layer whose norm is set up by a hook before its forward, and put back behind it."""
+    layer = model.model.layers[1]
+    norm, usual = layer.input_layernorm, layer.input_layernorm.variance_epsilon
+    layer.register_forward_pre_hook(lambda *_: setattr(norm, "variance_epsilon", 2.0))
+    layer.register_forward_hook(lambda *_: setattr(norm, "variance_epsilon", usual))
+
+
 def replace_activation(model):
     model.model.layers[1].mlp.act_fn.forward = lambda x: torch.tanh(x)
 
@@ -895,6 +903,7 @@ CHANGES = {
     adapt: "a module in it changed since it was read; call ds_sp_overlap.enable again",
     hook_norm: "LlamaRMSNorm has a forward or a hook of its own",
     hook_attention: "self_attn (LlamaAttention) has a forward or a hook of its own",
+    set_up_late: "LlamaDecoderLayer has a forward pre-hook of its own",
     replace_activation: "SiLUActivation has a forward or a hook of its own",
     scale_residual: "residual_multiplier changed since it was read; call ds_sp_overlap.enable again",
 }
@@ -1056,6 +1065,7 @@ WATCHED = [
         Guard("an attention that is not called has no hooks", without="if False:"),
         functools.partial(faults_of_change, change=hook_attention),
     ),
+    Watched(Guard("runs first", without="if False:"), functools.partial(faults_of_change, change=set_up_late)),
     Watched(Guard("what was read is what runs", without="if False:"), functools.partial(faults_of_change, change=scale_residual)),
     Watched(Guard("computed again as it was", without="if False:"), faults_of_dropout),
     Watched(Guard("no leaf of ZeRO-3", without="if False:"), faults_of_leaves, raises=True),  # weights are not there

@@ -154,12 +154,15 @@ def hooks_are_harmless(module: nn.Module, *more: str, idle: Idle = _never) -> bo
         idle: Tells which hooks do nothing for now, and are not looked at.
     """
     for hooks in _hooks(module):
-        prefixes = (*harmless, *more)
         for hook in hooks.values():
-            name = getattr(hook, "__module__", "") or ""
-            if not idle(hook) and not name.startswith(prefixes):  # guard: only harmless hooks
+            if not idle(hook) and not is_harmless(hook, *more):  # guard: only harmless hooks
                 return False
     return True
+
+
+def is_harmless(hook: Any, *more: str) -> bool:
+    """Return whether a hook's module has a name that begins as one of `harmless` or of ``more``."""
+    return (getattr(hook, "__module__", "") or "").startswith((*harmless, *more))
 
 
 def _hooks(module: nn.Module) -> list[dict]:

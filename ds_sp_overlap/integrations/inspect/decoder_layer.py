@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ...attention.runtime.linear import hooks_are_harmless
+from ...attention.runtime.linear import hooks_are_harmless, is_harmless
 from ..rebinding import is_ours
 from .accounting import MOVES, Accounting, LoadedGlobal, Unknown, forward_of, is_plain
 from .attention import has_changed
@@ -330,6 +330,10 @@ class BlockReader:
         if has_own_forward or not harmless:  # guard: an attention that is not called has no hooks
             kind = type(attention).__name__
             return f"{self.reading.attention} ({kind}) has a forward or a hook of its own"
+        # It may change the layer, for instance load its weights, and the layer in front starts q, k
+        # and v before it runs.
+        if not all(map(is_harmless, layer._forward_pre_hooks.values())):  # guard: runs first
+            return f"{type(layer).__name__} has a forward pre-hook of its own"
         return ""
 
 

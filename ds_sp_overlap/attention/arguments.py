@@ -131,8 +131,8 @@ def modules_of(attend: Any) -> list[nn.Module]:
 def tensors_of(attend: Any, without: Iterable[nn.Module] = ()) -> list[Tensor]:
     """Return the tensors that an attention may read beside its arguments, as far as found.
 
-    Those are parameters, buffers and attributes of `modules_of`; tensors in partials and closures;
-    and attributes of objects that are there or called.
+    Those are parameters, buffers and attributes of its modules (`modules_of`), tensors in its
+    partials and closures, and attributes of objects that are in there or called.
 
     Args:
         attend: The local attention.
@@ -141,6 +141,8 @@ def tensors_of(attend: Any, without: Iterable[nn.Module] = ()) -> list[Tensor]:
     """
     held: list[Any] = []
     for x in _made_of(attend):
+        if isinstance(x, ModuleType):  # a function of C belongs to one
+            continue
         held.append(x)
         for inner in x.modules() if isinstance(x, nn.Module) else (x,):
             for name in ("_parameters", "_buffers", "__dict__"):
@@ -158,10 +160,7 @@ def _made_of(attend: Any) -> Iterator[Any]:
             yield from _made_of(x)
         return
     yield attend
-    # Not the Python module that a function of C is in.
-    owner = getattr(attend, "__self__", None)
-    if owner is not None and not isinstance(owner, ModuleType):
-        yield owner
+    yield getattr(attend, "__self__", None)
     for cell in getattr(attend, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # a variable that has no value now
             yield cell.cell_contents

@@ -341,7 +341,7 @@ class SelfAttention:
 
     @property
     def _modules_around(self) -> list[nn.Module]:
-        """The projections and norms, of which local attention reads nothing."""
+        """Return the projections and norms, of which local attention reads nothing."""
         modules = (*self.inputs.modules, self.o_proj)
         return [module for module in modules if isinstance(module, nn.Module)]
 

@@ -184,7 +184,11 @@ WATCHED = [
     Watched(Guard("a fork's exchange stays its own", without="return False"), forked_exchange),
     Watched(Guard("known by its source, or read", without="if True:"), clamped),
     Watched(Guard("what a decorator does is in no digest", without="pass"), known_by_its_source),
-    Watched(Guard("a call of dist_attn that is hooked is made", without="pass"), hooked_exchange),
+    Watched(
+        Guard("a call of dist_attn that is hooked is made", without="pass"),
+        hooked_exchange,
+        raises=True,  # each call looks again
+    ),
     Watched(Guard("all that a layer learns is known", without="pass"), spare_parameter),
     Watched(Guard("a zero adds nothing", without="pass"), constant_added),
     Watched(Guard("only a function of a module that is known", without="pass"), function_of_a_module),

@@ -148,11 +148,12 @@ def block_faults(rank, shape, use=backward, transport=None, tolerance=1e-12, cha
     local_x, local_dy = (my_slice(shape, rank, t) for t in (x, dy))
     got = use(lambda x: call_block(shape, attend, rank, x), mine, local_x.requires_grad_(), local_dy)
     pairs = {name: (got[name].detach(), my_slice(shape, rank, expected[name].detach())) for name in expected}
+    of_whole = dict(whole.named_parameters())
     for name, parameter in mine.named_parameters():
         total = None if parameter.grad is None else parameter.grad.clone()
         if total is not None:
             torch.distributed.all_reduce(total)
-        pairs["d " + name] = total, whole.get_parameter(name).grad
+        pairs["d " + name] = total, of_whole[name].grad
     return faults(tolerance, **pairs)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from ..attention.runtime.deferred import Wgrads
 from ..attention.runtime.execution import Call
 from ..exchange.exchange import Exchange
 from ..exchange.layout import chunk_of
+from ..rotary import Rotary
 from ..schedule import Block, Exchanged, O, Step
 from .block_layer import BlockLayer, Options
 from .recompute_region import RecomputeRegion
@@ -110,9 +110,11 @@ class LayerCall:
     def rotations(self) -> list[Callable[[Tensor], Tensor] | None]:
         """Return for each chunk the function that rotates its q or k; None for no rotation."""
         attention = self.layer.attention
-        # A `Rotary` or None, see `BlockLayer.in_the_way`.
-        rope: Any = attention.inputs.rope
-        tables = rope and rope.of(self.options.position_embeddings, attention.head_dim)
+        rope = attention.inputs.rope
+        if rope is None:
+            return [None] * self.block.chunks
+        assert isinstance(rope, Rotary)
+        tables = rope.of(self.options.position_embeddings, attention.head_dim)
         if tables is None:
             return [None] * self.block.chunks
         # The tables broadcast to [b, s/P, h, d] or [s/P, b, h, d]: the dimension of the tokens.

@@ -29,12 +29,15 @@ def walk_attention(here: LayerCall, hidden: Tensor) -> None:
         attention = here.layer.attention
         here.mlp_wgrads = Wgrads([here.layer.mlp], here.call.where, attention.plain, here=True)
     runner = _Attention(here, hidden)
-    block, saved = here.block, here.saved_attention
-    runner.walk(block.recomputed_attention if here.is_recomputed else block.attention_steps)
-    if saved is not None and not here.is_recomputed:
+    if here.is_recomputed:
+        runner.walk(here.block.recomputed_attention)
+        return
+    runner.walk(here.block.attention_steps)
+    saved = here.saved_attention
+    if saved is not None:
         saved.reads_o = runner.watched.agree(saved.reads_o, saved.foreign)
         if not saved.reads_o:
-            here.call.run_by(without_o(block))
+            here.call.run_by(without_o(here.block))
 
 
 class _Attention(Gathering):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -229,6 +228,9 @@ def pieces_of_queries(geometry: Geometry, q: Tensor) -> list[tuple[Tensor] | tup
     """
     if geometry.shares == 1:
         return [(q,)]
-    lengths = [stop - start for start, stop in geometry.own_queries]
-    places = zip(accumulate(lengths, initial=0), lengths, geometry.own_queries)
-    return [(q.narrow(geometry.seq_dim, first, length), tokens) for first, length, tokens in places]
+    pieces: list[tuple[Tensor] | tuple[Tensor, Range]] = []
+    first = 0
+    for start, stop in geometry.own_queries:
+        pieces.append((q.narrow(geometry.seq_dim, first, stop - start), (start, stop)))
+        first += stop - start
+    return pieces

@@ -884,7 +884,7 @@ def hook_attention(model):
 
 
 def set_up_late(model):
-    """A layer whose norm is set up by a hook before its forward, and put back behind it."""
+    """Have hooks set up the norm of a layer before its forward, and put it back behind it."""
     layer = model.model.layers[1]
     norm, usual = layer.input_layernorm, layer.input_layernorm.variance_epsilon
     layer.register_forward_pre_hook(lambda *_: setattr(norm, "variance_epsilon", 2.0))

@@ -55,11 +55,8 @@ def test_separate_projections_of_pull_request_415():
     no_faults(2, megatron_layers.faults_of_all, [Shape(split=True), Shape("core", 8, 2, split=True)])
 
 
-def replaced(name):
-    def change(layer):
-        setattr(layer, name, copy.deepcopy(getattr(layer, name)))
-
-    return change
+def replace_by_copy(name, layer):
+    setattr(layer, name, copy.deepcopy(getattr(layer, name)))
 
 
 def hooked(layer):
@@ -72,11 +69,16 @@ def patched(layer):
 
 
 # What changes a layer between two of its calls, and how the refusal names it.
-LATER = {"query_key_value": replaced("query_key_value"), "dense": replaced("dense"), "dist_attn": hooked, "dist_attn ": patched}
+LATER = [
+    (functools.partial(replace_by_copy, "query_key_value"), "query_key_value"),
+    (functools.partial(replace_by_copy, "dense"), "dense"),
+    (hooked, "dist_attn"),
+    (patched, "dist_attn"),
+]
 
 
-def changed_later(rank, what):
-    """What the second call says; `enable` again makes it right."""
+def changed_later(rank, change):
+    """Return what the second call says, and how far off the layer is after another `enable`."""
     shape = Shape(config={"head_groups": 2})
     outputs = []
     for ours in (True, False):
@@ -85,7 +87,7 @@ def changed_later(rank, what):
         if ours:
             ds_sp_overlap.enable(layer, shape.config, torch.distributed.group.WORLD)
             layer(mine, mask, tables)
-        LATER[what](layer.self_attention)
+        change(layer.self_attention)
         with torch.no_grad():
             layer.self_attention.dense.weight.mul_(2)
         if ours:
@@ -95,11 +97,11 @@ def changed_later(rank, what):
     return said, relative_error(*outputs)
 
 
-@pytest.mark.parametrize("what", LATER)
-def test_projections_and_dist_attn_that_change_after_enable_are_refused_by_name(what):
-    for said, error in on_ranks(2, changed_later, what):
+@pytest.mark.parametrize("change, name", LATER)
+def test_projections_and_dist_attn_that_change_after_enable_are_refused_by_name(change, name):
+    for said, error in on_ranks(2, changed_later, change):
         assert said == (
-            f"self_attention: {what.strip()} replaced, hooked or patched since ds_sp_overlap.enable; call ds_sp_overlap.enable again"
+            f"self_attention: {name} replaced, hooked or patched since ds_sp_overlap.enable; call ds_sp_overlap.enable again"
         )
         assert error < 1e-12
 

@@ -66,7 +66,7 @@ def padded(q, k, v, slopes):
 
 
 def holding(slopes):
-    """An attention that finds its slopes in its closure."""
+    """Return an attention that finds its slopes in its closure."""
     return lambda q, k, v: given(q, k, v, slopes)
 
 
@@ -319,15 +319,10 @@ def misses_slopes(rank):
 
 
 def misses_heads_that_begin_alike(rank):
-    """Two kinds: parameters of a module, tensors of a closure."""
-    kinds = "a scale of each KV head that begins at 1", "factors of a closure that begin at 1"
-    return [fault for kind in kinds for fault in [*stateful(rank, kind, {})[0], *counted(rank, kind)]]
-
-
-def counted(rank, kind):
-    """Whether attention of this kind was called with all of a rank's heads, and not with some."""
-    queries = stateful(rank, kind, {})[1]
-    return [] if queries == ["<q", ">q"] else [f"exchanged {queries}"]
+    """Return the faults of a parameter's gradient. Factors of a closure get none: then the exchanges."""
+    found, _, _ = stateful(rank, "a scale of each KV head that begins at 1", {})
+    _, queries, _ = stateful(rank, "factors of a closure that begin at 1", {})
+    return found + [f"exchanged {queries}"] * (queries != ["<q", ">q"])
 
 
 def leaves_other_values(rank):

@@ -53,7 +53,7 @@ def windowed(kinds, wgrad_last=True, window=1):
 
 
 def merged_backwards(kinds, wgrad_last=True):
-    """The same, whose merges come last, in descending order of the groups."""
+    """Return `windowed` with its merges last, in descending order of the groups."""
     base = windowed(kinds, wgrad_last)
     merges = tuple(Step(Op.MERGE, O, False, group) for group in reversed(range(len(kinds))))
     forward = tuple(step for step in base.forward if step.op is not Op.MERGE)

@@ -190,7 +190,7 @@ class InAnObject:
 
 
 class InAModule(torch.nn.Module):
-    """Not as a buffer."""
+    """Holds a tensor as an attribute that is no buffer."""
 
     def __init__(self, factor):
         super().__init__()
@@ -201,7 +201,7 @@ class InAModule(torch.nn.Module):
 
 
 def attention_changed(rank, held):
-    """What is said where a tensor that attention holds is changed in place for the next micro-batch."""
+    """Return what is raised after a tensor that attention holds was changed in place, as for the next micro-batch."""
     factor = torch.tensor(2.0, dtype=torch.float64)
     attend = layers.block(SHAPES[0], layers.projections(SHAPES[0]), torch.distributed.group.WORLD, local_attention=held(factor))
     x, dy = (layers.my_slice(SHAPES[0], rank, t) for t in layers.whole_inputs(SHAPES[0]))

@@ -65,10 +65,9 @@ class _StartInputs(Node):
             ctx.mark_non_differentiable(*unneeded)
         # Beside the tables, only tensors that some gradient reads are saved: weights for dx, x for
         # dw, the inputs of the norms for their gradients.
-        weights = [
-            w if inputs.x_needs_grad and index % 2 == 0 else None
-            for index, w in enumerate(parameters[:linear])
-        ]
+        weights: list[Tensor | None] = [None] * linear
+        if inputs.x_needs_grad:
+            weights[::2] = parameters[:linear:2]
         ctx.normed = list(norm_inputs)
         saved = (
             [x if any(inputs.parameters_need_grad[:linear:2]) else None],

@@ -59,11 +59,11 @@ def replace_by_copy(name, layer):
     setattr(layer, name, copy.deepcopy(getattr(layer, name)))
 
 
-def hooked(layer):
+def hook_dist_attn(layer):
     layer.dist_attn.register_forward_hook(lambda module, given, o: 2 * o)
 
 
-def patched(layer):
+def patch_dist_attn(layer):
     forward = layer.dist_attn.forward
     layer.dist_attn.forward = lambda *args, **more: 2 * forward(*args, **more)
 
@@ -72,8 +72,8 @@ def patched(layer):
 LATER = [
     (functools.partial(replace_by_copy, "query_key_value"), "query_key_value"),
     (functools.partial(replace_by_copy, "dense"), "dense"),
-    (hooked, "dist_attn"),
-    (patched, "dist_attn"),
+    (hook_dist_attn, "dist_attn"),
+    (patch_dist_attn, "dist_attn"),
 ]
 
 

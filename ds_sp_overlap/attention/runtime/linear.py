@@ -196,11 +196,12 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
     Returns:
         The result of ``body``, as the hooks have changed it.
     """
-    if not modules:
+    for index, first in enumerate(modules):
+        if _hooks(first) or type(first).__call__ not in _CALLS:
+            rest = modules[index + 1 :]
+            break
+    else:
         return body(*inputs)
-    first, rest = modules[0], modules[1:]
-    if not _hooks(first) and type(first).__call__ in _CALLS:
-        return call_through(rest, body, *inputs)
 
     def forward(*args: Tensor) -> Any:
         del vars(first)["forward"]  # guard: given back at once

@@ -368,14 +368,16 @@ class SelfAttention:
         learned = {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
         modules = modules_of(self.local_attention)
         parameters = {id(p) for module in modules for p in module.parameters(recurse=False)}
-        read = tensors_of(self.local_attention, self._modules_around)
+        held = partial(tensors_of, self.local_attention, self._modules_around)
+        read = held()
         learned |= {id(x): x for x in read if x.requires_grad and id(x) in parameters}
         tensors += read
         agree = partial(self.layer.agree_on_o, kind_of(call, (x,)))
         return LocalAttention(
             attend,
             tensors,
-            list(learned.values()),
+            held,
+            learned=list(learned.values()),
             agree=agree,
             seq_dim=call.geometry.seq_dim,
             modules=modules,

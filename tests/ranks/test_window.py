@@ -515,10 +515,14 @@ def changed_without_a_window(rank, change):
     return layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected})
 
 
-@pytest.mark.parametrize("change", [with_another_mask, with_another_buffer, with_another_frozen_parameter])
-def test_what_was_changed_in_place_is_not_read_by_attention_that_is_run_again(change):
+def with_a_new_buffer(local, mask):
+    local.bias = local.bias.cos()
+
+
+@pytest.mark.parametrize("change", [with_another_mask, with_another_buffer, with_another_frozen_parameter, with_a_new_buffer])
+def test_what_was_changed_or_replaced_is_not_read_by_attention_that_is_run_again(change):
     for kind, message in on_ranks(2, addend_changed, change):
-        assert kind == "RuntimeError" and "changed in place between forward and backward" in message
+        assert kind == "RuntimeError" and "changed or replaced between forward and backward" in message
     no_faults(2, changed_without_a_window, change)
 
 
@@ -695,7 +699,7 @@ def fused(q, k, v):
 def test_gradients_of_attention_are_rounded_as_in_its_own_graph(attention, runs_again):
     """The backward of a window runs under the autocast of forward, that of PyTorch under none."""
     heads = [torch.randn(1, 64, 2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    local = LocalAttention(attention, [], [], agree=lambda *_: False, seq_dim=1, modules=[], where="layer")
+    local = LocalAttention(attention, [], lambda: [], [], agree=lambda *_: False, seq_dim=1, modules=[], where="layer")
     leaves, pieces = [x.clone().requires_grad_() for x in heads], lambda *heads: [attention(*heads)]
     with torch.autocast("cpu", torch.bfloat16):
         expected = attention(*leaves)

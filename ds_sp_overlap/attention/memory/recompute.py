@@ -41,8 +41,9 @@ class LocalAttention(NamedTuple):
     Attributes:
         attend: Computes o of a head group from the group's number and its q, k and v.
         tensors: What attention reads beside q, k and v, as far as that is known: the tensors among
-            its other arguments, the parameters and buffers of ``modules``. They live on anyhow.
-        learned: Those of them that require a gradient.
+            its other arguments, and those that ``held`` returned. They live on anyhow.
+        held: Returns the tensors that attention holds now, in modules, closures and attributes.
+        learned: Those of ``tensors`` that require a gradient.
         agree: Takes whether the backward of attention reads o on this rank, and a description of a
             tensor that attention learns but ``learned`` lacks ("" for none). Refuses such a tensor
             on all ranks. Returns whether o must travel in backward, since some rank reads it.
@@ -53,18 +54,21 @@ class LocalAttention(NamedTuple):
 
     attend: Callable[..., Any]
     tensors: list[Tensor]
+    held: Callable[[], list[Tensor]]
     learned: list[Tensor]
     agree: Callable[[bool, str], bool]
     seq_dim: int
     modules: list[nn.Module]
     where: str
 
-    def versions(self) -> list[int]:
-        """Return the versions of ``tensors``, which a change in place increases.
+    def versions(self) -> list[tuple[int, int | None]]:
+        """Return which tensors attention reads now, and their versions.
 
-        Tensors of inference mode have none.
+        A change in place increases a version. Tensors of inference mode have none.
         """
-        return [x._version for x in self.tensors if not x.is_inference()]
+        # ``tensors`` keeps those of forward alive, so that none made since has the id of one.
+        read = (*self.tensors, *self.held())
+        return [(id(x), None if x.is_inference() else x._version) for x in read]
 
 
 class _Source(torch.autograd.Function):
@@ -109,7 +113,7 @@ class Attended:
     edges: tuple[GradientEdge, list[GradientEdge | None]] | None
     foreign: str
     before: Random | None
-    versions: list[int] | None
+    versions: list[tuple[int, int | None]] | None
     training: list[bool]
     autocast: dict[str, Any]
     saved: SavedViews
@@ -146,7 +150,7 @@ class Attended:
 
         Raises:
             RuntimeError: if attention is computed again, and a tensor that it reads beside q, k and
-                v was changed in place since forward.
+                v was changed in place or replaced since forward.
         """
         # The graph holds views of q, k and v, which are taken again by these strides.
         has_strides = all(self.strides[kind] == x.stride() for kind, x in zip("qkv", heads))
@@ -184,9 +188,9 @@ class Attended:
         if self.versions not in (None, local.versions()):  # guard: attention of forward
             raise RuntimeError(
                 f"{local.where}: a tensor that local attention reads (a mask, a bias, a buffer) "
-                "was changed in place between forward and backward, which computes this attention "
-                "once more; give each forward a tensor of its own, or hold all head groups "
-                '(leave out sp_overlap.window, checkpointing and memory "auto")'
+                "was changed or replaced between forward and backward, which computes this "
+                "attention once more; give each forward a tensor of its own, or hold all head "
+                'groups (leave out sp_overlap.window, checkpointing and memory "auto")'
             )
         sources, edges = _sources(heads, needs_grad)
         # In place of the hooks of a checkpoint or an offload around this layer.

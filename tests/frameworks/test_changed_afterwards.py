@@ -435,7 +435,20 @@ MISREAD = {
 }
 
 
-def watched_on_one_rank(rank, config, options, path, tensors):
+def watch_forward(module):
+    module.register_forward_hook(lambda *_: None)
+
+
+def watch_backward(module):
+    module.register_full_backward_hook(lambda *_: None)
+
+
+def watch_parameters(module):
+    for parameter in module.parameters():
+        parameter.register_hook(lambda _: None)
+
+
+def watched_on_one_rank(rank, config, options, path, watch):
     """Errors of three steps, from the second on with hooks on rank 0 alone, as a logger has them."""
     tokens, errors = batches(1)[0], []
     whole = outcome(tiny(**EXACT, **options), tokens, 0, 1, None)
@@ -443,30 +456,28 @@ def watched_on_one_rank(rank, config, options, path, tensors):
         ds_sp_overlap.enable(model, config, group)
         for step in range(3):
             module = model.model.layers[1].get_submodule(path)
-            if rank == 0 and step == 1 and tensors:
-                for parameter in module.parameters():
-                    parameter.register_hook(lambda gradient: None)
-            elif rank == 0 and step == 1:
-                module.register_forward_hook(lambda module, args, y: None)
+            if rank == 0 and step == 1:
+                watch(module)
             errors.append(worst(outcome(model, tokens, rank, 2, group), whole))
         ds_sp_overlap.disable(model)
     return errors
 
 
 @pytest.mark.parametrize(
-    "config, options, path, tensors",
+    "config, options, path, watch",
     [
-        ({"head_groups": 2, "window": 1}, {}, "self_attn.q_proj", False),
-        ({"head_groups": 2, "window": 1}, dict(family="qwen3"), "self_attn.q_norm", True),
-        full({"memory": "auto"}, {}, "self_attn.o_proj", False),
-        ({"scope": "block", "token_chunks": 2}, {}, "mlp.up_proj", False),
-        full({"scope": "block", "token_chunks": 2}, {}, "self_attn", False),
+        ({"head_groups": 2, "window": 1}, {}, "self_attn.q_proj", watch_forward),
+        ({"head_groups": 2, "window": 1}, dict(family="qwen3"), "self_attn.q_norm", watch_parameters),
+        full({"memory": "auto"}, {}, "self_attn.o_proj", watch_forward),
+        ({"scope": "block", "token_chunks": 2}, {}, "mlp.up_proj", watch_forward),
+        full({"scope": "block", "token_chunks": 2}, {}, "self_attn", watch_forward),
+        ({"scope": "block", "token_chunks": 2}, {}, "", watch_backward),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
-def test_a_hook_that_comes_on_one_rank_alone_has_all_ranks_fall_back(config, options, path, tensors):
+def test_a_hook_that_comes_on_one_rank_alone_has_all_ranks_fall_back(config, options, path, watch):
     """Expect no hang: ranks that went on as before would exchange something else than that one, and wait for it."""
-    for errors in on_ranks(2, watched_on_one_rank, config, options, path, tensors, timeout_s=60):
+    for errors in on_ranks(2, watched_on_one_rank, config, options, path, watch, timeout_s=60):
         assert max(errors) < FP64, errors
 
 

@@ -903,7 +903,7 @@ CHANGES = {
     adapt: "a module in it changed since it was read; call ds_sp_overlap.enable again",
     hook_norm: "LlamaRMSNorm has a forward or a hook of its own",
     hook_attention: "self_attn (LlamaAttention) has a forward or a hook of its own",
-    set_up_late: "LlamaDecoderLayer has a forward pre-hook of its own",
+    set_up_late: "LlamaDecoderLayer has a forward pre-hook or a backward hook of its own",
     replace_activation: "SiLUActivation has a forward or a hook of its own",
     scale_residual: "residual_multiplier changed since it was read; call ds_sp_overlap.enable again",
 }

@@ -330,10 +330,13 @@ class BlockReader:
         if has_own_forward or not harmless:  # guard: an attention that is not called has no hooks
             kind = type(attention).__name__
             return f"{self.reading.attention} ({kind}) has a forward or a hook of its own"
-        # It may change the layer, for instance load its weights, and the layer in front starts q, k
-        # and v before it runs.
-        if not all(map(is_harmless, layer._forward_pre_hooks.values())):  # guard: runs first
-            return f"{type(layer).__name__} has a forward pre-hook of its own"
+        # A forward pre-hook may change the layer, for instance load its weights, and the layer in
+        # front starts q, k and v before it runs. Backward hooks put views in the place of hidden
+        # states: of those, nothing was started.
+        kinds = layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+        hooks = [hook for kind in kinds for hook in kind.values()]
+        if not all(map(is_harmless, hooks)):  # guard: runs first
+            return f"{type(layer).__name__} has a forward pre-hook or a backward hook of its own"
         return ""
 
 

@@ -46,7 +46,7 @@ class Report:
     Attributes:
         layers: The attention layers.
         sp_size: The size of the sp group.
-        note: A remark below the layers, or, if there are no layers, the reason.
+        note: Why there are no layers; empty where there are some.
     """
 
     layers: list[FoundLayer] = field(default_factory=list)
@@ -69,8 +69,8 @@ class Report:
                 name = f"{names[0]} ... {names[-1]} ({len(names)} layers)"
             lines += [f"  {name}", *_wrapped(f"overlapped: {got or 'nothing'}")]
             lines += _wrapped(f"why not more: {lacks}") if lacks else []
-        if overlapped:
-            lines += [note for note in (one_queue(), self.note) if note]
+        if overlapped and (warning := one_queue()):
+            lines.append(warning)
         return "\n".join(lines)
 
 

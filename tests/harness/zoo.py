@@ -318,7 +318,7 @@ def _judge_block(program, layer, module):
         return "refused", reason
     layer.self_attn.forward = types.MethodType(attended, layer.self_attn)
     if found := apart({}):
-        return "probe" if False else "silent", f"at first: {found}"
+        return "silent", f"at first: {found}"
     with torch.no_grad():
         program.activate(module)
     for training in (True, False):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,8 @@ from .saved_views import MAX_SAVED, SavedViews, note_views, storage_of
 AttendGroup = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
 
 
-class LocalAttention(NamedTuple):
+@dataclass
+class LocalAttention:
     """The local attention of one call.
 
     Attributes:
@@ -50,6 +51,7 @@ class LocalAttention(NamedTuple):
         seq_dim: The dimension of the sequence in q, k, v and o.
         modules: The modules that attention is made of, as far as they can be found.
         where: Name of the layer, for errors.
+        begun: `reads` at the begin of the call.
     """
 
     attend: Callable[..., Any]
@@ -61,14 +63,17 @@ class LocalAttention(NamedTuple):
     modules: list[nn.Module]
     where: str
 
-    def versions(self) -> list[tuple[int, int | None]]:
+    def __post_init__(self) -> None:
+        self.begun = self.reads()
+
+    def reads(self) -> list[tuple[int, int | None]]:
         """Return which tensors attention reads now, and their versions.
 
         A change in place increases a version. Tensors of inference mode have none.
         """
         # ``tensors`` keeps those of forward alive, so that none made since has the id of one.
-        read = (*self.tensors, *self.held())
-        return [(id(x), None if x.is_inference() else x._version) for x in read]
+        now = (*self.tensors, *self.held())
+        return [(id(x), None if x.is_inference() else x._version) for x in now]
 
 
 class _Source(torch.autograd.Function):
@@ -101,7 +106,8 @@ class Attended:
         foreign: A tensor that attention learns without being called with it, in words; empty for
             none.
         before: The states of the generators before attention, if it drew random numbers.
-        versions: `LocalAttention.versions` in forward; None where attention itself changes them.
+        changes: Whether attention itself changes or replaces tensors that it reads; not asked where
+            ``edges`` are given.
         training: For each of its modules, whether attention ran in training mode.
         autocast: The state of autocast, as keywords of ``torch.autocast``.
         saved: What the graph holds in place of saved tensors.
@@ -113,7 +119,7 @@ class Attended:
     edges: tuple[GradientEdge, list[GradientEdge | None]] | None
     foreign: str
     before: Random | None
-    versions: list[tuple[int, int | None]] | None
+    changes: bool
     training: list[bool]
     autocast: dict[str, Any]
     saved: SavedViews
@@ -185,7 +191,7 @@ class Attended:
         local: LocalAttention,
     ) -> list[Tensor | None]:
         """Compute attention again, with autograd, and run its backward; otherwise as `backward`."""
-        if self.versions not in (None, local.versions()):  # guard: attention of forward
+        if not self.changes and local.reads() != local.begun:  # guard: attention of forward
             raise RuntimeError(
                 f"{local.where}: a tensor that local attention reads (a mask, a bias, a buffer) "
                 "was changed or replaced between forward and backward, which computes this "
@@ -286,7 +292,7 @@ def attend_once(
     q, _, v = heads
     # The most for o, whose storage is not known yet, and for the tensors beside it.
     max_bytes = (1 + MAX_SAVED) * q.numel() // q.shape[-1] * v.shape[-1] * q.element_size()
-    saved_bytes, versions, given = 0.0, [x._version for x in sources], local.versions()
+    saved_bytes, versions = 0.0, [x._version for x in sources]
 
     def pack(x: Tensor) -> int:
         """Collect a tensor that autograd saves; return its number, which the graph holds."""
@@ -317,7 +323,7 @@ def attend_once(
         edges=None if beside is None else (get_gradient_edge(o), edges),
         foreign=_foreign(o, edges, local.learned),
         before=None if Random.now(device) == before else before,
-        versions=given if given == local.versions() else None,
+        changes=beside is None and local.reads() != local.begun,
         training=[module.training for module in local.modules],
         autocast=autocast_of(device),
         saved=views,

@@ -290,11 +290,11 @@ WAYS = {
     "a hook on the gradient": (lambda model: hooked(model, of_gradient), BEHIND),
     "a hook in backward": (
         lambda model: hooked(model, lambda module, dx, dy: (dx[0] * 1.5,), "register_full_backward_hook"),
-        [ran(">", "-", "-")] * 2 + [ran("-", ">", "-")],
+        ALONE,
     ),
     "a hook before backward": (
         lambda model: hooked(model, lambda module, dy: (dy[0] * 1.5,), "register_full_backward_pre_hook"),
-        [ran(">", "-", "-")] * 2 + [ran("-", ">", "-")],
+        ALONE,
     ),
     "early exit": (lambda model: fewer_layers(model, 2), [ran(">", "<>")] * 2 + [ran(">", "<")]),
     "a layer left out": (lambda model: other_layers(model, lambda layers: [layers[0], layers[2]]), FOREIGN),

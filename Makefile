@@ -1,6 +1,6 @@
 # Two commands on a fresh machine, each makes .venv and installs what it needs:
 #   make convergence           the main job: loss curves with and without the overlap, and a verdict
-#   make test                  the tests, in about ten minutes on two cores
+#   make test                  the tests, in ten to twenty minutes on two cores
 # and for who changes the code:
 #   make test-all PART=3/8     every case of the tests, the third of eight parts of about one length; all parts without PART
 #   make durations             every case, and how long each takes is written down for PART

@@ -21,4 +21,5 @@ if __name__ == "__main__":
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    accelerator.print("overlapped", overlapped_layers(model), "trained", bool(loss.isfinite()))
+    # One text: the ranks share standard output, and several would be mixed with those of another rank.
+    accelerator.print(f"overlapped {overlapped_layers(model)} trained {bool(loss.isfinite())}")

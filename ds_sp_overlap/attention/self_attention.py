@@ -359,24 +359,25 @@ class SelfAttention:
             args: Arguments of ``local_attention``. Classes of `arguments` hold their tensor.
             kwargs: Keyword arguments of ``local_attention``.
         """
-        tensors = []
+        arguments = []
         for leaf in tree_leaves((args, kwargs)):
             tensor = leaf.tensor if isinstance(leaf, (ForAllHeads, PerHead)) else leaf
             if isinstance(tensor, Tensor):
-                tensors.append(tensor)
+                arguments.append(tensor)
+
+        def read() -> list[Tensor]:
+            return [*arguments, *tensors_of(self.local_attention, self._modules_around)]
+
+        tensors, modules = read(), modules_of(self.local_attention)
         # By identity, since a parameter may also be given as an argument.
-        learned = {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
-        modules = modules_of(self.local_attention)
-        parameters = {id(p) for module in modules for p in module.parameters(recurse=False)}
-        held = partial(tensors_of, self.local_attention, self._modules_around)
-        read = held()
-        learned |= {id(x): x for x in read if x.requires_grad and id(x) in parameters}
-        tensors += read
+        may_learn = {id(x) for x in arguments}
+        may_learn |= {id(p) for module in modules for p in module.parameters(recurse=False)}
+        learned = {id(x): x for x in tensors if x.requires_grad and id(x) in may_learn}
         agree = partial(self.layer.agree_on_o, kind_of(call, (x,)))
         return LocalAttention(
             attend,
             tensors,
-            held,
+            read,
             learned=list(learned.values()),
             agree=agree,
             seq_dim=call.geometry.seq_dim,

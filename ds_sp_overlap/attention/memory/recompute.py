@@ -41,9 +41,9 @@ class LocalAttention:
 
     Attributes:
         attend: Computes o of a head group from the group's number and its q, k and v.
-        tensors: What attention reads beside q, k and v, as far as that is known: the tensors among
-            its other arguments, and those that ``held`` returned. They live on anyhow.
-        held: Returns the tensors that attention holds now, in modules, closures and attributes.
+        tensors: What ``read`` returned at the begin of the call. They live on anyhow.
+        read: Returns what attention reads now beside q, k and v, as far as that is known: the
+            tensors among its other arguments, and those that it holds.
         learned: Those of ``tensors`` that require a gradient.
         agree: Takes whether the backward of attention reads o on this rank, and a description of a
             tensor that attention learns but ``learned`` lacks ("" for none). Refuses such a tensor
@@ -51,12 +51,11 @@ class LocalAttention:
         seq_dim: The dimension of the sequence in q, k, v and o.
         modules: The modules that attention is made of, as far as they can be found.
         where: Name of the layer, for errors.
-        begun: `reads` at the begin of the call.
     """
 
     attend: Callable[..., Any]
     tensors: list[Tensor]
-    held: Callable[[], list[Tensor]]
+    read: Callable[[], list[Tensor]]
     learned: list[Tensor]
     agree: Callable[[bool, str], bool]
     seq_dim: int
@@ -64,16 +63,20 @@ class LocalAttention:
     where: str
 
     def __post_init__(self) -> None:
-        self.begun = self.reads()
+        self._begun = _versions(self.tensors)
 
-    def reads(self) -> list[tuple[int, int | None]]:
-        """Return which tensors attention reads now, and their versions.
+    def is_as_begun(self) -> bool:
+        """Return whether attention reads the same tensors as at the begin, none of them changed."""
+        # ``tensors`` keeps those of the begin alive, so that none made since has the id of one.
+        return _versions(self.read()) == self._begun
 
-        A change in place increases a version. Tensors of inference mode have none.
-        """
-        # ``tensors`` keeps those of forward alive, so that none made since has the id of one.
-        now = (*self.tensors, *self.held())
-        return [(id(x), None if x.is_inference() else x._version) for x in now]
+
+def _versions(tensors: list[Tensor]) -> list[tuple[int, int | None]]:
+    """Return the id of each tensor, and its version, which a change in place increases.
+
+    Tensors of inference mode have no version.
+    """
+    return [(id(x), None if x.is_inference() else x._version) for x in tensors]
 
 
 class _Source(torch.autograd.Function):
@@ -191,7 +194,7 @@ class Attended:
         local: LocalAttention,
     ) -> list[Tensor | None]:
         """Compute attention again, with autograd, and run its backward; otherwise as `backward`."""
-        if not self.changes and local.reads() != local.begun:  # guard: attention of forward
+        if not (self.changes or local.is_as_begun()):  # guard: attention of forward
             raise RuntimeError(
                 f"{local.where}: a tensor that local attention reads (a mask, a bias, a buffer) "
                 "was changed or replaced between forward and backward, which computes this "
@@ -323,7 +326,7 @@ def attend_once(
         edges=None if beside is None else (get_gradient_edge(o), edges),
         foreign=_foreign(o, edges, local.learned),
         before=None if Random.now(device) == before else before,
-        changes=beside is None and local.reads() != local.begun,
+        changes=beside is None and not local.is_as_begun(),
         training=[module.training for module in local.modules],
         autocast=autocast_of(device),
         saved=views,
